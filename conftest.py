@@ -16,15 +16,17 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from piper_runtime.launch.processes.processes import Pool
 
-# The machine is shared by several test processes and by the workers that tests start, and the tensors are tiny: one thread per
-# process is the fastest setting and makes float sums repeatable. It must be set before anything imports torch.
+# The machine is shared by several test processes and by the workers that tests start, and the tensors are tiny: one
+# thread per process is the fastest setting and makes float sums repeatable. It must be set before anything imports
+# torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 # No test may take a capture that an earlier run left in the user's cache.
 os.environ["PIPER_CACHE"] = ""
 
-# Ray reads it when it is imported: who joins a cluster that a test has started shows the token that Ray keeps for this user.
+# Ray reads it when it is imported: who joins a cluster that a test has started shows the token that Ray keeps for this
+# user.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 # The collector would look again and again at the million objects of torch's modules, which stay for ever.
@@ -33,13 +35,16 @@ gc.set_threshold(50_000, 20, 20)
 # A test outcome may depend neither on the machine's speed nor on what an earlier run left in a database.
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, max_examples=50)
 # `make test-long` looks at new examples every time and prints how to reproduce the one that failed.
-settings.register_profile("long", deadline=None, derandomize=False, database=None, max_examples=1000, print_blob=True)
+settings.register_profile(
+    "long", deadline=None, derandomize=False, database=None, max_examples=1000, print_blob=True
+)
 settings.load_profile("ci")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep what is compiled of tests and of Piper, also under PYTHONDONTWRITEBYTECODE: the suite starts a hundred processes.
+    """Keep what is compiled of tests and of Piper, also under PYTHONDONTWRITEBYTECODE: the suite starts a hundred
+    processes.
 
     Recipes that tests write are not kept: one that is written again in the same second would be taken for the first.
     """
@@ -53,7 +58,9 @@ def pytest_collection() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def runs_take_the_cpu() -> None:
     """Also on a machine with a CUDA device: the suite compares bits and bytes of the CPU. Tests of CUDA ask for it."""
-    if "piper_runtime.rank.values.device" in sys.modules:  # to import it here would load torch for tests that need none
+    if (
+        "piper_runtime.rank.values.device" in sys.modules
+    ):  # to import it here would load torch for tests that need none
         sys.modules["piper_runtime.rank.values.device"].default = "cpu"
 
 
@@ -81,7 +88,8 @@ link.close()
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """A Ray cluster of one node with four CPUs, in a process of its own; who joins it by its address leaves it again."""
+    """A Ray cluster of one node with four CPUs, in a process of its own; who joins it by its address leaves it
+    again."""
     pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     host = subprocess.Popen([sys.executable, "-c", _CLUSTER], start_new_session=True, **pipes)
     assert host.stdout is not None
@@ -192,7 +200,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if test in SAMPLED and "long" not in item.keywords:
             k, n = cases[test], SAMPLED[test]
             cases[test] += 1
-            if (k + k // n) % n:  # another place in every n, so that what follows in steps of n is not left out altogether
+            if (
+                (k + k // n) % n
+            ):  # another place in every n, so that what follows in steps of n is not left out altogether
                 item.add_marker("long")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _FIRST.get(item.nodeid.split("::", 1)[0], len(_FIRST)))

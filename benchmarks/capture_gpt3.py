@@ -27,7 +27,9 @@ def measure(name: str = "gpt3-175b") -> dict[str, float]:
     captured = capture(job.model, partial(job.batch, 0), job.loss, dtype=job.precision.dtype)
     seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
     layer = captured.program.chunks[1]
-    saved = sum(bind(spec.nbytes, 1) for port, spec in layer.ports.items() if port.startswith("saved"))
+    saved = sum(
+        bind(spec.nbytes, 1) for port, spec in layer.ports.items() if port.startswith("saved")
+    )
     return {
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),

@@ -28,9 +28,13 @@ def gpt3() -> dict[str, float]:
     """
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "benchmarks.capture_gpt3"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr}"
+        )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -38,9 +42,32 @@ def gpt3() -> dict[str, float]:
 def gpt3_rows(found: dict[str, float]) -> list[Row]:
     """Return the rows of one capture."""
     what = f"GPT-3 175B on meta ({found['parameters'] / 1e9:.1f} B parameters)"
-    pieces = f"{found['chunks']:.0f} chunks with {found['codes']:.0f} different codes; {found['cpu_seconds']:.1f} s of CPU time"
+    pieces = (
+        f"{found['chunks']:.0f} chunks with {found['codes']:.0f} different codes; "
+        f"{found['cpu_seconds']:.1f} s of CPU time"
+    )
     return [
-        Row("capture", f"{what}: capture and cut", found["seconds"], "s", goal=SECONDS_GOAL, note=pieces),
-        Row("capture", f"{what}: peak memory", found["peak_gib"], "GiB", goal=MEMORY_GOAL, note="of the process, torch included"),
-        Row("capture", f"{what}: saved per layer and row", found["saved_gib_per_layer_and_row"], "GiB", note="bf16"),
+        Row(
+            "capture",
+            f"{what}: capture and cut",
+            found["seconds"],
+            "s",
+            goal=SECONDS_GOAL,
+            note=pieces,
+        ),
+        Row(
+            "capture",
+            f"{what}: peak memory",
+            found["peak_gib"],
+            "GiB",
+            goal=MEMORY_GOAL,
+            note="of the process, torch included",
+        ),
+        Row(
+            "capture",
+            f"{what}: saved per layer and row",
+            found["saved_gib_per_layer_and_row"],
+            "GiB",
+            note="bf16",
+        ),
     ]

@@ -57,7 +57,11 @@ def measure(name: str) -> dict[str, float]:
         for _ in range(LATER):
             parts.update(dict.fromkeys(parts, 0.0))
             found.append({"later": seconds(capture), **parts})
-    return {"first": first, **min(found, key=lambda times: times["later"]), "own": own_share(capture)}
+    return {
+        "first": first,
+        **min(found, key=lambda times: times["later"]),
+        "own": own_share(capture),
+    }
 
 
 def seconds(run: Callable[[], None]) -> float:
@@ -98,11 +102,21 @@ def own_share(run: Callable[[], None]) -> float:
 
 def main() -> None:
     """Measure each model in a process of its own, and print a table."""
-    table = Table("model", "first capture", "a later one", "Dynamo", "AOTAutograd", "the rest", "self time in Piper's files")
+    table = Table(
+        "model",
+        "first capture",
+        "a later one",
+        "Dynamo",
+        "AOTAutograd",
+        "the rest",
+        "self time in Piper's files",
+    )
     for name in MODELS:
         command = [sys.executable, "-m", "benchmarks.capture_time", name]
         env = {**os.environ, "PIPER_CACHE": ""}  # no capture that is kept in a file
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, env=env
+        )
         found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
         rest = found["later"] - found["Dynamo"] - found["AOTAutograd"]
         times = (found["first"], found["later"], found["Dynamo"], found["AOTAutograd"], rest)

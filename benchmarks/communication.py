@@ -57,7 +57,10 @@ def measured() -> Iterator[Measured]:
     """Return both sets, at the sizes that are judged."""
     azure = load_cluster(f"{NAME}:8*16").links.messages
     vtrain = read_messages(PUBLISHED / "all_reduce-a100-vtrain.csv", KeyPath("benchmarks"))
-    for name, rows, fitted in (("2 to 128 A100, Azure", azure, tuple(CONSTANTS)), ("2 to 8 A100, one node", vtrain, WITHIN)):
+    for name, rows, fitted in (
+        ("2 to 128 A100, Azure", azure, tuple(CONSTANTS)),
+        ("2 to 8 A100, one node", vtrain, WITHIN),
+    ):
         yield Measured(name, tuple(r for r in rows if r.bytes >= MIB), fitted)
 
 
@@ -69,10 +72,30 @@ def rows(quick: bool) -> Iterator[Row]:
         yield from _fitted_rows(of, iterations)
         every = fit(of, of.rows, iterations)
         yield _row(of, "fitted on all of it", errors(of.rows, _cluster(every)), note=_text(every))
-        yield _row(of, f"as {NAME} has them", errors(of.rows, load_cluster(f"{NAME}:8*16")), note="its formula, not its table")
-        yield _row(of, "NCCL's constants, nothing fitted", errors(of.rows, _cluster({})), note=f"links of {plain.device.name}")
-        yield _row(of, "one ring at full bandwidth", errors(of.rows, plain), note=f"the model of {plain.device.name}")
-        yield _row(of, "table without every other size", _left_out(of.rows), note="lines on log-log paper between the others")
+        yield _row(
+            of,
+            f"as {NAME} has them",
+            errors(of.rows, load_cluster(f"{NAME}:8*16")),
+            note="its formula, not its table",
+        )
+        yield _row(
+            of,
+            "NCCL's constants, nothing fitted",
+            errors(of.rows, _cluster({})),
+            note=f"links of {plain.device.name}",
+        )
+        yield _row(
+            of,
+            "one ring at full bandwidth",
+            errors(of.rows, plain),
+            note=f"the model of {plain.device.name}",
+        )
+        yield _row(
+            of,
+            "table without every other size",
+            _left_out(of.rows),
+            note="lines on log-log paper between the others",
+        )
 
 
 def _fitted_rows(of: Measured, iterations: int) -> Iterator[Row]:
@@ -83,16 +106,29 @@ def _fitted_rows(of: Measured, iterations: int) -> Iterator[Row]:
         found = fit(of, [r for r in of.rows if r.group not in judged], iterations)
         wrong = errors([r for r in of.rows if r.group in judged], _cluster(found))
         every += wrong
-        note = f"fitted on {', '.join(str(w) for w in of.worlds if w not in judged)}: {_text(found)}"
+        note = (
+            f"fitted on {', '.join(str(w) for w in of.worlds if w not in judged)}: {_text(found)}"
+        )
         halves.append(_row(of, f"worlds of {', '.join(map(str, judged))}", wrong, note=note))
     yield _row(of, "worlds that were not fitted", every, GOAL, "both halves by turns")
     yield from halves
 
 
-def _row(of: Measured, name: str, wrong: Sequence[float], goal: Goal | None = None, note: str = "") -> Row:
+def _row(
+    of: Measured, name: str, wrong: Sequence[float], goal: Goal | None = None, note: str = ""
+) -> Row:
     percent = [100 * abs(e) for e in wrong]
     note = f"mean error from 1 MiB on, {len(percent)} all-reduces; {note}"
-    return Row("communication", f"{of.name}: {name}", fmean(percent), "%", min(percent), max(percent), goal, note)
+    return Row(
+        "communication",
+        f"{of.name}: {name}",
+        fmean(percent),
+        "%",
+        min(percent),
+        max(percent),
+        goal,
+        note,
+    )
 
 
 def _text(found: Constants) -> str:
@@ -107,13 +143,18 @@ def _cluster(constants: Constants) -> Cluster:
     known = load_cluster("a100-80g-sxm:8*16")
     links = {k: v for k, v in constants.items() if k in ("intra_bandwidth", "inter_bandwidth")}
     others = {k: v for k, v in constants.items() if k not in links}
-    return known.each_links(lambda of: replace(of, communication="nccl", nccl=replace(of.nccl, **others), **links))
+    return known.each_links(
+        lambda of: replace(of, communication="nccl", nccl=replace(of.nccl, **others), **links)
+    )
 
 
 def errors(rows: Sequence[CommDuration], cluster: Cluster) -> list[float]:
     """Return predicted / measured - 1 by formula."""
     return [
-        by_formula(cluster, "all_reduce", r.bytes, rank_group(cluster, range(r.group))) / r.duration.seconds - 1 for r in rows
+        by_formula(cluster, "all_reduce", r.bytes, rank_group(cluster, range(r.group)))
+        / r.duration.seconds
+        - 1
+        for r in rows
     ]
 
 
@@ -124,20 +165,33 @@ def fit(of: Measured, rows: Sequence[CommDuration], iterations: int) -> Constant
     def at(logs: Sequence[float]) -> Constants:
         return {k: v * math.exp(x) for (k, v), x in zip(start.items(), logs, strict=True)}
 
-    best = minimum(lambda logs: fmean(abs(math.log1p(e)) for e in errors(rows, _cluster(at(logs)))), len(start), iterations)
+    best = minimum(
+        lambda logs: fmean(abs(math.log1p(e)) for e in errors(rows, _cluster(at(logs)))),
+        len(start),
+        iterations,
+    )
     return at(best)
 
 
 def _left_out(rows: Sequence[CommDuration]) -> list[float]:
     """Return the errors at every second size of each world, from a table of the others."""
-    worlds = {r.group: sorted((x for x in rows if x.group == r.group), key=lambda x: x.bytes) for r in rows}
+    worlds = {
+        r.group: sorted((x for x in rows if x.group == r.group), key=lambda x: x.bytes)
+        for r in rows
+    }
     table = Costs(comm=tuple(r for found in worlds.values() for r in found[::2]))
     asked = [r for found in worlds.values() for r in found[1::2]]
     known = [table.of_comm(r.op, r.bytes, r.group, r.nodes) for r in asked]
-    return [k.seconds / r.duration.seconds - 1 for r, k in zip(asked, known, strict=True) if k is not None]
+    return [
+        k.seconds / r.duration.seconds - 1
+        for r, k in zip(asked, known, strict=True)
+        if k is not None
+    ]
 
 
-def minimum(of: Callable[[Sequence[float]], float], n: int, iterations: int, size: float = 0.2) -> list[float]:
+def minimum(
+    of: Callable[[Sequence[float]], float], n: int, iterations: int, size: float = 0.2
+) -> list[float]:
     """Minimise by Nelder and Mead's simplex in n dimensions, from the origin and a step of `size` along each."""
     corners = [[size * (i == k) for i in range(n)] for k in range(-1, n)]
     simplex = sorted((of(x), x) for x in corners)
@@ -145,7 +199,9 @@ def minimum(of: Callable[[Sequence[float]], float], n: int, iterations: int, siz
         (least, _), (most, worst) = simplex[0], simplex[-1]
         center = [fmean(x[i] for _, x in simplex[:-1]) for i in range(n)]
 
-        def along(t: float, c: list[float] = center, w: list[float] = worst) -> tuple[float, list[float]]:
+        def along(
+            t: float, c: list[float] = center, w: list[float] = worst
+        ) -> tuple[float, list[float]]:
             x = [a + t * (a - b) for a, b in zip(c, w, strict=True)]
             return of(x), x
 

@@ -51,7 +51,10 @@ def _preset(name: str, dp: int) -> tuple[Any, Any]:
     from piper_ir.ground.mesh import Mesh
 
     job = models.job(name, global_batch=128 * dp)
-    directives = [*recipes.one_f_one_b(pp=16, microbatches=128), *recipes.data_parallel(over=("dp",))]
+    directives = [
+        *recipes.one_f_one_b(pp=16, microbatches=128),
+        *recipes.data_parallel(over=("dp",)),
+    ]
     strategy = Strategy(Mesh(pp=16, dp=dp), directives)
     piper.compile(job, strategy)  # later calls find the capture
     return job, strategy
@@ -114,9 +117,15 @@ class Side:
 
     def __init__(self, tree: Path) -> None:
         sources = [tree, tree / "src", *sorted((tree / "packages").glob("*/src"))]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources)), "OMP_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, sources)),
+            "OMP_NUM_THREADS": "1",
+        }
         command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--serve"]
-        self._process = subprocess.Popen(command, cwd=tree, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, cwd=tree, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def seconds(self, case: str) -> float:
         """Run a case once and return its CPU seconds; EOFError if the process died."""
@@ -155,9 +164,13 @@ def compare(before: Side, now: Side, case: str, pairs: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print a line per case."""
-    parser = argparse.ArgumentParser(description="Compare the speed of this tree with that of another commit.")
+    parser = argparse.ArgumentParser(
+        description="Compare the speed of this tree with that of another commit."
+    )
     parser.add_argument("before", type=Path, nargs="?", help="a tree of the other commit")
-    parser.add_argument("cases", nargs="*", help="the beginnings of the cases' names; all by default")
+    parser.add_argument(
+        "cases", nargs="*", help="the beginnings of the cases' names; all by default"
+    )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)

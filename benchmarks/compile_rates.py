@@ -52,7 +52,10 @@ def timed(cases: Sequence[Case], repeats: int) -> list[tuple[int, list[float]]]:
 
     Cases take turns: a machine that is slow for a while is so for all of them.
     """
-    inputs = [(layered(n), Strategy(Mesh(pp=pp), recipes.one_f_one_b(pp=pp, microbatches=m))) for n, pp, m in cases]
+    inputs = [
+        (layered(n), Strategy(Mesh(pp=pp), recipes.one_f_one_b(pp=pp, microbatches=m)))
+        for n, pp, m in cases
+    ]
     nodes = [len(compile_program(*i).graph.nodes) for i in inputs]
     rounds = [[_cpu_seconds(*i) for i in inputs] for _ in range(repeats)]
     return list(zip(nodes, map(list, zip(*rounds, strict=True)), strict=True))
@@ -74,13 +77,24 @@ def rows(quick: bool) -> list[Row]:
     repeats = 2 if quick else 5
     ((nodes, seconds),) = timed([(24, 8, 32)], repeats)
     note = f"{nodes:,} nodes; the prototype made 8,584 of it and took 204 s"
-    worst = Row("compile", "24 layers, pp=8, m=32, 1F1B", median(seconds), "s", min(seconds), max(seconds), WORST_GOAL, note)
+    worst = Row(
+        "compile",
+        "24 layers, pp=8, m=32, 1F1B",
+        median(seconds),
+        "s",
+        min(seconds),
+        max(seconds),
+        WORST_GOAL,
+        note,
+    )
     by_m, by_p = (BY_MICROBATCHES[:3], BY_DEVICES[:3]) if quick else (BY_MICROBATCHES, BY_DEVICES)
     return [
         worst,
         _own_directive(repeats),
         *_series("24 layers, pp=8, m={}", by_m, timed([(24, 8, m) for m in by_m], repeats)),
-        *_series("3 layers per device, pp={}, m=64", by_p, timed([(3 * p, p, 64) for p in by_p], repeats)),
+        *_series(
+            "3 layers per device, pp={}, m=64", by_p, timed([(3 * p, p, 64) for p in by_p], repeats)
+        ),
         *shared_rates.rows(quick),
         *score_rates.rows(quick),
     ]
@@ -89,16 +103,30 @@ def rows(quick: bool) -> list[Row]:
 def _own_directive(repeats: int) -> Row:
     """Compile the worst case with a copy of `place` from a user's file, in turn with ours."""
     program, ours = layered(24), recipes.one_f_one_b(pp=8, microbatches=32)
-    theirs = [users_place()(d.selection, d.on, d.send, d.recv) if isinstance(d, place) else d for d in ours]
+    theirs = [
+        users_place()(d.selection, d.on, d.send, d.recv) if isinstance(d, place) else d
+        for d in ours
+    ]
     ratios = []
     for _ in range(2 * repeats):
         own, plain = (_cpu_seconds(program, Strategy(Mesh(pp=8), made)) for made in (theirs, ours))
         ratios.append(own / plain)
     note = "a copy of place.py over ours; low and high: of the pairs"
-    return Row("compile", "place in a user's file", median(ratios), "x", min(ratios), max(ratios), OWN_GOAL, note)
+    return Row(
+        "compile",
+        "place in a user's file",
+        median(ratios),
+        "x",
+        min(ratios),
+        max(ratios),
+        OWN_GOAL,
+        note,
+    )
 
 
-def _series(title: str, sizes: Sequence[int], measured: Sequence[tuple[int, list[float]]]) -> list[Row]:
+def _series(
+    title: str, sizes: Sequence[int], measured: Sequence[tuple[int, list[float]]]
+) -> list[Row]:
     """Return a rate per size, and a growth per doubling.
 
     Growth compares the fastest repetitions: what else ran is not in them.
@@ -107,7 +135,17 @@ def _series(title: str, sizes: Sequence[int], measured: Sequence[tuple[int, list
     for size, (nodes, seconds) in zip(sizes, measured, strict=True):
         rates = [nodes / s for s in seconds]
         note = f"{nodes:,} nodes in {median(seconds):.2f} s"
-        out.append(Row("compile", title.format(size), median(rates), "nodes/s", min(rates), max(rates), note=note))
+        out.append(
+            Row(
+                "compile",
+                title.format(size),
+                median(rates),
+                "nodes/s",
+                min(rates),
+                max(rates),
+                note=note,
+            )
+        )
     for (size, (_, seconds)), (larger, (_, more)) in pairwise(zip(sizes, measured, strict=True)):
         name = f"growth, {title.format(f'{size} to {larger}')}"
         out.append(Row("compile", name, min(more) / min(seconds), "x", goal=GROWTH_GOAL))

@@ -39,11 +39,17 @@ def rows(quick: bool) -> Iterator[Row]:
     """Return the ratio of CPU seconds per step, by row over torch's own."""
     torch.set_num_threads(1)
     count = LARGE.rows * LARGE.microbatches
-    sizes = GPTConfig(LARGE.layers, LARGE.width, LARGE.heads, VOCAB, LARGE.context, tied=False, dropout=0.1)
+    sizes = GPTConfig(
+        LARGE.layers, LARGE.width, LARGE.heads, VOCAB, LARGE.context, tied=False, dropout=0.1
+    )
     timed = _Timed(count)
     job = piper.Job(sizes.build, timed, loss, adamw, global_batch=count)
-    strategy = piper.Strategy(piper.Mesh(), [piper.split(piper.where(), microbatches=LARGE.microbatches)])
-    sides = [piper.compile(replace(job, draws=draws), strategy) for draws in ("rows", "microbatches")]
+    strategy = piper.Strategy(
+        piper.Mesh(), [piper.split(piper.where(), microbatches=LARGE.microbatches)]
+    )
+    sides = [
+        piper.compile(replace(job, draws=draws), strategy) for draws in ("rows", "microbatches")
+    ]
     measured: list[list[float]] = [[], []]
     for pair in range(QUICK_PAIRS if quick else PAIRS):
         for side in (0, 1) if pair % 2 else (1, 0):
@@ -54,7 +60,20 @@ def rows(quick: bool) -> Iterator[Row]:
     ratios = [a / b for a, b in zip(*measured, strict=True)]
     low, high = median_interval(ratios)
     note = (
-        f"{len(ratios)} interleaved pairs of runs of {STEPS - 1} steps; median and its 95 % interval; "
-        f"{median(measured[0]) * 1e3:.0f} ms of CPU per step by row, {median(measured[1]) * 1e3:.0f} by torch's generator"
+        f"{len(ratios)} interleaved pairs of runs of {STEPS - 1} steps; median and its 95 % "
+        f"interval; "
+        f"{median(measured[0]) * 1e3:.0f} ms of CPU per step by row, "
+        f"{median(measured[1]) * 1e3:.0f} by torch's "
+        f"generator"
     )
-    yield Row("draws", "GPT with dropout 0.1: by row / torch's own", median(ratios), "ratio", low, high, GOAL, note, high)
+    yield Row(
+        "draws",
+        "GPT with dropout 0.1: by row / torch's own",
+        median(ratios),
+        "ratio",
+        low,
+        high,
+        GOAL,
+        note,
+        high,
+    )

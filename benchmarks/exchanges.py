@@ -1,10 +1,10 @@
 """Print which part of the exchanges with experts no computation hides, simulated and emulated, under some schedules.
 
-`python benchmarks/exchanges.py` takes two minutes, in which four processes sleep; with `--sweep` it simulates steps of 2
-to 24 microbatches, and nothing runs. Devices along `ep` exchange the
-tokens of a mixture. An exchange is exposed while its device computes nothing. It is *paired* if what sends it and what
-waits for it are computed in one overlap of a forward with a backward, so that the other one can hide it. What begins
-and ends a step stands alone, and nothing hides its exchanges.
+`python benchmarks/exchanges.py` takes two minutes, in which four processes sleep; with `--sweep` it simulates steps of
+2 to 24 microbatches, and nothing runs. Devices along `ep` exchange the tokens of a mixture. An exchange is exposed
+while its device computes nothing. It is *paired* if what sends it and what waits for it are computed in one overlap of
+a forward with a backward, so that the other one can hide it. What begins and ends a step stands alone, and nothing
+hides its exchanges.
 
 The emulated run has processes, streams and messages, and sleeps for the simulated durations. There is no contention
 here, since sleeps do not slow each other down.
@@ -51,7 +51,17 @@ ATTENTION, COMBINE, ENDS = 1.5, 0.1, 0.2
 
 def job(microbatches: int) -> Job:
     """Return a job of one row per microbatch and device."""
-    sizes = models.MoEConfig(layers=4, width=256, heads=4, kv_heads=2, hidden=16, vocab=32, length=16384, experts=4, top_k=2)
+    sizes = models.MoEConfig(
+        layers=4,
+        width=256,
+        heads=4,
+        kv_heads=2,
+        hidden=16,
+        vocab=32,
+        length=16384,
+        experts=4,
+        top_k=2,
+    )
     return models.job(sizes, global_batch=EP * microbatches)
 
 
@@ -62,13 +72,18 @@ def durations(plan: Plan, experts: float) -> Costs:
     hops = {plan.values[p.reads[0]].nbytes for p in parts if isinstance(p.op, Send)}
     one = collective_seconds(nbytes)
     steps = {
-        (c.cost_code(step), step): StepDuration(c.cost_code(step), step, plan.rows, Duration(one * _taken(c, experts), "given"))
+        (c.cost_code(step), step): StepDuration(
+            c.cost_code(step), step, plan.rows, Duration(one * _taken(c, experts), "given")
+        )
         for c in plan.chunks
         for step in c.steps
     }
     comm = [
         CommDuration("all_to_all", nbytes, EP, Duration(one, "given")),
-        *(CommDuration("p2p", n, 2, Duration(collective_seconds(n), "given")) for n in sorted(hops)),
+        *(
+            CommDuration("p2p", n, 2, Duration(collective_seconds(n), "given"))
+            for n in sorted(hops)
+        ),
     ]
     return Costs(steps=tuple(steps.values()), comm=tuple(comm), host=HostCosts(0.0, 0.0))
 
@@ -90,12 +105,17 @@ def paired(*, pp: int, microbatches: int) -> tuple[Directive, ...]:
     On device r of p, 2 (p - 1 - r) + 1 forwards come first, so that the backward of a pair is there when its forward
     is. In 1F1B as it is, a forward waits for the backward beside it.
     """
-    return scheduled([_slots(r, 2 * (pp - 1 - r) + 1, microbatches) for r in range(pp)], microbatches=microbatches)
+    return scheduled(
+        [_slots(r, 2 * (pp - 1 - r) + 1, microbatches) for r in range(pp)],
+        microbatches=microbatches,
+    )
 
 
 def _slots(stage: int, ahead: int, microbatches: int) -> list[tuple[Action, ...]]:
     ahead = min(ahead, microbatches)
-    forwards, backwards = ([Action(stage, phase, i) for i in range(microbatches)] for phase in ("F", "B"))
+    forwards, backwards = (
+        [Action(stage, phase, i) for i in range(microbatches)] for phase in ("F", "B")
+    )
     pairs = list(zip(forwards[ahead:], backwards))
     return [*((f,) for f in forwards[:ahead]), *pairs, *((b,) for b in backwards[len(pairs) :])]
 
@@ -107,11 +127,15 @@ SCHEDULES: dict[str, Callable[..., Sequence[Directive]]] = {
 }
 
 
-def compiled(work: Job, schedule: Sequence[Directive], *, pp: int = PP, costs: Costs | None = None) -> Compiled:
+def compiled(
+    work: Job, schedule: Sequence[Directive], *, pp: int = PP, costs: Costs | None = None
+) -> Compiled:
     """Compile a schedule for devices that share experts."""
     rows = recipes.data_parallel(over=("ep",))
     return piper.compile(
-        work, Strategy(Mesh(pp=pp, ep=EP), [*recipes.expert_parallel(channel="ep"), *schedule, *rows]), costs=costs
+        work,
+        Strategy(Mesh(pp=pp, ep=EP), [*recipes.expert_parallel(channel="ep"), *schedule, *rows]),
+        costs=costs,
     )
 
 
@@ -148,11 +172,19 @@ def exchanges(made: Compiled, trace: Trace) -> list[Exchange]:
     out: list[Exchange] = []
     for rank in sorted({s.rank for s in trace.spans}):
         spans = [s for s in trace.spans if s.rank == rank]
-        working: list[Interval] = sorted((s.start, s.end) for s in spans if s.stream == COMPUTE and s.end > s.start)
+        working: list[Interval] = sorted(
+            (s.start, s.end) for s in spans if s.stream == COMPUTE and s.end > s.start
+        )
         together = _together(plan, role_of[rank].role, pairs)
         for span in spans:
             if (k := span.instr) in together:
-                out.append(Exchange(span.end - span.start, uncovered([(span.start, span.end)], working), together[k]))
+                out.append(
+                    Exchange(
+                        span.end - span.start,
+                        uncovered([(span.start, span.end)], working),
+                        together[k],
+                    )
+                )
     return out
 
 
@@ -166,7 +198,13 @@ def _pairs(graph: Graph) -> list[set[_Place]]:
     for group in graph.overlaps:
         nodes = [(graph.at(at), at[1]) for at in group.nodes]
         steps = [(n.op, mb) for n, mb in nodes if n is not None and isinstance(n.op, Compute)]
-        found.append({(op.chunk, step, mb) for op, mb in steps for step in ("IW" if op.step == "B" else op.step)})
+        found.append(
+            {
+                (op.chunk, step, mb)
+                for op, mb in steps
+                for step in ("IW" if op.step == "B" else op.step)
+            }
+        )
     return found
 
 
@@ -189,7 +227,9 @@ def _exchanges(part: Part) -> bool:
 
 
 def _computing(plan: Plan, role: str) -> Iterator[Part]:
-    return (p for instr in plan.role(role).program for p in instr.parts if isinstance(p.op, Compute))
+    return (
+        p for instr in plan.role(role).program for p in instr.parts if isinstance(p.op, Compute)
+    )
 
 
 def _place(part: Part) -> _Place:
@@ -226,7 +266,9 @@ def timed(made: Compiled, trace: Trace, step_s: float, costs: Costs) -> Timed:
     """Return the figures of a trace of a step."""
     found = exchanges(made, trace)
     pairs = [e for e in found if e.paired]
-    return Timed(step_s / costs.comm[0].duration.seconds, share(found), share(pairs) if pairs else None)
+    return Timed(
+        step_s / costs.comm[0].duration.seconds, share(found), share(pairs) if pairs else None
+    )
 
 
 def simulated(made: Compiled, costs: Costs) -> Timed:
@@ -251,15 +293,20 @@ def rows(microbatches: int, pool: Pool) -> Iterator[str]:
             with four_orders():
                 plain = simulated(compiled(work, schedule, costs=costs), costs)
             first, then = simulated(made, costs), emulated(made, costs, pool)
-            yield f"{size:<14} {title:<24} {plain} {first} {then} {then.step / first.step - 1:+7.1%}"
+            yield (
+                f"{size:<14} {title:<24} {plain} {first} {then} {then.step / first.step - 1:+7.1%}"
+            )
 
 
 SWEPT: dict[str, Callable[..., Sequence[Directive]]] = {**SCHEDULES, "ZBV": recipes.zbv}
 COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24)
 
 
-def swept(title: str, experts: float, counts: Sequence[int] = COUNTS) -> Iterator[tuple[int, Timed, Timed]]:
-    """Yield the figures of a schedule by its number of microbatches: by the earliest of equals, and by the one that hides."""
+def swept(
+    title: str, experts: float, counts: Sequence[int] = COUNTS
+) -> Iterator[tuple[int, Timed, Timed]]:
+    """Yield the figures of a schedule by its number of microbatches: by the earliest of equals, and by the one that
+    hides."""
     for microbatches in counts:
         work = job(microbatches)
         try:
@@ -274,7 +321,9 @@ def swept(title: str, experts: float, counts: Sequence[int] = COUNTS) -> Iterato
 
 def sweep(counts: Sequence[int]) -> None:
     """Print how much of the exchanges is exposed in steps of several sizes."""
-    print("step: in exchanges; all, paired: the exposed part of all exchanges and of those in pairs")
+    print(
+        "step: in exchanges; all, paired: the exposed part of all exchanges and of those in pairs"
+    )
     print(f"{'':<42} {'earliest of equals':>25} {'of equals one that hides':>25}")
     print(f"{'':<42}" + 2 * f" {'step':>9} {'all':>7} {'paired':>7}")
     for size, experts in EXPERTS.items():
@@ -285,15 +334,21 @@ def sweep(counts: Sequence[int]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="Print which part of the exchanges with experts no computation hides.")
+    parser = argparse.ArgumentParser(
+        description="Print which part of the exchanges with experts no computation hides."
+    )
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--sweep", action="store_true", help="steps of 2 to 24 microbatches, simulated only")
+    parser.add_argument(
+        "--sweep", action="store_true", help="steps of 2 to 24 microbatches, simulated only"
+    )
     options = parser.parse_args(argv)
     if options.sweep:
         sweep(COUNTS)
         return 0
     microbatches = options.microbatches
-    print("step: in exchanges; all, paired: the exposed part of all exchanges and of those in pairs")
+    print(
+        "step: in exchanges; all, paired: the exposed part of all exchanges and of those in pairs"
+    )
     print(f"{'':<39} {'four orders, simulated':>25} {'simulated':>25} {'emulated':>25}")
     print(f"{'':<39}" + 3 * f" {'step':>9} {'all':>7} {'paired':>7}" + " emulated/simulated")
     with Pool(PP * EP) as pool:

@@ -48,15 +48,39 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("collectives' calls", ("c10d::",)),
     (
         "rows to experts and back",
-        ("embedding", "index", "gather", "scatter", "::cat", "_foreach_copy", "sort", "bincount", "topk"),
+        (
+            "embedding",
+            "index",
+            "gather",
+            "scatter",
+            "::cat",
+            "_foreach_copy",
+            "sort",
+            "bincount",
+            "topk",
+        ),
     ),
     ("fills, gradients scaled", ("zero", "fill", "_foreach_div", "ones", "full")),
     (
         "views and allocations",
-        ("view", "empty", "split", "slice", "::t", "transpose", "expand", "unbind", "select", "set_", "detach", "alias"),
+        (
+            "view",
+            "empty",
+            "split",
+            "slice",
+            "::t",
+            "transpose",
+            "expand",
+            "unbind",
+            "select",
+            "set_",
+            "detach",
+            "alias",
+        ),
     ),
 )
-"""The parts of operators' names by kind; the first that fits counts, and the rest are norms, loss and element-wise ops."""
+"""The parts of operators' names by kind; the first that fits counts, and the rest are norms, loss and element-wise
+ops."""
 REST = "norms, loss, element-wise"
 
 
@@ -84,7 +108,9 @@ def kind_of(name: str) -> str:
     return next((kind for kind, parts in KINDS if any(part in name for part in parts)), REST)
 
 
-def _costs(step: Callable[[], None], steps: int, threads: list[tuple[float, float]]) -> dict[str, float]:
+def _costs(
+    step: Callable[[], None], steps: int, threads: list[tuple[float, float]]
+) -> dict[str, float]:
     """Return ms of CPU time per step by kind, and in all, given what steps take without the mode."""
     mode = _Clocked()
     with mode:
@@ -103,7 +129,11 @@ def _work(setup: Setup, rank: int, path: str, pairs: int, pipe: Connection[Any, 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(path, WORLD)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
+        "gloo",
+        store=dist.PrefixStore("torch", store),
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=300),
     )
     sides = (Ours(setup, rank, store), theirs(setup, rank))
     for side in sides:
@@ -117,7 +147,8 @@ def _work(setup: Setup, rank: int, path: str, pairs: int, pipe: Connection[Any, 
             for _ in range(setup.regime.steps):
                 side.step()
             main, both = (
-                (now - was) * 1e3 / setup.regime.steps for now, was in ((time.thread_time(), main), (time.process_time(), both))
+                (now - was) * 1e3 / setup.regime.steps
+                for now, was in ((time.thread_time(), main), (time.process_time(), both))
             )
             found.append((main, both - main))
     out = []
@@ -136,17 +167,30 @@ def costs(name: str, pairs: int) -> None:
         pipes, processes = [], []
         for rank in range(WORLD):
             ours, its = context.Pipe(duplex=False)
-            processes.append(context.Process(target=_work, args=(setup, rank, str(Path(folder, "store")), pairs, its)))
+            processes.append(
+                context.Process(
+                    target=_work, args=(setup, rank, str(Path(folder, "store")), pairs, its)
+                )
+            )
             processes[-1].start()
             its.close()
             pipes.append(ours)
         found = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join()
-    sides = [{kind: mean(of[side].get(kind, 0.0) for of in found) for kind in _kinds()} for side in range(2)]
-    print(f"| {SIZES[name].name}: ms of CPU time per rank and step | ours | torch | ours - torch |\n|---|---|---|---|")
+    sides = [
+        {kind: mean(of[side].get(kind, 0.0) for of in found) for kind in _kinds()}
+        for side in range(2)
+    ]
+    print(
+        f"| {SIZES[name].name}: ms of CPU time per rank and step | ours | torch | ours - torch "
+        f"|\n|---|---|---|---|"
+    )
     for kind in sorted(_kinds(), key=lambda k: sides[1][k] - sides[0][k]):
-        print(f"| {kind} | {sides[0][kind]:.1f} | {sides[1][kind]:.1f} | {sides[0][kind] - sides[1][kind]:+.1f} |")
+        print(
+            f"| {kind} | {sides[0][kind]:.1f} | {sides[1][kind]:.1f} | "
+            f"{sides[0][kind] - sides[1][kind]:+.1f} |"
+        )
     ours, torchs = (sum(side.values()) for side in sides)
     print(f"| together | {ours:.1f} | {torchs:.1f} | {ours - torchs:+.1f} |\n")
 

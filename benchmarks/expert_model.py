@@ -34,8 +34,28 @@ class MixtureRegime(Regime):
         )  # fmt: skip
 
 
-LARGE = MixtureRegime("compute dominates", 256, heads=4, layers=4, context=128, rows=8, microbatches=1, steps=1, hidden=256)
-SMALL = MixtureRegime("messages dominate", 64, heads=4, layers=4, context=32, rows=4, microbatches=1, steps=5, hidden=32)
+LARGE = MixtureRegime(
+    "compute dominates",
+    256,
+    heads=4,
+    layers=4,
+    context=128,
+    rows=8,
+    microbatches=1,
+    steps=1,
+    hidden=256,
+)
+SMALL = MixtureRegime(
+    "messages dominate",
+    64,
+    heads=4,
+    layers=4,
+    context=32,
+    rows=4,
+    microbatches=1,
+    steps=5,
+    hidden=32,
+)
 REGIMES = (LARGE, SMALL)
 
 
@@ -46,7 +66,15 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 def expert_job(r: MixtureRegime, global_batch: int) -> piper.Job:
     data = partial(batch, r.context, global_batch)
     precision = piper.Precision(params=r.dtype)
-    return piper.Job(r.config.build, data, loss, adamw, global_batch=global_batch, tokens_per_row=r.context, precision=precision)
+    return piper.Job(
+        r.config.build,
+        data,
+        loss,
+        adamw,
+        global_batch=global_batch,
+        tokens_per_row=r.context,
+        precision=precision,
+    )
 
 
 def initial(r: MixtureRegime, seed: int) -> nn.Module:

@@ -51,7 +51,9 @@ class TorchExperts(nn.Module):
         self.tokens = torch.zeros(config.experts, dtype=torch.int64)
         """How many tokens chose each expert: torchtitan counts them, and ours does."""
         mine = slice(self.rank * self.own, (self.rank + 1) * self.own)
-        self.gate, self.up, self.down = (nn.Parameter(getattr(whole, name).detach()[mine].clone()) for name in STACKS)
+        self.gate, self.up, self.down = (
+            nn.Parameter(getattr(whole, name).detach()[mine].clone()) for name in STACKS
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.view(-1, x.shape[-1])
@@ -61,26 +63,48 @@ class TorchExperts(nn.Module):
         token = order // self.top_k
         counts = torch.bincount(expert, minlength=self.own * self.world)
         self.tokens.add_(counts)
-        gave = self._exchanged(tokens.index_select(0, token), counts) * shares.view(-1).index_select(0, order).unsqueeze(1)
-        return torch.zeros_like(tokens).scatter_add(0, token.unsqueeze(1).expand_as(gave), gave).view_as(x)
+        gave = self._exchanged(tokens.index_select(0, token), counts) * shares.view(
+            -1
+        ).index_select(0, order).unsqueeze(1)
+        return (
+            torch.zeros_like(tokens)
+            .scatter_add(0, token.unsqueeze(1).expand_as(gave), gave)
+            .view_as(x)
+        )
 
     def _exchanged(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Send tokens, sorted by expert, to the ranks of their experts, compute them there, and get them back."""
         came = torch.empty_like(counts)
         dist.all_to_all_single(came, counts, group=self.group)
-        sent, got = counts.view(self.world, self.own).sum(1).tolist(), came.view(self.world, self.own)
+        sent, got = (
+            counts.view(self.world, self.own).sum(1).tolist(),
+            came.view(self.world, self.own),
+        )
         received, each = got.sum(1).tolist(), got.tolist()
         given = Exchange.apply(tokens, sent, received, self.group)
         made = self._computed(_turned(given, each), got.sum(0))
-        return Exchange.apply(_turned(made, [list(sizes) for sizes in zip(*each, strict=True)]), received, sent, self.group)
+        return Exchange.apply(
+            _turned(made, [list(sizes) for sizes in zip(*each, strict=True)]),
+            received,
+            sent,
+            self.group,
+        )
 
     def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute SwiGLU of rows, sorted by expert. Torch's grouped product, the faster way, has no float64."""
         if rows.dtype != torch.float64:
             ends = counts.cumsum(0, dtype=torch.int32)
-            hidden = F.silu(F.grouped_mm(rows, self.gate, offs=ends)) * F.grouped_mm(rows, self.up, offs=ends)
+            hidden = F.silu(F.grouped_mm(rows, self.gate, offs=ends)) * F.grouped_mm(
+                rows, self.up, offs=ends
+            )
             return F.grouped_mm(hidden, self.down, offs=ends)
-        parts = zip(rows.split(counts.tolist()), self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+        parts = zip(
+            rows.split(counts.tolist()),
+            self.gate.unbind(),
+            self.up.unbind(),
+            self.down.unbind(),
+            strict=True,
+        )
         return torch.cat([(F.silu(x @ gate) * (x @ up)) @ down for x, gate, up, down in parts])
 
 
@@ -97,7 +121,14 @@ class TorchMixture:
     With `own_groups` gradients have a process group of their own too, whose threads are started here.
     """
 
-    def __init__(self, regime: MixtureRegime, seed: int, global_batch: int, rank: int, own_groups: bool = False) -> None:
+    def __init__(
+        self,
+        regime: MixtureRegime,
+        seed: int,
+        global_batch: int,
+        rank: int,
+        own_groups: bool = False,
+    ) -> None:
         self.losses: list[float] = []
         self._regime, self._size, self._step = regime, global_batch, 0
         self._world = dist.get_world_size()
@@ -107,10 +138,15 @@ class TorchMixture:
             layer.feed_forward = TorchExperts(layer.feed_forward, group)
         experts = {n: p for n, p in model.named_parameters() if n.rpartition(".")[2] in STACKS}
         self._experts = list(experts.values())
-        alone = [*experts, *(name for name, _ in model.named_buffers())]  # buffers are constants here
+        alone = [
+            *experts,
+            *(name for name, _ in model.named_buffers()),
+        ]  # buffers are constants here
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, alone)
         others = dist.new_group() if own_groups else None  # None is the one of the process
-        self._model = DistributedDataParallel(model, process_group=others, gradient_as_bucket_view=True)
+        self._model = DistributedDataParallel(
+            model, process_group=others, gradient_as_bucket_view=True
+        )
         self._optimizer = fused_adamw(model)
         rows = global_batch // self._world
         self._rows = range(rank * rows, (rank + 1) * rows)

@@ -71,7 +71,17 @@ def rows(quick: bool) -> Iterator[Row]:
             for kind in KINDS:
                 found = [notice(pool, kind).seconds for _ in range(repeats)]
                 note = f"{repeats} runs; low and high are the extremes; the goal is for the highest"
-                yield Row("faults", f"{launcher}, {kind}", median(found), "s", min(found), max(found), NOTICED, note, max(found))
+                yield Row(
+                    "faults",
+                    f"{launcher}, {kind}",
+                    median(found),
+                    "s",
+                    min(found),
+                    max(found),
+                    NOTICED,
+                    note,
+                    max(found),
+                )
 
 
 def notice(pool: Any, kind: str) -> Notice:
@@ -83,14 +93,26 @@ def notice(pool: Any, kind: str) -> Notice:
         pids, team.wait = pool.pids, _recorded(team.wait, polls)
         try:
             job = replace(noop.job(plan), batch=_failing(kind, str(mark)))
-            execute(plan, noop.CODE, job, steps=1000, launcher="processes", pool=pool, timeout_s=TIMEOUT_S)
+            execute(
+                plan,
+                noop.CODE,
+                job,
+                steps=1000,
+                launcher="processes",
+                pool=pool,
+                timeout_s=TIMEOUT_S,
+            )
         except ExecutionError as e:
             text = str(e)
         else:
             raise AssertionError("a rank failed, and nobody noticed")
         pid, instant = mark.read_text().split()
     rank, fault = pids.index(int(pid)), float(instant)
-    last = next(i for i, (_, said) in enumerate(polls) if any(r == rank and _is_end(message) for r, message in said))
+    last = next(
+        i
+        for i, (_, said) in enumerate(polls)
+        if any(r == rank and _is_end(message) for r, message in said)
+    )
     return Notice(rank, fault, tuple(p for p, _ in polls[: last + 1] if p.end > fault), text)
 
 
@@ -98,7 +120,9 @@ def _is_end(message: Any) -> bool:
     return message is None or isinstance(message, Failure)
 
 
-def _recorded(wait: Callable[..., Any], polls: list[tuple[Poll, list[tuple[int, Any]]]]) -> Callable[..., Any]:
+def _recorded(
+    wait: Callable[..., Any], polls: list[tuple[Poll, list[tuple[int, Any]]]]
+) -> Callable[..., Any]:
     def recorded(ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
         begin = time.monotonic()
         said: list[tuple[int, Any]] = wait(ranks, seconds)

@@ -38,7 +38,11 @@ def measured() -> dict[str, float]:
     for run in json.loads(FILE.read_text(encoding="utf-8"))["runs"]:
         for row in run["rows"]:
             found = re.search(r"measured ([\d.]+)(?:;|$)", row.get("note", ""))
-            if row["section"] == "predicted" and row["name"].endswith(": step, by formula") and found:
+            if (
+                row["section"] == "predicted"
+                and row["name"].endswith(": step, by formula")
+                and found
+            ):
                 out[row["name"].removesuffix(": step, by formula")] = float(found[1]) / 1e3
     return out
 
@@ -46,20 +50,34 @@ def measured() -> dict[str, float]:
 def measured_blocks() -> dict[str, float]:
     """Return the seconds per step of the blocks, from the table as it was printed."""
     lines = BLOCKS_FILE.read_text(encoding="utf-8").splitlines()
-    found = (re.match(r"predicted (.+): step, by formula .*measured ([\d.]+);", line) for line in lines)
+    found = (
+        re.match(r"predicted (.+): step, by formula .*measured ([\d.]+);", line) for line in lines
+    )
     return {f[1]: float(f[2]) / 1e3 for f in found if f}
 
 
 def measured_on_other() -> dict[str, float]:
     """Return the seconds per step of the blocks on the other device."""
     rows = json.loads(OTHER_FILE.read_text(encoding="utf-8"))["rows"]
-    taken = {r["name"]: re.search(r"measured ([\d.]+);", r["note"]) for r in rows if r["name"].endswith(": step, by formula")}
-    return {name.removesuffix(": step, by formula"): float(found[1]) / 1e3 for name, found in taken.items() if found}
+    taken = {
+        r["name"]: re.search(r"measured ([\d.]+);", r["note"])
+        for r in rows
+        if r["name"].endswith(": step, by formula")
+    }
+    return {
+        name.removesuffix(": step, by formula"): float(found[1]) / 1e3
+        for name, found in taken.items()
+        if found
+    }
 
 
 def rows(quick: bool) -> Iterator[Row]:
     """Return two or three rows per plan, then the goals; a plan that the files do not have is left out."""
-    on_other = [(name, plan, taken, True) for name, plan, _, _ in blocks(quick) if (taken := measured_on_other().get(name))]
+    on_other = [
+        (name, plan, taken, True)
+        for name, plan, _, _ in blocks(quick)
+        if (taken := measured_on_other().get(name))
+    ]
     for title, place, found in (
         ("6 plans that wait for the device", CLUSTER, gpts(quick)),
         ("6 plans of blocks", CLUSTER, blocks(quick)),
@@ -67,8 +85,16 @@ def rows(quick: bool) -> Iterator[Row]:
     ):
         judged = []
         for name, plan, taken, counts in found:
-            for cluster in (place, f"{place}@{STACK}", *([kernel_table.OUT] if place == CLUSTER else [])):
-                row = _row(f"{name}, {getattr(cluster, 'name', cluster)}", simulate(plan, load_cluster(cluster)).period_s, taken)
+            for cluster in (
+                place,
+                f"{place}@{STACK}",
+                *([kernel_table.OUT] if place == CLUSTER else []),
+            ):
+                row = _row(
+                    f"{name}, {getattr(cluster, 'name', cluster)}",
+                    simulate(plan, load_cluster(cluster)).period_s,
+                    taken,
+                )
                 judged += [abs(row.value)] if counts and "@" in str(cluster) else []
                 yield row
         if not judged:
@@ -95,7 +121,9 @@ def blocks(quick: bool) -> Iterator[tuple[str, Plan, float, bool]]:
     for name, config in [*gpu_check.BLOCKS.items()][: 1 if quick else None]:
         work = models.job(config, global_batch=gpu_check.ROWS, precision="bfloat16")
         for m in gpu_check.MICROBATCHES:
-            strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),))
+            strategy = piper.Strategy(
+                piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),)
+            )
             plan = piper.compile(work, strategy).plan
             title = f"bfloat16, {name}, {plan.rows} x {config.length} tokens, m={m}"
             if title in known:

@@ -1,9 +1,9 @@
 """Compare gradients under pipeline schedules with sharded parameters: torch's FSDP2 under its own runtime, and a plan.
 
-`python benchmarks/fsdp2_schedules.py` writes docs/fsdp2.md. Two stages or more on two devices, each twice (pp=2 x dp=2),
-gloo, float64, one step: the gradient of every parameter against that of plain PyTorch on one device. torch's side is
-`fully_shard(reshard_after_forward=True)` of every layer and stage under `torch.distributed.pipelining`; ours is the
-recipe of the same name with `data_parallel(zero=3)`.
+`python benchmarks/fsdp2_schedules.py` writes docs/fsdp2.md. Two stages or more on two devices, each twice (pp=2 x
+dp=2), gloo, float64, one step: the gradient of every parameter against that of plain PyTorch on one device. torch's
+side is `fully_shard(reshard_after_forward=True)` of every layer and stage under `torch.distributed.pipelining`; ours is
+the recipe of the same name with `data_parallel(zero=3)`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Net(nn.Module):
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of the rows."""
-    both = torch.randn(2, BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    both = torch.randn(
+        2, BATCH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
     return both[0, rows.start : rows.stop], both[1, rows.start : rows.stop]
 
 
@@ -83,9 +85,18 @@ def expected() -> dict[str, Tensor]:
 
 def ours(kind: str) -> dict[str, Tensor]:
     """Return the gradients of a plan whose replicas share all states."""
-    job = piper.Job(model, batch, nn.functional.mse_loss, sgd, global_batch=BATCH, precision=piper.Precision(params="float64"))
+    job = piper.Job(
+        model,
+        batch,
+        nn.functional.mse_loss,
+        sgd,
+        global_batch=BATCH,
+        precision=piper.Precision(params="float64"),
+    )
     recipe = PIPELINES[kind].recipe(pp=WORLD, microbatches=MICROBATCHES)
-    strategy = piper.Strategy(piper.Mesh(pp=WORLD, dp=REPLICAS), (*recipe, *piper.recipes.data_parallel(zero=3)))
+    strategy = piper.Strategy(
+        piper.Mesh(pp=WORLD, dp=REPLICAS), (*recipe, *piper.recipes.data_parallel(zero=3))
+    )
     run = piper.execute(piper.compile(job, strategy), steps=1, launcher="inline", gradients=True)
     return dict(run.gradients[0])
 
@@ -102,7 +113,10 @@ def torchs(kind: str, rank: int) -> dict[str, Tensor | None]:
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True)
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=True)
     group, device = mesh["pp"].get_group(), torch.device("cpu")
-    stages = [PipelineStage(part, i, pipeline.stages, device, group=group) for part, i in zip(parts, indices, strict=True)]
+    stages = [
+        PipelineStage(part, i, pipeline.stages, device, group=group)
+        for part, i in zip(parts, indices, strict=True)
+    ]
     schedule = pipeline.schedule(stages, MICROBATCHES, nn.functional.mse_loss)
     x, y = batch(0, range(dp * BATCH // REPLICAS, (dp + 1) * BATCH // REPLICAS))
     given: dict[str, Any] = {"target": y} if pipeline.stages - 1 in indices else {}
@@ -131,12 +145,19 @@ class Compared:
 def compared(found: dict[str, Tensor | None]) -> Compared:
     """Compare gradients with those of one device."""
     wanted = expected()
-    errors = [float((g - wanted[n]).norm() / wanted[n].norm()) for n, g in found.items() if g is not None]
+    errors = [
+        float((g - wanted[n]).norm() / wanted[n].norm()) for n, g in found.items() if g is not None
+    ]
     return Compared(max(errors, default=0.0), sum(g is None for g in found.values()))
 
 
 def _rank(kind: str, rank: int, store: str, queue: Queue[Any]) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD * REPLICAS), rank=rank, world_size=WORLD * REPLICAS)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, WORLD * REPLICAS),
+        rank=rank,
+        world_size=WORLD * REPLICAS,
+    )
     try:
         queue.put(compared(torchs(kind, rank)))
     except Exception as error:  # what torch says is a result too
@@ -150,7 +171,10 @@ def of_torch(kind: str) -> Compared | str:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="piper-fsdp2-") as folder:
         queue: Any = context.Queue()
-        ranks = [context.Process(target=_rank, args=(kind, r, f"{folder}/store", queue)) for r in range(WORLD * REPLICAS)]
+        ranks = [
+            context.Process(target=_rank, args=(kind, r, f"{folder}/store", queue))
+            for r in range(WORLD * REPLICAS)
+        ]
         for process in ranks:
             process.start()
         try:
@@ -160,7 +184,11 @@ def of_torch(kind: str) -> Compared | str:
                 process.join(20)
                 process.kill()
     texts = [f for f in found if isinstance(f, str)]
-    return texts[0] if texts else Compared(max(f.error for f in found), sum(f.missing for f in found) // REPLICAS)
+    return (
+        texts[0]
+        if texts
+        else Compared(max(f.error for f in found), sum(f.missing for f in found) // REPLICAS)
+    )
 
 
 HEAD = f"""# Gradients with sharded parameters under pipelines
@@ -210,7 +238,9 @@ prefetch=0, so that every gather is waited for, buckets of 3 MiB have a peak of 
 
 def main() -> None:
     """Write the page."""
-    lines = [f"| {kind} | {of_torch(kind)} | {compared(dict(ours(kind)))} |\n" for kind in PIPELINES]
+    lines = [
+        f"| {kind} | {of_torch(kind)} | {compared(dict(ours(kind)))} |\n" for kind in PIPELINES
+    ]
     PAGE.write_text(HEAD + "".join(lines) + PEAKS, encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
 

@@ -30,12 +30,20 @@ class TorchSharded:
         index, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
         part: nn.Module = model if stages == 1 else Stage(model, index, stages)
         _shard(part, mesh["dp"])
-        self._regime, self._size, self._index, self._stages, self._step = regime, global_batch, index, stages, 0
+        self._regime, self._size, self._index, self._stages, self._step = (
+            regime,
+            global_batch,
+            index,
+            stages,
+            0,
+        )
         self._rows = range(replica * global_batch // 2, (replica + 1) * global_batch // 2)
         self._model, self._optimizer = part, fused_adamw(part)
         self._schedule: Any = None
         if stages > 1:
-            stage = PipelineStage(part, index, stages, torch.device("cpu"), group=mesh["pp"].get_group())
+            stage = PipelineStage(
+                part, index, stages, torch.device("cpu"), group=mesh["pp"].get_group()
+            )
             self._schedule = Schedule1F1B(stage, regime.microbatches, loss_fn=loss)
 
     def step(self) -> None:
@@ -57,7 +65,12 @@ class TorchSharded:
 
     def state_bytes(self) -> int:
         """Return the bytes that this rank keeps between steps."""
-        states = [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        states = [
+            t
+            for state in self._optimizer.state.values()
+            for t in state.values()
+            if isinstance(t, torch.Tensor)
+        ]
         return sum(_nbytes(t) for t in [*self._model.parameters(), *states])
 
     def close(self) -> None:
@@ -77,12 +90,19 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def most_allocated(step: Any) -> int:
-    """Return the most bytes that a step holds on the CPU above those before it, as torch's profiler sees allocations."""
+    """Return the most bytes that a step holds on the CPU above those before it, as torch's profiler sees
+    allocations."""
     dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         step()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    changes = [(e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [
+        (e.start_ns(), e.nbytes())
+        for e in profiler.profiler.kineto_results.events()
+        if e.name() == "[memory]"
+    ]
     held = most = 0
     for _, nbytes in sorted(changes, key=lambda change: change[0]):
         held += nbytes

@@ -1,9 +1,9 @@
 """Count the gathers of sharded parameters in a step, beside those of torch's pipeline runtime for the same order.
 
 `python benchmarks/gathers.py` writes docs/gathers.md. Ours are those of plans of a chain of layers whose forwards and
-input gradients read their parameters (`replicate(zero=3)`, a bucket per layer). torch's are the UNSHARD actions that its
-runtime adds to the same order of stages (`_add_unshard_reshard`), which it takes a stage at a time. A gather of one of
-the layers of a stage is that part of a stage. Both hold as many bytes at most; no gather is issued ahead.
+input gradients read their parameters (`replicate(zero=3)`, a bucket per layer). torch's are the UNSHARD actions that
+its runtime adds to the same order of stages (`_add_unshard_reshard`), which it takes a stage at a time. A gather of one
+of the layers of a stage is that part of a stage. Both hold as many bytes at most; no gather is issued ahead.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def order_of(title: str, pp: int, microbatches: int) -> Order:
     directives = RECIPES[name].make(pp=pp, microbatches=microbatches, **more)
     rows = orders_of_directives(directives)
     stages = 1 + max(a.stage for row in rows for slot in row for a in slot)
-    return Order(directives, rows, stages, max(len({a.stage for slot in row for a in slot}) for row in rows))
+    return Order(
+        directives, rows, stages, max(len({a.stage for slot in row for a in slot}) for row in rows)
+    )
 
 
 def chain(layers: int) -> Program:
@@ -82,7 +84,9 @@ def chain(layers: int) -> Program:
     for k, chunk in enumerate(program.chunks):
         assert (chunk.inputs[1].kind, chunk.inputs[1].ref) == ("param", f"stage{k}.weight")
         steps = {step: replace(sig, cost=COST) for step, sig in chunk.steps.items()}
-        read = {step: replace(steps[step], reads=(*steps[step].reads, "in1")) for step in ("F", "I")}
+        read = {
+            step: replace(steps[step], reads=(*steps[step].reads, "in1")) for step in ("F", "I")
+        }
         chunks.append(replace(chunk, coords={"layer": k}, steps=steps | read))
     return replace(program, chunks=tuple(chunks))
 
@@ -93,10 +97,19 @@ def plan_of(order: Order, layers: int, resident: int | None, prefetch: int = 0) 
     None keeps all of them for the step.
     """
     mb = "step" if resident is None else resident * LAYER_BYTES / 2**20
-    sharing = replicate(where(), zero=3, bucket_mb=LAYER_BYTES / 2**20, resident_mb=mb, reduced_mb="step", prefetch=prefetch)
+    sharing = replicate(
+        where(),
+        zero=3,
+        bucket_mb=LAYER_BYTES / 2**20,
+        resident_mb=mb,
+        reduced_mb="step",
+        prefetch=prefetch,
+    )
     strategy = Strategy(Mesh(pp=len(order.rows), dp=2), (*order.directives, sharing))
     microbatches = 1 + max(a.mb for row in order.rows for slot in row for a in slot)
-    return compile_program(chain(order.stages * layers), strategy, global_batch=2 * microbatches).plan
+    return compile_program(
+        chain(order.stages * layers), strategy, global_batch=2 * microbatches
+    ).plan
 
 
 def gathered(plan: Plan, role: RolePlan) -> int:
@@ -144,8 +157,12 @@ def torchs(row: Sequence[tuple[Did, ...]], held: int) -> int:
 
     The two of an overlapped pair come one after the other: torch would hold both, however many are asked for.
     """
-    actions: list[_Action | None] = [_Action(a.stage, KINDS[a.phase], a.mb) for slot in row for a in slot]
-    return sum(a.computation_type == _ComputationType.UNSHARD for a in _add_unshard_reshard(actions, held))
+    actions: list[_Action | None] = [
+        _Action(a.stage, KINDS[a.phase], a.mb) for slot in row for a in slot
+    ]
+    return sum(
+        a.computation_type == _ComputationType.UNSHARD for a in _add_unshard_reshard(actions, held)
+    )
 
 
 @dataclass(frozen=True)
@@ -172,7 +189,9 @@ def table(pp: int = 4, microbatches: int = 16, layers: int = 8) -> list[Counted]
     rows = []
     for title in SCHEDULES:
         most = order_of(title, pp, microbatches).held
-        rows += [counted(title, pp, microbatches, layers, held) for held in range(1, min(most, 3) + 1)]
+        rows += [
+            counted(title, pp, microbatches, layers, held) for held in range(1, min(most, 3) + 1)
+        ]
     return rows
 
 
@@ -194,7 +213,10 @@ other; ours has its layers in turn. torch holds 3 stages by default.
 
 def page(rows: Sequence[Counted]) -> str:
     """Return docs/gathers.md."""
-    lines = [f"| {r.title} | {r.held} | {r.torch} | {r.ours:g} | {r.ours / r.torch:.2f} |\n" for r in rows]
+    lines = [
+        f"| {r.title} | {r.held} | {r.torch} | {r.ours:g} | {r.ours / r.torch:.2f} |\n"
+        for r in rows
+    ]
     return HEAD + "".join(lines)
 
 

@@ -42,24 +42,46 @@ from piper_runtime.launch import WARMUP_STEPS, Pool, rank_job
 from piper_runtime.profile import most_on_device, reset_most_on_device
 from piper_runtime.rank import Rank, materialize, using
 
-LARGE = Regime("kernels of 100 us and more", width=2048, heads=16, layers=2, context=1024, rows=8, microbatches=8, steps=1)
-SINGLE = Regime("in float32", width=1024, heads=16, layers=2, context=1024, rows=4, microbatches=8, steps=1)
-SMALL = Regime("bound by launches", width=512, heads=8, layers=4, context=256, rows=4, microbatches=8, steps=1)
+LARGE = Regime(
+    "kernels of 100 us and more",
+    width=2048,
+    heads=16,
+    layers=2,
+    context=1024,
+    rows=8,
+    microbatches=8,
+    steps=1,
+)
+SINGLE = Regime(
+    "in float32", width=1024, heads=16, layers=2, context=1024, rows=4, microbatches=8, steps=1
+)
+SMALL = Regime(
+    "bound by launches", width=512, heads=8, layers=4, context=256, rows=4, microbatches=8, steps=1
+)
 REGIMES = ((LARGE, "bfloat16", 1), (SINGLE, "float32", 1), (SMALL, "bfloat16", 3))
 """Sizes, dtype, and how often a prediction is made and run: the speed of a host varies more than that of a device."""
-SHARED = Regime("in float64", width=256, heads=4, layers=4, context=64, rows=4, microbatches=4, steps=1)
+SHARED = Regime(
+    "in float64", width=256, heads=4, layers=4, context=64, rows=4, microbatches=4, steps=1
+)
 PAIRS, REPEATS, HOST_STEPS = 20, 5, 100
 BOUND = 0.9
 """A host that has issued a step only after so much of it is what the step waits for."""
 LAYERS, MICROBATCHES = 32, 16
 """Of the plan whose chunks compute nothing."""
-SPEED, ERROR, MEMORY, EQUAL = Goal("above", 0.98), Goal("below", 10), Goal("below", 2), Goal("below", 1e-9)
+SPEED, ERROR, MEMORY, EQUAL = (
+    Goal("above", 0.98),
+    Goal("below", 10),
+    Goal("below", 2),
+    Goal("below", 1e-9),
+)
 GOALS = Goals(None, ERROR, MEMORY)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure everything; the exit code is 0 without a device too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-DATE.json")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -67,7 +89,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     here = asdict(machine()) | device_facts()
     print(" | ".join(f"{k} {v}" for k, v in here.items()), flush=True)
-    path = options.out or Path(__file__).parent / "results" / f"gpu-{here['date'].replace(':', '')[:17]}.json"
+    path = (
+        options.out
+        or Path(__file__).parent / "results" / f"gpu-{here['date'].replace(':', '')[:17]}.json"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     # predicted is first: later this process has memory of the device
@@ -77,7 +102,9 @@ def main(argv: list[str] | None = None) -> int:
             print(line(row), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-        path.write_text(json.dumps({"machine": here, "rows": [as_json(r) for r in rows]}, indent=1) + "\n")
+        path.write_text(
+            json.dumps({"machine": here, "rows": [as_json(r) for r in rows]}, indent=1) + "\n"
+        )
     print(f"{len(rows)} rows in {path}")
     return 0
 
@@ -95,7 +122,9 @@ def device_facts() -> dict[str, str]:
 
 def line(row: Row) -> str:
     """Return one row for people."""
-    between = f" [{row.low:.4g}, {row.high:.4g}]" if row.low is not None and row.high is not None else ""
+    between = (
+        f" [{row.low:.4g}, {row.high:.4g}]" if row.low is not None and row.high is not None else ""
+    )
     goal = f"  goal {row.goal} {'met' if row.met else 'MISSED'}" if row.goal is not None else ""
     return f"{row.section:9} {row.name:72} {row.value:12.5g} {row.unit}{between}{goal}  {row.note}"
 
@@ -123,14 +152,25 @@ def compared() -> Iterator[Row]:
         pairs = [turns(ours, torchs, first=k % 2) for k in range(PAIRS)]
         ratio, low, high = median_interval([t / o for o, t in pairs])
         issued = [median(side.issued_s[-PAIRS:]) * 1e3 for side in sides]
-        note = f"{PAIRS} interleaved pairs of steps, 95 % interval, whose lower end the goal is for; host had issued after"
+        note = (
+            f"{PAIRS} interleaved pairs of steps, 95 % interval, whose lower end the goal is for; "
+            f"host had issued after"
+        )
         note += f" {issued[0]:.1f} (ours) and {issued[1]:.1f} ms (torch)"
-        yield Row("torch", f"{title}: torch/ours", ratio, "ratio", low, high, SPEED, note, judged=low)
+        yield Row(
+            "torch", f"{title}: torch/ours", ratio, "ratio", low, high, SPEED, note, judged=low
+        )
         for side_name, times in zip(("ours", "torch"), zip(*pairs), strict=True):
             yield spread_row("torch", f"{title}: {side_name}", [t * 1e3 for t in times], "ms/step")
         if issued[0] > BOUND * median(o for o, _ in pairs) * 1e3:
             count = kernels(setup.plan)
-            yield Row("host", f"{title}: host per kernel", issued[0] * 1e3 / count, "us", note=f"{count} kernels in the plan")
+            yield Row(
+                "host",
+                f"{title}: host per kernel",
+                issued[0] * 1e3 / count,
+                "us",
+                note=f"{count} kernels in the plan",
+            )
         del ours, torchs, sides, found
         gc.collect()
         torch.cuda.empty_cache()
@@ -139,15 +179,25 @@ def compared() -> Iterator[Row]:
 def kernels(plan: Plan) -> int:
     """Return the kernels of the chunks in one step of a plan for one device, as its costs count them."""
     ops = [p.op for instr in plan.roles[0].program for p in instr.parts]
-    return sum(k.count for op in ops if isinstance(op, Compute) for k in plan.chunk(op.chunk).steps[op.step].cost.kernels)
+    return sum(
+        k.count
+        for op in ops
+        if isinstance(op, Compute)
+        for k in plan.chunk(op.chunk).steps[op.step].cost.kernels
+    )
 
 
 def name_of(regime: Regime, precision: str) -> str:
-    sizes = f"width {regime.width}, {regime.layers} layers, {regime.rows} x {regime.context} tokens, m={regime.microbatches}"
+    sizes = (
+        f"width {regime.width}, {regime.layers} layers, {regime.rows} x {regime.context} tokens, "
+        f"m={regime.microbatches}"
+    )
     return f"{precision}, {sizes}"
 
 
-def settled(side: type[Ours] | type[Torch], setup: Setup, device: torch.device, title: str) -> tuple[Side, list[Row]]:
+def settled(
+    side: type[Ours] | type[Torch], setup: Setup, device: torch.device, title: str
+) -> tuple[Side, list[Row]]:
     """Return a side after its first steps, and its peak of allocated memory above what was there before it."""
     reset_most_on_device(device)
     before = torch.cuda.memory_allocated(device)
@@ -158,16 +208,37 @@ def settled(side: type[Ours] | type[Torch], setup: Setup, device: torch.device, 
     torch.cuda.reset_peak_memory_stats(device)
     made.step()
     allocated = torch.cuda.max_memory_allocated(device) - before
-    note = "torch.cuda.max_memory_allocated above what was there before, kept workspaces of libraries included"
+    note = (
+        "torch.cuda.max_memory_allocated above what was there before, kept workspaces of libraries "
+        "included"
+    )
     if not isinstance(made, Ours):
-        return made, [Row("memory", f"{title}: torch, allocated", allocated / 2**20, "MiB", note=note)]
+        return made, [
+            Row("memory", f"{title}: torch, allocated", allocated / 2**20, "MiB", note=note)
+        ]
     planned, counted = on_device(made.bound.plan, "cuda").roles[0].peak_bytes, made.counted()
     error = 100 * (planned / counted.peak - 1)
-    asked = f"planned {planned} bytes, {counted.peak} were asked for at the peak, {counted.states} of them states"
+    asked = (
+        f"planned {planned} bytes, {counted.peak} were asked for at the peak, {counted.states} of "
+        f"them states"
+    )
     return made, [
-        Row("memory", f"{title}: plan against requested bytes", abs(error), "% error", goal=MEMORY, note=asked),
+        Row(
+            "memory",
+            f"{title}: plan against requested bytes",
+            abs(error),
+            "% error",
+            goal=MEMORY,
+            note=asked,
+        ),
         Row("memory", f"{title}: ours, allocated", allocated / 2**20, "MiB", note=note),
-        Row("memory", f"{title}: ours, with context and allocator", taken / 2**20, "MiB", note="of this process, by the driver"),
+        Row(
+            "memory",
+            f"{title}: ours, with context and allocator",
+            taken / 2**20,
+            "MiB",
+            note="of this process, by the driver",
+        ),
     ]
 
 
@@ -189,7 +260,9 @@ def turns(ours: Side, torchs: Side, first: int) -> tuple[float, float]:
     return took[0], took[1]
 
 
-def spread_row(section: str, name: str, values: list[float], unit: str, note: str = "1st and 9th decile") -> Row:
+def spread_row(
+    section: str, name: str, values: list[float], unit: str, note: str = "1st and 9th decile"
+) -> Row:
     ordered = sorted(values)
     tenth = len(ordered) // 10
     return Row(section, name, median(ordered), unit, ordered[tenth], ordered[-1 - tenth], note=note)
@@ -209,7 +282,9 @@ def predicted() -> Iterator[Row]:
             cases = [Case(name_of(s.regime, precision), s.compiled, GOALS) for s in setups]
             for _ in range(rounds):
                 known, rows = setups[0], [s.plan.rows for s in setups]
-                costs = piper.profile(known.work, known.strategy, rows=rows, repeats=REPEATS, pool=pool)
+                costs = piper.profile(
+                    known.work, known.strategy, rows=rows, repeats=REPEATS, pool=pool
+                )
                 for case in cases:
                     case.measure(cluster, costs, pool)
             for case in cases:
@@ -228,22 +303,34 @@ def ceilings() -> Iterator[Row]:
     for dtype, size in ((torch.bfloat16, 8192), (torch.float32, 4096), (torch.float64, 4096)):
         a, b = random(size, size, dtype=dtype), random(size, size, dtype=dtype)
         seconds = device_seconds(partial(torch.mm, a, b))
-        yield Row("ceiling", f"matrix product of {size}, {dtype}".replace("torch.", ""), 2e-12 * size**3 / seconds, "TFLOP/s")
+        yield Row(
+            "ceiling",
+            f"matrix product of {size}, {dtype}".replace("torch.", ""),
+            2e-12 * size**3 / seconds,
+            "TFLOP/s",
+        )
     source = random(1 << 30, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     seconds = device_seconds(partial(target.copy_, source))
     yield Row("ceiling", "copy of 2 GiB, read and written", 2e-12 * source.nbytes / seconds, "TB/s")
     del source, target
-    q, k, v, grad = (random(4, 1024, 16, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
+    q, k, v, grad = (
+        random(4, 1024, 16, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4)
+    )
     options = AttentionOptions(None, True, 128**-0.5)
     names: tuple[LoweringName, ...] = ("cuda_cudnn", "cuda_flash", "cuda_efficient")
     for name in names:
         forward, backward = KERNELS[name]
         out, lse = forward(q, k, v, options)
-        calls = {"forward": partial(forward, q, k, v, options), "backward": partial(backward, grad, q, k, v, out, lse, options)}
+        calls = {
+            "forward": partial(forward, q, k, v, options),
+            "backward": partial(backward, grad, q, k, v, out, lse, options),
+        }
         for which, call in calls.items():
             note = "bfloat16, causal, 4 x 1024 tokens, 16 heads of 128"
-            yield Row("ceiling", f"attention {which}, {name}", device_seconds(call) * 1e6, "us", note=note)
+            yield Row(
+                "ceiling", f"attention {which}, {name}", device_seconds(call) * 1e6, "us", note=note
+            )
 
 
 def device_seconds(call: Callable[[], object], calls: int = 20) -> float:
@@ -292,23 +379,40 @@ def shared() -> Iterator[Row]:
     size = SHARED.rows * m
     strategies = {
         "pp=2": piper.Strategy(piper.Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=m)),
-        "dp=2": piper.Strategy(piper.Mesh(dp=2), (piper.split(piper.where(), microbatches=m // 2), *recipes.data_parallel())),
+        "dp=2": piper.Strategy(
+            piper.Mesh(dp=2),
+            (piper.split(piper.where(), microbatches=m // 2), *recipes.data_parallel()),
+        ),
         "pp=2, dp=2": piper.Strategy(
-            piper.Mesh(pp=2, dp=2), (*recipes.one_f_one_b(pp=2, microbatches=m // 2), *recipes.data_parallel())
+            piper.Mesh(pp=2, dp=2),
+            (*recipes.one_f_one_b(pp=2, microbatches=m // 2), *recipes.data_parallel()),
         ),
     }
     work = replace(job(SHARED, size), precision=piper.Precision(params="float64"))
     one = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),))
-    ways = {"gloo": "staged gloo"} | ({"nccl": "NCCL by sockets"} if dist.is_nccl_available() else {})
+    ways = {"gloo": "staged gloo"} | (
+        {"nccl": "NCCL by sockets"} if dist.is_nccl_available() else {}
+    )
     with using("cuda"):
         alone = piper.execute(piper.compile(work, one), steps=3, launcher="inline", memory=False)
         for how, by in ways.items():
             with joined_pool(4, how) as pool:
                 for name, strategy in strategies.items():
-                    run = piper.execute(piper.compile(work, strategy), steps=3, launcher="processes", memory=False, pool=pool)
+                    run = piper.execute(
+                        piper.compile(work, strategy),
+                        steps=3,
+                        launcher="processes",
+                        memory=False,
+                        pool=pool,
+                    )
                     title = f"float64, {name} on one device, {by}: difference from one rank"
-                    note = f"losses and {len(alone.state_dict())} tensors; {median(run.step_s) * 1e3:.1f} ms/step"
-                    yield Row("shared", title, difference(run, alone), "relative", goal=EQUAL, note=note)
+                    note = (
+                        f"losses and {len(alone.state_dict())} tensors; "
+                        f"{median(run.step_s) * 1e3:.1f} ms/step"
+                    )
+                    yield Row(
+                        "shared", title, difference(run, alone), "relative", goal=EQUAL, note=note
+                    )
 
 
 def difference(run: piper.Run, alone: piper.Run) -> float:

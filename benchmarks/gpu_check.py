@@ -1,4 +1,5 @@
-"""Check what one CUDA device can prove: predictions, memory, waits between streams, ranks that share device, states or work.
+"""Check what one CUDA device can prove: predictions, memory, waits between streams, ranks that share device, states or
+work.
 
 `make gpu-check` runs it, or
 
@@ -50,12 +51,23 @@ ROWS, REPEATS = 32, 5
 """Of the global batch of a step; of a profile."""
 MICROBATCHES = (8, 4)
 BLOCKS = {
-    "GPT, width 2048, 2 blocks": models.GPTConfig(layers=2, width=2048, heads=16, vocab=32_768, length=1024),
+    "GPT, width 2048, 2 blocks": models.GPTConfig(
+        layers=2, width=2048, heads=16, vocab=32_768, length=1024
+    ),
     "Llama, width 2048, 2 blocks, 4 key heads": models.LlamaConfig(
         layers=2, width=2048, heads=16, kv_heads=4, hidden=7168, vocab=32_768, length=1024
     ),
     "MoE, width 1024, 2 blocks, 2 of 4 experts": models.MoEConfig(
-        layers=2, width=1024, heads=16, kv_heads=8, hidden=3584, vocab=32_768, length=1024, qk_norm=True, experts=4, top_k=2
+        layers=2,
+        width=1024,
+        heads=16,
+        kv_heads=8,
+        hidden=3584,
+        vocab=32_768,
+        length=1024,
+        qk_norm=True,
+        experts=4,
+        top_k=2,
     ),
 }
 """Blocks of the sizes of models that one device holds; embedding and head are of a middling vocabulary."""
@@ -65,19 +77,39 @@ PROVES = ("streams", "shared", "sharded", "mixed", "layouts")
 
 def main(argv: list[str] | None = None) -> int:
     """Run every check; the exit code is as the module says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-check-DATE.json")
-    parser.add_argument("--states", action="store_true", help="only the sections about what ranks keep (gpu_states.py)")
-    parser.add_argument("--layouts", action="store_true", help="only ranks that share the work of chunks (gpu_layouts.py)")
+    parser.add_argument(
+        "--states",
+        action="store_true",
+        help="only the sections about what ranks keep (gpu_states.py)",
+    )
+    parser.add_argument(
+        "--layouts",
+        action="store_true",
+        help="only ranks that share the work of chunks (gpu_layouts.py)",
+    )
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was checked. Run this where torch.cuda.is_available()")
         return 0
     here = asdict(machine()) | gpu.device_facts()
-    path = options.out or Path(__file__).parent / "results" / f"gpu-check-{here['date'].replace(':', '')[:17]}.json"
+    path = (
+        options.out
+        or Path(__file__).parent
+        / "results"
+        / f"gpu-check-{here['date'].replace(':', '')[:17]}.json"
+    )
     rows, failed = checked(chosen(options.states, options.layouts))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}, indent=1) + "\n")
+    path.write_text(
+        json.dumps(
+            {"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}, indent=1
+        )
+        + "\n"
+    )
     print(table(here, rows, failed))
     print(f"{len(rows)} rows in {path}")
     return 1 if failed or any(r.section in PROVES and r.met is False for r in rows) else 0
@@ -126,7 +158,9 @@ def checked(sections: Iterable[Callable[[], Iterable[Row]]]) -> tuple[list[Row],
             for row in section():
                 rows.append(row)
                 print(gpu.line(row), flush=True)
-        except Exception as e:  # what was checked before, and the other sections, are still worth having
+        except (
+            Exception
+        ) as e:  # what was checked before, and the other sections, are still worth having
             traceback.print_exc()
             failed.append(f"{type(e).__name__}: {e}")
         gc.collect()
@@ -146,11 +180,16 @@ def table(here: dict[str, object], rows: Sequence[Row], failed: Sequence[str]) -
     ]
     for r in rows:
         verdict = "" if r.met is None else "met" if r.met else "**missed**"
-        lines.append(f"| {r.section}: {r.name} | {r.value:.4g} | {r.unit} | {r.goal or ''} | {verdict} | {r.note} |")
+        lines.append(
+            f"| {r.section}: {r.name} | {r.value:.4g} | {r.unit} | {r.goal or ''} | {verdict} | "
+            f"{r.note} |"
+        )
     return "\n".join([*lines, *(f"\n**failed**: {f}" for f in failed)])
 
 
-def blocks(device: str, cluster: Cluster, sizes: dict[str, Config], global_batch: int = ROWS) -> Iterator[Row]:
+def blocks(
+    device: str, cluster: Cluster, sizes: dict[str, Config], global_batch: int = ROWS
+) -> Iterator[Row]:
     """Measure blocks of each model in bfloat16, eager.
 
     The step by formula and from one profile per model is compared with a run in a process; the peak of the plan with
@@ -159,9 +198,18 @@ def blocks(device: str, cluster: Cluster, sizes: dict[str, Config], global_batch
     with using(device), Pool(1) as pool:
         for name, config in sizes.items():
             work = models.job(config, global_batch=global_batch, precision="bfloat16")
-            strategies = [piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),)) for m in MICROBATCHES]
+            strategies = [
+                piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),))
+                for m in MICROBATCHES
+            ]
             compiled = [piper.compile(work, s) for s in strategies]
-            costs = piper.profile(work, strategies[0], rows=[c.plan.rows for c in compiled], repeats=REPEATS, pool=pool)
+            costs = piper.profile(
+                work,
+                strategies[0],
+                rows=[c.plan.rows for c in compiled],
+                repeats=REPEATS,
+                pool=pool,
+            )
             for found, m in zip(compiled, MICROBATCHES, strict=True):
                 title = f"bfloat16, {name}, {found.plan.rows} x {config.length} tokens, m={m}"
                 case = Case(title, found, GOALS)
@@ -187,7 +235,13 @@ def kernels(cluster: Cluster) -> Iterator[Row]:
         a, b = random(m, k), random(n, k)
         seconds = gpu.device_seconds(partial(F.linear, a, b))
         share = 2 * m * k * n / seconds / cluster.device.peak("bfloat16")
-        yield Row("kernel", f"linear, {m} x {k} -> {n}, bfloat16", 100 * share, "% of peak", note=f"{seconds * 1e6:.1f} us")
+        yield Row(
+            "kernel",
+            f"linear, {m} x {k} -> {n}, bfloat16",
+            100 * share,
+            "% of peak",
+            note=f"{seconds * 1e6:.1f} us",
+        )
     x, y, weight = random(tokens, 4 * width), random(tokens, 4 * width), random(4 * width)
     logits, targets = random(tokens, vocab), torch.randint(vocab, (tokens,), device="cuda")
     loss, lse = cross_entropy(logits, targets)
@@ -195,9 +249,12 @@ def kernels(cluster: Cluster) -> Iterator[Row]:
         f"add, {tokens} x {4 * width}": (partial(torch.add, x, y), 3 * x.nbytes),
         f"gelu, {tokens} x {4 * width}": (partial(F.gelu, x), 2 * x.nbytes),
         f"silu, {tokens} x {4 * width}": (partial(F.silu, x), 2 * x.nbytes),
-        f"cat of two halves, {tokens} x {4 * width}": (lambda: torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1), 2 * x.nbytes),
-        f"layer norm, {tokens} x {4 * width}": (partial(F.layer_norm, x, (4 * width,), weight, weight), 2 * x.nbytes),
-        f"cross-entropy, {tokens} x {vocab}": (partial(cross_entropy, logits, targets), logits.nbytes),
+        f"cat of two halves, {tokens} x "
+        f"{4 * width}": (lambda: torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1), 2 * x.nbytes),
+        f"layer norm, {tokens} x "
+        f"{4 * width}": (partial(F.layer_norm, x, (4 * width,), weight, weight), 2 * x.nbytes),
+        f"cross-entropy, {tokens} x "
+        f"{vocab}": (partial(cross_entropy, logits, targets), logits.nbytes),
         f"cross-entropy, gradient, {tokens} x {vocab}": (
             partial(cross_entropy_dgrad, torch.ones_like(loss), logits, targets, lse), 2 * logits.nbytes,
         ),
@@ -205,7 +262,13 @@ def kernels(cluster: Cluster) -> Iterator[Row]:
     for name, (call, nbytes) in moved.items():
         seconds = gpu.device_seconds(call)
         share = nbytes / seconds / cluster.device.memory_bandwidth
-        yield Row("kernel", f"{name}, bfloat16", 100 * share, "% of bandwidth", note=f"{seconds * 1e6:.1f} us")
+        yield Row(
+            "kernel",
+            f"{name}, bfloat16",
+            100 * share,
+            "% of bandwidth",
+            note=f"{seconds * 1e6:.1f} us",
+        )
 
 
 if __name__ == "__main__":

@@ -28,16 +28,26 @@ def warm(device: torch.device) -> None:
     torch.cuda.set_device(device)
     torch.cuda._sleep(1)
     found = torch.full((4,), 1.0, device=device)
-    found.add_(upload(torch.ones(4, dtype=torch.float64), (4,), torch.float32, device).sum()).fill_(2.0)
+    found.add_(upload(torch.ones(4, dtype=torch.float64), (4,), torch.float32, device).sum()).fill_(
+        2.0
+    )
     assert bool((found == 2.0).all())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
 
-def step(entries: list[BoundInstr], works: list[Callable[[], None]], *, staged: bool = False, trace: bool = False) -> Engine:
+def step(
+    entries: list[BoundInstr],
+    works: list[Callable[[], None]],
+    *,
+    staged: bool = False,
+    trace: bool = False,
+) -> Engine:
     """Run one step of a rank without tensors of its own; `works` are those of communications, in order."""
     heart = array("q", [0] * 16)
-    rank = SimpleNamespace(entries=entries, rank=0, step=0, begin=lambda step: None, end=lambda: None)
+    rank = SimpleNamespace(
+        entries=entries, rank=0, step=0, begin=lambda step: None, end=lambda: None
+    )
     streams = (StagedStreams if staged else CudaStreams)(
         entries, dict.fromkeys(e.stream for e in entries), heart, CudaApi(torch.device("cuda", 0))
     )
@@ -55,7 +65,13 @@ def compute(index: int, work: Callable[[], None], *waits: tuple[str, int]) -> Bo
 
 def communication(index: int, *waits: tuple[str, int]) -> BoundInstr:
     """Return an instruction of another stream."""
-    return BoundInstr(index, "a", waits, f"a{index}", comm=BoundComm("recv", "1>0", (1, 0), lambda: torch.empty(0)))
+    return BoundInstr(
+        index,
+        "a",
+        waits,
+        f"a{index}",
+        comm=BoundComm("recv", "1>0", (1, 0), lambda: torch.empty(0)),
+    )
 
 
 def void(_: object) -> None:
@@ -71,7 +87,11 @@ def compute_after_communication(device: torch.device, waits: bool, staged: bool)
         torch.cuda._sleep(CYCLES)
         buffer.fill_(1.0)
 
-    step([communication(0), compute(1, lambda: void(read.copy_(buffer)), *[("a", 1)] * waits)], [receive], staged=staged)
+    step(
+        [communication(0), compute(1, lambda: void(read.copy_(buffer)), *[("a", 1)] * waits)],
+        [receive],
+        staged=staged,
+    )
     torch.cuda.synchronize()
     return bool((read == 1.0).all())
 
@@ -116,7 +136,11 @@ def buffer_on_two_streams(device: torch.device, waits: bool, staged: bool) -> bo
         held["w"] = torch.full((SIZE,), 2.0, device=device)
         addresses.append(held["w"].data_ptr())
 
-    entries = [compute(0, produce), communication(1, (COMPUTE, 1)), compute(2, reuse, *[("a", 1)] * waits)]
+    entries = [
+        compute(0, produce),
+        communication(1, (COMPUTE, 1)),
+        compute(2, reuse, *[("a", 1)] * waits),
+    ]
     step(entries, [send], staged=staged)
     torch.cuda.synchronize()
     if addresses[0] != addresses[1]:
@@ -139,7 +163,10 @@ def rows() -> Iterator[Row]:
     for name, (check, engines) in HAZARDS.items():
         for staged in engines:
             with_wait, without = check(device, True, staged), check(device, False, staged)
-            found = f"with the wait {'right' if with_wait else 'WRONG'}, without it {'RIGHT' if without else 'wrong'}"
+            found = (
+                f"with the wait {'right' if with_wait else 'WRONG'}, without it "
+                f"{'RIGHT' if without else 'wrong'}"
+            )
             title = name + (", communication staged on the host" if staged else "")
             yield Row(
                 "streams",

@@ -1,6 +1,7 @@
 """Check on one CUDA device ranks that share the work of chunks, in bfloat16: tensor, context and expert parallelism.
 
-`benchmarks/gpu_check.py` runs this section. It needs torch and Piper's own packages alone, and the launcher `processes`.
+`benchmarks/gpu_check.py` runs this section. It needs torch and Piper's own packages alone, and the launcher
+`processes`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,23 @@ from piper_runtime.rank import using
 
 COSINE, LOSSES, BYTES = Goal("above", 0.999), Goal("below", 2), Goal("below", 1)
 ROWS, MICROBATCHES, STEPS, LAST = 8, 2, 50, 5
-"""The rows of the global batch, the microbatches, the steps of a run, and those at its end whose losses are compared."""
+"""The rows of the global batch, the microbatches, the steps of a run, and those at its end whose losses are
+compared."""
 STRIDES = 4
-LLAMA = models.LlamaConfig(layers=2, width=512, heads=8, kv_heads=4, hidden=1024, vocab=512, length=256)
+LLAMA = models.LlamaConfig(
+    layers=2, width=512, heads=8, kv_heads=4, hidden=1024, vocab=512, length=256
+)
 MIXTURE = models.MoEConfig(
-    layers=2, width=512, heads=8, kv_heads=4, hidden=512, vocab=512, length=256, experts=4, top_k=2, balance=0.01
+    layers=2,
+    width=512,
+    heads=8,
+    kv_heads=4,
+    hidden=512,
+    vocab=512,
+    length=256,
+    experts=4,
+    top_k=2,
+    balance=0.01,
 )
 
 
@@ -47,16 +60,23 @@ def cases(llama: Config = LLAMA, mixture: Config = MIXTURE) -> dict[str, Shared]
     ring = recipes.context_parallel(attention="ring", order="zigzag")
     experts = (*recipes.expert_parallel(), *recipes.data_parallel(over=("dp", "ep")))
     return {
-        "tp=2 with tokens": Shared(llama, piper.Strategy(piper.Mesh(tp=2), (*recipes.tensor_parallel(sequence=True), halves))),
+        "tp=2 with tokens": Shared(
+            llama,
+            piper.Strategy(piper.Mesh(tp=2), (*recipes.tensor_parallel(sequence=True), halves)),
+        ),
         "cp=2 by ring": Shared(llama, piper.Strategy(piper.Mesh(cp=2), (*ring, halves))),
         "ep=2": Shared(mixture, piper.Strategy(piper.Mesh(ep=2), (*experts, halves))),
     }
 
 
 def counting(vocab: int, length: int, step: int, rows: range) -> tuple[Tensor, Tensor]:
-    """Return rows that count on, each from a start and with a stride of its own: a model soon learns the next number."""
+    """Return rows that count on, each from a start and with a stride of its own: a model soon learns the next
+    number."""
     chance = torch.Generator().manual_seed(step)
-    start, stride = (torch.randint(n, (ROWS, 1), generator=chance)[rows.start : rows.stop] for n in (vocab, STRIDES))
+    start, stride = (
+        torch.randint(n, (ROWS, 1), generator=chance)[rows.start : rows.stop]
+        for n in (vocab, STRIDES)
+    )
     numbers = (start + (1 + stride) * torch.arange(length + 1)) % vocab
     return numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
 
@@ -73,7 +93,10 @@ def ways() -> tuple[str, ...]:
 
 
 def shared_work(
-    device: str, joined: Iterable[str], found: Mapping[str, Shared] | None = None, steps: int = STEPS
+    device: str,
+    joined: Iterable[str],
+    found: Mapping[str, Shared] | None = None,
+    steps: int = STEPS,
 ) -> Iterator[Row]:
     """Compare two ranks that share chunks on one device with one rank, and their peaks with the plan."""
     checked = cases() if found is None else found
@@ -87,13 +110,19 @@ def shared_work(
 
 def alone_of(case: Shared, steps: int) -> tuple[dict[str, Tensor], list[float]]:
     """Return the gradients of the first step on one rank, and the losses of all."""
-    whole = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=MICROBATCHES),))
+    whole = piper.Strategy(
+        piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=MICROBATCHES),)
+    )
     compiled = piper.compile(work_of(case.config), whole)
-    first = piper.execute(compiled, steps=1, launcher="inline", gradients=True, memory=False).gradients[0]
+    first = piper.execute(
+        compiled, steps=1, launcher="inline", gradients=True, memory=False
+    ).gradients[0]
     return first, piper.execute(compiled, steps=steps, launcher="inline", memory=False).losses
 
 
-def case_rows(title: str, case: Shared, alone: tuple[dict[str, Tensor], list[float]], pool: Pool, device: str) -> Iterator[Row]:
+def case_rows(
+    title: str, case: Shared, alone: tuple[dict[str, Tensor], list[float]], pool: Pool, device: str
+) -> Iterator[Row]:
     """Run a case: the first step for its gradients, then all steps for losses and memory."""
     first, losses = alone
     compiled = piper.compile(work_of(case.config), case.strategy)
@@ -106,10 +135,23 @@ def case_rows(title: str, case: Shared, alone: tuple[dict[str, Tensor], list[flo
 
 def cosine_row(title: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Row:
     """Return the least cosine between a parameter's gradient on several ranks and on one."""
-    cosines = {n: torch.cosine_similarity(found[n].double().flatten(), t.double().flatten(), 0).item() for n, t in wanted.items()}
+    cosines = {
+        n: torch.cosine_similarity(found[n].double().flatten(), t.double().flatten(), 0).item()
+        for n, t in wanted.items()
+    }
     worst = min(cosines, key=lambda n: cosines[n])
-    note = f"{worst}; in the middle {sorted(cosines.values())[len(cosines) // 2]:.6f}, of {len(cosines)} parameters"
-    return Row("layouts", f"bfloat16, {title}: gradients against one rank", cosines[worst], "cosine", goal=COSINE, note=note)
+    note = (
+        f"{worst}; in the middle {sorted(cosines.values())[len(cosines) // 2]:.6f}, of "
+        f"{len(cosines)} parameters"
+    )
+    return Row(
+        "layouts",
+        f"bfloat16, {title}: gradients against one rank",
+        cosines[worst],
+        "cosine",
+        goal=COSINE,
+        note=note,
+    )
 
 
 def loss_row(title: str, found: list[float], wanted: list[float]) -> Row:
@@ -117,7 +159,14 @@ def loss_row(title: str, found: list[float], wanted: list[float]) -> Row:
     ours, theirs = (sum(values[-LAST:]) / len(values[-LAST:]) for values in (found, wanted))
     note = f"{wanted[0]:.3f} -> {theirs:.4f} on one rank, {ours:.4f} here"
     apart = 100 * abs(ours / theirs - 1)
-    return Row("layouts", f"bfloat16, {title}: loss after {len(found)} steps", apart, "% apart", goal=LOSSES, note=note)
+    return Row(
+        "layouts",
+        f"bfloat16, {title}: loss after {len(found)} steps",
+        apart,
+        "% apart",
+        goal=LOSSES,
+        note=note,
+    )
 
 
 def memory_row(title: str, plan: Plan, asked: Mapping[int, int]) -> Row:
@@ -126,4 +175,12 @@ def memory_row(title: str, plan: Plan, asked: Mapping[int, int]) -> Row:
     rank = max(asked, key=lambda r: abs(asked[r] - planned[r]))
     note = f"planned {planned[rank]} bytes, {asked[rank]} were asked for, on rank {rank}"
     apart = asked[rank] - planned[rank]
-    return Row("layouts", f"bfloat16, {title}: peak memory", apart, "bytes", goal=BYTES, note=note, judged=abs(apart))
+    return Row(
+        "layouts",
+        f"bfloat16, {title}: peak memory",
+        apart,
+        "bytes",
+        goal=BYTES,
+        note=note,
+        judged=abs(apart),
+    )

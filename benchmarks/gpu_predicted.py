@@ -42,7 +42,9 @@ class Case:
         """Measure one more round."""
         self.by_formula.append(piper.simulate(self.compiled.plan, cluster))
         self.by_profile.append(piper.simulate(self.compiled.plan, cluster, costs=costs))
-        run = piper.execute(self.compiled, steps=WARMUP_STEPS + STEPS, launcher="processes", pool=pool)
+        run = piper.execute(
+            self.compiled, steps=WARMUP_STEPS + STEPS, launcher="processes", pool=pool
+        )
         assert run.period_s is not None
         self.measured.append(run.period_s)
         self.peak = max(run.peak_bytes.values())
@@ -54,16 +56,40 @@ class Case:
             ("profile", self.by_profile, self.goals.profile),
         ):
             errors = [100 * (s.period_s / m - 1) for s, m in zip(found, self.measured, strict=True)]
-            sources = ", ".join(f"{name} {share:.0%}" for name, share in found[-1].summary()["sources"].items())
+            sources = ", ".join(
+                f"{name} {share:.0%}" for name, share in found[-1].summary()["sources"].items()
+            )
             times = (median(s.period_s for s in found) * 1e3, median(self.measured) * 1e3)
-            note = f"predicted {times[0]:.2f} ms/step ({sources}), measured {times[1]:.2f}; {len(errors)} rounds"
+            note = (
+                f"predicted {times[0]:.2f} ms/step ({sources}), measured {times[1]:.2f}; "
+                f"{len(errors)} rounds"
+            )
             note += "".join(f"; {n}" for n in found[-1].notes)
             error = median(errors)
             name = f"{self.title}: step, by {how}"
-            yield Row("predicted", name, error, "% error", min(errors), max(errors), goal, note, judged=abs(error))
+            yield Row(
+                "predicted",
+                name,
+                error,
+                "% error",
+                min(errors),
+                max(errors),
+                goal,
+                note,
+                judged=abs(error),
+            )
         planned, taken = max(found[-1].peak_bytes), found[-1].device_bytes[0] / 2**20
-        note = f"predicted {planned} bytes, the allocator was asked for {self.peak}; with context and allocator {taken:.0f} MiB"
+        note = (
+            f"predicted {planned} bytes, the allocator was asked for {self.peak}; with context and "
+            f"allocator {taken:.0f} MiB"
+        )
         error = 100 * (planned / self.peak - 1)
         yield Row(
-            "predicted", f"{self.title}: peak memory", error, "% error", goal=self.goals.memory, note=note, judged=abs(error)
+            "predicted",
+            f"{self.title}: peak memory",
+            error,
+            "% error",
+            goal=self.goals.memory,
+            note=note,
+            judged=abs(error),
         )

@@ -39,8 +39,12 @@ class Setup:
 
 def prepared(regime: Regime, precision: str) -> Setup:
     """Return the comparison, compiled as a user would: one device, `regime.microbatches` microbatches."""
-    work = replace(job(regime, regime.rows * regime.microbatches), precision=piper.Precision(params=precision))
-    strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=regime.microbatches),))
+    work = replace(
+        job(regime, regime.rows * regime.microbatches), precision=piper.Precision(params=precision)
+    )
+    strategy = piper.Strategy(
+        piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=regime.microbatches),)
+    )
     return Setup(regime, precision, work, strategy, piper.compile(work, strategy))
 
 
@@ -68,7 +72,9 @@ class Ours:
         assert code is not None
         initial = materialize(setup.work)
         codes = code.export([c.code for c in plan.chunks], plan.rows)
-        self.bound = Rank(plan, 0, codes, rank_job(setup.work), initial.params, initial.buffers, None, device)
+        self.bound = Rank(
+            plan, 0, codes, rank_job(setup.work), initial.params, initial.buffers, None, device
+        )
         self._engine = engine_of(self.bound, device, self._mark)
         self._begin = 0.0
 

@@ -44,7 +44,9 @@ SPEED = Goal("above", 1.0)
 BUCKET_MB = 1
 POLICIES = ("products", "attention", "inputs")
 RECOMPUTED: dict[str, Config] = {
-    "GPT, width 1024, 4 blocks": models.GPTConfig(layers=4, width=1024, heads=16, vocab=8192, length=1024),
+    "GPT, width 1024, 4 blocks": models.GPTConfig(
+        layers=4, width=1024, heads=16, vocab=8192, length=1024
+    ),
     "Llama, width 1024, 4 blocks": models.LlamaConfig(
         layers=4, width=1024, heads=16, kv_heads=4, hidden=3584, vocab=8192, length=1024
     ),
@@ -72,8 +74,12 @@ def sharded(device: str, ways: Iterable[str], regime: Regime = SHARED) -> Iterat
     NCCL's gathers and scatters may keep tensors: then an instruction leaves more than its plan says, for as long as the
     device is behind the host.
     """
-    work = replace(job(regime, regime.rows * regime.microbatches), precision=piper.Precision(params="float64"))
-    one = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=regime.microbatches),))
+    work = replace(
+        job(regime, regime.rows * regime.microbatches), precision=piper.Precision(params="float64")
+    )
+    one = piper.Strategy(
+        piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=regime.microbatches),)
+    )
     with using(device):
         alone = piper.execute(piper.compile(work, one), steps=3, launcher="inline", memory=False)
         for how in ways:
@@ -81,7 +87,9 @@ def sharded(device: str, ways: Iterable[str], regime: Regime = SHARED) -> Iterat
                 for name, strategy in shared_strategies(regime.microbatches).items():
                     compiled = piper.compile(work, strategy)
                     run = piper.execute(compiled, steps=3, launcher="processes", pool=pool)
-                    yield from sharded_rows(f"float64, {name}, {how}", compiled.plan, run, alone, device)
+                    yield from sharded_rows(
+                        f"float64, {name}, {how}", compiled.plan, run, alone, device
+                    )
 
 
 def shared_strategies(microbatches: int) -> dict[str, piper.Strategy]:
@@ -101,11 +109,27 @@ def shared_strategies(microbatches: int) -> dict[str, piper.Strategy]:
     }
 
 
-def sharded_rows(title: str, plan: Plan, run: piper.Run, alone: piper.Run, device: str) -> Iterator[Row]:
-    """Return the difference of a run from one rank, the bytes that it kept beyond its plan, and the error of its peak."""
-    yield Row("sharded", f"{title}: difference from one rank", difference(run, alone), "relative", goal=EQUAL)
+def sharded_rows(
+    title: str, plan: Plan, run: piper.Run, alone: piper.Run, device: str
+) -> Iterator[Row]:
+    """Return the difference of a run from one rank, the bytes that it kept beyond its plan, and the error of its
+    peak."""
+    yield Row(
+        "sharded",
+        f"{title}: difference from one rank",
+        difference(run, alone),
+        "relative",
+        goal=EQUAL,
+    )
     kept, where = kept_beyond(plan, run.memory)
-    yield Row("sharded", f"{title}: kept beyond the plan", kept, "bytes", goal=ROOM, note=f"after {where}" if kept else "")
+    yield Row(
+        "sharded",
+        f"{title}: kept beyond the plan",
+        kept,
+        "bytes",
+        goal=ROOM,
+        note=f"after {where}" if kept else "",
+    )
     yield peak_row("memory", title, on_device(plan, device), run.peak_bytes)
 
 
@@ -136,33 +160,74 @@ def kept_by(plan: Plan, role: RolePlan) -> dict[int, int]:
     return out
 
 
-def peak_row(section: str, title: str, plan: Plan, asked: Mapping[int, int], goal: Goal = PEAK) -> Row:
+def peak_row(
+    section: str, title: str, plan: Plan, asked: Mapping[int, int], goal: Goal = PEAK
+) -> Row:
     """Return the largest error of a rank's planned peak, by what the allocator was asked for."""
     planned = {rank: role.peak_bytes for role in plan.roles for rank in role.ranks}
     errors = {rank: 100 * (planned[rank] / nbytes - 1) for rank, nbytes in asked.items()}
     rank = max(errors, key=lambda r: abs(errors[r]))
     note = f"planned {planned[rank]} bytes, {asked[rank]} were asked for, on rank {rank}"
-    return Row(section, f"{title}: peak memory", errors[rank], "% error", goal=goal, note=note, judged=abs(errors[rank]))
+    return Row(
+        section,
+        f"{title}: peak memory",
+        errors[rank],
+        "% error",
+        goal=goal,
+        note=note,
+        judged=abs(errors[rank]),
+    )
 
 
 # --- mixed precision
 
 
-def mixed(device: str, sizes: Mapping[str, Config], rows: int = ROWS, steps: int = STEPS) -> Iterator[Row]:
-    """Compare bfloat16 beside parameters in float32 with plain torch that keeps masters: losses, and seconds per step."""
+def mixed(
+    device: str, sizes: Mapping[str, Config], rows: int = ROWS, steps: int = STEPS
+) -> Iterator[Row]:
+    """Compare bfloat16 beside parameters in float32 with plain torch that keeps masters: losses, and seconds per
+    step."""
     with using(device), Pool(1) as pool:
         for name, config in sizes.items():
             work = models.job(config, global_batch=rows)
-            compiled = piper.compile(work, piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=4),)))
-            run = piper.execute(compiled, steps=WARMUP_STEPS + steps, launcher="processes", pool=pool)
-            plain = MasterLoop(work, torch.device(device, 0) if device == "cuda" else torch.device(device))
+            compiled = piper.compile(
+                work,
+                piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=4),)),
+            )
+            run = piper.execute(
+                compiled, steps=WARMUP_STEPS + steps, launcher="processes", pool=pool
+            )
+            plain = MasterLoop(
+                work, torch.device(device, 0) if device == "cuda" else torch.device(device)
+            )
             times = [plain.step() for _ in range(WARMUP_STEPS + steps)]
             off = max(abs(a / b - 1) for a, b in zip(run.losses, plain.losses, strict=True))
-            yield Row("mixed", f"{name}: losses of {len(times)} steps against torch", 100 * off, "% apart", goal=LOSSES)
+            yield Row(
+                "mixed",
+                f"{name}: losses of {len(times)} steps against torch",
+                100 * off,
+                "% apart",
+                goal=LOSSES,
+            )
             ratio = median(times[WARMUP_STEPS:]) / (run.period_s or math.nan)
-            note = "plain torch with copies in bfloat16 and a fused AdamW of masters in float32, one after the other"
-            yield Row("speed", f"bfloat16 and masters, {name}: torch/ours", ratio, "ratio", goal=SPEED, note=note)
-            yield peak_row("memory", f"bfloat16 and masters, {name}", on_device(compiled.plan, device), run.peak_bytes)
+            note = (
+                "plain torch with copies in bfloat16 and a fused AdamW of masters in float32, one "
+                "after the other"
+            )
+            yield Row(
+                "speed",
+                f"bfloat16 and masters, {name}: torch/ours",
+                ratio,
+                "ratio",
+                goal=SPEED,
+                note=note,
+            )
+            yield peak_row(
+                "memory",
+                f"bfloat16 and masters, {name}",
+                on_device(compiled.plan, device),
+                run.peak_bytes,
+            )
 
 
 class MasterLoop:
@@ -183,7 +248,9 @@ class MasterLoop:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the gradients of the step that was summed up last, by parameter."""
-        return {n: m.grad for n, m in zip(self._names, self._masters, strict=True) if m.grad is not None}
+        return {
+            n: m.grad for n, m in zip(self._names, self._masters, strict=True) if m.grad is not None
+        }
 
     def step(self) -> float:
         """Train one step, and return its seconds."""
@@ -204,7 +271,9 @@ class MasterLoop:
             master.grad = torch.zeros_like(master)
         for mb in range(m):
             inputs, targets = self._work.batch(len(self.losses), range(mb * size, (mb + 1) * size))
-            one = self._work.loss(self._model(inputs.to(self._device)).float(), targets.to(self._device))
+            one = self._work.loss(
+                self._model(inputs.to(self._device)).float(), targets.to(self._device)
+            )
             (one / m).backward()
             found.append(one.detach())
             for p, master in zip(self._model.parameters(), self._masters, strict=True):
@@ -217,13 +286,19 @@ class MasterLoop:
 # --- recomputation
 
 
-def policies_of(config: Config, rows: int = ROWS) -> Iterator[tuple[str, piper.Job, piper.Strategy]]:
+def policies_of(
+    config: Config, rows: int = ROWS
+) -> Iterator[tuple[str, piper.Job, piper.Strategy]]:
     """Yield a job without recomputation and under each policy, with the strategy."""
     work = models.job(config, global_batch=rows)
     plain = (piper.split(piper.where(), microbatches=4),)
     yield "all", work, piper.Strategy(piper.Mesh(pp=1), plain)
     for keep in POLICIES:
-        yield keep, work, piper.Strategy(piper.Mesh(pp=1), (*plain, piper.recompute(piper.where(), keep=keep)))
+        yield (
+            keep,
+            work,
+            piper.Strategy(piper.Mesh(pp=1), (*plain, piper.recompute(piper.where(), keep=keep))),
+        )
 
 
 def peaks(device: str, sizes: Mapping[str, Config], rows: int = ROWS) -> Iterator[Row]:
@@ -235,27 +310,51 @@ def peaks(device: str, sizes: Mapping[str, Config], rows: int = ROWS) -> Iterato
                 compiled = piper.compile(work, strategy)
                 run = piper.execute(compiled, steps=2, launcher="processes", pool=pool)
                 held[keep] = run.peak_bytes[0]
-                yield peak_row("recompute", f"{name}, keep={keep}", on_device(compiled.plan, device), run.peak_bytes)
+                yield peak_row(
+                    "recompute",
+                    f"{name}, keep={keep}",
+                    on_device(compiled.plan, device),
+                    run.peak_bytes,
+                )
             share = held["inputs"] / held["all"]
-            yield Row("recompute", f"{name}: peak with inputs over that with all", share, "ratio", goal=Goal("below", 1))
+            yield Row(
+                "recompute",
+                f"{name}: peak with inputs over that with all",
+                share,
+                "ratio",
+                goal=Goal("below", 1),
+            )
 
 
-def overheads(device: str, cluster: Cluster, sizes: Mapping[str, Config] = RECOMPUTED, rows: int = ROWS) -> Iterator[Row]:
+def overheads(
+    device: str, cluster: Cluster, sizes: Mapping[str, Config] = RECOMPUTED, rows: int = ROWS
+) -> Iterator[Row]:
     """Compare by how much policies lengthen a step with what a profile says, in points of per cent."""
     with using(device), Pool(1) as pool:
         for name, config in sizes.items():
             took: dict[str, tuple[float, float]] = {}
             for keep, work, strategy in policies_of(config, rows):
                 compiled = piper.compile(work, strategy)
-                costs = piper.profile(work, strategy, rows=[compiled.plan.rows], repeats=5, pool=pool)
+                costs = piper.profile(
+                    work, strategy, rows=[compiled.plan.rows], repeats=5, pool=pool
+                )
                 predicted = piper.simulate(compiled.plan, cluster, costs=costs).period_s
-                run = piper.execute(compiled, steps=WARMUP_STEPS + STEPS, launcher="processes", pool=pool)
+                run = piper.execute(
+                    compiled, steps=WARMUP_STEPS + STEPS, launcher="processes", pool=pool
+                )
                 took[keep] = predicted, run.period_s or math.nan
             for keep in POLICIES:
                 more = [100 * (a / b - 1) for a, b in zip(took[keep], took["all"], strict=True)]
                 note = f"predicted {more[0]:.1f} %, measured {more[1]:.1f} %"
                 apart = abs(more[0] - more[1])
-                yield Row("predicted", f"{name}, keep={keep}: longer steps", apart, "points apart", goal=OVERHEAD, note=note)
+                yield Row(
+                    "predicted",
+                    f"{name}, keep={keep}: longer steps",
+                    apart,
+                    "points apart",
+                    goal=OVERHEAD,
+                    note=note,
+                )
 
 
 # --- checkpoints beside training
@@ -267,7 +366,9 @@ def wide_rows(tokens: int, width: int) -> torch.Tensor:
     return torch.randn(tokens, width, generator=torch.Generator().manual_seed(1))
 
 
-def wide_batch(tokens: int, width: int, step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+def wide_batch(
+    tokens: int, width: int, step: int, rows: range
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same rows in every step, so that data cost nothing."""
     x = wide_rows(tokens, width)[rows.start : rows.stop]
     return x, x
@@ -292,7 +393,9 @@ def saved(device: str, nbytes: int, width: int = WIDTH, tokens: int = TOKENS) ->
     Copies are made on a stream beside compute, and a thread writes them: the step after a save shows what blocked it.
     The first save, which also makes the pinned memory, is not counted.
     """
-    layers = max(1, nbytes // (12 * width * width))  # a parameter and two numbers of AdamW, of 4 bytes
+    layers = max(
+        1, nbytes // (12 * width * width)
+    )  # a parameter and two numbers of AdamW, of 4 bytes
     work = piper.Job(
         partial(WideLayers, layers, width),
         partial(wide_batch, tokens, width),
@@ -302,18 +405,43 @@ def saved(device: str, nbytes: int, width: int = WIDTH, tokens: int = TOKENS) ->
         init="seeded",
         precision=piper.Precision(params="float32"),
     )
-    compiled = piper.compile(work, piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=2),)))
+    compiled = piper.compile(
+        work, piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=2),))
+    )
     title = f"{12 * layers * width * width / 2**30:.2f} GiB of state"
-    with using(device), Pool(1) as pool, tempfile.TemporaryDirectory(prefix="piper-gpu-check-") as folder:
+    with (
+        using(device),
+        Pool(1) as pool,
+        tempfile.TemporaryDirectory(prefix="piper-gpu-check-") as folder,
+    ):
         run = partial(piper.execute, compiled, launcher="processes", pool=pool, memory=False)
         plain = run(steps=WARMUP_STEPS + STEPS).step_s[WARMUP_STEPS:]
         begin = time.perf_counter()
         run(steps=1, checkpoint=piper.Checkpoints(Path(folder, "one"), asynchronous=False))
         every = max(STEPS, math.ceil(1.5 * (time.perf_counter() - begin) / median(plain)))
-        times = run(steps=2 * every + STEPS, checkpoint=piper.Checkpoints(Path(folder, "two"), every=every, keep=1)).step_s
+        times = run(
+            steps=2 * every + STEPS,
+            checkpoint=piper.Checkpoints(Path(folder, "two"), every=every, keep=1),
+        ).step_s
     first, meanwhile = times[2 * every], times[2 * every + 1 : 2 * every + STEPS]
     note = f"a step takes {1e3 * median(plain):.1f} ms"
     blocked = 1e3 * (first - median(plain))
-    yield Row("checkpoint", f"{title}: the step after a save is longer by", blocked, "ms", goal=BLOCKED, note=note)
+    yield Row(
+        "checkpoint",
+        f"{title}: the step after a save is longer by",
+        blocked,
+        "ms",
+        goal=BLOCKED,
+        note=note,
+    )
     ratio = median(meanwhile) / median(plain)
-    yield Row("checkpoint", f"{title}: steps while it is written", ratio, "ratio", min(meanwhile), max(meanwhile), BESIDE, note)
+    yield Row(
+        "checkpoint",
+        f"{title}: steps while it is written",
+        ratio,
+        "ratio",
+        min(meanwhile),
+        max(meanwhile),
+        BESIDE,
+        note,
+    )

@@ -44,7 +44,10 @@ def rows(quick: bool) -> list[Row]:
     torch.set_num_threads(1)
     return [
         *(_row(title, noop.plan(*sizes), rank, steps) for title, *sizes, rank in CASES),
-        *(_split_row(title, noop.plan(*sizes), noop.plan(*sizes, split=True), rank, steps) for title, *sizes, rank in CASES),
+        *(
+            _split_row(title, noop.plan(*sizes), noop.plan(*sizes, split=True), rank, steps)
+            for title, *sizes, rank in CASES
+        ),
         _gloo_row(noop.plan(2, 2, PIPELINE_MICROBATCHES), steps),
     ]
 
@@ -54,7 +57,10 @@ def _row(name: str, plan: Plan, rank: int, steps: int) -> Row:
     (wall, cpu), *_ = lone_steps([plan], rank, steps)
     per_instr = [s / count * 1e6 for s in wall]
     busy = median(cpu) / count * 1e6
-    note = f"{_described(plan, rank)}; median of {steps} steps with 1st and 9th decile; CPU time {busy:.1f}; transfers do nothing"
+    note = (
+        f"{_described(plan, rank)}; median of {steps} steps with 1st and 9th decile; CPU time "
+        f"{busy:.1f}; transfers do nothing"
+    )
     goal = ALONE_GOAL if plan.mesh.world == 1 else COMM_GOAL
     return Row("host", name, median(per_instr), UNIT, *_deciles(per_instr), goal, note)
 
@@ -62,12 +68,22 @@ def _row(name: str, plan: Plan, rank: int, steps: int) -> Row:
 def _split_row(name: str, plain: Plan, split: Plan, rank: int, steps: int) -> Row:
     """Compare CPU time per instruction with and without split backward; steps of the two alternate."""
     (_, cpu), (_, cpu_split) = lone_steps([plain, split], rank, steps)
-    each, each_split = (median(s) / len(p.role_of(rank).program) * 1e6 for s, p in ((cpu, plain), (cpu_split, split)))
-    note = f"{_described(split, rank)}; CPU time per instruction {each_split:.2f} us, unsplit {each:.2f}"
-    return Row("host", f"split backward, {name}", each_split / each, "x", goal=SPLIT_GOAL, note=note)
+    each, each_split = (
+        median(s) / len(p.role_of(rank).program) * 1e6
+        for s, p in ((cpu, plain), (cpu_split, split))
+    )
+    note = (
+        f"{_described(split, rank)}; CPU time per instruction {each_split:.2f} us, unsplit "
+        f"{each:.2f}"
+    )
+    return Row(
+        "host", f"split backward, {name}", each_split / each, "x", goal=SPLIT_GOAL, note=note
+    )
 
 
-def lone_steps(plans: Sequence[Plan], rank: int, steps: int) -> list[tuple[list[float], list[float]]]:
+def lone_steps(
+    plans: Sequence[Plan], rank: int, steps: int
+) -> list[tuple[list[float], list[float]]]:
     """Return for each plan the seconds of each step of one rank by itself, by the clock and of CPU time.
 
     CPU time leaves out what else runs. The plans take turns. Streams are the real ones; a communication has ended when
@@ -111,13 +127,18 @@ def _gloo_row(plan: Plan, steps: int) -> Row:
     count = max(len(r.program) for r in plan.roles)
     per_instr = [s / count * 1e6 for s in run.step_s[1:]]
     note = f"{_described(plan, 0)}; wall time of the slower rank: gloo and waiting for each other"
-    return Row("host", "2 processes over gloo", median(per_instr), UNIT, *_deciles(per_instr), None, note)
+    return Row(
+        "host", "2 processes over gloo", median(per_instr), UNIT, *_deciles(per_instr), None, note
+    )
 
 
 def _described(plan: Plan, rank: int) -> str:
     streams = Counter(i.stream for i in plan.role_of(rank).program)
     elsewhere = sum(n for s, n in streams.items() if s != COMPUTE)
-    return f"{sum(streams.values())} instructions, {elsewhere} of them on {len(streams) - 1} communication streams"
+    return (
+        f"{sum(streams.values())} instructions, {elsewhere} of them on {len(streams) - 1} "
+        f"communication streams"
+    )
 
 
 def _deciles(values: list[float]) -> tuple[float, float]:

@@ -24,7 +24,9 @@ from piper import Job, models
 from piper_runtime.rank import materialize
 from piper_runtime.weights import LazyTensors
 
-SMALL = models.LlamaConfig(layers=16, width=2048, heads=16, kv_heads=4, hidden=8192, vocab=32_000, length=2048)
+SMALL = models.LlamaConfig(
+    layers=16, width=2048, heads=16, kv_heads=4, hidden=8192, vocab=32_000, length=2048
+)
 STAGES = 8
 SECONDS_GOAL, MEMORY_GOAL, READ_GOAL = Goal("below", 5.0), Goal("below", 0.6), Goal("below", 1.05)
 BASE_MIB = 300.0
@@ -77,7 +79,9 @@ def of_one_rank(init: str) -> dict[str, float]:
 
 def bytes_read() -> int:
     """Return the bytes that this process has read by system calls."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines())
+    fields = dict(
+        line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
+    )
     return int(fields["rchar"])
 
 
@@ -87,7 +91,11 @@ def write_zeros(path: Path) -> None:
         state = SMALL.build().state_dict()
     header, end = {}, 0
     for name, tensor in state.items():
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + 4 * tensor.numel()]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + 4 * tensor.numel()],
+        }
         end += 4 * tensor.numel()
     text = json.dumps(header).encode()
     with path.open("wb") as file:
@@ -105,16 +113,46 @@ def rows(quick: bool) -> Iterator[Row]:
     """Return seconds and memory; they take as long with `quick`."""
     whole = alone(recorded, "llama3-405b")
     note = f"{whole['seconds']:.1f} s on the clock"  # other processes take time on a shared machine
-    yield Row("initial", "Llama 3 405B, constructor recorded", whole["cpu_seconds"], "CPU s", goal=SECONDS_GOAL, note=note)
+    yield Row(
+        "initial",
+        "Llama 3 405B, constructor recorded",
+        whole["cpu_seconds"],
+        "CPU s",
+        goal=SECONDS_GOAL,
+        note=note,
+    )
     note = f"of the process; {whole['before_gib']:.2f} GiB before"
-    yield Row("initial", "Llama 3 405B, peak memory", whole["peak_gib"], "GiB", goal=MEMORY_GOAL, note=note)
+    yield Row(
+        "initial",
+        "Llama 3 405B, peak memory",
+        whole["peak_gib"],
+        "GiB",
+        goal=MEMORY_GOAL,
+        note=note,
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "zeros.safetensors"
         write_zeros(path)
         for what, init in (("seeded", "seeded"), ("safetensors", str(path))):
             found = alone(of_one_rank, init)
             goal = Goal("below", 1.2 * found["own_mib"] + found["largest_mib"] + BASE_MIB)
-            note = f"own weights {found['own_mib']:.0f} MiB, the largest {found['largest_mib']:.0f} MiB, {found['seconds']:.1f} s"
-            yield Row("initial", f"one rank, {what}: peak memory", found["peak_mib"], "MiB", goal=goal, note=note)
+            note = (
+                f"own weights {found['own_mib']:.0f} MiB, the largest {found['largest_mib']:.0f} "
+                f"MiB, {found['seconds']:.1f} s"
+            )
+            yield Row(
+                "initial",
+                f"one rank, {what}: peak memory",
+                found["peak_mib"],
+                "MiB",
+                goal=goal,
+                note=note,
+            )
             if init != "seeded":
-                yield Row("initial", "one rank, safetensors: bytes read over own", found["read_over_own"], "", goal=READ_GOAL)
+                yield Row(
+                    "initial",
+                    "one rank, safetensors: bytes read over own",
+                    found["read_over_own"],
+                    "",
+                    goal=READ_GOAL,
+                )

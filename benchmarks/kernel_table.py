@@ -33,7 +33,10 @@ KERNELS, CEILINGS = MEASURED / "gpu-check-h200.json", MEASURED / "gpu-h200.json"
 BASE, STACK = "h200-141g-sxm", "eager"
 REPLACED = ("cross-entropy, gradient, 4096 x 32768, bfloat16",)
 """Kernels that Piper does not run any more: that gradient made a softmax, now it begins from the logsumexp."""
-CALLS = {"attention forward, cuda_cudnn": "attention", "attention backward, cuda_cudnn": "attention_dgrad"}
+CALLS = {
+    "attention forward, cuda_cudnn": "attention",
+    "attention backward, cuda_cudnn": "attention_dgrad",
+}
 ATTENTION = 4 * 4 * 16 * 1024 * 1024 * 128 // 2
 """FLOPs of the attention that was measured: causal, 4 x 1024 tokens, 16 heads of 128."""
 
@@ -44,7 +47,10 @@ def rows() -> Iterator[dict[str, Any]]:
     for row in check["rows"]:
         if row["section"] == "kernel" and row["name"] not in REPLACED:
             seconds = microseconds(row["note"].removesuffix(" us"))
-            yield kernel(row["name"]) | {"seconds": seconds, "source": source(check, "gpu_check.py")}
+            yield kernel(row["name"]) | {
+                "seconds": seconds,
+                "source": source(check, "gpu_check.py"),
+            }
     for run in json.loads(CEILINGS.read_text(encoding="utf-8"))["runs"]:
         for row in run["rows"]:
             if row["section"] == "ceiling" and (found := ceiling(row)) is not None:
@@ -58,7 +64,10 @@ def microseconds(text: str | float) -> float:
 
 def source(run: dict[str, Any], script: str) -> str:
     machine = run["machine"]
-    return f"benchmarks/{script} on {machine['device']}, torch {machine['torch']}, {machine['date'][:16]} UTC"
+    return (
+        f"benchmarks/{script} on {machine['device']}, torch {machine['torch']}, "
+        f"{machine['date'][:16]} UTC"
+    )
 
 
 def kernel(name: str) -> dict[str, Any]:
@@ -77,11 +86,23 @@ def kernel(name: str) -> dict[str, Any]:
         case "cross-entropy" | "cross-entropy, gradient" as loss:
             op = "cross_entropy" + ("_dgrad" if "gradient" in loss else "")
             return {"kind": "loss", "op": op, "dtype": "bfloat16", "shape": [m, n]}
-        case "layer norm":  # x and result, weight and bias, mean and deviation of each row in float32
-            return {"kind": "norm", "op": "layer_norm", "dtype": "bfloat16", "bytes": 4 * m * n + 4 * n + 8 * m}
+        case (
+            "layer norm"
+        ):  # x and result, weight and bias, mean and deviation of each row in float32
+            return {
+                "kind": "norm",
+                "op": "layer_norm",
+                "dtype": "bfloat16",
+                "bytes": 4 * m * n + 4 * n + 8 * m,
+            }
         case op:
             tensors = 3 if op == "add" else 2
-            return {"kind": "elementwise", "op": op, "dtype": "bfloat16", "bytes": 2 * tensors * m * n}
+            return {
+                "kind": "elementwise",
+                "op": op,
+                "dtype": "bfloat16",
+                "bytes": 2 * tensors * m * n,
+            }
 
 
 def ceiling(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -89,14 +110,31 @@ def ceiling(row: dict[str, Any]) -> dict[str, Any] | None:
     name, value = row["name"], row["value"]
     if found := re.fullmatch(r"matrix product of (\d+), (\w+)", name):
         n = int(found[1])
-        return {"kind": "matmul", "dtype": found[2], "shape": [n, n, n], "seconds": float(f"{2e-12 * n**3 / value:.4g}")}
+        return {
+            "kind": "matmul",
+            "dtype": found[2],
+            "shape": [n, n, n],
+            "seconds": float(f"{2e-12 * n**3 / value:.4g}"),
+        }
     if name == "copy of 2 GiB, read and written":
         moved = 2 * 2 * 2**30
         seconds = float(f"{moved / value / 1e12:.4g}")
-        return {"kind": "elementwise", "op": "clone", "dtype": "bfloat16", "bytes": moved, "seconds": seconds}
+        return {
+            "kind": "elementwise",
+            "op": "clone",
+            "dtype": "bfloat16",
+            "bytes": moved,
+            "seconds": seconds,
+        }
     if name in CALLS:  # causal: a shape would not say so, its FLOPs do
         flops = ATTENTION if CALLS[name] == "attention" else ATTENTION * 5 // 2
-        return {"kind": "attention", "op": CALLS[name], "dtype": "bfloat16", "flops": flops, "seconds": microseconds(value)}
+        return {
+            "kind": "attention",
+            "op": CALLS[name],
+            "dtype": "bfloat16",
+            "flops": flops,
+            "seconds": microseconds(value),
+        }
     return None
 
 
@@ -104,7 +142,9 @@ def launched(plan: Plan, cluster: Cluster) -> tuple[int, int]:
     """Return the instructions, and kernels of chunks, in one step of a plan for one device."""
     program = plan.roles[0].program
     ops = [p.op for instr in program for p in instr.parts if isinstance(p.op, Compute)]
-    return len(program), sum(launch_count(cluster.device, plan.chunk(op.chunk).steps[op.step].cost) for op in ops)
+    return len(program), sum(
+        launch_count(cluster.device, plan.chunk(op.chunk).steps[op.step].cost) for op in ops
+    )
 
 
 def launch_seconds() -> tuple[float, str]:
@@ -116,20 +156,31 @@ def launch_seconds() -> tuple[float, str]:
             issued = re.search(r"issued after ([\d.]+) \(ours\)", row.get("note", ""))
             if row["name"] == f"{title}: torch/ours" and issued:
                 instructions, kernels = launched(prepared(SMALL, "bfloat16").plan, cluster)
-                seconds = (float(issued[1]) / 1e3 - instructions * cluster.device.host_issue_s) / kernels
-                of = f"{title}: issued in {issued[1]} ms, {instructions} instructions, {kernels} kernels"
+                seconds = (
+                    float(issued[1]) / 1e3 - instructions * cluster.device.host_issue_s
+                ) / kernels
+                of = (
+                    f"{title}: issued in {issued[1]} ms, {instructions} instructions, {kernels} "
+                    f"kernels"
+                )
                 return float(f"{seconds:.3g}"), f"{of}; {source(run, 'gpu.py')}"
-    raise ValueError(f"{CEILINGS}: no row {title}: torch/ours that says when the host had issued its step")
+    raise ValueError(
+        f"{CEILINGS}: no row {title}: torch/ours that says when the host had issued its step"
+    )
 
 
 def text(launch_s: float, launch_source: str) -> str:
     """Return the cluster file."""
     found = [*rows()]
     lines = [
-        "# Measured on one machine, by benchmarks/kernel_table.py; sources in each row. Built-in clusters do not use it.",
+        "# Measured on one machine, by benchmarks/kernel_table.py; sources in each row. Built-in "
+        "clusters do not use "
+        "it.",
         'name = "h200-eager"',
         f'stack = "{STACK}"',
-        f'notes = "{len(found)} kernels and the launch cost are those of one machine in November 2026, the rest is public"',
+        f'notes = "{len(found)} kernels and the launch cost are those of one machine in November '
+        f"2026, the rest is "
+        f'public"',
         "",
         "[sources]",
         f'launch_s = "{launch_source}"',

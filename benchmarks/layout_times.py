@@ -37,12 +37,16 @@ class LayerTimes:
         share = self.messages / (self.compute + self.messages)
         stream = "stream" if self.stream else "whole"
         return (
-            f"tp={self.tp} {stream:<7}{self.compute:>8.2f} ms of compute{self.messages:>8.2f} ms of messages ({share:.0%})"
+            f"tp={self.tp} {stream:<7}{self.compute:>8.2f} ms of compute{self.messages:>8.2f} ms "
+            f"of messages "
+            f"({share:.0%})"
             f"   messages in F, I, W: {', '.join(map(str, self.count))}"
         )
 
 
-def measure(name: str, cluster: Cluster, degrees: tuple[int, ...] = DEGREES) -> Iterator[LayerTimes]:
+def measure(
+    name: str, cluster: Cluster, degrees: tuple[int, ...] = DEGREES
+) -> Iterator[LayerTimes]:
     """Yield the times of the second layer of a preset at each degree."""
     job = models.job(replace(models.preset(name), layers=2), global_batch=1)
     for tp in degrees:
@@ -52,15 +56,21 @@ def measure(name: str, cluster: Cluster, degrees: tuple[int, ...] = DEGREES) -> 
             (role,), model = plan.roles, DeviceModel(plan, cluster, None)
             layer = next(c for c in plan.chunks if c.coords.get("layer") == 1)
             steps = [s for s in ("F", "I", "W") if s in layer.steps]
-            done = [model.work(role, Instr(COMPUTE, (Part("", Compute(layer.id, s)),))) for s in steps]
+            done = [
+                model.work(role, Instr(COMPUTE, (Part("", Compute(layer.id, s)),))) for s in steps
+            ]
             inside = sum(w.inside_s for w in done)
             count = tuple(len(layer.steps[s].collectives) for s in steps)
-            yield LayerTimes(tp, stream, 1e3 * (sum(w.seconds for w in done) - inside), 1e3 * inside, count)
+            yield LayerTimes(
+                tp, stream, 1e3 * (sum(w.seconds for w in done) - inside), 1e3 * inside, count
+            )
 
 
 def main(arguments: list[str]) -> int:
     """Print the table; return the exit code."""
-    name, cluster = (*arguments, "llama3-70b", "h100x8")[:2] if not arguments else (*arguments, "h100x8")[:2]
+    name, cluster = (
+        (*arguments, "llama3-70b", "h100x8")[:2] if not arguments else (*arguments, "h100x8")[:2]
+    )
     length = models.preset(name).length
     print(f"{name}, one layer, {length} tokens, {cluster}, {datetime.now(UTC):%d %B %Y}")
     for times in measure(name, load_cluster(cluster)):

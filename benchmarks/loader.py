@@ -74,23 +74,31 @@ def rows(quick: bool) -> Iterator[Row]:
 def waiting() -> Subject:
     """Return a plan whose chunks sleep for COMPUTE_S each."""
     plan = noop.plan(2, 2, 8)
-    code = {name: {step: _sleeping(c) for step, c in steps.items()} for name, steps in noop.CODE.items()}
+    code = {
+        name: {step: _sleeping(c) for step, c in steps.items()} for name, steps in noop.CODE.items()
+    }
     return Subject(f"compute sleeps {COMPUTE_S * 1e3:g} ms", plan, code, noop.job(plan))
 
 
 def _sleeping(code: ShippedCode) -> ShippedCode:
-    source = code.source.replace("def step(args):", f"import time\ndef step(args):\n    time.sleep({COMPUTE_S})", 1)
+    source = code.source.replace(
+        "def step(args):", f"import time\ndef step(args):\n    time.sleep({COMPUTE_S})", 1
+    )
     return ShippedCode(source, code.constants)
 
 
 def gpt(regime: Regime) -> Subject:
     """Return 1F1B of a GPT."""
     work = job(regime, regime.rows * regime.microbatches)
-    strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=regime.microbatches))
+    strategy = piper.Strategy(
+        piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=regime.microbatches)
+    )
     compiled = piper.compile(work, strategy)
     assert compiled.code is not None
     codes = [c.code for c in compiled.plan.chunks]
-    return Subject(f"GPT, {regime.name}", compiled.plan, compiled.code.export(codes, compiled.plan.rows), work)
+    return Subject(
+        f"GPT, {regime.name}", compiled.plan, compiled.code.export(codes, compiled.plan.rows), work
+    )
 
 
 def measured(pool: Any, subject: Subject, rounds: int, steps: int) -> Iterator[Row]:
@@ -103,17 +111,45 @@ def measured(pool: Any, subject: Subject, rounds: int, steps: int) -> Iterator[R
         for case in (*CASES[k % len(CASES) :], *CASES[: k % len(CASES)]):
             found[case].append(run(napping if case.slow else quick, case.loader))
     base = found[BASE]
-    yield Row("loader", f"{subject.name}: {BASE.name}", median(base) * 1e3, "ms/step", min(base) * 1e3, max(base) * 1e3)
-    note = f"{rounds} rounds of {steps} steps; median and its 95 % interval, whose upper end the goal is for"
+    yield Row(
+        "loader",
+        f"{subject.name}: {BASE.name}",
+        median(base) * 1e3,
+        "ms/step",
+        min(base) * 1e3,
+        max(base) * 1e3,
+    )
+    note = (
+        f"{rounds} rounds of {steps} steps; median and its 95 % interval, whose upper end the goal "
+        f"is for"
+    )
     for case in CASES[1:]:
         middle, low, high = median_interval([s / b for s, b in zip(found[case], base, strict=True)])
-        yield Row("loader", f"{subject.name}: {case.name}", middle, "ratio", low, high, case.goal, note, judged=high)
+        yield Row(
+            "loader",
+            f"{subject.name}: {case.name}",
+            middle,
+            "ratio",
+            low,
+            high,
+            case.goal,
+            note,
+            judged=high,
+        )
 
 
 def step_s(pool: Any, subject: Subject, steps: int, batch: Any, loader: str | int) -> float:
     """Return the median seconds of a step."""
     work = replace(subject.job, batch=batch)
-    run = execute(subject.plan, subject.code, work, steps=steps, launcher="processes", pool=pool, loader=loader)
+    run = execute(
+        subject.plan,
+        subject.code,
+        work,
+        steps=steps,
+        launcher="processes",
+        pool=pool,
+        loader=loader,
+    )
     return median(run.step_s[SETTLED:])
 
 

@@ -77,14 +77,18 @@ class Machine:
 
     def __str__(self) -> str:
         return (
-            f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, {self.system}; {self.threads} thread per process; "
+            f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, {self.system}; "
+            f"{self.threads} thread per "
+            f"process; "
             f"Python {self.python}, torch {self.torch}; load {self.load:.2f} before; {self.date}"
         )
 
 
 def machine(threads: int = 1) -> Machine:
     """Return this machine, now."""
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    pages = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    )
     return Machine(
         cpu=_cpu_model(),
         cores=os.cpu_count() or 1,
@@ -101,13 +105,19 @@ def machine(threads: int = 1) -> Machine:
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         if names:
             return names[0]
     return platform.processor() or platform.machine()
 
 
-def repeated(call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+def repeated(
+    call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
     """Return the seconds of each of `repeats` calls, after one that is not counted.
 
     Garbage is collected before each; during it the collector does what it does for every user.
@@ -123,7 +133,13 @@ def repeated(call: Callable[[], object], repeats: int, clock: Callable[[], float
 
 
 def rate_row(
-    section: str, name: str, count: int, seconds: Sequence[float], unit: str, goal: Goal | None = None, note: str = ""
+    section: str,
+    name: str,
+    count: int,
+    seconds: Sequence[float],
+    unit: str,
+    goal: Goal | None = None,
+    note: str = "",
 ) -> Row:
     """Return a count per second: median and extremes over the repetitions."""
     rates = [count / s for s in seconds]

@@ -43,10 +43,26 @@ def rows(quick: bool) -> Iterator[Row]:
     if usable_cores() < WORLD:
         return
     for way, seconds in measured(QUICK_TURNS if quick else TURNS).items():
-        note = f"{len(seconds)} messages of {NBYTES >> 10} KiB behind {COMPUTE_S * 1e3:g} ms of compute; median, and mean as high"
-        yield Row("messages", f"{way}: all-to-all", median(seconds) * 1e3, "ms", high=fmean(seconds) * 1e3, note=note)
+        note = (
+            f"{len(seconds)} messages of {NBYTES >> 10} KiB behind {COMPUTE_S * 1e3:g} ms of "
+            f"compute; median, and mean as high"
+        )
+        yield Row(
+            "messages",
+            f"{way}: all-to-all",
+            median(seconds) * 1e3,
+            "ms",
+            high=fmean(seconds) * 1e3,
+            note=note,
+        )
         stalls = sum(s > STALL_S for s in seconds) / len(seconds)
-        yield Row("messages", f"{way}: stood still", 100 * stalls, "%", note=f"more than {STALL_S * 1e3:g} ms")
+        yield Row(
+            "messages",
+            f"{way}: stood still",
+            100 * stalls,
+            "%",
+            note=f"more than {STALL_S * 1e3:g} ms",
+        )
 
 
 def measured(turns: int) -> dict[str, list[float]]:
@@ -55,7 +71,10 @@ def measured(turns: int) -> dict[str, list[float]]:
     receive, send = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder, "store"))
-        ranks = [context.Process(target=_rank, args=(rank, store, turns, send), daemon=True) for rank in range(WORLD)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, store, turns, send), daemon=True)
+            for rank in range(WORLD)
+        ]
         for process in ranks:
             process.start()
         send.close()
@@ -77,7 +96,10 @@ def received(pipe: Connection[Any, Any], ranks: Sequence[BaseProcess]) -> Any:
         if failed := [f"rank {k} with exit code {code}" for k, code in enumerate(codes) if code]:
             for process in ranks:
                 process.kill()
-            raise RuntimeError(f"processes ended before they had measured: {', '.join(failed)}; what they printed says why")
+            raise RuntimeError(
+                f"processes ended before they had measured: {', '.join(failed)}; what they printed "
+                f"says why"
+            )
         if pipe in ready:
             return pipe.recv()
         running = [process for process, code in zip(ranks, codes, strict=True) if code is None]
@@ -85,7 +107,9 @@ def received(pipe: Connection[Any, Any], ranks: Sequence[BaseProcess]) -> Any:
 
 def _rank(rank: int, path: str, turns: int, pipe: Connection[Any, Any]) -> None:
     torch.set_num_threads(1)
-    group = GlooCommunicators(dist.FileStore(path, WORLD), rank).group("messages", list(range(WORLD)))
+    group = GlooCommunicators(dist.FileStore(path, WORLD), rank).group(
+        "messages", list(range(WORLD))
+    )
     cores = sorted(os.sched_getaffinity(0))
     threads = [int(thread) for thread in os.listdir("/proc/self/task")]
     sockets = [thread for thread in threads if os.sched_getscheduler(thread) == os.SCHED_BATCH]
@@ -94,7 +118,9 @@ def _rank(rank: int, path: str, turns: int, pipe: Connection[Any, Any]) -> None:
     for _ in range(turns):
         for way, (yields, alone) in WAYS.items():
             for thread in sockets:
-                os.sched_setscheduler(thread, os.SCHED_BATCH if yields else os.SCHED_OTHER, os.sched_param(0))
+                os.sched_setscheduler(
+                    thread, os.SCHED_BATCH if yields else os.SCHED_OTHER, os.sched_param(0)
+                )
             for thread in threads:
                 os.sched_setaffinity(thread, [cores[rank]] if alone else cores)
             found[way] += _seconds(group, rank)

@@ -12,7 +12,16 @@ import piper
 from piper_compiler import Options, Training, compile_program
 from piper_ir.ground.sizes import Affine, TensorSpec
 from piper_ir.plan.plan import Plan
-from piper_ir.program.program import BatchTensor, Chunk, Input, Output, Param, Program, Signature, Step
+from piper_ir.program.program import (
+    BatchTensor,
+    Chunk,
+    Input,
+    Output,
+    Param,
+    Program,
+    Signature,
+    Step,
+)
 from piper_runtime.rank import ShippedCode
 
 DTYPE = "float32"
@@ -26,7 +35,10 @@ _TENSORS = {"ROW": torch.zeros(1), "LOSS": torch.zeros(())}
 
 def _code(*outputs: str) -> ShippedCode:
     returned = "".join(f"{name}, " for name in outputs)
-    return ShippedCode(f"def step(args):\n    args.clear()\n    return ({returned})\n", {n: _TENSORS[n] for n in outputs})
+    return ShippedCode(
+        f"def step(args):\n    args.clear()\n    return ({returned})\n",
+        {n: _TENSORS[n] for n in outputs},
+    )
 
 
 CODE = {
@@ -55,19 +67,31 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 def job(of: Plan) -> piper.Job:
     """Return the job of a plan that `plan` has made."""
     layers = len(of.chunks)
-    return piper.Job(lambda: Nothing(layers), batch, lambda output, targets: output.sum(), sgd, global_batch=of.global_batch)
+    return piper.Job(
+        lambda: Nothing(layers),
+        batch,
+        lambda output, targets: output.sum(),
+        sgd,
+        global_batch=of.global_batch,
+    )
 
 
 def program(layers: int) -> Program:
     """Return a chain of `layers` chunks, each with one parameter; the last makes the loss."""
     chunks = tuple(_chunk(k, layers) for k in range(layers))
     params = tuple(Param(f"layers.{k}", _WEIGHT) for k in range(layers))
-    return Program(chunks, params, batch=(BatchTensor("inputs", _ROW), BatchTensor("targets", _ROW)))
+    return Program(
+        chunks, params, batch=(BatchTensor("inputs", _ROW), BatchTensor("targets", _ROW))
+    )
 
 
 def _chunk(k: int, layers: int) -> Chunk:
     last = k == layers - 1
-    source = Input("batch", "inputs", _ROW) if k == 0 else Input("value", f"layer{k - 1}:out0", _ROW, needs_grad=True)
+    source = (
+        Input("batch", "inputs", _ROW)
+        if k == 0
+        else Input("value", f"layer{k - 1}:out0", _ROW, needs_grad=True)
+    )
     inputs = (source, Input("param", f"layers.{k}", _WEIGHT, needs_grad=True))
     spec = _SCALAR if last else _ROW
     output = Output("loss" if last else "value", spec, needs_grad=True)
@@ -77,7 +101,9 @@ def _chunk(k: int, layers: int) -> Chunk:
         "W": Signature(("in0", "tan0"), (), (1,)),
     }
     ports = {"in0": _ROW, "in1": _WEIGHT, "out0": spec, "tan0": spec, "gin0": _ROW}
-    return Chunk(f"layer{k}", {"layer": k}, inputs, (output,), ports, steps, "noop.loss" if last else "noop")
+    return Chunk(
+        f"layer{k}", {"layer": k}, inputs, (output,), ports, steps, "noop.loss" if last else "noop"
+    )
 
 
 @lru_cache(maxsize=8)
@@ -90,4 +116,6 @@ def plan(pp: int, layers: int, microbatches: int, split: bool = False) -> Plan:
     recipe = piper.recipes.zb_h1 if split else piper.recipes.one_f_one_b
     strategy = piper.Strategy(piper.Mesh(pp=pp), recipe(pp=pp, microbatches=microbatches))
     options = replace(Options(), fuse=False)
-    return compile_program(program(layers), strategy, global_batch=microbatches, training=Training(), options=options).plan
+    return compile_program(
+        program(layers), strategy, global_batch=microbatches, training=Training(), options=options
+    ).plan

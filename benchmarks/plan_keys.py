@@ -28,7 +28,18 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
 import piper
 from packages.compiler.tests.compile_cases import RandomProgram, frozen_first, layered, random_case
 from piper.cli.loading import load_file
-from piper_compiler import Options, Strategy, Training, compile_program, order, overlap, place, recipes, split_backward, synthetic
+from piper_compiler import (
+    Options,
+    Strategy,
+    Training,
+    compile_program,
+    order,
+    overlap,
+    place,
+    recipes,
+    split_backward,
+    synthetic,
+)
 from piper_compiler.recipes import RECIPES
 from piper_ir.ground.errors import PiperError
 from piper_ir.ground.mesh import Mesh
@@ -66,10 +77,18 @@ def recipe_cases(size: str) -> Iterator[Case]:
     """
     pp, microbatches = SIZES[size]
     training = Training(clip=1.0, state_bytes=lambda bucket: 8 * bucket.numel)
-    ours = (name for name, known in RECIPES.items() if known.make.__module__.startswith("piper_compiler."))
-    for name in sorted(ours):  # a file that was loaded in this process may have added some of its own
+    ours = (
+        name
+        for name, known in RECIPES.items()
+        if known.make.__module__.startswith("piper_compiler.")
+    )
+    for name in sorted(
+        ours
+    ):  # a file that was loaded in this process may have added some of its own
         directives = RECIPES[name].make(pp=pp, microbatches=microbatches)
-        stages = 1 + max(dict(d.selection.terms).get("stage", 0) for d in directives if isinstance(d, place))
+        stages = 1 + max(
+            dict(d.selection.terms).get("stage", 0) for d in directives if isinstance(d, place)
+        )
         replicated = (*directives, *recipes.data_parallel(bucket_mb=0.001))
         drawn = RandomProgram(Random(stages * microbatches), stages).build()
         chain = synthetic(stages=stages, F=3, I=4, W=2, params=100)
@@ -77,9 +96,17 @@ def recipe_cases(size: str) -> Iterator[Case]:
         yield f"{head} chain", partial(_compiled, chain, Strategy(Mesh(pp=pp), directives))
         layers = Strategy(Mesh(pp=pp, dp=2), replicated)
         yield f"{head} layers", partial(_compiled, layered(stages + 3), layers, training=training)
-        yield f"{head} random", partial(_compiled, drawn, Strategy(Mesh(pp=pp), directives), training=training)
+        yield (
+            f"{head} random",
+            partial(_compiled, drawn, Strategy(Mesh(pp=pp), directives), training=training),
+        )
         unfused = Options(fuse=False)
-        yield f"{head} frozen", partial(_compiled, frozen_first(stages), Strategy(Mesh(pp=pp), directives), options=unfused)
+        yield (
+            f"{head} frozen",
+            partial(
+                _compiled, frozen_first(stages), Strategy(Mesh(pp=pp), directives), options=unfused
+            ),
+        )
 
 
 def random_cases() -> Iterator[Case]:
@@ -91,7 +118,11 @@ def random_cases() -> Iterator[Case]:
     for seed in RANDOM:
         case = random_case(seed)
         options = Options(fuse=seed % 3 > 0, recv_ahead=seed % 4, device=DEVICES[seed % 3])
-        more: dict[str, Any] = {"global_batch": case.global_batch, "training": case.training, "options": options}
+        more: dict[str, Any] = {
+            "global_batch": case.global_batch,
+            "training": case.training,
+            "options": options,
+        }
         yield f"seed {seed}", partial(_compiled, case.program, case.strategy, **more)
 
 
@@ -109,7 +140,10 @@ def overlap_cases() -> Iterator[Case]:
         given = synthetic(stages=2, F=3, I=4, W=2, params=100, overlap=7 if seed % 3 else None)
         free = RandomProgram(rng, 2).build()
         for kind, program in (("given", given), ("free", free)):
-            yield f"seed {seed} {kind}", partial(_compiled, program, Strategy(Mesh(pp=2), directives))
+            yield (
+                f"seed {seed} {kind}",
+                partial(_compiled, program, Strategy(Mesh(pp=2), directives)),
+            )
 
 
 def _composed(drawn: Any) -> Plan:
@@ -174,7 +208,9 @@ def key(make: Callable[[], Plan], text_only: bool = False) -> str:
     try:
         plan = make()
     except PiperError as e:
-        message = re.sub(r"(\w+\.py):\d+", r"\1", str(e))  # without the lines that wrote the directives
+        message = re.sub(
+            r"(\w+\.py):\d+", r"\1", str(e)
+        )  # without the lines that wrote the directives
         return "refused " + _hash(f"{type(e).__name__}: {message}")
     peaks = [(r.role, r.peak_bytes, r.peak_at, dict(r.peak_by_category)) for r in plan.roles]
     return _hash(f"{format_plan(plan)}{peaks}{'' if text_only else plan.key}")

@@ -23,11 +23,17 @@ LLAMA = ["examples/llama3_405b.py", "--cluster", "h100x8*2048"]
 def _run(*arguments: str) -> dict[str, float]:
     """Run a command of Piper, and return its seconds and its largest memory."""
     begin = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", "piper", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "piper", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"piper {' '.join(arguments)} failed")
-    return {"cpu_s": used.ru_utime + used.ru_stime, "wall_s": time.monotonic() - begin, "peak_gib": used.ru_maxrss / 2**20}
+    return {
+        "cpu_s": used.ru_utime + used.ru_stime,
+        "wall_s": time.monotonic() - begin,
+        "peak_gib": used.ru_maxrss / 2**20,
+    }
 
 
 def main() -> None:
@@ -35,8 +41,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out:
         found = _run("simulate", *(sys.argv[1:] or LLAMA), "--out", out)
         (folder,) = Path(out).iterdir()
-        sizes = {path.name: path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-        found |= {"report_cpu_s": _run("report", str(folder))["cpu_s"], "mb": sum(sizes.values()) / 1e6}
+        sizes = {
+            path.name: path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()
+        }
+        found |= {
+            "report_cpu_s": _run("report", str(folder))["cpu_s"],
+            "mb": sum(sizes.values()) / 1e6,
+        }
     largest = sorted(sizes.items(), key=lambda s: -s[1])[:5]
     numbers = {name: round(value, 2) for name, value in found.items()}
     print(json.dumps(numbers | {"load": os.getloadavg()[0], "largest": dict(largest)}))

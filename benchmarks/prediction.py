@@ -74,7 +74,9 @@ class Case:
         self.predicted.append(self.simulation.period_s)
 
     def run(self, pool: Pool) -> None:
-        run = piper.execute(self.compiled, steps=STEPS, launcher="processes", memory=not self.peak, pool=pool)
+        run = piper.execute(
+            self.compiled, steps=STEPS, launcher="processes", memory=not self.peak, pool=pool
+        )
         self.measured.append(median(run.step_s[WARMUP_STEPS:]))
         self.peak = self.peak or max(run.peak_bytes.values())
 
@@ -83,7 +85,9 @@ def rows(quick: bool) -> Iterator[Row]:
     """Return a row per strategy, then the three goals."""
     chosen = strategies()
     names = [*chosen][:: max(1, len(chosen) // QUICK_STRATEGIES)] if quick else [*chosen]
-    yield from predicted({n: chosen[n] for n in names}, LARGE, GLOBAL_BATCH, QUICK_ROUNDS if quick else ROUNDS)
+    yield from predicted(
+        {n: chosen[n] for n in names}, LARGE, GLOBAL_BATCH, QUICK_ROUNDS if quick else ROUNDS
+    )
 
 
 def strategies() -> dict[str, piper.Strategy]:
@@ -100,22 +104,31 @@ def strategies() -> dict[str, piper.Strategy]:
         for m in (2, 4, 8, 16)
         if (name, m) != ("1f1b", PROFILED_MICROBATCHES)
     }
-    found["1f1b pp=2 m=8, first stage of 1 layer"] = piper.Strategy(pp, recipes.one_f_one_b(pp=2, microbatches=8, at=(1,)))
-    found["gpipe pp=2 m=4, first stage of 3 layers"] = piper.Strategy(pp, recipes.gpipe(pp=2, microbatches=4, at=(3,)))
+    found["1f1b pp=2 m=8, first stage of 1 layer"] = piper.Strategy(
+        pp, recipes.one_f_one_b(pp=2, microbatches=8, at=(1,))
+    )
+    found["gpipe pp=2 m=4, first stage of 3 layers"] = piper.Strategy(
+        pp, recipes.gpipe(pp=2, microbatches=4, at=(3,))
+    )
     for m, mb in ((1, 25), (1, 2), (2, 25), (4, 4), (8, 1), (16, 25)):
         split = piper.split(piper.where(), microbatches=m)
-        found[f"dp=2 m={m}, buckets of {mb} MiB"] = piper.Strategy(dp, (split, *recipes.data_parallel(bucket_mb=mb)))
+        found[f"dp=2 m={m}, buckets of {mb} MiB"] = piper.Strategy(
+            dp, (split, *recipes.data_parallel(bucket_mb=mb))
+        )
     if usable_cores() >= 4:
         both = (*recipes.one_f_one_b(pp=2, microbatches=4), *recipes.data_parallel())
         found["1f1b pp=2 dp=2 m=4"] = piper.Strategy(piper.Mesh(pp=2, dp=2), both)
     return found
 
 
-def predicted(chosen: Mapping[str, piper.Strategy], regime: Regime, global_batch: int, rounds: int) -> Iterator[Row]:
+def predicted(
+    chosen: Mapping[str, piper.Strategy], regime: Regime, global_batch: int, rounds: int
+) -> Iterator[Row]:
     """Run rounds of profile, predictions and runs, and return what they found."""
     work = job(regime, global_batch)
     known = piper.Strategy(
-        piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=min(PROFILED_MICROBATCHES, global_batch))
+        piper.Mesh(pp=2),
+        piper.recipes.one_f_one_b(pp=2, microbatches=min(PROFILED_MICROBATCHES, global_batch)),
     )
     cases = [Case(name, piper.compile(work, strategy)) for name, strategy in chosen.items()]
     with Pool(max(s.mesh.world for s in chosen.values())) as pool:
@@ -130,28 +143,60 @@ def predicted(chosen: Mapping[str, piper.Strategy], regime: Regime, global_batch
 
 def _case_row(case: Case) -> Row:
     assert case.simulation is not None
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in case.simulation.summary()["sources"].items())
+    shares = ", ".join(
+        f"{name} {share:.1%}" for name, share in case.simulation.summary()["sources"].items()
+    )
     errors, (predicted, measured) = [100 * e for e in case.errors], case.times
     note = (
         f"predicted {predicted * 1e3:.1f} ms/step ({shares}), measured {measured * 1e3:.1f}; "
         f"peak memory {case.memory_error:+.2%}{''.join(f'; {n}' for n in case.simulation.notes)}"
     )
-    return Row("prediction", case.name, 100 * case.error, "% error", min(errors), max(errors), note=note)
+    return Row(
+        "prediction", case.name, 100 * case.error, "% error", min(errors), max(errors), note=note
+    )
 
 
 def _goal_rows(cases: Sequence[Case]) -> Iterator[Row]:
     errors = [100 * abs(c.error) for c in cases]
     rounds = f"fastest of {len(cases[0].measured)} rounds"
-    of = f"of {len(cases)} strategies from profiles of 1F1B pp=2 m={PROFILED_MICROBATCHES}; {rounds}"
-    yield Row("prediction", "step time: median error", median(errors), "%", min(errors), max(errors), ERROR_GOAL, of)
+    of = (
+        f"of {len(cases)} strategies from profiles of 1F1B pp=2 m={PROFILED_MICROBATCHES}; {rounds}"
+    )
+    yield Row(
+        "prediction",
+        "step time: median error",
+        median(errors),
+        "%",
+        min(errors),
+        max(errors),
+        ERROR_GOAL,
+        of,
+    )
     single = [100 * abs(e) for c in cases for e in c.errors]
     alone = "each round by itself: its run against the prediction from its profile"
-    yield Row("prediction", "step time: median error of single rounds", median(single), "%", min(single), max(single), note=alone)
+    yield Row(
+        "prediction",
+        "step time: median error of single rounds",
+        median(single),
+        "%",
+        min(single),
+        max(single),
+        note=alone,
+    )
     tau, pairs = rank_order([c.times for c in cases])
     order = f"Kendall tau over {pairs} pairs that are more than {APART:.0%} apart when measured"
     yield Row("prediction", "step time: order", tau, "", goal=ORDER_GOAL, note=order)
     memory = [100 * abs(c.memory_error) for c in cases]
-    yield Row("prediction", "peak memory: largest error", max(memory), "%", min(memory), max(memory), MEMORY_GOAL, of)
+    yield Row(
+        "prediction",
+        "peak memory: largest error",
+        max(memory),
+        "%",
+        min(memory),
+        max(memory),
+        MEMORY_GOAL,
+        of,
+    )
 
 
 def rank_order(times: Sequence[tuple[float, float]]) -> tuple[float, int]:

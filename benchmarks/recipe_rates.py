@@ -32,7 +32,9 @@ def recipe_rows(recipe: Recipe, repeats: int) -> list[Row]:
     """Return CPU seconds from the recipe's numbers to a plan, and from the plan to its trace and its period."""
 
     # Once: a search keeps what it found.
-    (making,), directives = _timed(lambda: directives_of(recipe, DEVICES, MICROBATCHES, None, TIMES, {}), 1)
+    (making,), directives = _timed(
+        lambda: directives_of(recipe, DEVICES, MICROBATCHES, None, TIMES, {}), 1
+    )
     stages = stages_of(directives)
     assert stages is not None, f"recipe {recipe.name} has no partition"
     program = piper.synthetic(stages=stages, F=TIMES.F, I=TIMES.I, W=TIMES.W)
@@ -43,8 +45,20 @@ def recipe_rows(recipe: Recipe, repeats: int) -> list[Row]:
     title = f"{recipe.name} pp={DEVICES} m={MICROBATCHES}, {count:,} instructions"
     own = f"{making:.2f} s of it the recipe itself"
     return [
-        Row("recipes", f"{step}, {title}", median(seconds), "CPU s", min(seconds), max(seconds), GOAL, note)
-        for step, seconds, note in (("compile", [making + s for s in compiling], own), ("simulate", simulating, ""))
+        Row(
+            "recipes",
+            f"{step}, {title}",
+            median(seconds),
+            "CPU s",
+            min(seconds),
+            max(seconds),
+            GOAL,
+            note,
+        )
+        for step, seconds, note in (
+            ("compile", [making + s for s in compiling], own),
+            ("simulate", simulating, ""),
+        )
     ]
 
 

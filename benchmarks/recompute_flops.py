@@ -1,10 +1,11 @@
-"""Show what policies of recomputation cost and save: FLOPs and bytes of R for a layer, and the most activations of 1F1B.
+"""Show what policies of recomputation cost and save: FLOPs and bytes of R for a layer, and the most activations of
+1F1B.
 
 python -m benchmarks.recompute_flops                         GPT-3 175B, Llama-3 8B and the Qwen3-like MoE 1B
 python -m benchmarks.recompute_flops gpt3-175b               one of them
 
-One row per microbatch, bf16. Goals: of the FLOPs of F, I and W, R of a GPT-3 layer takes at most 22.5 % under "inputs" and
-3 % under "products"; with "inputs" the most activations on the first device of 1F1B, where most microbatches are in
+One row per microbatch, bf16. Goals: of the FLOPs of F, I and W, R of a GPT-3 layer takes at most 22.5 % under "inputs"
+and 3 % under "products"; with "inputs" the most activations on the first device of 1F1B, where most microbatches are in
 flight, are at most 0.25 times those without. It prints one line per model and policy, then the goals, and ends with 1
 where one is missed.
 """
@@ -44,7 +45,9 @@ class Policy:
 
     def __str__(self) -> str:
         return (
-            f"{self.model:<14}{self.keep:<12}{self.kept / 2**20:>9.1f} MiB kept per layer and row{self.flops:>8.1%} FLOPs"
+            f"{self.model:<14}{self.keep:<12}{self.kept / 2**20:>9.1f} MiB kept per layer and "
+            f"row{self.flops:>8.1%} "
+            f"FLOPs"
             f"{self.bytes:>8.1%} bytes moved{self.peak:>8.2f} x activations on the first device"
         )
 
@@ -55,7 +58,11 @@ def measure(name: str, policies: tuple[str, ...] = POLICIES) -> Iterator[Policy]
     base = 0
     for keep in ("all", *policies):
         strategy = Strategy(
-            Mesh(pp=DEVICES), (*recipes.one_f_one_b(pp=DEVICES, microbatches=MICROBATCHES), piper.recompute(where(), keep=keep))
+            Mesh(pp=DEVICES),
+            (
+                *recipes.one_f_one_b(pp=DEVICES, microbatches=MICROBATCHES),
+                piper.recompute(where(), keep=keep),
+            ),
         )
         plan = piper.compile(job, strategy).plan
         peak = max(usage.bytes.get("activation", 0) for usage in memory.scan(plan, plan.roles[0]))
@@ -66,7 +73,11 @@ def measure(name: str, policies: tuple[str, ...] = POLICIES) -> Iterator[Policy]
 
 def kept_bytes(chunk: Chunk) -> int:
     """The bytes that F keeps for the backward, beside inputs and outputs."""
-    return sum(int(bind(chunk.ports[p].nbytes, 1)) for p in chunk.steps["F"].writes if p.startswith("saved"))
+    return sum(
+        int(bind(chunk.ports[p].nbytes, 1))
+        for p in chunk.steps["F"].writes
+        if p.startswith("saved")
+    )
 
 
 def again(chunk: Chunk) -> tuple[float, float]:
@@ -80,8 +91,16 @@ def again(chunk: Chunk) -> tuple[float, float]:
 
 def missed(found: list[Policy]) -> list[str]:
     """The goals that are missed."""
-    out = [f"{p.model} {p.keep}: {p.flops:.1%} of the FLOPs" for p in found if p.flops > GOALS.get((p.model, p.keep), 1)]
-    return out + [f"{p.model} inputs: {p.peak:.2f} x" for p in found if p.keep == "inputs" and p.peak > PEAK_GOAL]
+    out = [
+        f"{p.model} {p.keep}: {p.flops:.1%} of the FLOPs"
+        for p in found
+        if p.flops > GOALS.get((p.model, p.keep), 1)
+    ]
+    return out + [
+        f"{p.model} inputs: {p.peak:.2f} x"
+        for p in found
+        if p.keep == "inputs" and p.peak > PEAK_GOAL
+    ]
 
 
 def main(names: tuple[str, ...]) -> int:

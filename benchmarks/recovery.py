@@ -70,7 +70,9 @@ def intervals(launcher: str, kills: int) -> list[float]:
     """Return the seconds of each kill of one run, which ends when all are measured."""
     from examples.gpt_text import job
 
-    compiled = piper.compile(job, piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=8)))
+    compiled = piper.compile(
+        job, piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=8))
+    )
     found, pending = list[float](), list[bool]()
     with tempfile.TemporaryDirectory() as name, open_pool(launcher, 2) as pool:
         folder = Path(name)
@@ -107,5 +109,17 @@ def rows(quick: bool) -> Iterator[Row]:
     kills = 2 if quick else 10
     for launcher, goal in GOALS.items():
         found = intervals(launcher, kills)
-        note = f"a GPT of 1.2 million parameters, 2 workers, {kills} kills at random instants; low and high are the extremes"
-        yield Row("recovery", f"{launcher}, kill to next finished step", median(found), "s", min(found), max(found), goal, note)
+        note = (
+            f"a GPT of 1.2 million parameters, 2 workers, {kills} kills at random instants; low "
+            f"and high are the extremes"
+        )
+        yield Row(
+            "recovery",
+            f"{launcher}, kill to next finished step",
+            median(found),
+            "s",
+            min(found),
+            max(found),
+            goal,
+            note,
+        )

@@ -86,12 +86,16 @@ def main(argv: list[str] | None = None) -> int:
                 found.append(row)
                 if sys.stderr.isatty():
                     print(f"  {row.name}: {_number(row.value)} {row.unit}", file=sys.stderr)
-        except Exception as e:  # what has been measured, and the other sections, are still worth having
+        except (
+            Exception
+        ) as e:  # what has been measured, and the other sections, are still worth having
             console.print_exception()
             failed.append(f"{name}: {type(e).__name__}: {e}")
         console.print(_table(name, found, time.perf_counter() - begin))
         rows += found
-    path = options.csv or Path(__file__).parent / "results" / f"{where.date.replace(':', '')[:17]}.csv"
+    path = (
+        options.csv or Path(__file__).parent / "results" / f"{where.date.replace(':', '')[:17]}.csv"
+    )
     write(path, where, rows)
     console.print(f"{len(rows)} rows in {path}")
     for line in failed:
@@ -102,15 +106,23 @@ def main(argv: list[str] | None = None) -> int:
 def section(name: str) -> Callable[[bool], Iterable[Row]]:
     """Return the function that measures a section."""
     module, _, function = SECTIONS[name].partition(":")
-    found: Callable[[bool], Iterable[Row]] = getattr(import_module(f"benchmarks.{module}"), function)
+    found: Callable[[bool], Iterable[Row]] = getattr(
+        import_module(f"benchmarks.{module}"), function
+    )
     return found
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION", help=", ".join(SECTIONS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION", help=", ".join(SECTIONS)
+    )
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--csv", type=Path, help="where to write the rows (default: benchmarks/results/DATE.csv)")
+    parser.add_argument(
+        "--csv", type=Path, help="where to write the rows (default: benchmarks/results/DATE.csv)"
+    )
     return parser.parse_args(argv)
 
 
@@ -123,8 +135,20 @@ def _table(section: str, rows: list[Row], seconds: float) -> Table:
     table.add_column("goal")
     table.add_column("note", overflow="fold")
     for row in rows:
-        goal = "" if row.goal is None else f"{row.goal} {'[green]met[/green]' if row.met else '[red]missed[/red]'}"
-        table.add_row(row.name, _number(row.value), _number(row.low), _number(row.high), row.unit, goal, row.note)
+        goal = (
+            ""
+            if row.goal is None
+            else f"{row.goal} {'[green]met[/green]' if row.met else '[red]missed[/red]'}"
+        )
+        table.add_row(
+            row.name,
+            _number(row.value),
+            _number(row.low),
+            _number(row.high),
+            row.unit,
+            goal,
+            row.note,
+        )
     return table
 
 
@@ -144,7 +168,9 @@ def write(path: Path, where: Machine, rows: list[Row]) -> None:
         for r in rows:
             met = "" if r.met is None else "yes" if r.met else "no"
             low, high = ("" if x is None else f"{x:.6g}" for x in (r.low, r.high))
-            out.writerow((r.section, r.name, f"{r.value:.6g}", low, high, r.unit, r.goal or "", met, r.note))
+            out.writerow(
+                (r.section, r.name, f"{r.value:.6g}", low, high, r.unit, r.goal or "", met, r.note)
+            )
 
 
 if __name__ == "__main__":

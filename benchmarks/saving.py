@@ -68,17 +68,26 @@ class Listening:
         self.heard = Heard()
 
     def run(
-        self, plan: Any, requests: Mapping[int, Any], timeout_s: float, on_step: Any = None, on_save: Any = None
+        self,
+        plan: Any,
+        requests: Mapping[int, Any],
+        timeout_s: float,
+        on_step: Any = None,
+        on_save: Any = None,
     ) -> dict[int, Any]:
         self.heard = Heard()
-        reports = self._pool.run(plan, requests, timeout_s, on_step, None if on_save is None else self._kept(on_save))
+        reports = self._pool.run(
+            plan, requests, timeout_s, on_step, None if on_save is None else self._kept(on_save)
+        )
         self.heard.finished = {rank: report.finished for rank, report in reports.items()}
         return reports
 
     def _kept(self, on_save: Callable[[Any], object]) -> Callable[[Any], None]:
         def save(done: Any) -> None:
             on_save(done)
-            self.heard.saves.append((done.step, 1e3 * done.copied_s, 1e3 * done.blocked_s, time.perf_counter()))
+            self.heard.saves.append(
+                (done.step, 1e3 * done.copied_s, 1e3 * done.blocked_s, time.perf_counter())
+            )
 
         return save
 
@@ -102,31 +111,69 @@ def rows(quick: bool) -> Iterator[Row]:
             yield from measured(workers, gpt(regime), QUICK_PAIRS if quick else PAIRS, steps, every)
 
 
-def measured(workers: Listening, subject: Subject, pairs: int, steps: int, every: int) -> Iterator[Row]:
+def measured(
+    workers: Listening, subject: Subject, pairs: int, steps: int, every: int
+) -> Iterator[Row]:
     """Run pairs; return the ratio of steps beside a save to others, and the time for which a save blocks a rank."""
     ratios, base, beside, blocked, copied, counts = (list[float]() for _ in range(6))
     heard(workers, subject, 2 * SETTLED, None)
     for pair in range(pairs):
-        sides = {every_: heard(workers, subject, steps, every_) for every_ in ((None, every), (every, None))[pair % 2]}
+        sides = {
+            every_: heard(workers, subject, steps, every_)
+            for every_ in ((None, every), (every, None))[pair % 2]
+        }
         plain = median(sides[None].step_s()[SETTLED:])
         found, chosen = sides[every].step_s(), sides[every].beside()
         slow = [found[i] for i in sorted(chosen) if i >= SETTLED]
         base.append(1e3 * plain)
         beside += [1e3 * s for s in slow]
         ratios.append(median(slow) / plain)
-        counts.append(len(slow) / max(len({done for done, *_ in sides[every].saves if SETTLED < done < steps}), 1))
-        waits = [(copy, block) for done, copy, block, _ in sides[every].saves if SETTLED < done < steps]
+        counts.append(
+            len(slow)
+            / max(len({done for done, *_ in sides[every].saves if SETTLED < done < steps}), 1)
+        )
+        waits = [
+            (copy, block) for done, copy, block, _ in sides[every].saves if SETTLED < done < steps
+        ]
         copied += [copy for copy, _ in waits]
         blocked += [block - copy for copy, block in waits]
     name, middle = f"{subject.name} pp=2", median_interval(ratios)
-    note = f"{pairs} interleaved pairs of {steps} steps, a save every {every}; {median(counts):.1f} steps are beside a save"
-    yield Row("saving", f"{name}: a step", median(base), "ms", min(base), max(base), note="without saves; extremes of runs")
-    yield Row("saving", f"{name}: a step beside a save", median(beside), "ms", min(beside), max(beside), note="extremes")
+    note = (
+        f"{pairs} interleaved pairs of {steps} steps, a save every {every}; {median(counts):.1f} "
+        f"steps are beside a save"
+    )
+    yield Row(
+        "saving",
+        f"{name}: a step",
+        median(base),
+        "ms",
+        min(base),
+        max(base),
+        note="without saves; extremes of runs",
+    )
+    yield Row(
+        "saving",
+        f"{name}: a step beside a save",
+        median(beside),
+        "ms",
+        min(beside),
+        max(beside),
+        note="extremes",
+    )
     ends = "; median of the pairs' ratios of medians with its 95 % interval"
     yield Row("saving", f"{name}: beside a save / without", *_ordered(middle), GOAL, note + ends)
-    yield Row("saving", f"{name}: copy", median(copied), "ms", min(copied), max(copied), note="of a rank's share; extremes")
     yield Row(
-        "saving", f"{name}: blocked beyond the copy", median(blocked), "ms", min(blocked), max(blocked), BLOCKED_GOAL,
+        "saving",
+        f"{name}: copy",
+        median(copied),
+        "ms",
+        min(copied),
+        max(copied),
+        note="of a rank's share; extremes",
+    )
+    yield Row(
+        "saving", f"{name}: blocked beyond the "
+                  f"copy", median(blocked), "ms", min(blocked), max(blocked), BLOCKED_GOAL,
         f"{len(blocked)} shares; extremes",
     )  # fmt: skip
 
@@ -139,6 +186,16 @@ def _ordered(interval: tuple[float, float, float]) -> tuple[float, str, float, f
 def heard(workers: Listening, subject: Subject, steps: int, every: int | None) -> Heard:
     """Run some steps, with saves or without, and return what the launcher heard."""
     with tempfile.TemporaryDirectory() as name:
-        saved = None if every is None else piper.Checkpoints(Path(name, "saved"), every=every, keep=1)
-        execute(subject.plan, subject.code, subject.job, steps=steps, launcher="processes", pool=workers, checkpoint=saved)
+        saved = (
+            None if every is None else piper.Checkpoints(Path(name, "saved"), every=every, keep=1)
+        )
+        execute(
+            subject.plan,
+            subject.code,
+            subject.job,
+            steps=steps,
+            launcher="processes",
+            pool=workers,
+            checkpoint=saved,
+        )
     return workers.heard

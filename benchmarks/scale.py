@@ -32,7 +32,8 @@ CELLS = (
     ("Llama-3 405B on 16,384 devices", "llama3-405b", 16, 1024, 128, "h100x8*2048"),
     ("Llama-3 405B on 16,384 devices, zero=3", "llama3-405b", 16, 1024, 128, "h100x8*2048", 3),
 )
-"""Title; preset, stages, replicas, microbatches, cluster, the level at which replicas share states (buckets of 25 MiB)."""
+"""Title; preset, stages, replicas, microbatches, cluster, the level at which replicas share states (buckets of 25
+MiB)."""
 
 LAYERS, DEVICES, REPLICAS, MICROBATCHES = 32, 8, 16, 64
 """Where the series cross: each varies one of the four and leaves the others."""
@@ -62,25 +63,55 @@ def cell(arguments: Sequence[Any]) -> dict[str, Any]:
     """Return what `benchmarks.scale_cell` prints when it runs alone; RuntimeError with its output when it fails."""
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "benchmarks.scale_cell", *map(str, arguments)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr}"
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def cell_rows(title: str, found: dict[str, Any], seconds_goal: Goal = SECONDS_GOAL, memory_goal: Goal = MEMORY_GOAL) -> list[Row]:
+def cell_rows(
+    title: str,
+    found: dict[str, Any],
+    seconds_goal: Goal = SECONDS_GOAL,
+    memory_goal: Goal = MEMORY_GOAL,
+) -> list[Row]:
     """Return the CPU seconds from capture to simulation and of each phase, and the memory.
 
     All of this is one thread that waits for nothing. Imports are a phase of their own and no part of the sum.
     """
-    size = f"{found['roles']} roles, {found['nodes']:,} nodes, {found['instructions']:,} instructions"
-    total, wall = (sum(of[p] for p in PHASES if p != "import") for of in (found["cpu_s"], found["wall_s"]))
-    note = f"{size}; {wall:.1f} s of wall time; step of {found['step_s']:.1f} s, MFU {found['mfu'] or 0:.1%}"
+    size = (
+        f"{found['roles']} roles, {found['nodes']:,} nodes, {found['instructions']:,} instructions"
+    )
+    total, wall = (
+        sum(of[p] for p in PHASES if p != "import") for of in (found["cpu_s"], found["wall_s"])
+    )
+    note = (
+        f"{size}; {wall:.1f} s of wall time; step of {found['step_s']:.1f} s, MFU "
+        f"{found['mfu'] or 0:.1%}"
+    )
     return [
-        Row("scale", f"{title}: model to simulated step", total, "CPU s", goal=seconds_goal, note=note),
+        Row(
+            "scale",
+            f"{title}: model to simulated step",
+            total,
+            "CPU s",
+            goal=seconds_goal,
+            note=note,
+        ),
         *(Row("scale", f"{title}: {phase}", found["cpu_s"][phase], "CPU s") for phase in PHASES),
-        Row("scale", f"{title}: peak memory", found["peak_gib"], "GiB", goal=memory_goal, note="of the process, torch included"),
+        Row(
+            "scale",
+            f"{title}: peak memory",
+            found["peak_gib"],
+            "GiB",
+            goal=memory_goal,
+            note="of the process, torch included",
+        ),
     ]
 
 
@@ -116,7 +147,9 @@ class Size:
         return sum(len(role.program) for role in compiled.plan.roles), took
 
 
-def growth_rows(name: str, sizes: Sequence[int], repeats: int, base: Size = Size()) -> Iterator[Row]:
+def growth_rows(
+    name: str, sizes: Sequence[int], repeats: int, base: Size = Size()
+) -> Iterator[Row]:
     """Return the worst growth per doubling of one size.
 
     The fastest of the repetitions counts: what else ran is not in it.
@@ -130,7 +163,10 @@ def growth_rows(name: str, sizes: Sequence[int], repeats: int, base: Size = Size
     for part in PARTS:
         ratios = [per_doubling(a, b, best[a][part], best[b][part]) for a, b in pairwise(sizes)]
         seconds = ", ".join(f"{best[size][part]:.2f}" for size in sizes)
-        note = f"{seconds} s; {counts[sizes[0]]:,} to {counts[sizes[-1]]:,} instructions; low and high: of the doublings"
+        note = (
+            f"{seconds} s; {counts[sizes[0]]:,} to {counts[sizes[-1]]:,} instructions; low and "
+            f"high: of the doublings"
+        )
         title = f"{part}, worst growth per doubling of {name}, {sizes[0]} to {sizes[-1]}"
         yield Row("scale", title, max(ratios), "x", min(ratios), max(ratios), GROWTH_GOAL, note)
 
@@ -155,8 +191,14 @@ def node_rows(microbatches: Sequence[int], repeats: int) -> Iterator[Row]:
     first, last = nodes[microbatches[0]], nodes[microbatches[-1]]
     for part in ("compile", "verify"):
         found = [best[part, m] for m in microbatches]
-        ratios = [per_doubling(*n, *s) for n, s in zip(pairwise(nodes.values()), pairwise(found), strict=True)]
-        note = f"{', '.join(f'{s:.2f}' for s in found)} CPU s, best of {repeats}; low and high: of the doublings"
+        ratios = [
+            per_doubling(*n, *s)
+            for n, s in zip(pairwise(nodes.values()), pairwise(found), strict=True)
+        ]
+        note = (
+            f"{', '.join(f'{s:.2f}' for s in found)} CPU s, best of {repeats}; low and high: of "
+            f"the doublings"
+        )
         title = f"{part}, worst growth per doubling of nodes, {first:,} to {last:,}"
         yield Row("scale", title, max(ratios), "x", min(ratios), max(ratios), GROWTH_GOAL, note)
 

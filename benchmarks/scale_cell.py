@@ -71,8 +71,15 @@ def measure(
     replicas = piper.recipes.data_parallel(over=("dp",), zero=zero, bucket_mb=bucket_mb)
     shared = [piper.shard(piper.where(), stream="tokens")] if tp > 1 else []
     tokens = [piper.shard(piper.where(), over="cp", index="tokens")] if cp > 1 else []
-    directives = shared, tokens, piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches), replicas
-    strategy = piper.Strategy(piper.Mesh(pp=pp, dp=dp, cp=cp, tp=tp), [d for part in directives for d in part])
+    directives = (
+        shared,
+        tokens,
+        piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches),
+        replicas,
+    )
+    strategy = piper.Strategy(
+        piper.Mesh(pp=pp, dp=dp, cp=cp, tp=tp), [d for part in directives for d in part]
+    )
     clock.time("capture", lambda: captured_job(job))
     compiled = clock.time("compile", lambda: piper.compile(job, strategy))
     clock.time("verify", lambda: verify(compiled.plan))

@@ -51,7 +51,11 @@ def rows(quick: bool) -> list[Row]:
 def cases(layers: int, microbatches: int) -> Iterator[Case]:
     """Return a chunk per stage, and a captured GPT in which layers are fused and gradients are reduced in buckets."""
     pipeline = recipes.one_f_one_b(pp=DEVICES, microbatches=microbatches)
-    yield Case("8 stages", synthetic(stages=DEVICES, F=3, I=4, W=2, params=100), Strategy(Mesh(pp=DEVICES), pipeline))
+    yield Case(
+        "8 stages",
+        synthetic(stages=DEVICES, F=3, I=4, W=2, params=100),
+        Strategy(Mesh(pp=DEVICES), pipeline),
+    )
     rows_ = 2 * 2 * microbatches  # two per microbatch and replica
     program = captured_job(job(replace(SMALL, layers=layers), rows_)).program
     both = Strategy(Mesh(pp=DEVICES, dp=2), (*pipeline, *recipes.data_parallel(bucket_mb=0.1)))
@@ -66,9 +70,14 @@ def _rows(case: Case, repeats: int) -> list[Row]:
     for k, stage in enumerate(STAGES):
         ms = [1e3 * seconds[k] for seconds, _ in taken]
         note = "CPU; with the peaks and what the sweep runs on" if stage == "compile" else "CPU"
-        out.append(Row("compile", f"{name}: {stage}", median(ms), "ms", min(ms), max(ms), note=note))
+        out.append(
+            Row("compile", f"{name}: {stage}", median(ms), "ms", min(ms), max(ms), note=note)
+        )
     rates = [1 / sum(seconds) for seconds, _ in taken]
-    return [*out, Row("compile", name, median(rates), "plans/s", min(rates), max(rates), GOAL, "per core")]
+    return [
+        *out,
+        Row("compile", name, median(rates), "plans/s", min(rates), max(rates), GOAL, "per core"),
+    ]
 
 
 def score(case: Case) -> tuple[list[float], int]:

@@ -23,7 +23,11 @@ from piper_compiler.capture import with_shardings
 from piper_ir.program.layout import Sharding
 
 NAMES = ("gpt3-175b", "llama3-8b", "llama3-405b")
-SHARE_GOAL, VARIANTS_GOAL, COMPILE_GOAL = Goal("below", 3.0), Goal("below", 12.0), Goal("below", 1.1)
+SHARE_GOAL, VARIANTS_GOAL, COMPILE_GOAL = (
+    Goal("below", 3.0),
+    Goal("below", 12.0),
+    Goal("below", 1.1),
+)
 DEGREE, STAGES, MICROBATCHES, REPEATS = 8, 8, 32, 5
 VARIANTS = [(degree, stream) for degree in (2, 4, 8, 16) for stream in ("", "tokens")]
 """The degrees and streams that one search may ask for."""
@@ -40,11 +44,15 @@ def shared_rows(name: str) -> Iterator[Row]:
     """Measure one variant, and the eight of a search together."""
     captured = captured_job(models.job(name, global_batch=2))
     for stream in ("", "tokens"):
-        seconds = _seconds(lambda stream=stream: with_shardings(captured, [Sharding("tp", DEGREE, (), stream)]))
+        seconds = _seconds(
+            lambda stream=stream: with_shardings(captured, [Sharding("tp", DEGREE, (), stream)])
+        )
         title = f"{name}: share among {DEGREE}{', with tokens' if stream else ''}"
         yield Row("shard", title, seconds, "CPU s", goal=SHARE_GOAL, note="the chunks are captured")
     captured.shared.clear()
-    seconds = _seconds(lambda: [with_shardings(captured, [Sharding("tp", n, (), s)]) for n, s in VARIANTS])
+    seconds = _seconds(
+        lambda: [with_shardings(captured, [Sharding("tp", n, (), s)]) for n, s in VARIANTS]
+    )
     yield Row("shard", f"{name}: {len(VARIANTS)} variants", seconds, "CPU s", goal=VARIANTS_GOAL)
 
 
@@ -80,7 +88,10 @@ def main(names: Sequence[str]) -> None:
     for name in names or NAMES:
         for row in (*shared_rows(name), *compiled_rows(name, REPEATS)):
             verdict = "" if row.met is None else f"{row.goal} {'met' if row.met else 'MISSED'}"
-            print(f"{row.name:<60} {row.value:>8.2f} {row.unit:<6} {verdict:<14} {row.note}", flush=True)
+            print(
+                f"{row.name:<60} {row.value:>8.2f} {row.unit:<6} {verdict:<14} {row.note}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

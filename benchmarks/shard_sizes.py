@@ -96,7 +96,10 @@ def line(name: str) -> str:
         f"{tokens.saved / 1e6:,.1f}",
         _megabytes(published(name, DEGREE, "tokens")),
         f"{kept.saved / 1e6:,.1f}",
-        *(f"{part:.6f}" for part in (DEGREE * tokens.saved / whole.saved, DEGREE * tokens.values / whole.values)),
+        *(
+            f"{part:.6f}"
+            for part in (DEGREE * tokens.saved / whole.saved, DEGREE * tokens.values / whole.values)
+        ),
         *(f"{DEGREE * found.flops / whole.flops - 1:.4%}" for found in (plain, tokens)),
     ]
     return "  ".join(f"{cell:>12}" for cell in cells)

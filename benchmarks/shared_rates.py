@@ -40,10 +40,29 @@ def rows(quick: bool) -> list[Row]:
             found = [s[part] for s in taken[m]]
             note = f"{counts[m]:,} instructions"
             goal_here = goal if m == BY_MICROBATCHES[1] else None
-            out.append(Row("compile", f"{title}, m={m}: {name}", median(found), "CPU s", min(found), max(found), goal_here, note))
+            out.append(
+                Row(
+                    "compile",
+                    f"{title}, m={m}: {name}",
+                    median(found),
+                    "CPU s",
+                    min(found),
+                    max(found),
+                    goal_here,
+                    note,
+                )
+            )
         for a, b in pairwise(sizes):
             growth = min(s[part] for s in taken[b]) / min(s[part] for s in taken[a])
-            out.append(Row("compile", f"growth, {title}, m={a} to {b}: {name}", growth, "x", goal=GROWTH_GOAL))
+            out.append(
+                Row(
+                    "compile",
+                    f"growth, {title}, m={a} to {b}: {name}",
+                    growth,
+                    "x",
+                    goal=GROWTH_GOAL,
+                )
+            )
     return out
 
 

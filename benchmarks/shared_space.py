@@ -22,7 +22,9 @@ DEVICES = 8
 GLOBAL_BATCH = 128
 CLUSTER = "a100x1*8"
 MEMORY_LIMIT = 10 << 30
-MODEL = models.LlamaConfig(layers=16, width=2048, heads=16, kv_heads=8, hidden=5632, vocab=32_000, length=2048)
+MODEL = models.LlamaConfig(
+    layers=16, width=2048, heads=16, kv_heads=8, hidden=5632, vocab=32_000, length=2048
+)
 TINY = models.LlamaConfig(layers=8, width=16, heads=2, kv_heads=1, hidden=32, vocab=64, length=8)
 """A model for the smoke test."""
 
@@ -56,17 +58,29 @@ def problem(config: models.LlamaConfig = MODEL) -> tuple[TuningProblem, Programs
 def strategy(trial: Any) -> Strategy:
     """Return one of the strategies; a parameter is asked for where it has an effect."""
     pp = trial.suggest_categorical("pp", PP)
-    m = trial.suggest_categorical("microbatches" if pp == 1 else "microbatches_of_stages", MICROBATCHES[pp])
+    m = trial.suggest_categorical(
+        "microbatches" if pp == 1 else "microbatches_of_stages", MICROBATCHES[pp]
+    )
     if pp == 1:
         stages = recipes.one_f_one_b(pp=1, microbatches=m)
         keep = [trial.suggest_categorical("keep", KEEP)]
     else:
         interleaved = trial.suggest_categorical("schedule", SCHEDULES) == "interleaved"
-        stages = (recipes.interleaved if interleaved else recipes.one_f_one_b)(pp=pp, microbatches=m)
+        stages = (recipes.interleaved if interleaved else recipes.one_f_one_b)(
+            pp=pp, microbatches=m
+        )
         half = pp if interleaved else pp // 2
-        keep = [trial.suggest_categorical(name, KEEP_HALVES) for name in ("keep_first", "keep_last") for _ in range(half)]
-    shared = recipes.data_parallel(bucket_mb=trial.suggest_categorical("bucket_mb", BUCKET_MB), **_sharing(trial))
-    return Strategy(Mesh(pp=pp, dp=DEVICES // pp), (*stages, *recipes.recomputation(keep=keep), *shared))
+        keep = [
+            trial.suggest_categorical(name, KEEP_HALVES)
+            for name in ("keep_first", "keep_last")
+            for _ in range(half)
+        ]
+    shared = recipes.data_parallel(
+        bucket_mb=trial.suggest_categorical("bucket_mb", BUCKET_MB), **_sharing(trial)
+    )
+    return Strategy(
+        Mesh(pp=pp, dp=DEVICES // pp), (*stages, *recipes.recomputation(keep=keep), *shared)
+    )
 
 
 def _sharing(trial: Any) -> dict[str, Any]:
@@ -89,9 +103,17 @@ def points() -> Iterator[dict[str, Any]]:
             placed: list[dict[str, Any]] = [{"keep": keep} for keep in KEEP]
         else:
             each = product(SCHEDULES, KEEP_HALVES, KEEP_HALVES)
-            placed = [{"schedule": s, "keep_first": first, "keep_last": last} for s, first, last in each]
+            placed = [
+                {"schedule": s, "keep_first": first, "keep_last": last} for s, first, last in each
+            ]
         for stages, mb, sharing in product(placed, BUCKET_MB, _sharings()):
-            yield {"pp": pp, "microbatches" if pp == 1 else "microbatches_of_stages": m, **stages, "bucket_mb": mb, **sharing}
+            yield {
+                "pp": pp,
+                "microbatches" if pp == 1 else "microbatches_of_stages": m,
+                **stages,
+                "bucket_mb": mb,
+                **sharing,
+            }
 
 
 def _sharings() -> Iterator[dict[str, Any]]:
@@ -100,5 +122,11 @@ def _sharings() -> Iterator[dict[str, Any]]:
         both = {"zero": zero, "streams": streams}
         for reduced in REDUCED_MB if zero >= 2 else (None,):
             some = both if reduced is None else {**both, "reduced_mb": reduced}
-            for resident, prefetch in product(RESIDENT_MB, PREFETCH) if zero == 3 else ((None, None),):
-                yield some if prefetch is None else {**some, "resident_mb": resident, "prefetch": prefetch}
+            for resident, prefetch in (
+                product(RESIDENT_MB, PREFETCH) if zero == 3 else ((None, None),)
+            ):
+                yield (
+                    some
+                    if prefetch is None
+                    else {**some, "resident_mb": resident, "prefetch": prefetch}
+                )

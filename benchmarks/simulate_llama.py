@@ -1,4 +1,5 @@
-"""Count captures and CPU seconds of `piper simulate` for Hugging Face's Llama 70B: `python -m benchmarks.simulate_llama`.
+"""Count captures and CPU seconds of `piper simulate` for Hugging Face's Llama 70B: `python -m
+benchmarks.simulate_llama`.
 
 It needs transformers. The command runs twice, each time in a process of its own, with an empty folder for captures
 before the first: the second finds the capture that the first has kept. A further argument is the root of another tree

@@ -44,9 +44,14 @@ class Pipeline:
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank, ascending, as torch's schedule expects them and the recipe places them."""
-        return [k * WORLD + (WORLD - 1 - rank if self.vee and k % 2 else rank) for k in range(self.chunks)]
+        return [
+            k * WORLD + (WORLD - 1 - rank if self.vee and k % 2 else rank)
+            for k in range(self.chunks)
+        ]
 
-    def schedule(self, stages: list[PipelineStage], microbatches: int, loss: Callable[..., Any]) -> Any:
+    def schedule(
+        self, stages: list[PipelineStage], microbatches: int, loss: Callable[..., Any]
+    ) -> Any:
         """Return torch's schedule of a rank."""
         several = issubclass(self.torchs, PipelineScheduleMulti)
         return self.torchs(stages if several else stages[0], microbatches, loss_fn=loss)
@@ -56,7 +61,9 @@ PIPELINES = {
     "GPipe": Pipeline(piper.recipes.gpipe, ScheduleGPipe),
     "1F1B": Pipeline(piper.recipes.one_f_one_b, Schedule1F1B),
     "interleaved 1F1B": Pipeline(piper.recipes.interleaved, ScheduleInterleaved1F1B, chunks=2),
-    "interleaved zero bubble": Pipeline(piper.recipes.interleaved_zb, ScheduleInterleavedZeroBubble, chunks=2),
+    "interleaved zero bubble": Pipeline(
+        piper.recipes.interleaved_zb, ScheduleInterleavedZeroBubble, chunks=2
+    ),
     "ZBV": Pipeline(piper.recipes.zbv, ScheduleZBVZeroBubble, chunks=2, vee=True),
     "DualPipeV": Pipeline(piper.recipes.dualpipe_v, ScheduleDualPipeV, chunks=2, vee=True),
 }

@@ -33,8 +33,12 @@ class Regime:
     steps: int
 
 
-LARGE = Regime("F >= 20 ms", width=256, heads=4, layers=4, context=128, rows=5, microbatches=8, steps=1)
-SMALL = Regime("F about 1 ms", width=64, heads=2, layers=4, context=32, rows=4, microbatches=8, steps=5)
+LARGE = Regime(
+    "F >= 20 ms", width=256, heads=4, layers=4, context=128, rows=5, microbatches=8, steps=1
+)
+SMALL = Regime(
+    "F about 1 ms", width=64, heads=2, layers=4, context=32, rows=4, microbatches=8, steps=5
+)
 TINY = Regime("tiny", width=16, heads=2, layers=4, context=8, rows=1, microbatches=4, steps=1)
 """For the smoke test."""
 
@@ -49,7 +53,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.ln1(x))
+            .view(rows, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(F.gelu(self.up(self.ln2(x))))
@@ -102,7 +110,9 @@ _DATA: dict[int, Tensor] = {}
 def batch(context: int, global_batch: int, step: int, rows: range) -> tuple[Tensor, Tensor]:
     """Return slices of one random tensor [DATA_ROWS, context + 1], so that data costs both sides next to nothing."""
     if context not in _DATA:
-        _DATA[context] = torch.randint(VOCAB, (DATA_ROWS, context + 1), generator=torch.Generator().manual_seed(1))
+        _DATA[context] = torch.randint(
+            VOCAB, (DATA_ROWS, context + 1), generator=torch.Generator().manual_seed(1)
+        )
     first = step % (DATA_ROWS // global_batch) * global_batch
     window = _DATA[context][first + rows.start : first + rows.stop]
     return window[:, :-1], window[:, 1:]
@@ -124,5 +134,10 @@ def fused_adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def job(r: Regime, global_batch: int) -> piper.Job:
     return piper.Job(
-        partial(GPT, r), partial(batch, r.context, global_batch), loss, adamw, global_batch=global_batch, tokens_per_row=r.context
+        partial(GPT, r),
+        partial(batch, r.context, global_batch),
+        loss,
+        adamw,
+        global_batch=global_batch,
+        tokens_per_row=r.context,
     )

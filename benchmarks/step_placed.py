@@ -27,7 +27,9 @@ def placed(setup: Setup, rank: int) -> dict[str, Side]:
     found: dict[str, Side] = {}
     for way, yields in WAYS.items():
         before = _threads()
-        found[way] = TorchMixture(setup.regime, setup.job.seed, setup.global_batch, rank, own_groups=True)
+        found[way] = TorchMixture(
+            setup.regime, setup.job.seed, setup.global_batch, rank, own_groups=True
+        )
         if yields:
             let_others_run(_threads() - before)
     return found
@@ -35,7 +37,11 @@ def placed(setup: Setup, rank: int) -> dict[str, Side]:
 
 def let_others_run(threads: set[int]) -> None:
     """Give those of these threads that read sockets the runtime's policy; RuntimeError if there are none."""
-    sockets = [t for t in threads if Path(f"/proc/self/task/{t}/comm").read_text(encoding="utf-8").strip() == SOCKETS]
+    sockets = [
+        t
+        for t in threads
+        if Path(f"/proc/self/task/{t}/comm").read_text(encoding="utf-8").strip() == SOCKETS
+    ]
     if not sockets:
         raise RuntimeError(f"torch has started no thread {SOCKETS}: gloo calls it otherwise now")
     for thread in sockets:

@@ -19,10 +19,16 @@ WAITING = "of that, waiting (from another run, under cProfile)"
 MARK = "profiled steps"
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication calls", ("gloo:", "c10d::", "record_param_comms")),
-    ("matmul", ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")),
+    (
+        "matmul",
+        ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear"),
+    ),
     ("attention", ("attention", "piper::sdpa")),
     ("optimizer", ("optimizer", "adam")),
-    ("norm, loss, embedding", ("layer_norm", "softmax", "nll_loss", "cross_entropy", "embedding", "index")),
+    (
+        "norm, loss, embedding",
+        ("layer_norm", "softmax", "nll_loss", "cross_entropy", "embedding", "index"),
+    ),
     ("autograd engine", ("autograd::", "backward0", "backward1", "accumulategrad")),
     ("copies and fills", ("copy", "clone", "contiguous", "fill", "zero", "empty", "cat", "stack")),
     ("element-wise and views", ("aten::", "piper::")),
@@ -44,7 +50,10 @@ def profiled(step: Callable[[], None], steps: int) -> Profile:
     """
     waiting = _waiting(step, steps)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function(MARK):
+    with (
+        torch.profiler.profile(activities=activities) as profiler,
+        torch.profiler.record_function(MARK),
+    ):
         for _ in range(steps):
             step()
     events = profiler.events()

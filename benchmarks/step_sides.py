@@ -81,7 +81,10 @@ class TorchPipeline:
         model, indices = initial_model(setup), pipeline.stages_of(rank)
         modules = [Stage(model, index, pipeline.stages) for index in indices]
         device = torch.device("cpu")
-        stages = [PipelineStage(m, i, pipeline.stages, device) for m, i in zip(modules, indices, strict=True)]
+        stages = [
+            PipelineStage(m, i, pipeline.stages, device)
+            for m, i in zip(modules, indices, strict=True)
+        ]
         self._schedule = pipeline.schedule(stages, setup.regime.microbatches, loss)
         self._optimizer = fused_adamw(nn.ModuleList(modules))
         self._first, self._last = 0 in indices, pipeline.stages - 1 in indices
@@ -117,7 +120,9 @@ class TorchData:
         self._rows = range(rank * rows, (rank + 1) * rows)
 
     def step(self) -> None:
-        inputs, targets = batch(self._setup.regime.context, self._setup.global_batch, self._step, self._rows)
+        inputs, targets = batch(
+            self._setup.regime.context, self._setup.global_batch, self._step, self._rows
+        )
         found = loss(self._model(inputs), targets)
         found.backward()
         self._optimizer.step()
@@ -136,7 +141,9 @@ class Ours:
         self.losses: list[float] = []
         work = setup.job
         initial = materialize(work)
-        self._bound = Rank(setup.plan, rank, setup.code, rank_job(work), initial.params, initial.buffers)
+        self._bound = Rank(
+            setup.plan, rank, setup.code, rank_job(work), initial.params, initial.buffers
+        )
         communicators = GlooCommunicators(dist.PrefixStore("ours", store), rank)
         communicators.connect(setup.plan)
         heart: Any = array("q", [0] * HEART_SLOTS)
@@ -150,14 +157,20 @@ class Ours:
     def _run(self, traced: bool) -> None:
         self._engine.step(self._step, traced=traced)
         if found := self._bound.scalars["loss"]:
-            self.losses.append(sum(found.values()) / (sum(self._bound.scalars["weight"].values()) or len(found)))
+            self.losses.append(
+                sum(found.values()) / (sum(self._bound.scalars["weight"].values()) or len(found))
+            )
         self._step += 1
 
     def forward_s(self) -> list[float]:
         """Seconds of each forward instruction of one more step."""
         self._run(traced=True)
         ops = [[p.op for p in instr.parts] for instr in self._bound.role.program]
-        forward = {i for i, found in enumerate(ops) if any(isinstance(op, Compute) and op.step == "F" for op in found)}
+        forward = {
+            i
+            for i, found in enumerate(ops)
+            if any(isinstance(op, Compute) and op.step == "F" for op in found)
+        }
         return [end - start for i, start, end in self._engine.spans if i in forward]
 
     def state_bytes(self) -> int:
@@ -180,7 +193,9 @@ def theirs(setup: Setup, rank: int) -> Side:
     if isinstance(setup.regime, MixtureRegime):
         return TorchMixture(setup.regime, setup.job.seed, setup.global_batch, rank)
     if setup.kind in SHARDED:
-        return TorchSharded(setup.kind, setup.regime, initial_model(setup), setup.global_batch, rank)
+        return TorchSharded(
+            setup.kind, setup.regime, initial_model(setup), setup.global_batch, rank
+        )
     if setup.kind in TENSOR:
         return TorchTensor(setup.kind, setup.regime, setup.job.seed, setup.global_batch, rank)
     return TorchPipeline(setup, rank) if setup.kind in PIPELINES else TorchData(setup, rank)

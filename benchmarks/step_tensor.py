@@ -30,7 +30,9 @@ def rows(quick: bool) -> Iterator[Row]:
 def prepared(name: str, regime: Regime) -> Setup:
     """Return the comparison with its plan and code, compiled as a user would."""
     work = tensor_job(name, regime, regime.rows)
-    strategy = piper.Strategy(piper.Mesh(tp=WORLD), [piper.shard(piper.where(), stream=TENSOR[name].stream, keep=True)])
+    strategy = piper.Strategy(
+        piper.Mesh(tp=WORLD), [piper.shard(piper.where(), stream=TENSOR[name].stream, keep=True)]
+    )
     compiled = piper.compile(work, strategy)
     return Setup(name, regime, compiled.plan, shipped_code(compiled), tolerance=1e-5)
 
@@ -39,18 +41,39 @@ def compared(name: str, regime: Regime, pairs: int) -> list[Row]:
     """Return the ratio of step times and that of CPU time, and what the profiles say of the difference."""
     measured = run(prepared(name, regime), pairs)
     sides = [[m.ours for m in measured], [m.theirs for m in measured]]
-    ours, torchs = ([max(t.wall_s for t in pair) for pair in zip(*side, strict=True)] for side in sides)
-    cpu, cpu_torch = ([sum(t.cpu_s for t in pair) for pair in zip(*side, strict=True)] for side in sides)
+    ours, torchs = (
+        [max(t.wall_s for t in pair) for pair in zip(*side, strict=True)] for side in sides
+    )
+    cpu, cpu_torch = (
+        [sum(t.cpu_s for t in pair) for pair in zip(*side, strict=True)] for side in sides
+    )
     ratio, low, high = median_interval([t / o for t, o in zip(torchs, ours, strict=True)])
-    of_cpu, cpu_low, cpu_high = median_interval([t / o for t, o in zip(cpu_torch, cpu, strict=True)])
+    of_cpu, cpu_low, cpu_high = median_interval(
+        [t / o for t, o in zip(cpu_torch, cpu, strict=True)]
+    )
     title = f"{name} tp={WORLD}, {regime.name}"
     note = (
-        f"{pairs} interleaved pairs of {regime.steps}-step runs; median and its 95 % interval, whose lower end the goal is for; "
+        f"{pairs} interleaved pairs of {regime.steps}-step runs; median and its 95 % interval, "
+        f"whose lower end the "
+        f"goal is for; "
         f"ours {median(ours) * 1e3:.2f} ms/step, torch {median(torchs) * 1e3:.2f}"
     )
     used = f"both ranks; ours {median(cpu) * 1e3:.2f} ms/step, torch {median(cpu_torch) * 1e3:.2f}"
     return [
         Row("tensor", f"{title}: torch/ours", ratio, "ratio", low, high, GOAL, note, judged=low),
-        Row("tensor", f"{title}: CPU time, torch/ours", of_cpu, "ratio", cpu_low, cpu_high, note=used),
-        *profile_rows("tensor", title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured]),
+        Row(
+            "tensor",
+            f"{title}: CPU time, torch/ours",
+            of_cpu,
+            "ratio",
+            cpu_low,
+            cpu_high,
+            note=used,
+        ),
+        *profile_rows(
+            "tensor",
+            title,
+            [m.profile_ours for m in measured],
+            [m.profile_theirs for m in measured],
+        ),
     ]

@@ -47,23 +47,34 @@ def compared(kind: str, regime: Regime, pairs: int) -> list[Row]:
     """Compare once: the ratio, both step times, the ratio of CPU time, and what the profiles say of the difference."""
     measured = run(prepared(kind, regime), pairs)
     ours, torchs = [m.ours for m in measured], [m.theirs for m in measured]
-    slower = [[max(t.wall_s for t in run) for run in zip(*side, strict=True)] for side in (ours, torchs)]
-    together = [[sum(t.cpu_s for t in run) for run in zip(*side, strict=True)] for side in (ours, torchs)]
+    slower = [
+        [max(t.wall_s for t in run) for run in zip(*side, strict=True)] for side in (ours, torchs)
+    ]
+    together = [
+        [sum(t.cpu_s for t in run) for run in zip(*side, strict=True)] for side in (ours, torchs)
+    ]
     title = f"{kind} {'pp' if kind in PIPELINES else 'dp'}=2, {regime.name}"
     forward = median(s for m in measured for s in m.forward_s)
     note = (
-        f"{pairs} interleaved pairs of {regime.steps}-step runs; median and its 95 % interval, whose lower end the goal is for; "
+        f"{pairs} interleaved pairs of {regime.steps}-step runs; median and its 95 % interval, "
+        f"whose lower end the "
+        f"goal is for; "
         f"F of ours {forward * 1e3:.1f} ms"
     )
     ratio, low, high = _ratio(*slower)
     cpu, cpu_low, cpu_high = _ratio(*together)
-    used = f"both ranks together; {median(together[0]) * 1e3:.1f} ms/step of ours, {median(together[1]) * 1e3:.1f} of torch"
+    used = (
+        f"both ranks together; {median(together[0]) * 1e3:.1f} ms/step of ours, "
+        f"{median(together[1]) * 1e3:.1f} of torch"
+    )
     return [
         Row("step", f"{title}: torch/ours", ratio, "ratio", low, high, GOAL, note, judged=low),
         _time_row(f"{title}: ours", slower[0]),
         _time_row(f"{title}: torch", slower[1]),
         Row("step", f"{title}: CPU time, torch/ours", cpu, "ratio", cpu_low, cpu_high, note=used),
-        *profile_rows("step", title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured]),
+        *profile_rows(
+            "step", title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured]
+        ),
     ]
 
 
@@ -75,10 +86,20 @@ def _ratio(ours: Sequence[float], torchs: Sequence[float]) -> tuple[float, float
 def _time_row(name: str, seconds: Sequence[float]) -> Row:
     ordered = sorted(s * 1e3 for s in seconds)
     tenth = len(ordered) // 10
-    return Row("step", name, median(ordered), "ms/step", ordered[tenth], ordered[-1 - tenth], note="1st and 9th decile")
+    return Row(
+        "step",
+        name,
+        median(ordered),
+        "ms/step",
+        ordered[tenth],
+        ordered[-1 - tenth],
+        note="1st and 9th decile",
+    )
 
 
-def profile_rows(section: str, title: str, ours: Sequence[Profile], torchs: Sequence[Profile]) -> list[Row]:
+def profile_rows(
+    section: str, title: str, ours: Sequence[Profile], torchs: Sequence[Profile]
+) -> list[Row]:
     """Return for each category the mean over the ranks, largest difference first."""
     found: list[tuple[str, float, float]] = []
     for category in sorted({c for p in (*ours, *torchs) for c in p}):
@@ -86,7 +107,13 @@ def profile_rows(section: str, title: str, ours: Sequence[Profile], torchs: Sequ
         found.append((category, here, there))
     found.sort(key=lambda f: -abs(f[1] - f[2]))
     return [
-        Row(section, f"{title}: profile, {name}", here, "ms/step", note=f"torch {there:.2f}; ours - torch {here - there:+.2f}")
+        Row(
+            section,
+            f"{title}: profile, {name}",
+            here,
+            "ms/step",
+            note=f"torch {there:.2f}; ours - torch {here - there:+.2f}",
+        )
         for name, here, there in found
     ]
 
@@ -107,7 +134,10 @@ def shipped_code(compiled: Compiled) -> Mapping[str, Mapping[str, ShippedCode]]:
     """Return the code of a plan, as workers get it."""
     assert compiled.code is not None
     code = compiled.code.export([c.code for c in compiled.plan.chunks], compiled.plan.rows)
-    return {name: {step: ShippedCode(c.source, dict(c.constants)) for step, c in steps.items()} for name, steps in code.items()}
+    return {
+        name: {step: ShippedCode(c.source, dict(c.constants)) for step, c in steps.items()}
+        for name, steps in code.items()
+    }
 
 
 def run(setup: Setup, pairs: int) -> list[Measured]:
@@ -119,7 +149,11 @@ def run(setup: Setup, pairs: int) -> list[Measured]:
         try:
             for rank in range(setup.plan.mesh.world):
                 ours, its = context.Pipe(duplex=False)
-                process = context.Process(target=work, args=(setup, rank, str(Path(folder, "store")), pairs, its), daemon=True)
+                process = context.Process(
+                    target=work,
+                    args=(setup, rank, str(Path(folder, "store")), pairs, its),
+                    daemon=True,
+                )
                 process.start()
                 its.close()
                 pipes.append(ours)
@@ -140,7 +174,9 @@ def collected(pipes: Sequence[Connection[Any, Any]]) -> list[Measured]:
     while missing := [rank for rank in range(len(pipes)) if rank not in found]:
         ready = wait([pipes[rank] for rank in missing], SILENCE_S)
         if not ready:
-            raise RuntimeError(f"no rank got further within {SILENCE_S:.0f} s; where they stand is above")
+            raise RuntimeError(
+                f"no rank got further within {SILENCE_S:.0f} s; where they stand is above"
+            )
         for rank in missing:
             if pipes[rank] in ready and (answer := _received(rank, pipes[rank])) is not None:
                 found[rank] = answer
@@ -152,7 +188,9 @@ def _received(rank: int, pipe: Connection[Any, Any]) -> Measured | None:
     try:
         answer = pipe.recv()
     except EOFError:
-        raise RuntimeError(f"the process of rank {rank} ended without an answer; its output is above") from None
+        raise RuntimeError(
+            f"the process of rank {rank} ended without an answer; its output is above"
+        ) from None
     if answer == ALIVE:
         return None
     if not isinstance(answer, Measured):

@@ -89,7 +89,11 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[],
     world = setup.plan.mesh.world
     store = dist.FileStore(path, world)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=world, timeout=timedelta(seconds=120)
+        "gloo",
+        store=dist.PrefixStore("torch", store),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
     )
 
     share = partial(core_share, torch.device("cpu"), rank, world)
@@ -119,7 +123,9 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[],
                 timings.append(_timed(side.step, setup.regime.steps))
             alive()
     if isinstance(b, TorchSharded):
-        out.peak_ours, out.peak_theirs = (side.state_bytes() + most_allocated(side.step) for side in (a, b))
+        out.peak_ours, out.peak_theirs = (
+            side.state_bytes() + most_allocated(side.step) for side in (a, b)
+        )
         dist.barrier()
         a.close()
         return out
@@ -148,6 +154,11 @@ def _timed(step: Callable[[], None], steps: int) -> Timing:
 
 def check_same_training(a: Side, b: Side, tolerance: float) -> None:
     """Raise RuntimeError when the two sides do not train the same model on the same data."""
-    for step, (x, y) in enumerate(zip(a.losses[:CHECKED_STEPS], b.losses[:CHECKED_STEPS], strict=True)):
+    for step, (x, y) in enumerate(
+        zip(a.losses[:CHECKED_STEPS], b.losses[:CHECKED_STEPS], strict=True)
+    ):
         if abs(x - y) > tolerance * abs(y):
-            raise RuntimeError(f"the two sides do not train the same: the loss of step {step} is {x} (ours) and {y} (torch)")
+            raise RuntimeError(
+                f"the two sides do not train the same: the loss of step {step} is {x} (ours) and "
+                f"{y} (torch)"
+            )

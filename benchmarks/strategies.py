@@ -46,9 +46,13 @@ def counted() -> Iterator[list[Job]]:
 def strategies() -> Iterator[piper.Strategy]:
     """Return pipelines of 1 to 8 stages, in two schedules, 1 to 16 microbatches, 1 to 4 replicas."""
     recipes = piper.recipes
-    for m, dp, pp, recipe in product((4, 1, 8, 2, 16), (1, 2, 4), (1, 2, 4, 8), (recipes.one_f_one_b, recipes.gpipe)):
+    for m, dp, pp, recipe in product(
+        (4, 1, 8, 2, 16), (1, 2, 4), (1, 2, 4, 8), (recipes.one_f_one_b, recipes.gpipe)
+    ):
         mesh = piper.Mesh(pp=pp, dp=dp)
-        yield piper.Strategy(mesh, (*recipe(pp=pp, microbatches=m), *recipes.data_parallel(over=("dp",))))
+        yield piper.Strategy(
+            mesh, (*recipe(pp=pp, microbatches=m), *recipes.data_parallel(over=("dp",)))
+        )
 
 
 def rows(quick: bool) -> list[Row]:
@@ -67,7 +71,21 @@ def rows(quick: bool) -> list[Row]:
     what = f"{count} strategies of a GPT of {MODEL.layers} layers"
     plans = f"plans of {instructions:,} instructions altogether; the first {seconds[0]:.2f} s"
     return [
-        Row("capture", f"{what}: captures", len(captured), "", goal=ONCE, note="times that the model was captured"),
+        Row(
+            "capture",
+            f"{what}: captures",
+            len(captured),
+            "",
+            goal=ONCE,
+            note="times that the model was captured",
+        ),
         Row("capture", f"{what}: total", sum(seconds), "s", note=plans),
-        Row("capture", f"{what}: each after the first", median(seconds[1:]), "s", min(seconds[1:]), max(seconds[1:])),
+        Row(
+            "capture",
+            f"{what}: each after the first",
+            median(seconds[1:]),
+            "s",
+            min(seconds[1:]),
+            max(seconds[1:]),
+        ),
     ]

@@ -51,7 +51,10 @@ class RotaryAttention(nn.Module):
     def __init__(self, r: Regime) -> None:
         super().__init__()
         self.head_dim = r.width // r.heads
-        self.q, self.out = nn.Linear(r.width, r.width, bias=False), nn.Linear(r.width, r.width, bias=False)
+        self.q, self.out = (
+            nn.Linear(r.width, r.width, bias=False),
+            nn.Linear(r.width, r.width, bias=False),
+        )
         self.k, self.v = (nn.Linear(r.width, r.width // 2, bias=False) for _ in range(2))
         cos, sin = rotary(r.context, self.head_dim, 10_000.0)
         self.register_buffer("cos", cos, persistent=False)
@@ -61,7 +64,9 @@ class RotaryAttention(nn.Module):
         rows, length, _ = x.shape
         q, k, v = (p(x).view(rows, length, -1, self.head_dim) for p in (self.q, self.k, self.v))
         q, k = (rotate(t, self.cos, self.sin).transpose(1, 2) for t in (q, k))
-        mixed = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
         return self.out(mixed.transpose(1, 2).reshape(rows, length, -1))
 
 
@@ -96,10 +101,18 @@ def _swiglu(r: Regime) -> nn.Module:
 
 
 GPT_COLUMNS = ("attention.qkv", "feed_forward.up")
-LLAMA_COLUMNS = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
+LLAMA_COLUMNS = (
+    "attention.q",
+    "attention.k",
+    "attention.v",
+    "feed_forward.gate",
+    "feed_forward.up",
+)
 TENSOR = {
     "GPT": Kind(nn.LayerNorm, Attention, FeedForward, GPT_COLUMNS, positions=True),
-    "GPT, sequence": Kind(nn.LayerNorm, Attention, FeedForward, GPT_COLUMNS, positions=True, sequence=True),
+    "GPT, sequence": Kind(
+        nn.LayerNorm, Attention, FeedForward, GPT_COLUMNS, positions=True, sequence=True
+    ),
     "Llama": Kind(nn.RMSNorm, RotaryAttention, _swiglu, LLAMA_COLUMNS),
     "Llama, sequence": Kind(nn.RMSNorm, RotaryAttention, _swiglu, LLAMA_COLUMNS, sequence=True),
 }
@@ -154,7 +167,14 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 def tensor_job(name: str, r: Regime, global_batch: int) -> piper.Job:
     """Return the job of a kind."""
     data = partial(batch, r.context, global_batch)
-    return piper.Job(partial(Transformer, name, r), data, loss, adamw, global_batch=global_batch, tokens_per_row=r.context)
+    return piper.Job(
+        partial(Transformer, name, r),
+        data,
+        loss,
+        adamw,
+        global_batch=global_batch,
+        tokens_per_row=r.context,
+    )
 
 
 def initial(name: str, r: Regime, seed: int) -> Transformer:

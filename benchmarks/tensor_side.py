@@ -53,15 +53,21 @@ def _plan(kind: Kind, layers: int) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {}
     for k in range(layers):
         for part in ("attention", "feed_forward"):
-            plan[f"layers.{k}.{part}"] = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate())
+            plan[f"layers.{k}.{part}"] = PrepareModuleInput(
+                input_layouts=stream, desired_input_layouts=Replicate()
+            )
         plan |= {f"layers.{k}.{name}": ColwiseParallel() for name in kind.columns}
         plan |= {f"layers.{k}.{name}": RowwiseParallel(output_layouts=stream) for name in kind.rows}
         if kind.sequence:
             plan |= {f"layers.{k}.{norm}": SequenceParallel() for norm in ("norm1", "norm2")}
     if kind.sequence:
-        plan["embedded"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream)
+        plan["embedded"] = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=stream
+        )
         plan["norm"] = SequenceParallel()
-        plan["head"] = PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=True)
+        plan["head"] = PrepareModuleInput(
+            input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=True
+        )
     return plan
 
 

@@ -42,16 +42,35 @@ SIZES = space.SIZES
 def rows(quick: bool) -> Iterator[Row]:
     """Return how fast, then how well."""
     problem, programs, more = space.problem(SIZES)
-    yield _rate(problem, programs, more, space.large(SIZES.layers, 18 if quick else 148), RATE_GOAL, "16 layers, pp=8")
+    yield _rate(
+        problem,
+        programs,
+        more,
+        space.large(SIZES.layers, 18 if quick else 148),
+        RATE_GOAL,
+        "16 layers, pp=8",
+    )
     shared = space.large_shared(SIZES.layers, 18 if quick else 78)
-    yield _rate(problem, programs, more, shared, SHARED_GOAL, "16 layers, pp=4 x dp=2, zero=0, 1, 2, 3 alike")
+    yield _rate(
+        problem,
+        programs,
+        more,
+        shared,
+        SHARED_GOAL,
+        "16 layers, pp=4 x dp=2, zero=0, 1, 2, 3 alike",
+    )
     table, row = exhaustive(problem, programs, more)
     yield row
     yield from regrets(problem, programs, table, 3 if quick else SEEDS)
 
 
 def _rate(
-    problem: TuningProblem, programs: Programs, more: Mapping[str, Any], made: Sequence[Strategy], goal: Goal, what: str
+    problem: TuningProblem,
+    programs: Programs,
+    more: Mapping[str, Any],
+    made: Sequence[Strategy],
+    goal: Goal,
+    what: str,
 ) -> Row:
     """Return the rate of distinct strategies, on CORES processes.
 
@@ -60,7 +79,9 @@ def _rate(
     sizes = [_instructions(problem, programs, s) for s in made[: len(space.LEVELS)]]
     pool = Processes(problem, programs, CORES, 600.0, more["modules"])
     try:
-        evaluate_all(pool, made[: 4 * CORES])  # a worker that starts late leaves the first ones to the other
+        evaluate_all(
+            pool, made[: 4 * CORES]
+        )  # a worker that starts late leaves the first ones to the other
         rates = []
         for k in range(BATCHES):
             work = made[4 * CORES + k :: BATCHES]  # both schedules and all kinds of cuts in each
@@ -69,13 +90,18 @@ def _rate(
             rates.append(len(work) / (time.perf_counter() - begin))
     finally:
         pool.close()
-    name = f"compiled and scored on {CORES} cores, plans of {min(sizes):,} to {max(sizes):,} instructions"
+    name = (
+        f"compiled and scored on {CORES} cores, plans of {min(sizes):,} to {max(sizes):,} "
+        f"instructions"
+    )
     note = f"median of {BATCHES} x {len(work)} plans, {what}"
     return Row("tune", name, median(rates), "plans/s", min(rates), max(rates), goal, note)
 
 
 def _instructions(problem: TuningProblem, programs: Programs, strategy: Strategy) -> int:
-    plan = compile_program(problem.program, strategy, global_batch=problem.global_batch, training=problem.training).plan
+    plan = compile_program(
+        problem.program, strategy, global_batch=problem.global_batch, training=problem.training
+    ).plan
     return sum(len(role.program) for role in plan.roles)
 
 
@@ -90,7 +116,9 @@ def evaluate_all(evaluator: Evaluator, strategies: Sequence[Strategy]) -> list[O
     return out + [evaluator.result(t) for t in tickets[len(out) :]]
 
 
-def exhaustive(problem: TuningProblem, programs: Programs, more: Mapping[str, Any]) -> tuple[dict[Strategy, Outcome], Row]:
+def exhaustive(
+    problem: TuningProblem, programs: Programs, more: Mapping[str, Any]
+) -> tuple[dict[Strategy, Outcome], Row]:
     """Compile and score every strategy of the space once.
 
     The outcomes are kept in benchmarks/results for the same space, sizes and sources.
@@ -111,9 +139,18 @@ def exhaustive(problem: TuningProblem, programs: Programs, more: Mapping[str, An
         note = "taken now"
     else:
         note = f"kept from an earlier run in {path.name}"
-    outcomes = [Refused(**o) if "kind" in o else Scored(**{**o, "notes": tuple(o["notes"])}) for o in known["outcomes"]]
+    outcomes = [
+        Refused(**o) if "kind" in o else Scored(**{**o, "notes": tuple(o["notes"])})
+        for o in known["outcomes"]
+    ]
     fitting = sum(isinstance(o, Scored) and not o.reason for o in outcomes)
-    row = Row("tune", f"all {len(strategies):,} strategies", known["seconds"], "s", note=f"{fitting:,} fit; {note}")
+    row = Row(
+        "tune",
+        f"all {len(strategies):,} strategies",
+        known["seconds"],
+        "s",
+        note=f"{fitting:,} fit; {note}",
+    )
     return dict(zip(strategies, outcomes, strict=True)), row
 
 
@@ -124,7 +161,9 @@ def _key(problem: TuningProblem) -> str:
     for name in ("ir", "compiler", "simulator", "autotune"):
         for source in sorted((packages / name / "src").rglob("*.py")):
             digest.update(source.read_bytes())
-    return space_key(space.strategy, digest.hexdigest(), sorted(space.CHOICES.items()), SIZES, *problem.facts())
+    return space_key(
+        space.strategy, digest.hexdigest(), sorted(space.CHOICES.items()), SIZES, *problem.facts()
+    )
 
 
 @dataclass
@@ -155,7 +194,9 @@ class Table:
         """Nothing was started."""
 
 
-def regrets(problem: TuningProblem, programs: Programs, table: Mapping[Strategy, Outcome], seeds: int) -> Iterator[Row]:
+def regrets(
+    problem: TuningProblem, programs: Programs, table: Mapping[Strategy, Outcome], seeds: int
+) -> Iterator[Row]:
     """Return the regrets of the tuner, then those of Optuna's samplers alone.
 
     A regret is the period of the best found over that of the best there is, less 1.
@@ -165,26 +206,62 @@ def regrets(problem: TuningProblem, programs: Programs, table: Mapping[Strategy,
     judge = PruningRules(problem, programs)
     wrong = [s for s, o in scored.items() if judge.check(s) is not None and not o.reason]
     pruned = sum(judge.check(s) is not None for s in scored)
-    yield Row("tune", "candidates pruned that would fit", len(wrong), "", goal=NONE_GOAL, note=f"{pruned:,} pruned for memory")
+    yield Row(
+        "tune",
+        "candidates pruned that would fit",
+        len(wrong),
+        "",
+        goal=NONE_GOAL,
+        note=f"{pruned:,} pruned for memory",
+    )
     studies = [_search(problem, table, seed, None) for seed in range(seeds)]
     found = sorted(regret_of(s, least) for s in studies)
     bad = sum(s.best is None or bool(scored[s.best].reason) for s in studies)
-    looked = f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, {mean(map(scored_count, studies)):.0f} compiled"
+    looked = (
+        f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, "
+        f"{mean(map(scored_count, studies)):.0f} compiled"
+    )
     note = f"{seeds} seeds, {TRIALS} trials; {looked}"
     yield Row("tune", "regret, median", median(found), "", found[0], found[-1], MEDIAN_GOAL, note)
-    yield Row("tune", "regret, 95th percentile", found[ceil(0.95 * len(found)) - 1], "", goal=TAIL_GOAL, note=note)
+    yield Row(
+        "tune",
+        "regret, 95th percentile",
+        found[ceil(0.95 * len(found)) - 1],
+        "",
+        goal=TAIL_GOAL,
+        note=note,
+    )
     yield Row("tune", "results that do not fit", bad, "", goal=NONE_GOAL, note=note)
-    for name, sampler in (("TPE", optuna.samplers.TPESampler), ("random", optuna.samplers.RandomSampler)):
-        others = sorted(regret_of(_search(problem, table, k, sampler(seed=k)), least) for k in range(min(seeds, OTHERS)))
+    for name, sampler in (
+        ("TPE", optuna.samplers.TPESampler),
+        ("random", optuna.samplers.RandomSampler),
+    ):
+        others = sorted(
+            regret_of(_search(problem, table, k, sampler(seed=k)), least)
+            for k in range(min(seeds, OTHERS))
+        )
         note = f"{len(others)} seeds, the same rules"
-        yield Row("tune", f"regret with Optuna's {name}, median", median(others), "", others[0], others[-1], note=note)
+        yield Row(
+            "tune",
+            f"regret with Optuna's {name}, median",
+            median(others),
+            "",
+            others[0],
+            others[-1],
+            note=note,
+        )
 
 
 def _search(
-    problem: TuningProblem, table: Mapping[Strategy, Outcome], seed: int, sampler: optuna.samplers.BaseSampler | None
+    problem: TuningProblem,
+    table: Mapping[Strategy, Outcome],
+    seed: int,
+    sampler: optuna.samplers.BaseSampler | None,
 ) -> Study:
     function = partial(space.strategy, layers=SIZES.layers)
-    return tune(problem, function, trials=TRIALS, seed=seed, sampler=sampler, evaluator=Table(table))
+    return tune(
+        problem, function, trials=TRIALS, seed=seed, sampler=sampler, evaluator=Table(table)
+    )
 
 
 def regret_of(study: Study, least: float) -> float:

@@ -24,7 +24,17 @@ from optuna.trial import FixedTrial
 
 from benchmarks import shared_space as space
 from benchmarks.measure import Row
-from benchmarks.tuner import CORES, MEDIAN_GOAL, NONE_GOAL, SEEDS, TRIALS, Table, evaluate_all, regret_of, scored_count
+from benchmarks.tuner import (
+    CORES,
+    MEDIAN_GOAL,
+    NONE_GOAL,
+    SEEDS,
+    TRIALS,
+    Table,
+    evaluate_all,
+    regret_of,
+    scored_count,
+)
 from piper_autotune import Study, tune
 from piper_autotune.scoring.evaluators import Here, Outcome, Processes
 from piper_autotune.scoring.scoring import Scored
@@ -53,7 +63,12 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from regrets(problem, more, outcomes, 3 if quick else SEEDS)
 
 
-def evaluate(problem: TuningProblem, programs: Programs, more: Mapping[str, Any], strategies: Sequence[Strategy]) -> Scores:
+def evaluate(
+    problem: TuningProblem,
+    programs: Programs,
+    more: Mapping[str, Any],
+    strategies: Sequence[Strategy],
+) -> Scores:
     """Score strategies on two cores."""
     pool = Processes(problem, programs, CORES, 600.0, more["modules"])
     try:
@@ -83,52 +98,93 @@ def read(path: Path) -> Scores:
 def outcome(problem: TuningProblem, period_s: float, nbytes: int) -> Scored:
     """Return what scoring would say."""
     limit = problem.memory_limit
-    return Scored(period_s, period_s, nbytes, nbytes, "sweep", "too much" if limit is not None and nbytes > limit else "")
+    return Scored(
+        period_s,
+        period_s,
+        nbytes,
+        nbytes,
+        "sweep",
+        "too much" if limit is not None and nbytes > limit else "",
+    )
 
 
-def sampled(problem: TuningProblem, programs: Programs, outcomes: Mapping[Strategy, Scored], count: int) -> Iterator[Row]:
+def sampled(
+    problem: TuningProblem, programs: Programs, outcomes: Mapping[Strategy, Scored], count: int
+) -> Iterator[Row]:
     """Return by how much scores of today differ from those of the table."""
     here, far = Here(problem, programs), 0.0
     for strategy in Random(0).sample(list(outcomes), count):
         now, then = here.result(here.submit(strategy)), outcomes[strategy]
         assert isinstance(now, Scored), now
-        far = max(far, abs(now.period_s / then.period_s - 1), abs(now.device_bytes / then.device_bytes - 1))
-    note = f"{count} of {len(outcomes):,} strategies scored again; where it is large, run --evaluate"
+        far = max(
+            far,
+            abs(now.period_s / then.period_s - 1),
+            abs(now.device_bytes / then.device_bytes - 1),
+        )
+    note = (
+        f"{count} of {len(outcomes):,} strategies scored again; where it is large, run --evaluate"
+    )
     yield Row(SECTION, "scores that differ from the table's, at most by", far, "", note=note)
 
 
-def pruned(problem: TuningProblem, programs: Programs, outcomes: Mapping[Strategy, Scored], count: int) -> Iterator[Row]:
+def pruned(
+    problem: TuningProblem, programs: Programs, outcomes: Mapping[Strategy, Scored], count: int
+) -> Iterator[Row]:
     """Return how many strategies that fit, or are among the fastest, the rules would reject."""
     rules = PruningRules(problem, programs)
     known_s = median(o.period_s for o in outcomes.values() if not o.reason)
     seen, wrong = 0, 0
     for strategy in Random(1).sample(list(outcomes), count):
         exact = outcomes[strategy]
-        for bound, right in ((float("inf"), bool(exact.reason)), (known_s, bool(exact.reason) or exact.period_s > known_s)):
+        for bound, right in (
+            (float("inf"), bool(exact.reason)),
+            (known_s, bool(exact.reason) or exact.period_s > known_s),
+        ):
             found = rules.check(strategy, bound)
             seen += found is not None
             wrong += found is not None and not right
     fitting = sum(not o.reason for o in outcomes.values())
-    note = f"{seen:,} of {2 * count:,} checks reject; {fitting:,} of {len(outcomes):,} strategies fit"
-    yield Row(SECTION, "strategies pruned that would fit and be faster", wrong, "", goal=NONE_GOAL, note=note)
+    note = (
+        f"{seen:,} of {2 * count:,} checks reject; {fitting:,} of {len(outcomes):,} strategies fit"
+    )
+    yield Row(
+        SECTION,
+        "strategies pruned that would fit and be faster",
+        wrong,
+        "",
+        goal=NONE_GOAL,
+        note=note,
+    )
 
 
-def regrets(problem: TuningProblem, more: Mapping[str, Any], outcomes: Mapping[Strategy, Scored], seeds: int) -> Iterator[Row]:
+def regrets(
+    problem: TuningProblem, more: Mapping[str, Any], outcomes: Mapping[Strategy, Scored], seeds: int
+) -> Iterator[Row]:
     """Return the regrets of the tuner: the period of the best found over that of the best there is, less 1."""
     least = min(o.period_s for o in outcomes.values() if not o.reason)
     studies = [search(problem, more, outcomes, seed) for seed in range(seeds)]
     found = sorted(regret_of(s, least) for s in studies)
     bad = sum(s.best is None or bool(outcomes[s.best].reason) for s in studies)
-    looked = f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, {mean(map(scored_count, studies)):.0f} compiled"
-    note = f"{seeds} seeds, {TRIALS} trials in {len(outcomes):,} strategies that the sampler has not seen; {looked}"
+    looked = (
+        f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, "
+        f"{mean(map(scored_count, studies)):.0f} compiled"
+    )
+    note = (
+        f"{seeds} seeds, {TRIALS} trials in {len(outcomes):,} strategies that the sampler has not "
+        f"seen; {looked}"
+    )
     yield Row(SECTION, "regret, median", median(found), "", found[0], found[-1], MEDIAN_GOAL, note)
     yield Row(SECTION, "regret, 95th percentile", found[ceil(0.95 * len(found)) - 1], "", note=note)
     yield Row(SECTION, "results that do not fit", bad, "", goal=NONE_GOAL, note=note)
 
 
-def search(problem: TuningProblem, more: Mapping[str, Any], outcomes: Mapping[Strategy, Outcome], seed: int) -> Study:
+def search(
+    problem: TuningProblem, more: Mapping[str, Any], outcomes: Mapping[Strategy, Outcome], seed: int
+) -> Study:
     """Search in the table; strategies that are not in it would be an error."""
-    return tune(problem, space.strategy, trials=TRIALS, seed=seed, evaluator=Table(outcomes), **more)
+    return tune(
+        problem, space.strategy, trials=TRIALS, seed=seed, evaluator=Table(outcomes), **more
+    )
 
 
 def main(argv: Sequence[str]) -> int:

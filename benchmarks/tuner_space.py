@@ -62,7 +62,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(rows, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -73,7 +77,10 @@ class GPT(nn.Module):
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(s.vocab, s.width), nn.Embedding(s.length, s.width)
+        self.tokens, self.positions = (
+            nn.Embedding(s.vocab, s.width),
+            nn.Embedding(s.length, s.width),
+        )
         self.layers = nn.ModuleList(Block(s) for _ in range(s.layers))
         self.norm, self.head = nn.LayerNorm(s.width), nn.Linear(s.width, s.vocab, bias=False)
 
@@ -98,7 +105,15 @@ def job(s: Sizes) -> piper.Job:
         return torch.optim.AdamW([p for _, p in named], lr=1e-4)
 
     precision = piper.Precision(params="bfloat16")
-    return piper.Job(lambda: GPT(s), batch, loss, adamw, global_batch=GLOBAL_BATCH, tokens_per_row=s.length, precision=precision)
+    return piper.Job(
+        lambda: GPT(s),
+        batch,
+        loss,
+        adamw,
+        global_batch=GLOBAL_BATCH,
+        tokens_per_row=s.length,
+        precision=precision,
+    )
 
 
 @lru_cache(maxsize=2)
@@ -123,9 +138,13 @@ def _all_cuts(pp: int, layers: int) -> tuple[tuple[int, ...], ...]:
     left, with the larger ones first or last.
     """
     out: dict[tuple[int, ...], None] = {}
-    for early, late, back in sorted(itertools.product(range(-6, 7), range(-6, 7), (False, True)), key=_oddness):
+    for early, late, back in sorted(
+        itertools.product(range(-6, 7), range(-6, 7), (False, True)), key=_oddness
+    ):
         first, last = layers // pp - early, layers // pp - late
-        inner, more = divmod(layers - first - last, pp - 2) if pp > 2 else (0, layers - first - last)
+        inner, more = (
+            divmod(layers - first - last, pp - 2) if pp > 2 else (0, layers - first - last)
+        )
         if pp == 2 and more:
             continue
         rest = [inner + (k >= pp - 2 - more if back else k < more) for k in range(pp - 2)]
@@ -146,7 +165,10 @@ def strategy(trial: Any, layers: int = SIZES.layers) -> Strategy:
     at = cuts(pp, layers)[trial.suggest_int("boundaries", 0, BOUNDARIES - 1)] if pp > 1 else ()
     recipe = recipes.gpipe if chosen["schedule"] == "gpipe" else recipes.one_f_one_b
     stages = recipe(pp=pp, microbatches=microbatches, at=at)
-    return Strategy(Mesh(pp=pp, dp=DEVICES // pp), (*stages, *recipes.data_parallel(bucket_mb=chosen["bucket_mb"])))
+    return Strategy(
+        Mesh(pp=pp, dp=DEVICES // pp),
+        (*stages, *recipes.data_parallel(bucket_mb=chosen["bucket_mb"])),
+    )
 
 
 def large(layers: int, count: int) -> list[Strategy]:
@@ -154,7 +176,11 @@ def large(layers: int, count: int) -> list[Strategy]:
     out = []
     for at in _all_cuts(DEVICES, layers)[: -(-count // 2)]:
         for recipe in (recipes.gpipe, recipes.one_f_one_b):
-            out.append(Strategy(Mesh(pp=DEVICES), recipe(pp=DEVICES, microbatches=GLOBAL_BATCH // 2, at=at)))
+            out.append(
+                Strategy(
+                    Mesh(pp=DEVICES), recipe(pp=DEVICES, microbatches=GLOBAL_BATCH // 2, at=at)
+                )
+            )
     return out[:count]
 
 
@@ -175,7 +201,9 @@ def large_shared(layers: int, count: int) -> list[Strategy]:
     for at in _all_cuts(4, layers)[: -(-count // len(LEVELS))]:
         for level in LEVELS:
             stages = recipes.one_f_one_b(pp=4, microbatches=GLOBAL_BATCH // 4, at=at)
-            out.append(Strategy(Mesh(pp=4, dp=2), (*stages, *recipes.data_parallel(bucket_mb=60, **level))))
+            out.append(
+                Strategy(Mesh(pp=4, dp=2), (*stages, *recipes.data_parallel(bucket_mb=60, **level)))
+            )
     return out[:count]
 
 

@@ -53,10 +53,14 @@ class Case:
         no more than memory holds, since no W has run. Its other work comes after.
         """
         stages, p = self.pp * self.chunks, self.pp
-        hop = [self.hop * (0 < s != p) for s in range(stages)]  # from the stage before; stages p - 1 and p are on one device
+        hop = [
+            self.hop * (0 < s != p) for s in range(stages)
+        ]  # from the stage before; stages p - 1 and p are on one device
         arrivals = [[0.0] * self.microbatches]
         for s in range(stages):
-            ends = list(accumulate(arrivals[s], lambda end, at, s=s: max(end, at) + self.F[s], initial=0.0))[1:]
+            ends = list(
+                accumulate(arrivals[s], lambda end, at, s=s: max(end, at) + self.F[s], initial=0.0)
+            )[1:]
             arrivals.append([end + hop[s + 1] for end in ends] if s + 1 < stages else ends)
         back = [arrivals[-1][0]]  # when the first I can start, from the last stage on
         for s in range(stages - 1, 0, -1):
@@ -66,7 +70,12 @@ class Case:
             mine = [r] if self.chunks == 1 else [r, stages - 1 - r]
             first = back[stages - 1 - mine[-1]]
             busy = self.microbatches * sum(self.F[s] + self.I[s] + self.W[s] for s in mine)
-            bound = max(bound, first + busy - self._forwards_before(first, [(self.F[s], arrivals[s]) for s in mine]))
+            bound = max(
+                bound,
+                first
+                + busy
+                - self._forwards_before(first, [(self.F[s], arrivals[s]) for s in mine]),
+            )
         return bound
 
     def _forwards_before(self, time: float, stages: Sequence[tuple[int, Sequence[float]]]) -> float:
@@ -78,7 +87,11 @@ class Case:
         most = 0.0
         for first in range(min(self.units, self.microbatches) + 1):
             counts = (first, self.units - first)
-            jobs = sorted((at, f) for n, (f, arrivals) in zip(counts, stages, strict=False) for at in arrivals[:n])
+            jobs = sorted(
+                (at, f)
+                for n, (f, arrivals) in zip(counts, stages, strict=False)
+                for at in arrivals[:n]
+            )
             end = done = 0.0
             for at, seconds in jobs:
                 start = max(end, at)
@@ -89,8 +102,12 @@ class Case:
 
     def measured(self, schedule: Schedule) -> tuple[float, int]:
         """Return the makespan, and the peak of the fullest device in units."""
-        program = piper.synthetic(stages=self.pp * self.chunks, F=self.F, I=self.I, W=self.W, hop=self.hop)
-        simulation = piper.simulate(piper.compile(program, piper.Strategy(piper.Mesh(pp=self.pp), schedule)).plan)
+        program = piper.synthetic(
+            stages=self.pp * self.chunks, F=self.F, I=self.I, W=self.W, hop=self.hop
+        )
+        simulation = piper.simulate(
+            piper.compile(program, piper.Strategy(piper.Mesh(pp=self.pp), schedule)).plan
+        )
         return simulation.step_s, max(simulation.peak_bytes)
 
 
@@ -112,9 +129,14 @@ def named(one: Case) -> dict[str, tuple[float, int]]:
     """Return makespan and peak of the named schedules with the case's placement that stay within its limit."""
     r = piper.recipes
     makes: Sequence[Callable[..., Schedule]] = (
-        (r.gpipe, r.one_f_one_b, r.zb_h1, r.zb_h2) if one.chunks == 1 else (r.zbv, r.dualpipe_v, r.v_half, r.v_min)
+        (r.gpipe, r.one_f_one_b, r.zb_h1, r.zb_h2)
+        if one.chunks == 1
+        else (r.zbv, r.dualpipe_v, r.v_half, r.v_min)
     )
-    results = {make.__name__: one.measured(make(pp=one.pp, microbatches=one.microbatches)) for make in makes}
+    results = {
+        make.__name__: one.measured(make(pp=one.pp, microbatches=one.microbatches))
+        for make in makes
+    }
     return {name: result for name, result in results.items() if result[1] <= one.units}
 
 
@@ -133,18 +155,36 @@ def _case_rows(count: int) -> Iterator[Row]:
         makespan, peak = one.measured(one.found())
         bound = one.bound()
         proven += makespan == bound
-        best, name = min(((s, n) for n, (s, _) in named(one).items()), default=(makespan, "none, which does not fit"))
+        best, name = min(
+            ((s, n) for n, (s, _) in named(one).items()),
+            default=(makespan, "none, which does not fit"),
+        )
         found.append(best / makespan)
         note = (
-            f"p={one.pp}, m={one.microbatches}, {one.chunks} per device, at most {one.units} activations, hop {one.hop}: "
+            f"p={one.pp}, m={one.microbatches}, {one.chunks} per device, at most {one.units} "
+            f"activations, hop "
+            f"{one.hop}: "
             f"searched {makespan:g} with a peak of {peak}; best named {best:g}, {name}; "
             f"no schedule ends before {bound:g}"
         )
-        yield Row("search", f"uneven case {number}: best named / searched", found[-1], "ratio", note=note)
-    better = f"{sum(x > 1 for x in found)} of {count} strictly better, {proven} of {count} proven to be the best there is"
+        yield Row(
+            "search", f"uneven case {number}: best named / searched", found[-1], "ratio", note=note
+        )
+    better = (
+        f"{sum(x > 1 for x in found)} of {count} strictly better, {proven} of {count} proven to be "
+        f"the best there is"
+    )
     goal = Goal("above", 1 - 1e-9)
     yield Row(
-        "search", "uneven cases: best named / searched", median(found), "ratio", min(found), max(found), goal, better, min(found)
+        "search",
+        "uneven cases: best named / searched",
+        median(found),
+        "ratio",
+        min(found),
+        max(found),
+        goal,
+        better,
+        min(found),
     )
 
 
@@ -154,12 +194,24 @@ def _frontier_rows(devices: Sequence[int]) -> Iterator[Row]:
         for units in range(pp, 2 * pp + 1):
             schedule, spent = _timed(pp, 2 * pp, chunks=2, memory_limit=units)
             program = piper.synthetic(stages=2 * pp, F=1, I=1, W=1)
-            simulated = piper.simulate(piper.compile(program, piper.Strategy(piper.Mesh(pp=pp), schedule)).plan)
+            simulated = piper.simulate(
+                piper.compile(program, piper.Strategy(piper.Mesh(pp=pp), schedule)).plan
+            )
             found.append(simulated.span_bubble_s - v_frontier(pp, units))
             seconds.append(spent)
-        note = f"span bubble for limits of {pp} to {2 * pp}; CPU seconds per search {min(seconds):.2f} to {max(seconds):.2f}"
+        note = (
+            f"span bubble for limits of {pp} to {2 * pp}; CPU seconds per search "
+            f"{min(seconds):.2f} to {max(seconds):.2f}"
+        )
         yield Row(
-            "search", f"V frontier, p={pp}: found - formula", max(found), "F", min(found), max(found), Goal("below", 0.5), note
+            "search",
+            f"V frontier, p={pp}: found - formula",
+            max(found),
+            "F",
+            min(found),
+            max(found),
+            Goal("below", 0.5),
+            note,
         )
 
 
@@ -172,7 +224,16 @@ def _large_rows(shapes: Sequence[tuple[int, int]]) -> Iterator[Row]:
             seconds.append(_timed(16, 64, chunks=chunks, memory_limit=units, **times)[1])
         note = "equal stages, and uneven ones"
         name = f"p=16, m=64, {chunks} per device, at most {units} activations"
-        yield Row("search", name, max(seconds), "CPU s", min(seconds), max(seconds), Goal("below", 5.0), note)
+        yield Row(
+            "search",
+            name,
+            max(seconds),
+            "CPU s",
+            min(seconds),
+            max(seconds),
+            Goal("below", 5.0),
+            note,
+        )
 
 
 def _timed(pp: int, microbatches: int, **options: Any) -> tuple[Schedule, float]:

@@ -17,7 +17,10 @@ from piper_ir.tools import usable_cores
 
 SECTION = "zero"
 ROUNDS = 5
-GOALS = {"step time: order": Goal("above", 0.85), "peak memory: largest error": Goal("below", 0.005)}
+GOALS = {
+    "step time: order": Goal("above", 0.85),
+    "peak memory: largest error": Goal("below", 0.005),
+}
 """The goals that are higher than those of `benchmarks.prediction`."""
 DATA: tuple[tuple[int, int, str, dict[str, Any]], ...] = (
     (2, 1, "all", {}),
@@ -41,7 +44,9 @@ def rows(quick: bool) -> Iterator[Row]:
     """Yield a row per strategy, then the goals."""
     chosen = strategies()
     names = [*chosen][:: max(1, len(chosen) // QUICK_STRATEGIES)] if quick else [*chosen]
-    for row in predicted({n: chosen[n] for n in names}, LARGE, GLOBAL_BATCH, QUICK_ROUNDS if quick else ROUNDS):
+    for row in predicted(
+        {n: chosen[n] for n in names}, LARGE, GLOBAL_BATCH, QUICK_ROUNDS if quick else ROUNDS
+    ):
         yield replace(row, section=SECTION, goal=GOALS.get(row.name, row.goal))
 
 
@@ -49,16 +54,30 @@ def strategies() -> dict[str, piper.Strategy]:
     """Return ZeRO on two replicas and recomputation on two stages, and both on four ranks where there are cores."""
     found = {}
     for m, zero, keep, windows in DATA:
-        name = f"dp=2 zero={zero} m={m}{_kept(keep)}{''.join(f', {k}={v!r}' for k, v in windows.items())}"
+        name = (
+            f"dp=2 zero={zero} "
+            f"m={m}{_kept(keep)}{''.join(f', {k}={v!r}' for k, v in windows.items())}"
+        )
         split = piper.split(piper.where(), microbatches=m)
-        found[name] = piper.Strategy(piper.Mesh(dp=2), (split, *piper.recipes.data_parallel(zero=zero, **windows), *_again(keep)))
+        found[name] = piper.Strategy(
+            piper.Mesh(dp=2),
+            (split, *piper.recipes.data_parallel(zero=zero, **windows), *_again(keep)),
+        )
     for m, keep, apart in PIPES:
         pipe = (*piper.recipes.one_f_one_b(pp=2, microbatches=m), *_again(keep, apart))
-        found[f"1f1b pp=2 m={m}{_kept(keep)}{', apart' if apart else ''}"] = piper.Strategy(piper.Mesh(pp=2), pipe)
+        found[f"1f1b pp=2 m={m}{_kept(keep)}{', apart' if apart else ''}"] = piper.Strategy(
+            piper.Mesh(pp=2), pipe
+        )
     if usable_cores() >= 4:
         for m, zero, keep in BOTH:
-            both = (*piper.recipes.one_f_one_b(pp=2, microbatches=m), *piper.recipes.data_parallel(zero=zero), *_again(keep))
-            found[f"1f1b pp=2 dp=2 zero={zero} m={m}{_kept(keep)}"] = piper.Strategy(piper.Mesh(pp=2, dp=2), both)
+            both = (
+                *piper.recipes.one_f_one_b(pp=2, microbatches=m),
+                *piper.recipes.data_parallel(zero=zero),
+                *_again(keep),
+            )
+            found[f"1f1b pp=2 dp=2 zero={zero} m={m}{_kept(keep)}"] = piper.Strategy(
+                piper.Mesh(pp=2, dp=2), both
+            )
     return found
 
 

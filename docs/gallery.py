@@ -1,8 +1,9 @@
-"""Write docs/schedules.md and its pictures: every registered recipe compiled, simulated and drawn. `make gallery` runs it.
+"""Write docs/schedules.md and its pictures: every registered recipe compiled, simulated and drawn. `make gallery` runs
+it.
 
-All recipes train the same model: a recipe with v chunks per device cuts it into v times as many stages, each of 1/v of the
-time and memory. Times are in units of a device's forward for one microbatch, F = I = W = 1 on a device; memory in units of what a
-device keeps for one microbatch when the model is cut into p stages.
+All recipes train the same model: a recipe with v chunks per device cuts it into v times as many stages, each of 1/v of
+the time and memory. Times are in units of a device's forward for one microbatch, F = I = W = 1 on a device; memory in
+units of what a device keeps for one microbatch when the model is cut into p stages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from piper_report import Drawing, draw_schedule, draw_schedules
 PP, MICROBATCHES = 4, 8
 HERE = Path(__file__).resolve().parent
 PICTURES = HERE / "schedules"
-FIRST = ("gpipe", "one_f_one_b", "looped_bfs", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "dualpipe", "dualpipe_v")
+FIRST = (
+    "gpipe",
+    "one_f_one_b",
+    "looped_bfs",
+    "interleaved",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_zb",
+    "zbv",
+    "dualpipe",
+    "dualpipe_v",
+)
 """The order of the page; further recipes follow by name."""
 UNIT = 12
 """Bytes of a device's activation, so that it divides by 1, 2, 3 and 4 chunks."""
@@ -42,7 +54,11 @@ def simulated(name: str) -> SimulatedRecipe:
 
 def row(name: str, found: SimulatedRecipe) -> str:
     peaks = [x / UNIT for x in found.peaks]
-    peak = number(peaks[0]) if len(set(peaks)) == 1 else f"{number(max(peaks))} ({', '.join(map(number, peaks))})"
+    peak = (
+        number(peaks[0])
+        if len(set(peaks)) == 1
+        else f"{number(max(peaks))} ({', '.join(map(number, peaks))})"
+    )
     simulation = found.simulation
     cells = [
         f"[{name}](#{name})", number(simulation.step_s), number(simulation.global_bubble_s), f"{found.idle:.1%}",
@@ -57,10 +73,17 @@ def number(x: float) -> str:
 
 def section(name: str) -> str:
     recipe = RECIPES[name]
-    facts = [("Formula", recipe.formula), ("Peak, in activations of a chunk on device r", recipe.peak), ("Use", recipe.use)]
+    facts = [
+        ("Formula", recipe.formula),
+        ("Peak, in activations of a chunk on device r", recipe.peak),
+        ("Use", recipe.use),
+    ]
     facts += [("Legal", recipe.rule), ("Source", recipe.source)]
     lines = "\n".join(fill(f"- {k}: {v}", 118, subsequent_indent="  ") for k, v in facts if v)
-    picture = f"![The schedule {name} on {PP} devices with {MICROBATCHES} microbatches](schedules/{name}.png)"
+    picture = (
+        f"![The schedule {name} on {PP} devices with {MICROBATCHES} "
+        f"microbatches](schedules/{name}.png)"
+    )
     return f"### {name}\n\n{picture}\n\n{lines}\n"
 
 
@@ -141,7 +164,9 @@ def main() -> None:
     for path in PICTURES.glob("*.png"):
         shrink(path)
     table = "\n".join(row(name, one) for name, one in found.items())
-    text = PAGE.format(pp=PP, microbatches=MICROBATCHES, table=table, sections="\n".join(map(section, names)))
+    text = PAGE.format(
+        pp=PP, microbatches=MICROBATCHES, table=table, sections="\n".join(map(section, names))
+    )
     (HERE / "schedules.md").write_text(text)
     print(f"docs/schedules.md and {len(drawings) + 1} pictures in docs/schedules")
 

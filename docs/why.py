@@ -126,7 +126,9 @@ def parts() -> dict[str, str]:
     tables = {"path": path, "order": order, "ranks": ranks, "gaps": gaps}
     out = {name: _block(table) for name, table in tables.items()}
     result = compare(example("gpipe"), found)
-    out["comparison"] = "\n\n".join(_block(t) for t in comparison_tables(result, ("gpipe", "one_f_one_b"), "given durations"))
+    out["comparison"] = "\n\n".join(
+        _block(t) for t in comparison_tables(result, ("gpipe", "one_f_one_b"), "given durations")
+    )
     return out | {"one_f_one_b": f"a step of {found.step_s:g} s"}
 
 
@@ -137,9 +139,17 @@ def _block(table: Table) -> str:
 def main() -> None:
     """Write the page."""
     printed = subprocess.run(
-        [sys.executable, "-m", "piper", *GPT.split()], cwd=HERE.parent, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "piper", *GPT.split()],
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    real = [f"```\n{t.strip()}\n```" for t in printed.stdout.split("\n\n") if t.strip().startswith(SHOWN)]
+    real = [
+        f"```\n{t.strip()}\n```"
+        for t in printed.stdout.split("\n\n")
+        if t.strip().startswith(SHOWN)
+    ]
     date = datetime.now(UTC).date().isoformat()
     (HERE / "why.md").write_text(PAGE.format(gpt=GPT, date=date, real="\n\n".join(real), **parts()))
     print("docs/why.md")

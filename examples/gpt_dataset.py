@@ -47,7 +47,9 @@ class Lines(Dataset[Tensor]):
         self._path = path
         if not path.exists():
             whole = path.with_suffix(f".{random.randrange(2**32)}")
-            whole.write_text("".join(f"{sentence(i)}\n" for i in range(SENTENCES)), encoding="ascii")
+            whole.write_text(
+                "".join(f"{sentence(i)}\n" for i in range(SENTENCES)), encoding="ascii"
+            )
             whole.replace(path)  # so that no other process sees half of it
         ends = [i for i, byte in enumerate(path.read_bytes()) if byte == ord("\n")]
         self._spans = list(zip([0, *(e + 1 for e in ends)], ends, strict=False))
@@ -86,15 +88,28 @@ def model() -> nn.Module:
 
 
 dataset = Lines(FILE)
-job = piper.Job(model, piper.from_dataset(dataset, collate, seed=0), loss, optimizer, global_batch=32, tokens_per_row=LENGTH)
+job = piper.Job(
+    model,
+    piper.from_dataset(dataset, collate, seed=0),
+    loss,
+    optimizer,
+    global_batch=32,
+    tokens_per_row=LENGTH,
+)
 strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4))
 steps = 40
 
 
 def main() -> None:
-    run = piper.execute(piper.compile(job, strategy), steps=steps, launcher="processes", loader="processes")
+    run = piper.execute(
+        piper.compile(job, strategy), steps=steps, launcher="processes", loader="processes"
+    )
     (inputs, _), *_ = DataLoader(dataset, batch_size=8, collate_fn=collate)
-    print(f"a DataLoader's first batch: {tuple(inputs.shape)}; loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} nats per byte")
+    print(
+        f"a DataLoader's first batch: {tuple(inputs.shape)}; loss {run.losses[0]:.3f} -> "
+        f"{run.losses[-1]:.3f} nats per "
+        f"byte"
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        q, k, v = self.qkv(self.ln1(x)).view(rows, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.ln1(x))
+            .view(rows, length, 3, HEADS, width // HEADS)
+            .permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(F.gelu(self.up(self.ln2(x))))
@@ -75,15 +79,21 @@ def text() -> Tensor:
     """The source of the standard library's top-level modules as bytes, read once per process."""
     if not _TEXT:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        _TEXT.append(torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8))
+        _TEXT.append(
+            torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+        )
     return _TEXT[0]
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     """Row r of a step starts at a place that depends on the step and r only: every strategy sees the same data."""
     source = text()
-    picks = torch.randint(len(source) - CONTEXT - 1, (GLOBAL_BATCH,), generator=torch.Generator().manual_seed(step))
-    windows = torch.stack([source[i : i + CONTEXT + 1] for i in picks[rows.start : rows.stop].tolist()]).long()
+    picks = torch.randint(
+        len(source) - CONTEXT - 1, (GLOBAL_BATCH,), generator=torch.Generator().manual_seed(step)
+    )
+    windows = torch.stack(
+        [source[i : i + CONTEXT + 1] for i in picks[rows.start : rows.stop].tolist()]
+    ).long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -100,9 +110,11 @@ def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-# In float32: on a CPU with products of bfloat16 a step takes as long, and on one without them ten times as long. On GPUs
-# give precision=piper.Precision(params="float32", compute="bfloat16").
-job = piper.Job(GPT, batch, loss, optimizer, global_batch=GLOBAL_BATCH, tokens_per_row=CONTEXT, clip_norm=1.0)
+# In float32: on a CPU with products of bfloat16 a step takes as long, and on one without them ten times as long. On
+# GPUs give precision=piper.Precision(params="float32", compute="bfloat16").
+job = piper.Job(
+    GPT, batch, loss, optimizer, global_batch=GLOBAL_BATCH, tokens_per_row=CONTEXT, clip_norm=1.0
+)
 steps = STEPS
 params = {"pp": 2, "schedule": "1f1b", "microbatches": 8, "bucket_mb": 1}
 """What `strategy` gets where nobody searches."""
@@ -116,8 +128,12 @@ def strategy(trial: Any) -> piper.Strategy:
         schedules = {"gpipe": piper.recipes.gpipe, "1f1b": piper.recipes.one_f_one_b}
         schedule = schedules[trial.suggest_categorical("schedule", tuple(schedules))]
         return piper.Strategy(piper.Mesh(pp=2), schedule(pp=2, microbatches=microbatches))
-    reduced = piper.recipes.data_parallel(bucket_mb=trial.suggest_categorical("bucket_mb", (0.25, 1, 4)))
-    return piper.Strategy(piper.Mesh(dp=2), (piper.split(piper.where(), microbatches=microbatches), *reduced))
+    reduced = piper.recipes.data_parallel(
+        bucket_mb=trial.suggest_categorical("bucket_mb", (0.25, 1, 4))
+    )
+    return piper.Strategy(
+        piper.Mesh(dp=2), (piper.split(piper.where(), microbatches=microbatches), *reduced)
+    )
 
 
 def unigram_entropy() -> float:
@@ -143,13 +159,20 @@ def outlive_a_kill(compiled: piper.Compiled, losses: list[float]) -> None:
         folder = Path(name)
         killed = replace(job, batch=partial(killing_batch, folder / "killed"))
         saved = piper.Checkpoints(folder / "saved", every=SAVED_EVERY)
-        run = piper.execute(compiled, killed, steps=KILLED_STEPS, launcher="processes", checkpoint=saved, restarts=1)
+        run = piper.execute(
+            compiled, killed, steps=KILLED_STEPS, launcher="processes", checkpoint=saved, restarts=1
+        )
     far = max(abs(a - b) / abs(b) for a, b in zip(run.losses, losses[:KILLED_STEPS], strict=True))
     for r in run.restarts:
         print(
-            f"killed in step {r.step}: the run went on from step {r.resumed}; its next step was done after {r.seconds or 0:.1f} s"
+            f"killed in step {r.step}: the run went on from step {r.resumed}; its next step was "
+            f"done after "
+            f"{r.seconds or 0:.1f} s"
         )
-    print(f"losses of its {KILLED_STEPS} steps and of the run before differ by at most {far:.0e} of their size")
+    print(
+        f"losses of its {KILLED_STEPS} steps and of the run before differ by at most {far:.0e} of "
+        f"their size"
+    )
     if len(run.restarts) != 1 or not far < 1e-4:
         raise SystemExit("a run that lost a worker is not equal to one that did not")
 
@@ -161,9 +184,15 @@ def main() -> None:
     done = loop(job, strategy, baseline=params, steps=STEPS, settings=Settings(name="gpt_text"))
     run = done.run
     entropy = unigram_entropy()
-    print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} nats per byte; unigram entropy of the text {entropy:.3f}")
+    print(
+        f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} nats per byte; unigram entropy of the "
+        f"text {entropy:.3f}"
+    )
     if not math.isfinite(run.losses[-1]) or run.losses[-1] > 0.95 * entropy:
-        raise SystemExit(f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): training went wrong")
+        raise SystemExit(
+            f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): "
+            f"training went wrong"
+        )
     if "--no-kill" not in sys.argv[1:]:
         outlive_a_kill(done.compiled, run.losses)
 

@@ -14,13 +14,18 @@ from piper.models import GPTConfig
 PP, DP, MICROBATCHES = 2, 2, 4
 
 job = piper.models.job(
-    GPTConfig(layers=8, width=64, heads=4, vocab=256, length=32), global_batch=16, precision="float32", clip_norm=1.0
+    GPTConfig(layers=8, width=64, heads=4, vocab=256, length=32),
+    global_batch=16,
+    precision="float32",
+    clip_norm=1.0,
 )
 strategy = piper.Strategy(
     piper.Mesh(pp=PP, dp=DP),
     (
         *piper.recipes.zbv(pp=PP, microbatches=MICROBATCHES),
-        *piper.recipes.recomputation(keep=["inputs", "inputs", "products", "all"]),  # early stages have most in flight
+        *piper.recipes.recomputation(
+            keep=["inputs", "inputs", "products", "all"]
+        ),  # early stages have most in flight
         *piper.recipes.data_parallel(zero=3, bucket_mb=0.2, resident_mb=0.5),
     ),
 )

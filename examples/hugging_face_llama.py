@@ -29,7 +29,9 @@ def model() -> nn.Module:
 
 
 def batch(step: int, rows: range) -> tuple[dict[str, Tensor], Tensor]:
-    drawn = torch.randint(128, (8, 17), generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
+    drawn = torch.randint(128, (8, 17), generator=torch.Generator().manual_seed(step))[
+        rows.start : rows.stop
+    ]
     return {"input_ids": drawn[:, :-1].contiguous()}, drawn[:, 1:].contiguous()
 
 

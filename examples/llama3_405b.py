@@ -22,4 +22,6 @@ def strategy(trial: Any) -> piper.Strategy:
     pp = trial.suggest_categorical("pp", (8, 16, 32))
     microbatches = trial.suggest_categorical("microbatches", (32, 64, 128))
     pipeline = piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches)
-    return piper.Strategy(piper.Mesh(pp=pp, dp=DEVICES // pp), (*pipeline, *piper.recipes.data_parallel(over=("dp",))))
+    return piper.Strategy(
+        piper.Mesh(pp=pp, dp=DEVICES // pp), (*pipeline, *piper.recipes.data_parallel(over=("dp",)))
+    )

@@ -1,4 +1,5 @@
-"""A small byte-level mixture of experts on real text (the Python standard library's source), whose two workers share experts.
+"""A small byte-level mixture of experts on real text (the Python standard library's source), whose two workers share
+experts.
 
 python examples/moe_text.py            the loop: profile, predict, train 60 steps over Ray, report with the load of the experts
 python examples/moe_text.py processes  the same without Ray
@@ -40,22 +41,30 @@ def text() -> Tensor:
     """The source of the standard library's top-level modules as bytes, read once per process."""
     if not _TEXT:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        _TEXT.append(torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8))
+        _TEXT.append(
+            torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+        )
     return _TEXT[0]
 
 
 def batch(size: int, length: int, step: int, rows: range) -> tuple[Tensor, Tensor]:
     """Row r of a step starts at a place that depends on the step and r only: every strategy sees the same data."""
     source = text()
-    picks = torch.randint(len(source) - length - 1, (size,), generator=torch.Generator().manual_seed(step))
-    windows = torch.stack([source[i : i + length + 1] for i in picks[rows.start : rows.stop].tolist()]).long()
+    picks = torch.randint(
+        len(source) - length - 1, (size,), generator=torch.Generator().manual_seed(step)
+    )
+    windows = torch.stack(
+        [source[i : i + length + 1] for i in picks[rows.start : rows.stop].tolist()]
+    ).long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def mixture(sizes: MoEConfig, global_batch: int) -> piper.Job:
     """Return the job that trains a mixture of these sizes on the text, with a loss that balances experts."""
     # In float32, because a CPU may have no products of bfloat16. On GPUs leave `precision` out.
-    made = piper.models.job(sizes, global_batch=global_batch, precision="float32", lr=2e-3, clip_norm=1.0)
+    made = piper.models.job(
+        sizes, global_batch=global_batch, precision="float32", lr=2e-3, clip_norm=1.0
+    )
     return replace(made, batch=partial(batch, global_batch, sizes.length))
 
 
@@ -65,7 +74,9 @@ strategy = piper.Strategy(
     (
         *piper.recipes.expert_parallel(),  # each worker computes four of the eight experts, for the tokens of both
         piper.split(piper.where(), microbatches=MICROBATCHES),
-        *piper.recipes.data_parallel(over=("dp", "ep"), bucket_mb=1),  # everything else is on both, for rows of its own
+        *piper.recipes.data_parallel(
+            over=("dp", "ep"), bucket_mb=1
+        ),  # everything else is on both, for rows of its own
     ),
 )
 steps = STEPS
@@ -80,7 +91,9 @@ def loop(work: piper.Job, steps: int, settings: Settings, repeats: int = 7) -> S
         print(f"profile on {strategy.mesh.world} ranks, launcher {settings.launcher}", flush=True)
         rows = work.global_batch // strategy.mesh.world // MICROBATCHES
         costs = piper.profile(work, strategy, rows=[rows], repeats=repeats, pool=pool)
-        return session(work, strategy, steps=steps, settings=replace(settings, costs=costs, pool=pool))
+        return session(
+            work, strategy, steps=steps, settings=replace(settings, costs=costs, pool=pool)
+        )
 
 
 def unigram_entropy() -> float:
@@ -94,9 +107,15 @@ def main(launcher: Literal["ray", "processes"] = "ray") -> None:
 
     done = loop(job, steps, Settings(launcher=launcher, name="moe_text", out=Path("runs")))
     entropy, last = unigram_entropy(), sum(done.run.losses[-10:]) / 10
-    print(f"loss {done.run.losses[0]:.3f} -> {last:.3f} nats per byte; unigram entropy of the text {entropy:.3f}")
+    print(
+        f"loss {done.run.losses[0]:.3f} -> {last:.3f} nats per byte; unigram entropy of the text "
+        f"{entropy:.3f}"
+    )
     if not last <= 0.95 * entropy:
-        raise SystemExit(f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): training went wrong")
+        raise SystemExit(
+            f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): "
+            f"training went wrong"
+        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ class InFlight:
         if self.most < 1:
             raise piper.fail(self, 1, "at least one microbatch has to be in flight")
         if graph.microbatches <= self.most:
-            raise piper.fail(self, 2, f"there are {graph.microbatches} microbatches; nothing would be ordered")
+            raise piper.fail(
+                self, 2, f"there are {graph.microbatches} microbatches; nothing would be ordered"
+            )
 
     def apply(self, graph):
         edit = graph.edit()
@@ -55,5 +57,14 @@ def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     return x, x.roll(1, dims=1)
 
 
-job = piper.Job(MLP, batch, nn.functional.mse_loss, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), global_batch=16)
-strategy = piper.Strategy(piper.Mesh(pp=2), (piper.recipes.pipeline(pp=2, microbatches=8), InFlight(piper.where(stage=0), 1)))
+job = piper.Job(
+    MLP,
+    batch,
+    nn.functional.mse_loss,
+    lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    global_batch=16,
+)
+strategy = piper.Strategy(
+    piper.Mesh(pp=2),
+    (piper.recipes.pipeline(pp=2, microbatches=8), InFlight(piper.where(stage=0), 1)),
+)

@@ -22,7 +22,9 @@ class ConstantRates(piper.CostModel):
     uniform = True  # an instruction takes as long wherever it stands, so that a search may ask once for each
     bounds_steps = True  # it takes as long as its steps do, so that a search may ask for steps before there is a plan
 
-    def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None) -> None:
+    def __init__(
+        self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None
+    ) -> None:
         self.plan, self.traffic = plan, PlanBytes(plan)
 
     def work(self, role: RolePlan, instr: Instr) -> piper.Work:
@@ -33,7 +35,9 @@ class ConstantRates(piper.CostModel):
             return piper.Work(nbytes / BYTES_PER_S, "formula", bytes=nbytes)
         steps = [part.op for part in instr.parts if isinstance(part.op, Compute)]
         # a part is one step: B is a part for I and one for W
-        flops = sum(self.plan.chunk(op.chunk).steps[op.step].cost.flops for op in steps if op.step != "B")
+        flops = sum(
+            self.plan.chunk(op.chunk).steps[op.step].cost.flops for op in steps if op.step != "B"
+        )
         return piper.Work(flops / FLOPS_PER_S, "formula", flops=flops)
 
 
@@ -56,4 +60,7 @@ strategy = piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel())
 if __name__ == "__main__":
     plan = piper.compile(job, strategy).plan
     own, ours = piper.simulate(plan, "h100x2", model=ConstantRates), piper.simulate(plan, "h100x2")
-    print(f"a step takes {own.step_s * 1e6:.1f} us at constant rates, {ours.step_s * 1e6:.1f} us by Piper's formulas")
+    print(
+        f"a step takes {own.step_s * 1e6:.1f} us at constant rates, {ours.step_s * 1e6:.1f} us by "
+        f"Piper's formulas"
+    )

@@ -29,13 +29,18 @@ gate.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 piper.op_cost("own_op::gate", flops=lambda call: 3 * call.tensor("x").numel())
-piper.op_cost("own_op::gate_dgrad", flops=lambda call: 6 * call.tensor("x").numel())  # bytes: inputs and outputs, once each
+piper.op_cost(
+    "own_op::gate_dgrad", flops=lambda call: 6 * call.tensor("x").numel()
+)  # bytes: inputs and outputs, once each
 
 
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList((nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32))) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.ModuleList((nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)))
+            for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -51,6 +56,10 @@ def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
 
 
 job = piper.Job(
-    Gated, batch, nn.functional.mse_loss, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), global_batch=16
+    Gated,
+    batch,
+    nn.functional.mse_loss,
+    lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    global_batch=16,
 )
 strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.zb_h1(pp=2, microbatches=4))

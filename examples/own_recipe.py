@@ -1,6 +1,7 @@
 """A recipe of one's own: GPipe in waves, so that activations do not grow with the number of microbatches.
 
-piper show examples/own_recipe.py --recipe waves --pp 4 --microbatches 8; piper run examples/own_recipe.py --launcher processes
+piper show examples/own_recipe.py --recipe waves --pp 4 --microbatches 8; piper run examples/own_recipe.py --launcher
+processes
 """
 
 from __future__ import annotations
@@ -26,9 +27,16 @@ def waves(*, pp: int, microbatches: int, wave: int = 4):
         raise piper.DirectiveError(f"waves(wave={wave}): a wave has at least one microbatch")
     starts = range(0, microbatches, wave)
     phases: tuple[Literal["F", "B"], ...] = ("F", "B")
-    steps = [(phase, i) for s in starts for phase in phases for i in range(s, min(s + wave, microbatches))]
+    steps = [
+        (phase, i)
+        for s in starts
+        for phase in phases
+        for i in range(s, min(s + wave, microbatches))
+    ]
     action = piper.recipes.Action
-    orders = [[(action(stage, *step),) for step in steps] for stage in range(pp)]  # a slot is one action, or an overlapped pair
+    orders = [
+        [(action(stage, *step),) for step in steps] for stage in range(pp)
+    ]  # a slot is one action, or an overlapped pair
     return piper.recipes.scheduled(orders, microbatches=microbatches)
 
 
@@ -48,5 +56,11 @@ def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     return x, x.roll(1, dims=1)
 
 
-job = piper.Job(MLP, batch, nn.functional.mse_loss, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), global_batch=16)
+job = piper.Job(
+    MLP,
+    batch,
+    nn.functional.mse_loss,
+    lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    global_batch=16,
+)
 strategy = piper.Strategy(piper.Mesh(pp=2), waves(pp=2, microbatches=8, wave=2))

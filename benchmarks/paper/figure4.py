@@ -55,7 +55,10 @@ def setting(cluster: str, **more: float) -> Setting:
     """
     found = load_cluster(cluster)
     if found.devices < 2 or found.synchronous:
-        raise ClusterError(f"{found.name} has no two devices with links between them; give one such as {CLUSTERS[0]}")
+        raise ClusterError(
+            f"{found.name} has no two devices with links between them; give one such as "
+            f"{CLUSTERS[0]}"
+        )
     apart = found.per_node if found.node_count > 1 else max(1, found.devices // 2)
     return replace(Setting(found, (0, apart)), **more)
 
@@ -98,7 +101,9 @@ def line(s: Setting, option: Option, alone: Line | None) -> Line:
     one, whole = pair(s, option), step(s, option)
     layers = (whole.until(f"{last(s)}0.attention") - whole.until(f"{last(s)}head")) / s.layers
     title = f"{option}, {s.bucket_mb} MiB" if option.startswith("partitioned") else option
-    found = Line(s.cluster.name, title, one.exchange_s("B"), whole.exchange_s(last(s)), layers, whole.step_s)
+    found = Line(
+        s.cluster.name, title, one.exchange_s("B"), whole.exchange_s(last(s)), layers, whole.step_s
+    )
     return replace(found, alone=alone)
 
 
@@ -134,34 +139,74 @@ def assumptions(clusters: Sequence[str]) -> list[tuple[str, str, str]]:
     links = "; ".join(_links(setting(name)) for name in clusters)
     artifact = "the paper's artifact (uw-syfi/piper at 4f992224: run_megatron.py, e2e_eval.py)"
     return [
-        (f"what is {PAPER} times as long", "the all-to-all, from ready to end", "only the number was at hand, not the figure"),
+        (
+            f"what is {PAPER} times as long",
+            "the all-to-all, from ready to end",
+            "only the number was at hand, not the figure",
+        ),
         ("machine, links", links, "not given; docs/clusters.md"),
-        ("model", f"{s.model}: {c.layers} layers, width {c.width}, {c.experts} experts, top {c.top_k}", artifact),
-        ("is this the figure's model", "the one of the artifact's runs with ep=2", "not given; assumed"),
-        ("mesh", f"pp=2, dp=2, ep=2: stages of {s.layers} layers; a pair of ranks exchanges and reduces", artifact),
+        (
+            "model",
+            f"{s.model}: {c.layers} layers, width {c.width}, {c.experts} experts, top {c.top_k}",
+            artifact,
+        ),
+        (
+            "is this the figure's model",
+            "the one of the artifact's runs with ep=2",
+            "not given; assumed",
+        ),
+        (
+            "mesh",
+            f"pp=2, dp=2, ep=2: stages of {s.layers} layers; a pair of ranks exchanges and reduces",
+            artifact,
+        ),
         (
             "where the pair is",
             "on two nodes, the pipeline within a node; in the last case on one",
             "the artifact's layout: dp nodes of pp GPUs",
         ),
         ("microbatch", f"{s.rows} rows of {s.length} tokens, {s.microbatches} per step", artifact),
-        ("bytes of an all-to-all", f"{s.exchanged / mb:.1f} MB per rank: tokens x top k x width x 2", "bf16, balanced: assumed"),
+        (
+            "bytes of an all-to-all",
+            f"{s.exchanged / mb:.1f} MB per rank: tokens x top k x width x 2",
+            "bf16, balanced: assumed",
+        ),
         (
             "bytes of the reductions",
             f"head {s.head / mb:.0f} MB, then {s.dense / mb:.1f} MB per layer",
             "bf16, a bucket each: assumed",
         ),
-        ("which stage", "the last, without the pipeline's bubble: its head is reduced beside all of its layers", "assumed"),
-        ("compute", "matrix products and attention, by formula, at the reached peak", "docs/clusters.md"),
+        (
+            "which stage",
+            "the last, without the pipeline's bubble: its head is reduced beside all of its layers",
+            "assumed",
+        ),
+        (
+            "compute",
+            "matrix products and attention, by formula, at the reached peak",
+            "docs/clusters.md",
+        ),
         ("durations alone", "all-to-all and all-reduce by formula", "docs/decisions/0014"),
-        ("sharing", "max-min fair on each link; compute loses SMs and memory bandwidth", "docs/decisions/0013"),
-        ("left out", "norms and element-wise work, router, token permutation, optimizer, ZeRO's gather", "-"),
+        (
+            "sharing",
+            "max-min fair on each link; compute loses SMs and memory bandwidth",
+            "docs/decisions/0013",
+        ),
+        (
+            "left out",
+            "norms and element-wise work, router, token permutation, optimizer, ZeRO's gather",
+            "-",
+        ),
     ]
 
 
 def _links(s: Setting) -> str:
     c = s.cluster
-    rate = c.links.inter_bandwidth if c.node_of(s.members[0]) != c.node_of(s.members[1]) else c.links.intra_bandwidth
+    rate = (
+        c.links.inter_bandwidth
+        if c.node_of(s.members[0]) != c.node_of(s.members[1])
+        else c.links.intra_bandwidth
+    )
     return f"{c.name}: {rate / 1e9:g} GB/s per device and direction"
 
 
@@ -223,14 +268,20 @@ What is assumed:
 def page(rows: Sequence[Line], clusters: Sequence[str]) -> str:
     """Return the text of the section of docs/paper.md."""
     part = 100 * 2 * (PAPER - 1) / PAPER  # half as fast for t: t / 2 + (1.46 - t) = 1, t / 1.46
-    header = ("an all-to-all on two nodes", "part of its link that it reaches alone", "x alone beside the reduction")
+    header = (
+        "an all-to-all on two nodes",
+        "part of its link that it reaches alone",
+        "x alone beside the reduction",
+    )
     return TEXT.format(
         machine=fill(str(machine()), 118),
         table=markdown(HEADER, [cells(x) for x in rows]),
         paper=PAPER,
         half=100 * PAPER / 2,
         part=part,
-        reached=markdown(header, [(name, f"{u:.2f}", f"{x:.2f}") for name, u, x in reached(clusters[0])]),
+        reached=markdown(
+            header, [(name, f"{u:.2f}", f"{x:.2f}") for name, u, x in reached(clusters[0])]
+        ),
         assumed=markdown(("what", "how much", "source"), assumptions(clusters)),
     )
 
@@ -242,13 +293,27 @@ def draw(rows: Sequence[Line], path: Path, cluster: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), width_ratios=(2, 3), layout="constrained")
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(13, 5), width_ratios=(2, 3), layout="constrained"
+    )
     names = list(dict.fromkeys(x.option for x in rows if x.alone))
     clusters = list(dict.fromkeys(x.cluster for x in rows))
     for k, (name, colour) in enumerate(zip(clusters, ("#33658a", "#86bbd8", "#f6ae2d"))):
         found = [x for x in rows if x.cluster == name and x.alone]
-        left.barh([i + 0.27 * (k - 1) for i in range(len(found))], [x.times()[1] for x in found], 0.25, color=colour, label=name)
-    left.axvline(PAPER, color="black", linestyle="--", linewidth=1, label=f"paper: {PAPER} beside the all-reduce")
+        left.barh(
+            [i + 0.27 * (k - 1) for i in range(len(found))],
+            [x.times()[1] for x in found],
+            0.25,
+            color=colour,
+            label=name,
+        )
+    left.axvline(
+        PAPER,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label=f"paper: {PAPER} beside the all-reduce",
+    )
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
     left.set_xlabel("all-to-all, mean of the last backward: x alone, with its wait")
@@ -259,7 +324,9 @@ def draw(rows: Sequence[Line], path: Path, cluster: str) -> None:
         _timeline(right, k, step(of, option), last(of))
     right.set_yticks(range(len(OPTIONS)), [x.replace(", ", ",\n") for x in OPTIONS])
     right.invert_yaxis()
-    right.set_xlabel(f"ms since the head's backward; {s.cluster.name}, pieces of {PIECES_MB[-1]} MiB")
+    right.set_xlabel(
+        f"ms since the head's backward; {s.cluster.name}, pieces of {PIECES_MB[-1]} MiB"
+    )
     right.legend(loc="lower right", fontsize=8)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -274,15 +341,25 @@ def _timeline(axis: Axes, k: int, ran: Ran, prefix: str) -> None:
     begin = ran.until(f"{prefix}head")
     for j, (kind, colour) in enumerate(COLOURS):
         spans = [(1e3 * (a - begin), 1e3 * (b - a)) for _, _, a, b in ran.spans(kind) if b > begin]
-        label = {"exchange": "all-to-all", "reduce": "all-reduce"}.get(kind, kind) if k == 1 else None
+        label = (
+            {"exchange": "all-to-all", "reduce": "all-reduce"}.get(kind, kind) if k == 1 else None
+        )
         edges = {"edgecolor": "white", "linewidth": 0.2}
         axis.broken_barh(spans, (k - 0.4 + 0.27 * j, 0.25), facecolor=colour, label=label, **edges)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cluster", action="append", help="of at least two devices, e.g. h100x2*2; several times for several")
-    parser.add_argument("--write", action="store_true", help="docs/paper.md and its picture, of the built-in clusters")
+    parser.add_argument(
+        "--cluster",
+        action="append",
+        help="of at least two devices, e.g. h100x2*2; several times for several",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="docs/paper.md and its picture, of the built-in clusters",
+    )
     options = parser.parse_args(argv)
     clusters = CLUSTERS if options.write else tuple(options.cluster or CLUSTERS)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
@@ -292,7 +369,9 @@ def main(argv: list[str] | None = None) -> int:
         print(e, file=sys.stderr)
         return 2
     console.print(f"{machine()}", highlight=False)
-    printed(console, "An all-to-all beside a data-parallel all-reduce", HEADER, [cells(x) for x in rows])
+    printed(
+        console, "An all-to-all beside a data-parallel all-reduce", HEADER, [cells(x) for x in rows]
+    )
     printed(console, "Assumed", ("what", "how much", "source"), assumptions(clusters))
     if options.write:
         write_section(PAGE, "figure4", page(rows, clusters))

@@ -20,7 +20,16 @@ from rich.console import Console
 from benchmarks.measure import machine
 from benchmarks.paper.page import ROOT, printed, write_section
 from benchmarks.paper.zero_batches import COMPARED, Setting, lines, missed, split_up
-from benchmarks.paper.zero_page import HEADER, SPLIT_HEADER, assumptions, cells, draw, page, split_cells, write_table
+from benchmarks.paper.zero_page import (
+    HEADER,
+    SPLIT_HEADER,
+    assumptions,
+    cells,
+    draw,
+    page,
+    split_cells,
+    write_table,
+)
 
 PAGE, PICTURE, TABLE = (
     ROOT / "docs" / "paper.md",
@@ -33,7 +42,9 @@ WIDTH = 150
 def main(argv: list[str] | None = None, setting: Setting | None = None) -> int:
     """Print the tables, and write them if asked to; exit code 1 when something is not as published."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="docs/paper.md, its picture and CSV as well")
+    parser.add_argument(
+        "--write", action="store_true", help="docs/paper.md, its picture and CSV as well"
+    )
     options = parser.parse_args(argv)
     s = setting or Setting()
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
@@ -49,7 +60,9 @@ def main(argv: list[str] | None = None, setting: Setting | None = None) -> int:
         write_section(PAGE, "figure8", page(s, found, split))
         write_table(TABLE, found)
         draw(found, split, PICTURE)
-        console.print(f"{PAGE.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}, {TABLE.relative_to(ROOT)}")
+        console.print(
+            f"{PAGE.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}, {TABLE.relative_to(ROOT)}"
+        )
     return 1 if missed(found) else 0
 
 

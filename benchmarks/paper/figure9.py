@@ -1,4 +1,5 @@
-"""Simulate the figure of the paper that Piper follows (arXiv 2606.11169) that scales a mixture over stages and replicas.
+"""Simulate the figure of the paper that Piper follows (arXiv 2606.11169) that scales a mixture over stages and
+replicas.
 
 python benchmarks/paper/figure9.py            the table; no GPU is needed, and nothing runs but compiler and simulator
 python benchmarks/paper/figure9.py --write    docs/paper.md and its picture as well
@@ -42,7 +43,9 @@ def largest(found: list[Line]) -> Setup:
 def main(argv: list[str] | None = None, of: list[Line] | None = None) -> int:
     """Print the table, and write it if asked to; exit code 1 when the published rate is not met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="docs/paper.md and its picture as well")
+    parser.add_argument(
+        "--write", action="store_true", help="docs/paper.md and its picture as well"
+    )
     parser.add_argument("--replicated", action="store_true", help="every rank has all experts")
     options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
@@ -51,7 +54,13 @@ def main(argv: list[str] | None = None, of: list[Line] | None = None) -> int:
     printed(console, "Meshes", GRID_HEADER, [grid_cells(x) for x in found], left=0)
     others = [*rates(largest(found))]
     printed(console, "The largest mesh", RATE_HEADER, [rate_cells(*x) for x in others], left=2)
-    printed(console, "Assumed", ("what", "how much", "source"), assumptions([x.setup for x in found], MESHES), left=3)
+    printed(
+        console,
+        "Assumed",
+        ("what", "how much", "source"),
+        assumptions([x.setup for x in found], MESHES),
+        left=3,
+    )
     if options.write:
         write_section(PAGE, "figure9", page9(found, others))
         draw9(found, others, PICTURE)

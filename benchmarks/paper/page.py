@@ -18,7 +18,13 @@ a script, which simulates one of its figures; no GPU took part.
 """
 
 
-def printed(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> None:
+def printed(
+    console: Console,
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int = 2,
+) -> None:
     """Print a table whose first columns, so many, are text."""
     table = Table(title=title, title_justify="left")
     for k, name in enumerate(header):
@@ -40,7 +46,8 @@ def items(texts: Iterable[str]) -> str:
 
 
 def write_section(page: Path, name: str, text: str) -> None:
-    """Write a section of a page, in place of the one of this name or after the others; make the page if there is none."""
+    """Write a section of a page, in place of the one of this name or after the others; make the page if there is
+    none."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     section = f"{begin}\n{text.strip()}\n\n{end}"
     old = page.read_text(encoding="utf-8") if page.is_file() else TITLE

@@ -10,7 +10,15 @@ from benchmarks.paper.schedule_changes import CHANGES, MEAN, UNBOUND, Changed
 from benchmarks.paper.schedule_lines import POINTS, RATIOS, Line
 from piper_ir.tools import time_text
 
-HEADER = ("model", "experts", "schedule", "step", "fullest device computes", "of it exchanges", "it pauses")
+HEADER = (
+    "model",
+    "experts",
+    "schedule",
+    "step",
+    "fullest device computes",
+    "of it exchanges",
+    "it pauses",
+)
 KINDS = (CHANGES[0], UNBOUND, MEAN)
 """The experts with places, and the dropless ones by their bound."""
 NAMES = ("with places", "dropless, bound 1.25", "dropless, bound 1.0")
@@ -35,7 +43,9 @@ def dropless_text(found: Sequence[Changed]) -> str:
     models = dict.fromkeys(x.setup.model for x in kinds[0].lines)
     table = markdown(HEADER, [row for model in models for row in _cells(kinds, model)])
     reasons = [reason(*[_base(x, model) for x in kinds]) for model in models]
-    return "\n\n".join([_filled(TEXT), items([judged(of[UNBOUND]), counted(rows)]), table, items(reasons)])
+    return "\n\n".join(
+        [_filled(TEXT), items([judged(of[UNBOUND]), counted(rows)]), table, items(reasons)]
+    )
 
 
 def judged(x: Changed) -> str:
@@ -43,14 +53,21 @@ def judged(x: Changed) -> str:
     ratios = zip(RATIOS, x.ratios, x.apart, strict=True)
     shown = [f"{p.model} {p.faster} {r:+.1f} % ({_points(apart)})" for p, r, apart in ratios]
     near = sum(apart <= POINTS for apart in x.apart)
-    return f"- {x.change.what}: {', '.join(shown)}. {near} of {len(shown)} are within {POINTS:g} points of the paper."
+    return (
+        f"- {x.change.what}: {', '.join(shown)}. {near} of {len(shown)} are within {POINTS:g} "
+        f"points of the paper."
+    )
 
 
 def counted(found: Sequence[Changed]) -> str:
-    """Return, as an item of a list, how many rows of dropless experts have all ratios as published, and the nearest row."""
+    """Return, as an item of a list, how many rows of dropless experts have all ratios as published, and the nearest
+    row."""
     near, best = sum(max(x.apart) <= POINTS for x in found), min(found, key=lambda x: max(x.apart))
     nearest = f"nearest is '{best.change.what}', {max(best.apart):.1f} points apart at most"
-    return f"- All three ratios are within {POINTS:g} points in {near} of {len(found)} rows of dropless experts; {nearest}."
+    return (
+        f"- All three ratios are within {POINTS:g} points in {near} of {len(found)} rows of "
+        f"dropless experts; {nearest}."
+    )
 
 
 def _points(apart: float) -> str:
@@ -83,7 +100,17 @@ def _cells(kinds: Sequence[Changed], model: str) -> list[tuple[str, ...]]:
     for name, kind in zip(NAMES, kinds, strict=True):
         for x in (_base(kind, model), _line(kind, model, "DualPipeV")):
             sent = time_text(x.found.inside_comm_s) if x.found.inside_comm_s else "-"
-            out.append((model, name, x.schedule, time_text(x.found.step_s), time_text(x.fullest_s), sent, time_text(_pause(x))))
+            out.append(
+                (
+                    model,
+                    name,
+                    x.schedule,
+                    time_text(x.found.step_s),
+                    time_text(x.fullest_s),
+                    sent,
+                    time_text(_pause(x)),
+                )
+            )
     return out
 
 
@@ -94,7 +121,11 @@ def reason(places: Line, dropless: Line, mean: Line) -> str:
     parts = (dropless.found.inside_comm_s, own[1] - own[2], counting, own[2] - own[0] - counting)
     sent, more, counted_up, rest = (f"{1e3 * s:+.1f} ms" for s in parts)
     return (
-        f"- {places.setup.model}, {places.schedule}: the fullest device computes {time_text(dropless.fullest_s)} and not "
-        f"{time_text(places.fullest_s)}: exchanges {sent}, 1.25 x as many places {more}, no counting of choices into "
-        f"places {counted_up}, all else {rest}. It pauses {time_text(_pause(dropless))} and not {time_text(_pause(places))}."
+        f"- {places.setup.model}, {places.schedule}: the fullest device computes "
+        f"{time_text(dropless.fullest_s)} and "
+        f"not "
+        f"{time_text(places.fullest_s)}: exchanges {sent}, 1.25 x as many places {more}, no "
+        f"counting of choices into "
+        f"places {counted_up}, all else {rest}. It pauses {time_text(_pause(dropless))} and not "
+        f"{time_text(_pause(places))}."
     )

@@ -13,7 +13,17 @@ from piper import models
 from piper_compiler import Directive, Options, Strategy, place
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute
-from piper_simulator import Cluster, Device, GivenLoad, Simulation, Why, kernel_seconds, load_cluster, step_seconds, why
+from piper_simulator import (
+    Cluster,
+    Device,
+    GivenLoad,
+    Simulation,
+    Why,
+    kernel_seconds,
+    load_cluster,
+    step_seconds,
+    why,
+)
 
 POINTS, STEP = 5.0, 10.0
 """How far a ratio may be from the published one, in points, and a rate, in percent."""
@@ -41,7 +51,8 @@ class Setup:
         precision: of parameters, gradients and states, where it is one for all; see `models.job`.
         whole: whether a node has all stages of one replica; else it has stages with all of their replicas.
         nic: bytes/s of a device to other nodes, where they are not those of the cluster.
-        bound: of dropless experts, the places of a device for received rows over their mean; None for experts with places.
+        bound: of dropless experts, the places of a device for received rows over their mean; None for experts with
+            places.
     """
 
     model: str
@@ -66,7 +77,9 @@ class Setup:
 
     @cached_property
     def job(self) -> piper.Job:
-        return models.job(self.config, global_batch=self.batch, length=self.length, precision=self.precision)
+        return models.job(
+            self.config, global_batch=self.batch, length=self.length, precision=self.precision
+        )
 
     @property
     def microbatches(self) -> int:
@@ -86,7 +99,9 @@ class Setup:
         found = load_cluster(f"{self.place}@{stack}" if stack else self.place)
         if self.nic is None:
             return found
-        links = tuple([replace(x, inter_bandwidth=self.nic, messages=()) for x in found.network.links])
+        links = tuple(
+            [replace(x, inter_bandwidth=self.nic, messages=()) for x in found.network.links]
+        )
         return replace(found, network=replace(found.network, links=links))
 
     def strategy(self, stages: Sequence[Any], **windows: Any) -> Strategy:
@@ -99,7 +114,11 @@ class Setup:
     def _experts(self) -> tuple[Any, ...]:
         if not self.shared:
             return ()
-        return piper.recipes.expert_parallel() if self.bound is None else piper.recipes.expert_parallel(bound=self.bound)
+        return (
+            piper.recipes.expert_parallel()
+            if self.bound is None
+            else piper.recipes.expert_parallel(bound=self.bound)
+        )
 
     def schedule(self, name: str, **more: Any) -> Strategy:
         """Return the strategy of a schedule by its name here."""
@@ -115,8 +134,13 @@ class Setup:
 
 
 def _placed(item: Directive, axis: str) -> Directive:
-    """Return a directive that places stages along another axis: ranks are neighbours along `tp`, and far apart along `pp`."""
-    return replace(item, on=tuple([(axis, at) for _, at in item.on])) if isinstance(item, place) else item
+    """Return a directive that places stages along another axis: ranks are neighbours along `tp`, and far apart along
+    `pp`."""
+    return (
+        replace(item, on=tuple([(axis, at) for _, at in item.on]))
+        if isinstance(item, place)
+        else item
+    )
 
 
 @dataclass(frozen=True)
@@ -176,14 +200,22 @@ def lines(found: Sequence[Setup], stack: str = STACKS[0]) -> Iterator[Line]:
             plan = setup.plan(setup.schedule(name))
             each = step_seconds(cluster.device, plan.chunks[0].steps["W"].cost, "W")
             found = piper.simulate(plan, cluster, load=setup.load)
-            yield Line(setup, name, found, setup.microbatches * each, counting_seconds(plan, cluster.device, found))
+            yield Line(
+                setup,
+                name,
+                found,
+                setup.microbatches * each,
+                counting_seconds(plan, cluster.device, found),
+            )
 
 
 def counting_seconds(plan: Plan, device: Device, found: Simulation) -> float:
     """Return the seconds of the running sums by which the fullest device gives choices their places."""
     rank = min(range(plan.mesh.world), key=found.bubble_s.__getitem__)
     parts = (part.op for instr in plan.role_of(rank).program for part in instr.parts)
-    steps = Counter((op.variant, op.step) for op in parts if isinstance(op, Compute) and op.step != "B")
+    steps = Counter(
+        (op.variant, op.step) for op in parts if isinstance(op, Compute) and op.step != "B"
+    )
     return sum(
         n * k.count * kernel_seconds(device, k, backward=False).seconds
         for (chunk, step), n in steps.items()
@@ -202,14 +234,21 @@ def missed(found: Sequence[Line]) -> list[str]:
     """Return the ratios that are further from the published ones than they may be."""
     out = []
     for p in RATIOS:
-        if any(x.setup.model == p.model for x in found) and abs(ratio(found, p) - p.percent) > POINTS:
+        if (
+            any(x.setup.model == p.model for x in found)
+            and abs(ratio(found, p) - p.percent) > POINTS
+        ):
             out.append(
-                f"{p.model}: {p.faster} is {ratio(found, p):+.1f} % faster than {p.than}, and {p.percent:+.0f} % in the paper"
+                f"{p.model}: {p.faster} is {ratio(found, p):+.1f} % faster than {p.than}, and "
+                f"{p.percent:+.0f} % in "
+                f"the paper"
             )
     return out
 
 
-def grid(shared: bool, stages: Sequence[int] = (2, 4, 8), widths: Sequence[int] = (2, 4)) -> Iterator[Line]:
+def grid(
+    shared: bool, stages: Sequence[int] = (2, 4, 8), widths: Sequence[int] = (2, 4)
+) -> Iterator[Line]:
     """Yield DualPipeV with the small model on meshes of each size."""
     for pp in stages:
         for width in widths:
@@ -242,12 +281,22 @@ def tuned(setup: Setup, trials: int = 60, seed: int = 0) -> Tuned:
 
     def strategy(trial: Any) -> Strategy:
         p = {name: trial.suggest_categorical(name, list(values)) for name, values in SPACE.items()}
-        stages = getattr(piper.recipes, p["schedule"])(pp=setup.pp, microbatches=setup.microbatches, at=p["at"])
+        stages = getattr(piper.recipes, p["schedule"])(
+            pp=setup.pp, microbatches=setup.microbatches, at=p["at"]
+        )
         return setup.strategy(stages, zero=p["zero"], bucket_mb=p["bucket_mb"])
 
-    study = piper.tune(setup.job, strategy, cluster=setup.cluster(), trials=trials, seed=seed, workers=0)
+    study = piper.tune(
+        setup.job, strategy, cluster=setup.cluster(), trials=trials, seed=seed, workers=0
+    )
     best, row = study.best, study.best_row
     if best is None or row is None:
         raise RuntimeError(f"{setup}: no candidate fits: {study.rejected()[:3]}")
     plan = setup.plan(best)
-    return Tuned(setup, row.params, len(study.rows), piper.simulate(plan, setup.cluster()), why(plan, setup.cluster()))
+    return Tuned(
+        setup,
+        row.params,
+        len(study.rows),
+        piper.simulate(plan, setup.cluster()),
+        why(plan, setup.cluster()),
+    )

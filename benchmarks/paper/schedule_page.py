@@ -9,17 +9,62 @@ from benchmarks.measure import machine
 from benchmarks.paper.page import items, markdown
 from benchmarks.paper.schedule_changes import Change, Changed
 from benchmarks.paper.schedule_dropless import dropless_text
-from benchmarks.paper.schedule_lines import MESHES, POINTS, RATE, RATIOS, STACKS, STEP, Line, Published, Setup, Tuned, ratio
+from benchmarks.paper.schedule_lines import (
+    MESHES,
+    POINTS,
+    RATE,
+    RATIOS,
+    STACKS,
+    STEP,
+    Line,
+    Published,
+    Setup,
+    Tuned,
+    ratio,
+)
 from piper import models
 from piper_ir.tools import time_text
 from piper_simulator import STACKS as KNOWN
 
-LINE_HEADER = ("model", "devices", "schedule", "step", "tokens/s", "fullest device computes", "exposed messages", "fits")
-RATIO_HEADER = ("model", "faster", "than", "published", "simulated", "points apart", "at most", "by other kernels")
-GRID_HEADER = ("stages", "replicas", "devices", "tokens/s", "per device", "step", "published", "error")
+LINE_HEADER = (
+    "model",
+    "devices",
+    "schedule",
+    "step",
+    "tokens/s",
+    "fullest device computes",
+    "exposed messages",
+    "fits",
+)
+RATIO_HEADER = (
+    "model",
+    "faster",
+    "than",
+    "published",
+    "simulated",
+    "points apart",
+    "at most",
+    "by other kernels",
+)
+GRID_HEADER = (
+    "stages",
+    "replicas",
+    "devices",
+    "tokens/s",
+    "per device",
+    "step",
+    "published",
+    "error",
+)
 TUNED_HEADER = ("model", "DualPipeV", "tuned", "faster by", "candidates", "plan")
 WHY_HEADER = ("model", "what holds the critical path of the tuned plan", "time", "share")
-CHANGE_HEADER = ("instead", "source", *(f"{p.model}: {p.faster}" for p in RATIOS), "furthest from the paper", "fits")
+CHANGE_HEADER = (
+    "instead",
+    "source",
+    *(f"{p.model}: {p.faster}" for p in RATIOS),
+    "furthest from the paper",
+    "fits",
+)
 RATE_HEADER = ("instead", "source", "tokens/s", "error")
 ARTIFACT = "the paper's artifact (uw-syfi/piper at 4f992224: run_megatron.py, e2e_eval.py)"
 MOST = 5
@@ -29,18 +74,34 @@ MOST = 5
 def line_cells(x: Line) -> tuple[str, ...]:
     """Return a schedule as text, in the order of `LINE_HEADER`."""
     found, s = x.found, x.setup
-    times = (time_text(found.period_s), f"{x.tokens_per_s:,.0f}", time_text(x.fullest_s), time_text(found.exposed_comm_s))
+    times = (
+        time_text(found.period_s),
+        f"{x.tokens_per_s:,.0f}",
+        time_text(x.fullest_s),
+        time_text(found.exposed_comm_s),
+    )
     return (s.model, str(s.pp * s.width), x.schedule, *times, "yes" if found.fits else "no")
 
 
-def ratio_cells(p: Published, found: Sequence[Line], others: Sequence[Sequence[Line]]) -> tuple[str, ...]:
+def ratio_cells(
+    p: Published, found: Sequence[Line], others: Sequence[Sequence[Line]]
+) -> tuple[str, ...]:
     """Return a ratio beside the published one, in the order of `RATIO_HEADER`."""
     ours = ratio(found, p)
     (than,) = (x for x in found if (x.setup.model, x.schedule) == (p.model, p.than))
     most = 100 * (than.found.period_s / than.fullest_s - 1)
     more = ", ".join(f"{ratio(other, p):+.1f} %" for other in others)
     apart = f"{abs(ours - p.percent):.1f}"
-    return (p.model, p.faster, p.than, f"{p.percent:+.0f} %", f"{ours:+.1f} %", apart, f"{most:+.0f} %", more)
+    return (
+        p.model,
+        p.faster,
+        p.than,
+        f"{p.percent:+.0f} %",
+        f"{ours:+.1f} %",
+        apart,
+        f"{most:+.0f} %",
+        more,
+    )
 
 
 def verdicts(found: Sequence[Line]) -> str:
@@ -50,17 +111,26 @@ def verdicts(found: Sequence[Line]) -> str:
         ours = ratio(found, p)
         (than,) = (x for x in found if (x.setup.model, x.schedule) == (p.model, p.than))
         (faster,) = (x for x in found if (x.setup.model, x.schedule) == (p.model, p.faster))
-        text = f"- {p.model}: {p.faster} is {ours:+.1f} % faster than {p.than}, {p.percent:+.0f} % in the paper: "
+        text = (
+            f"- {p.model}: {p.faster} is {ours:+.1f} % faster than {p.than}, {p.percent:+.0f} % in "
+            f"the paper: "
+        )
         if abs(ours - p.percent) <= POINTS:
             text += f"within {POINTS:g} points."
         else:
             longer = faster.fullest_s - than.fullest_s
             alike = 100 * (than.found.period_s / (faster.found.period_s - longer) - 1)
             text += (
-                f"**{abs(ours - p.percent):.1f} points apart**. The fullest device computes {time_text(faster.fullest_s)} with "
-                f"{p.faster} and {time_text(than.fullest_s)} with {p.than}. In the V it has both the head and the embedding, "
-                f"whose gradient takes {time_text(faster.embedding_s)}; and a backward in two parts has more kernels. If that "
-                f"cost nothing, the gain would be {alike:+.1f} %. The next table says what other assumptions do."
+                f"**{abs(ours - p.percent):.1f} points apart**. The fullest device computes "
+                f"{time_text(faster.fullest_s)} with "
+                f"{p.faster} and {time_text(than.fullest_s)} with {p.than}. In the V it has both "
+                f"the head and the "
+                f"embedding, "
+                f"whose gradient takes {time_text(faster.embedding_s)}; and a backward in two "
+                f"parts has more kernels. "
+                f"If that "
+                f"cost nothing, the gain would be {alike:+.1f} %. The next table says what other "
+                f"assumptions do."
             )
         out.append(text)
     return items(out)
@@ -69,12 +139,23 @@ def verdicts(found: Sequence[Line]) -> str:
 def change_cells(x: Changed) -> tuple[str, ...]:
     """Return a change of the assumptions as text, in the order of `CHANGE_HEADER`."""
     ours = (f"{r:+.1f} %" for r in x.ratios)
-    return (x.change.what, x.change.source, *ours, f"{max(x.apart):.1f} points", "yes" if x.fits else "no")
+    return (
+        x.change.what,
+        x.change.source,
+        *ours,
+        f"{max(x.apart):.1f} points",
+        "yes" if x.fits else "no",
+    )
 
 
 def rate_cells(change: Change, x: Line) -> tuple[str, ...]:
     """Return the rate of a mesh under other assumptions, in the order of `RATE_HEADER`."""
-    return (change.what, change.source, f"{x.tokens_per_s:,.0f}", f"{100 * (x.tokens_per_s / RATE[2] - 1):+.1f} %")
+    return (
+        change.what,
+        change.source,
+        f"{x.tokens_per_s:,.0f}",
+        f"{100 * (x.tokens_per_s / RATE[2] - 1):+.1f} %",
+    )
 
 
 def tuned_cells(x: Tuned, dual: Line) -> tuple[str, ...]:
@@ -82,7 +163,14 @@ def tuned_cells(x: Tuned, dual: Line) -> tuple[str, ...]:
     rate = x.found.tokens_per_s or 0.0
     params = ", ".join(f"{k}={v}" for k, v in x.params.items())
     more = f"{100 * (rate / dual.tokens_per_s - 1):+.1f} %"
-    return (x.setup.model, f"{dual.tokens_per_s:,.0f}", f"{rate:,.0f}", more, str(x.candidates), params)
+    return (
+        x.setup.model,
+        f"{dual.tokens_per_s:,.0f}",
+        f"{rate:,.0f}",
+        more,
+        str(x.candidates),
+        params,
+    )
 
 
 def why_cells(x: Tuned) -> list[tuple[str, ...]]:
@@ -96,8 +184,16 @@ def grid_cells(x: Line) -> tuple[str, ...]:
     s, devices = x.setup, x.setup.pp * x.setup.width
     pp, width, published = RATE
     known = (s.pp, s.width) == (pp, width)
-    compared = (f"about {published:,.0f}", f"{100 * (x.tokens_per_s / published - 1):+.1f} %") if known else ("-", "-")
-    rates = (f"{x.tokens_per_s:,.0f}", f"{x.tokens_per_s / devices:,.0f}", time_text(x.found.period_s))
+    compared = (
+        (f"about {published:,.0f}", f"{100 * (x.tokens_per_s / published - 1):+.1f} %")
+        if known
+        else ("-", "-")
+    )
+    rates = (
+        f"{x.tokens_per_s:,.0f}",
+        f"{x.tokens_per_s / devices:,.0f}",
+        time_text(x.found.period_s),
+    )
     return (str(s.pp), str(s.width), str(devices), *rates, *compared)
 
 
@@ -109,7 +205,8 @@ def grid_error(found: Sequence[Line]) -> float | None:
 
 SOURCES = {
     "eager": "the artifact compiles nothing when it compares schedules (e2e_eval.py)",
-    "inductor": "the artifact may compile when it scales (e2e_eval.py, not by default; test_qwen.py does by default)",
+    "inductor": "the artifact may compile when it scales (e2e_eval.py, not by default; "
+    "test_qwen.py does by default)",
 }
 """Why these kernels are assumed."""
 
@@ -119,11 +216,17 @@ def assumptions(found: Sequence[Setup], stack: str = STACKS[0]) -> list[tuple[st
     out = []
     for s in {x.model: x for x in found}.values():
         c = s.config
-        shape = f"{c.layers} layers, width {c.width}, {c.experts} experts of {c.hidden}, top {c.top_k}, vocabulary {c.vocab:,}"
-        out.append((s.model, f"{shape}: {models.parameter_count(c) / 1e9:.2f}B parameters", ARTIFACT))
+        shape = (
+            f"{c.layers} layers, width {c.width}, {c.experts} experts of {c.hidden}, top "
+            f"{c.top_k}, vocabulary {c.vocab:,}"
+        )
+        out.append(
+            (s.model, f"{shape}: {models.parameter_count(c) / 1e9:.2f}B parameters", ARTIFACT)
+        )
     s = found[0]
     shared = (
-        "`recipes.expert_parallel`: each of the ranks that have rows of their own has a part of the experts"
+        "`recipes.expert_parallel`: each of the ranks that have rows of their own has a part of "
+        "the experts"
         if s.shared
         else "every rank has all experts: nothing is exchanged"
     )
@@ -131,7 +234,8 @@ def assumptions(found: Sequence[Setup], stack: str = STACKS[0]) -> list[tuple[st
         *out,
         (
             "rows",
-            f"{s.length} tokens, {s.rows} rows to a microbatch, twice as many microbatches as stages",
+            f"{s.length} tokens, {s.rows} rows to a microbatch, twice as many microbatches as "
+            f"stages",
             ARTIFACT,
         ),
         (
@@ -141,14 +245,33 @@ def assumptions(found: Sequence[Setup], stack: str = STACKS[0]) -> list[tuple[st
         ),
         (
             "where",
-            "A100 of 40 GB, as many on a node as there are stages, HDR InfiniBand between; replicas of a stage are neighbours, "
+            "A100 of 40 GB, as many on a node as there are stages, HDR InfiniBand between; "
+            "replicas of a stage are "
+            "neighbours, "
             "so that 4 of them exchange within a node of 4 or 8, and the pipeline crosses nodes",
             "40 GB: the paper; the artifact has one replica on a node, see below",
         ),
-        ("stages", "as many layers each; the head is with the last, on the device of the first in DualPipeV", "assumed"),
-        ("kernels", f"stack {stack!r}: {KNOWN[stack].source}", f"{SOURCES[stack]}; docs/clusters.md"),
-        ("data parallelism", "ZeRO-0, gradients in buckets of 25 MiB, reduced in float32 beside the backward", "assumed"),
-        ("precision", "bf16 compute; float32 masters and AdamW's states", "bf16: the paper; the rest assumed, see below"),
+        (
+            "stages",
+            "as many layers each; the head is with the last, on the device of the first in "
+            "DualPipeV",
+            "assumed",
+        ),
+        (
+            "kernels",
+            f"stack {stack!r}: {KNOWN[stack].source}",
+            f"{SOURCES[stack]}; docs/clusters.md",
+        ),
+        (
+            "data parallelism",
+            "ZeRO-0, gradients in buckets of 25 MiB, reduced in float32 beside the backward",
+            "assumed",
+        ),
+        (
+            "precision",
+            "bf16 compute; float32 masters and AdamW's states",
+            "bf16: the paper; the rest assumed, see below",
+        ),
         ("durations", "by formula, with contention; steady state", "docs/clusters.md"),
     ]
 
@@ -233,22 +356,31 @@ def conclusion(found: Sequence[Changed]) -> str:
         every = [x.ratios[k] for x in found]
         near = [x for x in found if abs(x.ratios[k] - p.percent) <= POINTS]
         out.append(
-            f"- {p.model}, {p.faster} over {p.than}: {min(every):+.1f} to {max(every):+.1f} %, {p.percent:+.0f} % in the paper; "
+            f"- {p.model}, {p.faster} over {p.than}: {min(every):+.1f} to {max(every):+.1f} %, "
+            f"{p.percent:+.0f} % in "
+            f"the paper; "
             f"{len(near)} of {len(found)} rows are within {POINTS:g} points."
         )
     return items(out)
 
 
 def kernels7(found: Sequence[Line], others: Sequence[Sequence[Line]]) -> str:
-    """Return, as an item of a list, what the ratios would be with the kernels of meshes, and the rate with those here."""
-    text = f"- Kernels: those of `{STACKS[0]}` here, since {SOURCES[STACKS[0]]}; those of `{MESHES}` in the next section, since "
+    """Return, as an item of a list, what the ratios would be with the kernels of meshes, and the rate with those
+    here."""
+    text = (
+        f"- Kernels: those of `{STACKS[0]}` here, since {SOURCES[STACKS[0]]}; those of `{MESHES}` "
+        f"in the next section, since "
+    )
     text += f"{SOURCES[MESHES]}. The other way round, "
     if MESHES in STACKS[1:]:
         theirs = others[STACKS.index(MESHES) - 1]
         ours = [ratio(theirs, p) for p in RATIOS]
         near = sum(abs(r - p.percent) <= POINTS for r, p in zip(ours, RATIOS, strict=True))
         shown = ", ".join(f"{r:+.1f} %" for r in ours)
-        text += f"these ratios would be {shown} with `{MESHES}`: {near} of {len(ours)} within {POINTS:g} points. "
+        text += (
+            f"these ratios would be {shown} with `{MESHES}`: {near} of {len(ours)} within "
+            f"{POINTS:g} points. "
+        )
     error = grid_error([x for x in found if x.schedule == "DualPipeV"])
     if error is not None:
         text += f"There the rate would be {judged_rate(error)} with `{STACKS[0]}`."
@@ -257,7 +389,9 @@ def kernels7(found: Sequence[Line], others: Sequence[Sequence[Line]]) -> str:
 
 def kernels9(others: Sequence[tuple[Change, Line]]) -> str:
     """Return, as an item of a list, what the rate would be with the kernels of schedules."""
-    rates = [x.tokens_per_s for change, x in others if change.stack == STACKS[0] and not change.fields]
+    rates = [
+        x.tokens_per_s for change, x in others if change.stack == STACKS[0] and not change.fields
+    ]
     text = f"- Kernels: those of `{MESHES}`, since {SOURCES[MESHES]}. "
     if rates:
         text += f"With those of `{STACKS[0]}`, as in the section before, the rate would be "
@@ -268,11 +402,18 @@ def kernels9(others: Sequence[tuple[Change, Line]]) -> str:
 
 def judged_rate(error: float) -> str:
     """Return the error of a rate, and whether it is small enough."""
-    return f"{error:+.1f} % beside the paper's, {'within' if abs(error) <= STEP else '**not** within'} {STEP:g} %"
+    return (
+        f"{error:+.1f} % beside the paper's, "
+        f"{'within' if abs(error) <= STEP else '**not** within'} {STEP:g} %"
+    )
 
 
 def page7(
-    found: Sequence[Line], others: Sequence[Sequence[Line]], changes: Sequence[Changed], best: Sequence[Tuned], trials: int
+    found: Sequence[Line],
+    others: Sequence[Sequence[Line]],
+    changes: Sequence[Changed],
+    best: Sequence[Tuned],
+    trials: int,
 ) -> str:
     """Return the section about schedules."""
     dual = {x.setup.model: x for x in found if x.schedule == "DualPipeV"}
@@ -303,4 +444,11 @@ def page9(found: Sequence[Line], others: Sequence[tuple[Change, Line]]) -> str:
     table = markdown(GRID_HEADER, [grid_cells(x) for x in found])
     rates = markdown(RATE_HEADER, [rate_cells(*x) for x in others])
     machine_text = fill(str(machine()), 118)
-    return TEXT9.format(machine=machine_text, grid=table, verdict=verdict, kernels=kernels9(others), rates=rates, stack=MESHES)
+    return TEXT9.format(
+        machine=machine_text,
+        grid=table,
+        verdict=verdict,
+        kernels=kernels9(others),
+        rates=rates,
+        stack=MESHES,
+    )

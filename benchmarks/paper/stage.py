@@ -25,7 +25,16 @@ from piper import models
 from piper_ir.fold.timing import IssueOrder, Times, prepare_orders
 from piper_ir.plan.plan import COMPUTE, Channel
 from piper_ir.program.program import Cost, Kernel
-from piper_simulator import Cluster, Message, by_formula, demands, rank_group, run_engine, step_seconds, wiring
+from piper_simulator import (
+    Cluster,
+    Message,
+    by_formula,
+    demands,
+    rank_group,
+    run_engine,
+    step_seconds,
+    wiring,
+)
 
 DTYPE, ITEM = "bfloat16", 2
 MIB = 1 << 20
@@ -98,7 +107,9 @@ class Setting:
         square, narrow = self._matmul(t, c.width, c.width), self._matmul(t, self.kv_width, c.width)
         core = self._attention()
         # a rank computes as many tokens as it sends: its own experts' share of everybody's
-        experts = (self._matmul(t * c.top_k, c.hidden, c.width),) * 2 + (self._matmul(t * c.top_k, c.width, c.hidden),)
+        experts = (self._matmul(t * c.top_k, c.hidden, c.width),) * 2 + (
+            self._matmul(t * c.top_k, c.width, c.hidden),
+        )
         head = (self._matmul(t, c.vocab, c.width),)
         return {
             "attention": self._both((square, square, narrow, narrow), core),
@@ -113,7 +124,9 @@ class Setting:
         """
         forward = step_seconds(self.cluster.device, Cost((*products, *core)), "F")
         twice = tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 2) for k in products)
-        longer = tuple(Kernel(k.kind, k.dims, k.dtype, int(2.5 * int(str(k.flops))), k.bytes) for k in core)
+        longer = tuple(
+            Kernel(k.kind, k.dims, k.dtype, int(2.5 * int(str(k.flops))), k.bytes) for k in core
+        )
         return forward, step_seconds(self.cluster.device, Cost((*twice, *longer)), "I")
 
     @staticmethod
@@ -156,8 +169,14 @@ class Program:
             place[x.name] = (stream, count[stream])
         waits = [tuple(place[name] for name in x.after) for x in self.items]
         uses = ["" if x.kind == "compute" else x.kind for x in self.items]
-        channels = [Channel(kind, "group", ("stage",), (self.streams[kind],)) for kind in ("exchange", "reduce") if kind in uses]
-        prepared = prepare_orders([IssueOrder("stage", streams, uses, lambda k: self.items[k].name, waits)], channels)
+        channels = [
+            Channel(kind, "group", ("stage",), (self.streams[kind],))
+            for kind in ("exchange", "reduce")
+            if kind in uses
+        ]
+        prepared = prepare_orders(
+            [IssueOrder("stage", streams, uses, lambda k: self.items[k].name, waits)], channels
+        )
         s = self.setting
         messages = [self._message(self.items[members[0]]) for members in prepared.groups]
         found = demands(messages, wiring(s.cluster))
@@ -185,7 +204,9 @@ class Ran:
 
     def exchange_s(self, prefix: str) -> float:
         """Return the mean seconds from ready to end of the all-to-alls whose names begin so."""
-        return mean(end - ready for name, ready, _, end in self.spans("exchange") if name.startswith(prefix))
+        return mean(
+            end - ready for name, ready, _, end in self.spans("exchange") if name.startswith(prefix)
+        )
 
     def until(self, name: str) -> float:
         """When an instruction has ended."""
@@ -196,13 +217,19 @@ class Ran:
         return self.times.makespan
 
 
-Option = Literal["alone", "one stream", "separate streams", "partitioned, one stream", "partitioned, separate streams"]
+Option = Literal[
+    "alone",
+    "one stream",
+    "separate streams",
+    "partitioned, one stream",
+    "partitioned, separate streams",
+]
 OPTIONS: tuple[Option, ...] = get_args(Option)
 """How the reductions of a stage are issued.
 
 alone: nothing is reduced. one stream: the message that is ready first goes first, so an all-to-all waits for the bucket
-before it. separate: both share the links. partitioned: buckets go in pieces; a piece is issued only where no all-to-all is
-ready, and on a stream of its own it waits for the all-to-all before it.
+before it. separate: both share the links. partitioned: buckets go in pieces; a piece is issued only where no all-to-all
+is ready, and on a stream of its own it waits for the all-to-all before it.
 """
 
 
@@ -211,7 +238,12 @@ def pair(setting: Setting, option: Option) -> Ran:
 
     Both are ready at once.
     """
-    exchange = Item("B.exchange", "exchange", setting.seconds("all_to_all", setting.exchanged), setting.exchanged)
+    exchange = Item(
+        "B.exchange",
+        "exchange",
+        setting.seconds("all_to_all", setting.exchanged),
+        setting.exchanged,
+    )
     pieces = [] if option == "alone" else _pieces(setting, option, "head", setting.head, ())
     rest = pieces[1:]
     if option == "partitioned, separate streams":
@@ -229,14 +261,23 @@ def step(setting: Setting, option: Option) -> Ran:
 
 def _streams(option: Option) -> dict[str, str]:
     apart = option in ("alone", "separate streams", "partitioned, separate streams")
-    return {"compute": COMPUTE, "exchange": "exchange" if apart else "comm", "reduce": "reduce" if apart else "comm"}
+    return {
+        "compute": COMPUTE,
+        "exchange": "exchange" if apart else "comm",
+        "reduce": "reduce" if apart else "comm",
+    }
 
 
-def _pieces(setting: Setting, option: Option, name: str, nbytes: int, after: tuple[str, ...]) -> list[Item]:
+def _pieces(
+    setting: Setting, option: Option, name: str, nbytes: int, after: tuple[str, ...]
+) -> list[Item]:
     """Return the pieces of the reduction of a bucket."""
     size = setting.bucket_mb * MIB if option.startswith("partitioned") else nbytes
     sizes = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
-    return [Item(f"reduce.{name}.{k}", "reduce", setting.seconds("all_reduce", n), n, after) for k, n in enumerate(sizes)]
+    return [
+        Item(f"reduce.{name}.{k}", "reduce", setting.seconds("all_reduce", n), n, after)
+        for k, n in enumerate(sizes)
+    ]
 
 
 class _Step:
@@ -271,7 +312,9 @@ class _Step:
             self.reduce(mb, str(k), self.setting.dense)
 
     def compute(self, name: str, seconds: float) -> None:
-        self._issue(Item(name, "compute", seconds, after=(self.exchanged,) if self.exchanged else ()))
+        self._issue(
+            Item(name, "compute", seconds, after=(self.exchanged,) if self.exchanged else ())
+        )
         self.now += seconds
         self.last, self.exchanged = name, ""
 

@@ -1,4 +1,5 @@
-"""Find the largest batch that fits for pipelines with ZeRO; a system is a plan of ours that keeps what the system keeps."""
+"""Find the largest batch that fits for pipelines with ZeRO; a system is a plan of ours that keeps what the system
+keeps."""
 
 from __future__ import annotations
 
@@ -52,15 +53,19 @@ class System:
 SYSTEMS = (
     System(
         "pipeline x ZeRO-1", 1, {}, "all", 0, 2.0,
-        "bf16 parameters, float32 sums of gradients and bf16 gradients whole; master and AdamW's states shared",
+        "bf16 parameters, float32 sums of gradients and bf16 gradients whole; master and AdamW's "
+        "states shared",
     ),
     System(
         "best other, ZeRO-2", 3, {"resident_mb": STEP, "reduced_mb": STEP}, "products", 4, -1.5,
-        "FSDP2, reshard never: bf16 parameters gathered and float32 gradients whole all step long; masters, AdamW's shared",
+        "FSDP2, reshard never: bf16 parameters gathered and float32 gradients whole all step long; "
+        "masters, AdamW's "
+        "shared",
     ),
     System(
         "best other, ZeRO-3", 3, {"reduced_mb": STEP}, "products", 12, -1.5,
-        "FSDP2, reshard always: a bucket of parameters gathered at a time; float32 gradients whole all step long",
+        "FSDP2, reshard always: a bucket of parameters gathered at a time; float32 gradients whole "
+        "all step long",
     ),
     System(
         "Piper, ZeRO-2", 2, {}, "inputs", 32, 0.0,
@@ -95,7 +100,9 @@ class Setting:
 
     def plan(self, system: System, rows: int, keep: str) -> Plan:
         """Return the plan of a system with microbatches of so many rows."""
-        job = models.job(self.model, global_batch=rows * self.microbatches * self.dp, length=self.length)
+        job = models.job(
+            self.model, global_batch=rows * self.microbatches * self.dp, length=self.length
+        )
         directives = (
             *piper.recipes.one_f_one_b(pp=self.pp, microbatches=self.microbatches),
             *piper.recipes.data_parallel(zero=system.zero, **system.windows),
@@ -138,13 +145,18 @@ def point(setting: Setting, system: System, rows: int, keep: str) -> Point:
     plan = setting.plan(system, rows, keep)
     found = piper.simulate(plan, setting.cluster)
     device = setting.cluster.device
-    beside = {r.role: round(system.more * device.allocator_factor * _parameters(plan, r.role)) for r in plan.roles}
+    beside = {
+        r.role: round(system.more * device.allocator_factor * _parameters(plan, r.role))
+        for r in plan.roles
+    }
     fullest = max(plan.roles, key=lambda r: found.device_bytes[r.ranks[0]] + beside[r.role])
     return _point(found, fullest.ranks[0], rows, beside[fullest.role], device.memory_bytes)
 
 
 def _point(found: Simulation, rank: int, rows: int, beside: int, limit: int) -> Point:
-    lines = {name: nbytes for name, nbytes in found.memory(rank).items() if nbytes} | {"more": beside}
+    lines = {name: nbytes for name, nbytes in found.memory(rank).items() if nbytes} | {
+        "more": beside
+    }
     return Point(rows, found.device_bytes[rank] + beside, lines, limit, found.tokens_per_s or 0.0)
 
 
@@ -164,7 +176,9 @@ class Largest:
         """Return the rows at which the device is full, between these two; 0 if one row does not fit."""
         if self.fits is None:
             return 0.0
-        return self.fits.rows + (self.fits.limit - self.fits.device) / (self.over.device - self.fits.device)
+        return self.fits.rows + (self.fits.limit - self.fits.device) / (
+            self.over.device - self.fits.device
+        )
 
 
 def largest(setting: Setting, system: System, keep: str, most: int = MOST) -> Largest:
@@ -195,7 +209,9 @@ class Line:
         return batch if batch >= SMALLEST else 0.0
 
 
-def lines(setting: Setting, systems: Sequence[System] = SYSTEMS, most: int = MOST) -> Iterator[Line]:
+def lines(
+    setting: Setting, systems: Sequence[System] = SYSTEMS, most: int = MOST
+) -> Iterator[Line]:
     """Yield the largest batches of each system."""
     for system in systems:
         yield Line(system, {keep: largest(setting, system, keep, most) for keep in POLICIES})
@@ -208,8 +224,13 @@ def missed(found: Sequence[Line]) -> list[str]:
         for a, b in pairwise(found)
         if b.reached <= a.reached
     ]
-    ours = (x for x in found if x.system.name.startswith("Piper") and x.reached < x.system.published)
-    return out + [f"{x.system.name} reaches {x.reached:.1f} rows, published {x.system.published}" for x in ours]
+    ours = (
+        x for x in found if x.system.name.startswith("Piper") and x.reached < x.system.published
+    )
+    return out + [
+        f"{x.system.name} reaches {x.reached:.1f} rows, published {x.system.published}"
+        for x in ours
+    ]
 
 
 def split_up(setting: Setting, rows: int, keep: str) -> Iterator[tuple[System, Point]]:

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING
 
 from benchmarks.measure import machine
 from benchmarks.paper.page import markdown
-from benchmarks.paper.zero_batches import COMPARED, GIB, OOM, POLICIES, SMALLEST, SYSTEMS, Line, Point, Setting, System, missed
+from benchmarks.paper.zero_batches import (
+    COMPARED,
+    GIB,
+    OOM,
+    POLICIES,
+    SMALLEST,
+    SYSTEMS,
+    Line,
+    Point,
+    Setting,
+    System,
+    missed,
+)
 from piper import models
 
 if TYPE_CHECKING:
@@ -26,8 +38,18 @@ def cells(line: Line) -> tuple[str, ...]:
     """Return a line as text, in the order of `HEADER`."""
     best = line.batches[line.system.policy].fits if line.reached else None
     published = str(line.system.published or OOM)
-    own = (OOM, "-", "-") if best is None else (f"{line.reached:.1f}", f"{best.device / GIB:.1f}", f"{best.tokens_per_s:,.0f}")
-    return (line.system.name, line.system.policy, published, *own, *(f"{line.batches[keep].batch:.1f}" for keep in POLICIES))
+    own = (
+        (OOM, "-", "-")
+        if best is None
+        else (f"{line.reached:.1f}", f"{best.device / GIB:.1f}", f"{best.tokens_per_s:,.0f}")
+    )
+    return (
+        line.system.name,
+        line.system.policy,
+        published,
+        *own,
+        *(f"{line.batches[keep].batch:.1f}" for keep in POLICIES),
+    )
 
 
 LINES = (
@@ -37,7 +59,12 @@ LINES = (
     (
         "activations and temporaries",
         (
-            *("activations", "recomputed_activations", "activation_gradients", "communication_buffers"),
+            *(
+                "activations",
+                "recomputed_activations",
+                "activation_gradients",
+                "communication_buffers",
+            ),
             *("logits_and_loss", "kernels", "update", "batch", "scalars"),
         ),
     ),
@@ -50,7 +77,11 @@ LINES = (
 def split_cells(system: System, at: Point) -> tuple[str, ...]:
     """Return the memory of a system by line, in GiB."""
     sums = [sum(at.lines.get(name, 0) for name in names) for _, names in LINES]
-    return (system.name, *(f"{s / GIB:.1f}" for s in (*sums, at.device)), "yes" if at.fits else "no")
+    return (
+        system.name,
+        *(f"{s / GIB:.1f}" for s in (*sums, at.device)),
+        "yes" if at.fits else "no",
+    )
 
 
 SPLIT_HEADER = ("GiB of the fullest device", *(name for name, _ in LINES), "in all", "fits")
@@ -62,22 +93,43 @@ def assumptions(s: Setting) -> list[tuple[str, str, str]]:
     artifact = "the paper's artifact (uw-syfi/piper at 4f992224: run_megatron.py, e2e_eval.py)"
     heads = f"{c.heads} heads of {c.width // c.heads}, {c.kv_heads} of keys and values"
     shape = (
-        f"{c.layers} layers, width {c.width}, {heads}, {c.experts} experts of {c.hidden}, top {c.top_k}, vocabulary {c.vocab:,}"
+        f"{c.layers} layers, width {c.width}, {heads}, {c.experts} experts of {c.hidden}, top "
+        f"{c.top_k}, vocabulary {c.vocab:,}"
     )
     return [
         ("model", f"{shape}: {models.parameter_count(c) / 1e9:.2f}B parameters", artifact),
-        ("tokens of experts", f"capacity factor {c.capacity_factor:g}: no expert is ever full, its places are padded", "assumed"),
+        (
+            "tokens of experts",
+            f"capacity factor {c.capacity_factor:g}: no expert is ever full, its places are padded",
+            "assumed",
+        ),
         (
             "mesh",
             f"pp={s.pp}, dp={s.dp}, no expert parallelism; stages of {c.layers // s.pp} layers",
             "the paper; stages assumed",
         ),
-        ("where", f"{s.cluster.name}: replicas of a stage are neighbours, two stages on a node", "40 GB: the paper; assumed"),
+        (
+            "where",
+            f"{s.cluster.name}: replicas of a stage are neighbours, two stages on a node",
+            "40 GB: the paper; assumed",
+        ),
         ("schedule", f"1F1B, {s.microbatches} microbatches", artifact),
-        ("what a batch is", f"rows of a microbatch, of {s.length} tokens", f"{artifact}; that it is the figure's: assumed"),
-        ("precision", "bf16 compute; float32 masters, AdamW's states, sums and reduction of gradients", "assumed, alike for all"),
+        (
+            "what a batch is",
+            f"rows of a microbatch, of {s.length} tokens",
+            f"{artifact}; that it is the figure's: assumed",
+        ),
+        (
+            "precision",
+            "bf16 compute; float32 masters, AdamW's states, sums and reduction of gradients",
+            "assumed, alike for all",
+        ),
         *(
-            (x.name, f"{x.keeps}; {x.policy!r}", "assumed" if x.published else "assumed; DeepSpeed's bf16 optimizer")
+            (
+                x.name,
+                f"{x.keeps}; {x.policy!r}",
+                "assumed" if x.published else "assumed; DeepSpeed's bf16 optimizer",
+            )
             for x in SYSTEMS
         ),
         (
@@ -88,8 +140,10 @@ def assumptions(s: Setting) -> list[tuple[str, str, str]]:
         ("buckets", "25 MiB, or one parameter that is larger", "ours"),
         (
             "memory beside tensors",
-            f"reserve {device.allocator_factor - 1:.0%}, context {device.context_bytes / GIB:.2f} GiB, "
-            f"{device.group_bytes / GIB:.2f} GiB per group, {device.p2p_bytes / GIB:.2f} per neighbour and direction",
+            f"reserve {device.allocator_factor - 1:.0%}, context {device.context_bytes / GIB:.2f} "
+            f"GiB, "
+            f"{device.group_bytes / GIB:.2f} GiB per group, {device.p2p_bytes / GIB:.2f} per "
+            f"neighbour and direction",
             "docs/memory.md",
         ),
         ("limit", f"{device.memory_bytes / GIB:.0f} GiB", "NVIDIA's A100 40 GB"),
@@ -134,7 +188,8 @@ What is assumed:
 
 
 def one_policy(found: Sequence[Line]) -> str:
-    """Return, as lines of a list, in which order the systems are when all have one policy, and whether it is the paper's."""
+    """Return, as lines of a list, in which order the systems are when all have one policy, and whether it is the
+    paper's."""
     published = [x.system.name for x in found]
     out = []
     for keep in POLICIES:
@@ -142,7 +197,13 @@ def one_policy(found: Sequence[Line]) -> str:
         same = [x.system.name for x in ordered] == published
         texts = ", ".join(f"{x.system.name} {x.batches[keep].batch:.1f}" for x in ordered)
         what = "is the paper's" if same else "is **not** the paper's"
-        out.append(fill(f"- With the policy {keep!r} for all systems the order {what}: {texts}.", 118, subsequent_indent="  "))
+        out.append(
+            fill(
+                f"- With the policy {keep!r} for all systems the order {what}: {texts}.",
+                118,
+                subsequent_indent="  ",
+            )
+        )
     return "\n".join(out)
 
 
@@ -182,12 +243,18 @@ def draw(found: Sequence[Line], split: Sequence[tuple[System, Point]], path: Pat
         sizes = [sum(at.lines.get(name, 0) for name in parts) / GIB for _, at in split]
         right.barh(names, sizes, 0.6, left=begin, color=colour, label=title)
         begin = [b + s for b, s in zip(begin, sizes, strict=True)]
-    right.axvline(split[0][1].limit / GIB, color="black", linestyle="--", linewidth=1, label="the device")
-    right.set_xlabel(f"GiB of the fullest device: batch {COMPARED[0]}, policy {COMPARED[1]!r} for all")
+    right.axvline(
+        split[0][1].limit / GIB, color="black", linestyle="--", linewidth=1, label="the device"
+    )
+    right.set_xlabel(
+        f"GiB of the fullest device: batch {COMPARED[0]}, policy {COMPARED[1]!r} for all"
+    )
     right.set_xlim(0, 1.05 * max(split[0][1].limit / GIB, *begin))
     right.set_yticks([])
     right.invert_yaxis()
-    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=8, frameon=False)
+    right.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=8, frameon=False
+    )
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -197,7 +264,12 @@ def _batches(axis: Axes, found: Sequence[Line]) -> None:
     rows = range(len(found))
     for shift, values, colour, label in (
         (-0.2, [x.system.published for x in found], "#bbbbbb", "published"),
-        (0.2, [round(x.reached, 1) for x in found], "#33658a", "simulated, with the system's policy"),
+        (
+            0.2,
+            [round(x.reached, 1) for x in found],
+            "#33658a",
+            "simulated, with the system's policy",
+        ),
     ):
         bars = axis.barh([k + shift for k in rows], values, 0.38, color=colour, label=label)
         axis.bar_label(bars, [f"{v:g}" if v else OOM for v in values], padding=3, fontsize=8)

@@ -170,7 +170,9 @@ def _found(name: str) -> Any:
         return import_module(f"piper.{name}")
     home = _HOME.get(name)
     if home is None:
-        raise AttributeError(f"module 'piper' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'piper' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

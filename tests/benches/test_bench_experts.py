@@ -23,7 +23,18 @@ from benchmarks.step_worker import Measured, Timing, check_same_training
 from piper_ir.tools import usable_cores
 from piper_runtime.engine import core_share
 
-TINY = replace(SMALL, width=16, heads=2, layers=2, context=8, rows=2, hidden=12, experts=4, top_k=2, dtype="float64")
+TINY = replace(
+    SMALL,
+    width=16,
+    heads=2,
+    layers=2,
+    context=8,
+    rows=2,
+    hidden=12,
+    experts=4,
+    top_k=2,
+    dtype="float64",
+)
 STEPS = 3
 
 
@@ -83,7 +94,10 @@ def test_rows_of_placed_ranks_take_the_slower_rank_of_each_pair() -> None:
     def seconds(*each: float) -> list[Timing]:
         return [Timing(s, 0.0) for s in each]
 
-    measured = [Measured(placed={"a way": seconds(2.0, 6.0, 3.0)}), Measured(placed={"a way": seconds(4.0, 2.0, 1.0)})]
+    measured = [
+        Measured(placed={"a way": seconds(2.0, 6.0, 3.0)}),
+        Measured(placed={"a way": seconds(4.0, 2.0, 1.0)}),
+    ]
     (row,) = step_expert.placed_rows("a mixture", measured, [2.0, 2.0, 2.0])
     assert row.name == "a mixture: torch on our cores, a way: torch/ours" and row.goal is None
     assert (row.value, row.note) == (2.0, "torch 4000.00 ms/step")
@@ -98,7 +112,8 @@ class WithoutExperts(expert_side.TorchMixture):
 
 
 def both(setup: Setup, rank: int, store: str, pipe: Connection[Any, Any]) -> None:
-    """Train both sides, torch's on cores of our launcher, and the broken one in one of two processes; send their losses.
+    """Train both sides, torch's on cores of our launcher, and the broken one in one of two processes; send their
+    losses.
 
     What the threads of torch's placed sides may use is sent too: cores and policy.
     """
@@ -111,7 +126,10 @@ def both(setup: Setup, rank: int, store: str, pipe: Connection[Any, Any]) -> Non
     before = step_placed._threads()
     with core_share(torch.device("cpu"), rank, 2):
         others = step_placed.placed(setup, rank)
-    started = {(tuple(os.sched_getaffinity(t)), os.sched_getscheduler(t)) for t in step_placed._threads() - before}
+    started = {
+        (tuple(os.sched_getaffinity(t)), os.sched_getscheduler(t))
+        for t in step_placed._threads() - before
+    }
     sides = (*plain, *others.values(), WithoutExperts(*given))
     for _ in range(STEPS):
         for side in sides:
@@ -127,7 +145,9 @@ def test_both_sides_train_the_same_mixture(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     for rank, (_, its) in enumerate(pipes):
-        context.Process(target=both, args=(setup, rank, str(tmp_path / "store"), its), daemon=True).start()
+        context.Process(
+            target=both, args=(setup, rank, str(tmp_path / "store"), its), daemon=True
+        ).start()
     used: set[int] = set()
     for ours, _ in pipes:
         assert ours.poll(240), "a process failed; its output is above"
@@ -139,6 +159,9 @@ def test_both_sides_train_the_same_mixture(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="the two sides do not train the same"):
             check_same_training(made, broken, setup.tolerance)
         cores = {cores for cores, _ in started}
-        assert len(cores) == 1 and {policy for _, policy in started} == {os.SCHED_OTHER, os.SCHED_BATCH}
+        assert len(cores) == 1 and {policy for _, policy in started} == {
+            os.SCHED_OTHER,
+            os.SCHED_BATCH,
+        }
         used |= set(*cores)
     assert len(used) == usable_cores(), "each rank has a share of its own"

@@ -17,7 +17,11 @@ CASES = gpu_layouts.cases(LLAMA, MIXTURE)
 
 
 def test_the_check_has_three_ways_of_sharing_and_proves_them() -> None:
-    assert [dict(case.strategy.mesh.sizes) for case in gpu_layouts.cases().values()] == [{"tp": 2}, {"cp": 2}, {"ep": 2}]
+    assert [dict(case.strategy.mesh.sizes) for case in gpu_layouts.cases().values()] == [
+        {"tp": 2},
+        {"cp": 2},
+        {"ep": 2},
+    ]
     assert gpu_check.layouts_here in list(gpu_check.sections()) and "layouts" in gpu_check.PROVES
     assert list(gpu_check.chosen(states=False, layouts=True)) == [gpu_check.layouts_here]
 
@@ -26,7 +30,10 @@ def test_rows_count_on_and_are_the_same_in_every_range() -> None:
     inputs, targets = gpu_layouts.counting(32, 16, 3, range(8))
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert len({int(s) for s in (targets - inputs).remainder(32).unique()}) > 1
-    assert all(torch.equal(a[2:5], b) for a, b in zip((inputs, targets), gpu_layouts.counting(32, 16, 3, range(2, 5))))
+    assert all(
+        torch.equal(a[2:5], b)
+        for a, b in zip((inputs, targets), gpu_layouts.counting(32, 16, 3, range(2, 5)))
+    )
 
 
 @pytest.mark.long
@@ -46,4 +53,6 @@ def test_on_a_cpu_each_is_one_rank_and_its_plan(name: str) -> None:
     half[: len(half) // 2] = 0
     assert not gpu_layouts.cosine_row(name, found | {last: half}, first).met
     assert not gpu_layouts.loss_row(name, [1.03 * x for x in run.losses], losses).met
-    assert not gpu_layouts.memory_row(name, plan, {r: n + (r == 1) for r, n in run.peak_bytes.items()}).met
+    assert not gpu_layouts.memory_row(
+        name, plan, {r: n + (r == 1) for r, n in run.peak_bytes.items()}
+    ).met

@@ -16,7 +16,10 @@ from benchmarks.messages import received
 def test_a_rank_that_dies_ends_the_others() -> None:
     context = get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    ranks = [context.Process(target=time.sleep, args=(60,)), context.Process(target=os._exit, args=(3,))]
+    ranks = [
+        context.Process(target=time.sleep, args=(60,)),
+        context.Process(target=os._exit, args=(3,)),
+    ]
     for process in ranks:
         process.start()
     with pytest.raises(RuntimeError, match="before they had measured: rank 1 with exit code 3;"):
@@ -29,7 +32,10 @@ def test_a_rank_that_dies_ends_the_others() -> None:
 def test_a_rank_that_is_done_first_is_no_failure() -> None:
     context = get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    ranks = [context.Process(target=os._exit, args=(0,)), context.Process(target=_send_late, args=(send,))]
+    ranks = [
+        context.Process(target=os._exit, args=(0,)),
+        context.Process(target=_send_late, args=(send,)),
+    ]
     for process in ranks:
         process.start()
     assert received(receive, ranks) == "measured"

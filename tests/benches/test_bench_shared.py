@@ -6,7 +6,14 @@ import re
 
 import pytest
 
-from benchmarks import fsdp2_schedules, shared_rates, step_kinds, step_model, step_sharded, step_sides
+from benchmarks import (
+    fsdp2_schedules,
+    shared_rates,
+    step_kinds,
+    step_model,
+    step_sharded,
+    step_sides,
+)
 from piper_ir.program.ops import Collective
 
 
@@ -27,7 +34,9 @@ def test_the_plans_beside_fsdp2_share_all_states(kind: str) -> None:
         plan = step_sharded.prepared(kind, step_model.TINY, resident).plan
         assert all(b.shard.params == ("dp",) for b in plan.buckets)
         parts = [p for i in plan.roles[0].program for p in i.parts]
-        gathers[resident] = sum(isinstance(p.op, Collective) and p.op.kind == "all_gather" for p in parts)
+        gathers[resident] = sum(
+            isinstance(p.op, Collective) and p.op.kind == "all_gather" for p in parts
+        )
     assert gathers["step"] < gathers[0]
 
 
@@ -41,9 +50,13 @@ def test_both_sides_train_the_same_and_hold_what_is_measured() -> None:
 
 
 def test_gradients_of_a_plan_are_those_of_the_page() -> None:
-    found = re.findall(r"\| ([^|]+) \| ([^|]+) \| ([^|]+) \|", fsdp2_schedules.PAGE.read_text(encoding="utf-8"))
+    found = re.findall(
+        r"\| ([^|]+) \| ([^|]+) \| ([^|]+) \|", fsdp2_schedules.PAGE.read_text(encoding="utf-8")
+    )
     rows = {kind: (torch, ours) for kind, torch, ours in found if kind in step_kinds.PIPELINES}
-    assert rows.keys() == step_kinds.PIPELINES.keys() and {ours for _, ours in rows.values()} == {"equal"}
+    assert rows.keys() == step_kinds.PIPELINES.keys() and {ours for _, ours in rows.values()} == {
+        "equal"
+    }
     wrong = {kind for kind, (torch, _) in rows.items() if "wrong" in torch}
     assert wrong == {"interleaved zero bubble", "ZBV", "DualPipeV"}
     assert str(fsdp2_schedules.compared(dict(fsdp2_schedules.ours("ZBV")))) == "equal"
@@ -53,5 +66,7 @@ def test_a_wrong_gradient_is_seen() -> None:
     """Negative control, and one that is missing."""
     found = dict(fsdp2_schedules.expected())
     name = next(iter(found))
-    assert str(fsdp2_schedules.compared({**found, name: 1.5 * found[name]})) == "wrong, by up to 0.5"
+    assert (
+        str(fsdp2_schedules.compared({**found, name: 1.5 * found[name]})) == "wrong, by up to 0.5"
+    )
     assert str(fsdp2_schedules.compared({**found, name: None})) == "equal; 1 missing"

@@ -77,7 +77,9 @@ def job(model: Callable[[], nn.Module]) -> piper.Job:
 
 
 def pipeline(microbatches: int) -> piper.Strategy:
-    return piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=microbatches))
+    return piper.Strategy(
+        piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=microbatches)
+    )
 
 
 def test_spectral_norm_is_named_at_compile_and_verify_says_what_it_equals() -> None:
@@ -87,7 +89,10 @@ def test_spectral_norm_is_named_at_compile_and_verify_says_what_it_equals() -> N
     with pytest.warns(PiperWarning):
         report = verify_strategy(job(Spectral), pipeline(4))
     assert report.equal, report.text()
-    assert "whole batch in one forward: NOT equal (buffers that advance once per microbatch: layers.0" in report.text()
+    assert (
+        "whole batch in one forward: NOT equal (buffers that advance once per microbatch: layers.0"
+        in report.text()
+    )
 
 
 def test_with_one_microbatch_nothing_is_said() -> None:
@@ -113,7 +118,9 @@ def test_a_loss_that_combines_rows_is_told_apart_too() -> None:
     def contrast(output: Tensor, target: Tensor) -> Tensor:
         return (output - output.mean(0)).square().mean()
 
-    plain = replace(job(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))), loss=contrast, loss_over="microbatch")
+    plain = replace(
+        job(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))), loss=contrast, loss_over="microbatch"
+    )
     one = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=4),))
     report = verify_strategy(plain, one)
     assert report.equal and "NOT equal (the model or the loss combines rows" in report.text()

@@ -19,7 +19,9 @@ from piper_ops.rewriting import attention_calls
 
 WIDTH, HEADS, LENGTH, ROWS = 8, 2, 5, 8
 attend = F.scaled_dot_product_attention
-BLOCKS = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 3), None, None, LENGTH, LENGTH, device="cpu")
+BLOCKS = create_block_mask(
+    lambda b, h, i, j: (i >= j) & (i - j < 3), None, None, LENGTH, LENGTH, device="cpu"
+)
 
 
 def place() -> Tensor:
@@ -44,7 +46,10 @@ class Part(nn.Module):
         self.latent = nn.Parameter(torch.linspace(-1, 1, HEADS * 12).view(1, HEADS, 3, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.view(-1, LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            t.view(-1, LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2)
+            for t in self.qkv(x).chunk(3, -1)
+        )
         return x + self.out(self.mix(self, q, k, v).transpose(1, 2).reshape(x.shape))
 
     def places(self) -> Tensor:
@@ -59,13 +64,19 @@ class Modules(nn.Module):
         super().__init__()
         self.plain = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dropout=0.2)
         self.first = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.2)
-        self.other = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, kdim=6, vdim=4, add_bias_kv=True, add_zero_attn=True)
+        self.other = nn.MultiheadAttention(
+            WIDTH, HEADS, batch_first=True, kdim=6, vdim=4, add_bias_kv=True, add_zero_attn=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        y, shares = self.plain(x, x, x, average_attn_weights=False, key_padding_mask=padding(x), attn_mask=later())
+        y, shares = self.plain(
+            x, x, x, average_attn_weights=False, key_padding_mask=padding(x), attn_mask=later()
+        )
         x = x + y * shares[:, 0, :, :1]
         swapped = x.transpose(0, 1)
-        x = x + self.first(swapped, swapped, swapped, attn_mask=later(), is_causal=True, need_weights=False)[0].transpose(0, 1)
+        x = x + self.first(
+            swapped, swapped, swapped, attn_mask=later(), is_causal=True, need_weights=False
+        )[0].transpose(0, 1)
         return x + self.other(x, x[..., :6], x[..., :4])[0]
 
 
@@ -86,7 +97,11 @@ class Encoder(nn.Module):
     def __init__(self, frozen: bool = True) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, 0.1, batch_first=True)
-        self.fixed = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, 0.1, batch_first=True).eval() if frozen else None
+        self.fixed = (
+            nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, 0.1, batch_first=True).eval()
+            if frozen
+            else None
+        )
         self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +124,8 @@ class Translator(nn.Module):
 
 
 def dropped_and_biased(part: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dropout inside, a bias and slopes that are learned, grouped heads, a kernel that is asked for, keys of one row."""
+    """Dropout inside, a bias and slopes that are learned, grouped heads, a kernel that is asked for, keys of one
+    row."""
     q = q + attend(q, k, v, part.places(), dropout_p=0.2 if part.training else 0.0)
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
         q = q + attend(q, k[:, :1], v[:, :1], ~later(), dropout_p=0.2, enable_gqa=True)
@@ -122,7 +138,9 @@ def sink(part: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A soft cap, a sliding window and a sink, as Gemma 2 and gpt-oss write them."""
     scores = 3 * torch.tanh(q @ k.mT / math.sqrt(4) / 3)
     scores = scores.masked_fill(later() | (place()[:, None] - place() >= 3), float("-inf"))
-    scores = torch.cat([scores, part.slopes.view(1, -1, 1, 1).expand(q.shape[0], -1, LENGTH, 1)], -1)
+    scores = torch.cat(
+        [scores, part.slopes.view(1, -1, 1, 1).expand(q.shape[0], -1, LENGTH, 1)], -1
+    )
     shares = F.softmax((scores - scores.max(-1, keepdim=True).values).float(), -1).to(q.dtype)
     return F.dropout(shares[..., :-1], 0.1, part.training) @ v
 
@@ -139,7 +157,9 @@ def masked_blocks(part: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    drawn = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    drawn = torch.randn(
+        ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
     x = drawn[rows.start : rows.stop]
     return x, x.roll(1, 1)
 
@@ -149,7 +169,14 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def job(model: Callable[[], nn.Module]) -> piper.Job:
-    return piper.Job(model, batch, F.mse_loss, sgd, global_batch=ROWS, precision=piper.Precision(params="float64"))
+    return piper.Job(
+        model,
+        batch,
+        F.mse_loss,
+        sgd,
+        global_batch=ROWS,
+        precision=piper.Precision(params="float64"),
+    )
 
 
 def parts(mix: Callable[..., Tensor]) -> Callable[[], nn.Module]:
@@ -157,9 +184,12 @@ def parts(mix: Callable[..., Tensor]) -> Callable[[], nn.Module]:
 
 
 PIPELINE = piper.Strategy(
-    piper.Mesh(pp=2, dp=2), (*piper.recipes.one_f_one_b(pp=2, microbatches=2), *piper.recipes.data_parallel())
+    piper.Mesh(pp=2, dp=2),
+    (*piper.recipes.one_f_one_b(pp=2, microbatches=2), *piper.recipes.data_parallel()),
 )
-SHARED = piper.Strategy(piper.Mesh(tp=2), (*piper.recipes.tensor_parallel(), piper.split(piper.where(), microbatches=2)))
+SHARED = piper.Strategy(
+    piper.Mesh(tp=2), (*piper.recipes.tensor_parallel(), piper.split(piper.where(), microbatches=2))
+)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "modules and calls": lambda: Layered(Modules, lambda: Part(dropped_and_biased)),
     "encoder": Encoder,
@@ -184,27 +214,46 @@ def test_shared_attention_is_computed_whole_where_it_must_be(name: str) -> None:
     assert report.equal, report.text()
 
 
-def test_negative_control_attention_with_another_scale_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_attention_with_another_scale_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scores = attention_calls.scores_of
-    monkeypatch.setattr(attention_calls, "scores_of", lambda build, q, k, scale: scores(build, q, k, 0.6))
-    report = verify_strategy(job(parts(lambda part, q, k, v: attend(q, k, v, part.places()))), PIPELINE)
+    monkeypatch.setattr(
+        attention_calls, "scores_of", lambda build, q, k, scale: scores(build, q, k, 0.6)
+    )
+    report = verify_strategy(
+        job(parts(lambda part, q, k, v: attend(q, k, v, part.places()))), PIPELINE
+    )
     assert not report.equal and "NOT what one device computes" in report.text()
 
 
-def test_negative_control_attention_without_its_dropout_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_attention_without_its_dropout_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weighted = attention_calls.weighted
     monkeypatch.setattr(
-        attention_calls, "weighted", lambda build, scores, v, _, *, masked: weighted(build, scores, v, 0.0, masked=masked)
+        attention_calls,
+        "weighted",
+        lambda build, scores, v, _, *, masked: weighted(build, scores, v, 0.0, masked=masked),
     )
-    report = verify_strategy(job(parts(lambda part, q, k, v: attend(q, k, v, dropout_p=0.3))), PIPELINE)
+    report = verify_strategy(
+        job(parts(lambda part, q, k, v: attend(q, k, v, dropout_p=0.3))), PIPELINE
+    )
     assert not report.equal and "NOT what one device computes" in report.text()
 
 
 def test_kernels_of_written_out_attention_have_formulas() -> None:
-    """Two products with T x T numbers are in F, each of 2 B H T T D FLOPs, and four in the backward; nothing is guessed."""
-    compiled = piper.compile(job(parts(lambda part, q, k, v: attend(q, k, v, dropout_p=0.2))), piper.Strategy(piper.Mesh()))
+    """Two products with T x T numbers are in F, each of 2 B H T T D FLOPs, and four in the backward; nothing is
+    guessed."""
+    compiled = piper.compile(
+        job(parts(lambda part, q, k, v: attend(q, k, v, dropout_p=0.2))),
+        piper.Strategy(piper.Mesh()),
+    )
     layer = next(c for c in compiled.program.chunks if c.id == "layer0").bind(ROWS)
-    listed = {step: [k for k in made.cost.kernels for _ in range(k.count)] for step, made in layer.steps.items()}
+    listed = {
+        step: [k for k in made.cost.kernels for _ in range(k.count)]
+        for step, made in layer.steps.items()
+    }
     assert all(k.formula for kernels in listed.values() for k in kernels)
     each = 2 * ROWS * HEADS * LENGTH * LENGTH * WIDTH // HEADS
     found = {step: [k.flops for k in kernels if k.op == "bmm"] for step, kernels in listed.items()}

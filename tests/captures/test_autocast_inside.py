@@ -20,7 +20,10 @@ from piper_ir.ground.errors import CaptureError
 
 ROWS, LENGTH, WIDTH = 8, 3, 8
 
-BOTH = piper.Strategy(piper.Mesh(pp=2, dp=2), (*piper.recipes.pipeline(pp=2, microbatches=2), *piper.recipes.data_parallel()))
+BOTH = piper.Strategy(
+    piper.Mesh(pp=2, dp=2),
+    (*piper.recipes.pipeline(pp=2, microbatches=2), *piper.recipes.data_parallel()),
+)
 
 
 class Block(nn.Module):
@@ -65,7 +68,9 @@ class Net(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    x = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
+    x = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))[
+        rows.start : rows.stop
+    ]
     return x, (x[:, 0, 0] * 10).long() % 3
 
 
@@ -74,14 +79,23 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def job(block: Callable[[], nn.Module]) -> piper.Job:
-    return piper.Job(partial(Net, block), batch, F.cross_entropy, sgd, ROWS, precision=piper.Precision(params="float32"))
+    return piper.Job(
+        partial(Net, block),
+        batch,
+        F.cross_entropy,
+        sgd,
+        ROWS,
+        precision=piper.Precision(params="float32"),
+    )
 
 
 def found_differences(block: Callable[[], nn.Module] = Block, limit: float = FLOAT32) -> list[str]:
     """Return what differs from plain PyTorch in float32, without the parameters after the last step."""
     made = job(block)
     run = piper.execute(piper.compile(made, BOTH), steps=2, launcher="inline", gradients=True)
-    expected = reference(made, replicas=2, microbatches=2, steps=2, whole=False)  # bfloat16 rounds a sum over other rows
+    expected = reference(
+        made, replicas=2, microbatches=2, steps=2, whole=False
+    )  # bfloat16 rounds a sum over other rows
     return [str(d) for d in differences(RunOutcome.of(run), expected, limit, parameters=False)]
 
 
@@ -90,8 +104,12 @@ def test_equal_to_one_device_with_the_casts_of_autocast() -> None:
     assert not found_differences()
     compiled = piper.compile(job(Block), BOTH)
     line = Block.forward.__code__.co_firstlineno + 2
-    assert f"test_autocast_inside.py:{line}): its casts are part of what is captured" in explain(compiled)
-    saved = [str(s) for c in compiled.program.chunks for p, s in c.ports.items() if p.startswith("saved")]
+    assert f"test_autocast_inside.py:{line}): its casts are part of what is captured" in explain(
+        compiled
+    )
+    saved = [
+        str(s) for c in compiled.program.chunks for p, s in c.ports.items() if p.startswith("saved")
+    ]
     assert any(s.startswith("bfloat16") for s in saved)
 
 
@@ -104,7 +122,9 @@ def test_in_float64_autocast_casts_nothing() -> None:
 def test_without_the_casts_it_is_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
     monkeypatch.setattr(autocast, "_write", lambda *_: None)
-    monkeypatch.setattr("piper.api.captures.capturing.capture_key", lambda job, **_: None)  # not the capture of another test
+    monkeypatch.setattr(
+        "piper.api.captures.capturing.capture_key", lambda job, **_: None
+    )  # not the capture of another test
     assert found_differences()
 
 

@@ -45,7 +45,9 @@ class Mixture(nn.Module):
         mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
         for expert in (mask.sum((-1, -2)) > 0).nonzero():
             place, token = torch.where(mask[expert[0]])
-            out.index_add_(0, token, self.experts[int(expert)](tokens[token]) * share[token, place, None])
+            out.index_add_(
+                0, token, self.experts[int(expert)](tokens[token]) * share[token, place, None]
+            )
         return out.view(x.shape), scores
 
 
@@ -85,7 +87,9 @@ class Aligned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         text, ones = torch.ones(len(x), 1, dtype=torch.long), torch.ones(len(x), dtype=torch.long)
-        loss = F.ctc_loss(x.log_softmax(-1).transpose(0, 1), text, ones * LENGTH, ones, reduction="none")
+        loss = F.ctc_loss(
+            x.log_softmax(-1).transpose(0, 1), text, ones * LENGTH, ones, reduction="none"
+        )
         return x * loss[:, None, None]
 
 
@@ -111,7 +115,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.special(torch.tanh(self.linear(x)))
-        return x + (made[0] + made[1].mean(-1).view(x.shape[:2])[..., None] if isinstance(made, tuple) else made)
+        return x + (
+            made[0] + made[1].mean(-1).view(x.shape[:2])[..., None]
+            if isinstance(made, tuple)
+            else made
+        )
 
 
 class Net(BlockNet):
@@ -129,7 +137,15 @@ def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 def job(*special: Callable[[], nn.Module], tie: bool = False) -> piper.Job:
     model = functools.partial(Net, *special, tie=tie)
-    return piper.Job(model, batch, F.cross_entropy, adam, ROWS, precision=piper.Precision(params="float64"), clip_norm=0.05)
+    return piper.Job(
+        model,
+        batch,
+        F.cross_entropy,
+        adam,
+        ROWS,
+        precision=piper.Precision(params="float64"),
+        clip_norm=0.05,
+    )
 
 
 LSTM = functools.partial(Recurrent, nn.LSTM)
@@ -155,10 +171,15 @@ def mixed() -> tuple[piper.Compiled, list[str]]:
 def test_equal_to_one_device(name: str, mixed: tuple[piper.Compiled, list[str]]) -> None:
     """Plans have tied weights, clipping, parts of parameters, recomputation and split backwards here."""
     more = {
-        "shared states, recomputed": (*piper.recipes.data_parallel(zero=3), piper.recompute(where(layer=(0, 1, 3)))),
+        "shared states, recomputed": (
+            *piper.recipes.data_parallel(zero=3),
+            piper.recompute(where(layer=(0, 1, 3))),
+        ),
         "split": (piper.split_backward(where()), *piper.recipes.data_parallel()),
     }
-    report = verify_strategy(job(*MIXED, tie=True), replace(BOTH, directives=(*PIPELINE, *more[name])), steps=2)
+    report = verify_strategy(
+        job(*MIXED, tie=True), replace(BOTH, directives=(*PIPELINE, *more[name])), steps=2
+    )
     assert report.equal, report.text()
 
 
@@ -166,7 +187,9 @@ def test_equal_to_one_device(name: str, mixed: tuple[piper.Compiled, list[str]])
 @pytest.mark.parametrize("shared", [False, True])
 def test_gradients_in_forward_and_ctc(shared: bool) -> None:
     """Parameters are there for the gradients that a forward asks for, and are freed after it where ranks share them."""
-    strategy = replace(BOTH, directives=(*PIPELINE, *piper.recipes.data_parallel(zero=3 if shared else 0)))
+    strategy = replace(
+        BOTH, directives=(*PIPELINE, *piper.recipes.data_parallel(zero=3 if shared else 0))
+    )
     report = verify_strategy(job(Energy, Aligned), strategy, steps=2)
     assert report.equal, report.text()
     said = piper.compile(job(Energy, Aligned), strategy).notes
@@ -174,19 +197,37 @@ def test_gradients_in_forward_and_ctc(shared: bool) -> None:
     assert any("(Aligned): opaque" in one and "an operator makes inside" in one for one in said)
 
 
-def test_each_is_said_with_module_line_cause_and_cost(mixed: tuple[piper.Compiled, list[str]]) -> None:
+def test_each_is_said_with_module_line_cause_and_cost(
+    mixed: tuple[piper.Compiled, list[str]],
+) -> None:
     found, said = mixed
     text = explain(found)
     assert len(said) == 4 and all(f"note: {one}" in text for one in said)
     line = Mixture.forward.__code__.co_firstlineno + 6
     assert f"test_automatic_regions.py:{line} (for expert in" in said[0]
-    assert said[0].startswith("module 'layers.0.special' (Mixture): opaque, run by autograd as it is, since how often it runs")
-    assert "module 'layers.1.special' (Branch): opaque" in said[1] and "a branch depends on values of tensors" in said[1]
-    assert "module 'layers.2.special' (Positive): opaque" in said[2] and "the shape of a tensor depends on values" in said[2]
-    assert "module 'layers.3.special.inner' (LSTM): opaque" in said[3] and "fused recurrent layer" in said[3]
-    assert all("backward is not split" in one and "opaque=True chooses another part" in one for one in said)
+    assert said[0].startswith(
+        "module 'layers.0.special' (Mixture): opaque, run by autograd as it is, since how often it "
+        "runs"
+    )
+    assert (
+        "module 'layers.1.special' (Branch): opaque" in said[1]
+        and "a branch depends on values of tensors" in said[1]
+    )
+    assert (
+        "module 'layers.2.special' (Positive): opaque" in said[2]
+        and "the shape of a tensor depends on values" in said[2]
+    )
+    assert (
+        "module 'layers.3.special.inner' (LSTM): opaque" in said[3]
+        and "fused recurrent layer" in said[3]
+    )
+    assert all(
+        "backward is not split" in one and "opaque=True chooses another part" in one for one in said
+    )
     assert [("values; the plan has the bytes" in one) for one in said] == [True, True, True, False]
-    assert [c.id for c in found.program.chunks if c.opaque] == [f"layer{k}_opaque1" for k in range(4)]
+    assert [c.id for c in found.program.chunks if c.opaque] == [
+        f"layer{k}_opaque1" for k in range(4)
+    ]
 
 
 def test_a_region_by_hand_is_left_as_it_is() -> None:
@@ -195,7 +236,11 @@ def test_a_region_by_hand_is_left_as_it_is() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = piper.compile(tagged, ALONE)
-    assert [c.id for c in found.program.chunks] == ["root", "layer0_opaque1", "root.1"] and not found.notes
+    assert [c.id for c in found.program.chunks] == [
+        "root",
+        "layer0_opaque1",
+        "root.1",
+    ] and not found.notes
 
 
 @pytest.mark.long
@@ -212,7 +257,9 @@ def test_memory_is_that_of_the_plan(kind: Callable[[], nn.Module]) -> None:
     assert run.memory[0].peak == pytest.approx(role.peak_bytes, rel=0.05)
 
 
-def test_gradients_of_parameters_that_no_row_reached_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_parameters_that_no_row_reached_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The negative control: without zeros for them, autograd refuses the backward."""
     made = compiled(job(Branch), ALONE)
     chunk = made.program.chunk("layer0_opaque1")
@@ -257,32 +304,56 @@ OUTSIDE = [torch.ones(WIDTH, dtype=torch.float64)]
     ("kind", "says"),
     [
         (Keeping, r"module 'layers.0.special' .*keeps something in self.last"),
-        (Selecting, r"module 'layers.0.special' .*the shape of what it returns depends on values of tensors .*torch.where"),
+        (
+            Selecting,
+            r"module 'layers.0.special' .*the shape of what it returns depends on values of "
+            r"tensors .*torch.where",
+        ),
         (Elsewhere, r"tensor of shape \(8,\) that is no(ne of its| parameter)"),
         (Told, r"module 'layers.0.special' .*it returns a dict"),
-        (Transformed, r"gradients by torch.func .*torch.autograd.grad\(y.sum\(\), x, create_graph=True\)"),
-        (Conditional, r"automatic_regions.py:\d+.*torch.cond.*: cond takes functions.*Write `if` in place of it.*torch.where"),
+        (
+            Transformed,
+            r"gradients by torch.func .*torch.autograd.grad\(y.sum\(\), x, create_graph=True\)",
+        ),
+        (
+            Conditional,
+            r"automatic_regions.py:\d+.*torch.cond.*: cond takes functions.*Write `if` in place of "
+            r"it.*torch.where",
+        ),
     ],
 )
-def test_what_cannot_run_as_it_is_is_refused_by_name(kind: Callable[[], nn.Module], says: str) -> None:
+def test_what_cannot_run_as_it_is_is_refused_by_name(
+    kind: Callable[[], nn.Module], says: str
+) -> None:
     with pytest.raises(CaptureError, match=f"(?s){says}"):
         piper.compile(job(kind), ALONE)
 
 
 def test_what_is_no_module_of_its_own_is_refused_with_the_way_out() -> None:
-    with pytest.raises(CaptureError, match=r"(?s)automatic_regions.py:\d+.*in the model itself. Put it into a small nn.Module"):
+    with pytest.raises(
+        CaptureError,
+        match=r"(?s)automatic_regions.py:\d+.*in the model itself. Put it into a small nn.Module",
+    ):
         piper.compile(replace(job(), model=Branch), ALONE)
 
     def loss(out: Tensor, t: Tensor) -> Tensor:
         return out.sum() if out.sum() > 0 else -out.sum()
 
-    with pytest.raises(CaptureError, match=r"(?s)test_automatic_regions.py:\d+.*in the loss. Let the model compute it in a"):
+    with pytest.raises(
+        CaptureError,
+        match=r"(?s)test_automatic_regions.py:\d+.*in the loss. Let the model compute it in a",
+    ):
         piper.compile(replace(job(LSTM), loss=loss), ALONE)
 
 
-def test_a_module_that_is_too_large_to_run_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_too_large_to_run_in_a_capture_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(written, "LARGEST", 1000)
-    with pytest.raises(CaptureError, match=r"must run it for real, which would take 0.0 GiB .*replace='gated_experts'"):
+    with pytest.raises(
+        CaptureError,
+        match=r"must run it for real, which would take 0.0 GiB .*replace='gated_experts'",
+    ):
         piper.compile(job(lambda: Mixture()), ALONE)
 
 
@@ -302,7 +373,9 @@ class Scan(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         from torch._higher_order_ops.associative_scan import associative_scan
 
-        return associative_scan(lambda a, b: a * 0.5 + b, self.linear(x), dim=1, combine_mode="generic")  # type: ignore[no-any-return]  # modules have no types
+        return associative_scan(
+            lambda a, b: a * 0.5 + b, self.linear(x), dim=1, combine_mode="generic"
+        )  # type: ignore[no-any-return]  # modules have no types
 
 
 @pytest.mark.long
@@ -315,5 +388,8 @@ def test_associative_scans() -> None:
 @pytest.mark.long
 def test_processes_get_the_modules() -> None:
     found = compiled(job(Mixture, LSTM), replace(BOTH, mesh=piper.Mesh(pp=2), directives=PIPELINE))
-    runs = [piper.execute(found, steps=2, launcher=launcher).losses for launcher in ("processes", "inline")]
+    runs = [
+        piper.execute(found, steps=2, launcher=launcher).losses
+        for launcher in ("processes", "inline")
+    ]
     assert runs[0] == runs[1]

@@ -1,4 +1,5 @@
-"""A captured model is used again for the same content only: what the callables are made of, not where they live in memory."""
+"""A captured model is used again for the same content only: what the callables are made of, not where they live in
+memory."""
 
 from __future__ import annotations
 
@@ -114,7 +115,9 @@ def by_bound_method() -> tuple[Callable[[], Any], Callable[[int], None]]:
 
 def by_partial() -> tuple[Callable[[], Any], Callable[[int], None]]:
     config = Config()
-    return functools.partial(lambda c: Net(c.depth), config), lambda depth: setattr(config, "depth", depth)
+    return functools.partial(lambda c: Net(c.depth), config), lambda depth: setattr(
+        config, "depth", depth
+    )
 
 
 def by_helper() -> tuple[Callable[[], Any], Callable[[int], None]]:
@@ -143,7 +146,9 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_callable_whose_content_changes_is_captured_again(
-    way: Callable[[], tuple[Callable[[], Any], Callable[[int], None]]], monkeypatch: pytest.MonkeyPatch, counted: Mock
+    way: Callable[[], tuple[Callable[[], Any], Callable[[int], None]]],
+    monkeypatch: pytest.MonkeyPatch,
+    counted: Mock,
 ) -> None:
     monkeypatch.setitem(globals(), "DEPTH", 2)
     monkeypatch.setattr(SETTINGS, "depth", 2)
@@ -205,7 +210,9 @@ def test_the_same_content_is_captured_once(counted: Mock) -> None:
         def rows_of(step: int, rows: range) -> tuple[Tensor, Tensor]:
             return data[rows.start : rows.stop], data[rows.start : rows.stop]
 
-        return replace(job(lambda: Net(config.depth)), batch=rows_of, loss=lambda o, t: (o - t).square().mean())
+        return replace(
+            job(lambda: Net(config.depth)), batch=rows_of, loss=lambda o, t: (o - t).square().mean()
+        )
 
     for _ in range(3):
         piper.compile(made(), ONE)
@@ -213,7 +220,9 @@ def test_the_same_content_is_captured_once(counted: Mock) -> None:
     assert len(capturing._CAPTURES) == 1
 
 
-def test_other_data_of_the_same_shapes_is_the_same_capture_and_other_shapes_are_not(counted: Mock) -> None:
+def test_other_data_of_the_same_shapes_is_the_same_capture_and_other_shapes_are_not(
+    counted: Mock,
+) -> None:
     width, calls = WIDTH, []
 
     def wide(step: int, rows: range) -> tuple[Tensor, Tensor]:
@@ -221,7 +230,10 @@ def test_other_data_of_the_same_shapes_is_the_same_capture_and_other_shapes_are_
         return torch.ones(len(rows), 3, width), torch.zeros(len(rows), 3, width)
 
     first = piper.compile(replace(job(Deep), batch=wide), ONE)
-    piper.compile(replace(job(Deep), batch=lambda step, rows: (wide(step, rows)[0] * 2, wide(step, rows)[0])), ONE)
+    piper.compile(
+        replace(job(Deep), batch=lambda step, rows: (wide(step, rows)[0] * 2, wide(step, rows)[0])),
+        ONE,
+    )
     assert counted.call_count == 1
     other = replace(job(Deep), batch=lambda step, rows: tuple(t[:, 0] for t in wide(step, rows)))
     assert piper.compile(other, ONE).plan.batch != first.plan.batch
@@ -257,7 +269,10 @@ def test_a_model_that_is_not_the_compiled_one_any_more_is_refused_before_it_runs
         return net
 
     cases = [
-        (lambda: Net(3), r"has parameter .layers\.2\.(weight|bias)., which the compiled one has not"),
+        (
+            lambda: Net(3),
+            r"has parameter .layers\.2\.(weight|bias)., which the compiled one has not",
+        ),
         (lambda: Net(1), r"has no parameter 'layers\.1\.(weight|bias)'"),
         (frozen, r"layers\.1\.(weight|bias).*requires_grad=False.*requires_grad=True"),
         (wide, r"'layers\.0\.weight' of shape \[5, 4\].* \[4, 4\]"),

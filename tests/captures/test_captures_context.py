@@ -30,12 +30,16 @@ def none_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ignored(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return function(*args, **(kwargs or {}))
 
 
 class Watched(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return function(*args, **(kwargs or {}))
 
 
@@ -67,14 +71,20 @@ HOOKS = [
     "register_module_parameter_registration_hook",
 ]
 REFUSED: list[tuple[Context, str]] = [
-    (lambda: torch.autocast("cpu", torch.bfloat16), r"torch\.autocast\('cpu'\) is active.*Precision\(params='bfloat16'\)"),
+    (
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        r"torch\.autocast\('cpu'\) is active.*Precision\(params='bfloat16'\)",
+    ),
     (torch.inference_mode, "inference_mode is active"),
     (Ignored, "the mode Ignored is active"),
     (Watched, "the mode Watched is active"),
     (torch.autograd.graph.save_on_cpu, "saved_tensors_hooks"),
     (within_vmap, "a transform of torch.func"),
     (torch.autograd.forward_ad.dual_level, "forward-mode"),
-    *((partial(hooked, name), "a hook for all modules is registered.*in its constructor") for name in HOOKS),
+    *(
+        (partial(hooked, name), "a hook for all modules is registered.*in its constructor")
+        for name in HOOKS
+    ),
 ]
 
 
@@ -104,7 +114,10 @@ def test_verify_tune_and_a_run_refuse_autocast() -> None:
         lambda: piper.execute(compiled, steps=1, launcher="inline"),
     ]
     for call in calls:
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match=r"torch\.autocast\('cpu'\) is active"):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(CaptureError, match=r"torch\.autocast\('cpu'\) is active"),
+        ):
             call()
 
 
@@ -153,12 +166,19 @@ SAME: list[Context] = [
 
 def texts(trained: piper.Job) -> tuple[Any, ...]:
     captured = capturing._capture(trained).assembled
-    sources = [step.source for code in captured.code for rows in (1, 4) for step in captured.code.get(code, rows).values()]
+    sources = [
+        step.source
+        for code in captured.code
+        for rows in (1, 4)
+        for step in captured.code.get(code, rows).values()
+    ]
     return captured.program, captured.bind(1), sources
 
 
 @pytest.mark.parametrize("context", SAME)
-def test_a_mode_that_is_not_counted_changes_no_capture(context: Context, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_mode_that_is_not_counted_changes_no_capture(
+    context: Context, recwarn: pytest.WarningsRecorder
+) -> None:
     trained = job(Attention)
     with context():
         inside = texts(trained)
@@ -173,7 +193,9 @@ COUNTED: list[tuple[Callable[[Any], None], Any, Any]] = [
 
 
 @pytest.mark.parametrize(("set_to", "other", "usual"), COUNTED)
-def test_a_setting_that_is_counted_gives_another_key(set_to: Callable[[Any], None], other: Any, usual: Any) -> None:
+def test_a_setting_that_is_counted_gives_another_key(
+    set_to: Callable[[Any], None], other: Any, usual: Any
+) -> None:
     trained = job(lambda: Net(2))
     before = capturing.capture_key(trained)
     try:
@@ -184,7 +206,9 @@ def test_a_setting_that_is_counted_gives_another_key(set_to: Callable[[Any], Non
     assert capturing.capture_key(trained) == before
 
 
-def test_a_capture_that_does_not_hold_at_some_rows_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_does_not_hold_at_some_rows_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trained = job(lambda: Net(2))
     piper.compile(trained, ONE)
     (kept,) = capturing._CAPTURES.values()

@@ -37,7 +37,10 @@ def registered(factor: float, gradient: Callable[[Any, Tensor], Tensor] | None =
     def _(x: Tensor) -> Tensor:
         return torch.empty_like(x)
 
-    twice.register_autograd(gradient or (lambda ctx, grad: grad * factor), setup_context=lambda ctx, inputs, output: None)
+    twice.register_autograd(
+        gradient or (lambda ctx, grad: grad * factor),
+        setup_context=lambda ctx, inputs, output: None,
+    )
 
 
 class ByPath(nn.Module):
@@ -61,12 +64,16 @@ class ByAttribute(ByPath):
 
 
 def trained(model: Callable[[], nn.Module]) -> list[float]:
-    losses: list[float] = piper.execute(piper.compile(job(model), ONE), steps=2, launcher="inline").losses
+    losses: list[float] = piper.execute(
+        piper.compile(job(model), ONE), steps=2, launcher="inline"
+    ).losses
     return losses
 
 
 @pytest.mark.parametrize("model", [ByPath, lambda: ByPath(), ByAttribute])
-def test_a_gradient_that_is_registered_anew_is_captured_again(model: Callable[[], nn.Module]) -> None:
+def test_a_gradient_that_is_registered_anew_is_captured_again(
+    model: Callable[[], nn.Module],
+) -> None:
     registered(20.0)
     wrong = trained(model)
     registered(2.0)
@@ -119,13 +126,19 @@ def test_an_operator_has_a_content_only_where_all_of_it_can_be_seen() -> None:
     assert content_of(ByPath) is not None
 
 
-def test_a_registered_cost_holds_for_a_job_that_was_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_OWN", dict(costs._OWN))  # the captures of all later tests would depend on it
+def test_a_registered_cost_holds_for_a_job_that_was_compiled_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        costs, "_OWN", dict(costs._OWN)
+    )  # the captures of all later tests would depend on it
     registered(2.0)
 
     def flops() -> set[int]:
         plan = piper.compile(job(ByPath), ONE).plan
-        kernels = [k for chunk in plan.chunks for k in chunk.steps["F"].cost.kernels if "twice" in k.op]
+        kernels = [
+            k for chunk in plan.chunks for k in chunk.steps["F"].cost.kernels if "twice" in k.op
+        ]
         return {bind(k.flops, 1) for k in kernels}
 
     before = flops()
@@ -140,12 +153,20 @@ def test_a_registered_cost_holds_for_a_job_that_was_compiled_before(monkeypatch:
     [
         (lambda call: call.outs[0].numel() * 5 // 3, ""),
         (lambda call: call.outs[0].numel() / 7, ""),
-        (lambda call: call.outs[0].shape[0] ** 2 * 10**6, r"'piper_tests::twice'.*formula of flops gives .* at 2, 3, 5 rows"),
-        (lambda call: call.tensor("y").numel(), r"'piper_tests::twice'.*formula of flops fails: KeyError: 'y'.* for x"),
+        (
+            lambda call: call.outs[0].shape[0] ** 2 * 10**6,
+            r"'piper_tests::twice'.*formula of flops gives .* at 2, 3, 5 rows",
+        ),
+        (
+            lambda call: call.tensor("y").numel(),
+            r"'piper_tests::twice'.*formula of flops fails: KeyError: 'y'.* for x",
+        ),
         (lambda call: None, r"'piper_tests::twice'.*formula of flops gives None; a number"),
     ],
 )
-def test_a_formula_gives_any_number_or_its_fault_is_named(formula: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_formula_gives_any_number_or_its_fault_is_named(
+    formula: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(costs, "_OWN", dict(costs._OWN))
     registered(2.0)
     piper.op_cost("piper_tests::twice", flops=formula)
@@ -153,7 +174,12 @@ def test_a_formula_gives_any_number_or_its_fault_is_named(formula: Any, said: st
         with pytest.raises(CaptureError, match=said):
             piper.compile(job(ByPath), ONE)
     else:
-        kernels = [k for c in piper.compile(job(ByPath), ONE).plan.chunks for k in c.steps["F"].cost.kernels if "twice" in k.op]
+        kernels = [
+            k
+            for c in piper.compile(job(ByPath), ONE).plan.chunks
+            for k in c.steps["F"].cost.kernels
+            if "twice" in k.op
+        ]
         assert [bind(k.flops, 1) for k in kernels] == [pytest.approx(formula(Outs()), abs=8)]
 
 

@@ -73,7 +73,9 @@ def by_large_data() -> tuple[Callable[[], Any], Callable[[int], None]]:
 
 
 def by_environment() -> tuple[Callable[[], Any], Callable[[int], None]]:
-    return lambda: Net(int(os.environ["PIPER_TEST_DEPTH"])), lambda depth: os.environ.update(PIPER_TEST_DEPTH=str(depth))
+    return lambda: Net(int(os.environ["PIPER_TEST_DEPTH"])), lambda depth: os.environ.update(
+        PIPER_TEST_DEPTH=str(depth)
+    )
 
 
 def by_a_file() -> tuple[Callable[[], Any], Callable[[int], None]]:
@@ -102,7 +104,9 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_model_that_is_made_otherwise_is_captured_again(
-    way: Callable[[], tuple[Callable[[], Any], Callable[[int], None]]], monkeypatch: pytest.MonkeyPatch, counted: Mock
+    way: Callable[[], tuple[Callable[[], Any], Callable[[int], None]]],
+    monkeypatch: pytest.MonkeyPatch,
+    counted: Mock,
 ) -> None:
     monkeypatch.setitem(globals(), "DEPTH", 2)
     monkeypatch.setenv("PIPER_TEST_DEPTH", "2")
@@ -141,7 +145,10 @@ def of_a_file() -> Callable[[], Any]:
 SCALE = 1.0
 
 
-@pytest.mark.parametrize("model", [lambda: Scaled(of_the_environment), lambda: Scaled(of_a_module_by_its_name), of_a_file()])
+@pytest.mark.parametrize(
+    "model",
+    [lambda: Scaled(of_the_environment), lambda: Scaled(of_a_module_by_its_name), of_a_file()],
+)
 def test_activations_follow_what_only_forward_or_a_file_says(
     model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -151,7 +158,9 @@ def test_activations_follow_what_only_forward_or_a_file_says(
         monkeypatch.setattr(sys.modules[__name__], "SCALE", scale)
         (tmp_path / "scale").write_text(str(scale))
         monkeypatch.setenv("PIPER_TEST_FILE", str(tmp_path / "scale"))
-        losses.append(piper.execute(piper.compile(job(model), ONE), steps=1, launcher="inline").losses)
+        losses.append(
+            piper.execute(piper.compile(job(model), ONE), steps=1, launcher="inline").losses
+        )
     assert losses[0] != losses[1]
 
 

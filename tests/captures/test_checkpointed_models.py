@@ -10,7 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import piper
 from piper import where
@@ -56,7 +60,10 @@ class InARow(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+            *(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+                for _ in range(3)
+            )
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +88,9 @@ class Normed(nn.Module):
 
     def __init__(self, trained: bool = True) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, LENGTH), nn.BatchNorm1d(LENGTH, momentum=0.3), nn.Linear(LENGTH, WIDTH))
+        self.inner = nn.Sequential(
+            nn.Linear(WIDTH, LENGTH), nn.BatchNorm1d(LENGTH, momentum=0.3), nn.Linear(LENGTH, WIDTH)
+        )
         self.inner.requires_grad_(trained)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +140,9 @@ def job(*blocks: Callable[[], nn.Module], embed: bool = True) -> piper.Job:
     def model() -> BlockNet:
         return BlockNet((block() for block in blocks), embed)
 
-    return piper.Job(model, batch, F.cross_entropy, sgd, ROWS, precision=piper.Precision(params="float64"))
+    return piper.Job(
+        model, batch, F.cross_entropy, sgd, ROWS, precision=piper.Precision(params="float64")
+    )
 
 
 ALL = (Reentrant, Nested, Whole, Inner)
@@ -152,9 +163,14 @@ def test_equal_to_one_device_with_the_memory_of_the_plan() -> None:
     run = piper.execute(found, steps=1, launcher="inline", memory=True)
     assert not lies(found.plan, run.memory)
     said = explain(found)
-    assert "recompute(where(chunk=('layer0_checkpoint1', 'layer1_checkpoint1'," in said and "checkpoint in the model" in said
+    assert (
+        "recompute(where(chunk=('layer0_checkpoint1', 'layer1_checkpoint1'," in said
+        and "checkpoint in the model" in said
+    )
     line = Reentrant.forward.__code__.co_firstlineno + 1
-    assert "note: torch.utils.checkpoint (" in said and f"test_checkpointed_models.py:{line}" in said
+    assert (
+        "note: torch.utils.checkpoint (" in said and f"test_checkpointed_models.py:{line}" in said
+    )
 
 
 def test_checkpoint_sequential() -> None:
@@ -172,10 +188,14 @@ def test_the_strategy_may_say_otherwise() -> None:
     asked = piper.compile(job(*ALL), BOTH)
     for keep, chunks in (("all", set()), ("products", {"layer2_checkpoint1"})):
         selected = where(checkpoint=1) if keep == "all" else where(layer=(0, 1, 3))
-        strategy = piper.Strategy(BOTH.mesh, (*BOTH.directives, piper.recompute(selected, keep="all")))
+        strategy = piper.Strategy(
+            BOTH.mesh, (*BOTH.directives, piper.recompute(selected, keep="all"))
+        )
         other = piper.compile(job(*ALL), strategy)
         assert repeated(other) == chunks
-        assert [a.peak_bytes < b.peak_bytes for a, b in zip(asked.plan.roles, other.plan.roles)] == [True, keep == "all"]
+        assert [
+            a.peak_bytes < b.peak_bytes for a, b in zip(asked.plan.roles, other.plan.roles)
+        ] == [True, keep == "all"]
 
 
 def test_without_the_default_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,9 +208,13 @@ def test_without_the_default_everything_is_kept(monkeypatch: pytest.MonkeyPatch)
     [
         (
             job(Selective),
-            r"checkpointed_models.py:\d+.* a context_fn .*recompute\(where\(checkpoint=1\), keep='products'\)",
+            r"checkpointed_models.py:\d+.* a context_fn .*recompute\(where\(checkpoint=1\), "
+            r"keep='products'\)",
         ),
-        (job(Reentrant, embed=False), r"test_checkpointed_models.py:\d+.*need no gradient trains none .*use_reentrant=False"),
+        (
+            job(Reentrant, embed=False),
+            r"test_checkpointed_models.py:\d+.*need no gradient trains none .*use_reentrant=False",
+        ),
     ],
 )
 def test_what_trains_something_else_is_refused(made: piper.Job, says: str) -> None:
@@ -215,5 +239,10 @@ def test_running_averages_move_twice_as_in_plain_pytorch() -> None:
 @pytest.mark.parametrize(("layer", "below"), [(Averaging, 1), (Counting, 2), (CountingInAView, 1)])
 def test_other_changes_of_buffers_are_refused_with_their_line(layer: type[Any], below: int) -> None:
     line = layer.inside.__code__.co_firstlineno + below
-    with pytest.raises(CaptureError, match=rf"checkpointed_models.py:{line} .*does twice.*Change it outside of the checkpointed"):
-        piper.compile(piper.Job(lambda: BlockNet([layer()]), batch, F.cross_entropy, sgd, ROWS), BOTH)
+    with pytest.raises(
+        CaptureError,
+        match=rf"checkpointed_models.py:{line} .*does twice.*Change it outside of the checkpointed",
+    ):
+        piper.compile(
+            piper.Job(lambda: BlockNet([layer()]), batch, F.cross_entropy, sgd, ROWS), BOTH
+        )

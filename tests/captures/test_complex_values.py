@@ -21,7 +21,9 @@ BOTH = piper.Strategy(piper.Mesh(pp=2, dp=2), RECIPE)
 
 
 def angles(width: int, end: int) -> Tensor:
-    each = torch.outer(torch.arange(end).float(), 1.0 / (100.0 ** (torch.arange(0, width, 2).float() / width)))
+    each = torch.outer(
+        torch.arange(end).float(), 1.0 / (100.0 ** (torch.arange(0, width, 2).float() / width))
+    )
     return torch.polar(torch.ones_like(each), each)
 
 
@@ -63,7 +65,10 @@ class Between(nn.Module):
 
     def __init__(self, function: Callable[[Between, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layers, self.function = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), function
+        self.layers, self.function = (
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)),
+            function,
+        )
         self.phase = nn.Parameter(torch.linspace(0, 1, WIDTH // 2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +116,9 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def job(model: Callable[[], nn.Module], batch: Any = points, loss: Any = F.mse_loss) -> piper.Job:
-    return piper.Job(model, batch, loss, sgd, global_batch=8, precision=piper.Precision(params="float64"))
+    return piper.Job(
+        model, batch, loss, sgd, global_batch=8, precision=piper.Precision(params="float64")
+    )
 
 
 JOBS = {
@@ -127,7 +134,9 @@ QUICK = ("rotary", "a resolved conjugate")
 """The cases that run in every test run; the others are long."""
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in JOBS])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in JOBS]
+)
 def test_equal_to_one_device_and_to_the_planned_memory(name: str) -> None:
     work = JOBS[name]()
     report = verify_strategy(work, BOTH)
@@ -142,7 +151,10 @@ class ComplexWeight(Between):
 
 
 def test_complex_parameters_are_refused_with_the_way_out() -> None:
-    with pytest.raises(CaptureError, match=r"parameter 'weight' is torch.complex64; .*torch.complex\(real, imaginary\)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"parameter 'weight' is torch.complex64; .*torch.complex\(real, imaginary\)",
+    ):
         piper.compile(job(ComplexWeight), BOTH)
 
 
@@ -154,4 +166,9 @@ def test_an_op_that_fails_only_when_it_runs_names_the_users_line() -> None:
     line = Rotary.forward.__code__.co_firstlineno + 1
     said = rf": IndexError: index out of range in self, at {re.escape(__file__)}:{line} \(h, freqs_cis = self.words\(tokens\)"
     with pytest.raises(RankError, match=said):
-        piper.execute(piper.compile(job(Rotary, beyond, of_tokens), BOTH), steps=1, launcher="inline", memory=False)
+        piper.execute(
+            piper.compile(job(Rotary, beyond, of_tokens), BOTH),
+            steps=1,
+            launcher="inline",
+            memory=False,
+        )

@@ -165,12 +165,30 @@ def test_equal_when_made_alike_and_different_otherwise(make: Callable[[int], obj
 
 def test_values_of_tensors_count_where_code_runs() -> None:
     for make in (lambda x: torch.tensor([x]), lambda x: torch.tensor(1 + x * 1j).conj()):
-        assert content_of(make(0), runs=True) == content_of(make(0), runs=True) != content_of(make(1), runs=True)
+        assert (
+            content_of(make(0), runs=True)
+            == content_of(make(0), runs=True)
+            != content_of(make(1), runs=True)
+        )
         assert content_of(make(0)) == content_of(make(1)), "no trace knows them"
 
 
 def test_types_are_told_apart() -> None:
-    values: list[object] = [1, 1.0, True, "1", b"1", [1], (1,), {1}, {1: 1}, torch.tensor(1), numpy.array(1), Record(1), None]
+    values: list[object] = [
+        1,
+        1.0,
+        True,
+        "1",
+        b"1",
+        [1],
+        (1,),
+        {1},
+        {1: 1},
+        torch.tensor(1),
+        numpy.array(1),
+        Record(1),
+        None,
+    ]
     assert len({content_of(v) for v in values} - {None}) == len(values)
 
 
@@ -210,13 +228,17 @@ def test_a_long_chain_is_no_recursion() -> None:
     assert content_of(chain) == content_of(chain)
 
 
-def test_of_installed_packages_the_plain_globals_of_the_code_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_installed_packages_the_plain_globals_of_the_code_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "site-packages"
     home.mkdir()
     (home / "piper_test_installed.py").write_text(
         "import sys, threading\nDEPTH = 2\nLOCK = threading.Lock()\nMISSING = object()\n"
-        # A registry of transformers imports all of its models when it is listed, and some need packages that are not there.
-        "class Registry(dict):\n    def items(self):\n        raise ValueError\nKNOWN = Registry(depth=1)\n"
+        # A registry of transformers imports all of its models when it is listed, and some need packages that are not
+        # there.
+        "class Registry(dict):\n    def items(self):\n        raise ValueError\nKNOWN = "
+        "Registry(depth=1)\n"
         "class Net:\n    def __init__(self, width=MISSING, *, scale=1.0):\n"
         "        with LOCK:\n            self.depth = DEPTH + KNOWN.get('depth')\n"
         "    def home(self):\n        return sys.modules.get(type(self).__module__)\n"
@@ -224,7 +246,9 @@ def test_of_installed_packages_the_plain_globals_of_the_code_count(tmp_path: Pat
     spec = spec_from_file_location("piper_test_installed", home / "piper_test_installed.py")
     assert spec is not None and spec.loader is not None
     installed = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, installed)  # until the end of this test: nothing is kept beside new packages
+    monkeypatch.setitem(
+        sys.modules, spec.name, installed
+    )  # until the end of this test: nothing is kept beside new packages
     spec.loader.exec_module(installed)
     before = content_of(installed.Net)
     assert before is not None
@@ -235,10 +259,15 @@ def test_of_installed_packages_the_plain_globals_of_the_code_count(tmp_path: Pat
     installed.DEPTH = 3
     assert content_of(installed.Net) != before
     installed.DEPTH = 2
-    for changed in (dict(scale=2.0), dict(scale=linear)):  # a plain value, and a function of the user's
+    for changed in (
+        dict(scale=2.0),
+        dict(scale=linear),
+    ):  # a plain value, and a function of the user's
         monkeypatch.setattr(installed.Net.__init__, "__kwdefaults__", changed)
         assert content_of(installed.Net) != before
-    assert content_of(lambda: sys.modules["settings"]) is None  # of the user's code, what it reads there is not known
+    assert (
+        content_of(lambda: sys.modules["settings"]) is None
+    )  # of the user's code, what it reads there is not known
 
 
 settings = types.ModuleType("settings_of_test_content")
@@ -264,8 +293,12 @@ def test_what_code_reads_of_a_module_counts_however_it_is_read(
     assert content_of(read) != before
 
 
-@pytest.mark.parametrize("read", [lambda: os.environ["PIPER_TEST"], lambda: os.getenv("PIPER_TEST")])
-def test_the_environment_counts_where_code_reads_it(read: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "read", [lambda: os.environ["PIPER_TEST"], lambda: os.getenv("PIPER_TEST")]
+)
+def test_the_environment_counts_where_code_reads_it(
+    read: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIPER_TEST", "1")
     before = content_of(read)
     assert before == content_of(read) != None  # noqa: E711 - a chain
@@ -285,7 +318,9 @@ def test_torch_with_a_function_of_the_users_counts(monkeypatch: pytest.MonkeyPat
     assert len({before, changed, content_of(Net)} - {None}) == 3
 
 
-def test_a_type_in_c_whose_module_has_another_name_is_nobodys_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_in_c_whose_module_has_another_name_is_nobodys_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Like `_regex.Pattern`, which is loaded as `regex._regex`; classes of the user's count wherever they live."""
     held, own = [datetime(2020, 1, 1)], Slotted(1)
     monkeypatch.delitem(sys.modules, "datetime")
@@ -295,17 +330,23 @@ def test_a_type_in_c_whose_module_has_another_name_is_nobodys_code(monkeypatch: 
 
 
 def test_a_hash_that_a_package_keeps_is_no_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' GenerationConfig has `_original_object_hash`: another number in each process, for the same settings."""
+    """transformers' GenerationConfig has `_original_object_hash`: another number in each process, for the same
+    settings."""
 
     class Settings:
         def __init__(self, seed: int, rate: float, hashes: int = 4) -> None:
             self.rate, self.num_hashes, self._own_hash = rate, hashes, hash((seed, "a text", rate))
 
     def contents() -> list[str | None]:
-        return [content_of(Settings(*given)) for given in ((1, 0.5), (2, 0.5), (1, 0.25), (1, 0.5, 5))]
+        return [
+            content_of(Settings(*given)) for given in ((1, 0.5), (2, 0.5), (1, 0.25), (1, 0.5, 5))
+        ]
 
     assert len({*contents()} - {None}) == 4, "of the user's classes all counts"
-    monkeypatch.setattr("piper.api.content.content.home_of", lambda name: "installed" if name == __name__ else home_of(name))
+    monkeypatch.setattr(
+        "piper.api.content.content.home_of",
+        lambda name: "installed" if name == __name__ else home_of(name),
+    )
     one, same, *others = contents()
     assert one == same and len({one, *others} - {None}) == 3
 
@@ -330,10 +371,17 @@ IMPURE: list[Callable[[], object]] = [
 
 
 @pytest.mark.parametrize("impure", IMPURE, ids=range(len(IMPURE)))
-def test_code_that_runs_and_may_depend_on_more_than_is_seen_has_no_content(impure: Callable[[], object]) -> None:
+def test_code_that_runs_and_may_depend_on_more_than_is_seen_has_no_content(
+    impure: Callable[[], object],
+) -> None:
     assert content_of(impure, runs=True) is None
 
 
 def test_code_that_runs_and_depends_on_its_values_has_a_content() -> None:
-    for x in (nn.Linear, partial(linear, 3), lambda: nn.Sequential(nn.Linear(2, 2), nn.GELU()), lambda: linear(len(KEPT))):
+    for x in (
+        nn.Linear,
+        partial(linear, 3),
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.GELU()),
+        lambda: linear(len(KEPT)),
+    ):
         assert content_of(x, runs=True) is not None

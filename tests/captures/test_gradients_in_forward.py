@@ -1,4 +1,5 @@
-"""A forward that marks tensors as requiring a gradient, or asks for gradients: as in plain PyTorch, or refused by name."""
+"""A forward that marks tensors as requiring a gradient, or asks for gradients: as in plain PyTorch, or refused by
+name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from piper_ir.ground.errors import CaptureError
 from tests.helpers.capture_jobs import ONE, WIDTH, job
 
 Step = Callable[[nn.Linear, Tensor], Tensor]
-BOTH = piper.Strategy(piper.Mesh(pp=2, dp=2), (*piper.recipes.pipeline(pp=2, microbatches=2), *piper.recipes.data_parallel()))
+BOTH = piper.Strategy(
+    piper.Mesh(pp=2, dp=2),
+    (*piper.recipes.pipeline(pp=2, microbatches=2), *piper.recipes.data_parallel()),
+)
 
 
 class Layer(nn.Module):
@@ -55,7 +59,9 @@ def energy(linear: nn.Linear, x: Tensor) -> Tensor:
 def adapted(linear: nn.Linear, x: Tensor) -> Tensor:
     """A step of gradient descent inside for each row, as in meta-learning over tasks."""
     weights = linear.weight.expand(len(x), WIDTH, WIDTH)
-    inner = torch.autograd.grad(torch.bmm(x.unsqueeze(1), weights).pow(2).sum(), [weights], create_graph=True)[0]
+    inner = torch.autograd.grad(
+        torch.bmm(x.unsqueeze(1), weights).pow(2).sum(), [weights], create_graph=True
+    )[0]
     return x + torch.tanh(torch.bmm(x.unsqueeze(1), weights - 0.1 * inner).squeeze(1))
 
 
@@ -65,7 +71,9 @@ def adapted_together(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::piper_ir.ground.errors.PiperWarning")
-@pytest.mark.parametrize("steps", [(marked, marked), (energy, energy, adapted, marked)], ids=["marked", "asked for"])
+@pytest.mark.parametrize(
+    "steps", [(marked, marked), (energy, energy, adapted, marked)], ids=["marked", "asked for"]
+)
 def test_equal_to_one_device(steps: tuple[Step, ...]) -> None:
     report = verify_strategy(job(lambda: Net(*steps)), BOTH, steps=2)
     assert report.equal, report.text()
@@ -73,7 +81,9 @@ def test_equal_to_one_device(steps: tuple[Step, ...]) -> None:
 
 @pytest.mark.filterwarnings("ignore::piper_ir.ground.errors.PiperWarning")
 def test_a_region_that_runs_as_it_is_may_not_combine_rows() -> None:
-    with pytest.raises(CaptureError, match=r"test_gradients_in_forward.py:\d+ .*combines rows of the batch"):
+    with pytest.raises(
+        CaptureError, match=r"test_gradients_in_forward.py:\d+ .*combines rows of the batch"
+    ):
         piper.compile(job(lambda: Net(adapted_together)), BOTH)
 
 
@@ -108,16 +118,28 @@ def unmarked(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 REFUSED: list[tuple[Step, int, str]] = [
-    (frozen, 1, "tensor of the model is trained is changed in forward.*in the function that makes the model"),
+    (
+        frozen,
+        1,
+        "tensor of the model is trained is changed in forward.*in the function that makes the "
+        "model",
+    ),
     (attribute, 1, "set as an attribute.*where the model is made"),
     (created, 1, r"made with requires_grad=True.*torch\.zeros\(8\)\.requires_grad_\(\)"),
     (retained, 2, "keeps no gradients of activations.*torch.autograd.grad"),
-    (backward, 2, r"adds to the gradients of parameters.*torch.autograd.grad\(y\.sum\(\), x, create_graph=True\)"),
+    (
+        backward,
+        2,
+        r"adds to the gradients of parameters.*torch.autograd.grad\(y\.sum\(\), x, "
+        r"create_graph=True\)",
+    ),
     (unmarked, 1, r"call x\.requires_grad_\(\) before x is used"),
 ]
 
 
-@pytest.mark.parametrize(("step", "line", "says"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.parametrize(
+    ("step", "line", "says"), REFUSED, ids=lambda one: getattr(one, "__name__", "")
+)
 def test_refused_with_the_line_and_the_way_out(step: Step, line: int, says: str) -> None:
     said = f"(?s)test_gradients_in_forward.py:{step.__code__.co_firstlineno + line} .*{says}"
     with pytest.raises(CaptureError, match=said):

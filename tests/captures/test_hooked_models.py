@@ -29,7 +29,9 @@ class Features(nn.Module):
         for name, layer in self.layers.named_children():
             layer.register_forward_hook(self.keeping(name))
         self.layers[1].register_forward_hook(lambda module, inputs, output: output * self.scale)
-        self.layers[1].register_forward_pre_hook(lambda module, inputs, own=self.layers: (own[0](inputs[0]),))
+        self.layers[1].register_forward_pre_hook(
+            lambda module, inputs, own=self.layers: (own[0](inputs[0]),)
+        )
         self.head = nn.Linear(2 * WIDTH, WIDTH)
 
     def keeping(self, name: str) -> Callable[..., None]:
@@ -51,7 +53,9 @@ class Held(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
-        self.layers[0].register_forward_hook(partial(lambda factor, module, inputs, output: output * self.scale * factor, 2.0))
+        self.layers[0].register_forward_hook(
+            partial(lambda factor, module, inputs, output: output * self.scale * factor, 2.0)
+        )
         self.steps = [lambda x: x * self.scale, {"last": (lambda x: self.head(x),)}]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +81,9 @@ class Clamped(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(step))[
+        rows.start : rows.stop
+    ]
     return x, x.sin()
 
 
@@ -99,8 +105,11 @@ def test_equal_to_one_device(model: type[nn.Module]) -> None:
     assert report.equal, report.text()
 
 
-def test_hooks_that_are_left_as_they_are_read_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: without new functions the copy of the model that is captured is not the one that they know."""
+def test_hooks_that_are_left_as_they_are_read_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The negative control: without new functions the copy of the model that is captured is not the one that they
+    know."""
     monkeypatch.setattr(capture_model, "rebind_functions", lambda *_: None)
     with pytest.raises(CaptureError):
         piper.compile(job(Features), TWO)

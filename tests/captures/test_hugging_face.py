@@ -1,4 +1,5 @@
-"""Published families by the names of their weights: each is read into piper.models, or refused by the names that do not fit.
+"""Published families by the names of their weights: each is read into piper.models, or refused by the names that do not
+fit.
 
 The states here are made by hand in the layout that transformers' models save: fused, stacked or transposed where they
 do that.
@@ -24,10 +25,20 @@ from tests.helpers.safetensors_writer import write_folder, write_safetensors
 
 WIDTH, HEADS, KV, HIDDEN, VOCAB, LENGTH, LAYERS = 16, 4, 2, 24, 40, 6, 2
 HEAD = WIDTH // HEADS
-LLAMA = models.LlamaConfig(layers=LAYERS, width=WIDTH, heads=HEADS, kv_heads=KV, hidden=HIDDEN, vocab=VOCAB, length=LENGTH)
+LLAMA = models.LlamaConfig(
+    layers=LAYERS, width=WIDTH, heads=HEADS, kv_heads=KV, hidden=HIDDEN, vocab=VOCAB, length=LENGTH
+)
 GPT = models.GPTConfig(layers=LAYERS, width=WIDTH, heads=HEADS, vocab=VOCAB, length=LENGTH)
 MOE = models.MoEConfig(
-    layers=LAYERS, width=WIDTH, heads=HEADS, kv_heads=KV, hidden=HIDDEN, vocab=VOCAB, length=LENGTH, experts=3, top_k=2
+    layers=LAYERS,
+    width=WIDTH,
+    heads=HEADS,
+    kv_heads=KV,
+    hidden=HIDDEN,
+    vocab=VOCAB,
+    length=LENGTH,
+    experts=3,
+    top_k=2,
 )
 State = dict[str, Tensor]
 
@@ -61,7 +72,11 @@ def llama(state: State) -> State:
 
 
 def qwen2(state: State) -> State:
-    biases = {f"model.layers.{k}.self_attn.{p}_proj.bias": torch.zeros(n * HEAD) for k in range(LAYERS) for p, n in QKV}
+    biases = {
+        f"model.layers.{k}.self_attn.{p}_proj.bias": torch.zeros(n * HEAD)
+        for k in range(LAYERS)
+        for p, n in QKV
+    }
     return llama(state) | biases
 
 
@@ -78,8 +93,12 @@ def phi3(state: State) -> State:
     found = llama(state)
     for k in range(LAYERS):
         layer = f"model.layers.{k}"
-        found[f"{layer}.self_attn.qkv_proj.weight"] = torch.cat([found.pop(f"{layer}.self_attn.{p}_proj.weight") for p in "qkv"])
-        found[f"{layer}.mlp.gate_up_proj.weight"] = torch.cat([found.pop(f"{layer}.mlp.{p}_proj.weight") for p in ("gate", "up")])
+        found[f"{layer}.self_attn.qkv_proj.weight"] = torch.cat(
+            [found.pop(f"{layer}.self_attn.{p}_proj.weight") for p in "qkv"]
+        )
+        found[f"{layer}.mlp.gate_up_proj.weight"] = torch.cat(
+            [found.pop(f"{layer}.mlp.{p}_proj.weight") for p in ("gate", "up")]
+        )
     return found
 
 
@@ -90,16 +109,29 @@ def experts(state: State, router: str, expert: str, parts: Mapping[str, str]) ->
         ours, theirs = f"layers.{k}.feed_forward", f"model.layers.{k}"
         found[f"{theirs}.{router}.weight"] = state[f"{ours}.router.weight"]
         for e in range(MOE.experts):
-            found |= {f"{theirs}.{expert}.{e}.{p}.weight": state[f"{ours}.{name}"][e].t() for p, name in parts.items()}
+            found |= {
+                f"{theirs}.{expert}.{e}.{p}.weight": state[f"{ours}.{name}"][e].t()
+                for p, name in parts.items()
+            }
     return found
 
 
 def mixtral(state: State) -> State:
-    return experts(state, "block_sparse_moe.gate", "block_sparse_moe.experts", {"w1": "gate", "w2": "down", "w3": "up"})
+    return experts(
+        state,
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts",
+        {"w1": "gate", "w2": "down", "w3": "up"},
+    )
 
 
 def qwen3_moe(state: State) -> State:
-    return experts(state, "mlp.gate", "mlp.experts", {"gate_proj": "gate", "down_proj": "down", "up_proj": "up"})
+    return experts(
+        state,
+        "mlp.gate",
+        "mlp.experts",
+        {"gate_proj": "gate", "down_proj": "down", "up_proj": "up"},
+    )
 
 
 def gpt2(state: State) -> State:
@@ -110,8 +142,17 @@ def gpt2(state: State) -> State:
         "norm.weight": "ln_f.weight",
         "norm.bias": "ln_f.bias",
     }
-    parts = {"norm1": "ln_1", "norm2": "ln_2", "qkv": "attn.c_attn", "out": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
-    found = {f"h.{k}.attn.bias": torch.ones(1, 1, LENGTH, LENGTH).tril().bool() for k in range(LAYERS)}
+    parts = {
+        "norm1": "ln_1",
+        "norm2": "ln_2",
+        "qkv": "attn.c_attn",
+        "out": "attn.c_proj",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    }
+    found = {
+        f"h.{k}.attn.bias": torch.ones(1, 1, LENGTH, LENGTH).tril().bool() for k in range(LAYERS)
+    }
     for name, tensor in state.items():
         if name in ends:
             found[ends[name]] = tensor
@@ -142,7 +183,9 @@ FAMILIES: dict[str, tuple[Config, Callable[[State], State]]] = {
 
 def job_of(config: Config, path: Path) -> Job:
     job = models.job(config, global_batch=4)
-    return replace(job, init=path, rename=models.hugging_face(config), precision=Precision(params="float32"))
+    return replace(
+        job, init=path, rename=models.hugging_face(config), precision=Precision(params="float32")
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -150,7 +193,10 @@ def test_a_family_is_read_into_the_model_here(name: str, tmp_path: Path) -> None
     config, published = FAMILIES[name]
     state = numbers(config)
     theirs = {n: t.contiguous() for n, t in published(state).items()}
-    for path in (write_folder(tmp_path / "folder", theirs, shards=3), write_safetensors(tmp_path / "x.safetensors", theirs)):
+    for path in (
+        write_folder(tmp_path / "folder", theirs, shards=3),
+        write_safetensors(tmp_path / "x.safetensors", theirs),
+    ):
         found = materialize(job_of(config, path)).params
         assert found.keys() == state.keys()
         assert [n for n, t in state.items() if not torch.equal(found[n], t)] == []
@@ -162,13 +208,32 @@ def test_a_family_is_read_into_the_model_here(name: str, tmp_path: Path) -> None
         (
             LLAMA,
             qwen2,
-            r"the model has no place for 'layers\.0\.attention\.q\.bias \(model\.layers\.0\.self_attn\.q_proj\.bias\)'",
+            r"the model has no place for 'layers\.0\.attention\.q\.bias "
+            r"\(model\.layers\.0\.self_attn\.q_proj\.bias\)'",
         ),
-        (LLAMA, olmo, r"the files lack 'layers\.0\.norm1\.weight', 'layers\.0\.norm2\.weight', .* of the model"),
+        (
+            LLAMA,
+            olmo,
+            r"the files lack 'layers\.0\.norm1\.weight', 'layers\.0\.norm2\.weight', .* of the "
+            r"model",
+        ),
         (MOE, llama, r"the files lack 'layers\.0\.feed_forward\.gate'"),
-        (LLAMA, mixtral, r"lack 'layers\.0\.feed_forward\.gate\.weight'.*no place for 'model\.layers\.0\.block_sparse_moe"),
-        (replace(LLAMA, hidden=HIDDEN * 2), llama, r"'layers\.0\.feed_forward\.gate\.weight' has shape \[48, 16\]"),
-        (replace(LLAMA, hidden=HIDDEN * 2), phi3, r"gate_up_proj\.weight' has shape \[48, 16\]; rename takes rows 48 to 96"),
+        (
+            LLAMA,
+            mixtral,
+            r"lack 'layers\.0\.feed_forward\.gate\.weight'.*no place for "
+            r"'model\.layers\.0\.block_sparse_moe",
+        ),
+        (
+            replace(LLAMA, hidden=HIDDEN * 2),
+            llama,
+            r"'layers\.0\.feed_forward\.gate\.weight' has shape \[48, 16\]",
+        ),
+        (
+            replace(LLAMA, hidden=HIDDEN * 2),
+            phi3,
+            r"gate_up_proj\.weight' has shape \[48, 16\]; rename takes rows 48 to 96",
+        ),
         (GPT, llama, r"the files lack 'positions\.weight'"),
     ],
 )
@@ -176,7 +241,9 @@ def test_other_families_are_refused_by_the_names_that_do_not_fit(
     config: Config, published: Callable[[State], State], says: str, tmp_path: Path
 ) -> None:
     source = numbers(MOE if published is mixtral else LLAMA)
-    path = write_safetensors(tmp_path / "x.safetensors", {n: t.contiguous() for n, t in published(source).items()})
+    path = write_safetensors(
+        tmp_path / "x.safetensors", {n: t.contiguous() for n, t in published(source).items()}
+    )
     with pytest.raises(JobError, match=says):
         materialize(job_of(config, path))
 
@@ -198,8 +265,15 @@ def test_negative_control_another_order_of_the_parts_is_seen(tmp_path: Path) -> 
 def test_published_weights_train_as_on_one_device(name: str, tmp_path: Path) -> None:
     """The judge reads the folder and applies the renames by code of its own."""
     config, published = FAMILIES[name]
-    job = job_of(config, write_folder(tmp_path / "x", {n: t.contiguous() for n, t in published(numbers(config)).items()}))
-    assert verify_strategy(job, Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2)), steps=2).equal
+    job = job_of(
+        config,
+        write_folder(
+            tmp_path / "x", {n: t.contiguous() for n, t in published(numbers(config)).items()}
+        ),
+    )
+    assert verify_strategy(
+        job, Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2)), steps=2
+    ).equal
 
 
 def test_the_models_have_it_at_the_front_door() -> None:

@@ -1,4 +1,5 @@
-"""Captures are kept in files by content: another process traces nothing, and what is broken or not private is not used."""
+"""Captures are kept in files by content: another process traces nothing, and what is broken or not private is not
+used."""
 
 from __future__ import annotations
 
@@ -75,7 +76,10 @@ def counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
     found = Mock(wraps=capturing._capture)
     monkeypatch.setattr(capturing, "_capture", found)
     monkeypatch.setattr(kept_captures, "_FILES", {})
-    for module in (installed, package_settings):  # packages that other tests have written and loaded do not count
+    for module in (
+        installed,
+        package_settings,
+    ):  # packages that other tests have written and loaded do not count
         monkeypatch.setattr(module, "installed_modules", list)
     forget_all(monkeypatch)
     return found
@@ -108,7 +112,13 @@ def files_in(versions: Path) -> list[Path]:
 def said(refuse: bool) -> str:
     """Return the losses that a process of its own prints; what other tests have registered here is unknown there."""
     script = AGAIN.replace("{refuse}", str(refuse))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env={**os.environ})
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ},
+    )
     assert not done.returncode, done.stderr
     return done.stdout.strip()
 
@@ -119,10 +129,15 @@ def test_another_process_traces_nothing(folder: Path) -> None:
     assert said(refuse=True) == first == str(losses(piper.compile(job(PLAIN), SPLIT)))
 
 
-def test_what_was_asked_for_later_is_kept_too(counted: Mock, again: Callable[[], None], folder: Path) -> None:
+def test_what_was_asked_for_later_is_kept_too(
+    counted: Mock, again: Callable[[], None], folder: Path
+) -> None:
     forms = [
         SPLIT,
-        piper.Strategy(piper.Mesh(pp=2), [*piper.recipes.one_f_one_b(pp=2, microbatches=2), piper.recompute(piper.where())]),
+        piper.Strategy(
+            piper.Mesh(pp=2),
+            [*piper.recipes.one_f_one_b(pp=2, microbatches=2), piper.recompute(piper.where())],
+        ),
         piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where())]),
         piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=1)),
     ]
@@ -138,7 +153,12 @@ def test_what_was_asked_for_later_is_kept_too(counted: Mock, again: Callable[[],
 
 def test_experts_that_are_shared_in_another_way_come_from_what_is_kept(folder: Path) -> None:
     for ep in (2, 4):
-        done = subprocess.run([sys.executable, "-c", SHARED.format(ep=ep)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", SHARED.format(ep=ep)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.stdout == f"{ep} ranks\n", done.stderr
 
 
@@ -146,25 +166,36 @@ def test_what_a_file_does_not_hold_is_captured(counted: Mock, again: Callable[[]
     piper.compile(job(PLAIN), SPLIT)
     again()
     restored = piper.compile(job(PLAIN), SPLIT)
-    shared = piper.compile(job(PLAIN), piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where())]))
+    shared = piper.compile(
+        job(PLAIN), piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where())])
+    )
     assert counted.call_count == 2
     again()
     more = piper.compile(job(PLAIN), piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where())]))
     assert counted.call_count == 2
     assert more.program == shared.program
-    assert losses(restored) == pytest.approx(losses(more), rel=1e-5)  # code for other numbers of rows, of both forms
+    assert losses(restored) == pytest.approx(
+        losses(more), rel=1e-5
+    )  # code for other numbers of rows, of both forms
     assert counted.call_count == 3
 
 
-def test_a_kept_capture_is_cut_where_devices_share_work(counted: Mock, again: Callable[[], None]) -> None:
-    cut, whole = (piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where(), cut=asked)]) for asked in (True, False))
+def test_a_kept_capture_is_cut_where_devices_share_work(
+    counted: Mock, again: Callable[[], None]
+) -> None:
+    cut, whole = (
+        piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where(), cut=asked)])
+        for asked in (True, False)
+    )
     expected = losses(piper.compile(job(PLAIN), whole))
     again()
     assert losses(piper.compile(job(PLAIN), cut)) == pytest.approx(expected, rel=1e-5)
     assert counted.call_count == 2
 
 
-def test_another_model_or_version_is_captured(counted: Mock, again: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_or_version_is_captured(
+    counted: Mock, again: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for made in (PLAIN, functools.partial(Net, 3), functools.partial(Net, 3)):
         piper.compile(job(made), ONE)
         again()
@@ -219,7 +250,9 @@ def test_a_folder_that_can_only_be_read_is_read(
     assert len(files(folder)) == 1
 
 
-def test_a_full_disk_leaves_no_half_of_a_file(counted: Mock, again: Callable[[], None], folder: Path) -> None:
+def test_a_full_disk_leaves_no_half_of_a_file(
+    counted: Mock, again: Callable[[], None], folder: Path
+) -> None:
     _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
@@ -292,9 +325,13 @@ def test_another_version_of_an_installed_package_is_captured(
     assert not files(folder), "a file of a package has changed since it was loaded"
 
 
-def test_only_a_folder_of_ones_own_is_used(counted: Mock, again: Callable[[], None], folder: Path) -> None:
+def test_only_a_folder_of_ones_own_is_used(
+    counted: Mock, again: Callable[[], None], folder: Path
+) -> None:
     piper.compile(job(PLAIN), ONE)
-    assert all(path.stat().st_mode & 0o077 == 0 for path in (folder, folder / "captures", *files(folder)))
+    assert all(
+        path.stat().st_mode & 0o077 == 0 for path in (folder, folder / "captures", *files(folder))
+    )
     again()
     folder.chmod(0o755)
     with pytest.warns(PiperWarning, match="nobody else can open"):
@@ -309,16 +346,23 @@ def test_nothing_is_kept_without_a_content(counted: Mock, folder: Path) -> None:
     assert not files(folder)
 
 
-def test_nothing_is_kept_where_it_is_turned_off(counted: Mock, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_where_it_is_turned_off(
+    counted: Mock, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIPER_CACHE", "")
     piper.compile(job(PLAIN), ONE)
     assert not folder.exists()
 
 
-def test_the_folder_is_the_users_own_for_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_the_users_own_for_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PIPER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kept_captures.kept_folder() == user_cache_path("piper", appauthor=False) / "captures" / kept_captures.version()
+    assert (
+        kept_captures.kept_folder()
+        == user_cache_path("piper", appauthor=False) / "captures" / kept_captures.version()
+    )
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
@@ -327,7 +371,9 @@ def test_the_folder_is_the_users_own_for_caches(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "~").exists()
 
 
-def test_the_oldest_files_go(counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_files_go(
+    counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kept_captures, "MOST_FILES", 1)
     for depth in (1, 2):
         piper.compile(job(functools.partial(Net, depth)), ONE)

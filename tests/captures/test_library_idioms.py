@@ -36,7 +36,9 @@ def set_up(model: Net) -> None:
     """Install a hook in the first forward, as transformers do for hidden states."""
     if not model.ready:
         with LOCK:
-            model.layers[0].register_forward_hook(lambda module, given, output: output + given[0].sin())
+            model.layers[0].register_forward_hook(
+                lambda module, given, output: output + given[0].sin()
+            )
             model.ready = True
 
 

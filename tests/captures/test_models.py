@@ -35,8 +35,8 @@ PUBLISHED = {
     "qwen3-moe-1b": "1",
     "qwen3-moe-9b": "9",
 }
-"""10^9 parameters as their authors say, in as many digits: GPT-3, arXiv 2005.14165, table 2.1; the model cards of Llama 3 8B, 70B
-and 3.1 405B; the names of the mixtures in arXiv 2606.11169."""
+"""10^9 parameters as their authors say, in as many digits: GPT-3, arXiv 2005.14165, table 2.1; the model cards of Llama
+3 8B, 70B and 3.1 405B; the names of the mixtures in arXiv 2606.11169."""
 
 
 def rounded(count: int, digits: str) -> str:
@@ -57,11 +57,14 @@ def test_negative_control_twice_the_layers_are_another_count() -> None:
 
 
 def test_model_flops_of_a_mixture_are_those_of_its_active_parameters() -> None:
-    """Half of the numbers of experts: top 2 of 4, with as many places as are taken. The embedding counts, the field's way."""
+    """Half of the numbers of experts: top 2 of 4, with as many places as are taken. The embedding counts, the field's
+    way."""
     config = SMALL["moe"]
     assert isinstance(config, models.MoEConfig)
     work = models.job(config, global_batch=4, precision="float64")
-    plan = piper.compile(work, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))).plan
+    plan = piper.compile(
+        work, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))
+    ).plan
     experts = config.layers * config.experts * 3 * config.width * config.hidden
     active = models.parameter_count(config) - experts // 2
     attention = 12 * config.layers * config.heads * 6 * config.length
@@ -72,7 +75,9 @@ def test_counts_by_hand() -> None:
     """Llama 3 8B, part by part; a tied embedding counts once."""
     width, hidden, grouped, vocab = 4096, 14_336, 1024, 128_256
     block = 2 * width * width + 2 * width * grouped + 3 * width * hidden + 2 * width
-    assert models.parameter_count(models.preset("llama3-8b")) == 32 * block + 2 * vocab * width + width
+    assert (
+        models.parameter_count(models.preset("llama3-8b")) == 32 * block + 2 * vocab * width + width
+    )
     gpt = SMALL["gpt"]
     assert models.parameter_count(replace(gpt, tied=False)) - models.parameter_count(gpt) == 32 * 16
 
@@ -81,7 +86,9 @@ def test_the_counts_of_a_program_are_those_of_the_module() -> None:
     for config in SMALL.values():
         work = models.job(config, global_batch=2, precision="float64")
         program = piper.compile(work, piper.Strategy(piper.Mesh(pp=1), ())).program
-        assert sum(int(bind(p.spec.numel, 0)) for p in program.params) == models.parameter_count(config)
+        assert sum(int(bind(p.spec.numel, 0)) for p in program.params) == models.parameter_count(
+            config
+        )
 
 
 PLANS = {
@@ -95,7 +102,9 @@ def test_a_small_one_trains_what_one_device_trains(name: str, schedule: str) -> 
     axes, recipe = PLANS[schedule]
     work = models.job(SMALL[name], global_batch=16, precision="float64", lr=0.01, clip_norm=0.05)
     mesh = piper.Mesh(**axes)
-    strategy = piper.Strategy(mesh, (*recipe(), *(piper.recipes.data_parallel(bucket_mb=0.002) if "dp" in axes else ())))
+    strategy = piper.Strategy(
+        mesh, (*recipe(), *(piper.recipes.data_parallel(bucket_mb=0.002) if "dp" in axes else ()))
+    )
     compiled = piper.compile(work, strategy)
     verify(compiled.plan)
     run = piper.execute(compiled, steps=parity.STEPS, launcher="inline", gradients=True)
@@ -112,7 +121,9 @@ def test_a_preset_is_simulated_without_a_device() -> None:
 
 
 def test_jobs_of_equal_sizes_share_a_capture() -> None:
-    first, second = (models.job(replace(SMALL["llama"]), global_batch=n, precision="float64") for n in (4, 8))
+    first, second = (
+        models.job(replace(SMALL["llama"]), global_batch=n, precision="float64") for n in (4, 8)
+    )
     assert first.model is second.model or first.model == second.model
     assert piper.compile(first, one()).code is piper.compile(second, one()).code
 
@@ -142,7 +153,9 @@ def by_loops(experts: Experts, x: Tensor) -> tuple[Tensor, int]:
                 dropped += 1
                 continue
             taken[e] += 1
-            hidden = torch.nn.functional.silu(x[row, t] @ experts.gate[e]) * (x[row, t] @ experts.up[e])
+            hidden = torch.nn.functional.silu(x[row, t] @ experts.gate[e]) * (
+                x[row, t] @ experts.up[e]
+            )
             out[row, t] += share[row, t, k] * (hidden @ experts.down[e])
     return out, dropped
 
@@ -151,7 +164,15 @@ def by_loops(experts: Experts, x: Tensor) -> tuple[Tensor, int]:
 def test_experts_are_what_loops_over_tokens_compute(factor: float, drops: bool) -> None:
     """Values and gradients; tokens that find an expert full among them."""
     config = models.MoEConfig(
-        layers=1, width=8, heads=1, kv_heads=1, hidden=12, experts=4, top_k=2, capacity_factor=factor, length=16
+        layers=1,
+        width=8,
+        heads=1,
+        kv_heads=1,
+        hidden=12,
+        experts=4,
+        top_k=2,
+        capacity_factor=factor,
+        length=16,
     )
     torch.manual_seed(0)
     experts = Experts(config).double()
@@ -159,7 +180,9 @@ def test_experts_are_what_loops_over_tokens_compute(factor: float, drops: bool) 
         torch.nn.init.normal_(p)
     found: list[list[Tensor]] = []
     for compute in (experts, lambda x: by_loops(experts, x)[0]):
-        x = torch.randn(3, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = torch.randn(
+            3, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        ).requires_grad_()
         y = compute(x)
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *experts.parameters()])])
     assert (by_loops(experts, x)[1] > 0) == drops
@@ -168,15 +191,29 @@ def test_experts_are_what_loops_over_tokens_compute(factor: float, drops: bool) 
 
 
 @pytest.mark.parametrize(
-    ("width", "heads"), [pytest.param(6_144, 64, id="22B"), pytest.param(12_288, 96, id="175B", marks=pytest.mark.long)]
+    ("width", "heads"),
+    [
+        pytest.param(6_144, 64, id="22B"),
+        pytest.param(12_288, 96, id="175B", marks=pytest.mark.long),
+    ],
 )
 def test_attention_written_out_saves_what_was_published(width: int, heads: int) -> None:
     """s b h (34 + 5 a s / h) bytes per layer: Korthikanti et al., arXiv 2205.05198, equation 2 and table 3."""
-    length, config = 2_048, models.GPTConfig(layers=1, width=width, heads=heads, vocab=64, attention="math", dropout=0.1)
-    saved = {att: bytes_saved(replace(config, attention=att, dropout=p)) for att, p in (("math", 0.1), ("fused", 0.0))}
+    length, config = (
+        2_048,
+        models.GPTConfig(
+            layers=1, width=width, heads=heads, vocab=64, attention="math", dropout=0.1
+        ),
+    )
+    saved = {
+        att: bytes_saved(replace(config, attention=att, dropout=p))
+        for att, p in (("math", 0.1), ("fused", 0.0))
+    }
     published = length * width * (34 + 5 * heads * length / width)
     assert saved["math"] == pytest.approx(published, rel=0.01)
-    assert saved["fused"] < 0.5 * published  # negative control: without masks and T x T numbers it is far from that
+    assert (
+        saved["fused"] < 0.5 * published
+    )  # negative control: without masks and T x T numbers it is far from that
 
 
 def bytes_saved(config: models.GPTConfig) -> int:
@@ -186,16 +223,23 @@ def bytes_saved(config: models.GPTConfig) -> int:
     layer = next(c for c in program.chunks if c.id == "layer0")
     read = {port for step in ("I", "W") for port in layer.steps[step].reads}
     values = {f"in{k}" for k, given in enumerate(layer.inputs) if given.kind == "value"}
-    return sum(bind(spec.nbytes, 1) for name, spec in layer.ports.items() if name.startswith("saved") or name in values & read)
+    return sum(
+        bind(spec.nbytes, 1)
+        for name, spec in layer.ports.items()
+        if name.startswith("saved") or name in values & read
+    )
 
 
 def test_dropout_and_attention_written_out_train_what_one_device_trains() -> None:
     config = replace(SMALL["gpt"], layers=2, attention="math", dropout=0.2)
     work = models.job(config, global_batch=8, precision="float64")
     strategy = piper.Strategy(
-        piper.Mesh(pp=2, dp=2), (*piper.recipes.one_f_one_b(pp=2, microbatches=2), *piper.recipes.data_parallel())
+        piper.Mesh(pp=2, dp=2),
+        (*piper.recipes.one_f_one_b(pp=2, microbatches=2), *piper.recipes.data_parallel()),
     )
-    run = piper.execute(piper.compile(work, strategy), steps=parity.STEPS, launcher="inline", gradients=True)
+    run = piper.execute(
+        piper.compile(work, strategy), steps=parity.STEPS, launcher="inline", gradients=True
+    )
     parity.assert_parity(run, parity.reference(work, replicas=2, microbatches=2))
     other = models.job(replace(config, dropout=0.0), global_batch=8, precision="float64")
     with pytest.raises(AssertionError):

@@ -80,8 +80,12 @@ class Warped(nn.Module):
         self.place = nn.Linear(LENGTH * WIDTH, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        images = F.interpolate(x[:, None].expand(-1, 4, -1, -1), size=(LENGTH, WIDTH), mode="bicubic")
-        grid = F.affine_grid(self.place(x.flatten(1)).view(-1, 2, 3), list(images.shape), align_corners=False)
+        images = F.interpolate(
+            x[:, None].expand(-1, 4, -1, -1), size=(LENGTH, WIDTH), mode="bicubic"
+        )
+        grid = F.affine_grid(
+            self.place(x.flatten(1)).view(-1, 2, 3), list(images.shape), align_corners=False
+        )
         return F.grid_sample(images, grid, align_corners=False).mean(1)
 
 
@@ -99,10 +103,14 @@ def job(model: Callable[[], nn.Module]) -> piper.Job:
     return piper.Job(model, batch, F.mse_loss, sgd, global_batch=8)
 
 
-SPLIT = piper.Strategy(piper.Mesh(dp=2), (piper.split(piper.where(), microbatches=2), *piper.recipes.data_parallel()))
+SPLIT = piper.Strategy(
+    piper.Mesh(dp=2), (piper.split(piper.where(), microbatches=2), *piper.recipes.data_parallel())
+)
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "lstm": lambda: Recurrent(lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)),
+    "lstm": lambda: Recurrent(
+        lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
+    ),
     "gru": lambda: Recurrent(lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)),
     "rnn": lambda: Recurrent(lambda: nn.RNN(WIDTH, WIDTH, batch_first=True)),
     "transformer": Encoded,
@@ -121,7 +129,9 @@ def test_equal_to_one_device(name: str) -> None:
 
 def test_a_choice_of_attention_kernels_is_left_out_and_said_with_its_line() -> None:
     line = Attention.forward.__code__.co_firstlineno + 3
-    with pytest.warns(PiperWarning, match=rf"sdpa_kernel \(before .*test_ordinary_models.py:{line}\) is left out"):
+    with pytest.warns(
+        PiperWarning, match=rf"sdpa_kernel \(before .*test_ordinary_models.py:{line}\) is left out"
+    ):
         piper.compile(job(lambda: Attentive(1)), SPLIT)
 
 
@@ -154,7 +164,9 @@ class Block(torch.nn.Module):
         "x = x.reshape(3, 7)",
     ],
 )
-def test_a_library_whose_name_begins_like_torch_is_not_torch(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_whose_name_begins_like_torch_is_not_torch(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The innermost line outside of torch itself is named."""
     file = Path(torch.__path__[0] + "vision") / "blocks.py"
     library = ModuleType("blocks")

@@ -54,16 +54,31 @@ def inner(x):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An installed package without torch, as old as this process; no other counts, for tests may have put things there."""
+    """An installed package without torch, as old as this process; no other counts, for tests may have put things
+    there."""
     every = package_settings.installed_modules
     for module in (package_settings, installed):
-        monkeypatch.setattr(module, "installed_modules", lambda: [found for found in every() if found[0] == "installed_of_test"])
+        monkeypatch.setattr(
+            module,
+            "installed_modules",
+            lambda: [found for found in every() if found[0] == "installed_of_test"],
+        )
     monkeypatch.setattr(installed, "started", lambda: float("inf"))
     home = "site-packages/installed_of_test"
-    write(tmp_path, {f"{home}/__init__.py": PACKAGE, f"{home}/numbers.dat": "NUMBER", f"{home}/numbers.yaml": "NUMBER"}, 2)
+    write(
+        tmp_path,
+        {
+            f"{home}/__init__.py": PACKAGE,
+            f"{home}/numbers.dat": "NUMBER",
+            f"{home}/numbers.yaml": "NUMBER",
+        },
+        2,
+    )
     with modules_apart(tmp_path):
         # Settings of packages count that use torch or that a module of the user's names, which this one is.
-        monkeypatch.setitem(globals(), "package_of_test", importlib.import_module("installed_of_test"))
+        monkeypatch.setitem(
+            globals(), "package_of_test", importlib.import_module("installed_of_test")
+        )
         yield tmp_path / home / "__init__.py"
 
 
@@ -100,12 +115,17 @@ def set_an_attribute_of_an_object(package: Path, monkeypatch: pytest.MonkeyPatch
     loaded().SETTINGS.scale = 3
 
 
-def change_the_source_but_not_its_size_and_time(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def change_the_source_but_not_its_size_and_time(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Do as conda, nix and `cp -p` do, which give every file of a package one time."""
     found = package.stat()
     package.write_text(package.read_text().replace("x * int", "x + int"))
     os.utime(package, ns=(found.st_atime_ns, found.st_mtime_ns))
-    assert (package.stat().st_size, package.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
+    assert (package.stat().st_size, package.stat().st_mtime_ns) == (
+        found.st_size,
+        found.st_mtime_ns,
+    )
 
 
 def change_a_data_file(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +175,9 @@ def change_the_environment(package: Path, monkeypatch: pytest.MonkeyPatch) -> No
     change_the_order_of_a_mapping_by_name, come_from_elsewhere, change_a_listed_file,
 ])  # fmt: skip
 def test_what_an_installed_package_depends_on_is_the_same_or_seen(
-    change: Callable[[Path, pytest.MonkeyPatch], None], package: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    package: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = settings()
     assert before is not None and "installed_of_test" in before
@@ -168,7 +190,8 @@ def test_what_an_installed_package_depends_on_is_the_same_or_seen(
 
 
 def test_what_is_another_in_each_process_by_itself_does_not_count(package: Path) -> None:
-    """Times, modules, addresses, and the order of private lists, which come from sets: transformers has all of these."""
+    """Times, modules, addresses, and the order of private lists, which come from sets: transformers has all of
+    these."""
     before = settings()
     assert before is not None and {"STARTED", PRIVATE} <= before["installed_of_test"].keys()
     kept = installed_state(before)
@@ -180,7 +203,9 @@ def test_what_is_another_in_each_process_by_itself_does_not_count(package: Path)
     assert kept.hold()
 
 
-def test_nothing_is_kept_where_a_loaded_file_is_newer_than_the_process(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_where_a_loaded_file_is_newer_than_the_process(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     assert installed_state({}) is None
 
@@ -204,6 +229,7 @@ def test_mappings_that_import_what_they_name_are_not_read(package: Path) -> None
 
 
 def test_compiled_functions_of_an_installed_package_are_not_the_users() -> None:
-    """Optuna's storages hold classes of sqlalchemy, whose methods Cython compiled: a search with a file keeps captures, too."""
+    """Optuna's storages hold classes of sqlalchemy, whose methods Cython compiled: a search with a file keeps captures,
+    too."""
     importlib.import_module("optuna.storages._rdb.models")
     assert settings(["optuna.storages._rdb.models"])

@@ -1,4 +1,5 @@
-"""What passes between chunks and is no stream of tokens: masks of queries and keys, and a memory that many layers read."""
+"""What passes between chunks and is no stream of tokens: masks of queries and keys, and a memory that many layers
+read."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Attention(nn.Module):
             layer(given).unflatten(-1, (2, -1)).transpose(1, 2)
             for layer, given in ((self.query, x), (self.key, memory), (self.value, memory))
         )
-        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        )
 
 
 class Masked(nn.Module):
@@ -49,7 +52,9 @@ class Masked(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         mask = {
             "tril": lambda: torch.tril(torch.ones(LENGTH, LENGTH, dtype=torch.bool)),
-            "square": lambda: nn.Transformer.generate_square_subsequent_mask(LENGTH, dtype=torch.float64),
+            "square": lambda: nn.Transformer.generate_square_subsequent_mask(
+                LENGTH, dtype=torch.float64
+            ),
             "learned": lambda: 2 * self.bias,
         }[self.kind]()
         x = self.embed(tokens)
@@ -88,7 +93,9 @@ class Translator(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    whole = torch.randint(WORDS, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(step))[:, rows.start : rows.stop]
+    whole = torch.randint(WORDS, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(step))[
+        :, rows.start : rows.stop
+    ]
     return whole[0], whole[1]
 
 
@@ -114,24 +121,44 @@ TRANSLATOR = job(Translator)
 def assert_right(job: piper.Job, mesh: Mesh, *directives: Any) -> Any:
     made = piper.compile(job, Strategy(mesh, directives))
     found: Run = piper.execute(made, steps=2, launcher="inline", gradients=True)
-    expected = parity.reference(job, replicas=made.plan.replicas, microbatches=made.plan.microbatches, steps=2)
+    expected = parity.reference(
+        job, replicas=made.plan.replicas, microbatches=made.plan.microbatches, steps=2
+    )
     parity.assert_parity(found, expected, label=f"{mesh}")
     return made
 
 
-@pytest.mark.parametrize(("kind", "attention"), [("tril", "heads"), ("square", "gather"), ("learned", "heads")])
+@pytest.mark.parametrize(
+    ("kind", "attention"), [("tril", "heads"), ("square", "gather"), ("learned", "heads")]
+)
 def test_a_mask_is_cut_along_its_queries(kind: str, attention: str) -> None:
-    """Both dimensions of a mask are the tokens of layers, and two loops where the mask is made. Heads need all of it."""
+    """Both dimensions of a mask are the tokens of layers, and two loops where the mask is made. Heads need all of
+    it."""
     tokens = piper.shard(where(), over="cp", index="tokens", attention=attention)
-    made = assert_right(MASKED[kind], Mesh(cp=2, pp=2), tokens, recipes.one_f_one_b(pp=2, microbatches=2))
-    (mask,) = [o.spec.shape for c in made.plan.chunks for o in c.outputs if o.kind == "value" and len(o.spec.shape) == 2]
+    made = assert_right(
+        MASKED[kind], Mesh(cp=2, pp=2), tokens, recipes.one_f_one_b(pp=2, microbatches=2)
+    )
+    (mask,) = [
+        o.spec.shape
+        for c in made.plan.chunks
+        for o in c.outputs
+        if o.kind == "value" and len(o.spec.shape) == 2
+    ]
     whole = attention == "heads" and kind != "learned"
     assert mask == (LENGTH if whole else LENGTH // 2, LENGTH)
 
 
 def test_a_ring_refuses_a_mask() -> None:
-    with pytest.raises(DirectiveError, match=r'has a mask, of which each device would need other columns .* attention="gather"'):
-        assert_right(MASKED["tril"], Mesh(cp=2), piper.shard(where(), over="cp", index="tokens", attention="ring"), HALF)
+    with pytest.raises(
+        DirectiveError,
+        match=r'has a mask, of which each device would need other columns .* attention="gather"',
+    ):
+        assert_right(
+            MASKED["tril"],
+            Mesh(cp=2),
+            piper.shard(where(), over="cp", index="tokens", attention="ring"),
+            HALF,
+        )
 
 
 @pytest.mark.parametrize("kind", ["tril", "learned"])
@@ -141,11 +168,19 @@ def test_sequence_parallelism_sees_a_mask_alike(kind: str) -> None:
 
 @pytest.mark.parametrize("recipe", [recipes.one_f_one_b, recipes.zbv], ids=["1f1b", "zbv"])
 def test_a_term_that_another_stage_reads_is_summed_up_there(recipe: Any) -> None:
-    """The embedding of the decoder's words is a term that the first stage sends; each layer sends back one of the memory's
-    gradient."""
+    """The embedding of the decoder's words is a term that the first stage sends; each layer sends back one of the
+    memory's gradient."""
     made = assert_right(TRANSLATOR, Mesh(tp=2, pp=2), CUT, recipe(pp=2, microbatches=2))
-    sums = {p.reads[0] for r in made.plan.roles for i in r.program for p in i.parts if p.writes and p.writes[0].endswith("#tp")}
-    assert any(value.endswith("#pp1") for value in sums) and any(value.endswith("#pp0") for value in sums)
+    sums = {
+        p.reads[0]
+        for r in made.plan.roles
+        for i in r.program
+        for p in i.parts
+        if p.writes and p.writes[0].endswith("#tp")
+    }
+    assert any(value.endswith("#pp1") for value in sums) and any(
+        value.endswith("#pp0") for value in sums
+    )
 
 
 @pytest.mark.parametrize("mended", ["sum", "mask"])
@@ -153,11 +188,22 @@ def test_what_does_not_fit_is_no_plan(mended: str, monkeypatch: pytest.MonkeyPat
     """Without the two above, compile says so itself: neither a simulation nor a search scores what cannot run."""
     if mended == "sum":
         monkeypatch.setattr(moves, "_sum", lambda *given: None)
-        job, mesh, said = TRANSLATOR, Mesh(tp=2), r"reads shared0:out0 as in0, .* asks for shared0:out0 summed over tp\."
+        job, mesh, said = (
+            TRANSLATOR,
+            Mesh(tp=2),
+            r"reads shared0:out0 as in0, .* asks for shared0:out0 summed over tp\.",
+        )
         asked = (piper.shard(where(), cut=True), HALF)
     else:
         monkeypatch.setattr(sharding, "masks", lambda *given: frozenset())
-        job, mesh, said = MASKED["learned"], Mesh(cp=2), r"R07-signature: input 7 of chunk layer0 is the value root:out0"
-        asked = (piper.shard(where(), over="cp", index="tokens", order="blocks"), piper.split(where(), microbatches=4))
+        job, mesh, said = (
+            MASKED["learned"],
+            Mesh(cp=2),
+            r"R07-signature: input 7 of chunk layer0 is the value root:out0",
+        )
+        asked = (
+            piper.shard(where(), over="cp", index="tokens", order="blocks"),
+            piper.split(where(), microbatches=4),
+        )
     with pytest.raises(CompileError, match=said):
         piper.compile(job, Strategy(mesh, asked))

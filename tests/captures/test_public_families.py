@@ -23,12 +23,18 @@ class Falcon(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH + 4), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, WIDTH + 4),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).split((WIDTH, 2, 2), -1)
         heads = (t.unflatten(-1, (-1, 2)).transpose(1, 2) for t in (q, k, v))
-        return x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.out(
+            F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Alibi(nn.Module):
@@ -42,7 +48,9 @@ class Alibi(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         places = torch.arange(x.shape[1])
         bias = (places[None] - places[:, None]) * torch.tensor([0.5, 0.25])[:, None, None]
-        scores = (q @ k.transpose(-1, -2) + bias).masked_fill(places[None] > places[:, None], torch.finfo(x.dtype).min)
+        scores = (q @ k.transpose(-1, -2) + bias).masked_fill(
+            places[None] > places[:, None], torch.finfo(x.dtype).min
+        )
         return x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
@@ -53,12 +61,17 @@ class Rotary(nn.Module):
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         angles = torch.outer(torch.arange(LENGTH), torch.tensor([1.0, 0.1]))
-        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer(
+            "turns", torch.polar(torch.ones_like(angles), angles), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (2, 4)) for t in self.qkv(x).chunk(3, -1))
         q, k = (
-            torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (2, 2))) * self.turns[:, None]).flatten(3) for t in (q, k)
+            torch.view_as_real(
+                torch.view_as_complex(t.unflatten(-1, (2, 2))) * self.turns[:, None]
+            ).flatten(3)
+            for t in (q, k)
         )
         heads = (t.to(v.dtype).transpose(1, 2) for t in (q, k, v))
         return x + F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
@@ -69,7 +82,11 @@ class Mixer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.channels, self.norm = nn.Linear(LENGTH, LENGTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.words, self.channels, self.norm = (
+            nn.Linear(LENGTH, LENGTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.words(self.norm(x).transpose(1, 2)).transpose(1, 2)
@@ -81,8 +98,13 @@ class Mobile(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.depth, self.point = nn.Conv1d(LENGTH, LENGTH, 3, padding=1, groups=LENGTH), nn.Conv1d(LENGTH, LENGTH, 1)
-        self.weigh = nn.Sequential(nn.AdaptiveAvgPool1d(1), nn.Conv1d(LENGTH, 2, 1), nn.SiLU(), nn.Conv1d(2, LENGTH, 1))
+        self.depth, self.point = (
+            nn.Conv1d(LENGTH, LENGTH, 3, padding=1, groups=LENGTH),
+            nn.Conv1d(LENGTH, LENGTH, 1),
+        )
+        self.weigh = nn.Sequential(
+            nn.AdaptiveAvgPool1d(1), nn.Conv1d(LENGTH, 2, 1), nn.SiLU(), nn.Conv1d(2, LENGTH, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.hardswish(self.depth(x))
@@ -94,7 +116,10 @@ class Generator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up = nn.InstanceNorm1d(LENGTH, affine=True), nn.ConvTranspose1d(LENGTH, LENGTH, 2, stride=2)
+        self.norm, self.up = (
+            nn.InstanceNorm1d(LENGTH, affine=True),
+            nn.ConvTranspose1d(LENGTH, LENGTH, 2, stride=2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.max_pool1d(F.leaky_relu(self.up(self.norm(x)), 0.2), 2)
@@ -105,7 +130,10 @@ class Scan(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps, self.conv = nn.Linear(WIDTH, 2 * WIDTH), nn.Conv1d(WIDTH, WIDTH, 2, padding=1, groups=WIDTH)
+        self.steps, self.conv = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Conv1d(WIDTH, WIDTH, 2, padding=1, groups=WIDTH),
+        )
         self.decay = nn.Parameter(torch.ones(WIDTH).log())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,7 +155,9 @@ class Quantised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        nearest = self.table(torch.cdist(y.flatten(0, 1), self.table.weight).argmin(-1)).view(y.shape)
+        nearest = self.table(torch.cdist(y.flatten(0, 1), self.table.weight).argmin(-1)).view(
+            y.shape
+        )
         return x + y + (nearest - y).detach() + 0.1 * (nearest - y.detach()).square()
 
 
@@ -142,7 +172,9 @@ class Windows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         windows = x.roll(-1, 1).view(-1, 2, WIDTH)
         q, k, v = self.qkv(windows).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.table[self.index.view(-1)].view(2, 2, 2).permute(2, 0, 1))
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.table[self.index.view(-1)].view(2, 2, 2).permute(2, 0, 1)
+        )
         return x + y.transpose(1, 2).reshape(x.shape).roll(1, 1)
 
 
@@ -173,13 +205,19 @@ class Relative(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.bias, self.weight = nn.Linear(WIDTH, 3 * WIDTH), nn.Embedding(7, 2), nn.Parameter(torch.ones(WIDTH))
+        self.qkv, self.bias, self.weight = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Embedding(7, 2),
+            nn.Parameter(torch.ones(WIDTH)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
         q, k, v = self.qkv(y).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         places = torch.arange(x.shape[1])
-        scores = q @ k.transpose(3, 2) + self.bias(places - places[:, None] + 3).permute(2, 0, 1).unsqueeze(0)
+        scores = q @ k.transpose(3, 2) + self.bias(places - places[:, None] + 3).permute(
+            2, 0, 1
+        ).unsqueeze(0)
         return x + (F.softmax(scores.float(), -1).type_as(scores) @ v).transpose(1, 2).flatten(2)
 
 
@@ -188,11 +226,16 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, 3, bias=False), nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+        self.gate, self.up = (
+            nn.Linear(WIDTH, 3, bias=False),
+            nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         shares, chosen = self.gate(x).softmax(-1).topk(2)
-        weights = torch.zeros_like(self.gate(x)).scatter(-1, chosen, shares / shares.sum(-1, keepdim=True))
+        weights = torch.zeros_like(self.gate(x)).scatter(
+            -1, chosen, shares / shares.sum(-1, keepdim=True)
+        )
         return x + torch.einsum("bte,btw,ewv->btv", weights, x, self.up).relu()
 
 
@@ -212,11 +255,15 @@ class Stack(nn.Module):
             x = block(x)
             if isinstance(block, Conditioned):
                 first = block
-        return self.head(x * first.labels(x)[:, None, :WIDTH] if Conditioned in map(type, self.blocks) else x)
+        return self.head(
+            x * first.labels(x)[:, None, :WIDTH] if Conditioned in map(type, self.blocks) else x
+        )
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    x = torch.randn(2, ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))[:, rows.start : rows.stop]
+    x = torch.randn(2, ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))[
+        :, rows.start : rows.stop
+    ]
     return x[0], x[1]
 
 

@@ -1,4 +1,5 @@
-"""Job(init="seeded"): each tensor alone, in any order and on any rank, is that of the whole model by the judge's rules."""
+"""Job(init="seeded"): each tensor alone, in any order and on any rank, is that of the whole model by the judge's
+rules."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ from tests.helpers.seeded_models import Foreign, Shuffled, seeded_job, unusual_j
 LAYOUTS = {
     "one device": Strategy(Mesh(), ()),
     "1F1B": Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)),
-    "GPipe x replicas": Strategy(Mesh(pp=2, dp=2), (*recipes.gpipe(pp=2, microbatches=2), *recipes.data_parallel())),
+    "GPipe x replicas": Strategy(
+        Mesh(pp=2, dp=2), (*recipes.gpipe(pp=2, microbatches=2), *recipes.data_parallel())
+    ),
 }
 
 
@@ -42,7 +45,12 @@ def whole(job: Job) -> dict[str, Tensor]:
     model = constructed(job)
     reference_weights.cast_tensors(model, job.precision.dtype, job.precision.dtype)
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    plain = {f"{p}.{n}" if p else n: t for p, m in model.named_modules() for n, t in vars(m).items() if isinstance(t, Tensor)}
+    plain = {
+        f"{p}.{n}" if p else n: t
+        for p, m in model.named_modules()
+        for n, t in vars(m).items()
+        if isinstance(t, Tensor)
+    }
     return {n: t.detach() for n, t in (found | plain).items()}
 
 
@@ -54,7 +62,11 @@ def each_alone(job: Job, backwards: bool = True) -> dict[str, Tensor]:
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> set[str]:
     assert a.keys() == b.keys()
-    return {n for n, t in a.items() if t.dtype != b[n].dtype or t.shape != b[n].shape or not torch.equal(t, b[n])}
+    return {
+        n
+        for n, t in a.items()
+        if t.dtype != b[n].dtype or t.shape != b[n].shape or not torch.equal(t, b[n])
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -96,7 +108,11 @@ def one_seed_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def copies_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     add = recorder._ConstructorLog._add
-    monkeypatch.setattr(recorder._ConstructorLog, "_add", lambda log, f, *rest: None if "copy_" in str(f) else add(log, f, *rest))
+    monkeypatch.setattr(
+        recorder._ConstructorLog,
+        "_add",
+        lambda log, f, *rest: None if "copy_" in str(f) else add(log, f, *rest),
+    )
 
 
 @pytest.fixture
@@ -118,14 +134,18 @@ def all_writes_fill(monkeypatch: pytest.MonkeyPatch) -> None:
         ("all_writes_fill", "halved.bias"),
     ],
 )
-def test_negative_controls_faults_of_the_recording(fault: str, caught: str, request: pytest.FixtureRequest) -> None:
+def test_negative_controls_faults_of_the_recording(
+    fault: str, caught: str, request: pytest.FixtureRequest
+) -> None:
     job = unusual_job()
     expected = whole(job)
     request.getfixturevalue(fault)
     assert caught in differing(each_alone(job), expected)
 
 
-def test_negative_control_a_rejection_loop_that_is_not_one_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_a_rejection_loop_that_is_not_one_call_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(recorder, "_replaced", lambda *_: nullcontext())
     with pytest.raises(JobError, match=r"reads values of a tensor \(aten\._local_scalar_dense"):
         materialize(unusual_job())
@@ -152,7 +172,10 @@ def test_every_rank_of_three_layouts_holds_the_same_bits(name: str) -> None:
 
 
 def test_a_request_holds_what_its_role_needs_and_no_tensor() -> None:
-    job = replace(unusual_job(), model=lambda: torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(4)))
+    job = replace(
+        unusual_job(),
+        model=lambda: torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(4)),
+    )
     params = materialize(job).params
     assert isinstance(params, LazyTensors)
     one = pickle.dumps(params.part(["1.weight"]))
@@ -162,7 +185,9 @@ def test_a_request_holds_what_its_role_needs_and_no_tensor() -> None:
 
 def test_a_rank_makes_one_parameter_at_a_time() -> None:
     """The most bytes beyond the states of the rank are those of the largest parameter, and its first values."""
-    job = unusual_job(lambda: torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+    job = unusual_job(
+        lambda: torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(8))
+    )
     params = materialize(job).params
     counter = MemoryCounter()
     with counter.during(0):
@@ -185,7 +210,9 @@ def test_a_seeded_job_trains_as_one_device_does() -> None:
     expected = reference.reference(job, replicas=plan.replicas, microbatches=plan.microbatches)
     run = piper.execute(compiled, steps=3, launcher="processes", memory=False, gradients=True)
     assert_parity(run, expected)
-    wrong = reference.reference(replace(job, init="model"), replicas=plan.replicas, microbatches=plan.microbatches)
+    wrong = reference.reference(
+        replace(job, init="model"), replicas=plan.replicas, microbatches=plan.microbatches
+    )
     with pytest.raises(AssertionError, match="not what one device computes"):
         assert_parity(run, wrong)
 
@@ -195,7 +222,9 @@ def test_a_state_dict_has_the_tensors_that_no_rank_holds() -> None:
     expected = whole(unusual_job())
     found = state.state_dict({"cut.weight": torch.ones(8, 8)})
     assert torch.equal(found["cut.weight"], torch.ones(8, 8)) and "order" not in found
-    assert torch.equal(found["tied.weight"], expected["turned.weight"]) and torch.equal(found["bare"], torch.zeros(3))
+    assert torch.equal(found["tied.weight"], expected["turned.weight"]) and torch.equal(
+        found["bare"], torch.zeros(3)
+    )
     assert all(type(t) is torch.Tensor for t in found.values())
     assert torch.equal(state.state_dict({})["cut.weight"], expected["cut.weight"])
 
@@ -250,7 +279,11 @@ def gives_none() -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (reads_a_value, r"reads values of a tensor \(aten\._local_scalar_dense.*test_seeded_init\.py:\d+\).*init='model'"),
+        (
+            reads_a_value,
+            r"reads values of a tensor "
+            r"\(aten\._local_scalar_dense.*test_seeded_init\.py:\d+\).*init='model'",
+        ),
         (asks_a_tensor, r"reads values of a tensor.*test_seeded_init\.py:\d+\)"),
         (counts, r"reads values of a tensor \(aten\.nonzero.*test_seeded_init\.py:\d+\)"),
         (draws_its_own, r"a torch\.Generator of its own.*test_seeded_init\.py:\d+\)"),
@@ -290,7 +323,9 @@ def test_random_constructors_are_recorded_exactly(start: int) -> None:
         assert differing(each_alone(job), whole(job)) == set(), program
 
 
-def test_negative_control_random_constructors_find_a_fill_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_random_constructors_find_a_fill_that_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(recorder, "_FILLS", recorder._FILLS | {"aten::add_"})
     jobs = [unusual_job(partial(Shuffled, program)) for program in range(20)]
     assert any(differing(each_alone(job), whole(job)) for job in jobs)

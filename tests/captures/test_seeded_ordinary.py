@@ -22,7 +22,9 @@ def holding(**tensors: Tensor) -> nn.Module:
     module = nn.Module()
     for name, tensor in tensors.items():
         trained = tensor.is_floating_point() or tensor.is_complex()
-        module.register_parameter(name, nn.Parameter(tensor)) if trained else module.register_buffer(name, tensor)
+        module.register_parameter(
+            name, nn.Parameter(tensor)
+        ) if trained else module.register_buffer(name, tensor)
     return module
 
 
@@ -42,7 +44,9 @@ def arrays() -> nn.Module:
 
 def library_layers() -> nn.Module:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2)
-    return nn.Sequential(nn.BatchNorm1d(4), nn.LSTM(4, 4), encoder, nn.Conv2d(3, 4, 3), nn.Bilinear(2, 3, 4))
+    return nn.Sequential(
+        nn.BatchNorm1d(4), nn.LSTM(4, 4), encoder, nn.Conv2d(3, 4, 3), nn.Bilinear(2, 3, 4)
+    )
 
 
 def weight_norm() -> nn.Module:
@@ -81,7 +85,11 @@ def cast_and_tied() -> nn.Module:
 
 def complex_parts() -> nn.Module:
     both = torch.view_as_complex(torch.randn(3, 2))
-    return holding(real=both.real.clone(), imaginary=both.conj().imag, whole=torch.view_as_complex(torch.randn(3, 2)))
+    return holding(
+        real=both.real.clone(),
+        imaginary=both.conj().imag,
+        whole=torch.view_as_complex(torch.randn(3, 2)),
+    )
 
 
 def indexed() -> nn.Module:
@@ -143,8 +151,16 @@ def nested() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (orthogonal, r"reads values of a tensor \(aten\.allclose\.default\) \(.*test_seeded_ordinary\.py:\d+\)"),
-        (nested, r"raised RuntimeError: .*\(.*test_seeded_ordinary\.py:\d+\)\. The constructor runs once without numbers"),
+        (
+            orthogonal,
+            r"reads values of a tensor \(aten\.allclose\.default\) "
+            r"\(.*test_seeded_ordinary\.py:\d+\)",
+        ),
+        (
+            nested,
+            r"raised RuntimeError: .*\(.*test_seeded_ordinary\.py:\d+\)\. The constructor runs "
+            r"once without numbers",
+        ),
     ],
 )
 def test_what_needs_numbers_is_refused(model: Callable[[], nn.Module], says: str) -> None:
@@ -154,13 +170,19 @@ def test_what_needs_numbers_is_refused(model: Callable[[], nn.Module], says: str
 
 
 @pytest.mark.parametrize("options", [{}, {"mmap": True}, {"assign": True}])
-def test_weights_that_the_constructor_loads_are_refused_and_not_lost(options: dict[str, bool], tmp_path: Path) -> None:
+def test_weights_that_the_constructor_loads_are_refused_and_not_lost(
+    options: dict[str, bool], tmp_path: Path
+) -> None:
     torch.save(OUTER.state_dict(), tmp_path / "w.pt")
 
     def loads() -> nn.Module:
         layer = nn.Linear(4, 4)
-        layer.load_state_dict(torch.load(tmp_path / "w.pt", mmap="mmap" in options), assign="assign" in options)
+        layer.load_state_dict(
+            torch.load(tmp_path / "w.pt", mmap="mmap" in options), assign="assign" in options
+        )
         return layer
 
-    with pytest.raises(JobError, match=r"works on a storage \(torch\.load, .*Give the path of weights as init="):
+    with pytest.raises(
+        JobError, match=r"works on a storage \(torch\.load, .*Give the path of weights as init="
+    ):
         materialize(unusual_job(loads))

@@ -49,7 +49,11 @@ def test_one_array_under_two_tensors_is_refused_before_a_run() -> None:
         return torch.ones(len(rows), 8), torch.ones(len(rows), 8)
 
     job = piper.Job(
-        Arrays, batch, nn.functional.mse_loss, lambda named: torch.optim.SGD([p for _, p in named], 0.1), global_batch=2
+        Arrays,
+        batch,
+        nn.functional.mse_loss,
+        lambda named: torch.optim.SGD([p for _, p in named], 0.1),
+        global_batch=2,
     )
     compiled = piper.compile(job, piper.Strategy(piper.Mesh(), ()))
     with pytest.raises(JobError, match="'copy' and 'weight' of the same memory"):

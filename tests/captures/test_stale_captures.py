@@ -1,4 +1,5 @@
-"""No capture of an earlier state of the code is used: each way in which a model may read something gives another content.
+"""No capture of an earlier state of the code is used: each way in which a model may read something gives another
+content.
 
 A case writes modules of the user's, or of an installed package, in two states that differ in one number. The content of
 the job, as it names a file of captures, must differ, or there must be none.
@@ -39,12 +40,18 @@ class Net(nn.Module{bases}):
 """
 
 
-def net(value: str, before: str = "", make: str = "pass", imports: str = "pass", bases: str = "") -> str:
+def net(
+    value: str, before: str = "", make: str = "pass", imports: str = "pass", bases: str = ""
+) -> str:
     return NET.format(value=value, before=before, make=make, imports=imports, bases=bases)
 
 
 HELPER = "def f(x):\n    return x * NUMBER\n"
-INSIDE = {"stale_package/__init__.py": "", "stale_package/inner/__init__.py": "", "stale_package/helper.py": HELPER}
+INSIDE = {
+    "stale_package/__init__.py": "",
+    "stale_package/inner/__init__.py": "",
+    "stale_package/helper.py": HELPER,
+}
 DECORATED = "from installed_of_test import wrap\n@wrap\ndef f(x):\n    return x * NUMBER"
 ENTERED = "import installed_of_test\ndef f(x):\n    return x * NUMBER\ninstalled_of_test.TABLE{how}"
 REGISTRY = "class Table:\n    known = {}\n    @classmethod\n    def add(cls, f): cls.known['f'] = f\nTABLE = Table()\n"
@@ -66,27 +73,33 @@ CASES: dict[str, dict[str, str]] = {
     },
     "a relative import": {
         **INSIDE,
-        "stale_model.py": "import stale_package.helper\nfrom stale_package.inner.model import Net\n",
+        "stale_model.py": "import stale_package.helper\nfrom stale_package.inner.model import "
+                          "Net\n",
         "stale_package/inner/model.py": net("f(x)", imports="from ..helper import f"),
     },
     "a relative import of a module": {
         **INSIDE,
-        "stale_model.py": "import stale_package.helper\nfrom stale_package.inner.model import Net\n",
+        "stale_model.py": "import stale_package.helper\nfrom stale_package.inner.model import "
+                          "Net\n",
         "stale_package/inner/model.py": net("helper.f(x)", imports="from .. import helper"),
     },
     "a module that makes its attributes": {
         "stale_model.py": net("x * helper.scale", "import stale_helper as helper"),
-        "stale_helper.py": "_kept = {'scale': NUMBER}\ndef __getattr__(name):\n    return _kept[name]\n",
+        "stale_helper.py": "_kept = {'scale': NUMBER}\ndef __getattr__(name):\n    return "
+                           "_kept[name]\n",
     },
     "a closure": {
-        "stale_model.py": net("f(x)", "def make(k):\n    def f(x):\n        return x * k\n    return f\nf = make(NUMBER)"),
+        "stale_model.py": net("f(x)", "def make(k):\n    def f(x):\n        return x * k\n    "
+                                      "return f\nf = "
+                                      "make(NUMBER)"),
     },
     "a global constant": {"stale_model.py": net("x * SCALE['a'][0]", "SCALE = {'a': [NUMBER]}")},
     "a name among the built-in ones": {
         "stale_model.py": net("x * stale_scale", "import builtins\nbuiltins.stale_scale = NUMBER"),
     },
     "a metaclass": {
-        "stale_model.py": net("x * type(self).scale", "class Kind(type):\n    scale = NUMBER", bases=", metaclass=Kind"),
+        "stale_model.py": net("x * type(self).scale", "class Kind(type):\n    scale = "
+                                                      "NUMBER", bases=", metaclass=Kind"),
     },
     "what is drawn in a constructor": {
         "stale_model.py": net("x * self.k", "torch.manual_seed(NUMBER)", make="self.k = float(torch.rand(1))"),
@@ -100,11 +113,13 @@ CASES: dict[str, dict[str, str]] = {
         "stale.txt": "NUMBER",
     },
     "a function of torch that was replaced": {
-        "stale_model.py": net("self.act(x)", "nn.functional.gelu = lambda x, **_: x * NUMBER", make="self.act = nn.GELU()"),
+        "stale_model.py": net("self.act(x)", "nn.functional.gelu = lambda x, **_: x * "
+                                             "NUMBER", make="self.act = nn.GELU()"),
     },
     "a decorator of an installed package": {
         "stale_model.py": net("f(x)", DECORATED),
-        "site-packages/installed_of_test.py": "def wrap(f):\n    def g(x):\n        return f(x)\n    return g\n",
+        "site-packages/installed_of_test.py": "def wrap(f):\n    def g(x):\n        return f(x)\n  "
+                                              "  return g\n",
     },
     "a function of an installed package that a trace only calls": {
         "stale_model.py": net("installed_of_test.run(x)", "import installed_of_test"),
@@ -118,10 +133,12 @@ CASES: dict[str, dict[str, str]] = {
     },
     "a registry that is an object": {
         "stale_model.py": net("installed_of_test.run(x)", ENTERED.format(how=".add(f)")),
-        "site-packages/installed_of_test.py": f"{REGISTRY}def run(x):\n    return TABLE.known['f'](x)\n",
+        "site-packages/installed_of_test.py": f"{REGISTRY}def run(x):\n    return "
+                                              f"TABLE.known['f'](x)\n",
     },
     "a function in place of an installed one": {
-        "stale_model.py": net("installed_of_test.run(x)", "import installed_of_test\ninstalled_of_test.g = lambda x: x * NUMBER"),
+        "stale_model.py": net("installed_of_test.run(x)", "import installed_of_test\ninstalled_of_test.g = lambda x: x "
+                                                          "* NUMBER"),
         "site-packages/installed_of_test.py": "def run(x):\n    return g(x)\n",
     },
 }  # fmt: skip
@@ -161,7 +178,9 @@ def content(home: Path, files: dict[str, str], number: int) -> object:
 
 @pytest.fixture(autouse=True)
 def no_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files of one size and second would be taken for the same
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # files of one size and second would be taken for the same
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -224,7 +243,11 @@ def test_settings_of_the_tracers_count(config: str) -> None:
 REPLACED: dict[str, tuple[Any, str, Any]] = {
     "a function by another of torch": (nn.functional, "gelu", nn.functional.relu),
     "a function in C": (torch, "tanh", torch.sin),
-    "a function with other defaults": (nn.functional, "gelu", functools.partial(nn.functional.gelu, approximate="tanh")),
+    "a function with other defaults": (
+        nn.functional,
+        "gelu",
+        functools.partial(nn.functional.gelu, approximate="tanh"),
+    ),
     "a method of a tensor": (torch.Tensor, "tanh", torch.Tensor.sin),
     "a forward": (nn.Linear, "forward", nn.Identity.forward),
     "a method of a base": (nn.modules.conv._ConvNd, "extra_repr", nn.Module.extra_repr),
@@ -235,7 +258,11 @@ REPLACED: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("name", REPLACED)
 def test_functions_of_torch_in_the_place_of_others_count(name: str) -> None:
     owner, attribute, value = REPLACED[name]
-    before, old, own = capture_key(job(nn.Identity)), getattr(owner, attribute), attribute in vars(owner)
+    before, old, own = (
+        capture_key(job(nn.Identity)),
+        getattr(owner, attribute),
+        attribute in vars(owner),
+    )
     assert before is not None
     setattr(owner, attribute, value)
     try:
@@ -245,8 +272,13 @@ def test_functions_of_torch_in_the_place_of_others_count(name: str) -> None:
     assert capture_key(job(nn.Identity)) == before
 
 
-@pytest.mark.parametrize(("asked", "set_to"), [("get_num_threads", torch.set_num_threads), ("initial_seed", torch.manual_seed)])
-def test_a_constructor_that_asks_torch_for_settings_counts_by_what_it_makes(asked: str, set_to: Callable[[int], object]) -> None:
+@pytest.mark.parametrize(
+    ("asked", "set_to"),
+    [("get_num_threads", torch.set_num_threads), ("initial_seed", torch.manual_seed)],
+)
+def test_a_constructor_that_asks_torch_for_settings_counts_by_what_it_makes(
+    asked: str, set_to: Callable[[int], object]
+) -> None:
     scope: dict[str, Any] = {"__name__": __name__}
     exec(net("x * self.k", make=f"self.k = int(torch.{asked}())"), scope)
     before, keys = getattr(torch, asked)(), []

@@ -44,7 +44,12 @@ class Net(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    x = torch.linspace(-1, 1, ROWS * LENGTH * WIDTH).view(ROWS, LENGTH, WIDTH)[rows.start : rows.stop] + step
+    x = (
+        torch.linspace(-1, 1, ROWS * LENGTH * WIDTH).view(ROWS, LENGTH, WIDTH)[
+            rows.start : rows.stop
+        ]
+        + step
+    )
     return x, (x[:, 0, 0] * 10).long() % 3
 
 
@@ -54,7 +59,9 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 def job(quiet: bool = False, batch: Any = batch) -> piper.Job:
     model = functools.partial(Net, quiet)
-    return piper.Job(model, batch, F.cross_entropy, sgd, ROWS, precision=piper.Precision(params="float64"))
+    return piper.Job(
+        model, batch, F.cross_entropy, sgd, ROWS, precision=piper.Precision(params="float64")
+    )
 
 
 class Listener(logging.Handler):
@@ -75,20 +82,36 @@ def listener() -> Iterator[Listener]:
     log.removeHandler(made)
 
 
-def test_they_run_once_with_what_a_capture_knows(capsys: pytest.CaptureFixture[str], listener: Listener) -> None:
+def test_they_run_once_with_what_a_capture_knows(
+    capsys: pytest.CaptureFixture[str], listener: Listener
+) -> None:
     with pytest.warns(FutureWarning, match="slow path") as heard:
         found = piper.compile(job(), SPLIT)
         piper.execute(found, steps=1, launcher="inline")
     size = f"[rows, {LENGTH}, {WIDTH}]"
-    assert capsys.readouterr().out == f"a batch of {size} with 2*rows and tensor of shape {size}, float64\n"
-    assert [(w.filename, w.lineno) for w in heard] == [(__file__, Net.forward.__code__.co_firstlineno + 4)]
+    assert (
+        capsys.readouterr().out
+        == f"a batch of {size} with 2*rows and tensor of shape {size}, float64\n"
+    )
+    assert [(w.filename, w.lineno) for w in heard] == [
+        (__file__, Net.forward.__code__.co_firstlineno + 4)
+    ]
     assert listener.heard == ["after Linear: mean tensor of shape [], float64"]
-    said = next(line for line in explain(found).splitlines() if line.startswith("note: print, logging and warnings"))
+    said = next(
+        line
+        for line in explain(found).splitlines()
+        if line.startswith("note: print, logging and warnings")
+    )
     line = Net.forward.__code__.co_firstlineno + 3
-    assert f"ran once, when the model was captured, and do not run in training: {__file__}:{line} (print(" in said
+    assert (
+        f"ran once, when the model was captured, and do not run in training: {__file__}:{line} "
+        f"(print(" in said
+    )
 
 
-def test_equal_to_one_device_and_nothing_is_said_where_nothing_ran(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_to_one_device_and_nothing_is_said_where_nothing_ran(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     made = job(quiet=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -29,11 +29,16 @@ class Routed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts = Counts(), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.router, self.experts = (
+            Counts(),
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         order, counts = self.router(x)
-        parts = [expert(part) for expert, part in zip(self.experts, x[order].split(counts), strict=True)]
+        parts = [
+            expert(part) for expert, part in zip(self.experts, x[order].split(counts), strict=True)
+        ]
         return x + torch.zeros_like(x).index_copy(0, order, torch.cat(parts))
 
 
@@ -42,7 +47,9 @@ class Stacked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed()) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed()) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -75,7 +82,10 @@ def test_a_size_that_forward_makes_is_said_with_its_line() -> None:
         return (torch.ones(len(rows), WIDTH), torch.arange(len(rows))), torch.ones(len(rows), WIDTH)
 
     pooled = piper.Job(Pooled, batch, nn.functional.mse_loss, sgd, global_batch=8)
-    with pytest.raises(CaptureError, match=r"graphs = int\(graph.max\(\)\) \+ 1.*depends on values(?!.*stands in the loss)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"graphs = int\(graph.max\(\)\) \+ 1.*depends on values(?!.*stands in the loss)",
+    ):
         piper.compile(pooled, ONE)
 
 
@@ -91,7 +101,9 @@ class Spare(nn.Module):
 
 
 def test_a_parameter_without_elements_stays_whole_where_devices_share_others() -> None:
-    shared = piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where(), over="tp"), *ONE.directives])
+    shared = piper.Strategy(
+        piper.Mesh(tp=2), [piper.shard(piper.where(), over="tp"), *ONE.directives]
+    )
     assert verify_strategy(job(Spare), shared, steps=1).equal
 
 
@@ -109,5 +121,11 @@ class ReadAlone(nn.Module):
 
 
 def test_layers_that_are_read_alone_are_said_not_to_be_called() -> None:
-    with pytest.raises(DirectiveError, match=r"entries of an nn.ModuleList that forward calls.*only reads parameters"):
-        piper.compile(job(ReadAlone), piper.Strategy(piper.Mesh(pp=2), piper.recipes.pipeline(pp=2, microbatches=2)))
+    with pytest.raises(
+        DirectiveError,
+        match=r"entries of an nn.ModuleList that forward calls.*only reads parameters",
+    ):
+        piper.compile(
+            job(ReadAlone),
+            piper.Strategy(piper.Mesh(pp=2), piper.recipes.pipeline(pp=2, microbatches=2)),
+        )

@@ -47,14 +47,21 @@ def differing(job: Job, expected: dict[str, Tensor]) -> set[str]:
     return {n for n, t in expected.items() if not torch.equal(both[n], t.to(both[n].dtype))}
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt_untied", "llama", "buffers", "frozen", "opaque", "deep"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "gpt_untied", "llama", "buffers", "frozen", "opaque", "deep"]
+)
 def test_files_and_folders_give_their_tensors(name: str, tmp_path: Path) -> None:
     state = state_of(name)
-    for path in (write_safetensors(tmp_path / "x.safetensors", state), write_folder(tmp_path / "folder", state, shards=3)):
+    for path in (
+        write_safetensors(tmp_path / "x.safetensors", state),
+        write_folder(tmp_path / "folder", state, shards=3),
+    ):
         job = seeded_job(name, init=path)
         assert differing(job, state) == set()
         kept = {n: t for n, t in materialize(seeded_job(name)).buffers.items() if n not in state}
-        assert differing(job, kept) == set()  # what files do not hold is as the constructor makes it
+        assert (
+            differing(job, kept) == set()
+        )  # what files do not hold is as the constructor makes it
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "torch"])
@@ -64,7 +71,11 @@ def test_names_are_changed_by_patterns(kind: str, tmp_path: Path) -> None:
     if kind == "torch":
         torch.save(theirs, path := tmp_path / "x.pt")
     else:
-        path = write_folder(tmp_path / "x", theirs) if kind == "folder" else write_safetensors(tmp_path / "x.safetensors", theirs)
+        path = (
+            write_folder(tmp_path / "x", theirs)
+            if kind == "folder"
+            else write_safetensors(tmp_path / "x.safetensors", theirs)
+        )
     job = seeded_job("llama", init=path, rename={"model.rotary": None, "model.*": "*"})
     assert differing(job, state) == set()
     model = reference.constructed(job)
@@ -78,7 +89,9 @@ def test_a_plan_from_files_trains_as_one_device_does(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "folder", {f"m.{n}": t for n, t in state_of("gpt").items()})
     job = seeded_job("gpt", init=path, rename={"m.*": "*"})
     assert verify_strategy(job, PIPELINE).equal
-    run = piper.execute(piper.compile(job, PIPELINE), steps=2, launcher="processes", memory=False, gradients=True)
+    run = piper.execute(
+        piper.compile(job, PIPELINE), steps=2, launcher="processes", memory=False, gradients=True
+    )
     assert_parity(run, reference.reference(job, microbatches=2, steps=2))
     with pytest.raises(AssertionError, match="not what one device"):
         assert_parity(run, reference.reference(seeded_job("gpt"), microbatches=2, steps=2))
@@ -103,7 +116,13 @@ def test_a_rank_reads_what_it_holds_and_no_more(tmp_path: Path, count: list[int]
     compiled = piper.compile(job, PIPELINE)
     plan, code = compiled.plan, compiled.code
     assert code is not None
-    requests = make_requests(plan, code.export([c.code for c in plan.chunks], plan.rows), job, materialize(job), RunOptions(1))
+    requests = make_requests(
+        plan,
+        code.export([c.code for c in plan.chunks], plan.rows),
+        job,
+        materialize(job),
+        RunOptions(1),
+    )
     total = 0
     for rank in range(2):
         request = pickle.loads(pickle.dumps(requests[rank]))
@@ -112,15 +131,21 @@ def test_a_rank_reads_what_it_holds_and_no_more(tmp_path: Path, count: list[int]
         store = Store(plan, rank, request.params, request.buffers)
         assert sum(count) == sum(t.nbytes for t in store.params.values())
         total += sum(count)
-    assert total == sum(t.nbytes for t in state.values()) + state["embed.weight"].nbytes  # the tied one is on both
+    assert (
+        total == sum(t.nbytes for t in state.values()) + state["embed.weight"].nbytes
+    )  # the tied one is on both
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_ranks_that_share_states_read_their_parts(zero: int, tmp_path: Path, count: list[int]) -> None:
+def test_ranks_that_share_states_read_their_parts(
+    zero: int, tmp_path: Path, count: list[int]
+) -> None:
     """Together they read each parameter once; the parts of others come with the gather of a step."""
     state = {n: t.double() for n, t in state_of("gpt").items()}
     job = seeded_job("gpt", init=write_folder(tmp_path / "folder", state))
-    plan = piper.compile(job, piper.Strategy(piper.Mesh(dp=4), piper.recipes.data_parallel(zero=zero))).plan
+    plan = piper.compile(
+        job, piper.Strategy(piper.Mesh(dp=4), piper.recipes.data_parallel(zero=zero))
+    ).plan
     params = materialize(job).params
     read = []
     for rank in range(4):
@@ -134,18 +159,29 @@ def test_ranks_that_share_states_read_their_parts(zero: int, tmp_path: Path, cou
 def test_a_shard_reads_its_range_of_each_parameter(tmp_path: Path, count: list[int]) -> None:
     torch.manual_seed(3)
     state = {"weight": torch.randn(64, 48), "bias": torch.randn(64)}
-    path = write_safetensors(tmp_path / "x.safetensors", {"w": state["weight"].t().contiguous(), "bias": state["bias"]})
+    path = write_safetensors(
+        tmp_path / "x.safetensors", {"w": state["weight"].t().contiguous(), "bias": state["bias"]}
+    )
     rename = {"w": piper.models.Into("weight", transposed=True)}
-    params = materialize(unusual_job(lambda: torch.nn.Linear(48, 64), init=path, rename=rename)).params
+    params = materialize(
+        unusual_job(lambda: torch.nn.Linear(48, 64), init=path, rename=rename)
+    ).params
     count.clear()
     for shards in (1, 3, 4, 7):
         size = -(-64 * 48 // shards)
         count.clear()
         for shard in range(shards):
             start, stop = min(shard * size, 64 * 48), min((shard + 1) * size, 64 * 48)
-            assert torch.equal(flat_range(params, "weight", start, stop), state["weight"].view(-1)[start:stop])
-            assert torch.equal(flat_range(dict(params), "weight", start, stop), state["weight"].view(-1)[start:stop])
-            assert torch.equal(flat_range(params, "bias", shard, shard + 9), state["bias"][shard : shard + 9])
+            assert torch.equal(
+                flat_range(params, "weight", start, stop), state["weight"].view(-1)[start:stop]
+            )
+            assert torch.equal(
+                flat_range(dict(params), "weight", start, stop),
+                state["weight"].view(-1)[start:stop],
+            )
+            assert torch.equal(
+                flat_range(params, "bias", shard, shard + 9), state["bias"][shard : shard + 9]
+            )
     count.clear()
     flat_range(params, "weight", 480, 960)
     assert sum(count) == 4 * 480
@@ -158,14 +194,21 @@ def test_floating_numbers_are_cast_to_the_dtype_of_the_job(tmp_path: Path) -> No
     path = write_safetensors(tmp_path / "x.safetensors", wide)
     found = materialize(seeded_job("gpt", init=path)).params
     assert all(torch.equal(t, wide[n]) for n, t in found.items())
-    narrow = materialize(seeded_job("gpt", init=path, precision=Precision(params="bfloat16"))).params
+    narrow = materialize(
+        seeded_job("gpt", init=path, precision=Precision(params="bfloat16"))
+    ).params
     assert all(torch.equal(t, wide[n].bfloat16()) for n, t in narrow.items())
 
 
 def test_the_state_dict_of_a_run_from_files_is_whole(tmp_path: Path) -> None:
     state = state_of("frozen")
     path = write_safetensors(tmp_path / "x.safetensors", state)
-    run = piper.execute(piper.compile(seeded_job("frozen", init=path), PIPELINE), steps=1, launcher="inline", memory=False)
+    run = piper.execute(
+        piper.compile(seeded_job("frozen", init=path), PIPELINE),
+        steps=1,
+        launcher="inline",
+        memory=False,
+    )
     found = run.state_dict()
     assert found.keys() == state.keys()
     assert torch.equal(found["unused.weight"], state["unused.weight"].double())
@@ -178,8 +221,14 @@ def test_the_state_dict_of_a_run_from_files_is_whole(tmp_path: Path) -> None:
     [
         (lambda s: s.pop("norm.bias"), r"the files lack 'norm\.bias' of the model"),
         (lambda s: s.update(more=torch.zeros(2)), "the model has no place for 'more' of the files"),
-        (lambda s: s.update({"norm.bias": torch.zeros(15)}), r"'norm\.bias' has shape \[16\], .* of the files has \[15\]"),
-        (lambda s: s.update({"norm.bias": torch.zeros(16).int()}), r"'norm\.bias' is torch\.float64, .* is torch\.int32"),
+        (
+            lambda s: s.update({"norm.bias": torch.zeros(15)}),
+            r"'norm\.bias' has shape \[16\], .* of the files has \[15\]",
+        ),
+        (
+            lambda s: s.update({"norm.bias": torch.zeros(16).int()}),
+            r"'norm\.bias' is torch\.float64, .* is torch\.int32",
+        ),
     ],
 )
 def test_files_that_do_not_fit_are_refused_by_name(change: Any, says: str, tmp_path: Path) -> None:
@@ -191,20 +240,31 @@ def test_files_that_do_not_fit_are_refused_by_name(change: Any, says: str, tmp_p
 
 
 def test_paths_that_are_none_and_renames_without_a_path_are_refused(tmp_path: Path) -> None:
-    for path, says in ((tmp_path / "x.safetensors", "no such file or folder"), (tmp_path, "it has nothing")):
+    for path, says in (
+        (tmp_path / "x.safetensors", "no such file or folder"),
+        (tmp_path, "it has nothing"),
+    ):
         with pytest.raises(JobError, match=rf"Job\(init=.*{says}"):
             materialize(seeded_job("gpt", init=path))
-    with pytest.raises(JobError, match="no such file; give 'model', 'seeded' or the path of weights"):
+    with pytest.raises(
+        JobError, match="no such file; give 'model', 'seeded' or the path of weights"
+    ):
         materialize(seeded_job("gpt", init="Seeded"))
-    with pytest.raises(JobError, match=r"Job\(init='seeded', rename=\.\.\.\): rename is for the names in files"):
+    with pytest.raises(
+        JobError, match=r"Job\(init='seeded', rename=\.\.\.\): rename is for the names in files"
+    ):
         seeded_job("gpt", rename={"a": "b"})
     with pytest.raises(JobError, match=r"Job\(rename=\.\.\.\): .* a name of the model, or None"):
         seeded_job("gpt", init="x.safetensors", rename={"a": 3})
     assert hash(seeded_job("gpt", init="x", rename={"a": "b"}))
 
 
-def test_the_benchmark_reads_what_a_rank_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = piper.models.LlamaConfig(layers=8, width=64, heads=4, kv_heads=2, hidden=256, vocab=100, length=8)
+def test_the_benchmark_reads_what_a_rank_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = piper.models.LlamaConfig(
+        layers=8, width=64, heads=4, kv_heads=2, hidden=256, vocab=100, length=8
+    )
     monkeypatch.setattr(initial_weights, "SMALL", small)
     initial_weights.write_zeros(path := tmp_path / "zeros.safetensors")
     read, made = initial_weights.of_one_rank(str(path)), initial_weights.of_one_rank("seeded")

@@ -1,4 +1,5 @@
-"""Layers left out at random, fake quantization and transforms: in a module of their own as in plain PyTorch, else refused."""
+"""Layers left out at random, fake quantization and transforms: in a module of their own as in plain PyTorch, else
+refused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CaptureError
 from tests.helpers.capture_jobs import ONE, WIDTH, job
 
-BOTH = piper.Strategy(piper.Mesh(pp=2, dp=2), (*piper.recipes.pipeline(pp=2, microbatches=2), *piper.recipes.data_parallel()))
+BOTH = piper.Strategy(
+    piper.Mesh(pp=2, dp=2),
+    (*piper.recipes.pipeline(pp=2, microbatches=2), *piper.recipes.data_parallel()),
+)
 Step = Callable[[nn.Linear, Tensor], Tensor]
 
 
@@ -66,9 +70,13 @@ def test_equal_to_one_device() -> None:
 @pytest.mark.filterwarnings("ignore::piper_ir.ground.errors.PiperWarning")
 def test_layers_that_are_left_out_at_random_need_torchs_own_numbers() -> None:
     left_out = job(lambda: Net(dropped, quantized))
-    with pytest.raises(CaptureError, match="draws numbers for as many elements as values of tensors say"):
+    with pytest.raises(
+        CaptureError, match="draws numbers for as many elements as values of tensors say"
+    ):
         piper.compile(left_out, BOTH)
-    run = piper.execute(piper.compile(replace(left_out, draws="microbatches"), BOTH), steps=2, launcher="inline")
+    run = piper.execute(
+        piper.compile(replace(left_out, draws="microbatches"), BOTH), steps=2, launcher="inline"
+    )
     assert len(run.losses) == 2
 
 
@@ -98,12 +106,25 @@ class Observed(nn.Module):
     [
         (
             lambda: Flat(dropped),
-            r"a branch depends on values.*torch\.rand\(\(\)\) >= p\) \* layer\(x\).*Put it into a small nn.Module",
+            r"a branch depends on values.*torch\.rand\(\(\)\) >= p\) \* layer\(x\).*Put it into a "
+            r"small nn.Module",
         ),
-        (lambda: Flat(quantized), r"fake quantization has kernels for real numbers alone.*Put it into a small nn.Module"),
-        (lambda: Flat(differentiated), r"a transform of torch\.func.*with torch\.autograd\.grad in the place of"),
-        (lambda: Net(differentiated), r"gradients by torch\.func.*torch\.autograd\.grad\(y\.sum\(\), x, create_graph=True\)"),
-        (Observed, r"keep ranges of values from call to call.*torch\.fake_quantize_per_tensor_affine"),
+        (
+            lambda: Flat(quantized),
+            r"fake quantization has kernels for real numbers alone.*Put it into a small nn.Module",
+        ),
+        (
+            lambda: Flat(differentiated),
+            r"a transform of torch\.func.*with torch\.autograd\.grad in the place of",
+        ),
+        (
+            lambda: Net(differentiated),
+            r"gradients by torch\.func.*torch\.autograd\.grad\(y\.sum\(\), x, create_graph=True\)",
+        ),
+        (
+            Observed,
+            r"keep ranges of values from call to call.*torch\.fake_quantize_per_tensor_affine",
+        ),
     ],
     ids=["drop", "quantization", "transform", "transform in a module", "observer"],
 )

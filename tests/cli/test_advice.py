@@ -1,7 +1,7 @@
 """Advice in a refusal keeps the model what it is, and what it names exists.
 
-Each row of the table is a model that is refused, what the message must advise, and the model as advised. Both are trained in
-plain PyTorch, where they must be the same, and the advised one by a plan, which must equal plain PyTorch.
+Each row of the table is a model that is refused, what the message must advise, and the model as advised. Both are
+trained in plain PyTorch, where they must be the same, and the advised one by a plan, which must equal plain PyTorch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ class Net(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    x = torch.linspace(-1, 1, ROWS * LENGTH * WIDTH).view(ROWS, LENGTH, WIDTH)[rows.start : rows.stop] + step
+    x = (
+        torch.linspace(-1, 1, ROWS * LENGTH * WIDTH).view(ROWS, LENGTH, WIDTH)[
+            rows.start : rows.stop
+        ]
+        + step
+    )
     return x, (x[:, 0, 0] * 10).long() % CLASSES
 
 
@@ -60,7 +65,8 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """before, after: bodies of the model; build: what each changes on the model first; losses: by default the same squares."""
+    """before, after: bodies of the model; build: what each changes on the model first; losses: by default the same
+    squares."""
 
     says: str
     before: Body
@@ -70,7 +76,10 @@ class Row:
     named: bool = True  # both models have the same parameters
 
     def jobs(self) -> tuple[piper.Job, piper.Job]:
-        out = [job(lambda b=b, c=c: Net(b, c), loss) for b, c, loss in zip((self.before, self.after), self.build, self.losses)]
+        out = [
+            job(lambda b=b, c=c: Net(b, c), loss)
+            for b, c, loss in zip((self.before, self.after), self.build, self.losses)
+        ]
         return out[0], out[1]
 
 
@@ -78,7 +87,9 @@ def job(model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any]) -> pipe
     def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for _, p in named], lr=0.1)
 
-    return piper.Job(model, batch, loss, sgd, global_batch=ROWS, precision=piper.Precision(params="float64"))
+    return piper.Job(
+        model, batch, loss, sgd, global_batch=ROWS, precision=piper.Precision(params="float64")
+    )
 
 
 def heads(x: Tensor) -> Tensor:
@@ -114,13 +125,19 @@ def ctc(x: Tensor, t: Tensor) -> Tensor:
 @torch.library.custom_op("piper_advice::ctc", mutates_args=())
 def registered_ctc(scores: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     lengths = torch.full_like(t, LENGTH)
-    return torch.ops.aten._ctc_loss.Tensor(scores, t[:, None].clamp(min=1), lengths, torch.ones_like(t))
+    return torch.ops.aten._ctc_loss.Tensor(
+        scores, t[:, None].clamp(min=1), lengths, torch.ones_like(t)
+    )
 
 
 @torch.library.custom_op("piper_advice::ctc_backward", mutates_args=())
-def registered_ctc_backward(grad: Tensor, scores: Tensor, t: Tensor, losses: Tensor, alpha: Tensor) -> Tensor:
+def registered_ctc_backward(
+    grad: Tensor, scores: Tensor, t: Tensor, losses: Tensor, alpha: Tensor
+) -> Tensor:
     lengths, backward = torch.full_like(t, LENGTH), torch.ops.aten._ctc_loss_backward.Tensor
-    return backward(grad, scores, t[:, None].clamp(min=1), lengths, torch.ones_like(t), losses, alpha, 0)
+    return backward(
+        grad, scores, t[:, None].clamp(min=1), lengths, torch.ones_like(t), losses, alpha, 0
+    )
 
 
 def save_for_ctc(ctx: Any, inputs: Any, output: Any) -> None:
@@ -128,10 +145,15 @@ def save_for_ctc(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
-registered_ctc.register_fake(lambda scores, t: (scores.new_empty(t.shape[0]), scores.new_empty(t.shape[0], LENGTH, 3)))
-registered_ctc_backward.register_fake(lambda grad, scores, t, losses, alpha: torch.empty_like(scores))
+registered_ctc.register_fake(
+    lambda scores, t: (scores.new_empty(t.shape[0]), scores.new_empty(t.shape[0], LENGTH, 3))
+)
+registered_ctc_backward.register_fake(
+    lambda grad, scores, t, losses, alpha: torch.empty_like(scores)
+)
 registered_ctc.register_autograd(
-    lambda ctx, grad, _: (registered_ctc_backward(grad.contiguous(), *ctx.saved_tensors), None), setup_context=save_for_ctc
+    lambda ctx, grad, _: (registered_ctc_backward(grad.contiguous(), *ctx.saved_tensors), None),
+    setup_context=save_for_ctc,
 )
 
 
@@ -154,7 +176,11 @@ def first_token(x: Tensor) -> Tensor:
 def add_encoder(nested: bool) -> Callable[[Any], None]:
     def add(net: Any) -> None:
         layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
-        net.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested).requires_grad_(False).eval()
+        net.encoder = (
+            nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested)
+            .requires_grad_(False)
+            .eval()
+        )
 
     return add
 
@@ -252,7 +278,9 @@ ROWS_OF_THE_TABLE: dict[str, Row] = {
     ),
     "attention of inference": Row(
         r"Call nn\.MultiheadAttention",
-        lambda net, x: net.linear(torch._native_multi_head_attention(x, x, x, WIDTH, 2, *fixed(net))[0]),
+        lambda net, x: net.linear(
+            torch._native_multi_head_attention(x, x, x, WIDTH, 2, *fixed(net))[0]
+        ),
         lambda net, x: net.linear(net.attention(x, x, x)[0].detach()),
         build=(add_attention, add_attention),
     ),
@@ -271,7 +299,9 @@ ROWS_OF_THE_TABLE: dict[str, Row] = {
     ),
     "instance norm": Row(
         r"track_running_stats=False",
-        lambda net, x: F.instance_norm(net.linear(x), *(torch.ones(LENGTH, dtype=x.dtype) for _ in "mv")),
+        lambda net, x: F.instance_norm(
+            net.linear(x), *(torch.ones(LENGTH, dtype=x.dtype) for _ in "mv")
+        ),
         lambda net, x: F.instance_norm(net.linear(x)),
     ),
     "native layer norm": Row(
@@ -291,13 +321,19 @@ ROWS_OF_THE_TABLE: dict[str, Row] = {
         lambda net, x: changed_view(net, x, (1, 1)),
     ),
     "buffer of an opaque region": Row(
-        r"update buffers outside of it, or remove opaque=True", counting_in_a_region, counting_before_a_region
+        r"update buffers outside of it, or remove opaque=True",
+        counting_in_a_region,
+        counting_before_a_region,
     ),
-    "buffer of an opaque region, in the open": Row(r"remove opaque=True", counting_in_a_region, counting),
+    "buffer of an opaque region, in the open": Row(
+        r"remove opaque=True", counting_in_a_region, counting
+    ),
     "complex parameter": Row(
         r"torch\.complex\(real, imaginary\)",
         lambda net, x: torch.view_as_real(net.linear(x) * net.phase).sum(-1),
-        lambda net, x: torch.view_as_real(net.linear(x) * torch.complex(net.real, net.imaginary)).sum(-1),
+        lambda net, x: torch.view_as_real(
+            net.linear(x) * torch.complex(net.real, net.imaginary)
+        ).sum(-1),
         build=(add_complex, add_parts),
         named=False,
     ),
@@ -380,8 +416,13 @@ def autocast(net: Any, x: Tensor) -> Tensor:
 
 
 def test_where_nothing_equals_the_model_the_message_says_that_too() -> None:
-    norm = only_named(lambda net, x: F.batch_norm(net.linear(x).flatten(1), None, None, training=True))
-    assert 'Job(batch_norm="microbatch") takes the statistics' in norm and "Other models that a plan trains" in norm
+    norm = only_named(
+        lambda net, x: F.batch_norm(net.linear(x).flatten(1), None, None, training=True)
+    )
+    assert (
+        'Job(batch_norm="microbatch") takes the statistics' in norm
+        and "Other models that a plan trains" in norm
+    )
     mixed = only_named(autocast)
     assert "Job(precision=Precision(params='float32', compute='bfloat16'))" in mixed
     precision = piper.Precision(params="float32", compute="bfloat16")
@@ -393,11 +434,15 @@ def test_where_nothing_equals_the_model_the_message_says_that_too() -> None:
 def test_every_refusal_of_an_operator_is_in_the_table() -> None:
     """What messages of rows say of an operator is the reason of its refusal.
 
-    Dynamo refuses ctc_loss before we do; recurrent layers are refused only in the model's own forward, and autocast only in
-    what is traced by itself.
+    Dynamo refuses ctc_loss before we do; recurrent layers are refused only in the model's own forward, and autocast
+    only in what is traced by itself.
     """
     said = "\n".join([*map(_message, ROWS_OF_THE_TABLE.values()), *map(only_named, [_norm])])
-    missing = {refusal.reason for target, refusal in REFUSALS.items() if refusal.reason not in said and target not in ELSEWHERE}
+    missing = {
+        refusal.reason
+        for target, refusal in REFUSALS.items()
+        if refusal.reason not in said and target not in ELSEWHERE
+    }
     assert not missing
 
 
@@ -427,30 +472,47 @@ def texts() -> Iterator[tuple[str, str]]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in documentation
+            ):
                 yield f"{file.relative_to(ROOT)}:{node.lineno}", node.value
 
 
 def unknown_names(text: str) -> list[str]:
     """Names in a message that do not exist: of `piper`, arguments of Job, Precision and region, and directives."""
-    fields = {kind.__name__: {f.name for f in dataclasses.fields(kind)} for kind in (piper.Job, piper.Precision)}
+    fields = {
+        kind.__name__: {f.name for f in dataclasses.fields(kind)}
+        for kind in (piper.Job, piper.Precision)
+    }
     fields["region"] = {"experts", "opaque", "stage"}
-    named = [f"piper.{n}" for n in re.findall(r"\bpiper\.([a-zA-Z]\w*)", text) if not hasattr(piper, n)]
+    named = [
+        f"piper.{n}" for n in re.findall(r"\bpiper\.([a-zA-Z]\w*)", text) if not hasattr(piper, n)
+    ]
     for kind, known in fields.items():
         named += [f"{kind}({n}=" for n in re.findall(rf"\b{kind}\((\w+)=", text) if n not in known]
-        named += [f"{kind}.{n}" for n in re.findall(rf"\b{kind}\.([a-z]\w*)", text) if n not in known]
+        named += [
+            f"{kind}.{n}" for n in re.findall(rf"\b{kind}\.([a-z]\w*)", text) if n not in known
+        ]
     named += [f"{n}(where(" for n in re.findall(r"\b(\w+)\(where\(", text) if not hasattr(piper, n)]
     return named
 
 
 def test_what_messages_name_exists() -> None:
     internal = re.compile(r"piper\.(api|views|sessions|cli|ray|worker)\b")
-    found = {place: names for place, text in texts() if not internal.search(text) and (names := unknown_names(text))}
+    found = {
+        place: names
+        for place, text in texts()
+        if not internal.search(text) and (names := unknown_names(text))
+    }
     assert not found
 
 
 def test_negative_control_names_that_do_not_exist_are_found() -> None:
-    assert unknown_names("Remove it and use the directive offload(where(...)).") == ["offload(where("]
+    assert unknown_names("Remove it and use the directive offload(where(...)).") == [
+        "offload(where("
+    ]
     assert unknown_names("set Job(precision=Precision(master='float32'))") == ["Precision(master="]
     assert unknown_names("piper.offload, Job(grad_clip=1), Job.clip, region(remat=True)") == [
         "piper.offload",
@@ -458,4 +520,7 @@ def test_negative_control_names_that_do_not_exist_are_found() -> None:
         "Job.clip",
         "region(remat=",
     ]
-    assert unknown_names("piper.region(opaque=True), Job(clip_norm=1), Job.batch, split(where())") == []
+    assert (
+        unknown_names("piper.region(opaque=True), Job(clip_norm=1), Job.batch, split(where())")
+        == []
+    )

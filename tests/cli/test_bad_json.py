@@ -31,7 +31,9 @@ def test_a_strategy_at_any_depth() -> None:
         Strategy.loads(text, "best.json")
 
 
-@pytest.mark.parametrize("name", ["predicted.json", "measured.json", "metrics.jsonl", "strategy.json"])
+@pytest.mark.parametrize(
+    "name", ["predicted.json", "measured.json", "metrics.jsonl", "strategy.json"]
+)
 def test_files_of_a_result_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"step_s": 1, "step_s": 2}')
     with pytest.raises(FormatError, match=rf"{name}.*the key 'step_s' stands twice"):
@@ -46,13 +48,18 @@ def test_a_cluster_file(tmp_path: Path) -> None:
 
 
 def test_an_argument_of_a_recipe() -> None:
-    fails(command("show", "--recipe", "zero_bubble", "-p", 'memory_limit={"a": 1, "a": 2}'), "the key 'a' stands twice")
+    fails(
+        command("show", "--recipe", "zero_bubble", "-p", 'memory_limit={"a": 1, "a": 2}'),
+        "the key 'a' stands twice",
+    )
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
 def test_costs_are_numbers(value: str, tmp_path: Path) -> None:
     """A prediction with such costs would end in a figure that cannot be drawn."""
     path = tmp_path / "costs.json"
-    path.write_text(f'{{"format": "Costs", "version": 1, "host": {{"issue_s": {value}, "comm_s": 0}}}}')
+    path.write_text(
+        f'{{"format": "Costs", "version": 1, "host": {{"issue_s": {value}, "comm_s": 0}}}}'
+    )
     with pytest.raises(FormatError, match=r"costs\.json: NaN or Infinity"):
         load_costs(path)

@@ -28,30 +28,82 @@ ANY: Any = piper
 
 
 def tuned(**arguments: Any) -> Any:
-    return piper.tune(PROGRAM, lambda trial: STRATEGY, **{"cluster": "h100x2", "trials": 1, "workers": 0} | arguments)
+    return piper.tune(
+        PROGRAM,
+        lambda trial: STRATEGY,
+        **{"cluster": "h100x2", "trials": 1, "workers": 0} | arguments,
+    )
 
 
 CALLS: list[tuple[Callable[[], object], type[PiperError], str]] = [
-    (lambda: replace(H100, slow_ranks={"1": 2.0}), ClusterError, "slow_ranks: '1' stands here; a whole number from 0 on"),
-    (lambda: replace(H100, slow_ranks={1.5: 2.0}), ClusterError, "slow_ranks: 1.5 stands here; a whole number"),
-    (lambda: replace(H100, slow_ranks={True: 2.0}), ClusterError, "slow_ranks: True stands here; a whole number"),
-    (lambda: replace(H100, slow_ranks={0: HUGE}), ClusterError, "slow_ranks.0: an integer of 1329 bits stands here"),
-    (lambda: replace(H100.device, memory_bandwidth=HUGE), ClusterError, "memory_bandwidth: an integer of 1329 bits"),
-    (lambda: ANY.Cluster(((1, "h100"),), H100.network), ClusterError, r"nodes\[0\]: .*\(how many, piper\.Device\), is needed"),
+    (
+        lambda: replace(H100, slow_ranks={"1": 2.0}),
+        ClusterError,
+        "slow_ranks: '1' stands here; a whole number from 0 on",
+    ),
+    (
+        lambda: replace(H100, slow_ranks={1.5: 2.0}),
+        ClusterError,
+        "slow_ranks: 1.5 stands here; a whole number",
+    ),
+    (
+        lambda: replace(H100, slow_ranks={True: 2.0}),
+        ClusterError,
+        "slow_ranks: True stands here; a whole number",
+    ),
+    (
+        lambda: replace(H100, slow_ranks={0: HUGE}),
+        ClusterError,
+        "slow_ranks.0: an integer of 1329 bits stands here",
+    ),
+    (
+        lambda: replace(H100.device, memory_bandwidth=HUGE),
+        ClusterError,
+        "memory_bandwidth: an integer of 1329 bits",
+    ),
+    (
+        lambda: ANY.Cluster(((1, "h100"),), H100.network),
+        ClusterError,
+        r"nodes\[0\]: .*\(how many, piper\.Device\), is needed",
+    ),
     (lambda: ANY.Cluster((H100.device,), H100.network), ClusterError, r"nodes\[0\]: a Device"),
     (lambda: ANY.Cluster(3, H100.network), ClusterError, "nodes: a int stands here"),
-    (lambda: ANY.Cluster(H100.nodes, 3), ClusterError, r"network: a int stands here; a piper\.Network"),
-    (lambda: ANY.Cluster(((HUGE, H100.device),), H100.network), ClusterError, "an integer of 1329 bits stands here"),
-    (lambda: ANY.load_cluster(None), ClusterError, "a NoneType names no cluster; a name such as h100x8"),
-    (lambda: piper.load_cluster(f"h100x{MANY}"), ClusterError, r"cluster h100x9+\.\.\.: at most \d+ devices"),
+    (
+        lambda: ANY.Cluster(H100.nodes, 3),
+        ClusterError,
+        r"network: a int stands here; a piper\.Network",
+    ),
+    (
+        lambda: ANY.Cluster(((HUGE, H100.device),), H100.network),
+        ClusterError,
+        "an integer of 1329 bits stands here",
+    ),
+    (
+        lambda: ANY.load_cluster(None),
+        ClusterError,
+        "a NoneType names no cluster; a name such as h100x8",
+    ),
+    (
+        lambda: piper.load_cluster(f"h100x{MANY}"),
+        ClusterError,
+        r"cluster h100x9+\.\.\.: at most \d+ devices",
+    ),
     (lambda: piper.load_cluster(f"h100x8*{MANY}"), ClusterError, "at most"),
     (lambda: piper.load_cluster("h100x²"), ClusterError, "unknown cluster"),
     (lambda: ANY.simulate(PLAN, 3), PiperError, "a int names no cluster"),
     (lambda: ANY.why(PLAN, 3), PiperError, "a int names no cluster"),
     (lambda: ANY.simulate(PLAN, steps="2"), PlanError, r"simulate\(steps='2'\): at least one step"),
     (lambda: ANY.why(PLAN, draws="2"), PlanError, r"why\(draws='2'\)"),
-    (lambda: ANY.simulate(PLAN, cluser="h100x2"), PlanError, "no argument 'cluser'; did you mean 'cluster'"),
-    (lambda: ANY.why(PLAN, cluser="h100x2"), PlanError, "no argument 'cluser'; did you mean 'cluster'"),
+    (
+        lambda: ANY.simulate(PLAN, cluser="h100x2"),
+        PlanError,
+        "no argument 'cluser'; did you mean 'cluster'",
+    ),
+    (
+        lambda: ANY.why(PLAN, cluser="h100x2"),
+        PlanError,
+        "no argument 'cluser'; did you mean 'cluster'",
+    ),
     (lambda: ANY.compare(1, 2), PlanError, r"compare: a int was given; two results of piper\.why"),
     (lambda: tuned(trial=1), TuneError, "no argument 'trial'; did you mean 'trials'"),
     (lambda: tuned(timeout_s="5"), TuneError, r"tune\(timeout_s='5'\): seconds above 0"),
@@ -66,7 +118,9 @@ CALLS: list[tuple[Callable[[], object], type[PiperError], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "says"), CALLS)
-def test_a_wrong_value_is_refused_by_name(call: Callable[[], object], kind: type[PiperError], says: str) -> None:
+def test_a_wrong_value_is_refused_by_name(
+    call: Callable[[], object], kind: type[PiperError], says: str
+) -> None:
     with pytest.raises(kind, match=says):
         call()
 
@@ -77,7 +131,11 @@ def test_paths_may_be_texts(tmp_path: Path) -> None:
     assert piper.load_costs(path) == piper.load_costs(Path(path)) == costs
     file = tmp_path / "lab.toml"
     file.write_text('device = "h100-80g-sxm"\nnodes = { count = 1, devices = 2 }\n')
-    assert piper.simulate(PLAN, file).step_s == piper.simulate(PLAN, str(file)).step_s == piper.why(PLAN, file).step_s
+    assert (
+        piper.simulate(PLAN, file).step_s
+        == piper.simulate(PLAN, str(file)).step_s
+        == piper.why(PLAN, file).step_s
+    )
 
 
 def test_other_folders_beside_those_of_results_are_no_numbers(tmp_path: Path) -> None:
@@ -87,11 +145,26 @@ def test_other_folders_beside_those_of_results_are_no_numbers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "value", ["devices = 8, count = 1" + "0" * 400, "devices = 8, count = 1" + "0" * 5000, 'devices = 8, count = "1"']
+    "value",
+    [
+        "devices = 8, count = 1" + "0" * 400,
+        "devices = 8, count = 1" + "0" * 5000,
+        'devices = 8, count = "1"',
+    ],
 )
-def test_a_number_that_no_cluster_has_is_one_message_of_the_command(value: str, tmp_path: Path) -> None:
+def test_a_number_that_no_cluster_has_is_one_message_of_the_command(
+    value: str, tmp_path: Path
+) -> None:
     file = tmp_path / "big.toml"
     file.write_text(f'device = "h100-80g-sxm"\nnodes = {{ {value} }}\n')
-    command = [sys.executable, "-m", "piper", "simulate", "examples/own_model.py", "--cluster", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "piper",
+        "simulate",
+        "examples/own_model.py",
+        "--cluster",
+        str(file),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr and str(file) in done.stderr

@@ -13,7 +13,9 @@ from piper_ir.study.study import Row
 @cache
 def compiled() -> piper.Compiled:
     program = piper.synthetic(stages=4, F=0.001, I=0.001, W=0.001, activation=2**20)
-    return piper.compile(program, piper.Strategy(piper.Mesh(pp=4), piper.recipes.one_f_one_b(pp=4, microbatches=64)))
+    return piper.compile(
+        program, piper.Strategy(piper.Mesh(pp=4), piper.recipes.one_f_one_b(pp=4, microbatches=64))
+    )
 
 
 def test_what_is_compiled_says_where_it_comes_from_and_how_large_it_is():
@@ -32,7 +34,8 @@ def test_a_simulation_says_its_headline():
 def test_a_study_says_its_best():
     rows = (Row(0, "rejected"), Row(1, "complete", {"microbatches": 8}, period_s=0.25))
     assert repr(Study("h100x8", None, 0, rows)) == (
-        "<Study: cluster h100x8, candidates 2, of which 1 fit, best 250 ms per step, predicted, with microbatches=8>"
+        "<Study: cluster h100x8, candidates 2, of which 1 fit, best 250 ms per step, predicted, "
+        "with microbatches=8>"
     )
 
 

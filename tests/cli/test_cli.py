@@ -1,5 +1,5 @@
-"""The command line: what a user gets wrong ends with one message, exit code 2, no traceback; what is right prints and loses
-nothing."""
+"""The command line: what a user gets wrong ends with one message, exit code 2, no traceback; what is right prints and
+loses nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from piper.api import reference
+from piper.api.reference import reference
 from piper.cli import app
 from piper.cli.loading import load_file
 
@@ -78,9 +78,14 @@ def test_simulate_prints_and_gives_json(recipe: Path) -> None:
 
 
 def test_a_prediction_warns_of_constants_that_nobody_measured(recipe: Path) -> None:
-    assert "warning: h100-80g-sxm:8: public constants" in piper("simulate", recipe, "--cluster", "h100x8").stdout
+    assert (
+        "warning: h100-80g-sxm:8: public constants"
+        in piper("simulate", recipe, "--cluster", "h100x8").stdout
+    )
     text = piper("simulate", recipe).stdout
-    assert "warning: cpu-local: assumed, not measured: link_bandwidth, link_latency\n" in text, "the rest is measured"
+    assert "warning: cpu-local: assumed, not measured: link_bandwidth, link_latency\n" in text, (
+        "the rest is measured"
+    )
 
 
 def test_run_writes_results_and_a_second_run_loses_nothing(recipe: Path, tmp_path: Path) -> None:
@@ -93,7 +98,13 @@ def test_run_writes_results_and_a_second_run_loses_nothing(recipe: Path, tmp_pat
         measured = json.loads((folder / "measured.json").read_text())
         assert len(measured["losses"]) == 2
         names = {p.name for p in folder.iterdir()}
-        assert {"plan.json", "strategy.json", "predicted.json", "trace-predicted.json", "trace-measured.json"} <= names
+        assert {
+            "plan.json",
+            "strategy.json",
+            "predicted.json",
+            "trace-predicted.json",
+            "trace-measured.json",
+        } <= names
     assert json.loads((first / "measured.json").read_text())["losses"] == measured["losses"]
 
 
@@ -107,7 +118,9 @@ def test_a_run_keeps_its_weights_for_a_next_one(recipe: Path, tmp_path: Path) ->
     model.load_state_dict(found)
     torch.manual_seed(job.seed)
     started = job.model().state_dict()
-    assert found.keys() == started.keys() and any(not torch.equal(t, started[n]) for n, t in found.items())
+    assert found.keys() == started.keys() and any(
+        not torch.equal(t, started[n]) for n, t in found.items()
+    )
     assert not list(weights.parent.glob("*.unfinished"))
 
 
@@ -132,7 +145,9 @@ def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_p
         tmp_path / "runs",
     ]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started = subprocess.Popen([*map(str, command)], cwd=tmp_path, preexec_fn=_interruptible, **pipes)
+    started = subprocess.Popen(
+        [*map(str, command)], cwd=tmp_path, preexec_fn=_interruptible, **pipes
+    )
     assert started.stdout is not None
     while not started.stdout.readline().startswith("step    3"):
         assert started.poll() is None
@@ -173,11 +188,19 @@ def test_explain_and_verify(recipe: Path) -> None:
     assert "equal" in result.stdout
 
 
-def test_verify_ends_with_1_where_a_plan_trains_something_else(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_ends_with_1_where_a_plan_trains_something_else(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = reference._Trainer._loss
-    monkeypatch.setattr(reference._Trainer, "_loss", lambda self, *given: 1.01 * right(self, *given))
+    monkeypatch.setattr(
+        reference._Trainer, "_loss", lambda self, *given: 1.01 * right(self, *given)
+    )
     result = piper("verify", recipe)
-    assert result.exit_code == 1 and "NOT what one device computes" in result.stdout and "step 0, loss" in result.stdout
+    assert (
+        result.exit_code == 1
+        and "NOT what one device computes" in result.stdout
+        and "step 0, loss" in result.stdout
+    )
     assert json.loads(piper("verify", recipe, "--json").stdout)["equal"] is False
 
 
@@ -195,10 +218,16 @@ def test_parameters_of_a_strategy_function(tmp_path: Path) -> None:
     fails(piper("explain", path, "-p", "m"), "NAME=VALUE")
 
 
-def test_a_strategy_function_that_fails_and_steps_that_are_none(recipe: Path, tmp_path: Path) -> None:
+def test_a_strategy_function_that_fails_and_steps_that_are_none(
+    recipe: Path, tmp_path: Path
+) -> None:
     path = with_strategy(tmp_path / "f.py", "def strategy(trial):\n    return trial['m']\n")
     fails(piper("explain", path), "strategy(trial) raised TypeError", "f.py:")
-    fails(piper("explain", with_strategy(tmp_path / "g.py", GOOD + "steps = 'ten'\n")), "steps = 'ten'", "integer")
+    fails(
+        piper("explain", with_strategy(tmp_path / "g.py", GOOD + "steps = 'ten'\n")),
+        "steps = 'ten'",
+        "integer",
+    )
     fails(piper("explain", recipe, "--strategy", "s.json", "-p", "m=2"), "one of the two")
 
 
@@ -217,21 +246,35 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
-    text = "strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=3))\n"
-    fails(piper("simulate", with_strategy(tmp_path / "f.py", text)), "8 rows", "3 microbatches", "e.g. 9")
+    text = (
+        "strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=3))\n"
+    )
+    fails(
+        piper("simulate", with_strategy(tmp_path / "f.py", text)),
+        "8 rows",
+        "3 microbatches",
+        "e.g. 9",
+    )
 
 
 @pytest.mark.parametrize(
     ("directives", "mesh", "words"),
     [
-        ("[piper.partition(2), piper.place(where(stage=0), dict(pp=0))]", "pp=2", ["is not placed", "layer1"]),
         (
-            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), piper.place(where(stage=(0, 1)), dict(pp=1))]",
+            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0))]",
+            "pp=2",
+            ["is not placed", "layer1"],
+        ),
+        (
+            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), "
+            "piper.place(where(stage=(0, 1)), "
+            "dict(pp=1))]",
             "pp=2",
             ["placed on pp0 already", "f.py:"],
         ),
         (
-            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), piper.place(where(stage=1), dict(pp=2))]",
+            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), "
+            "piper.place(where(stage=1), dict(pp=2))]",
             "pp=2",
             ["pp=2 is outside"],
         ),
@@ -239,8 +282,12 @@ def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
         ("[]", "pp=2", ["no directive uses pp"]),
     ],
 )
-def test_strategies_that_cannot_be(tmp_path: Path, directives: str, mesh: str, words: list[str]) -> None:
-    path = with_strategy(tmp_path / "f.py", f"strategy = piper.Strategy(piper.Mesh({mesh}), {directives})\n")
+def test_strategies_that_cannot_be(
+    tmp_path: Path, directives: str, mesh: str, words: list[str]
+) -> None:
+    path = with_strategy(
+        tmp_path / "f.py", f"strategy = piper.Strategy(piper.Mesh({mesh}), {directives})\n"
+    )
     fails(piper("explain", path), *words)
 
 
@@ -254,7 +301,9 @@ def test_strategies_that_cannot_be(tmp_path: Path, directives: str, mesh: str, w
         (lambda t: "[]", ["JSON object is expected"]),
     ],
 )
-def test_strategy_files_that_do_not_parse(recipe: Path, tmp_path: Path, change, words: list[str]) -> None:
+def test_strategy_files_that_do_not_parse(
+    recipe: Path, tmp_path: Path, change, words: list[str]
+) -> None:
     piper("simulate", recipe, "--cluster", "h100x8", "--out", tmp_path / "a")
     saved = next((tmp_path / "a").glob("*/strategy.json"))
     bad = tmp_path / "bad.json"
@@ -270,32 +319,66 @@ def test_unknown_cluster_and_flag(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('device = "h100-80g-sxm"\n[links.inter]\nbandwidth = 0\n', ["links.inter.bandwidth", "a number above 0"]),
-        ('device = "h100-80g-sxm"\n[nodes]\ncount = "four"\n', ["nodes.count", "'four'", "a whole number"]),
+        (
+            'device = "h100-80g-sxm"\n[links.inter]\nbandwidth = 0\n',
+            ["links.inter.bandwidth", "a number above 0"],
+        ),
+        (
+            'device = "h100-80g-sxm"\n[nodes]\ncount = "four"\n',
+            ["nodes.count", "'four'", "a whole number"],
+        ),
         ("[nodes]\ncount = 2\n", ["device is missing", "h100-80g-sxm"]),
-        ('device = "h100-80g-sxm"\n[links.intra]\nlatency = -1\n', ["links.intra.latency", "from 0 on"]),
-        ('device = "h100-80g-sxm"\nslow_links = [{ nodes = [0, 1], factor = 2 }]\n', ["node 1 is not there"]),
+        (
+            'device = "h100-80g-sxm"\n[links.intra]\nlatency = -1\n',
+            ["links.intra.latency", "from 0 on"],
+        ),
+        (
+            'device = "h100-80g-sxm"\nslow_links = [{ nodes = [0, 1], factor = 2 }]\n',
+            ["node 1 is not there"],
+        ),
         ('device = "h100-80g-sxm"\nsize = 2\n', ["size: no such key", "known here"]),
         ('device = "h900"\n', ["device: no device 'h900'", "h100-80g-sxm"]),
-        ('device = "h100-80g-sxm"\nslow_ranks = [{ rank = 1, factor = 2 }]\n', ["rank 1 is not there", "0 to 0"]),
-        ('device = "h100-80g-sxm"\n[links.inter]\noversubscription = 0\n', ["oversubscription: 0", "from 1 on"]),
+        (
+            'device = "h100-80g-sxm"\nslow_ranks = [{ rank = 1, factor = 2 }]\n',
+            ["rank 1 is not there", "0 to 0"],
+        ),
+        (
+            'device = "h100-80g-sxm"\n[links.inter]\noversubscription = 0\n',
+            ["oversubscription: 0", "from 1 on"],
+        ),
         ("[[nodes]]\ncount = 2\n", ["nodes[0]: device is missing"]),
-        ('device = "h100-80g-sxm"\n[[nodes]]\ndevices = 8\n[[nodes]]\ndevices = 4\n', ["4 devices per node", "the same number"]),
+        (
+            'device = "h100-80g-sxm"\n[[nodes]]\ndevices = 8\n[[nodes]]\ndevices = 4\n',
+            ["4 devices per node", "the same number"],
+        ),
     ],
 )
-def test_cluster_files_that_are_not_right(recipe: Path, tmp_path: Path, text: str, words: list[str]) -> None:
+def test_cluster_files_that_are_not_right(
+    recipe: Path, tmp_path: Path, text: str, words: list[str]
+) -> None:
     (tmp_path / "c.toml").write_text(text)
     fails(piper("simulate", recipe, "--cluster", tmp_path / "c.toml"), "c.toml", *words)
 
 
 def test_a_cluster_from_a_file(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text('name = "lab"\ndevice = "h100-80g-sxm"\n[nodes]\ndevices = 8\n')
+    (tmp_path / "c.toml").write_text(
+        'name = "lab"\ndevice = "h100-80g-sxm"\n[nodes]\ndevices = 8\n'
+    )
     (tmp_path / "small.toml").write_text('name = "small"\ndevice = "h100-80g-sxm"\n')
-    numbers = [json.loads(piper("simulate", recipe, "--cluster", c, "--json").stdout) for c in ("h100x8", tmp_path / "c.toml")]
+    numbers = [
+        json.loads(piper("simulate", recipe, "--cluster", c, "--json").stdout)
+        for c in ("h100x8", tmp_path / "c.toml")
+    ]
     assert numbers[0]["step_s"] == numbers[1]["step_s"]
     assert numbers[1]["notes"][0].startswith("lab: public constants")
-    fails(piper("simulate", recipe, "--cluster", tmp_path / "small.toml"), "the plan runs on 2 ranks; small has 1 devices")
-    fails(piper("simulate", recipe, "--cluster", tmp_path / "none.toml"), "cannot read the cluster file")
+    fails(
+        piper("simulate", recipe, "--cluster", tmp_path / "small.toml"),
+        "the plan runs on 2 ranks; small has 1 devices",
+    )
+    fails(
+        piper("simulate", recipe, "--cluster", tmp_path / "none.toml"),
+        "cannot read the cluster file",
+    )
 
 
 def test_an_output_folder_that_cannot_be(recipe: Path, tmp_path: Path) -> None:
@@ -311,16 +394,33 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
         "from dataclasses import replace\n"
         "job = replace(job, batch=bad)\n"
     )
-    result = piper("run", with_strategy(tmp_path / "f.py", text), "--launcher", "inline", "--steps", 3, "--out", tmp_path / "o")
+    result = piper(
+        "run",
+        with_strategy(tmp_path / "f.py", text),
+        "--launcher",
+        "inline",
+        "--steps",
+        3,
+        "--out",
+        tmp_path / "o",
+    )
     fails(result, "step 1", "rank 1", "microbatch 1")
 
 
 def test_the_launcher_that_needs_a_cluster_to_imitate(recipe: Path, tmp_path: Path) -> None:
-    fails(piper("run", recipe, "--launcher", "emulated", "--out", tmp_path / "o"), "emulated", "--emulate CLUSTER")
+    fails(
+        piper("run", recipe, "--launcher", "emulated", "--out", tmp_path / "o"),
+        "emulated",
+        "--emulate CLUSTER",
+    )
 
 
 def test_a_launcher_that_is_not_known(recipe: Path, tmp_path: Path) -> None:
-    fails(piper("run", recipe, "--launcher", "mpi", "--out", tmp_path / "o"), "'mpi' is not known", "processes")
+    fails(
+        piper("run", recipe, "--launcher", "mpi", "--out", tmp_path / "o"),
+        "'mpi' is not known",
+        "processes",
+    )
 
 
 def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path) -> None:
@@ -333,10 +433,17 @@ def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path
     start = "torchrun --standalone --nproc-per-node 2"
     assert f"{start} -m piper run {recipe} --steps 5 --launcher processes\n" in result.output
     assert "#SBATCH --nodes 2" in result.output and "ray start --head" in result.output
-    fails(piper("run", recipe, "--print-launch", "--nodes", 3), "2 ranks do not divide over 3 nodes")
+    fails(
+        piper("run", recipe, "--print-launch", "--nodes", 3), "2 ranks do not divide over 3 nodes"
+    )
     lines = json.loads(piper("run", recipe, "--print-launch", "--json").stdout)
-    assert lines.keys() == {"torchrun", "torchrun-nodes", "slurm", "ray"} and lines["torchrun"].startswith(start)
-    fails(piper("run", recipe, "--print-launch", "--address", "h:1", "--emulate", "h100x8"), "leave out --address and --emulate")
+    assert lines.keys() == {"torchrun", "torchrun-nodes", "slurm", "ray"} and lines[
+        "torchrun"
+    ].startswith(start)
+    fails(
+        piper("run", recipe, "--print-launch", "--address", "h:1", "--emulate", "h100x8"),
+        "leave out --address and --emulate",
+    )
 
 
 def test_launch_prints_what_print_launch_does(recipe: Path) -> None:
@@ -357,7 +464,15 @@ def test_launch_prints_what_print_launch_does(recipe: Path) -> None:
         "o",
     ]
     printed = piper("launch", *given)
-    assert printed.exit_code == 0 and printed.output == piper("run", "--print-launch", *given).output
-    assert f"{recipe} --steps 5 --costs c.json --log wandb --timeout-s 9.0 --out o --ranges --launcher" in printed.output
-    assert piper("launch", recipe, "--json").output == piper("run", recipe, "--print-launch", "--json").output
+    assert (
+        printed.exit_code == 0 and printed.output == piper("run", "--print-launch", *given).output
+    )
+    assert (
+        f"{recipe} --steps 5 --costs c.json --log wandb --timeout-s 9.0 --out o --ranges --launcher"
+        in printed.output
+    )
+    assert (
+        piper("launch", recipe, "--json").output
+        == piper("run", recipe, "--print-launch", "--json").output
+    )
     fails(piper("launch", recipe, "--nodes", 3), "2 ranks do not divide over 3 nodes")

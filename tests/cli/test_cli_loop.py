@@ -1,4 +1,5 @@
-"""The commands of the loop: show, doctor, profile, tune, run with what they found, report; one small model through all."""
+"""The commands of the loop: show, doctor, profile, tune, run with what they found, report; one small model through
+all."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ def test_show_prints_plan_and_graph(space: Path) -> None:
     fails(piper("show", space, "--plan", "--graph"), "one of them")
 
 
-def test_doctor_says_who_else_owns_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_who_else_owns_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def names() -> dict[str, str]:
         return next(f for f in json.loads(piper("doctor", "--json").stdout) if f["name"] == "names")
 
@@ -98,13 +101,19 @@ def test_doctor_says_who_else_owns_the_name(tmp_path: Path, monkeypatch: pytest.
     other.write_text("#!/bin/sh\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", str(other.parent))
-    assert names()["state"] == "missing" and f"the command piper on PATH is {other}, not of this Python" in names()["text"]
+    assert (
+        names()["state"] == "missing"
+        and f"the command piper on PATH is {other}, not of this Python" in names()["text"]
+    )
     info = tmp_path / "piper_tts-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: piper-tts\nVersion: 1.0\n")
     (info / "RECORD").write_text("piper/__init__.py,,\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert names()["state"] == "missing" and "pip uninstall piper-tts, then install piper-training again" in names()["text"]
+    assert (
+        names()["state"] == "missing"
+        and "pip uninstall piper-tts, then install piper-training again" in names()["text"]
+    )
 
 
 def test_doctor_says_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +131,16 @@ def test_a_profile_is_what_predictions_rest_on(space: Path, costs: Path) -> None
     shares = json.loads(piper("simulate", space, "--costs", costs, "--json").stdout)["sources"]
     assert shares["measured"] > 0.5
     assert "measured" not in json.loads(piper("simulate", space, "--json").stdout)["sources"]
-    fails(piper("simulate", space, "--costs", space.with_name("none.json")), "none.json", "piper profile")
+    fails(
+        piper("simulate", space, "--costs", space.with_name("none.json")),
+        "none.json",
+        "piper profile",
+    )
 
 
-def test_costs_that_cannot_be_written_leave_the_older_file(costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_cannot_be_written_leave_the_older_file(
+    costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = tmp_path / "costs.json"
     kept.write_bytes(costs.read_bytes())
     write = Path.write_bytes
@@ -142,7 +157,11 @@ def test_costs_that_cannot_be_written_leave_the_older_file(costs: Path, tmp_path
 
 
 def test_costs_go_through_links_and_into_pipes(costs: Path, tmp_path: Path) -> None:
-    measured, real, link = loads(Costs, costs.read_text()), tmp_path / "real.json", tmp_path / "link.json"
+    measured, real, link = (
+        loads(Costs, costs.read_text()),
+        tmp_path / "real.json",
+        tmp_path / "link.json",
+    )
     real.write_text("older")
     link.symlink_to(real)
     save_costs(link, measured)
@@ -151,17 +170,36 @@ def test_costs_go_through_links_and_into_pipes(costs: Path, tmp_path: Path) -> N
     assert not Path(os.devnull).is_file()
 
 
-def test_costs_that_can_go_nowhere_are_not_measured(space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_can_go_nowhere_are_not_measured(
+    space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = Mock()
     monkeypatch.setattr(profiling, "profile", measured)
     fails(piper("profile", space, "--out", tmp_path), str(tmp_path), "it is a folder", "--out")
-    fails(piper("profile", space, "--out", space / "costs.json"), str(space / "costs.json"), "--out")
+    fails(
+        piper("profile", space, "--out", space / "costs.json"), str(space / "costs.json"), "--out"
+    )
     measured.assert_not_called()
 
 
-def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Path, tmp_path: Path) -> None:
+def test_tune_finds_reports_and_leaves_a_strategy_to_run(
+    space: Path, costs: Path, tmp_path: Path
+) -> None:
     result = piper(
-        "tune", space, "--costs", costs, "--trials", 3, "--workers", 0, "--confirm", 1, "--launcher", "inline", "--out", tmp_path
+        "tune",
+        space,
+        "--costs",
+        costs,
+        "--trials",
+        3,
+        "--workers",
+        0,
+        "--confirm",
+        1,
+        "--launcher",
+        "inline",
+        "--out",
+        tmp_path,
     )
     assert result.exit_code == 0, result.output
     (folder,) = tmp_path.iterdir()
@@ -169,7 +207,17 @@ def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Pat
     best = json.loads((folder / "best.json").read_text())
     assert best["params"]["m"] in (1, 2, 4)
     ran = piper(
-        "run", space, "--strategy", folder / "best.json", "--launcher", "inline", "--steps", 2, "--out", tmp_path / "r", "--json"
+        "run",
+        space,
+        "--strategy",
+        folder / "best.json",
+        "--launcher",
+        "inline",
+        "--steps",
+        2,
+        "--out",
+        tmp_path / "r",
+        "--json",
     )
     assert ran.exit_code == 0, ran.output
     numbers = json.loads(ran.stdout)
@@ -177,25 +225,41 @@ def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Pat
     assert (Path(numbers["folder"]) / "report" / "report.html").is_file()
 
 
-def test_tune_warns_of_what_its_predictions_rest_on(space: Path, costs: Path, tmp_path: Path) -> None:
+def test_tune_warns_of_what_its_predictions_rest_on(
+    space: Path, costs: Path, tmp_path: Path
+) -> None:
     """It warns as simulate does: predictions from costs of another machine would else look like any others."""
     theirs = loads(Costs, costs.read_text())
     assert theirs.origin is not None
     other = tmp_path / "other.json"
     other.write_text(dumps(replace(theirs, origin=replace(theirs.origin, device="another CPU"))))
-    result = piper("tune", space, "--costs", other, "--trials", 3, "--workers", 0, "--out", tmp_path / "out")
-    assert "warning: the costs were measured on another machine: another CPU; this is " in result.stdout
+    result = piper(
+        "tune", space, "--costs", other, "--trials", 3, "--workers", 0, "--out", tmp_path / "out"
+    )
+    assert (
+        "warning: the costs were measured on another machine: another CPU; this is "
+        in result.stdout
+    )
     (folder,) = (tmp_path / "out").iterdir()
-    assert "measured on another machine: another CPU" in (folder / "report" / "report.html").read_text()
+    assert (
+        "measured on another machine: another CPU"
+        in (folder / "report" / "report.html").read_text()
+    )
     study = Study.load(folder)
-    assert study.best_row is not None and any("another CPU" in note for note in study.best_row.notes)
+    assert study.best_row is not None and any(
+        "another CPU" in note for note in study.best_row.notes
+    )
     drawn = piper("show", space, "--costs", other).stdout
     assert "\nwarning: the costs were measured on another machine: another CPU; this is " in drawn
-    own = piper("tune", space, "--costs", costs, "--trials", 3, "--workers", 0, "--out", tmp_path / "own")
+    own = piper(
+        "tune", space, "--costs", costs, "--trials", 3, "--workers", 0, "--out", tmp_path / "own"
+    )
     assert own.exit_code == 0 and "another machine" not in own.stdout
 
 
-def test_tune_names_no_strategy_that_it_has_not_written(space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_names_no_strategy_that_it_has_not_written(
+    space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nothing = Study("cpu-local", None, 0, (), interrupted=True)  # Ctrl-C before the first candidate
     monkeypatch.setattr(tuning, "tune", lambda *args, **more: nothing)
     result = piper("tune", space, "--out", tmp_path)
@@ -205,12 +269,14 @@ def test_tune_names_no_strategy_that_it_has_not_written(space: Path, tmp_path: P
 
 
 def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Path) -> None:
-    """Costs decide where `at="cost"` cuts: who predicts, runs or draws must see the same ones. best.json says where it cut."""
+    """Costs decide where `at="cost"` cuts: who predicts, runs or draws must see the same ones. best.json says where it
+    cut."""
     path = tmp_path / "cut.py"
     path.write_text(
         RECIPE.replace("range(2)", "range(5)")
         + "def strategy(trial):\n    m = trial.suggest_categorical('m', (2,))\n"
-        + "    parts = (piper.partition(2, at='cost'), *piper.recipes.gpipe(pp=2, microbatches=m)[1:])\n"
+        + "    parts = (piper.partition(2, at='cost'), *piper.recipes.gpipe(pp=2, "
+        "microbatches=m)[1:])\n"
         + "    return piper.Strategy(piper.Mesh(pp=2), parts)\nparams = {'m': 2}\n"
     )
     dear = tmp_path / "costs.json"
@@ -218,7 +284,13 @@ def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Pat
     recipe = load_file(path)
     first = recipe_chunks(recipe)[0]
     dear.write_text(
-        dumps(replace(measured, compute={first.id: {"F": Duration(1.0), "I": Duration(1.0), "W": Duration(1.0)}}, steps=()))
+        dumps(
+            replace(
+                measured,
+                compute={first.id: {"F": Duration(1.0), "I": Duration(1.0), "W": Duration(1.0)}},
+                steps=(),
+            )
+        )
     )
     more = ["--costs", dear, "--out", tmp_path / "o"]
     assert piper("simulate", path, *more).exit_code == 0
@@ -227,13 +299,46 @@ def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Pat
     drawn = piper("show", path, "--plan", "--json", "--costs", dear).stdout
     assert len(plans) == 1
     plan = loads(Plan, drawn)
-    assert plan == loads(Plan, plans.pop()) != loads(Plan, piper("show", path, "--plan", "--json").stdout)
-    search = ["--costs", dear, "--trials", 1, "--workers", 0, "--confirm", 1, "--launcher", "inline", "--out", tmp_path / "t"]
+    assert (
+        plan
+        == loads(Plan, plans.pop())
+        != loads(Plan, piper("show", path, "--plan", "--json").stdout)
+    )
+    search = [
+        "--costs",
+        dear,
+        "--trials",
+        1,
+        "--workers",
+        0,
+        "--confirm",
+        1,
+        "--launcher",
+        "inline",
+        "--out",
+        tmp_path / "t",
+    ]
     assert piper("tune", path, *search).exit_code == 0
     best = next((tmp_path / "t").glob("*/best.json"))
     assert '"cost"' not in best.read_text()
-    assert piper("run", path, "--strategy", best, "--launcher", "inline", "--steps", 1, "--out", tmp_path / "b").exit_code == 0
-    assert loads(Plan, next((tmp_path / "b").glob("*/plan.json")).read_text()) == plan, "without the costs"
+    assert (
+        piper(
+            "run",
+            path,
+            "--strategy",
+            best,
+            "--launcher",
+            "inline",
+            "--steps",
+            1,
+            "--out",
+            tmp_path / "b",
+        ).exit_code
+        == 0
+    )
+    assert loads(Plan, next((tmp_path / "b").glob("*/plan.json")).read_text()) == plan, (
+        "without the costs"
+    )
 
 
 def recipe_chunks(recipe: JobFile) -> tuple[Chunk, ...]:
@@ -247,7 +352,16 @@ def test_the_loop_profiles_searches_confirms_trains_and_reports(
     monkeypatch.setattr(autopilot, "profile", partial(profiling.profile, repeats=1))
     found = load_space(space)
     settings = Settings(launcher="processes", name="loop")
-    done = loop(found.job, found.strategy, baseline={"m": 2}, steps=4, trials=3, confirm=1, out=tmp_path, settings=settings)
+    done = loop(
+        found.job,
+        found.strategy,
+        baseline={"m": 2},
+        steps=4,
+        trials=3,
+        confirm=1,
+        out=tmp_path,
+        settings=settings,
+    )
     assert len(done.run.losses) == 4
     (folder,) = tmp_path.iterdir()
     made = {p.name for p in folder.iterdir()}
@@ -266,7 +380,10 @@ def test_the_loop_profiles_searches_confirms_trains_and_reports(
 
 
 def test_what_makes_no_sense_together_is_said(space: Path, tmp_path: Path) -> None:
-    fails(piper("run", space, "--emulate", "h100x8", "--log", "tensorboard"), "--emulate trains nothing")
+    fails(
+        piper("run", space, "--emulate", "h100x8", "--log", "tensorboard"),
+        "--emulate trains nothing",
+    )
     fails(piper("run", space, "--nodes", 2), "--nodes belongs to --print-launch")
     fails(piper("tune", space, "--workers", "abc"), "--workers abc")
     fails(piper("tune", space, "--launcher", "mpi", "--out", tmp_path), "'mpi' is not known")
@@ -289,9 +406,22 @@ def test_a_space_is_a_function(tmp_path: Path) -> None:
     fails(piper("tune", path), "no `strategy`", "def strategy(trial)")
 
 
-def test_a_limit_that_nothing_fits_names_the_smallest_that_does(space: Path, tmp_path: Path) -> None:
+def test_a_limit_that_nothing_fits_names_the_smallest_that_does(
+    space: Path, tmp_path: Path
+) -> None:
     result = piper(
-        "tune", space, "--trials", 3, "--workers", 0, "--memory-limit", "1KiB", "--cluster", "h100x8", "--out", tmp_path
+        "tune",
+        space,
+        "--trials",
+        3,
+        "--workers",
+        0,
+        "--memory-limit",
+        "1KiB",
+        "--cluster",
+        "h100x8",
+        "--out",
+        tmp_path,
     )
     fails(result, "memory", "smallest")
     (folder,) = tmp_path.iterdir()

@@ -45,7 +45,9 @@ def completed(words: str, folder: Path) -> list[str]:
         "_PIPER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1),
     }  # fmt: skip
     call = [sys.executable, "-c", "from piper.cli.commands import app; app(prog_name='piper')"]
-    return subprocess.run(call, env=env, cwd=folder, capture_output=True, text=True, check=False).stdout.split()
+    return subprocess.run(
+        call, env=env, cwd=folder, capture_output=True, text=True, check=False
+    ).stdout.split()
 
 
 @pytest.mark.parametrize(
@@ -68,12 +70,18 @@ class Terminal(io.StringIO):
 
 def test_long_work_is_named_on_a_terminal_and_the_line_is_removed() -> None:
     stream = Terminal()
-    with shown_while_working(stream, patience_s=0.01), working("compiling"), working("capturing the model"):
+    with (
+        shown_while_working(stream, patience_s=0.01),
+        working("compiling"),
+        working("capturing the model"),
+    ):
         end = time.monotonic() + 10
         while "capturing the model, 0 s" not in stream.getvalue() and time.monotonic() < end:
             time.sleep(0.01)
         clear_line()
-    assert "capturing the model, 0 s" in stream.getvalue() and stream.getvalue().endswith("\r\x1b[K")
+    assert "capturing the model, 0 s" in stream.getvalue() and stream.getvalue().endswith(
+        "\r\x1b[K"
+    )
 
 
 def test_long_work_is_named_in_a_pipe_by_lines_while_it_goes_on_and_when_it_is_done() -> None:
@@ -81,10 +89,15 @@ def test_long_work_is_named_in_a_pipe_by_lines_while_it_goes_on_and_when_it_is_d
     with shown_while_working(stream, pipe_s=0.02), working("searching") as name:
         name("candidate 12 of 40")
         end = time.monotonic() + 10
-        while "candidate 12 of 40, 0 s so far\n" not in stream.getvalue() and time.monotonic() < end:
+        while (
+            "candidate 12 of 40, 0 s so far\n" not in stream.getvalue() and time.monotonic() < end
+        ):
             time.sleep(0.01)
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "candidate 12 of 40, 0 s so far" and lines[-1] == "candidate 12 of 40: done in 0 s"
+    assert (
+        lines[0] == "candidate 12 of 40, 0 s so far"
+        and lines[-1] == "candidate 12 of 40: done in 0 s"
+    )
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
 
 

@@ -1,4 +1,5 @@
-"""examples/gpt_dataset.py: a file, a dataset and a collate function as for torch's DataLoader, trained as on one device."""
+"""examples/gpt_dataset.py: a file, a dataset and a collate function as for torch's DataLoader, trained as on one
+device."""
 
 from __future__ import annotations
 
@@ -59,16 +60,25 @@ def test_its_batches_are_those_of_a_dataloader_over_the_same_samples(loaded: Job
         (("--launcher", "inline", "--loader", "2"), "piper: --loader 2: launcher"),
         (("--launcher", "inline", "--loader", "threads"), "piper: --loader threads: "),
         (("--loader", "0"), "piper: --loader 0: "),
-        (("--emulate", "h100x2", "--loader", "none"), "piper: --emulate trains nothing: leave out .* and --loader"),
+        (
+            ("--emulate", "h100x2", "--loader", "none"),
+            "piper: --emulate trains nothing: leave out .* and --loader",
+        ),
     ],
 )
-def test_a_loader_that_cannot_be_is_one_message(given: tuple[str, ...], says: str, loaded: JobFile, tmp_path: Path) -> None:
-    found = CliRunner().invoke(app, ["run", str(EXAMPLE), "--steps", "1", "--out", str(tmp_path / "runs"), *given])
+def test_a_loader_that_cannot_be_is_one_message(
+    given: tuple[str, ...], says: str, loaded: JobFile, tmp_path: Path
+) -> None:
+    found = CliRunner().invoke(
+        app, ["run", str(EXAMPLE), "--steps", "1", "--out", str(tmp_path / "runs"), *given]
+    )
     assert found.exit_code == 2 and re.match(says, found.stderr) and "Traceback" not in found.output
     assert found.stderr.count("\n") == 1
 
 
 def test_it_trains_as_on_one_device_and_learns(loaded: JobFile) -> None:
     assert verify_strategy(loaded.job, loaded.strategy, steps=2).equal
-    losses = piper.execute(piper.compile(loaded.job, loaded.strategy), steps=12, launcher="inline").losses
+    losses = piper.execute(
+        piper.compile(loaded.job, loaded.strategy), steps=12, launcher="inline"
+    ).losses
     assert losses[-1] < 0.8 * losses[0]

@@ -10,7 +10,12 @@ import pytest
 from piper.views.display import show
 from piper_report.facts.summary import Table
 
-TABLE = Table("gpt.py on h100", ("", "predicted"), (("step [s]", "1.5 ms"), ("peak", "2 GiB")), ("warning: not calibrated",))
+TABLE = Table(
+    "gpt.py on h100",
+    ("", "predicted"),
+    (("step [s]", "1.5 ms"), ("peak", "2 GiB")),
+    ("warning: not calibrated",),
+)
 
 
 class Terminal(io.StringIO):
@@ -24,7 +29,9 @@ def printed(out: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
     return out.getvalue()
 
 
-def test_a_pipe_gets_plain_text_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_plain_text_whatever_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert printed(io.StringIO(), monkeypatch) == TABLE.plain() + "\n"
 

@@ -1,4 +1,5 @@
-"""What a newcomer writes first and what Piper says: the sentence says what is meant, and is not Python's or Dynamo's."""
+"""What a newcomer writes first and what Piper says: the sentence says what is meant, and is not Python's or
+Dynamo's."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def job(**changed: Any) -> piper.Job:
-    fields = dict(model=lambda: nn.Linear(4, 4), batch=batch, loss=F.mse_loss, optimizer=sgd, global_batch=8)
+    fields = dict(
+        model=lambda: nn.Linear(4, 4), batch=batch, loss=F.mse_loss, optimizer=sgd, global_batch=8
+    )
     return piper.Job(**{**fields, **changed})
 
 
@@ -82,32 +85,55 @@ BATCH = (
 LOSS = r"Job\(loss=\.\.\.\) .*\(output, targets\).*`lambda out, _: out\.loss`"
 OPTIMIZER = r"Job\(optimizer=\.\.\.\) .*`lambda named: torch\.optim\.AdamW\(\[p for _, p in named\], lr=1e-3\)`"
 DEVICE = r"leave \.cuda\(\), \.to\('cuda'\) and device='cuda' out.*device=x\.device"
-CPU_ONLY = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch for CUDA moves fake tensors, and so accepts it")
+CPU_ONLY = pytest.mark.skipif(
+    torch.backends.cuda.is_built(), reason="torch for CUDA moves fake tensors, and so accepts it"
+)
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a DataLoader": (dict(batch=DataLoader(TensorDataset(DATA))), BATCH),
     "a Dataset": (dict(batch=TensorDataset(DATA)), BATCH),
     "the tensors": (dict(batch=(DATA, DATA)), BATCH),
     "a batch of the step alone": (dict(batch=lambda step: (DATA, DATA)), BATCH),
-    "all rows": (dict(batch=lambda step, rows: (DATA, DATA)), r"shape \(8, 4\) for 2 rows.*x\[rows\.start : rows\.stop\]"),
-    "arrays": (dict(batch=lambda step, rows: (DATA.numpy(), DATA)), r"of type ndarray.*torch\.from_numpy"),
+    "all rows": (
+        dict(batch=lambda step, rows: (DATA, DATA)),
+        r"shape \(8, 4\) for 2 rows.*x\[rows\.start : rows\.stop\]",
+    ),
+    "arrays": (
+        dict(batch=lambda step, rows: (DATA.numpy(), DATA)),
+        r"of type ndarray.*torch\.from_numpy",
+    ),
     "an optimizer": (dict(optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters())), OPTIMIZER),
     "the name of an optimizer": (dict(optimizer="adamw"), OPTIMIZER),
     "no loss": (dict(loss=None), LOSS),
     "a loss of the output alone": (dict(loss=lambda output: output.mean()), LOSS),
     "a loss that is a class": (dict(loss=nn.MSELoss), r"give an instance, MSELoss\(\)"),
-    "the loss of a model with its own": (dict(model=OwnLoss), r"mse_loss fails: .*\n.*`lambda out, _: out\.loss`"),
+    "the loss of a model with its own": (
+        dict(model=OwnLoss),
+        r"mse_loss fails: .*\n.*`lambda out, _: out\.loss`",
+    ),
     "a module": (dict(model=nn.Linear(4, 4)), r"give a function that makes it"),
     "a model with an argument": (
         dict(model=lambda config: nn.Linear(4, 4)),
         r"is called as model\(\).*`lambda: Model\(config\)`",
     ),
-    "precision by a short name": (dict(precision="bf16"), r"did you mean 'bfloat16'\? One of float64, float32, bfloat16 for all"),
-    "mixed precision by a word": (dict(precision="bf16-mixed"), r"Precision\(params='float32', compute='bfloat16'\)"),
+    "precision by a short name": (
+        dict(precision="bf16"),
+        r"did you mean 'bfloat16'\? One of float64, float32, bfloat16 for all",
+    ),
+    "mixed precision by a word": (
+        dict(precision="bf16-mixed"),
+        r"Precision\(params='float32', compute='bfloat16'\)",
+    ),
     "precision by torch's dtype": (dict(precision=torch.float64), r"did you mean 'float64'\?"),
-    "a misspelt field": (dict(optimiser=sgd), r"^Job\(optimiser=\.\.\.\): .*did you mean 'optimizer'\?$"),
+    "a misspelt field": (
+        dict(optimiser=sgd),
+        r"^Job\(optimiser=\.\.\.\): .*did you mean 'optimizer'\?$",
+    ),
     "a longer name of a field": (dict(global_batch_size=8), r"did you mean 'global_batch'\?"),
-    "a field of something else": (dict(learning_rate=0.1), r"^Job\(learning_rate=\.\.\.\): .*accepted are model, batch, loss"),
+    "a field of something else": (
+        dict(learning_rate=0.1),
+        r"^Job\(learning_rate=\.\.\.\): .*accepted are model, batch, loss",
+    ),
     "a model of another width": (
         dict(model=lambda: nn.Linear(5, 4)),
         r"^the model: cannot be captured: linear fails: .*\[rows, 4\] X \[5, 4\].*"
@@ -117,13 +143,23 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         dict(model=lambda: nn.Linear(4, 3)),
         r"^the loss: cannot be captured: mse_loss fails: .*\[rows, 3\]",
     ),
-    "another device for new tensors": (dict(model=lambda: On(lambda x: x + torch.ones(4, device="cuda"))), DEVICE),
+    "another device for new tensors": (
+        dict(model=lambda: On(lambda x: x + torch.ones(4, device="cuda"))),
+        DEVICE,
+    ),
     "in-batch negatives": (
         dict(model=Negatives, loss=lambda o, t: F.cross_entropy(o, torch.arange(o.shape[0]))),
-        r"rows of a batch with each other.*changes with the number of rows.*as a tensor of the batch, \[rows, \.\.\.\]",
+        r"rows of a batch with each other.*changes with the number of rows.*as a tensor of the "
+        r"batch, \[rows, \.\.\.\]",
     ),
-    "a lazy module": (dict(model=Lazy), r"'first\.weight' has no shape yet.*nn\.Linear\(inputs, outputs\)"),
-    "a model on meta": (dict(model=on_meta), r"leaves parameter 'weight' on the meta device.*to_empty\(device='cpu'\)"),
+    "a lazy module": (
+        dict(model=Lazy),
+        r"'first\.weight' has no shape yet.*nn\.Linear\(inputs, outputs\)",
+    ),
+    "a model on meta": (
+        dict(model=on_meta),
+        r"leaves parameter 'weight' on the meta device.*to_empty\(device='cpu'\)",
+    ),
 }
 
 
@@ -148,11 +184,26 @@ def test_cuda_in_the_users_code_on_a_machine_without(name: str) -> None:
 
 
 CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "another dtype": (lambda: piper.Precision("bf16"), r"Precision\(params='bf16'\).*did you mean 'bfloat16'\?"),
-    "a dtype that is not there": (lambda: piper.Precision("float16"), r"one of float64, float32, bfloat16 is needed"),
-    "a misspelt dtype argument": (lambda: piper.Precision(param="float32"), r"did you mean 'params'\?"),  # type: ignore[call-arg]  # on purpose
-    "too few fields": (lambda: piper.Job(nn.Identity, batch), r"^Job\(model, batch, .*missing a required argument: 'optimizer'"),
-    "steps misspelt": (lambda: piper.execute(piper.compile(job(), ONE), step=1), r"^execute\(step=.*did you mean 'steps'\?"),
+    "another dtype": (
+        lambda: piper.Precision("bf16"),
+        r"Precision\(params='bf16'\).*did you mean 'bfloat16'\?",
+    ),
+    "a dtype that is not there": (
+        lambda: piper.Precision("float16"),
+        r"one of float64, float32, bfloat16 is needed",
+    ),
+    "a misspelt dtype argument": (
+        lambda: piper.Precision(param="float32"),
+        r"did you mean 'params'\?",
+    ),  # type: ignore[call-arg]  # on purpose
+    "too few fields": (
+        lambda: piper.Job(nn.Identity, batch),
+        r"^Job\(model, batch, .*missing a required argument: 'optimizer'",
+    ),
+    "steps misspelt": (
+        lambda: piper.execute(piper.compile(job(), ONE), step=1),
+        r"^execute\(step=.*did you mean 'steps'\?",
+    ),
     "a launcher misspelt": (
         lambda: piper.execute(piper.compile(job(), ONE), steps=1, luncher="inline"),
         r"^execute\(luncher=.*did you mean 'launcher'\?",
@@ -165,8 +216,14 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: piper.execute(piper.compile(job(), ONE), steps=1, launcher="emulated", scle=2.0),
         r"^execute\(scle=",
     ),
-    "compile misspelt": (lambda: piper.compile(job(), ONE, opitons=None), r"^compile\(opitons=.*did you mean 'options'\?"),  # type: ignore[call-arg]  # on purpose
-    "no strategy": (lambda: piper.compile(job()), r"^compile\(source, strategy, .*missing a required argument: 'strategy'"),  # type: ignore[call-arg]  # on purpose
+    "compile misspelt": (
+        lambda: piper.compile(job(), ONE, opitons=None),
+        r"^compile\(opitons=.*did you mean 'options'\?",
+    ),  # type: ignore[call-arg]  # on purpose
+    "no strategy": (
+        lambda: piper.compile(job()),
+        r"^compile\(source, strategy, .*missing a required argument: 'strategy'",
+    ),  # type: ignore[call-arg]  # on purpose
 }
 
 

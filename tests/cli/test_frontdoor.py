@@ -58,7 +58,10 @@ def test_a_hundred_strategies_are_one_capture(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(capturing, "_capture", counted)
     monkeypatch.setattr(capturing, "_CAPTURES", {})
     plans = {piper.compile(job(), strategy).plan.key for strategy in strategies() * 2}
-    plans |= {piper.compile(replace(job(), global_batch=48, clip_norm=1.0), s).plan.key for s in strategies()[:4]}
+    plans |= {
+        piper.compile(replace(job(), global_batch=48, clip_norm=1.0), s).plan.key
+        for s in strategies()[:4]
+    }
     equal = 4  # with one microbatch GPipe and 1F1B are the same plan
     assert len(plans) == len(strategies()) - equal + 4
     assert counted.call_count == 1
@@ -68,14 +71,21 @@ def test_another_precision_is_another_capture() -> None:
     wide = replace(job(), precision=piper.Precision(params="float64"))
     strategy = strategies()[0]
     ours, theirs = piper.compile(job(), strategy).plan, piper.compile(wide, strategy).plan
-    assert ({p.spec.dtype for p in ours.params}, {p.spec.dtype for p in theirs.params}) == ({"float32"}, {"float64"})
+    assert ({p.spec.dtype for p in ours.params}, {p.spec.dtype for p in theirs.params}) == (
+        {"float32"},
+        {"float64"},
+    )
     for narrow, wide_role in zip(ours.roles, theirs.roles, strict=True):
         assert 2 * narrow.peak_by_category["activation"] == wide_role.peak_by_category["activation"]
 
 
 def test_a_program_has_no_code_and_needs_no_job() -> None:
     program = piper.synthetic(stages=2, F=1, I=1, W=1)
-    compiled = piper.compile(program, piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2)), global_batch=6)
+    compiled = piper.compile(
+        program,
+        piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2)),
+        global_batch=6,
+    )
     assert (compiled.job, compiled.code, compiled.plan.rows) == (None, None, 3)
     with pytest.raises(JobError, match=r"compile a piper\.Job"):
         piper.execute(compiled, steps=1, launcher="inline")
@@ -136,7 +146,9 @@ class Coupled(torch.optim.SGD):
 
 def test_optimizers_that_may_couple_parameters_need_all_of_them_on_every_rank() -> None:
     coupled = replace(job(), optimizer=lambda named: Coupled([p for _, p in named], lr=0.1))
-    with pytest.raises(JobError, match=r"Coupled, which is not known to update each parameter by itself.*2 roles"):
+    with pytest.raises(
+        JobError, match=r"Coupled, which is not known to update each parameter by itself.*2 roles"
+    ):
         piper.compile(coupled, strategies()[0])
     piper.compile(coupled, piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel()))
 

@@ -18,13 +18,19 @@ WAIT = "try:\n    time.sleep({seconds})\nexcept KeyboardInterrupt:\n    raise Sy
 
 def ran(code: str, folder: Path, hear: str) -> tuple[int, str, str]:
     """Exit code, output and errors of a script."""
-    found = subprocess.run([sys.executable, "-c", HEAR.format(hear=hear) + code], cwd=folder, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", HEAR.format(hear=hear) + code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     return found.returncode, found.stdout, found.stderr
 
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_an_interrupt_while_torch_is_imported(heard: bool, tmp_path: Path) -> None:
-    """A torch that drops it, as the real one does in the part of its import that looks for NumPy. Without `hear` it is lost."""
+    """A torch that drops it, as the real one does in the part of its import that looks for NumPy. Without `hear` it is
+    lost."""
     drops = f"import os, signal\ntry:\n    {INTERRUPT}\n    import json\nexcept BaseException:\n    pass\n"
     (tmp_path / "torch.py").write_text(drops)
     told = ran("import torch; print('went on')", tmp_path, "hear()" if heard else "")
@@ -40,8 +46,12 @@ def test_negative_control_python_drops_it(tmp_path: Path) -> None:
     assert (code, out) == (0, "went on\n") and "Exception ignored" in errors
 
 
-def test_other_errors_in_finalizers_are_shown_as_ever_and_ignored_interrupts_stay_so(tmp_path: Path) -> None:
-    code, _, errors = ran("class Bad:\n    def __del__(self):\n        1 / 0\nBad()\n", tmp_path, "hear()")
+def test_other_errors_in_finalizers_are_shown_as_ever_and_ignored_interrupts_stay_so(
+    tmp_path: Path,
+) -> None:
+    code, _, errors = ran(
+        "class Bad:\n    def __del__(self):\n        1 / 0\nBad()\n", tmp_path, "hear()"
+    )
     assert code == 0 and "ZeroDivisionError" in errors
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN); hear()"
     assert ran(f"{INTERRUPT}; print('went on')", tmp_path, ignored) == (0, "went on\n", "")
@@ -59,9 +69,12 @@ def test_a_request_to_end_unwinds_and_says_so(tmp_path: Path) -> None:
 def test_a_main_thread_in_native_code_is_ended_all_the_same(tmp_path: Path) -> None:
     """pthread_mutex_lock, unlike sleep, goes on waiting after a signal, as reads of torch's store do."""
     held = (
-        "import ctypes, threading, piper.cli.interrupts as interrupts\ninterrupts.END_S = 0.2\nlib = ctypes.CDLL(None)\n"
+        "import ctypes, threading, piper.cli.interrupts as interrupts\ninterrupts.END_S = 0.2\nlib "
+        "= "
+        "ctypes.CDLL(None)\n"
         "lock = ctypes.create_string_buffer(64)\nlib.pthread_mutex_lock(lock)\n"
-        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\nlib.pthread_mutex_lock(lock)\nprint('went on')\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), "
+        "signal.SIGTERM)).start()\nlib.pthread_mutex_lock(lock)\nprint('went on')\n"
     )
     assert ran(held, tmp_path, "hear()")[:2] == (143, "")
 

@@ -29,7 +29,9 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def closed(*args: object, stdout: bool = True, stderr: bool = False, cwd: Path) -> subprocess.CompletedProcess[str]:
+def closed(
+    *args: object, stdout: bool = True, stderr: bool = False, cwd: Path
+) -> subprocess.CompletedProcess[str]:
     """Run the command with nobody at the other end of its pipes."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -47,17 +49,25 @@ def never(*args: Any, **more: Any) -> Costs:
 
 
 @pytest.mark.parametrize("path", ["/proc/costs.json", "/proc/none/costs.json"])
-def test_profile_finds_out_first_that_a_disk_is_read_only(recipe: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_finds_out_first_that_a_disk_is_read_only(
+    recipe: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("piper.cli.measuring.profile", never)
     fails(command("profile", recipe, "--out", path), f"cannot write the costs to {path}", "--out")
 
 
-def test_profile_finds_out_first_that_a_disk_is_full(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_finds_out_first_that_a_disk_is_full(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk is one whose files can be opened but hold nothing, as far as the check can see."""
     monkeypatch.setattr("piper.cli.measuring.profile", never)
     full = recipe.with_name("costs.json.unfinished")
     full.symlink_to("/dev/full")
-    fails(command("profile", recipe, "--out", recipe.with_name("costs.json")), "No space left on device", "--out")
+    fails(
+        command("profile", recipe, "--out", recipe.with_name("costs.json")),
+        "No space left on device",
+        "--out",
+    )
 
 
 def test_the_check_leaves_what_is_there(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,14 +77,23 @@ def test_the_check_leaves_what_is_there(recipe: Path, monkeypatch: pytest.Monkey
     result = command("profile", recipe, "--out", out)
     assert isinstance(result.exception, AssertionError)
     assert out.read_text() == "older"
-    assert {p.name for p in recipe.parent.iterdir()} - {"__pycache__"} == {"costs.json", "recipe.py"}
+    assert {p.name for p in recipe.parent.iterdir()} - {"__pycache__"} == {
+        "costs.json",
+        "recipe.py",
+    }
 
 
-def test_costs_that_cannot_be_written_after_all_are_kept(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_cannot_be_written_after_all_are_kept(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("piper.cli.measuring.profile", lambda *_, **__: MEASURED)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = command("profile", recipe, "--out", "/dev/full")
-    fails(result, "cannot write the costs to /dev/full: No space left on device; they are in", "instead")
+    fails(
+        result,
+        "cannot write the costs to /dev/full: No space left on device; they are in",
+        "instead",
+    )
     (kept,) = tmp_path.glob("piper-costs-*.json")
     assert str(kept) in result.stderr and load_costs(kept) == MEASURED
     monkeypatch.setattr("tempfile.tempdir", "/proc/none")
@@ -94,7 +113,9 @@ def test_a_logger_that_is_not_installed_is_refused_before_the_file_is_run(
     assert not out.exists()
 
 
-def test_a_logger_that_cannot_start_leaves_no_empty_folder(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_cannot_start_leaves_no_empty_folder(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(*_: object) -> Any:
         raise RuntimeError("nobody is logged in")
 
@@ -107,7 +128,13 @@ def test_a_logger_that_cannot_start_leaves_no_empty_folder(recipe: Path, tmp_pat
 
     loaded = load_file(recipe)
     with pytest.raises(OutputError, match="nobody is logged in"):
-        execute(compile(loaded.job, loaded.strategy), steps=1, launcher="inline", out=tmp_path / "runs", log=["tensorboard"])
+        execute(
+            compile(loaded.job, loaded.strategy),
+            steps=1,
+            launcher="inline",
+            out=tmp_path / "runs",
+            log=["tensorboard"],
+        )
     assert [*(tmp_path / "runs").iterdir()] == []
 
 
@@ -140,7 +167,10 @@ def test_what_only_prints_ends_quietly(tmp_path: Path) -> None:
 
 def test_closed_streams_are_no_error(tmp_path: Path) -> None:
     """No stdout at all; a file that is written meanwhile does not take its place."""
-    line = f"{sys.executable} -m piper show --recipe gpipe --pp 2 --microbatches 2 --csv out.csv >&- 2>&-"
+    line = (
+        f"{sys.executable} -m piper show --recipe gpipe --pp 2 --microbatches 2 --csv out.csv >&- "
+        f"2>&-"
+    )
     assert subprocess.run(["bash", "-c", line], cwd=tmp_path).returncode == 0
     assert "gpipe" not in (tmp_path / "out.csv").read_text()
 

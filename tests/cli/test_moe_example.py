@@ -1,4 +1,5 @@
-"""examples/moe_text.py, small: two workers that share experts equal one device, and a report with the load of their experts."""
+"""examples/moe_text.py, small: two workers that share experts equal one device, and a report with the load of their
+experts."""
 
 from __future__ import annotations
 
@@ -25,21 +26,52 @@ def test_it_equals_one_device_and_exchanges_tokens() -> None:
     assert report.equal, report.text()
 
 
-def test_it_is_measured_predicted_trained_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_measured_predicted_trained_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = Settings(launcher="processes", name="moe_text", out=tmp_path)
     done = moe_text.loop(moe_text.mixture(SIZES, 8), STEPS, settings, repeats=1)
-    kinds = [p.op.kind for _, _, i in done.compiled.plan.instructions() for p in i.parts if isinstance(p.op, Collective)]
+    kinds = [
+        p.op.kind
+        for _, _, i in done.compiled.plan.instructions()
+        for p in i.parts
+        if isinstance(p.op, Collective)
+    ]
     assert kinds.count("all_to_all") == 4 * SIZES.layers * moe_text.MICROBATCHES
     printed = capsys.readouterr().out
-    assert "predicted" in printed and "measured" in printed and done.prediction.period_s > 0 and done.folder is not None
+    assert (
+        "predicted" in printed
+        and "measured" in printed
+        and done.prediction.period_s > 0
+        and done.folder is not None
+    )
     assert sum(done.run.losses[-4:]) < sum(done.run.losses[:4])
     page = (done.folder / "report" / "report.html").read_text()
     printed += capsys.readouterr().out
     for text in (page, printed):
-        assert f"Load of experts in {STEPS} steps" in text and "predicted for 1 (assumed), measured 1." in text
+        assert (
+            f"Load of experts in {STEPS} steps" in text
+            and "predicted for 1 (assumed), measured 1." in text
+        )
         assert "not measured" not in text
-    experts, given = load(done.folder).experts, piper.simulate(done.compiled.plan, "h100x8", load=done.folder).load
-    assert experts is not None and given is not None and (worst := experts.rank_of_step.worst()) is not None
-    assert (experts.rank_of_step.mean, worst[0]) == (pytest.approx(given.mean), given.worst), "as --load takes it"
-    steps = [json.loads(line)["experts"] for line in (done.folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(sum(of["tokens"]) == 8 * SIZES.length * SIZES.top_k for step in steps for of in step.values())
+    experts, given = (
+        load(done.folder).experts,
+        piper.simulate(done.compiled.plan, "h100x8", load=done.folder).load,
+    )
+    assert (
+        experts is not None
+        and given is not None
+        and (worst := experts.rank_of_step.worst()) is not None
+    )
+    assert (experts.rank_of_step.mean, worst[0]) == (pytest.approx(given.mean), given.worst), (
+        "as --load takes it"
+    )
+    steps = [
+        json.loads(line)["experts"]
+        for line in (done.folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert all(
+        sum(of["tokens"]) == 8 * SIZES.length * SIZES.top_k
+        for step in steps
+        for of in step.values()
+    )

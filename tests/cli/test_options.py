@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from piper.cli.options import check_drawn, in_flags, searchers
+from piper.cli.messages import in_flags
+from piper.cli.options import check_drawn, searchers
 from piper_ir.ground.errors import JobError
 
 
@@ -16,16 +17,28 @@ from piper_ir.ground.errors import JobError
             "--address local starts a Ray, --launcher processes needs none",
         ),
         ("with cluster=HOST:PORT, or hand it in", "with --address HOST:PORT, or hand it in"),
-        ("execute(cluster='h:1'): launcher \"inline\" runs here", '--address h:1: launcher "inline" runs here'),
-        ("for 4 s (timeout_s); give a larger timeout_s", "for 4 s (--timeout-s); give a larger --timeout-s"),
+        (
+            "execute(cluster='h:1'): launcher \"inline\" runs here",
+            '--address h:1: launcher "inline" runs here',
+        ),
+        (
+            "for 4 s (timeout_s); give a larger timeout_s",
+            "for 4 s (--timeout-s); give a larger --timeout-s",
+        ),
         ("Set memory_limit to that", "Set --memory-limit to that"),
         ("memory_limit='x': bytes", "--memory-limit x: bytes"),
         ("the cluster is a: leave confirm out", "the cluster is a: leave --confirm out"),
         ("in this process (workers=0)", "in this process (--workers 0)"),
-        ('workers="local" starts a Ray, workers=1 needs none', "--workers local starts a Ray, --workers 1 needs none"),
+        (
+            'workers="local" starts a Ray, workers=1 needs none',
+            "--workers local starts a Ray, --workers 1 needs none",
+        ),
         ("profile(rows=[9]): 9 is no number", "--rows [9]: 9 is no number"),
         ("tune(objective='period'): no", "--objective period: no"),
-        ("cannot go on; give restarts of at least 1", "cannot go on; give --restarts of at least 1"),
+        (
+            "cannot go on; give restarts of at least 1",
+            "cannot go on; give --restarts of at least 1",
+        ),
         ('launcher="emulated" any cluster to imitate', "--emulate CLUSTER any cluster to imitate"),
     ],
 )
@@ -48,7 +61,10 @@ def test_what_is_no_argument_of_a_command_stays(said: str) -> None:
 
 def test_an_argument_that_is_no_option_of_the_command_stays() -> None:
     said = "zero_bubble(memory_limit=nan): a number is needed; tune(workers=9): too many"
-    assert in_flags(said, {"workers"}) == "zero_bubble(memory_limit=nan): a number is needed; --workers 9: too many"
+    assert (
+        in_flags(said, {"workers"})
+        == "zero_bubble(memory_limit=nan): a number is needed; --workers 9: too many"
+    )
     assert in_flags("execute(cluster='h:1'): no", {"address"}) == "--address h:1: no"
     assert in_flags("execute(cluster='h:1'): no", {"cluster"}) == "execute(cluster='h:1'): no"
 

@@ -29,7 +29,11 @@ PAIR = Mesh(tp=2)
 CASE = Composition("gpt_untied", microbatches=2)
 
 REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
-    (lambda: ANY(where(), over=5), PAIR, r"shard\(where\(\), over=5\) at .*: over=5; one of cp, dp, .* condition 2"),
+    (
+        lambda: ANY(where(), over=5),
+        PAIR,
+        r"shard\(where\(\), over=5\) at .*: over=5; one of cp, dp, .* condition 2",
+    ),
     (lambda: ANY(where(), over=("tp", "dp")), PAIR, "over=.*'tp'.*; one of cp, dp"),
     (lambda: ANY(where(), over=["tp", "dp"]), PAIR, "over=.*'tp'.*; one of cp, dp"),
     (lambda: ANY(where(), over="tp.0"), PAIR, "over='tp.0'; one of cp, dp"),
@@ -38,34 +42,85 @@ REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
     (lambda: ANY(where(), stream=["tokens"]), PAIR, r"stream=\['tokens'\]; "),
     (lambda: ANY(where(), keep="yes"), PAIR, "keep='yes'; True or False is accepted"),
     (lambda: ANY(where(), keep=1), PAIR, "keep=1; True or False is accepted"),
-    (lambda: ANY(where(), index=5), PAIR, "index=5; the name of an index, or a tuple of names, is accepted"),
-    (lambda: ANY(where(), index=["heads"]), PAIR, r"index=\['heads'\]; the name of an index, or a tuple of names, is accepted"),
-    (lambda: ANY(where(), attention="rings"), PAIR, 'attention=\'rings\'; "heads", "ring" or "gather" is accepted'),
-    (lambda: ANY(where(), index="tokens", order="zag"), PAIR, 'order=\'zag\'; "zigzag" or "blocks" is accepted'),
-    (lambda: ANY(where(), attention="ring"), PAIR, "attention='ring' says how the tokens of attention are shared; write index="),
-    (lambda: ANY(where(), order="blocks"), PAIR, "order='blocks' says how the tokens of attention are shared; write index="),
+    (
+        lambda: ANY(where(), index=5),
+        PAIR,
+        "index=5; the name of an index, or a tuple of names, is accepted",
+    ),
+    (
+        lambda: ANY(where(), index=["heads"]),
+        PAIR,
+        r"index=\['heads'\]; the name of an index, or a tuple of names, is accepted",
+    ),
+    (
+        lambda: ANY(where(), attention="rings"),
+        PAIR,
+        'attention=\'rings\'; "heads", "ring" or "gather" is accepted',
+    ),
+    (
+        lambda: ANY(where(), index="tokens", order="zag"),
+        PAIR,
+        'order=\'zag\'; "zigzag" or "blocks" is accepted',
+    ),
+    (
+        lambda: ANY(where(), attention="ring"),
+        PAIR,
+        "attention='ring' says how the tokens of attention are shared; write index=",
+    ),
+    (
+        lambda: ANY(where(), order="blocks"),
+        PAIR,
+        "order='blocks' says how the tokens of attention are shared; write index=",
+    ),
     (
         lambda: recipes.tensor_parallel(sequence=ANY_SEQUENCE),
         PAIR,
         r"sequence='yes'\): True or False is accepted",
     ),
-    (lambda: ANY(where(), sms=4), PAIR, 'channel and sms are for exchanges between chunks: use stream="rows" or cut=True'),
+    (
+        lambda: ANY(where(), sms=4),
+        PAIR,
+        'channel and sms are for exchanges between chunks: use stream="rows" or cut=True',
+    ),
     (lambda: ANY(where(), cut=1), PAIR, r"cut=1; True or False is accepted \[shard condition 14\]"),
-    (lambda: ANY(where(), cut=True, stream="tokens"), PAIR, "cut=True and stream='tokens': only sums are made between chunks"),
-    (lambda: ANY(where(), cut=True, index="tokens"), PAIR, "cut=True and index='tokens': only sums are made between chunks"),
-    (lambda: ANY(where(), cut=True, keep=True), PAIR, "cut=True and keep=True: only sums are made between chunks"),
+    (
+        lambda: ANY(where(), cut=True, stream="tokens"),
+        PAIR,
+        "cut=True and stream='tokens': only sums are made between chunks",
+    ),
+    (
+        lambda: ANY(where(), cut=True, index="tokens"),
+        PAIR,
+        "cut=True and index='tokens': only sums are made between chunks",
+    ),
+    (
+        lambda: ANY(where(), cut=True, keep=True),
+        PAIR,
+        "cut=True and keep=True: only sums are made between chunks",
+    ),
     (
         lambda: (piper.shard(where(), cut=True), piper.shard(where(), over="cp", index="tokens")),
         Mesh(tp=2, cp=2),
-        r"cut=True beside shard\(where\(\), over='cp', index='tokens'\): only one of the two can be",
+        r"cut=True beside shard\(where\(\), over='cp', index='tokens'\): only one of the two can "
+        r"be",
     ),
     (lambda: ANY("x"), PAIR, r"the selection is 'x'; where\(\) is accepted"),
-    (lambda: piper.shard(where(layer=0)), PAIR, "of 10 nodes are selected; devices share all chunks or none"),
-    (lambda: (piper.shard(where()), piper.shard(where())), PAIR, r"shard\(where\(\)\) shares the same already, over tp"),
+    (
+        lambda: piper.shard(where(layer=0)),
+        PAIR,
+        "of 10 nodes are selected; devices share all chunks or none",
+    ),
+    (
+        lambda: (piper.shard(where()), piper.shard(where())),
+        PAIR,
+        r"shard\(where\(\)\) shares the same already, over tp",
+    ),
     (
         lambda: (piper.shard(where()), piper.shard(where(), over="cp")),
         Mesh(tp=2, cp=2),
-        r"over='cp'\).*: shard\(where\(\)\) shares the same already, over tp; keep one of the two \[shard condition 5\]",
+        r"over='cp'\).*: shard\(where\(\)\) shares the same already, over tp; keep one of the two "
+        r"\[shard condition "
+        r"5\]",
     ),
     (
         lambda: (piper.shard(where(), over="dp"), recipes.data_parallel()),
@@ -77,20 +132,33 @@ REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
         Mesh(pp=2),
         r"place.*devices share the chunks over pp \(by shard\).*\[place condition 7\]",
     ),
-    (lambda: (piper.split(where(), microbatches=2), piper.shard(where())), PAIR, "another directive stands before it"),
+    (
+        lambda: (piper.split(where(), microbatches=2), piper.shard(where())),
+        PAIR,
+        "another directive stands before it",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("directives", "mesh", "message"), REFUSED)
-def test_what_is_wrong_is_one_message(directives: Callable[[], Any], mesh: Mesh, message: str) -> None:
+def test_what_is_wrong_is_one_message(
+    directives: Callable[[], Any], mesh: Mesh, message: str
+) -> None:
     compositions.captured(CASE.model)
     with pytest.raises(DirectiveError, match=message):
         piper.compile(compositions.job_of(CASE), Strategy(mesh, (directives(),)))
 
 
-ELSEWHERE = {4: "a program without code", 8: "names", 9: "tokens", 10: "optimizers", 12: "experts", 13: "dropless mixtures"}
-"""The conditions that need a program or a job to be seen, each with its test below, in tests/parity/test_tensor_parallel.py
-or in tests/cli/test_experts_refused.py."""
+ELSEWHERE = {
+    4: "a program without code",
+    8: "names",
+    9: "tokens",
+    10: "optimizers",
+    12: "experts",
+    13: "dropless mixtures",
+}
+"""The conditions that need a program or a job to be seen, each with its test below, in
+tests/parity/test_tensor_parallel.py or in tests/cli/test_experts_refused.py."""
 
 
 def conditions(text: str) -> dict[int, str]:
@@ -122,16 +190,48 @@ TOKENS = piper.shard(where(), over="cp", index="tokens")
 @pytest.mark.parametrize(
     ("model", "mesh", "directive", "message"),
     [
-        ("gpt_untied", PAIR, piper.shard(where(), index="heads_"), "there is no such index; there is vocab, heads, hidden"),
-        ("gpt_untied", PAIR, piper.shard(where(), index="width"), "devices cannot share it in .*: it passes between chunks"),
-        ("gpt_untied", Mesh(tp=5), piper.shard(where(), index="hidden"), "5 devices cannot share 64 evenly; 4 can"),
-        ("gpt_untied", Mesh(tp=5), piper.shard(where(), stream="tokens"), "8 tokens cannot be shared by 5 devices"),
+        (
+            "gpt_untied",
+            PAIR,
+            piper.shard(where(), index="heads_"),
+            "there is no such index; there is vocab, heads, hidden",
+        ),
+        (
+            "gpt_untied",
+            PAIR,
+            piper.shard(where(), index="width"),
+            "devices cannot share it in .*: it passes between chunks",
+        ),
+        (
+            "gpt_untied",
+            Mesh(tp=5),
+            piper.shard(where(), index="hidden"),
+            "5 devices cannot share 64 evenly; 4 can",
+        ),
+        (
+            "gpt_untied",
+            Mesh(tp=5),
+            piper.shard(where(), stream="tokens"),
+            "8 tokens cannot be shared by 5 devices",
+        ),
         ("gpt_untied", Mesh(cp=5), TOKENS, "8 tokens cannot be shared by 5 devices"),
-        ("opaque", PAIR, piper.shard(where(), stream="tokens"), 'opaque region, .* and stream="tokens" shares them; leave'),
-        ("opaque", Mesh(cp=2), TOKENS, r"opaque region, .* and shard\(index=\"tokens\", over='cp'\) shares them; leave"),
+        (
+            "opaque",
+            PAIR,
+            piper.shard(where(), stream="tokens"),
+            'opaque region, .* and stream="tokens" shares them; leave',
+        ),
+        (
+            "opaque",
+            Mesh(cp=2),
+            TOKENS,
+            r"opaque region, .* and shard\(index=\"tokens\", over='cp'\) shares them; leave",
+        ),
     ],
 )
-def test_what_a_model_does_not_have_is_refused(model: str, mesh: Mesh, directive: Any, message: str) -> None:
+def test_what_a_model_does_not_have_is_refused(
+    model: str, mesh: Mesh, directive: Any, message: str
+) -> None:
     compositions.captured(model)
     with pytest.raises(DirectiveError, match=message):
         piper.compile(compositions.job_of(replace(CASE, model=model)), Strategy(mesh, (directive,)))
@@ -140,21 +240,28 @@ def test_what_a_model_does_not_have_is_refused(model: str, mesh: Mesh, directive
 def test_an_optimizer_of_whole_parameters_is_refused() -> None:
     compositions.captured(CASE.model)
     job = compositions.job_of(replace(CASE, optimizer="adafactor"))
-    with pytest.raises(CompileError, match=r"a part of parameter 'embed.weight' \(by shard\), and Adafactor .*"):
+    with pytest.raises(
+        CompileError, match=r"a part of parameter 'embed.weight' \(by shard\), and Adafactor .*"
+    ):
         piper.compile(job, Strategy(PAIR, (piper.shard(where()),)))
     piper.compile(job, Strategy(Mesh(cp=2), (TOKENS,)))  # which has all parameters whole
 
 
 def test_devices_along_an_axis_without_shard_have_nothing_to_do() -> None:
     compositions.captured(CASE.model)
-    with pytest.raises(CompileError, match="the mesh has tp=2 but no directive uses tp; shard or replicate over it, place on it"):
+    with pytest.raises(
+        CompileError,
+        match="the mesh has tp=2 but no directive uses tp; shard or replicate over it, place on it",
+    ):
         piper.compile(compositions.job_of(CASE), Strategy(PAIR))
 
 
 @pytest.mark.parametrize(
     ("axis", "stream"),
     [
-        pytest.param(axis, stream, marks=[pytest.mark.long] * (axis + stream not in ("cp", "cptokens", "pp")))
+        pytest.param(
+            axis, stream, marks=[pytest.mark.long] * (axis + stream not in ("cp", "cptokens", "pp"))
+        )
         for axis in ("cp", "ep", "dp", "rep", "pp")
         for stream in ("", "tokens")
     ],
@@ -163,7 +270,8 @@ def test_every_axis_may_be_shared(axis: str, stream: str) -> None:
     """An axis is a name: devices along any of them do as those along tp."""
     compositions.captured(CASE.model)
     made = piper.compile(
-        compositions.job_of(CASE), Strategy(Mesh(**{axis: 2}), (piper.shard(where(), over=axis, stream=stream),))
+        compositions.job_of(CASE),
+        Strategy(Mesh(**{axis: 2}), (piper.shard(where(), over=axis, stream=stream),)),
     )
     assert made.plan.shared == (axis,)
     c = Composition(CASE.model, rows=4)
@@ -174,7 +282,10 @@ def test_every_axis_may_be_shared(axis: str, stream: str) -> None:
 def test_an_axis_of_one_device_changes_nothing() -> None:
     compositions.captured(CASE.model)
     job = compositions.job_of(CASE)
-    plans = [piper.compile(job, Strategy(Mesh(tp=1), shards)).plan for shards in ((), (piper.shard(where()),))]
+    plans = [
+        piper.compile(job, Strategy(Mesh(tp=1), shards)).plan
+        for shards in ((), (piper.shard(where()),))
+    ]
     assert plans[0].key == plans[1].key
 
 
@@ -188,4 +299,7 @@ strategy = piper.Strategy(piper.Mesh(tp=2), [piper.shard(piper.where(), stream="
 def test_the_command_says_it_in_one_message(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    fails(command("verify", path), 'train.py:4: stream=\'columns\'; "", "tokens" or "rows" is accepted')
+    fails(
+        command("verify", path),
+        'train.py:4: stream=\'columns\'; "", "tokens" or "rows" is accepted',
+    )

@@ -1,5 +1,5 @@
-"""What a user defines in a file of their own (examples/own_*.py) has the standing of what is built in: it prints, is saved and
-read back, simulates, is verified against plain PyTorch, and runs."""
+"""What a user defines in a file of their own (examples/own_*.py) has the standing of what is built in: it prints, is
+saved and read back, simulates, is verified against plain PyTorch, and runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def command(*args: object) -> Result:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_it_is_short_and_serialises_and_simulates_and_verifies_and_runs(name: str, tmp_path: Path) -> None:
+def test_it_is_short_and_serialises_and_simulates_and_verifies_and_runs(
+    name: str, tmp_path: Path
+) -> None:
     assert len((EXAMPLES / f"own_{name}.py").read_text().splitlines()) < 60
     file, made = loaded(name), compiled(name)
     piper.save_strategy(file.strategy, tmp_path / "s.json")
@@ -54,26 +56,53 @@ def test_it_is_short_and_serialises_and_simulates_and_verifies_and_runs(name: st
 def test_a_directive_prints_and_bounds_memory() -> None:
     file, made = loaded("directive"), compiled("directive")
     assert "in_flight(where(stage=0), most=1)" in explain(made)
-    free = piper.compile(file.job, piper.Strategy(file.strategy.mesh, file.strategy.directives[:-1]))
-    assert made.plan.roles[0].peak_by_category["activation"] < free.plan.roles[0].peak_by_category["activation"]
+    free = piper.compile(
+        file.job, piper.Strategy(file.strategy.mesh, file.strategy.directives[:-1])
+    )
+    assert (
+        made.plan.roles[0].peak_by_category["activation"]
+        < free.plan.roles[0].peak_by_category["activation"]
+    )
 
 
 def test_a_directives_conditions_name_where_it_was_written() -> None:
     file = loaded("directive")
     late = type(file.strategy.directives[-1])(piper.where(stage=0), most=8)
-    with pytest.raises(piper.DirectiveError, match=r"at test_user_files\.py:\d+: there are 8 microbatches; .*condition 2"):
-        piper.compile(file.job, piper.Strategy(file.strategy.mesh, (*file.strategy.directives[:-1], late)))
+    with pytest.raises(
+        piper.DirectiveError,
+        match=r"at test_user_files\.py:\d+: there are 8 microbatches; .*condition 2",
+    ):
+        piper.compile(
+            file.job, piper.Strategy(file.strategy.mesh, (*file.strategy.directives[:-1], late))
+        )
 
 
 def test_a_recipe_is_listed_and_shown(tmp_path: Path) -> None:
     path = EXAMPLES / "own_recipe.py"
     listing = command("recipes", path)
     assert "waves\n  formula  makespan (m/k)(k + p - 1)(F + B)" in listing.stdout
-    shown = command("show", path, "--recipe", "waves", "--pp", 4, "--microbatches", 8, "--times", "3,4,2", "--json")
+    shown = command(
+        "show",
+        path,
+        "--recipe",
+        "waves",
+        "--pp",
+        4,
+        "--microbatches",
+        8,
+        "--times",
+        "3,4,2",
+        "--json",
+    )
     numbers = json.loads(shown.stdout)
-    assert numbers["makespan_s"] == 8 / 4 * (4 + 4 - 1) * (3 + 6) and numbers["peak_activations"] == [4] * 4
+    assert (
+        numbers["makespan_s"] == 8 / 4 * (4 + 4 - 1) * (3 + 6)
+        and numbers["peak_activations"] == [4] * 4
+    )
     wrong = command("show", path, "--recipe", "waves", "-p", "wave=0")
-    assert wrong.exit_code == 2 and "waves(wave=0): a wave has at least one microbatch" in wrong.stderr
+    assert (
+        wrong.exit_code == 2 and "waves(wave=0): a wave has at least one microbatch" in wrong.stderr
+    )
 
 
 def kernels(made: piper.Compiled, step: str) -> list[Kernel]:
@@ -81,17 +110,22 @@ def kernels(made: piper.Compiled, step: str) -> list[Kernel]:
 
 
 def test_an_ops_formula_is_what_is_simulated() -> None:
-    """4 layers of 64 columns on 4 rows: 3 FLOPs per element forward, 6 backward; three and five tensors of fp32 moved."""
+    """4 layers of 64 columns on 4 rows: 3 FLOPs per element forward, 6 backward; three and five tensors of fp32
+    moved."""
     plan = compiled("op").plan
     elements = plan.rows * 64
     forward = [k for k in kernels(compiled("op"), "F") if k.flops == 3 * elements]
-    backward = [k for step in "IW" for k in kernels(compiled("op"), step) if k.flops == 6 * elements]  # the first layer has no I
+    backward = [
+        k for step in "IW" for k in kernels(compiled("op"), step) if k.flops == 6 * elements
+    ]  # the first layer has no I
     assert sum(k.bytes == 3 * 4 * elements for k in forward) == 4
     assert sum(k.bytes == 5 * 4 * elements for k in backward) == 4
 
 
 def test_an_op_that_is_not_registered_has_no_cost() -> None:
-    with pytest.raises(ValueError, match=r"op_cost\('own_op::none'\): no such op; register it first"):
+    with pytest.raises(
+        ValueError, match=r"op_cost\('own_op::none'\): no such op; register it first"
+    ):
         piper.op_cost("own_op::none", flops=lambda call: 0)
 
 
@@ -103,5 +137,7 @@ def test_costs_are_what_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert costs == names["costs"]()
     spans = piper.simulate(compiled("cost").plan, "h100x8", costs=costs).trace.spans
     computing = sum(s.end - s.start for s in spans if s.stream == "compute")
-    assert computing == pytest.approx(8 * (4 * 1e-3 + 3 * 1.2e-3 + 4 * 0.8e-3), rel=0.02)  # the first layer has no I
+    assert computing == pytest.approx(
+        8 * (4 * 1e-3 + 3 * 1.2e-3 + 4 * 0.8e-3), rel=0.02
+    )  # the first layer has no I
     assert any(s.source == "table" for s in spans)

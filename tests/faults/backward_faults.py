@@ -1,7 +1,7 @@
 """Faults in what a backward and a batch are taken to mean: auxiliary gradients, casts, and tensors in one memory.
 
-Each compiles a job of its own with a check or a rule of the compiler left out, and returns its run with what plain PyTorch
-computes on the whole batch. tests/faults/mutants.py tries them.
+Each compiles a job of its own with a check or a rule of the compiler left out, and returns its run with what plain
+PyTorch computes on the whole batch. tests/faults/mutants.py tries them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def judged(job: Job, strategy: Strategy = PARTS) -> Judged:
     """
     with nothing_kept():
         compiled = piper.compile(job, strategy)
-    run = piper.execute(compiled, steps=parity.STEPS, launcher="inline", memory=False, gradients=True)
+    run = piper.execute(
+        compiled, steps=parity.STEPS, launcher="inline", memory=False, gradients=True
+    )
     return run, parity.reference(job, whole=job.precision.compute is None)
 
 
@@ -69,13 +71,19 @@ def _taken_for(kind: Any) -> Any:
 def mean_each_time(c: Composition) -> Judged | None:
     """An auxiliary gradient that is a mean counts once per microbatch."""
     with _taken_for(None):
-        return judged(own_backwards.job(own_backwards.mean_square, F.mse_loss)) if _place(c) else None
+        return (
+            judged(own_backwards.job(own_backwards.mean_square, F.mse_loss)) if _place(c) else None
+        )
 
 
 def sum_as_mean(c: Composition) -> Judged | None:
     """An auxiliary gradient that is a sum over rows is divided by the microbatches."""
     with _taken_for("mean"):
-        return judged(own_backwards.job(own_backwards.sum_of_squares, F.mse_loss)) if _place(c) else None
+        return (
+            judged(own_backwards.job(own_backwards.sum_of_squares, F.mse_loss))
+            if _place(c)
+            else None
+        )
 
 
 def balance_as_mean(c: Composition) -> Judged | None:
@@ -87,13 +95,19 @@ def balance_as_mean(c: Composition) -> Judged | None:
 def mask_as_mean(c: Composition) -> Judged | None:
     """The gradient of a mean over some rows is taken for one over all of them."""
     with _taken_for("mean"):
-        return judged(own_backwards.job(own_backwards.masked_mean, F.mse_loss)) if _place(c) else None
+        return (
+            judged(own_backwards.job(own_backwards.masked_mean, F.mse_loss)) if _place(c) else None
+        )
 
 
 def norm_by_microbatch(c: Composition) -> Judged | None:
     """A bound of a gradient's norm is one of each microbatch."""
     with _taken_for(None):
-        return judged(own_backwards.job(own_backwards.BoundedNorm.apply, F.mse_loss)) if _place(c) else None
+        return (
+            judged(own_backwards.job(own_backwards.BoundedNorm.apply, F.mse_loss))
+            if _place(c)
+            else None
+        )
 
 
 def _cast(c: Composition, *names: str) -> Judged | None:
@@ -101,7 +115,14 @@ def _cast(c: Composition, *names: str) -> Judged | None:
     if not _place(c, "mixed"):
         return None
     exact = dynamo.exact_tensors
-    job = Job(batches.Identities, batches.uneven, batches.masked, batches.still, global_batch=4, precision=batches.TWO_KINDS)
+    job = Job(
+        batches.Identities,
+        batches.uneven,
+        batches.masked,
+        batches.still,
+        global_batch=4,
+        precision=batches.TWO_KINDS,
+    )
     with mock.patch.object(dynamo, "exact_tensors", lambda *call: exact(*call) - set(names)):
         return judged(job, batches.ONE)
 
@@ -123,7 +144,14 @@ def _masking(begin: int) -> Job:
         both = batches.WHOLE.double()[rows.start : rows.stop] / 24 + step
         return both[..., :2], both[..., begin : begin + 2]
 
-    return Job(batches.Masking, batch, F.mse_loss, own_backwards.sgd, global_batch=4, precision=Precision("float64"))
+    return Job(
+        batches.Masking,
+        batch,
+        F.mse_loss,
+        own_backwards.sgd,
+        global_batch=4,
+        precision=Precision("float64"),
+    )
 
 
 def alias_copied(c: Composition) -> Judged | None:

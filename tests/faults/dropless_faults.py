@@ -56,7 +56,9 @@ def rows_left_by_expert() -> AbstractContextManager[Any]:
 def combined_without_shares() -> AbstractContextManager[Any]:
     """The experts of a token count alike."""
     right = DIRECT[unroute]
-    return patch.dict(DIRECT, {unroute: lambda rows, chosen, share: right(rows, chosen, share * 0 + 0.5)})
+    return patch.dict(
+        DIRECT, {unroute: lambda rows, chosen, share: right(rows, chosen, share * 0 + 0.5)}
+    )
 
 
 def experts_without_tokens_keep_what_was_there() -> AbstractContextManager[Any]:

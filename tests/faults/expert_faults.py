@@ -1,4 +1,5 @@
-"""Faults in how devices share experts: changes of a finished plan, and wrong rewriting or running, which no plan shows."""
+"""Faults in how devices share experts: changes of a finished plan, and wrong rewriting or running, which no plan
+shows."""
 
 from __future__ import annotations
 
@@ -62,14 +63,21 @@ def experts_not_summed_over_dp(plan: Plan) -> Plan | None:
 
 def experts_are_replicas(plan: Plan) -> Plan | None:
     """The bucket of experts is said to be the same on all devices."""
-    return replace(plan, buckets=tuple(replace(b, parts=()) for b in plan.buckets)) if plan.experts else None
+    return (
+        replace(plan, buckets=tuple(replace(b, parts=()) for b in plan.buckets))
+        if plan.experts
+        else None
+    )
 
 
 def norm_of_own_experts(plan: Plan) -> Plan | None:
     """The norm is that of a device's own experts."""
     if not any(c.id == "norm" and set(c.over) & set(plan.experts) for c in plan.channels):
         return None
-    apart = [replace(c, over=tuple(a for a in c.over if a not in plan.experts)) if c.id == "norm" else c for c in plan.channels]
+    apart = [
+        replace(c, over=tuple(a for a in c.over if a not in plan.experts)) if c.id == "norm" else c
+        for c in plan.channels
+    ]
     return replace(plan, channels=tuple(apart))
 
 
@@ -78,7 +86,9 @@ def norm_counts_every_replica(plan: Plan) -> Plan | None:
     if not plan.experts:
         return None
     return first_part(
-        plan, lambda r, p: isinstance(p.op, SquaredNorm) and bool(p.op.once), lambda p: with_op(p, once=(), over=())
+        plan,
+        lambda r, p: isinstance(p.op, SquaredNorm) and bool(p.op.once),
+        lambda p: with_op(p, once=(), over=()),
     )
 
 
@@ -90,7 +100,9 @@ def norm_counts_experts_once(plan: Plan) -> Plan | None:
         assert isinstance(part.op, SquaredNorm)
         return with_op(part, once=(*part.op.once, *(b for b in part.op.buckets if b in mine)))
 
-    return first_part(plan, lambda r, p: isinstance(p.op, SquaredNorm) and bool(mine & set(p.op.buckets)), counted)
+    return first_part(
+        plan, lambda r, p: isinstance(p.op, SquaredNorm) and bool(mine & set(p.op.buckets)), counted
+    )
 
 
 def _exchange(part: Part) -> bool:
@@ -155,18 +167,29 @@ def tokens_among_replicas(plan: Plan) -> Plan | None:
     others = tuple(a for a in plan.replicated if a not in plan.experts)
     if not plan.experts or not others:
         return None
-    return replace(plan, channels=tuple(replace(c, over=others) if c.purpose == "expert" else c for c in plan.channels))
+    return replace(
+        plan,
+        channels=tuple(
+            replace(c, over=others) if c.purpose == "expert" else c for c in plan.channels
+        ),
+    )
 
 
 def exchange_of_no_experts(plan: Plan) -> Plan | None:
     """The plan does not say that its exchanges are those of tokens with experts."""
-    plain = tuple(replace(c, purpose="activation") if c.purpose == "expert" else c for c in plan.channels)
+    plain = tuple(
+        replace(c, purpose="activation") if c.purpose == "expert" else c for c in plan.channels
+    )
     return replace(plan, channels=plain) if plain != plan.channels else None
 
 
 def experts_forgotten(plan: Plan) -> Plan | None:
     """The plan does not say which chunks have experts of their own."""
-    return replace(plan, chunks=tuple(replace(c, experts="") for c in plan.chunks)) if plan.experts else None
+    return (
+        replace(plan, chunks=tuple(replace(c, experts="") for c in plan.chunks))
+        if plan.experts
+        else None
+    )
 
 
 def experts_along_no_axis(plan: Plan) -> Plan | None:
@@ -176,13 +199,22 @@ def experts_along_no_axis(plan: Plan) -> Plan | None:
 
 def experts_with_the_same_rows(plan: Plan) -> Plan | None:
     """Devices with different experts are given the same rows."""
-    return replace(plan, replicated=tuple(a for a in plan.replicated if a not in plan.experts)) if plan.experts else None
+    return (
+        replace(plan, replicated=tuple(a for a in plan.replicated if a not in plan.experts))
+        if plan.experts
+        else None
+    )
 
 
 def experts_along_another_dimension(plan: Plan) -> Plan | None:
     """Weights of experts are taken apart along their second dimension."""
     other = tuple(
-        replace(p, layout=tuple(replace(part, dim=1) if part.axis in plan.experts else part for part in p.layout))
+        replace(
+            p,
+            layout=tuple(
+                replace(part, dim=1) if part.axis in plan.experts else part for part in p.layout
+            ),
+        )
         for p in plan.params
     )
     return replace(plan, params=other) if other != plan.params else None
@@ -206,7 +238,11 @@ def _rewritten(c: Composition) -> Iterator[None]:
         captured = compositions.captured(c.model, c.precision)
         captured.shared.clear()
         store = captured.code
-        made = {code for code, recipe in store._recipes.items() if recipe.shardings or recipe.dispatch is not None}
+        made = {
+            code
+            for code, recipe in store._recipes.items()
+            if recipe.shardings or recipe.dispatch is not None
+        }
         for kept in (store._sharded, store._traced, store._joints):
             for key in [key for key in kept if key[0] in made]:
                 del kept[key]
@@ -246,7 +282,9 @@ def blocks_in_another_order(c: Composition) -> Judged | None:
 
     def reversed_(law: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
         got = right(law, given)
-        return [torch.cat(g.chunk(len(given))[::-1]) for g in got] if law.name == "AllToAll" else got
+        return (
+            [torch.cat(g.chunk(len(given))[::-1]) for g in got] if law.name == "AllToAll" else got
+        )
 
     with patch.object(inline, "collected", reversed_):
         return _judged(c) if _shared(c) else None
@@ -299,19 +337,24 @@ def gradients_of_own_rows(c: Composition) -> Judged | None:
         own = shape[self.rows] // degree
         mine = graph.call_method("narrow", (node, self.rows, 0, own))
         rest = graph.call_method("narrow", (node, self.rows, own, shape[self.rows] - own))
-        return graph.call_function(torch.cat, ((mine, graph.call_method("mul", (rest, 0))), self.rows))
+        return graph.call_function(
+            torch.cat, ((mine, graph.call_method("mul", (rest, 0))), self.rows)
+        )
 
     with _rewritten(c), patch.object(Dispatched, "taken", taken):
         return _judged(c) if _shared(c) else None
 
 
 def experts_averaged_over_ep(c: Composition) -> Judged | None:
-    """The gradients of experts are divided by the number of devices that share them, as if they were sums of replicas."""
+    """The gradients of experts are divided by the number of devices that share them, as if they were sums of
+    replicas."""
     right = scale_of
 
     def averaging(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
         scale, shared = right(part, op, rank), set(rank.plan.experts)
-        own = [rank.store.flat_grads[b] for b in op.buckets if shared & set(rank.plan.bucket(b).parts)]
+        own = [
+            rank.store.flat_grads[b] for b in op.buckets if shared & set(rank.plan.bucket(b).parts)
+        ]
 
         def averaged() -> float | torch.Tensor:
             for flat in own:

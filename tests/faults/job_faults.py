@@ -1,6 +1,7 @@
 """Faults before and beside a plan: what a front door could do wrong with a job. tests/faults/mutants.py tries them.
 
-Each runs a job wrongly and returns the run with what one device computes for the job; None where a case offers no place.
+Each runs a job wrongly and returns the run with what one device computes for the job; None where a case offers no
+place.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def _truth(c: Composition, job: Job) -> parity.Reference:
 
 def _rounded(tensor: Any) -> Any:
     """A tensor that has been float32 on its way."""
-    return tensor.float().to(tensor.dtype) if isinstance(tensor, Tensor) and tensor.is_floating_point() else tensor
+    return (
+        tensor.float().to(tensor.dtype)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point()
+        else tensor
+    )
 
 
 def checkpoint_cast(c: Composition) -> Judged | None:
@@ -47,7 +52,10 @@ def checkpoint_cast(c: Composition) -> Judged | None:
     job = compositions.job_of(c)
     generator = torch.Generator().manual_seed(1)
     state = job.model().state_dict()
-    wide = {n: t + 1e-3 * torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in state.items()}
+    wide = {
+        n: t + 1e-3 * torch.randn(t.shape, generator=generator, dtype=torch.float64)
+        for n, t in state.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         good, bad = Path(folder, "good.pt"), Path(folder, "bad.pt")
         torch.save(wide, good)
@@ -59,11 +67,16 @@ def batch_cast(c: Composition) -> Judged | None:
     """A batch in float64 is float32 on its way."""
     job = compositions.job_of(c)
     inputs, targets = job.batch(0, range(1))
-    if not any(isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves((inputs, targets))):
+    if not any(
+        isinstance(t, Tensor) and t.is_floating_point()
+        for t in pytree.tree_leaves((inputs, targets))
+    ):
         return None
 
     def fine(step: int, rows: range) -> Any:
-        return pytree.tree_map(lambda t: t.double() / 3 if t.is_floating_point() else t, job.batch(step, rows))
+        return pytree.tree_map(
+            lambda t: t.double() / 3 if t.is_floating_point() else t, job.batch(step, rows)
+        )
 
     def rough(step: int, rows: range) -> Any:
         return pytree.tree_map(_rounded, fine(step, rows))
@@ -82,12 +95,18 @@ def alias_apart(c: Composition) -> Judged | None:
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+                    setattr(
+                        module,
+                        name,
+                        nn.Parameter(parameter.detach().clone(), parameter.requires_grad),
+                    )
         return model
 
     split = replace(job, model=apart)
     compiled = piper.compile(split, compositions.strategy_of(replace(c, pp=1, schedule="default")))
-    run = piper.execute(compiled, steps=parity.STEPS, launcher="inline", memory=False, gradients=True)
+    run = piper.execute(
+        compiled, steps=parity.STEPS, launcher="inline", memory=False, gradients=True
+    )
     return run, _truth(c, job)
 
 

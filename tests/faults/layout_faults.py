@@ -29,7 +29,9 @@ def _with_channel_over(plan: Plan, bucket: Bucket, over: tuple[str, ...]) -> Pla
 
 def terms_not_summed(plan: Plan) -> Plan | None:
     """The gradients of norms are summed over replicas, and not over the devices that share tokens."""
-    found = next((b for b in plan.buckets if set(b.params) & set(_summed(plan)) and len(b.over) > 1), None)
+    found = next(
+        (b for b in plan.buckets if set(b.params) & set(_summed(plan)) and len(b.over) > 1), None
+    )
     over = () if found is None else tuple(a for a in found.over if a not in plan.shared)
     return None if found is None else _with_channel_over(plan, found, over)
 
@@ -39,7 +41,11 @@ def terms_unknown(plan: Plan) -> Plan | None:
     plan_ = terms_not_summed(plan)
     while plan_ is not None and (more := terms_not_summed(plan_)) is not None:
         plan_ = more
-    return None if plan_ is None else replace(plan_, params=tuple(replace(p, summed=()) for p in plan_.params))
+    return (
+        None
+        if plan_ is None
+        else replace(plan_, params=tuple(replace(p, summed=()) for p in plan_.params))
+    )
 
 
 def summed_twice(plan: Plan) -> Plan | None:
@@ -53,7 +59,10 @@ def terms_of_one_forgotten(plan: Plan) -> Plan | None:
     many = next((b for b in plan.buckets if len(set(b.params) & set(_summed(plan))) > 1), None)
     if many is None:
         return None
-    return replace(plan, params=tuple(replace(p, summed=()) if p.name == many.params[0] else p for p in plan.params))
+    return replace(
+        plan,
+        params=tuple(replace(p, summed=()) if p.name == many.params[0] else p for p in plan.params),
+    )
 
 
 def norm_counts_copies(plan: Plan) -> Plan | None:
@@ -69,14 +78,21 @@ def norm_counts_once_along_nothing(plan: Plan) -> Plan | None:
 def _with_norm(plan: Plan, **fields: Any) -> Plan | None:
     if not plan.shared:
         return None
-    return first_part(plan, lambda r, p: isinstance(p.op, SquaredNorm) and bool(p.op.once), lambda p: with_op(p, **fields))
+    return first_part(
+        plan,
+        lambda r, p: isinstance(p.op, SquaredNorm) and bool(p.op.once),
+        lambda p: with_op(p, **fields),
+    )
 
 
 def norm_of_own_parts(plan: Plan) -> Plan | None:
     """The norm is not summed over the devices that have parts."""
     if not any(c.id == "norm" and set(c.over) & set(plan.shared) for c in plan.channels):
         return None
-    apart = [replace(c, over=tuple(a for a in c.over if a not in plan.shared)) if c.id == "norm" else c for c in plan.channels]
+    apart = [
+        replace(c, over=tuple(a for a in c.over if a not in plan.shared)) if c.id == "norm" else c
+        for c in plan.channels
+    ]
     return replace(plan, channels=tuple(apart))
 
 
@@ -84,7 +100,9 @@ def _with_param(plan: Plan, wanted: Callable[[Any], bool], **fields: Any) -> Pla
     found = next((p for p in plan.params if p.layout and wanted(p.layout[0])), None)
     if found is None:
         return None
-    return replace(plan, params=tuple(replace(p, **fields) if p is found else p for p in plan.params))
+    return replace(
+        plan, params=tuple(replace(p, **fields) if p is found else p for p in plan.params)
+    )
 
 
 def outer_dropped(plan: Plan) -> Plan | None:
@@ -93,7 +111,10 @@ def outer_dropped(plan: Plan) -> Plan | None:
     if not names:
         return None
     blocks = tuple(
-        replace(p, layout=tuple(replace(part, outer=1) for part in p.layout)) if p.name in names else p for p in plan.params
+        replace(p, layout=tuple(replace(part, outer=1) for part in p.layout))
+        if p.name in names
+        else p
+        for p in plan.params
     )
     return replace(plan, params=blocks)
 
@@ -109,13 +130,17 @@ def along_the_other_dimension(plan: Plan) -> Plan | None:
     if found is None:
         return None
     (part,) = found.layout
-    return _with_param(plan, lambda p: p is part, layout=(replace(part, dim=1 - part.dim, outer=1),))
+    return _with_param(
+        plan, lambda p: p is part, layout=(replace(part, dim=1 - part.dim, outer=1),)
+    )
 
 
 def parts_forgotten(plan: Plan) -> Plan | None:
     """A bucket is said to be the same on all sharers."""
     found = next((b for b in plan.buckets if b.parts), None)
-    return found and replace(plan, buckets=tuple(replace(b, parts=()) if b is found else b for b in plan.buckets))
+    return found and replace(
+        plan, buckets=tuple(replace(b, parts=()) if b is found else b for b in plan.buckets)
+    )
 
 
 def sharers_forgotten(plan: Plan) -> Plan | None:
@@ -130,7 +155,9 @@ def sharers_are_replicas(plan: Plan) -> Plan | None:
 
 def _with_inside(plan: Plan, **fields: Any) -> Plan | None:
     inside = next((c for c in plan.channels if c.purpose == "tensor"), None)
-    return inside and replace(plan, channels=tuple(replace(c, **fields) if c is inside else c for c in plan.channels))
+    return inside and replace(
+        plan, channels=tuple(replace(c, **fields) if c is inside else c for c in plan.channels)
+    )
 
 
 def meeting_of_replicas(plan: Plan) -> Plan | None:
@@ -145,7 +172,9 @@ def _with_exchanges(
     chunks = []
     for chunk in plan.chunks:
         forward = chunk.steps["F"]
-        changed = replace(forward, collectives=change(forward.collectives)) if wanted(chunk) else forward
+        changed = (
+            replace(forward, collectives=change(forward.collectives)) if wanted(chunk) else forward
+        )
         chunks.append(replace(chunk, steps={**chunk.steps, "F": changed}))
     return replace(plan, chunks=tuple(chunks)) if tuple(chunks) != plan.chunks else None
 
@@ -154,7 +183,11 @@ def exchange_among_replicas(plan: Plan) -> Plan | None:
     """A step sums over replicas in place of sharers."""
     if not plan.replicated:
         return None
-    return _with_exchanges(plan, lambda c: True, lambda all_: tuple(replace(one, axis=plan.replicated[0]) for one in all_))
+    return _with_exchanges(
+        plan,
+        lambda c: True,
+        lambda all_: tuple(replace(one, axis=plan.replicated[0]) for one in all_),
+    )
 
 
 def exchange_left_out_of_a_layer(plan: Plan) -> Plan | None:
@@ -173,7 +206,10 @@ def weights_of_sharers(plan: Plan) -> Plan | None:
     """The weight of the loss is summed over sharers, who all have the same."""
     if not plan.shared or not any(c.purpose == "weight" for c in plan.channels):
         return None
-    wide = [replace(c, over=(*plan.shared, *c.over)) if c.purpose == "weight" else c for c in plan.channels]
+    wide = [
+        replace(c, over=(*plan.shared, *c.over)) if c.purpose == "weight" else c
+        for c in plan.channels
+    ]
     return replace(plan, channels=tuple(wide))
 
 

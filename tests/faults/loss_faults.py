@@ -1,7 +1,7 @@
 """Faults in how losses of microbatches become that of the whole batch. tests/faults/mutants.py tries them.
 
-Each compiles or runs a job of tests/helpers/losses.py with a rule changed, and returns the run with what plain PyTorch computes
-on the whole batch. Labels are unevenly ignored: microbatches, replicas and steps differ in how many count.
+Each compiles or runs a job of tests/helpers/losses.py with a rule changed, and returns the run with what plain PyTorch
+computes on the whole batch. Labels are unevenly ignored: microbatches, replicas and steps differ in how many count.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from tests.faults.job_faults import JobFault, Judged
 from tests.helpers import losses
 from tests.helpers.compositions import Composition
 
-REPLICAS = Strategy(Mesh(dp=2), (piper.split(piper.where(), microbatches=2), *recipes.data_parallel()))
+REPLICAS = Strategy(
+    Mesh(dp=2), (piper.split(piper.where(), microbatches=2), *recipes.data_parallel())
+)
 ENDS = Strategy(Mesh(pp=2), recipes.dualpipe(pp=2, microbatches=4))
 OTHER_IGNORED = "cross_entropy with another ignore_index"
 IGNORING, WEIGHED = "cross_entropy with ignore_index", "cross_entropy with class weights"
-CLAMPED, BESIDE = "(loss * mask).sum() / mask.sum().clamp(min=1)", "cross_entropy plus a mean over all"
+CLAMPED, BESIDE = (
+    "(loss * mask).sum() / mask.sum().clamp(min=1)",
+    "cross_entropy plus a mean over all",
+)
 
 
 def _of(c: Composition, name: str, strategy: Strategy = PARTS) -> Judged | None:
@@ -77,18 +82,29 @@ def ignoring(read: Any) -> Any:
 
 def _unchecked() -> Any:
     """Leave out the trial on numbers, which refuses the loss before anything is trained."""
-    return mock.patch("piper_compiler.capture.whole_batch.batch_loss.understood.LossTrial.adds_up", lambda *_: None)
+    return mock.patch(
+        "piper_compiler.capture.whole_batch.batch_loss.understood.LossTrial.adds_up",
+        lambda *_: None,
+    )
 
 
 def ignored_targets_counted(c: Composition) -> Judged | None:
     """Targets that are ignored count in the denominator."""
-    with miscounted(lambda right, build, target, ignored, weight: right(build, target, -1, weight)), _unchecked():
+    with (
+        miscounted(lambda right, build, target, ignored, weight: right(build, target, -1, weight)),
+        _unchecked(),
+    ):
         return _of(c, IGNORING)
 
 
 def class_weights_not_counted(c: Composition) -> Judged | None:
     """A weighted mean is divided by the number of targets, not by the sum of their weights."""
-    with miscounted(lambda right, build, target, ignored, weight: right(build, target, ignored, None)), _unchecked():
+    with (
+        miscounted(
+            lambda right, build, target, ignored, weight: right(build, target, ignored, None)
+        ),
+        _unchecked(),
+    ):
         return _of(c, WEIGHED)
 
 

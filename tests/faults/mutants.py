@@ -1,10 +1,10 @@
 """The mutation score: seeded faults in compiler and runtime, and which check catches each.
 
 `python -m tests.faults.mutants` prints the table. A compiler fault changes a finished plan: plan_faults.py,
-schedule_faults.py, sharding_faults.py, recompute_faults.py, layout_faults.py, expert_faults.py (peaks are computed after
-it). A runtime fault is one of runtime_faults.py, a job fault one of job_faults.py, sharer_faults.py, expert_faults.py,
-dropless_faults.py, backward_faults.py, loss_faults.py or state_faults.py. Each is tried on the cases below until `verify`
-or the parity suite objects. The exit code is 1 if a fault survives.
+schedule_faults.py, sharding_faults.py, recompute_faults.py, layout_faults.py, expert_faults.py (peaks are computed
+after it). A runtime fault is one of runtime_faults.py, a job fault one of job_faults.py, sharer_faults.py,
+expert_faults.py, dropless_faults.py, backward_faults.py, loss_faults.py or state_faults.py. Each is tried on the cases
+below until `verify` or the parity suite objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ CASES: tuple[Composition, ...] = (
     Composition("steered", 1, 4, 1, optimizer="adamw", clip=0.05, ep=4),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
-dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
-refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is not element-wise;
-ranks that share all states, or those of the optimizer; recomputation, with dropout and with split backwards; mixed precision;
-devices that share chunks: with their tokens, as stages, with fewer heads of keys than devices, with dropout, with uneven weights;
-devices that share tokens, with keys that go around in a ring;
-devices that share experts, each with rows of its own; such a mixture without a capacity, whose tokens all go to one device.
+dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch
+function that refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is
+not element-wise; ranks that share all states, or those of the optimizer; recomputation, with dropout and with split
+backwards; mixed precision; devices that share chunks: with their tokens, as stages, with fewer heads of keys than
+devices, with dropout, with uneven weights; devices that share tokens, with keys that go around in a ring; devices that
+share experts, each with rows of its own; such a mixture without a capacity, whose tokens all go to one device.
 """
 
 
@@ -80,7 +80,8 @@ def tolerance_of(case: Composition) -> float:
 
 @dataclass(frozen=True)
 class Mutant:
-    """`where`: "compiler", "runtime" or "job"; `change` of the first, the name of a fault of the second, `run` of the last."""
+    """`where`: "compiler", "runtime" or "job"; `change` of the first, the name of a fault of the second, `run` of the
+    last."""
 
     name: str
     where: str
@@ -91,8 +92,8 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """`verify`: the rules broken; `parity`: the first difference or error; both empty for a fault that survives. `case`: where
-    it was seen."""
+    """`verify`: the rules broken; `parity`: the first difference or error; both empty for a fault that survives.
+    `case`: where it was seen."""
 
     mutant: Mutant
     verify: str
@@ -111,7 +112,8 @@ def plan_of(case: Composition) -> Plan:
 
 
 def judge(mutant: Mutant, by_all: bool = True, cases: Sequence[Composition] = CASES) -> Result:
-    """Try a fault on the cases until it is caught, by `verify` and the parity suite or else by the first that catches it.
+    """Try a fault on the cases until it is caught, by `verify` and the parity suite or else by the first that catches
+    it.
 
     ValueError when no case offers a place for it.
     """
@@ -126,7 +128,11 @@ def judge(mutant: Mutant, by_all: bool = True, cases: Sequence[Composition] = CA
         if plan is None:
             continue
         tried = True
-        rules = ", ".join(dict.fromkeys(v.rule for v in check(plan))) if mutant.change is not None else ""
+        rules = (
+            ", ".join(dict.fromkeys(v.rule for v in check(plan)))
+            if mutant.change is not None
+            else ""
+        )
         seen = _parity(mutant, case, plan) if by_all or not rules else ""
         if rules or seen:
             return Result(mutant, rules, seen, str(case))
@@ -168,7 +174,9 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
             run = compositions.run(case, plan)
         except PiperError as e:
             return f"{type(e).__name__}: {str(e).splitlines()[0]}"
-    found = parity.differences(parity.RunOutcome.of(run), compositions.expected(case), tolerance_of(case))
+    found = parity.differences(
+        parity.RunOutcome.of(run), compositions.expected(case), tolerance_of(case)
+    )
     return str(found[0]) if found else ""
 
 
@@ -186,12 +194,15 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def table(results: Iterable[Result]) -> str:
-    """One line per fault: where it is, what it is, the rules of `verify` that it breaks, and what the parity suite sees first."""
+    """One line per fault: where it is, what it is, the rules of `verify` that it breaks, and what the parity suite sees
+    first."""
     lines = [f"{'fault':<26} {'in':<9} {'verify':<30} parity"]
     for r in results:
         seen = r.parity if len(r.parity) < 110 else r.parity[:107] + "..."
         fate = "" if r.caught else f"  SURVIVES: {r.mutant.about}"
-        lines.append(f"{r.mutant.name:<26} {r.mutant.where:<9} {r.verify or '-':<30} {seen or '-'}{fate}")
+        lines.append(
+            f"{r.mutant.name:<26} {r.mutant.where:<9} {r.verify or '-':<30} {seen or '-'}{fate}"
+        )
     return "\n".join(lines)
 
 
@@ -201,7 +212,10 @@ def main() -> int:
     results = [judge(m) for m in MUTANTS]
     caught = sum(r.caught for r in results)
     print(table(results))
-    print(f"\n{caught} of {len(results)} faults are caught ({sum(bool(r.verify) for r in results)} of them by verify)")
+    print(
+        f"\n{caught} of {len(results)} faults are caught ({sum(bool(r.verify) for r in results)} "
+        f"of them by verify)"
+    )
     return 0 if caught == len(results) else 1
 
 

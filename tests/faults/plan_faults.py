@@ -1,4 +1,5 @@
-"""Faults of a compiler: changes of a finished plan, as a wrong pass would have made it. tests/faults/mutants.py tries them."""
+"""Faults of a compiler: changes of a finished plan, as a wrong pass would have made it. tests/faults/mutants.py tries
+them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,12 @@ def no_receive_wait(plan: Plan) -> Plan | None:
 def no_send_wait(plan: Plan) -> Plan | None:
     """Sends do not wait for what they send."""
     roles = [
-        replace(r, program=tuple(replace(i, waits=()) if isinstance(i.parts[0].op, Send) else i for i in r.program))
+        replace(
+            r,
+            program=tuple(
+                replace(i, waits=()) if isinstance(i.parts[0].op, Send) else i for i in r.program
+            ),
+        )
         for r in plan.roles
     ]
     return replace(plan, roles=tuple(roles)) if tuple(roles) != plan.roles else None
@@ -56,7 +62,10 @@ def no_reduction_wait(plan: Plan) -> Plan | None:
     for role in plan.roles:
         streams = {i.stream for i in role.program if bucket_of(i)}
         program = [
-            replace(i, waits=tuple(w for w in i.waits if w[0] not in streams)) if i.stream == COMPUTE else i for i in role.program
+            replace(i, waits=tuple(w for w in i.waits if w[0] not in streams))
+            if i.stream == COMPUTE
+            else i
+            for i in role.program
         ]
         hit = hit or tuple(program) != role.program
         out = with_program(out, role, program)
@@ -71,9 +80,15 @@ def reduce_early(plan: Plan) -> Plan | None:
     out = plan
     for role in [r for r in plan.roles if r.role in buckets[0].roles]:
         k = reduction(role, buckets[0].id)
-        last = [k for k, i in enumerate(role.program) if any(p.mb == plan.microbatches - 1 and is_step(p, "W") for p in i.parts)]
+        last = [
+            k
+            for k, i in enumerate(role.program)
+            if any(p.mb == plan.microbatches - 1 and is_step(p, "W") for p in i.parts)
+        ]
         waits = ((COMPUTE, sum(i.stream == COMPUTE for i in role.program[: last[0]])),)
-        out = with_program(out, role, inserted(without(role, k), last[0], replace(role.program[k], waits=waits)))
+        out = with_program(
+            out, role, inserted(without(role, k), last[0], replace(role.program[k], waits=waits))
+        )
     return out
 
 
@@ -86,26 +101,54 @@ def free_early(plan: Plan) -> Plan | None:
     def saved(part: Part) -> list[str]:
         return [v for v in part.writes if ":saved" in v]
 
-    return first_part(plan, lambda r, p: is_step(p, "F") and bool(saved(p)), lambda p: replace(p, frees=(*p.frees, saved(p)[0])))
+    return first_part(
+        plan,
+        lambda r, p: is_step(p, "F") and bool(saved(p)),
+        lambda p: replace(p, frees=(*p.frees, saved(p)[0])),
+    )
 
 
 def free_never(plan: Plan) -> Plan | None:
     """A value is not freed."""
-    return first_part(plan, lambda r, p: is_step(p, "W") and bool(p.frees), lambda p: replace(p, frees=p.frees[1:]))
+    return first_part(
+        plan,
+        lambda r, p: is_step(p, "W") and bool(p.frees),
+        lambda p: replace(p, frees=p.frees[1:]),
+    )
 
 
 def free_twice(plan: Plan) -> Plan | None:
     """A value is freed by its last reader and again by Update."""
-    home, victim = next((r, p.frees[0]) for r, _, i in plan.instructions() for p in i.parts if p.frees)
-    return first_part(plan, lambda r, p: isinstance(p.op, Update) and r is home, lambda p: replace(p, frees=(*p.frees, victim)))
+    home, victim = next(
+        (r, p.frees[0]) for r, _, i in plan.instructions() for p in i.parts if p.frees
+    )
+    return first_part(
+        plan,
+        lambda r, p: isinstance(p.op, Update) and r is home,
+        lambda p: replace(p, frees=(*p.frees, victim)),
+    )
 
 
 def free_while_sent(plan: Plan) -> Plan | None:
     """What is being sent is freed by its writer."""
-    sent = {v for _, _, i in plan.instructions() if isinstance(i.parts[0].op, Send) for v in i.parts[0].reads}
-    early = {v for _, _, i in plan.instructions() for p in i.parts if is_step(p, "F") for v in p.writes if v in sent}
+    sent = {
+        v
+        for _, _, i in plan.instructions()
+        if isinstance(i.parts[0].op, Send)
+        for v in i.parts[0].reads
+    }
+    early = {
+        v
+        for _, _, i in plan.instructions()
+        for p in i.parts
+        if is_step(p, "F")
+        for v in p.writes
+        if v in sent
+    }
     out = every_part(
-        plan, lambda r, p: bool(early & {*p.writes}), lambda p: replace(p, frees=(*p.frees, *(v for v in p.writes if v in early)))
+        plan,
+        lambda r, p: bool(early & {*p.writes}),
+        lambda p: replace(p, frees=(*p.frees, *(v for v in p.writes if v in early))),
     )
     if out is None:
         return None
@@ -137,31 +180,54 @@ def _swap_values(plan: Plan, a: str, b: str, wanted: Callable[[Part], bool]) -> 
 def wrong_skip_tensor(plan: Plan) -> Plan | None:
     """Two values of equal shape that one role sends change places."""
     for role in plan.roles:
-        sent = [i.parts[0].reads[0] for i in role.program if isinstance(i.parts[0].op, Send) and i.parts[0].mb == 0]
+        sent = [
+            i.parts[0].reads[0]
+            for i in role.program
+            if isinstance(i.parts[0].op, Send) and i.parts[0].mb == 0
+        ]
         for a, b in pairwise(sent):
-            if plan.values[a].spec == plan.values[b].spec and plan.values[a].category == plan.values[b].category:
+            if (
+                plan.values[a].spec == plan.values[b].spec
+                and plan.values[a].category == plan.values[b].category
+            ):
                 return _swap_values(plan, a, b, lambda p: isinstance(p.op, Send))
     return None
 
 
 def stale_saved_tensor(plan: Plan) -> Plan | None:
     """Backwards of microbatches 0 and 1 read each other's saved tensors."""
-    saved = [v for v in plan.values if ":saved" in v and v.endswith("@0") and f"{v[:-1]}1" in plan.values]
-    return _swap_values(plan, saved[0], f"{saved[0][:-1]}1", lambda p: is_step(p, "W") or is_step(p, "I")) if saved else None
+    saved = [
+        v for v in plan.values if ":saved" in v and v.endswith("@0") and f"{v[:-1]}1" in plan.values
+    ]
+    return (
+        _swap_values(
+            plan, saved[0], f"{saved[0][:-1]}1", lambda p: is_step(p, "W") or is_step(p, "I")
+        )
+        if saved
+        else None
+    )
 
 
 def swap_inputs(plan: Plan) -> Plan | None:
     """Microbatches 0 and 1 load each other's inputs, not their targets."""
 
     def input_of_two(role: RolePlan, part: Part) -> bool:
-        return isinstance(part.op, Load) and part.op.tensor.startswith("inputs") and part.mb in (0, 1)
+        return (
+            isinstance(part.op, Load) and part.op.tensor.startswith("inputs") and part.mb in (0, 1)
+        )
 
-    return every_part(plan, input_of_two, lambda p: replace(p, mb=1 - p.mb)) if plan.microbatches > 1 else None
+    return (
+        every_part(plan, input_of_two, lambda p: replace(p, mb=1 - p.mb))
+        if plan.microbatches > 1
+        else None
+    )
 
 
 def same_rows(plan: Plan) -> Plan | None:
     """Every microbatch loads the rows of the first."""
-    return every_part(plan, lambda r, p: isinstance(p.op, Load) and p.mb > 0, lambda p: replace(p, mb=0))
+    return every_part(
+        plan, lambda r, p: isinstance(p.op, Load) and p.mb > 0, lambda p: replace(p, mb=0)
+    )
 
 
 def crossed_channel(plan: Plan) -> Plan | None:
@@ -188,14 +254,18 @@ def lose_operand(plan: Plan) -> Plan | None:
 
 def double_operand(plan: Plan) -> Plan | None:
     """A sum of gradients takes one operand twice."""
-    return every_part(plan, _sums_gradients, lambda p: replace(p, reads=(p.reads[0],) * len(p.reads)))
+    return every_part(
+        plan, _sums_gradients, lambda p: replace(p, reads=(p.reads[0],) * len(p.reads))
+    )
 
 
 # --- compute
 
 
 def _without_part(plan: Plan, wanted: Callable[[Part], bool]) -> Plan | None:
-    for role, k, instr in instructions(plan, lambda i: len(i.parts) > 1 and any(wanted(p) for p in i.parts)):
+    for role, k, instr in instructions(
+        plan, lambda i: len(i.parts) > 1 and any(wanted(p) for p in i.parts)
+    ):
         gone = next(p for p in instr.parts if wanted(p))
         kept = [p for p in instr.parts if p is not gone]
         kept[-1] = replace(kept[-1], frees=(*kept[-1].frees, *gone.frees))
@@ -219,14 +289,20 @@ def repeat_weight_gradient(plan: Plan) -> Plan | None:
 
 def seed_without_scale(plan: Plan) -> Plan | None:
     """The loss of a microbatch counts in full."""
-    return every_part(plan, lambda r, p: isinstance(p.op, Seed) and p.op.value != 1, lambda p: with_op(p, value=1.0))
+    return every_part(
+        plan,
+        lambda r, p: isinstance(p.op, Seed) and p.op.value != 1,
+        lambda p: with_op(p, value=1.0),
+    )
 
 
 def seed_without_replicas(plan: Plan) -> Plan | None:
     """The mean is over the microbatches of one replica."""
     if plan.replicas == 1 or plan.loss_kind == "sum":
         return None
-    return every_part(plan, lambda r, p: isinstance(p.op, Seed), lambda p: with_op(p, value=1 / plan.microbatches))
+    return every_part(
+        plan, lambda r, p: isinstance(p.op, Seed), lambda p: with_op(p, value=1 / plan.microbatches)
+    )
 
 
 def buffer_order(plan: Plan) -> Plan | None:
@@ -235,7 +311,10 @@ def buffer_order(plan: Plan) -> Plan | None:
         return None
     for role in plan.roles:
         for k, (a, b) in enumerate(pairwise(role.program)):
-            if all(i.stream == COMPUTE and not i.allocs_after and any(is_step(p, "F") for p in i.parts) for i in (a, b)):
+            if all(
+                i.stream == COMPUTE and not i.allocs_after and any(is_step(p, "F") for p in i.parts)
+                for i in (a, b)
+            ):
                 return with_program(plan, role, [*role.program[:k], b, a, *role.program[k + 2 :]])
     return None
 
@@ -259,7 +338,9 @@ def double_reduction(plan: Plan) -> Plan | None:
     return _reductions(plan, buckets[-1].id, again) if buckets else None
 
 
-def _reductions(plan: Plan, bucket: str, change: Callable[[RolePlan, int], list[Instr]], most: int = 99) -> Plan:
+def _reductions(
+    plan: Plan, bucket: str, change: Callable[[RolePlan, int], list[Instr]], most: int = 99
+) -> Plan:
     out = plan
     for role in [r for r in plan.roles if r.role in plan.bucket(bucket).roles][:most]:
         k = reduction(role, bucket)
@@ -276,18 +357,29 @@ def lonely_reduction(plan: Plan) -> Plan | None:
 def reduce_over_roles_only(plan: Plan) -> Plan | None:
     """The reduction of a tied parameter leaves out the replicas."""
     wrong = {c.id for c in plan.channels if c.purpose == "reduce" and c.over and len(c.roles) > 1}
-    return replace(plan, channels=tuple(replace(c, over=()) if c.id in wrong else c for c in plan.channels)) if wrong else None
+    return (
+        replace(
+            plan, channels=tuple(replace(c, over=()) if c.id in wrong else c for c in plan.channels)
+        )
+        if wrong
+        else None
+    )
 
 
 def reductions_in_other_order(plan: Plan) -> Plan | None:
     """One member of a channel reduces two buckets in the other order."""
     for channel in plan.channels:
         first = plan.role(channel.roles[0])
-        used = [k for k, i in enumerate(first.program) if bucket_of(i) and channel_of(i) == channel.id]
+        used = [
+            k for k, i in enumerate(first.program) if bucket_of(i) and channel_of(i) == channel.id
+        ]
         if len(channel.roles) > 1 and len(used) > 1:
             program = list(first.program)
             a, b = program[used[0]], program[used[1]]
-            program[used[0]], program[used[1]] = replace(a, parts=b.parts, waits=b.waits), replace(b, parts=a.parts)
+            program[used[0]], program[used[1]] = (
+                replace(a, parts=b.parts, waits=b.waits),
+                replace(b, parts=a.parts),
+            )
             return with_program(plan, first, program)
     return None
 
@@ -298,7 +390,9 @@ def tied_copies_apart(plan: Plan) -> Plan | None:
     if not tied:
         return None
     out = _reductions(plan, tied[0], lambda role, k: without(role, k))
-    return replace(out, buckets=tuple(replace(b, channel="") if b.id == tied[0] else b for b in plan.buckets))
+    return replace(
+        out, buckets=tuple(replace(b, channel="") if b.id == tied[0] else b for b in plan.buckets)
+    )
 
 
 def forget_bucket(plan: Plan) -> Plan | None:
@@ -326,7 +420,9 @@ def forget_weight(plan: Plan) -> Plan | None:
     def divides(role: RolePlan, part: Part) -> bool:
         return isinstance(part.op, Update) and part.op.weighted
 
-    return every_part(plan, divides, lambda p: with_op(replace(p, reads=p.reads[1:]), weighted=False))
+    return every_part(
+        plan, divides, lambda p: with_op(replace(p, reads=p.reads[1:]), weighted=False)
+    )
 
 
 def tied_twice_in_norm(plan: Plan) -> Plan | None:
@@ -337,7 +433,12 @@ def tied_twice_in_norm(plan: Plan) -> Plan | None:
         if isinstance(op, SquaredNorm):
             more = tuple(b.id for b in tied if role.role in b.roles and b.id not in op.buckets)
             if more:
-                return with_instr(plan, role, k, replace(instr, parts=(with_op(instr.parts[0], buckets=(*op.buckets, *more)),)))
+                return with_instr(
+                    plan,
+                    role,
+                    k,
+                    replace(instr, parts=(with_op(instr.parts[0], buckets=(*op.buckets, *more)),)),
+                )
     return None
 
 
@@ -346,7 +447,9 @@ def norm_before_reduction(plan: Plan) -> Plan | None:
     for role, k, instr in instructions(plan, lambda i: isinstance(i.parts[0].op, SquaredNorm)):
         first = next((n for n, i in enumerate(role.program) if bucket_of(i)), k)
         if first < k:
-            return with_program(plan, role, inserted(without(role, k), first, replace(instr, waits=())))
+            return with_program(
+                plan, role, inserted(without(role, k), first, replace(instr, waits=()))
+            )
     return None
 
 
@@ -364,7 +467,9 @@ def wrong_group(plan: Plan) -> Plan | None:
     groups = {b.group for b in plan.buckets}
     if len(groups) < 2:
         return None
-    first = replace(plan.buckets[0], group=next(g for g in sorted(groups) if g != plan.buckets[0].group))
+    first = replace(
+        plan.buckets[0], group=next(g for g in sorted(groups) if g != plan.buckets[0].group)
+    )
     return replace(plan, buckets=(first, *plan.buckets[1:]))
 
 
@@ -376,16 +481,23 @@ def wrong_rank_order(plan: Plan) -> Plan | None:
     if len(plan.roles) < 2:
         return None
     a, b = plan.roles[0], plan.roles[1]
-    return replace(plan, roles=(replace(a, ranks=b.ranks), replace(b, ranks=a.ranks), *plan.roles[2:]))
+    return replace(
+        plan, roles=(replace(a, ranks=b.ranks), replace(b, ranks=a.ranks), *plan.roles[2:])
+    )
 
 
 def lost_parameter(plan: Plan) -> Plan | None:
     """A role does not hold a parameter that it reads."""
     for role in plan.roles:
         for state in role.states:
-            if state.id.startswith("param:") and state.id.removeprefix("param:") in {b.id for b in plan.buckets}:
+            if state.id.startswith("param:") and state.id.removeprefix("param:") in {
+                b.id for b in plan.buckets
+            }:
                 states = tuple(s for s in role.states if s.id != state.id)
-                return replace(plan, roles=tuple(replace(r, states=states) if r is role else r for r in plan.roles))
+                return replace(
+                    plan,
+                    roles=tuple(replace(r, states=states) if r is role else r for r in plan.roles),
+                )
     return None
 
 
@@ -404,14 +516,20 @@ def _with_bucket(plan: Plan, n: int, **changes: str) -> Plan:
 
 def lost_master(plan: Plan) -> Plan | None:
     """A role has no master of parameters that it computes with in a narrower dtype."""
-    roles = [replace(r, states=tuple(s for s in r.states if s.category != "master")) for r in plan.roles]
+    roles = [
+        replace(r, states=tuple(s for s in r.states if s.category != "master")) for r in plan.roles
+    ]
     return None if _mastered(plan) is None else replace(plan, roles=tuple(roles))
 
 
 def narrow_master(plan: Plan) -> Plan | None:
     """The optimizer updates the parameters in the dtype of forward and backward."""
     n = _mastered(plan)
-    return None if n is None else _with_bucket(plan, n, dtype=plan.buckets[n].compute_dtype, compute="")
+    return (
+        None
+        if n is None
+        else _with_bucket(plan, n, dtype=plan.buckets[n].compute_dtype, compute="")
+    )
 
 
 def narrow_gradients(plan: Plan) -> Plan | None:
@@ -427,11 +545,21 @@ def wide_copy(plan: Plan) -> Plan | None:
         return None
     plan, sizes = _with_bucket(plan, n, compute=""), flat_bytes(plan.buckets[n])
     states = [
-        [replace(s, nbytes=sizes["master"]) if (s.category, s.name) == ("param", plan.buckets[n].id) else s for s in r.states]
+        [
+            replace(s, nbytes=sizes["master"])
+            if (s.category, s.name) == ("param", plan.buckets[n].id)
+            else s
+            for s in r.states
+        ]
         for r in plan.roles
     ]
-    kept = [[s for s in of if (s.category, s.name) != ("master", plan.buckets[n].id)] for of in states]
-    return replace(plan, roles=tuple(replace(r, states=tuple(s)) for r, s in zip(plan.roles, kept, strict=True)))
+    kept = [
+        [s for s in of if (s.category, s.name) != ("master", plan.buckets[n].id)] for of in states
+    ]
+    return replace(
+        plan,
+        roles=tuple(replace(r, states=tuple(s)) for r, s in zip(plan.roles, kept, strict=True)),
+    )
 
 
 COMPILER: tuple[Change, ...] = (

@@ -1,4 +1,5 @@
-"""Faults of a compiler that recomputes: changes of a finished plan that has R parts. tests/faults/mutants.py tries them."""
+"""Faults of a compiler that recomputes: changes of a finished plan that has R parts. tests/faults/mutants.py tries
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def recompute_never(plan: Plan) -> Plan | None:
     """R does not make again what F did not keep."""
     for role, k, instr in instructions(plan, lambda i: _split(i) >= 0 and len(i.parts) > 1):
         n = _split(instr)
-        return with_instr(plan, role, k, replace(instr, parts=(*instr.parts[:n], *instr.parts[n + 1 :])))
+        return with_instr(
+            plan, role, k, replace(instr, parts=(*instr.parts[:n], *instr.parts[n + 1 :]))
+        )
     return None
 
 
@@ -41,7 +44,9 @@ def recompute_twice(plan: Plan) -> Plan | None:
     """R runs twice in a microbatch."""
     for role, k, instr in instructions(plan, lambda i: _split(i) >= 0):
         n = _split(instr)
-        return with_instr(plan, role, k, replace(instr, parts=(*instr.parts[: n + 1], *instr.parts[n:])))
+        return with_instr(
+            plan, role, k, replace(instr, parts=(*instr.parts[: n + 1], *instr.parts[n:]))
+        )
     return None
 
 
@@ -55,10 +60,14 @@ def recompute_of_another(plan: Plan) -> Plan | None:
         return f"{head}@{(mb + 1) % plan.microbatches}{tail}" if mark else name
 
     def wanted(role: RolePlan, part: Part) -> bool:
-        return _again(part) and any(other(v, part.mb) != v and other(v, part.mb) in plan.values for v in part.reads)
+        return _again(part) and any(
+            other(v, part.mb) != v and other(v, part.mb) in plan.values for v in part.reads
+        )
 
     def change(part: Part) -> Part:
-        reads = tuple(v if other(v, part.mb) not in plan.values else other(v, part.mb) for v in part.reads)
+        reads = tuple(
+            v if other(v, part.mb) not in plan.values else other(v, part.mb) for v in part.reads
+        )
         return replace(part, reads=reads, frees=tuple(v for v in part.frees if v not in part.reads))
 
     return first_part(plan, wanted, change)
@@ -77,10 +86,20 @@ def keep_and_recompute(plan: Plan) -> Plan | None:
     """F keeps what R makes again, too: the memory is not saved, and two parts write a tensor."""
     found: dict[str, tuple[str, ...]] = {}
     for _, _, instr in plan.instructions():
-        found.update({f"{p.op.chunk}@{p.mb}": p.writes for p in instr.parts if _again(p) and isinstance(p.op, Compute)})
+        found.update(
+            {
+                f"{p.op.chunk}@{p.mb}": p.writes
+                for p in instr.parts
+                if _again(p) and isinstance(p.op, Compute)
+            }
+        )
 
     def wanted(role: RolePlan, part: Part) -> bool:
-        return isinstance(part.op, Compute) and part.op.step == "F" and f"{part.op.chunk}@{part.mb}" in found
+        return (
+            isinstance(part.op, Compute)
+            and part.op.step == "F"
+            and f"{part.op.chunk}@{part.mb}" in found
+        )
 
     def change(part: Part) -> Part:
         assert isinstance(part.op, Compute)
@@ -89,7 +108,9 @@ def keep_and_recompute(plan: Plan) -> Plan | None:
     def more(chunk: Chunk) -> Chunk:
         if "R" not in chunk.steps:
             return chunk
-        forward = replace(chunk.steps["F"], writes=(*chunk.steps["F"].writes, *chunk.steps["R"].writes))
+        forward = replace(
+            chunk.steps["F"], writes=(*chunk.steps["F"].writes, *chunk.steps["R"].writes)
+        )
         return replace(chunk, steps={**chunk.steps, "F": forward})
 
     changed = every_part(plan, wanted, change)

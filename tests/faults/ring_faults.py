@@ -27,7 +27,9 @@ def places_swapped() -> AbstractContextManager[Any]:
     right = conversions._selected
 
     def swapped(emit: Any, split: fx.Node, dim: int, axis: str) -> fx.Node:
-        with patch.object(conversions, "Coordinate", lambda axis, mirrored=False: Coordinate(axis, not mirrored)):
+        with patch.object(
+            conversions, "Coordinate", lambda axis, mirrored=False: Coordinate(axis, not mirrored)
+        ):
             return right(emit, split, dim, axis)
 
     return patch.object(conversions, "_selected", swapped)
@@ -49,7 +51,11 @@ def gradients_of_keys_not_returned() -> AbstractContextManager[Any]:
 
     def moved(steps: Any, x: fx.Node) -> fx.Node:
         made = right(steps, x)
-        sent = [n for n in made.graph.nodes if n.target is shift and n.meta["partitioner_tag"] == "is_backward"]
+        sent = [
+            n
+            for n in made.graph.nodes
+            if n.target is shift and n.meta["partitioner_tag"] == "is_backward"
+        ]
         return x if len(sent) == 2 * steps.place.degree - 1 else made
 
     return patch.object(_Steps, "moved", moved)

@@ -17,7 +17,19 @@ from unittest.mock import patch
 import torch
 
 from piper_ir.plan.plan import COMPUTE, Instr, Part
-from piper_ir.program.ops import COMM, Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, Update
+from piper_ir.program.ops import (
+    COMM,
+    Add,
+    Collective,
+    Compute,
+    Fold,
+    Fresh,
+    Load,
+    Recv,
+    Seed,
+    Send,
+    Update,
+)
 from piper_ir.program.program import Chunk, Step
 from piper_ops import DrawsOfCall
 from piper_runtime.rank.batches.batches import microbatch_rows
@@ -47,7 +59,9 @@ class Fault:
         part, operand = self.part, self.operand
         return Binder(
             correct.part if part is None else lambda p, rank: part(p, rank, correct.part),
-            correct.operand if operand is None else lambda p, rank: operand(p, rank, correct.operand),
+            correct.operand
+            if operand is None
+            else lambda p, rank: operand(p, rank, correct.operand),
             self.instr or correct.instr,
         )
 
@@ -145,14 +159,23 @@ def _stale_replica(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.plan.replica_of(rank.rank) == 0:
         return run
-    return _undone(run, [flat for b in part.op.buckets for flat in (rank.store.flat_params[b], rank.store.own_masters[b])])
+    return _undone(
+        run,
+        [
+            flat
+            for b in part.op.buckets
+            for flat in (rank.store.flat_params[b], rank.store.own_masters[b])
+        ],
+    )
 
 
 def _stale_copies(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Update):
         return run
-    return _undone(run, [t for b, t in rank.store.own_params.items() if t is not rank.store.own_masters[b]])
+    return _undone(
+        run, [t for b, t in rank.store.own_params.items() if t is not rank.store.own_masters[b]]
+    )
 
 
 def _stale_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
@@ -160,12 +183,17 @@ def _stale_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Update):
         return run
-    return _undone(run, [t for b, t in rank.store.own_masters.items() if t is not rank.store.own_params[b]])
+    return _undone(
+        run, [t for b, t in rank.store.own_masters.items() if t is not rank.store.own_params[b]]
+    )
 
 
 def _no_master(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     """The optimizer updates parameters that have no more digits than bfloat16."""
-    run, masters = bind(part, rank), [t for b, t in rank.store.own_masters.items() if t is not rank.store.own_params[b]]
+    run, masters = (
+        bind(part, rank),
+        [t for b, t in rank.store.own_masters.items() if t is not rank.store.own_params[b]],
+    )
     return _rounded(run, masters) if isinstance(part.op, Update) else run
 
 
@@ -205,7 +233,8 @@ def _rounded(run: Thunk, tensors: list[torch.Tensor]) -> Thunk:
 
 
 def _dead_kernel(part: Part, rank: RankState, bind: BindPart, *, flat: bool) -> Thunk:
-    """An update of an optimizer that runs on whole buckets (`flat`), or of another, moves no whole vector of a bucket."""
+    """An update of an optimizer that runs on whole buckets (`flat`), or of another, moves no whole vector of a
+    bucket."""
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.optimizer.flat != flat:
         return run
@@ -222,7 +251,11 @@ def _dead_kernel(part: Part, rank: RankState, bind: BindPart, *, flat: bool) -> 
 
 
 def _swap_inputs(part: Part, rank: RankState, bind: BindPart) -> Thunk:
-    if isinstance(part.op, Load) and part.op.tensor.startswith("inputs") and rank.plan.microbatches > 1:
+    if (
+        isinstance(part.op, Load)
+        and part.op.tensor.startswith("inputs")
+        and rank.plan.microbatches > 1
+    ):
         part = replace(part, mb=part.mb ^ 1 if part.mb ^ 1 < rank.plan.microbatches else part.mb)
     return bind(part, rank)
 
@@ -291,11 +324,18 @@ def _lose_last_gradient(part: Part, rank: RankState, bind: BindPart) -> Thunk:
 
 def _lose_tied_gradient(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     shared = {n for b in rank.store.buckets if rank.role.role != b.roles[0] for n in b.params}
-    return _undone(bind(part, rank), [t for n, t in _accumulators(part, rank).items() if n in shared])
+    return _undone(
+        bind(part, rank), [t for n, t in _accumulators(part, rank).items() if n in shared]
+    )
 
 
 def _short_add(part: Part, rank: RankState, bind: BindPart) -> Thunk:
-    return bind(replace(part, reads=part.reads[:-1]) if isinstance(part.op, Add) and len(part.reads) > 1 else part, rank)
+    return bind(
+        replace(part, reads=part.reads[:-1])
+        if isinstance(part.op, Add) and len(part.reads) > 1
+        else part,
+        rank,
+    )
 
 
 def _free_early(part: Part, rank: RankState, bind: BindPart) -> Thunk:
@@ -326,7 +366,11 @@ def _free_twice(part: Part, rank: RankState, bind: BindPart) -> Thunk:
 
 def _reuse_random(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
-    if not isinstance(part.op, Compute) or part.op.step != "F" or not rank.plan.chunk(part.op.chunk).random:
+    if (
+        not isinstance(part.op, Compute)
+        or part.op.step != "F"
+        or not rank.plan.chunk(part.op.chunk).random
+    ):
         return run
 
     def unseeded() -> None:
@@ -339,7 +383,9 @@ def _reuse_random(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     return unseeded
 
 
-def _drawn_by(change: Callable[[DrawsOfCall, Chunk], DrawsOfCall]) -> Callable[[Part, RankState, BindPart], Thunk]:
+def _drawn_by(
+    change: Callable[[DrawsOfCall, Chunk], DrawsOfCall],
+) -> Callable[[Part, RankState, BindPart], Thunk]:
     """Return a fault of what random numbers depend on."""
 
     def fault(part: Part, rank: RankState, bind: BindPart) -> Thunk:
@@ -349,7 +395,11 @@ def _drawn_by(change: Callable[[DrawsOfCall, Chunk], DrawsOfCall]) -> Callable[[
 
         def otherwise() -> None:
             right = parts.drawing_of
-            with patch.object(parts, "drawing_of", lambda plan, chunk, *more: change(right(plan, chunk, *more), chunk)):
+            with patch.object(
+                parts,
+                "drawing_of",
+                lambda plan, chunk, *more: change(right(plan, chunk, *more), chunk),
+            ):
                 run()
 
         return otherwise
@@ -359,11 +409,17 @@ def _drawn_by(change: Callable[[DrawsOfCall, Chunk], DrawsOfCall]) -> Callable[[
 
 def _other_mask(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run, values = bind(part, rank), rank.store.values
-    if not isinstance(part.op, Compute) or part.op.step not in ("I", "W") or not rank.plan.chunk(part.op.chunk).random:
+    if (
+        not isinstance(part.op, Compute)
+        or part.op.step not in ("I", "W")
+        or not rank.plan.chunk(part.op.chunk).random
+    ):
         return run
 
     def other() -> None:
-        values.update({v: values[v].roll(1, 0) for v in part.reads if values[v].dtype == torch.bool})
+        values.update(
+            {v: values[v].roll(1, 0) for v in part.reads if values[v].dtype == torch.bool}
+        )
         run()
 
     return other
@@ -460,45 +516,80 @@ def _stale_gather(part: Part, rank: RankState, bind: BindOperand) -> Operand:
 
 
 FAULTS: dict[str, Fault] = {
-    "skip_fold": Fault("the sum of shared gradients is not added to what a rank keeps", part=_no_fold),
-    "dirty_buffer": Fault("a buffer for shared gradients does not start from zero", part=_dirty_buffer),
+    "skip_fold": Fault(
+        "the sum of shared gradients is not added to what a rank keeps", part=_no_fold
+    ),
+    "dirty_buffer": Fault(
+        "a buffer for shared gradients does not start from zero", part=_dirty_buffer
+    ),
     "stale_gather": Fault("gathers bring the parameters of the first step", operand=_stale_gather),
     "skip_allreduce": Fault("gradients are not reduced", operand=_skip_allreduce),
     "double_allreduce": Fault("gradients are reduced twice", operand=_double_allreduce),
-    "skip_scalar_reduce": Fault("loss weights and gradient norms stay local", operand=_skip_scalar_reduce),
+    "skip_scalar_reduce": Fault(
+        "loss weights and gradient norms stay local", operand=_skip_scalar_reduce
+    ),
     "update_before_reduce": Fault("the optimizer steps before the reduction", instr=_update_first),
     "read_before_wait": Fault("compute does not wait for receives", instr=_no_receive_wait),
     "stale_send": Fault("every microbatch sends what the first one sent", operand=_first_sent),
     "forget_zero": Fault("gradients are not zeroed after an update", part=_forget_zero),
     "omit_weight": Fault("gradients are not divided by the sum of weights", part=_no_weight),
     "omit_clip": Fault("gradients are not clipped", part=_no_clip),
-    "omit_loss_scale": Fault("the loss is not averaged over microbatches and replicas", part=_unit_seed),
+    "omit_loss_scale": Fault(
+        "the loss is not averaged over microbatches and replicas", part=_unit_seed
+    ),
     "stale_replica": Fault("one replica keeps its old parameters", part=_stale_replica),
-    "stale_copies": Fault("forward and backward read parameters that no update has written", part=_stale_copies),
+    "stale_copies": Fault(
+        "forward and backward read parameters that no update has written", part=_stale_copies
+    ),
     "stale_master": Fault("the master is not updated", part=_stale_master),
     "no_master": Fault("the master is rounded to bfloat16 after every update", part=_no_master),
     "narrow_sums": Fault("gradients of microbatches are summed in bfloat16", part=_narrow_sums),
     "narrow_reduction": Fault("gradients are reduced in bfloat16", operand=_narrow_reduction),
-    "dead_fused_kernel": Fault("the fused optimizer does nothing for whole vectors", part=partial(_dead_kernel, flat=True)),
-    "dead_plain_kernel": Fault("an optimizer without a fused kernel does nothing", part=partial(_dead_kernel, flat=False)),
-    "swap_microbatches": Fault("inputs of two microbatches are swapped, targets are not", part=_swap_inputs),
+    "dead_fused_kernel": Fault(
+        "the fused optimizer does nothing for whole vectors", part=partial(_dead_kernel, flat=True)
+    ),
+    "dead_plain_kernel": Fault(
+        "an optimizer without a fused kernel does nothing", part=partial(_dead_kernel, flat=False)
+    ),
+    "swap_microbatches": Fault(
+        "inputs of two microbatches are swapped, targets are not", part=_swap_inputs
+    ),
     "repeat_microbatch": Fault("every microbatch gets the rows of the first", part=_same_rows),
     "wrong_rank_order": Fault("replicas read each other's inputs", part=_rotate_replica),
-    "refilled_batch": Fault("rows that are loaded later are held by reference, and refilled", part=_keep_references),
-    "lose_last_gradient": Fault("the last microbatch's gradient comes after the reduction", part=_lose_last_gradient),
-    "lose_tied_gradient": Fault("a second holder's gradient of a tied parameter is lost", part=_lose_tied_gradient),
+    "refilled_batch": Fault(
+        "rows that are loaded later are held by reference, and refilled", part=_keep_references
+    ),
+    "lose_last_gradient": Fault(
+        "the last microbatch's gradient comes after the reduction", part=_lose_last_gradient
+    ),
+    "lose_tied_gradient": Fault(
+        "a second holder's gradient of a tied parameter is lost", part=_lose_tied_gradient
+    ),
     "short_add": Fault("a sum of gradients leaves out its last operand", part=_short_add),
     "free_early": Fault("a value is freed before its last reader", part=_free_early),
     "free_twice": Fault("a value is freed twice", part=_free_twice),
-    "recompute_other_dropout": Fault("recomputation draws other random numbers than its forward", part=_other_dropout),
-    "recompute_stale": Fault("every microbatch gets what was recomputed for the first one", part=_first_recomputed),
-    "mask_of_other_rows": Fault("a backward reads another mask of dropout than its forward made", part=_other_mask),
-    "places_by_cut": Fault("random numbers depend on how the model is cut", part=_drawn_by(_by_cut)),
+    "recompute_other_dropout": Fault(
+        "recomputation draws other random numbers than its forward", part=_other_dropout
+    ),
+    "recompute_stale": Fault(
+        "every microbatch gets what was recomputed for the first one", part=_first_recomputed
+    ),
+    "mask_of_other_rows": Fault(
+        "a backward reads another mask of dropout than its forward made", part=_other_mask
+    ),
+    "places_by_cut": Fault(
+        "random numbers depend on how the model is cut", part=_drawn_by(_by_cut)
+    ),
     "rows_of_the_microbatch": Fault(
         "random numbers are drawn for the rows of a microbatch, not of the batch",
         part=_drawn_by(lambda drawing, _: replace(drawing, first=0)),
     ),
-    "step_that_draws": Fault("each step draws the same numbers", part=_drawn_by(lambda drawing, _: replace(drawing, step=0))),
-    "wrong_random_state": Fault("random operations do not follow the seed rule", part=_reuse_random),
+    "step_that_draws": Fault(
+        "each step draws the same numbers",
+        part=_drawn_by(lambda drawing, _: replace(drawing, step=0)),
+    ),
+    "wrong_random_state": Fault(
+        "random operations do not follow the seed rule", part=_reuse_random
+    ),
 }
 """Name -> fault."""

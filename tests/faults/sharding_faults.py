@@ -22,24 +22,34 @@ def _is_scatter(part: Part) -> bool:
 
 def _with_part(plan: Plan, role: RolePlan, k: int, old: Part, new: Part) -> Plan:
     instr = role.program[k]
-    return with_instr(plan, role, k, replace(instr, parts=tuple(new if p is old else p for p in instr.parts)))
+    return with_instr(
+        plan, role, k, replace(instr, parts=tuple(new if p is old else p for p in instr.parts))
+    )
 
 
-def _on_another_bucket(plan: Plan, chosen: Callable[[Part], bool], op: Callable[[Op, str], Op]) -> Plan | None:
+def _on_another_bucket(
+    plan: Plan, chosen: Callable[[Part], bool], op: Callable[[Op, str], Op]
+) -> Plan | None:
     """Let the first chosen part work on another bucket of the same size that its role holds."""
     for role, k, instr in instructions(plan, lambda i: any(chosen(p) for p in i.parts)):
         part = next(p for p in instr.parts if chosen(p))
         assert isinstance(part.op, Collective | Fold | Fresh)
         own = plan.bucket(part.op.bucket)
         for other in plan.buckets:
-            if other.id != own.id and role.role in other.roles and (other.numel, other.dtype) == (own.numel, own.dtype):
+            if (
+                other.id != own.id
+                and role.role in other.roles
+                and (other.numel, other.dtype) == (own.numel, own.dtype)
+            ):
                 return _with_part(plan, role, k, part, replace(part, op=op(part.op, other.id)))
     return None
 
 
 def gather_of_another_bucket(plan: Plan) -> Plan | None:
     """A gather brings the parameters of another bucket."""
-    return _on_another_bucket(plan, lambda p: _is_gather(p) and bool(p.writes), lambda op, b: replace(op, bucket=b))
+    return _on_another_bucket(
+        plan, lambda p: _is_gather(p) and bool(p.writes), lambda op, b: replace(op, bucket=b)
+    )
 
 
 def fold_into_another_bucket(plan: Plan) -> Plan | None:
@@ -60,7 +70,9 @@ def step_without_gathered_parameters(plan: Plan) -> Plan | None:
     return None
 
 
-def _same_bucket_twice(plan: Plan, chosen: Callable[[Part], bool], bucket: Callable[[Part], str]) -> Plan | None:
+def _same_bucket_twice(
+    plan: Plan, chosen: Callable[[Part], bool], bucket: Callable[[Part], str]
+) -> Plan | None:
     """Let the second chosen part of a bucket read what the first one reads."""
     for role in plan.roles:
         first: dict[str, Part] = {}
@@ -69,13 +81,19 @@ def _same_bucket_twice(plan: Plan, chosen: Callable[[Part], bool], bucket: Calla
                 if chosen(part):
                     known = first.setdefault(bucket(part), part)
                     if known is not part:
-                        return _with_part(plan, role, k, part, replace(part, reads=known.reads, frees=()))
+                        return _with_part(
+                            plan, role, k, part, replace(part, reads=known.reads, frees=())
+                        )
     return None
 
 
 def folded_twice(plan: Plan) -> Plan | None:
     """One sum of gradients is added twice, and another never."""
-    return _same_bucket_twice(plan, lambda p: isinstance(p.op, Fold), lambda p: p.op.bucket if isinstance(p.op, Fold) else "")
+    return _same_bucket_twice(
+        plan,
+        lambda p: isinstance(p.op, Fold),
+        lambda p: p.op.bucket if isinstance(p.op, Fold) else "",
+    )
 
 
 def _without_waits(plan: Plan, chosen: Callable[[Instr], bool]) -> Plan | None:
@@ -94,7 +112,9 @@ def use_before_the_gather(plan: Plan) -> Plan | None:
     roles = []
     for role in plan.roles:
         streams = {i.stream for i in role.program if i.comm and _is_gather(i.parts[0])}
-        kept = tuple(replace(i, waits=tuple(w for w in i.waits if w[0] not in streams)) for i in role.program)
+        kept = tuple(
+            replace(i, waits=tuple(w for w in i.waits if w[0] not in streams)) for i in role.program
+        )
         roles.append(replace(role, program=kept))
     changed = replace(plan, roles=tuple(roles))
     return changed if changed != plan else None
@@ -102,7 +122,9 @@ def use_before_the_gather(plan: Plan) -> Plan | None:
 
 def fold_before_the_scatter(plan: Plan) -> Plan | None:
     """Folds do not wait for scatters."""
-    for role, k, instr in instructions(plan, lambda i: any(isinstance(p.op, Fold) for p in i.parts) and bool(i.waits)):
+    for role, k, instr in instructions(
+        plan, lambda i: any(isinstance(p.op, Fold) for p in i.parts) and bool(i.waits)
+    ):
         streams = {i.stream for i in role.program if i.comm and _is_scatter(i.parts[0])}
         waits = tuple(w for w in instr.waits if w[0] not in streams)
         if waits != instr.waits:
@@ -112,7 +134,9 @@ def fold_before_the_scatter(plan: Plan) -> Plan | None:
 
 def norm_of_the_own_part(plan: Plan) -> Plan | None:
     """The norm is not summed over the ranks that share gradients."""
-    if not any(b.shard.optim for b in plan.buckets) or not any(c.id == "norm" and c.over for c in plan.channels):
+    if not any(b.shard.optim for b in plan.buckets) or not any(
+        c.id == "norm" and c.over for c in plan.channels
+    ):
         return None
     channels = tuple(replace(c, over=()) if c.id == "norm" else c for c in plan.channels)
     return replace(plan, channels=channels)
@@ -121,10 +145,14 @@ def norm_of_the_own_part(plan: Plan) -> Plan | None:
 def norm_of_whole_buckets_once(plan: Plan) -> Plan | None:
     """The part of one rank alone counts in the norm, as if all had the same."""
     axes = next((b.shard.optim for b in plan.buckets if b.shard.optim), ())
-    for role, k, instr in instructions(plan, lambda i: bool(axes) and any(isinstance(p.op, SquaredNorm) for p in i.parts)):
+    for role, k, instr in instructions(
+        plan, lambda i: bool(axes) and any(isinstance(p.op, SquaredNorm) for p in i.parts)
+    ):
         part = next(p for p in instr.parts if isinstance(p.op, SquaredNorm))
         assert isinstance(part.op, SquaredNorm)
-        return _with_part(plan, role, k, part, replace(part, op=replace(part.op, once=part.op.buckets, over=axes)))
+        return _with_part(
+            plan, role, k, part, replace(part, op=replace(part.op, once=part.op.buckets, over=axes))
+        )
     return None
 
 
@@ -132,13 +160,19 @@ def _changed_bucket(plan: Plan, **fields: object) -> Plan | None:
     shared = next((b for b in plan.buckets if b.shard.optim), None)
     if shared is None:
         return None
-    return replace(plan, buckets=tuple(replace(b, **fields) if b is shared else b for b in plan.buckets))
+    return replace(
+        plan, buckets=tuple(replace(b, **fields) if b is shared else b for b in plan.buckets)
+    )
 
 
 def shared_along_another_axis(plan: Plan) -> Plan | None:
     """A bucket is said to be shared along an axis along which it is not replicated."""
     shared = next((b for b in plan.buckets if b.shard.optim), None)
-    return None if shared is None else _changed_bucket(plan, shard=replace(shared.shard, optim=("pp",)))
+    return (
+        None
+        if shared is None
+        else _changed_bucket(plan, shard=replace(shared.shard, optim=("pp",)))
+    )
 
 
 def whole_states(plan: Plan) -> Plan | None:
@@ -147,14 +181,26 @@ def whole_states(plan: Plan) -> Plan | None:
     for role in plan.roles:
         for state in role.states:
             if state.category == "param" and state.flat and state.name in shared:
-                states = tuple(replace(s, nbytes=2 * s.nbytes) if s is state else s for s in role.states)
-                return replace(plan, roles=tuple(replace(r, states=states) if r is role else r for r in plan.roles))
+                states = tuple(
+                    replace(s, nbytes=2 * s.nbytes) if s is state else s for s in role.states
+                )
+                return replace(
+                    plan,
+                    roles=tuple(replace(r, states=states) if r is role else r for r in plan.roles),
+                )
     return None
 
 
 def scattered_among_others(plan: Plan) -> Plan | None:
     """A bucket's channel for scatters joins other ranks."""
-    shared = next((b for b in plan.buckets if b.scatter and any(c.over == () for c in plan.channels if c.kind == "group")), None)
+    shared = next(
+        (
+            b
+            for b in plan.buckets
+            if b.scatter and any(c.over == () for c in plan.channels if c.kind == "group")
+        ),
+        None,
+    )
     if shared is None:
         return None
     other = next(c.id for c in plan.channels if c.kind == "group" and c.over == ())

@@ -1,6 +1,7 @@
 """Faults in how chunks are rewritten for devices that share them, and in how these run them: what no plan shows.
 
-Each runs a composition with the fault and returns the run with what one device computes; None where a case has no sharers.
+Each runs a composition with the fault and returns the run with what one device computes; None where a case has no
+sharers.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def next_place_in_code(c: Composition) -> Judged | None:
 
 @contextmanager
 def _exchanging(change: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Let `change` see each collective inside of steps: its number within the work, kind, axis and tensor, and the right one."""
+    """Let `change` see each collective inside of steps: its number within the work, kind, axis and tensor, and the
+    right one."""
     right, seen = Fiber.exchange, WeakKeyDictionary[Fiber, int]()
 
     def exchange(fiber: Fiber, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
@@ -113,7 +115,9 @@ def _exchanging(change: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 def sum_left_out(c: Composition) -> Judged | None:
     """A sum over sharers is left out: each goes on with its own term."""
-    with _exchanging(lambda n, kind, axis, x, right: x.clone() if kind == "all_reduce" and n == 1 else right(x)):
+    with _exchanging(
+        lambda n, kind, axis, x, right: x.clone() if kind == "all_reduce" and n == 1 else right(x)
+    ):
         return _judged(c) if c.tp > 1 and not c.stream else None
 
 
@@ -132,13 +136,17 @@ def keys_not_summed(c: Composition) -> Judged | None:
 
 def block_of_the_next(c: Composition) -> Judged | None:
     """A reduce-scatter gives each device the block of the next one."""
-    with _exchanging(lambda n, kind, axis, x, right: right(x.roll(1, 0) if kind == "reduce_scatter" else x)):
+    with _exchanging(
+        lambda n, kind, axis, x, right: right(x.roll(1, 0) if kind == "reduce_scatter" else x)
+    ):
         return _judged(c) if c.stream else None
 
 
 def gathered_in_another_order(c: Composition) -> Judged | None:
     """A gather stacks what devices have in the wrong order."""
-    with _exchanging(lambda n, kind, axis, x, right: right(x).flip(0) if kind == "all_gather" else right(x)):
+    with _exchanging(
+        lambda n, kind, axis, x, right: right(x).flip(0) if kind == "all_gather" else right(x)
+    ):
         return _judged(c) if c.stream else None
 
 
@@ -167,7 +175,9 @@ def losses_of_all_sharers(c: Composition) -> Judged | None:
 
     def record(self: Any, kind: str, mb: int, value: float) -> None:
         counts = self.counts
-        self.counts = counts or kind == "loss"  # a weight that counted as often would take it out again
+        self.counts = (
+            counts or kind == "loss"
+        )  # a weight that counted as often would take it out again
         right(self, kind, mb, value)
         self.counts = counts
 

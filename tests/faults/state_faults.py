@@ -1,6 +1,8 @@
-"""Faults of what lies around a job: the state of modules in workers, and the files of checkpoints; mutants.py tries them.
+"""Faults of what lies around a job: the state of modules in workers, and the files of checkpoints; mutants.py tries
+them.
 
-Each runs a job wrongly and returns the run with what one device computes for the job; None where a case offers no place.
+Each runs a job wrongly and returns the run with what one device computes for the job; None where a case offers no
+place.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def _module() -> Iterator[ModuleType]:
             sys.modules.pop(NAME, None)
 
 
-def _left_behind(c: Composition, change: Callable[[Any], object], read: Callable[[Any, int], float]) -> Judged | None:
+def _left_behind(
+    c: Composition, change: Callable[[Any], object], read: Callable[[Any, int], float]
+) -> Judged | None:
     """Run with what a worker reads of a module that a script has changed, beside what the script reads."""
     job = compositions.job_of(c)
     if not any(t.is_floating_point() for t in pytree.tree_leaves(job.batch(0, range(1)))):
@@ -53,7 +57,10 @@ def _left_behind(c: Composition, change: Callable[[Any], object], read: Callable
     with _module() as module:
 
         def batch(step: int, rows: range) -> Any:
-            return pytree.tree_map(lambda t: t * read(module, step) if t.is_floating_point() else t, job.batch(step, rows))
+            return pytree.tree_map(
+                lambda t: t * read(module, step) if t.is_floating_point() else t,
+                job.batch(step, rows),
+            )
 
         change(module)
         truth = _truth(c, replace(job, batch=batch))
@@ -69,17 +76,25 @@ def variable_left(c: Composition) -> Judged | None:
 
 def function_left(c: Composition) -> Judged | None:
     """A worker calls the function that a module defines, and not the one that the script has put in its place."""
-    return _left_behind(c, lambda m: setattr(m, "amount", lambda step: 3.0), lambda m, step: float(m.amount(step)))
+    return _left_behind(
+        c, lambda m: setattr(m, "amount", lambda step: 3.0), lambda m, step: float(m.amount(step))
+    )
 
 
 def class_left(c: Composition) -> Judged | None:
     """A worker has the attribute of a class as its file says, and not as the script has set it."""
-    return _left_behind(c, lambda m: setattr(m.Amount, "scale", 3.0), lambda m, step: float(m.Amount.scale))
+    return _left_behind(
+        c, lambda m: setattr(m.Amount, "scale", 3.0), lambda m, step: float(m.Amount.scale)
+    )
 
 
 def attribute_left(c: Composition) -> Judged | None:
     """A worker calls a function of a module without the attribute that the script has given it."""
-    return _left_behind(c, lambda m: setattr(m.amount, "scale", 3.0), lambda m, step: float(getattr(m.amount, "scale", 1.0)))
+    return _left_behind(
+        c,
+        lambda m: setattr(m.amount, "scale", 3.0),
+        lambda m, step: float(getattr(m.amount, "scale", 1.0)),
+    )
 
 
 def _mixed(c: Composition, damage: Callable[[dict[int, Path], Path], object]) -> Judged | None:
@@ -90,7 +105,9 @@ def _mixed(c: Composition, damage: Callable[[dict[int, Path], Path], object]) ->
         return None
     with tempfile.TemporaryDirectory() as folder:
         kept = Checkpoints(folder, every=1)
-        run = execute(plan, compositions.code_of(c, plan), job, steps=2, launcher="inline", checkpoint=kept)
+        run = execute(
+            plan, compositions.code_of(c, plan), job, steps=2, launcher="inline", checkpoint=kept
+        )
         saved = {step: Path(folder, f"step-{step:08d}") for step in (1, 2)}
         bad = Path(shutil.copytree(saved[2], Path(folder, "bad")))
         damage(saved, bad)
@@ -105,7 +122,8 @@ def rank_of_another_step(c: Composition) -> Judged | None:
 
 
 def metadata_of_another_step(c: Composition) -> Judged | None:
-    """The metadata, the description and the mark of a checkpoint are those of an earlier step, with all ranks' files but one."""
+    """The metadata, the description and the mark of a checkpoint are those of an earlier step, with all ranks' files
+    but one."""
 
     def all_but_one(saved: dict[int, Path], bad: Path) -> None:
         for path in saved[1].iterdir():

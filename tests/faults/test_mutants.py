@@ -16,7 +16,9 @@ from tests.helpers import compositions, parity
 def test_without_a_fault_nothing_is_caught(case: compositions.Composition) -> None:
     plan = mutants.plan_of(case)
     assert check(plan) == []
-    parity.assert_parity(compositions.run(case, plan), compositions.expected(case), mutants.tolerance_of(case))
+    parity.assert_parity(
+        compositions.run(case, plan), compositions.expected(case), mutants.tolerance_of(case)
+    )
 
 
 OFTEN = ("counts_transposed", "a_round_lost", "combined_without_shares")
@@ -53,7 +55,9 @@ def test_a_fault_without_a_place_is_an_error() -> None:
         mutants.judge(Mutant("nowhere", "compiler", "", lambda plan: None))
 
 
-def test_the_table_decides_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_decides_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def judge(mutant: Mutant) -> Result:
         return Result(mutant, "", "" if mutant is MUTANTS[0] else "step 0, loss", "case")
 

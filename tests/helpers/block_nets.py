@@ -27,6 +27,8 @@ class BlockNet(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    made = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    made = torch.randn(
+        ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
     x = made[rows.start : rows.stop]
     return x, (x[:, 0, 0] * 10).long() % CLASSES

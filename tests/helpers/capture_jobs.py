@@ -17,7 +17,10 @@ ONE = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=1),)
 class Net(nn.Module):
     def __init__(self, depth: int, scale: float = 1.0) -> None:
         super().__init__()
-        self.layers, self.scale = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth)), scale
+        self.layers, self.scale = (
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth)),
+            scale,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

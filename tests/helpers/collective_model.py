@@ -1,4 +1,5 @@
-"""The model that the plans of `tests.helpers.collective_plans` train: as a module, as a job, and as the code of their chunks."""
+"""The model that the plans of `tests.helpers.collective_plans` train: as a module, as a job, and as the code of their
+chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ class Branches(nn.Module):
     def __init__(self, n: int) -> None:
         super().__init__()
         self.stem = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5)
-        self.branches = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5) for _ in range(n)])
+        self.branches = nn.ParameterList(
+            [nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5) for _ in range(n)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(x @ self.stem)
@@ -42,7 +45,9 @@ def job(n: int) -> Job:
 
 def code(n: int) -> dict[str, dict[str, ShippedCode]]:
     """The steps of `plan(n)`'s chunks."""
-    forward = "def step(args):\n    x, w = args\n    args.clear()\n    return (torch.mm(x, w).tanh_(),)"
+    forward = (
+        "def step(args):\n    x, w = args\n    args.clear()\n    return (torch.mm(x, w).tanh_(),)"
+    )
     texts = {
         "stem": {
             "F": forward,
@@ -64,7 +69,8 @@ def step(args):
     dz = torch.ops.aten.tanh_backward(g, y)
     return (torch.mm(dz, w.t()), dz)
 """,
-            "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), dz)\n    return ()",
+            "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), "
+            "dz)\n    return ()",
         },
         f"loss{n}": {
             "F": """
@@ -85,4 +91,7 @@ def step(args):
 """,
         },
     }
-    return {chunk: {step: ShippedCode(text) for step, text in steps.items()} for chunk, steps in texts.items()}
+    return {
+        chunk: {step: ShippedCode(text) for step, text in steps.items()}
+        for chunk, steps in texts.items()
+    }

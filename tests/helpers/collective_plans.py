@@ -1,8 +1,10 @@
-"""Plans written by hand in which every collective of values takes part in training one model (`tests.helpers.collective_model`).
+"""Plans written by hand in which every collective of values takes part in training one model
+(`tests.helpers.collective_model`).
 
-The model: h = tanh(x @ stem); y = the sum over n branches of tanh(h @ branch k); a mean loss. Rank 0 has the stem and the loss,
-rank k branch k. Per microbatch the ranks exchange the blocks of h and exchange them back (all_to_all twice: what they had), and
-the gradient of h, which is the sum of what each branch gives, is reduced to blocks and gathered from them.
+The model: h = tanh(x @ stem); y = the sum over n branches of tanh(h @ branch k); a mean loss. Rank 0 has the stem and
+the loss, rank k branch k. Per microbatch the ranks exchange the blocks of h and exchange them back (all_to_all twice:
+what they had), and the gradient of h, which is the sum of what each branch gives, is reduced to blocks and gathered
+from them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,18 @@ from dataclasses import dataclass, field
 from piper_ir.fold.memory import with_peaks
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.plan.plan import COMPUTE, Bucket, Category, Channel, Instr, Part, Plan, RolePlan, State, Value
+from piper_ir.plan.plan import (
+    COMPUTE,
+    Bucket,
+    Category,
+    Channel,
+    Instr,
+    Part,
+    Plan,
+    RolePlan,
+    State,
+    Value,
+)
 from piper_ir.program.ops import COMM, Collective, Compute, Load, Op, Recv, Seed, Send, Update
 from piper_ir.program.program import BatchTensor, Chunk, Input, Output, Param, Signature, Step
 
@@ -44,12 +57,19 @@ def _chunks(n: int) -> tuple[Chunk, ...]:
         "W": Signature(("in0", "iw0"), (), (1,)),
     }
     for k in range(n):
-        inputs = Input("value", "stem:out0", WHOLE, True), Input("param", f"branches.{k}", WEIGHT, True)
+        inputs = (
+            Input("value", "stem:out0", WHOLE, True),
+            Input("param", f"branches.{k}", WEIGHT, True),
+        )
         found.append(Chunk(f"branch{k}", {"stage": k}, inputs, (value,), ports, steps, "branch"))
     targets = Input("batch", "targets", WHOLE)
     inputs = (*(Input("value", f"branch{k}:out0", WHOLE, True) for k in range(n)), targets)
     gins = tuple(f"gin{k}" for k in range(n))
-    ports = {f"in{k}": WHOLE for k in range(n + 1)} | dict.fromkeys((*gins, "saved0"), WHOLE) | {"out0": SCALAR, "tan0": SCALAR}
+    ports = (
+        {f"in{k}": WHOLE for k in range(n + 1)}
+        | dict.fromkeys((*gins, "saved0"), WHOLE)
+        | {"out0": SCALAR, "tan0": SCALAR}
+    )
     steps = {
         "F": Signature(tuple(f"in{k}" for k in range(n + 1)), ("out0", "saved0")),
         "I": Signature(("saved0", "tan0"), gins),
@@ -61,7 +81,8 @@ def _chunks(n: int) -> tuple[Chunk, ...]:
 
 @dataclass
 class _Role:
-    """The program of one role while it is written: where each value was written, and which ones communication touches."""
+    """The program of one role while it is written: where each value was written, and which ones communication
+    touches."""
 
     rank: int
     program: list[Instr] = field(default_factory=list)
@@ -87,7 +108,8 @@ class _Role:
                 self.received += part.writes
 
     def finish(self, bucket: str) -> None:
-        """The update, which waits for all streams and frees what communication touched; all else dies at its last reader."""
+        """The update, which waits for all streams and frees what communication touched; all else dies at its last
+        reader."""
         last: dict[str, tuple[int, int]] = {}
         for i, instr in enumerate(self.program):
             for p, part in enumerate(instr.parts):
@@ -119,14 +141,25 @@ class _Writer:
         self.values[id] = Value(id, spec, category)
         return id
 
-    def step(self, rank: int, chunk: str, step: Step, mb: int, reads: list[str], writes: list[str], *before: Part) -> None:
+    def step(
+        self,
+        rank: int,
+        chunk: str,
+        step: Step,
+        mb: int,
+        reads: list[str],
+        writes: list[str],
+        *before: Part,
+    ) -> None:
         part = Part(f"{chunk}.{step}@{mb}", Compute(chunk, step), mb, tuple(reads), tuple(writes))
         self.roles[rank].add(COMPUTE, *before, part)
 
     def source(self, op: Op, value: str, mb: int) -> Part:
         return Part(f"source.{value}", op, mb, (), (value,))
 
-    def transfer(self, name: str, source: int, to: int, value: str, mb: int, category: Category) -> str:
+    def transfer(
+        self, name: str, source: int, to: int, value: str, mb: int, category: Category
+    ) -> str:
         """The value on another rank."""
         channel = Channel(name, "p2p", (f"r{source}", f"r{to}"), ("send", "recv"))
         self.channels[name] = channel
@@ -135,14 +168,19 @@ class _Writer:
         self.roles[to].add("recv", Part(f"recv.{copy}", Recv(name), mb, (), (copy,)))
         return copy
 
-    def collective(self, kind: str, channel: str, reads: list[str], name: str, mb: int, spec: TensorSpec) -> list[str]:
+    def collective(
+        self, kind: str, channel: str, reads: list[str], name: str, mb: int, spec: TensorSpec
+    ) -> list[str]:
         """What every rank gets."""
         everyone = tuple(r.role for r in _plain_roles(self.n))
         self.channels[channel] = Channel(channel, "group", everyone, ("group",) * self.n)
         got = []
         for rank, read in enumerate(reads):
             got.append(self.value(f"{name}@{mb}#r{rank}", self.values[read].category, spec))
-            self.roles[rank].add("group", Part(f"{kind}.{got[-1]}", Collective(kind, channel), mb, (read,), (got[-1],)))
+            self.roles[rank].add(
+                "group",
+                Part(f"{kind}.{got[-1]}", Collective(kind, channel), mb, (read,), (got[-1],)),
+            )
         return got
 
     def microbatch(self, mb: int) -> None:
@@ -155,10 +193,18 @@ class _Writer:
         outs = [self.value(f"y{k}@{mb}", "activation") for k in range(n)]
         for k in range(n):
             self.step(k, f"branch{k}", "F", mb, [held[k]], [outs[k]])
-        there = [outs[0], *(self.transfer(f"y.{k}", k, 0, outs[k], mb, "activation") for k in range(1, n))]
+        there = [
+            outs[0],
+            *(self.transfer(f"y.{k}", k, 0, outs[k], mb, "activation") for k in range(1, n)),
+        ]
         gins = self._loss(mb, there)
-        tans = [gins[0], *(self.transfer(f"g.{k}", 0, k, gins[k], mb, "gradient") for k in range(1, n))]
-        own, inner = ([self.value(f"{v}{k}@{mb}", "gradient") for k in range(n)] for v in ("gh", "iw"))
+        tans = [
+            gins[0],
+            *(self.transfer(f"g.{k}", 0, k, gins[k], mb, "gradient") for k in range(1, n)),
+        ]
+        own, inner = (
+            [self.value(f"{v}{k}@{mb}", "gradient") for k in range(n)] for v in ("gh", "iw")
+        )
         for k in range(n):
             self.step(k, f"branch{k}", "I", mb, [outs[k], tans[k]], [own[k], inner[k]])
         parts = self.collective("reduce_scatter", "sum", own, "part", mb, part)
@@ -171,7 +217,15 @@ class _Writer:
         target, diff = self.value(f"t@{mb}", "batch"), self.value(f"diff@{mb}", "activation")
         loss, seed = (self.value(f"{v}@{mb}", "scalar", SCALAR) for v in ("loss", "seed"))
         gins = [self.value(f"g{k}@{mb}", "gradient") for k in range(self.n)]
-        self.step(0, "loss", "F", mb, [*outs, target], [loss, diff], self.source(Load("targets"), target, mb))
+        self.step(
+            0,
+            "loss",
+            "F",
+            mb,
+            [*outs, target],
+            [loss, diff],
+            self.source(Load("targets"), target, mb),
+        )
         given = self.source(Seed(1 / MICROBATCHES, "float64"), seed, mb)
         self.step(0, "loss", "I", mb, [diff, seed], gins, given)
         return gins
@@ -190,14 +244,23 @@ def plan(n: int) -> Plan:
     buckets = []
     for k, params in enumerate(names):
         offsets = tuple(BUCKET * i for i in range(len(params)))
-        buckets.append(Bucket(f"b{k}", params, offsets, BUCKET * len(params), "float64", (f"r{k}",)))
+        buckets.append(
+            Bucket(f"b{k}", params, offsets, BUCKET * len(params), "float64", (f"r{k}",))
+        )
     roles = []
     for role, bucket, bare in zip(writer.roles, buckets, _plain_roles(n), strict=True):
         role.finish(bucket.id)
-        states = (State("param", bucket.id, bucket.numel * 8, True), State("grad", bucket.id, bucket.numel * 8, True))
+        states = (
+            State("param", bucket.id, bucket.numel * 8, True),
+            State("grad", bucket.id, bucket.numel * 8, True),
+        )
         streams = (COMPUTE, "send", "recv", "group")
         first = tuple(role.received)
-        roles.append(RolePlan(bare.role, bare.placed, bare.ranks, tuple(role.program), streams, states, first))
+        roles.append(
+            RolePlan(
+                bare.role, bare.placed, bare.ranks, tuple(role.program), streams, states, first
+            )
+        )
     params = tuple(Param(p, WEIGHT) for group in names for p in group)
     tensors = BatchTensor("inputs", WHOLE), BatchTensor("targets", WHOLE)
     made = Plan(

@@ -14,9 +14,9 @@ from tests.helpers.compositions import Composition
 
 
 def product() -> list[Composition]:
-    """Every model x (pp=2, dp=2, both, pp=4) x (GPipe, 1F1B) x m in (1, 4, 8). Without pipeline there is no schedule, with one
-    microbatch the two are one; a model whose buffers follow the batch has no replicas; masked rows come one by one, so that
-    some microbatches weigh nothing."""
+    """Every model x (pp=2, dp=2, both, pp=4) x (GPipe, 1F1B) x m in (1, 4, 8). Without pipeline there is no schedule,
+    with one microbatch the two are one; a model whose buffers follow the batch has no replicas; masked rows come one by
+    one, so that some microbatches weigh nothing."""
     out = []
     for name, case in models.CASES.items():
         if name in ("deep", "gpt_refilled"):  # for schedules with several chunks on a device
@@ -25,14 +25,16 @@ def product() -> list[Composition]:
             if dp > 1 and name == "buffers":
                 continue
             rows = 1 if case.loss is models.masked_cross_entropy and m > 1 else 2
-            schedules: tuple[str, ...] = ("default",) if pp == 1 else ("gpipe",) if m == 1 else ("gpipe", "1f1b")
+            schedules: tuple[str, ...] = (
+                ("default",) if pp == 1 else ("gpipe",) if m == 1 else ("gpipe", "1f1b")
+            )
             out += [Composition(name, pp, dp, m, schedule, rows=rows) for schedule in schedules]
     return out
 
 
 def quick(cases: list[Composition]) -> list[Composition]:
-    """All cases with fewer than eight microbatches; of those with eight, for each model and mesh one schedule, in turn. Any three
-    of model, mesh, schedule and microbatches that meet in the product meet here too."""
+    """All cases with fewer than eight microbatches; of those with eight, for each model and mesh one schedule, in turn.
+    Any three of model, mesh, schedule and microbatches that meet in the product meet here too."""
     names, meshes = list(models.CASES), list(dict.fromkeys((c.pp, c.dp) for c in cases))
 
     def kept(c: Composition) -> bool:
@@ -44,12 +46,18 @@ def quick(cases: list[Composition]) -> list[Composition]:
 
 def pairs(c: Composition) -> set[Any]:
     """Every two of the case's model, mesh, schedule and microbatches."""
-    factors = ("model", c.model), ("mesh", c.pp, c.dp), ("schedule", c.schedule), ("microbatches", c.microbatches)
+    factors = (
+        ("model", c.model),
+        ("mesh", c.pp, c.dp),
+        ("schedule", c.schedule),
+        ("microbatches", c.microbatches),
+    )
     return set(combinations(factors, 2))
 
 
 def pairwise(cases: list[Composition]) -> list[Composition]:
-    """Cases in which every pair meets that meets in any case: one by one, that with the most pairs that are still missing."""
+    """Cases in which every pair meets that meets in any case: one by one, that with the most pairs that are still
+    missing."""
     missing = set().union(*map(pairs, cases))
     out = []
     while missing:

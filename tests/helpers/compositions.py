@@ -1,4 +1,5 @@
-"""Compositions of a model, a mesh and directives, and how each is compiled, run in one process and judged against one device.
+"""Compositions of a model, a mesh and directives, and how each is compiled, run in one process and judged against one
+device.
 
 A Composition says everything in plain fields, so that a failing one can be pasted into a test. Models are those of
 tests/helpers/models.py, each captured once per process.
@@ -65,7 +66,9 @@ def adamw(named: Named) -> torch.optim.Optimizer:
     """Decay for matrices only: groups that depend on names and full shapes."""
     plain = [p for n, p in named if p.ndim < 2 or n.startswith("embed")]
     decayed = [p for n, p in named if not (p.ndim < 2 or n.startswith("embed"))]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": plain, "weight_decay": 0.0}], lr=0.01)
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": plain, "weight_decay": 0.0}], lr=0.01
+    )
 
 
 def rmsprop(named: Named) -> torch.optim.Optimizer:
@@ -73,7 +76,9 @@ def rmsprop(named: Named) -> torch.optim.Optimizer:
 
 
 def adafactor(named: Named) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor([p for _, p in named], lr=0.01, eps=(1e-4, 1e-3))  # true zeros make no steps of rounding
+    return torch.optim.Adafactor(
+        [p for _, p in named], lr=0.01, eps=(1e-4, 1e-3)
+    )  # true zeros make no steps of rounding
 
 
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -81,7 +86,13 @@ def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedu
 
 
 Maker = Callable[[Named], torch.optim.Optimizer]
-OPTIMIZERS: Mapping[str, Maker] = {"sgd": sgd, "adam": adam, "adamw": adamw, "rmsprop": rmsprop, "adafactor": adafactor}
+OPTIMIZERS: Mapping[str, Maker] = {
+    "sgd": sgd,
+    "adam": adam,
+    "adamw": adamw,
+    "rmsprop": rmsprop,
+    "adafactor": adafactor,
+}
 
 
 MIXED = {
@@ -89,8 +100,8 @@ MIXED = {
     "bfloat16 mixed": Precision(params="float32", compute="bfloat16"),
     "narrow sums": Precision(params="float64", compute="float32", reduce="float32"),
 }
-"""Precisions of several dtypes, by the name that a composition gives them. The first has the casts of the second, where they
-can be compared."""
+"""Precisions of several dtypes, by the name that a composition gives them. The first has the casts of the second, where
+they can be compared."""
 
 
 def precision_of(name: str) -> Precision:
@@ -102,17 +113,17 @@ def precision_of(name: str) -> Precision:
 class Composition:
     """One model under one strategy.
 
-    schedule: "gpipe", "1f1b", "default" (no order), "random" (any legal order, drawn by `seed`), or the name of a recipe, with
-    `chunks` per device where it takes them. placement: "recipe" (stages
-    of the recipes where the model has them), "chunks" (contiguous chunks per device), "v" (two groups per device, there and
-    back), "shared" (the last group's microbatches alternate between two devices) or "random" (each group and microbatch
-    anywhere). backward: "split" into I and W for all microbatches, "mixed": for a part of the groups and microbatches; where
-    there is an order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two
-    may be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one
-    stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
-    keep the same each, where the others share states. tp: devices that share the work of each chunk; along its tokens too with
-    `stream`, where `gathered` keeps what the forward gathers. cp: devices that share the tokens, with this `attention` in this
-    `order`. ep: of `dp` replicas so many share experts."""
+    schedule: "gpipe", "1f1b", "default" (no order), "random" (any legal order, drawn by `seed`), or the name of a
+    recipe, with `chunks` per device where it takes them. placement: "recipe" (stages of the recipes where the model has
+    them), "chunks" (contiguous chunks per device), "v" (two groups per device, there and back), "shared" (the last
+    group's microbatches alternate between two devices) or "random" (each group and microbatch anywhere). backward:
+    "split" into I and W for all microbatches, "mixed": for a part of the groups and microbatches; where there is an
+    order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two may
+    be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on
+    one stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
+    keep the same each, where the others share states. tp: devices that share the work of each chunk; along its tokens
+    too with `stream`, where `gathered` keeps what the forward gathers. cp: devices that share the tokens, with this
+    `attention` in this `order`. ep: of `dp` replicas so many share experts."""
 
     model: str
     pp: int = 1
@@ -148,17 +159,35 @@ class Composition:
     ep: int = 1
 
     def __str__(self) -> str:
-        shown = [f"pp={self.pp}", f"dp={self.dp}", f"m={self.microbatches}", self.schedule, self.optimizer]
-        shown += [x for x, usual in ((self.placement, "recipe"), (self.backward, "whole")) if x != usual]
+        shown = [
+            f"pp={self.pp}",
+            f"dp={self.dp}",
+            f"m={self.microbatches}",
+            self.schedule,
+            self.optimizer,
+        ]
+        shown += [
+            x for x, usual in ((self.placement, "recipe"), (self.backward, "whole")) if x != usual
+        ]
         if self.zero:
             shown += [f"rep={self.rep}"] * (self.rep > 1)
-            shown += [f"zero={self.zero}", f"{self.resident_mb}/{self.reduced_mb}", f"prefetch={self.prefetch}"]
+            shown += [
+                f"zero={self.zero}",
+                f"{self.resident_mb}/{self.reduced_mb}",
+                f"prefetch={self.prefetch}",
+            ]
         if self.tp > 1:
-            shown += [f"tp={self.tp}", *[self.stream] * bool(self.stream), *["gathered"] * self.gathered]
+            shown += [
+                f"tp={self.tp}",
+                *[self.stream] * bool(self.stream),
+                *["gathered"] * self.gathered,
+            ]
         if self.cp > 1:
             shown += [f"cp={self.cp}", self.attention, *[self.order] * bool(self.order)]
         shown += [f"ep={self.ep}"] * (self.ep > 1)
-        return "-".join([self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")])
+        return "-".join(
+            [self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")]
+        )
 
 
 def job_of(c: Composition) -> Job:
@@ -178,7 +207,11 @@ def captured(model: str, precision: str = "float64") -> Captured:
     if precision in MIXED:
         return capturing.captured_job(job)
     # functools.cache tells captured(name) from captured(name, float64), and the others say the first.
-    shared = models.captured(model) if precision == "float64" else models.captured(model, job.precision.dtype)
+    shared = (
+        models.captured(model)
+        if precision == "float64"
+        else models.captured(model, job.precision.dtype)
+    )
     capturing._CAPTURES[capturing.capture_key(job)] = shared
     assert capturing.captured_job(job) is shared, "the front door's key is another one now"
     return shared
@@ -202,7 +235,11 @@ def _expected(model: str, numbers: tuple[Any, ...], steps: int) -> parity.Refere
 
 def expected(c: Composition, steps: int = parity.STEPS) -> parity.Reference:
     """What one device computes; the same for all schedules and placements, and computed once."""
-    return _expected(c.model, (c.rows, c.microbatches, c.dp, c.optimizer, c.clip, c.scheduler, c.precision), steps)
+    return _expected(
+        c.model,
+        (c.rows, c.microbatches, c.dp, c.optimizer, c.clip, c.scheduler, c.precision),
+        steps,
+    )
 
 
 def strategy_of(c: Composition) -> Strategy:
@@ -212,7 +249,9 @@ def strategy_of(c: Composition) -> Strategy:
     if c.zero:
         shared = {state: ("dp",) for state in ("optim", "grads", "params")[: c.zero]}
         level = dict(over=("dp", "rep"), shard=shared) if c.rep > 1 else dict(zero=c.zero)
-        sharing = dict(resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch, **level)
+        sharing = dict(
+            resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch, **level
+        )
     if c.ep > 1:
         sharing["over"] = ("dp", "ep")
     data_parallel = (replicate(where(), bucket_mb=c.bucket_mb, **sharing),) if c.dp > 1 else ()
@@ -222,24 +261,40 @@ def strategy_of(c: Composition) -> Strategy:
     experts = recipes.expert_parallel() if c.ep > 1 else ()
     sharers = (*experts, *((shard(where(), stream=c.stream, keep=c.gathered),) if c.tp > 1 else ()))
     if c.cp > 1:
-        sharers += (shard(where(), over="cp", index="tokens", attention=c.attention, order=c.order),)
-    return Strategy(Mesh(pp=c.pp, tp=c.tp, cp=c.cp, **axes), (sharers, _pipeline(c, program), data_parallel, again))
+        sharers += (
+            shard(where(), over="cp", index="tokens", attention=c.attention, order=c.order),
+        )
+    return Strategy(
+        Mesh(pp=c.pp, tp=c.tp, cp=c.cp, **axes),
+        (sharers, _pipeline(c, program), data_parallel, again),
+    )
 
 
 def compiled(c: Composition) -> Compiled:
     """The composition through the front door."""
-    return piper.compile(job_of(c), strategy_of(c), options=Options(fuse=c.fuse, recv_ahead=c.recv_ahead))
+    return piper.compile(
+        job_of(c), strategy_of(c), options=Options(fuse=c.fuse, recv_ahead=c.recv_ahead)
+    )
 
 
 def code_of(c: Composition, plan: Plan) -> Any:
     """The code of the plan's chunks, for its number of rows."""
-    return captured(c.model, c.precision).code.export([chunk.code for chunk in (*plan.chunks, *plan.variants)], plan.rows)
+    return captured(c.model, c.precision).code.export(
+        [chunk.code for chunk in (*plan.chunks, *plan.variants)], plan.rows
+    )
 
 
-def run(c: Composition, plan: Plan | None = None, *, steps: int = parity.STEPS, **options: Any) -> Run:
+def run(
+    c: Composition, plan: Plan | None = None, *, steps: int = parity.STEPS, **options: Any
+) -> Run:
     """Execute a composition, or another plan for it, inline unless told otherwise."""
     plan = plan or compiled(c).plan
-    return execute(plan, code_of(c, plan), job_of(c), **{"steps": steps, "launcher": "inline", "gradients": True, **options})
+    return execute(
+        plan,
+        code_of(c, plan),
+        job_of(c),
+        **{"steps": steps, "launcher": "inline", "gradients": True, **options},
+    )
 
 
 def _pipeline(c: Composition, program: Program) -> tuple[Any, ...]:
@@ -252,7 +307,11 @@ def _pipeline(c: Composition, program: Program) -> tuple[Any, ...]:
     if written_out or not has_stages(program, c.pp):
         return _written_out(c, program)
     recipe = {"gpipe": recipes.gpipe, "1f1b": recipes.one_f_one_b}.get(c.schedule, recipes.pipeline)
-    streams = (stream(where(op="send"), "sends"), stream(where(op="recv"), "receives")) if c.shared_streams else ()
+    streams = (
+        (stream(where(op="send"), "sends"), stream(where(op="recv"), "receives"))
+        if c.shared_streams
+        else ()
+    )
     return (*recipe(pp=c.pp, microbatches=c.microbatches), *streams)
 
 
@@ -267,7 +326,9 @@ def has_stages(program: Program, pp: int) -> bool:
     if tagged != {None} or len(layers) < pp:
         return False
     stage, home = stage_of_layers(program, pp, "even"), chunk_layers(program)
-    return {stage[home[chunk.id]] for chunk in program.chunks if has_backward(chunk)} == set(range(pp))
+    return {stage[home[chunk.id]] for chunk in program.chunks if has_backward(chunk)} == set(
+        range(pp)
+    )
 
 
 def has_backward(chunk: Chunk) -> bool:
@@ -276,8 +337,8 @@ def has_backward(chunk: Chunk) -> bool:
 
 
 def blocks_of(program: Program) -> list[tuple[str, ...]]:
-    """The chunks in program order, those together that must share a device: from the first to the last that uses a buffer which
-    is updated."""
+    """The chunks in program order, those together that must share a device: from the first to the last that uses a
+    buffer which is updated."""
     updated = {o.ref for chunk in program.chunks for o in chunk.outputs if o.kind == "buffer"}
     blocks: list[tuple[str, ...]] = []
     last = {name: k for k, chunk in enumerate(program.chunks) for name in updated & _buffers(chunk)}
@@ -289,7 +350,9 @@ def blocks_of(program: Program) -> list[tuple[str, ...]]:
 
 
 def _buffers(chunk: Chunk) -> set[str]:
-    return {i.ref for i in chunk.inputs if i.kind == "buffer"} | {o.ref for o in chunk.outputs if o.kind == "buffer"}
+    return {i.ref for i in chunk.inputs if i.kind == "buffer"} | {
+        o.ref for o in chunk.outputs if o.kind == "buffer"
+    }
 
 
 def groups_of(program: Program, count: int) -> list[tuple[str, ...]]:
@@ -319,22 +382,43 @@ def _written_out(c: Composition, program: Program) -> tuple[Any, ...]:
     orders = []
     sequence = _with_halves(c, _sequence(c, len(groups)), halves) if c.schedule != "default" else []
     for device in range(c.pp):
-        tasks = [t for t in sequence if on[t[0], t[2]] == device and has_phase(program, groups[t[0]], t[1])]
+        tasks = [
+            t
+            for t in sequence
+            if on[t[0], t[2]] == device and has_phase(program, groups[t[0]], t[1])
+        ]
         if len(tasks) > 1:
-            orders.append(order(*_paired(c, [where(chunk=groups[g], phase=phase, mb=i) for g, phase, i in tasks])))
+            orders.append(
+                order(
+                    *_paired(
+                        c, [where(chunk=groups[g], phase=phase, mb=i) for g, phase, i in tasks]
+                    )
+                )
+            )
     return (split(where(), microbatches=c.microbatches), *apart, *places, *orders)
 
 
 def has_phase(program: Program, chunks: tuple[str, ...], phase: Phase) -> bool:
     """Whether any of the chunks has a node of that phase."""
     steps = ("I", "W") if phase == "B" else (phase,)
-    return any(s in program.chunk(id).steps and not program.chunk(id).steps[s].empty for id in chunks for s in steps)
+    return any(
+        s in program.chunk(id).steps and not program.chunk(id).steps[s].empty
+        for id in chunks
+        for s in steps
+    )
 
 
-def _split_backwards(c: Composition, groups: list[tuple[str, ...]], program: Program) -> set[tuple[int, int]]:
+def _split_backwards(
+    c: Composition, groups: list[tuple[str, ...]], program: Program
+) -> set[tuple[int, int]]:
     """The groups and microbatches whose backward is split."""
     rng = Random(c.seed + 2)
-    cells = [(g, i) for g, chunks in enumerate(groups) if has_phase(program, chunks, "B") for i in range(c.microbatches)]
+    cells = [
+        (g, i)
+        for g, chunks in enumerate(groups)
+        if has_phase(program, chunks, "B")
+        for i in range(c.microbatches)
+    ]
     keep = {"whole": 0.0, "split": 1.0, "mixed": 0.5}[c.backward]
     return {cell for cell in cells if rng.random() < keep}
 
@@ -348,7 +432,9 @@ def _with_halves(c: Composition, tasks: list[Task], halves: set[tuple[int, int]]
         half = phase == "B" and (g, i) in halves
         out.append((g, "I" if half else phase, i))
         if half:
-            waiting.append((at + (rng.randrange(len(tasks)) if c.schedule == "random" else 2), (g, "W", i)))
+            waiting.append(
+                (at + (rng.randrange(len(tasks)) if c.schedule == "random" else 2), (g, "W", i))
+            )
         out += [task for due, task in waiting if due <= at]
         waiting = [(due, task) for due, task in waiting if due > at]
     return out + [task for _, task in waiting]
@@ -360,7 +446,9 @@ def _paired(c: Composition, items: list[Where]) -> list[Any]:
         return list(items)
     out: list[Any] = []
     for k in range(0, len(items), 3):
-        out += [overlap(*items[k : k + 2]), *items[k + 2 : k + 3]] if k + 1 < len(items) else items[k:]
+        out += (
+            [overlap(*items[k : k + 2]), *items[k + 2 : k + 3]] if k + 1 < len(items) else items[k:]
+        )
     return out
 
 
@@ -397,14 +485,21 @@ def _sequence(c: Composition, groups: int) -> list[Task]:
         return forward + [(g, "B", i) for i in range(m) for g in reversed(range(groups))]
     rng = Random(c.seed + 1)
     left: dict[int, list[Task]] = {
-        i: [*((g, "F", i) for g in range(groups)), *((g, "B", i) for g in reversed(range(groups)))] for i in range(m)
+        i: [*((g, "F", i) for g in range(groups)), *((g, "B", i) for g in reversed(range(groups)))]
+        for i in range(m)
     }
     out: list[Task] = []
     while left:
         i = rng.choice(sorted(left)) if c.schedule == "random" else _next_1f1b(left, groups)
         group, phase, _ = left[i][0]
-        if phase == "F" and models.case(c.model).buffers:  # buffers are updated in the order of microbatches
-            i = min(k for k, tasks in left.items() if k <= i and tasks[0][1] == "F" and tasks[0][0] <= group)
+        if (
+            phase == "F" and models.case(c.model).buffers
+        ):  # buffers are updated in the order of microbatches
+            i = min(
+                k
+                for k, tasks in left.items()
+                if k <= i and tasks[0][1] == "F" and tasks[0][0] <= group
+            )
         out.append(left[i].pop(0))
         if not left[i]:
             del left[i]
@@ -415,13 +510,21 @@ def fitted(c: Composition) -> Composition:
     """The composition on as many devices as its model can fill."""
     program = captured(c.model, c.precision).program
     updates_buffers = models.case(c.model).buffers
-    if c.schedule == "dualpipe" and updates_buffers:  # it runs each stage on two devices, whose copies would differ
+    if (
+        c.schedule == "dualpipe" and updates_buffers
+    ):  # it runs each stage on two devices, whose copies would differ
         c = replace(c, schedule="random")
     if c.schedule in PIPELINES:
-        stages = [pp for pp in (c.pp, 2) if not (c.schedule == "dualpipe" and pp % 2) and has_stages(program, pp * chunks_of(c))]
+        stages = [
+            pp
+            for pp in (c.pp, 2)
+            if not (c.schedule == "dualpipe" and pp % 2) and has_stages(program, pp * chunks_of(c))
+        ]
         if stages:
             dp = 1 if c.model == "buffers" else c.dp
-            return replace(c, pp=stages[0], dp=dp, placement="recipe", backward="whole", overlap=False)
+            return replace(
+                c, pp=stages[0], dp=dp, placement="recipe", backward="whole", overlap=False
+            )
         c = replace(c, schedule="random")
     blocks = len(blocks_of(program))
     if c.model == "buffers":  # its running mean would differ between replicas
@@ -429,7 +532,16 @@ def fitted(c: Composition) -> Composition:
     if c.placement == "shared" and (c.microbatches < 2 or c.pp < 2 or updates_buffers):
         c = replace(c, placement="chunks")
     cells = min(blocks, c.pp) * (1 if updates_buffers else c.microbatches)
-    c = replace(c, pp=max(1, min(c.pp, {"v": blocks // 2, "shared": blocks + 1, "random": cells}.get(c.placement, blocks))))
+    c = replace(
+        c,
+        pp=max(
+            1,
+            min(
+                c.pp,
+                {"v": blocks // 2, "shared": blocks + 1, "random": cells}.get(c.placement, blocks),
+            ),
+        ),
+    )
     return replace(c, schedule="default") if c.pp == 1 and c.schedule in ("gpipe", "1f1b") else c
 
 
@@ -446,8 +558,8 @@ def chunks_of(c: Composition) -> int:
 
 
 def _next_1f1b(left: Mapping[int, list[Task]], groups: int) -> int:
-    """The microbatch to go on with: a forward that has begun; a new forward while fewer than `groups` are in flight; else the
-    oldest backward."""
+    """The microbatch to go on with: a forward that has begun; a new forward while fewer than `groups` are in flight;
+    else the oldest backward."""
     begun = [i for i, tasks in left.items() if len(tasks) < 2 * groups]
     new = [i for i in left if i not in begun]
     forward = [i for i in begun if left[i][0][1] == "F"]

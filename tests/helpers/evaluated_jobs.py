@@ -20,7 +20,9 @@ class Net(nn.Module):
 
     def __init__(self, norm: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4)
+        )
         self.drop = nn.Dropout(0.5)
         self.norm = nn.BatchNorm1d(16) if norm else nn.LayerNorm(16)
         self.head = nn.Linear(16, CLASSES)
@@ -53,7 +55,9 @@ def accuracy(output: Tensor, targets: Tensor) -> Tensor:
 def of_two_classes(output: Tensor, targets: Tensor) -> dict[str, Any]:
     """Return means over the rows of two classes alone: sums with weights."""
     right = output.argmax(-1) == targets
-    return {str(k): ((right & (targets == TWO[k])).sum(), (targets == TWO[k]).sum()) for k in range(2)}
+    return {
+        str(k): ((right & (targets == TWO[k])).sum(), (targets == TWO[k]).sum()) for k in range(2)
+    }
 
 
 def mean_loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -110,4 +114,6 @@ def plain(one: piper.Job, state: dict[str, Any], batches: int = BATCHES) -> dict
     total = loss[0] / loss[1] if isinstance(loss, tuple) else loss
     found = {"loss": float(total)}
     found |= {"accuracy": float(accuracy(output, y)), "perplexity": math.exp(float(total))}
-    return found | {f"class/{k}": float(a) / float(b) for k, (a, b) in of_two_classes(output, y).items()}
+    return found | {
+        f"class/{k}": float(a) / float(b) for k, (a, b) in of_two_classes(output, y).items()
+    }

@@ -45,7 +45,9 @@ class LoopedLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, WIDTH)
         share, chosen = self.router(tokens).softmax(-1).topk(TOP, dim=-1)
-        return x + self.experts(tokens, chosen, share / share.sum(-1, keepdim=True)).reshape(x.shape)
+        return x + self.experts(tokens, chosen, share / share.sum(-1, keepdim=True)).reshape(
+            x.shape
+        )
 
 
 class LoopedMixture(nn.Module):
@@ -70,7 +72,10 @@ def tagged() -> nn.Module:
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    drawn = [torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(99 * step + r)) for r in rows]
+    drawn = [
+        torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(99 * step + r))
+        for r in rows
+    ]
     return torch.stack(drawn), torch.stack(drawn).roll(1, dims=1)
 
 
@@ -80,4 +85,12 @@ def optimizer(named: Any) -> torch.optim.Optimizer:
 
 def job(model: Callable[[], nn.Module]) -> piper.Job:
     precision = piper.Precision(params="float64")
-    return piper.Job(model, batch, F.mse_loss, optimizer, global_batch=4, precision=precision, tokens_per_row=TOKENS)
+    return piper.Job(
+        model,
+        batch,
+        F.mse_loss,
+        optimizer,
+        global_batch=4,
+        precision=precision,
+        tokens_per_row=TOKENS,
+    )

@@ -1,4 +1,5 @@
-"""Two machines in one: network namespaces with names of their own on a switch, from which one of them can be cut off."""
+"""Two machines in one: network namespaces with names of their own on a switch, from which one of them can be cut
+off."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class Hosts:
     tag: str
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, host: str, command: list[str], variables: Mapping[str, str], **more: Any) -> subprocess.Popen[str]:
+    def start(
+        self, host: str, command: list[str], variables: Mapping[str, str], **more: Any
+    ) -> subprocess.Popen[str]:
         """Start a program on a machine; its process is the program itself, and signals reach it."""
         inside = ["ip", "netns", "exec", f"{self.tag}{host}", "unshare", "--uts", "sh", "-c"]
         named = [*inside, f'hostname {host} && exec "$@"', "sh", *command]
@@ -64,7 +67,20 @@ def two_hosts() -> Iterator[Hosts]:
         _ip("-n", spaces[0], "link", "set", "switch", "up")
         for name, address in ADDRESSES.items():
             space, port = f"{hosts.tag}{name}", f"to-{name}"
-            _ip("-n", spaces[0], "link", "add", port, "type", "veth", "peer", "name", "net0", "netns", space)
+            _ip(
+                "-n",
+                spaces[0],
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "net0",
+                "netns",
+                space,
+            )
             _ip("-n", spaces[0], "link", "set", port, "master", "switch", "up")
             _ip("-n", space, "addr", "add", f"{address}/24", "dev", "net0")
             _ip("-n", space, "link", "set", "net0", "up")

@@ -39,7 +39,10 @@ class Stage(nn.Module):
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.down, self.blocks = nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Block() for _ in range(blocks)))
+        self.down, self.blocks = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Sequential(*(Block() for _ in range(blocks))),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(self.down(x))
@@ -51,11 +54,15 @@ class Whole(nn.Module):
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.embed, self.layers = nn.Linear(WIDTH, WIDTH), layers
-        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        each: Iterable[nn.Module] = self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers  # type: ignore[assignment]  # containers
+        each: Iterable[nn.Module] = (
+            self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
+        )  # type: ignore[assignment]  # containers
         for layer in each:
             x = layer(x)
         return self.head(x)
@@ -112,7 +119,9 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "sequential with dropout": (
         lambda: Whole(nn.Sequential(*(Block(0.3) for _ in range(3)))),
-        "3, layers.0, layers.1, layers.2 (the longest chain of like modules, Block); others: head.0, head.2, head.3 (3 Linear)",
+        "3, layers.0, layers.1, layers.2 (the longest chain of like modules, Block); others: "
+        "head.0, head.2, head.3 (3 "
+        "Linear)",
     ),
     "dict": (
         lambda: Whole(nn.ModuleDict({name: Block() for name in ("low", "high")})),
@@ -120,14 +129,22 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "stages of stages": (
         lambda: Whole(nn.Sequential(Stage(1), Stage(2), Stage(2))),
-        "5, layers.0.blocks.0, layers.1.blocks.0, ... layers.2.blocks.1 (the longest chain of like modules, Block); "
+        "5, layers.0.blocks.0, layers.1.blocks.0, ... layers.2.blocks.1 (the longest chain of like "
+        "modules, Block); "
         "others: layers.0, layers.1, layers.2 (3 Stage)",
     ),
     "heads in lists": (
         lambda: Whole(nn.Sequential(*(Heads() for _ in range(3)))),
         "3, layers.0, layers.1, layers.2 (the longest",
     ),
-    "numbered": (Numbered, "6, layer1.0, layer1.1, ... layer3.1 (the longest chain of like modules, Block); others: layer1"),
-    "reused with dropout": (Reused, "3, groups.0, 3 visits (the longest chain of like modules, Block)"),
+    "numbered": (
+        Numbered,
+        "6, layer1.0, layer1.1, ... layer3.1 (the longest chain of like modules, Block); others: "
+        "layer1",
+    ),
+    "reused with dropout": (
+        Reused,
+        "3, groups.0, 3 visits (the longest chain of like modules, Block)",
+    ),
 }
 """Models, and the layers that `piper explain` says."""

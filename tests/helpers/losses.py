@@ -34,12 +34,24 @@ class Tagger(nn.Module):
 def batch(step: int, rows: range) -> tuple[Tensor, dict[str, Tensor]]:
     """Return tokens; classes `y`, of which 0 to 3 of 4 are -100; all classes; a mask; numbers from 0 to 1 and signs."""
     generator = torch.Generator().manual_seed(step)
-    tokens, classes = (torch.randint(CLASSES, (ROWS, TOKENS), generator=generator) for _ in range(2))
+    tokens, classes = (
+        torch.randint(CLASSES, (ROWS, TOKENS), generator=generator) for _ in range(2)
+    )
     numbers = torch.rand(ROWS, TOKENS, CLASSES, generator=generator)
-    mask = torch.arange(TOKENS) >= torch.randint(TOKENS, (ROWS, 1), generator=generator)  # each step has another total
-    named = {"y": torch.where(mask, classes, -100), "all": classes, "mask": mask, "f": numbers, "sign": (classes % 2) * 2.0 - 1}
+    mask = torch.arange(TOKENS) >= torch.randint(
+        TOKENS, (ROWS, 1), generator=generator
+    )  # each step has another total
+    named = {
+        "y": torch.where(mask, classes, -100),
+        "all": classes,
+        "mask": mask,
+        "f": numbers,
+        "sign": (classes % 2) * 2.0 - 1,
+    }
     named["length"] = mask.sum(1)
-    return tokens[rows.start : rows.stop], {name: tensor[rows.start : rows.stop] for name, tensor in named.items()}
+    return tokens[rows.start : rows.stop], {
+        name: tensor[rows.start : rows.stop] for name, tensor in named.items()
+    }
 
 
 def ce(output: Tensor, classes: Tensor, **how: Any) -> Tensor:
@@ -139,25 +151,46 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     "cross_entropy with ignore_index": ("sum", lambda o, t: ce(o, t["y"])),
     "cross_entropy, all targets count": ("sum", lambda o, t: ce(o, t["all"])),
     "cross_entropy of shifted labels": ("sum", shifted),
-    "cross_entropy with another ignore_index": ("sum", lambda o, t: ce(o, t["all"], ignore_index=2)),
-    "cross_entropy with class weights": ("sum", lambda o, t: ce(o, t["all"], weight=torch.arange(1.0, 8.0, dtype=o.dtype))),
+    "cross_entropy with another ignore_index": (
+        "sum",
+        lambda o, t: ce(o, t["all"], ignore_index=2),
+    ),
+    "cross_entropy with class weights": (
+        "sum",
+        lambda o, t: ce(o, t["all"], weight=torch.arange(1.0, 8.0, dtype=o.dtype)),
+    ),
     "the same with label smoothing": (
         "sum",
-        lambda o, t: ce(o, t["y"], weight=torch.arange(1.0, 8.0, dtype=o.dtype), label_smoothing=0.1),
+        lambda o, t: ce(
+            o, t["y"], weight=torch.arange(1.0, 8.0, dtype=o.dtype), label_smoothing=0.1
+        ),
     ),
     "cross_entropy with label smoothing": ("sum", lambda o, t: ce(o, t["y"], label_smoothing=0.1)),
-    "cross_entropy of [rows, classes, tokens]": ("sum", lambda o, t: F.cross_entropy(o.transpose(1, 2), t["y"])),
+    "cross_entropy of [rows, classes, tokens]": (
+        "sum",
+        lambda o, t: F.cross_entropy(o.transpose(1, 2), t["y"]),
+    ),
     "cross_entropy with probabilities as targets": (
         "mean",
         lambda o, t: F.cross_entropy(o.transpose(1, 2), t["f"].softmax(-1).transpose(1, 2)),
     ),
     'cross_entropy, reduction="sum"': ("total", lambda o, t: ce(o, t["y"], reduction="sum")),
-    'cross_entropy, reduction="sum", / 64': ("total", lambda o, t: ce(o, t["y"], reduction="sum") / 64),
-    "nn.CrossEntropyLoss()": ("sum", lambda o, t: nn.CrossEntropyLoss()(o.flatten(0, 1), t["y"].flatten())),
+    'cross_entropy, reduction="sum", / 64': (
+        "total",
+        lambda o, t: ce(o, t["y"], reduction="sum") / 64,
+    ),
+    "nn.CrossEntropyLoss()": (
+        "sum",
+        lambda o, t: nn.CrossEntropyLoss()(o.flatten(0, 1), t["y"].flatten()),
+    ),
     "nll_loss": ("sum", lambda o, t: F.nll_loss(o.log_softmax(-1).flatten(0, 1), t["y"].flatten())),
     "nll_loss with class weights": (
         "sum",
-        lambda o, t: F.nll_loss(o.log_softmax(-1).flatten(0, 1), t["y"].flatten(), weight=torch.arange(1.0, 8.0, dtype=o.dtype)),
+        lambda o, t: F.nll_loss(
+            o.log_softmax(-1).flatten(0, 1),
+            t["y"].flatten(),
+            weight=torch.arange(1.0, 8.0, dtype=o.dtype),
+        ),
     ),
     "labels set to -100 in the loss": ("sum", relabelled),
     "(loss * mask).sum() / mask.sum()": ("sum", lambda o, t: masked(o, t) / t["mask"].sum()),
@@ -167,27 +200,50 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     ),
     "divided by weights of the model, detached": ("sum", distilled),
     "(sum, weight)": ("sum", lambda o, t: (masked(o, t), t["mask"].sum())),
-    "(loss * mask).sum() / mask.sum().clamp(min=1)": ("total", lambda o, t: masked(o, t) / t["mask"].sum().clamp(min=1)),
-    "(loss * mask).sum() / (mask.sum() + eps)": ("total", lambda o, t: masked(o, t) / (t["mask"].sum() + 1e-3)),
+    "(loss * mask).sum() / mask.sum().clamp(min=1)": (
+        "total",
+        lambda o, t: masked(o, t) / t["mask"].sum().clamp(min=1),
+    ),
+    "(loss * mask).sum() / (mask.sum() + eps)": (
+        "total",
+        lambda o, t: masked(o, t) / (t["mask"].sum() + 1e-3),
+    ),
     "(loss * (mask / mask.sum())).sum()": (
         "total",
         lambda o, t: (each(o, t["all"]) * (t["mask"].to(o.dtype) / t["mask"].sum())).sum(),
     ),
-    "cross_entropy plus a mean over all": ("total", lambda o, t: ce(o, t["y"]) + 0.1 * o.pow(2).mean()),
-    "several cross_entropies with their own targets": ("total", lambda o, t: ce(o, t["y"]) + 0.3 * ce(o[:, 1:], t["all"][:, 1:])),
+    "cross_entropy plus a mean over all": (
+        "total",
+        lambda o, t: ce(o, t["y"]) + 0.1 * o.pow(2).mean(),
+    ),
+    "several cross_entropies with their own targets": (
+        "total",
+        lambda o, t: ce(o, t["y"]) + 0.3 * ce(o[:, 1:], t["all"][:, 1:]),
+    ),
     "`loss += more`": ("total", added),
-    "a list of pairs": ("total", lambda o, t: [(masked(o, t), t["mask"].sum()), (o.pow(2).sum(), (t["length"] + 1).sum())]),
+    "a list of pairs": (
+        "total",
+        lambda o, t: [(masked(o, t), t["mask"].sum()), (o.pow(2).sum(), (t["length"] + 1).sum())],
+    ),
     "a dict of pairs": (
         "total",
-        lambda o, t: {"seen": (masked(o, t), t["mask"].sum()), "all": (each(o, t["all"]).sum(), t["all"].numel())},
+        lambda o, t: {
+            "seen": (masked(o, t), t["mask"].sum()),
+            "all": (each(o, t["all"]).sum(), t["all"].numel()),
+        },
     ),
-    "a sum plus a mean": ("total", lambda o, t: F.mse_loss(o, t["f"], reduction="sum") + o.abs().mean()),
+    "a sum plus a mean": (
+        "total",
+        lambda o, t: F.mse_loss(o, t["f"], reduction="sum") + o.abs().mean(),
+    ),
     "classes weighed by their share of the batch": ("total", balanced),
     "each class averaged by itself: index_add, scatter_add": ("total", by_class),
     "the same as a product, loss @ one_hot": ("total", by_class_products),
     "two means of one count, / n and / (2 * n)": (
         "total",
-        lambda o, t: masked(o, t) / t["mask"].sum().clamp(min=1) + o.pow(2).sum() / (2 * t["mask"].sum()),
+        lambda o, t: (
+            masked(o, t) / t["mask"].sum().clamp(min=1) + o.pow(2).sum() / (2 * t["mask"].sum())
+        ),
     ),
     "targets changed through a view": ("total", viewed),
     "loss.mul_(0.5)": ("sum", halved),
@@ -199,7 +255,9 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     "huber_loss": ("mean", lambda o, t: F.huber_loss(o, t["f"])),
     "binary_cross_entropy_with_logits": (
         "mean",
-        lambda o, t: F.binary_cross_entropy_with_logits(o, t["f"], pos_weight=torch.tensor(2.0, dtype=o.dtype)),
+        lambda o, t: F.binary_cross_entropy_with_logits(
+            o, t["f"], pos_weight=torch.tensor(2.0, dtype=o.dtype)
+        ),
     ),
     "binary_cross_entropy": ("mean", lambda o, t: F.binary_cross_entropy(o.sigmoid(), t["f"])),
     'kl_div, reduction="batchmean"': (
@@ -211,16 +269,24 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     "gaussian_nll_loss": ("mean", lambda o, t: F.gaussian_nll_loss(o, t["f"], torch.ones_like(o))),
     "cosine_embedding_loss": (
         "mean",
-        lambda o, t: F.cosine_embedding_loss(o.flatten(0, 1), t["f"].flatten(0, 1), t["sign"].flatten()),
+        lambda o, t: F.cosine_embedding_loss(
+            o.flatten(0, 1), t["f"].flatten(0, 1), t["sign"].flatten()
+        ),
     ),
-    "hinge: relu(1 - sign * score).mean()": ("mean", lambda o, t: (1 - t["sign"] * o[..., 0]).relu().mean()),
+    "hinge: relu(1 - sign * score).mean()": (
+        "mean",
+        lambda o, t: (1 - t["sign"] * o[..., 0]).relu().mean(),
+    ),
     "mean over each row's own tokens, then over rows": (
         "mean",
         lambda o, t: ((each(o, t["all"]) * t["mask"]).sum(1) / t["length"].clamp(min=1)).mean(),
     ),
     "x.sum() / x.numel()": ("mean", lambda o, t: o.pow(2).sum() / o.numel()),
     "x.sum() / len(x)": ("mean", lambda o, t: each(o, t["all"]).sum() / len(o)),
-    "x.sum() / torch.full((), len(x))": ("sum", lambda o, t: each(o, t["all"]).sum() / torch.full((), len(o))),
+    "x.sum() / torch.full((), len(x))": (
+        "sum",
+        lambda o, t: each(o, t["all"]).sum() / torch.full((), len(o)),
+    ),
     "sqrt(mse_loss)": ("refused", lambda o, t: F.mse_loss(o, t["f"]).sqrt()),
     "dice": ("refused", dice),
     "rows compared with each other": ("refused", contrastive),
@@ -233,7 +299,14 @@ LOSSES: dict[str, tuple[str, Loss]] = {
     "x.mean(0).abs()": ("refused", lambda o, t: o.mean(0).abs().sum()),
     "class weights of the batch, as cross_entropy's weight": (
         "refused",
-        lambda o, t: ce(o, t["all"], weight=1.0 / F.one_hot(t["all"], CLASSES).sum((0, 1)).clamp(min=1).to(o.dtype)),
+        lambda o, t: ce(
+            o,
+            t["all"],
+            weight=1.0 / F.one_hot(t["all"], CLASSES).sum((0, 1)).clamp(min=1).to(o.dtype),
+        ),
     ),
-    "divided by the longest row": ("refused", lambda o, t: each(o, t["all"]).sum() / t["length"].max()),
+    "divided by the longest row": (
+        "refused",
+        lambda o, t: each(o, t["all"]).sum() / t["length"].max(),
+    ),
 }

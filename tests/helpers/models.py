@@ -1,7 +1,7 @@
 """Small models for every suite: tiny in size, rich in what a capture must handle. d_model 16, 8 positions, 32 tokens.
 
-CASES[name] is a constructor, a batch function with Job's signature whose row r is the same whatever range it is
-asked for, and a loss. Numbers are float32; suites that compare in float64 cast model and batch with `cast`. `captured(name)`
+CASES[name] is a constructor, a batch function with Job's signature whose row r is the same whatever range it is asked
+for, and a loss. Numbers are float32; suites that compare in float64 cast model and batch with `cast`. `captured(name)`
 captures a case in float64, once per process.
 """
 
@@ -40,11 +40,17 @@ class Case:
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """A nest of tensors with the floating ones in `dtype`."""
-    return pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, value)
+    return pytree.tree_map(
+        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, value
+    )
 
 
-def _rows(draw: Callable[[torch.Generator], Tensor], step: int, rows: range, salt: int = 0) -> Tensor:
-    generators = (torch.Generator().manual_seed(SEED_STRIDE * (step + 1) + 7 * r + salt) for r in rows)
+def _rows(
+    draw: Callable[[torch.Generator], Tensor], step: int, rows: range, salt: int = 0
+) -> Tensor:
+    generators = (
+        torch.Generator().manual_seed(SEED_STRIDE * (step + 1) + 7 * r + salt) for r in rows
+    )
     return torch.stack([draw(g) for g in generators])
 
 
@@ -110,9 +116,14 @@ class GPTBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, d = x.shape
         q, k, v = (
-            t.view(rows, length, self.heads, d // self.heads).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(d, dim=-1)
+            t.view(rows, length, self.heads, d // self.heads).transpose(1, 2)
+            for t in self.qkv(self.norm1(x)).split(d, dim=-1)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, d)
+        mixed = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(rows, length, d)
+        )
         x = x + F.dropout(self.out(mixed), self.dropout, self.training)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout, self.training)
 
@@ -121,7 +132,13 @@ class TinyGPT(nn.Module):
     """Learned positions, LayerNorm, causal attention; embedding and head are one parameter if `tied`."""
 
     def __init__(
-        self, layers: int = 3, tied: bool = True, dropout: float = 0.0, d: int = D, vocab: int = VOCAB, length: int = T
+        self,
+        layers: int = 3,
+        tied: bool = True,
+        dropout: float = 0.0,
+        d: int = D,
+        vocab: int = VOCAB,
+        length: int = T,
     ) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(vocab, d), nn.Embedding(length, d)
@@ -138,8 +155,8 @@ class TinyGPT(nn.Module):
 
 
 class DeepGPT(TinyGPT):
-    """Eight layers, enough for two chunks on each of four devices; what layer 1 makes skips to layer 6. Embedding and head are
-    tied."""
+    """Eight layers, enough for two chunks on each of four devices; what layer 1 makes skips to layer 6. Embedding and
+    head are tied."""
 
     def __init__(self) -> None:
         super().__init__(layers=8)
@@ -163,13 +180,19 @@ class LlamaBlock(nn.Module):
         self.q = nn.Linear(d, d, bias=False)
         self.k, self.v = (nn.Linear(d, kv_heads * self.head_dim, bias=False) for _ in range(2))
         self.out = nn.Linear(d, d, bias=False)
-        self.gate, self.up, self.down = (nn.Linear(*shape, bias=False) for shape in ((d, hidden), (d, hidden), (hidden, d)))
+        self.gate, self.up, self.down = (
+            nn.Linear(*shape, bias=False) for shape in ((d, hidden), (d, hidden), (hidden, d))
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, length, d = x.shape
         y = self.norm1(x)
-        q = rotate(self.q(y).view(rows, length, self.heads, self.head_dim).transpose(1, 2), cos, sin)
-        k = rotate(self.k(y).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2), cos, sin)
+        q = rotate(
+            self.q(y).view(rows, length, self.heads, self.head_dim).transpose(1, 2), cos, sin
+        )
+        k = rotate(
+            self.k(y).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2), cos, sin
+        )
         v = self.v(y).view(rows, length, self.kv_heads, self.head_dim).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, d))
@@ -193,7 +216,9 @@ class TinyLlama(nn.Module):
         self.layers = nn.ModuleList(LlamaBlock(d, heads) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(d, eps=1e-5), nn.Linear(d, VOCAB, bias=False)
         half = d // heads // 2
-        angle = torch.outer(torch.arange(length), 10_000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
+        angle = torch.outer(torch.arange(length), 10_000.0 ** (-torch.arange(half) / half)).repeat(
+            1, 2
+        )
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -206,7 +231,8 @@ class TinyLlama(nn.Module):
 
 
 class SkipMLP(nn.Module):
-    """Four tagged regions; stage 0 hands two tensors to stage 1 and one straight to stage 3, stage 2 splits its result in two."""
+    """Four tagged regions; stage 0 hands two tensors to stage 1 and one straight to stage 3, stage 2 splits its result
+    in two."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +254,8 @@ class SkipMLP(nn.Module):
 
 
 class Branches(nn.Module):
-    """A stem, two independent branches whose layers the program interleaves, and a join that reads both and the stem."""
+    """A stem, two independent branches whose layers the program interleaves, and a join that reads both and the
+    stem."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,8 +335,8 @@ class KeywordInputs(nn.Module):
 
 
 class BufferModel(nn.Module):
-    """Buffers: a constant, a step counter (the same on every replica), and, if `statistics`, a running mean of activations that
-    other layers read before and after its update."""
+    """Buffers: a constant, a step counter (the same on every replica), and, if `statistics`, a running mean of
+    activations that other layers read before and after its update."""
 
     count: Tensor
     mean: Tensor
@@ -404,7 +431,11 @@ class OpaqueBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.attention, self.out = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True), nn.Linear(D, D)
+        self.norm, self.attention, self.out = (
+            nn.LayerNorm(D),
+            nn.MultiheadAttention(D, 2, batch_first=True),
+            nn.Linear(D, D),
+        )
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, D))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -428,7 +459,9 @@ class Opaque(nn.Module):
         return self.head(x)
 
 
-def _case(name: str, model: Callable[[], nn.Module], batch: Any, loss: Any, **flags: bool) -> tuple[str, Case]:
+def _case(
+    name: str, model: Callable[[], nn.Module], batch: Any, loss: Any, **flags: bool
+) -> tuple[str, Case]:
     return name, Case(name, model, batch, loss, **flags)
 
 
@@ -436,8 +469,19 @@ CASES: dict[str, Case] = dict(
     (
         _case("gpt", TinyGPT, token_batch, cross_entropy),
         _case("gpt_untied", functools.partial(TinyGPT, tied=False), token_batch, cross_entropy),
-        _case("gpt_dropout", functools.partial(TinyGPT, dropout=0.2), token_batch, cross_entropy, random=True),
-        _case("gpt_refilled", functools.partial(TinyGPT, layers=4, tied=False), refilled_batch, cross_entropy),
+        _case(
+            "gpt_dropout",
+            functools.partial(TinyGPT, dropout=0.2),
+            token_batch,
+            cross_entropy,
+            random=True,
+        ),
+        _case(
+            "gpt_refilled",
+            functools.partial(TinyGPT, layers=4, tied=False),
+            refilled_batch,
+            cross_entropy,
+        ),
         _case("llama", TinyLlama, token_batch, cross_entropy),
         _case("skip", SkipMLP, feature_batch, squared_error, layers=False),
         _case("branches", Branches, feature_batch, squared_error, layers=False),
@@ -445,7 +489,13 @@ CASES: dict[str, Case] = dict(
         _case("frozen", Frozen, token_batch, cross_entropy),
         _case("keywords", KeywordInputs, masked_batch, masked_cross_entropy),
         _case("buffers", BufferModel, feature_batch, squared_error, buffers=True),
-        _case("counter", functools.partial(BufferModel, statistics=False), feature_batch, squared_error, buffers=True),
+        _case(
+            "counter",
+            functools.partial(BufferModel, statistics=False),
+            feature_batch,
+            squared_error,
+            buffers=True,
+        ),
         _case("custom_op", CustomOp, feature_batch, squared_error),
         _case("in_place", InPlaceRegion, feature_batch, squared_error, layers=False),
         _case("opaque", Opaque, feature_batch, squared_error),
@@ -459,12 +509,25 @@ MORE: dict[str, Case] = dict(
         _case(
             "moe",
             lambda: MoEConfig(
-                layers=2, width=D, heads=2, vocab=VOCAB, length=T, kv_heads=1, hidden=D, experts=4, top_k=2
+                layers=2,
+                width=D,
+                heads=2,
+                vocab=VOCAB,
+                length=T,
+                kv_heads=1,
+                hidden=D,
+                experts=4,
+                top_k=2,
             ).build(),
             token_batch,
             cross_entropy,
         ),
-        _case("steered", functools.partial(steered.SteeredMixture, "all to one"), steered.batch, F.mse_loss),
+        _case(
+            "steered",
+            functools.partial(steered.SteeredMixture, "all to one"),
+            steered.batch,
+            F.mse_loss,
+        ),
     )
 )
 """Cases that only suites use which name them: mixtures of experts, which take long to capture."""

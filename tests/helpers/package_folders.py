@@ -1,4 +1,5 @@
-"""The folders of a package as data, for tests of what they say that they may import ("May import: a, b." in their `__init__`).
+"""The folders of a package as data, for tests of what they say that they may import ("May import: a, b." in their
+`__init__`).
 
 Lazy imports and those under TYPE_CHECKING count.
 """
@@ -44,7 +45,9 @@ class Package:
     @property
     def homes_of_others(self) -> list[Path]:
         """Folders with code that may use the package through its face only."""
-        packages = [p / "src" for p in (ROOT / "packages").iterdir() if p / "src" not in self.source.parents]
+        packages = [
+            p / "src" for p in (ROOT / "packages").iterdir() if p / "src" not in self.source.parents
+        ]
         return [ROOT / "src", *packages, ROOT / "benchmarks", ROOT / "docs"]
 
     def imported(self, path: Path) -> Iterator[str]:
@@ -55,7 +58,11 @@ class Package:
             elif isinstance(node, ast.ImportFrom) and self._has(node.module or ""):
                 for alias in node.names:  # it may be the name of a module
                     folder, whole = str(node.module), f"{node.module}.{alias.name}"
-                    yield whole if self._exists(whole) and alias.name not in self._exported(folder) else folder
+                    yield (
+                        whole
+                        if self._exists(whole) and alias.name not in self._exported(folder)
+                        else folder
+                    )
 
     def _has(self, module: str) -> bool:
         return f"{module}.".startswith(f"{self.name}.")
@@ -64,7 +71,11 @@ class Package:
         """Return the names in `__all__` of a folder: a function may be named as the module that holds it."""
         init = self.source.joinpath(*module.split(".")[self.depth :], "__init__.py")
         body = ast.parse(init.read_text(encoding="utf-8")).body if init.is_file() else []
-        lists = [n.value for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+        lists = [
+            n.value
+            for n in body
+            if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+        ]
         return [name for value in lists for name in ast.literal_eval(value)]
 
     def _exists(self, module: str) -> bool:
@@ -73,14 +84,24 @@ class Package:
 
     def allowed(self, folder: str) -> set[str]:
         """Return what the docstring of a folder says that it may import."""
-        text = ast.get_docstring(ast.parse((self.source / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+        text = (
+            ast.get_docstring(
+                ast.parse((self.source / folder / "__init__.py").read_text(encoding="utf-8"))
+            )
+            or ""
+        )
         (said,) = re.findall(r"^May import: (.+)\.$", text, re.MULTILINE)
         return set() if said == f"nothing of the {self.said}" else set(said.split(", "))
 
     def violations(self, folder: str, files: Mapping[Path, list[str]]) -> list[str]:
         """Return a line for each import of a folder that its docstring does not allow."""
         may = self.allowed(folder) | {folder}
-        return [f"{path}: {name}" for path, names in files.items() for name in names if self.folder_of(name) not in may]
+        return [
+            f"{path}: {name}"
+            for path, names in files.items()
+            for name in names
+            if self.folder_of(name) not in may
+        ]
 
     def folder_of(self, module: str) -> str:
         """Return the folder in which a module stands; "" for one in none."""
@@ -88,16 +109,25 @@ class Package:
 
     def imports_of(self, folder: str) -> dict[Path, list[str]]:
         """Return what each file of a folder imports of the package."""
-        return {path: list(self.imported(path)) for path in sorted((self.source / folder).rglob("*.py"))}
+        return {
+            path: list(self.imported(path)) for path in sorted((self.source / folder).rglob("*.py"))
+        }
 
     def import_graph(self) -> dict[str, set[str]]:
         """Return what each module of the package imports of it."""
         graph = {}
         for path in self.source.rglob("*.py"):
-            name = ".".join((self.name, *path.relative_to(self.source).with_suffix("").parts)).removesuffix(".__init__")
+            name = ".".join(
+                (self.name, *path.relative_to(self.source).with_suffix("").parts)
+            ).removesuffix(".__init__")
             graph[name] = set(self.imported(path))
         return graph
 
     def imports_of_others(self) -> list[tuple[Path, str]]:
         """Return what code outside of the package imports of it."""
-        return [(p, name) for home in self.homes_of_others for p in home.rglob("*.py") for name in self.imported(p)]
+        return [
+            (p, name)
+            for home in self.homes_of_others
+            for p in home.rglob("*.py")
+            for name in self.imported(p)
+        ]

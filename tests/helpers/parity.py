@@ -9,7 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from piper.api.reference.reference import STEPS, Reference, reference
-from piper.api.reference.reference_differences import FLOAT32, FLOAT64, Difference, RunOutcome, differences
+from piper.api.reference.reference_differences import (
+    FLOAT32,
+    FLOAT64,
+    Difference,
+    RunOutcome,
+    differences,
+)
 
 __all__ = [
     "FLOAT32",
@@ -25,16 +31,30 @@ __all__ = [
 ]
 
 
-def assert_parity(run: Any, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True, label: str = "") -> None:
+def assert_parity(
+    run: Any,
+    expected: Reference,
+    tolerance: float = FLOAT64,
+    *,
+    parameters: bool = True,
+    label: str = "",
+) -> None:
     """AssertionError with the first differences when a run did not compute what one device computes."""
     found = differences(RunOutcome.of(run), expected, tolerance, parameters=parameters)
     if found:
         lines = "\n  ".join(str(d) for d in found[:8])
         more = f"\n  and {len(found) - 8} more" if len(found) > 8 else ""
-        raise AssertionError(f"{label + ': ' if label else ''}not what one device computes\n  {lines}{more}")
+        raise AssertionError(
+            f"{label + ': ' if label else ''}not what one device computes\n  {lines}{more}"
+        )
 
 
 def outcome_of(found: Reference) -> RunOutcome:
     """The outcome of a run that computed what the reference did."""
     gradients = [dict(g) for g in found.gradients]
-    return RunOutcome(list(found.losses), {0: gradients}, {0: {**found.parameters, **found.buffers}}, dict(found.state_dict))
+    return RunOutcome(
+        list(found.losses),
+        {0: gradients},
+        {0: {**found.parameters, **found.buffers}},
+        dict(found.state_dict),
+    )

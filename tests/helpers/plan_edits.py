@@ -32,7 +32,10 @@ def every_part(plan: Plan, wanted: Wanted, change: Callable[[Part], Part]) -> Pl
     roles = [
         replace(
             r,
-            program=tuple(replace(i, parts=tuple(change(p) if wanted(r, p) else p for p in i.parts)) for i in r.program),
+            program=tuple(
+                replace(i, parts=tuple(change(p) if wanted(r, p) else p for p in i.parts))
+                for i in r.program
+            ),
         )
         for r in plan.roles
     ]
@@ -44,11 +47,18 @@ def first_part(plan: Plan, wanted: Wanted, change: Callable[[Part], Part]) -> Pl
     for role, k, instr in plan.instructions():
         for n, part in enumerate(instr.parts):
             if wanted(role, part):
-                return with_instr(plan, role, k, replace(instr, parts=(*instr.parts[:n], change(part), *instr.parts[n + 1 :])))
+                return with_instr(
+                    plan,
+                    role,
+                    k,
+                    replace(instr, parts=(*instr.parts[:n], change(part), *instr.parts[n + 1 :])),
+                )
     return None
 
 
-def instructions(plan: Plan, wanted: Callable[[Instr], bool]) -> Iterator[tuple[RolePlan, int, Instr]]:
+def instructions(
+    plan: Plan, wanted: Callable[[Instr], bool]
+) -> Iterator[tuple[RolePlan, int, Instr]]:
     return ((role, k, i) for role, k, i in plan.instructions() if wanted(i))
 
 
@@ -58,7 +68,11 @@ def without(role: RolePlan, index: int) -> list[Instr]:
     n = sum(i.stream == stream for i in role.program[: index + 1])
 
     def fewer(waits: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-        return tuple((s, k - 1 if s == stream and k >= n else k) for s, k in waits if not (s == stream and n == k == 1))
+        return tuple(
+            (s, k - 1 if s == stream and k >= n else k)
+            for s, k in waits
+            if not (s == stream and n == k == 1)
+        )
 
     return [replace(i, waits=fewer(i.waits)) for k, i in enumerate(role.program) if k != index]
 

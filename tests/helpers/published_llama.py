@@ -23,7 +23,11 @@ def turned(x: Tensor) -> Tensor:
 
 def repeated(x: Tensor, times: int) -> Tensor:
     rows, heads, length, size = x.shape
-    return x[:, :, None].expand(rows, heads, times, length, size).reshape(rows, heads * times, length, size)
+    return (
+        x[:, :, None]
+        .expand(rows, heads, times, length, size)
+        .reshape(rows, heads * times, length, size)
+    )
 
 
 class PublishedNorm(nn.Module):
@@ -42,7 +46,10 @@ class PublishedAttention(nn.Module):
         self.k_proj, self.v_proj = (nn.Linear(WIDTH, KEYS * HEAD, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (p(x).view(*x.shape[:-1], -1, HEAD).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).view(*x.shape[:-1], -1, HEAD).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         q, k = (t * cos + turned(t) * sin for t in (q, k))
         k, v = repeated(k, HEADS // KEYS), repeated(v, HEADS // KEYS)
@@ -77,7 +84,9 @@ class PublishedBody(nn.Module):
         self.embed_tokens = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(PublishedLayer() for _ in range(LAYERS))
         self.norm = PublishedNorm()
-        self.register_buffer("inv_freq", 10_000 ** -(torch.arange(0, HEAD, 2) / HEAD), persistent=False)
+        self.register_buffer(
+            "inv_freq", 10_000 ** -(torch.arange(0, HEAD, 2) / HEAD), persistent=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x, places = self.embed_tokens(tokens), torch.arange(tokens.shape[1])

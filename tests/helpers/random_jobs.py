@@ -26,7 +26,11 @@ from tests.parity.test_auxiliary_gradients import mean_square, sum_of_squares
 VOCABULARY, TOKENS, WIDTH, HEADS, LAYERS, EXPERTS, ROWS = 7, 4, 8, 2, 4, 4, 8
 CONTAINERS = ("list", "sequential", "dict", "function")
 """Where dropout stands: in a module of a list, of nn.Sequential or of nn.ModuleDict, or in a call of F.dropout."""
-AUXILIARY: dict[str, Callable[[Tensor], Tensor]] = {"": lambda z: z, "mean": mean_square, "sum": sum_of_squares}
+AUXILIARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda z: z,
+    "mean": mean_square,
+    "sum": sum_of_squares,
+}
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,20 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.up, self.down = (nn.Parameter(0.3 * torch.randn(EXPERTS, WIDTH, WIDTH)) for _ in range(2))
+        self.up, self.down = (
+            nn.Parameter(0.3 * torch.randn(EXPERTS, WIDTH, WIDTH)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         share, chosen = self.router(tokens).softmax(-1).topk(2, -1)
         with region(experts=0):
             rows, counts = route(tokens, chosen, EXPERTS)
-            made = unroute(grouped_mm(F.silu(grouped_mm(rows, counts, self.up)), counts, self.down), chosen, share)
+            made = unroute(
+                grouped_mm(F.silu(grouped_mm(rows, counts, self.up)), counts, self.down),
+                chosen,
+                share,
+            )
         return made.view_as(x)
 
 
@@ -66,7 +76,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        q, k, v = (part(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         return self.drop[0](self.out(seen))
 
@@ -81,10 +93,14 @@ class Layer(nn.Module):
             self.work = Mixture()
         elif of.container == "dict":
             drop = nn.Dropout(of.dropout)
-            self.work = nn.ModuleDict({"up": nn.Linear(WIDTH, WIDTH), "drop": drop, "down": nn.Linear(WIDTH, WIDTH)})
+            self.work = nn.ModuleDict(
+                {"up": nn.Linear(WIDTH, WIDTH), "drop": drop, "down": nn.Linear(WIDTH, WIDTH)}
+            )
         else:
             drop = nn.Dropout(0.0 if of.container == "function" else of.dropout)
-            self.work = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), drop, nn.Linear(WIDTH, WIDTH))
+            self.work = nn.Sequential(
+                nn.Linear(WIDTH, WIDTH), nn.GELU(), drop, nn.Linear(WIDTH, WIDTH)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.work, nn.ModuleDict):
@@ -102,7 +118,9 @@ class Transformer(nn.Module):
         self.of = of
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         layers = [Layer(of, k) for k in range(LAYERS)]
-        self.layers = nn.Sequential(*layers) if of.container == "sequential" else nn.ModuleList(layers)
+        self.layers = (
+            nn.Sequential(*layers) if of.container == "sequential" else nn.ModuleList(layers)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
@@ -115,7 +133,11 @@ class Transformer(nn.Module):
         scores = self.head(x)
         if labels is None:
             return scores
-        return {"loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten()) + 1e-2 * scores.pow(2).mean(), "scores": scores}
+        return {
+            "loss": F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+            + 1e-2 * scores.pow(2).mean(),
+            "scores": scores,
+        }
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, dict[str, Tensor]]:
@@ -126,7 +148,9 @@ def batch(step: int, rows: range) -> tuple[Tensor, dict[str, Tensor]]:
     without = number < empty if step % 2 else number >= ROWS - empty
     mask = t["mask"] & ~without
     t |= {"mask": mask, "y": torch.where(mask, t["all"], -100), "length": mask.sum(1)}
-    return tokens[rows.start : rows.stop], {name: part[rows.start : rows.stop] for name, part in t.items()}
+    return tokens[rows.start : rows.stop], {
+        name: part[rows.start : rows.stop] for name, part in t.items()
+    }
 
 
 def labelled(step: int, rows: range) -> dict[str, Tensor]:
@@ -167,7 +191,13 @@ def any_job(rng: Random) -> tuple[Recipe, str]:
     """Return one of some hundred models and losses."""
     mixture = rng.random() < 0.25
     dropout = 0.0 if mixture else rng.choice((0.0, 0.1, 0.5))
-    of = Recipe(rng.choice(CONTAINERS), dropout, rng.choice(("", "", "mean", "sum")), mixture, rng.random() < 0.1)
+    of = Recipe(
+        rng.choice(CONTAINERS),
+        dropout,
+        rng.choice(("", "", "mean", "sum")),
+        mixture,
+        rng.random() < 0.1,
+    )
     return of, "" if of.own_loss else rng.choice(LOSSES)
 
 
@@ -175,7 +205,14 @@ def any_job(rng: Random) -> tuple[Recipe, str]:
 def job_of(of: Recipe, loss: str) -> Job:
     """Return the job that trains a model on a loss; the same one for the same names, so that it is captured once."""
     rows, function = (labelled, None) if of.own_loss else (batch, losses.LOSSES[loss][1])
-    return Job(functools.partial(Transformer, of), rows, function, sgd, global_batch=ROWS, precision=Precision("float64"))
+    return Job(
+        functools.partial(Transformer, of),
+        rows,
+        function,
+        sgd,
+        global_batch=ROWS,
+        precision=Precision("float64"),
+    )
 
 
 @dataclass(frozen=True)
@@ -208,11 +245,16 @@ class Plan:
         if self.cp > 1:
             sharers += recipes.context_parallel(attention=self.attention)
         at = {"at": self.at} if self.at else {}
-        pipeline = recipes.RECIPES[self.schedule].make(pp=self.pp, microbatches=self.microbatches, **at)
+        pipeline = recipes.RECIPES[self.schedule].make(
+            pp=self.pp, microbatches=self.microbatches, **at
+        )
         over = ("dp", "ep") if self.ep > 1 else ("dp",)
         data = recipes.data_parallel(over=over, zero=self.zero) if self.dp * self.ep > 1 else ()
         again = (piper.recompute(piper.where(), keep=self.keep),) if self.keep != "all" else ()
-        return Strategy(Mesh(pp=self.pp, dp=self.dp, ep=self.ep, tp=self.tp, cp=self.cp), (*sharers, *pipeline, *data, *again))
+        return Strategy(
+            Mesh(pp=self.pp, dp=self.dp, ep=self.ep, tp=self.tp, cp=self.cp),
+            (*sharers, *pipeline, *data, *again),
+        )
 
 
 V_SHAPED = ("zbv", "dualpipe_v", "v_half", "v_min", "interleaved", "looped_bfs", "interleaved_zb")

@@ -17,7 +17,8 @@ from piper_ir.program.program import Chunk, Cost, Signature
 
 @dataclass
 class PlanBuilder:
-    """Hand-made plans in few words: one role per pipeline device, a chunk per duration, values of no bytes unless given."""
+    """Hand-made plans in few words: one role per pipeline device, a chunk per duration, values of no bytes unless
+    given."""
 
     roles: int
     hop: float = 0.0
@@ -34,7 +35,9 @@ class PlanBuilder:
         """How many instructions a stream has so far."""
         return sum(i.stream == stream for i in self.programs[role])
 
-    def compute(self, role: int, seconds: float, waits: tuple[tuple[str, int], ...] = (), name: str = "") -> None:
+    def compute(
+        self, role: int, seconds: float, waits: tuple[tuple[str, int], ...] = (), name: str = ""
+    ) -> None:
         chunk = self.chunks.setdefault(seconds, _chunk(f"c{len(self.chunks)}", seconds))
         self._append(role, COMPUTE, Compute(chunk.id, "F"), waits, name)
 
@@ -49,21 +52,41 @@ class PlanBuilder:
         """A Send on `source` with its waits and the Recv on `target` with the waits `to`, on streams of their own."""
         name = f"{source}>{target}"
         streams = self.stream(name, source), self.stream(name, target)
-        self.channels.setdefault(name, Channel(name, "p2p", (_role(source), _role(target)), streams))
-        k = sum(isinstance(i.parts[0].op, Send) and i.parts[0].op.channel == name for i in self.programs[source])
+        self.channels.setdefault(
+            name, Channel(name, "p2p", (_role(source), _role(target)), streams)
+        )
+        k = sum(
+            isinstance(i.parts[0].op, Send) and i.parts[0].op.channel == name
+            for i in self.programs[source]
+        )
         ids = f"v{name}@{k}", f"v{name}@{k}#"
         self.values.update({v: Value(v, TensorSpec((nbytes,), "uint8"), "activation") for v in ids})
         self._append(source, streams[0], Send(name), waits, f"{name}.send@{k}", reads=(ids[0],))
         self._append(target, streams[1], Recv(name), to, f"{name}.recv@{k}", writes=(ids[1],))
 
-    def all_reduce(self, members: tuple[int, ...], waits: dict[int, tuple[tuple[str, int], ...]]) -> None:
+    def all_reduce(
+        self, members: tuple[int, ...], waits: dict[int, tuple[tuple[str, int], ...]]
+    ) -> None:
         name = "=".join(map(str, members))
         self.channels.setdefault(
             name,
-            Channel(name, "group", tuple(map(_role, members)), tuple(self.stream(name, m) for m in members), ("dp",), "reduce"),
+            Channel(
+                name,
+                "group",
+                tuple(map(_role, members)),
+                tuple(self.stream(name, m) for m in members),
+                ("dp",),
+                "reduce",
+            ),
         )
         for m in members:
-            self._append(m, self.stream(name, m), Collective("all_reduce", name), waits.get(m, ()), f"{name}.reduce")
+            self._append(
+                m,
+                self.stream(name, m),
+                Collective("all_reduce", name),
+                waits.get(m, ()),
+                f"{name}.reduce",
+            )
 
     def stream(self, channel: str, role: int) -> str:
         """The stream that a channel uses on a role; overridden where several channels share one."""
@@ -72,12 +95,20 @@ class PlanBuilder:
     def plan(self) -> Plan:
         mesh = Mesh(pp=self.roles, dp=self.dp)
         roles = tuple(
-            RolePlan(_role(r), {"pp": r}, mesh.ranks({"pp": r}), tuple(p), tuple(dict.fromkeys(i.stream for i in p)))
+            RolePlan(
+                _role(r),
+                {"pp": r},
+                mesh.ranks({"pp": r}),
+                tuple(p),
+                tuple(dict.fromkeys(i.stream for i in p)),
+            )
             for r, p in enumerate(self.programs)
         )
         chunks, channels = tuple(self.chunks.values()), tuple(self.channels.values())
         replicated = ("dp",) if self.dp > 1 else ()
-        return Plan("hand", mesh, 1, 1, replicated, roles, channels, (), self.values, chunks, hop=self.hop)
+        return Plan(
+            "hand", mesh, 1, 1, replicated, roles, channels, (), self.values, chunks, hop=self.hop
+        )
 
     def _append(
         self,
@@ -90,7 +121,9 @@ class PlanBuilder:
         writes: tuple[str, ...] = (),
     ) -> None:
         name = name or f"{stream}@{len(self.programs[role])}"
-        self.programs[role].append(Instr(stream, (Part(name, op, reads=reads, writes=writes),), waits))
+        self.programs[role].append(
+            Instr(stream, (Part(name, op, reads=reads, writes=writes),), waits)
+        )
 
 
 class SharedStreams(PlanBuilder):
@@ -124,7 +157,9 @@ def random_plan(seed: int, *, most_roles: int = 6, most: int = 60) -> tuple[Plan
         else:
             members = tuple(sorted(rng.sample(range(p), rng.randint(1, p))))
             name = "=".join(map(str, members))
-            build.all_reduce(members, {m: _waits(rng, build, m, build.stream(name, m)) for m in members})
+            build.all_reduce(
+                members, {m: _waits(rng, build, m, build.stream(name, m)) for m in members}
+            )
     plan = build.plan()
     return plan, _durations(plan, rng)
 
@@ -155,7 +190,9 @@ def _durations(plan: Plan, rng: Random | None) -> list[float]:
                 continue
             assert isinstance(op, Send | Recv | Collective)
             k = uses[op.channel] = uses.get(op.channel, 0) + 1
-            out.append(of_use.setdefault((op.channel, k), rng.choice((0.0, 0.5, 1.0, 0.1)) if rng else 0.0))
+            out.append(
+                of_use.setdefault((op.channel, k), rng.choice((0.0, 0.5, 1.0, 0.1)) if rng else 0.0)
+            )
     return out
 
 

@@ -15,7 +15,11 @@ NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 def raw(tensor: Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().reshape(-1).view(uint8).tolist()) if tensor.numel() else b""
+    return (
+        bytes(tensor.detach().contiguous().reshape(-1).view(uint8).tolist())
+        if tensor.numel()
+        else b""
+    )
 
 
 def header_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -23,11 +27,17 @@ def header_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        entries[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     return entries
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Path:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Path:
     """Write a file; the header is filled up to a multiple of 8 bytes with spaces, as the format's own writer does."""
     free = {"__metadata__": dict(metadata)} if metadata else {}
     text = json.dumps(free | header_of(tensors)).encode()
@@ -42,7 +52,12 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], shards: int = 2) -
     files = [f"model-{k + 1:05}-of-{shards:05}.safetensors" for k in range(shards)]
     where = {name: files[k % shards] for k, name in enumerate(tensors)}
     for file in files:
-        write_safetensors(folder / file, {n: tensors[n] for n, f in where.items() if f == file}, {"format": "pt"})
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
+        write_safetensors(
+            folder / file, {n: tensors[n] for n, f in where.items() if f == file}, {"format": "pt"}
+        )
+    index = {
+        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+        "weight_map": where,
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder

@@ -10,7 +10,11 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.init import orthogonal_, sparse_, trunc_normal_  # names of their own, as timm has them
+from torch.nn.init import (
+    orthogonal_,
+    sparse_,
+    trunc_normal_,
+)  # names of their own, as timm has them
 
 from piper_runtime import Job, Precision
 from tests.helpers import models
@@ -19,13 +23,16 @@ WIDTH = 8
 
 
 class Unusual(nn.Module):
-    """Rejection loops, factorisations, draws through views, copies between parameters, tied weights, constants, no values."""
+    """Rejection loops, factorisations, draws through views, copies between parameters, tied weights, constants, no
+    values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cut, self.tail, self.turned = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         trunc_normal_(self.cut.weight, std=0.5, a=-0.4, b=0.6)
-        nn.init.trunc_normal_(self.tail.weight, mean=0.0, std=0.3, a=0.4, b=2.0)  # rarely within: another algorithm
+        nn.init.trunc_normal_(
+            self.tail.weight, mean=0.0, std=0.3, a=0.4, b=2.0
+        )  # rarely within: another algorithm
         orthogonal_(self.turned.weight, gain=1.5)
         self.sparse = nn.Parameter(sparse_(torch.empty(WIDTH, WIDTH), sparsity=0.3))
         self.copied, self.halved = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -41,7 +48,9 @@ class Unusual(nn.Module):
         self.tied.weight = self.turned.weight
         both = torch.randn(2, WIDTH)
         self.one, self.two = nn.Parameter(both[0]), nn.Parameter(both[1].clone())
-        self.counted = nn.Parameter(torch.from_numpy(numpy.linspace(0, 1, WIDTH, dtype=numpy.float32)))
+        self.counted = nn.Parameter(
+            torch.from_numpy(numpy.linspace(0, 1, WIDTH, dtype=numpy.float32))
+        )
         self.given = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * torch.rand(()))
         self.bare = nn.Parameter(torch.empty(3))
         self.register_buffer("mask", torch.rand(WIDTH) < 0.5)
@@ -69,7 +78,9 @@ def no_batch(step: int, rows: range) -> Any:
 
 
 def unusual_job(model: Callable[[], nn.Module] = Unusual, **fields: Any) -> Job:
-    return Job(model, no_batch, squared, sgd, global_batch=4, **{"init": "seeded", "seed": 5, **fields})
+    return Job(
+        model, no_batch, squared, sgd, global_batch=4, **{"init": "seeded", "seed": 5, **fields}
+    )
 
 
 def seeded_job(name: str, **fields: Any) -> Job:
@@ -80,7 +91,8 @@ def seeded_job(name: str, **fields: Any) -> Job:
 
 
 class Foreign(nn.Module):
-    """Tensors of numpy arrays that the constructor changes in place, also through views, and numbers of another dtype."""
+    """Tensors of numpy arrays that the constructor changes in place, also through views, and numbers of another
+    dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,12 +103,16 @@ class Foreign(nn.Module):
             array.view(2, -1)[1].add_(torch.rand(WIDTH // 2))
             self.direct[0].normal_()
         self.tail = nn.Parameter(array[2:].clone())
-        nn.init.trunc_normal_(late := torch.from_numpy(numpy.zeros((2, WIDTH), dtype=numpy.float32)))
+        nn.init.trunc_normal_(
+            late := torch.from_numpy(numpy.zeros((2, WIDTH), dtype=numpy.float32))
+        )
         self.late = nn.Parameter(late[1])
         self.narrow = nn.Parameter(torch.randn(WIDTH).bfloat16() * 0.1 + 1e-3)
         self.register_buffer("steps", torch.arange(4) * 0.5)
         self.register_buffer("names", torch.tensor([3, 1, 2]).sort().values)
-        self.register_buffer("first", torch.stack([torch.rand(3), torch.zeros(3)], dim=1)[:, 0], persistent=False)
+        self.register_buffer(
+            "first", torch.stack([torch.rand(3), torch.zeros(3)], dim=1)[:, 0], persistent=False
+        )
 
 
 class Shuffled(nn.Module):
@@ -115,8 +131,20 @@ class Shuffled(nn.Module):
                 if choice.random() < 0.1:
                     tensors[a] = tensors[b] + tensors[c].t()
                     continue
-                target = choice.choice([tensors[a], tensors[a].t(), tensors[a][1:3], tensors[a].view(-1)[5:9], tensors[a][:, 2]])
-                source = (tensors[b].clone() if a == b else tensors[b]).reshape(-1)[: target.numel()].reshape(target.shape)
+                target = choice.choice(
+                    [
+                        tensors[a],
+                        tensors[a].t(),
+                        tensors[a][1:3],
+                        tensors[a].view(-1)[5:9],
+                        tensors[a][:, 2],
+                    ]
+                )
+                source = (
+                    (tensors[b].clone() if a == b else tensors[b])
+                    .reshape(-1)[: target.numel()]
+                    .reshape(target.shape)
+                )
                 match choice.randrange(7):
                     case 0:
                         nn.init.normal_(target)
@@ -133,4 +161,6 @@ class Shuffled(nn.Module):
                     case _:
                         torch.mul(target.clone(), source, out=target)
         for k, tensor in enumerate(tensors):
-            self.register_parameter(f"p{k}", nn.Parameter(tensor.clone() if choice.random() < 0.3 else tensor))
+            self.register_parameter(
+                f"p{k}", nn.Parameter(tensor.clone() if choice.random() < 0.3 else tensor)
+            )

@@ -19,10 +19,23 @@ from tests.helpers.compositions import Composition, adamw, captured, job_of
 
 SIZES: dict[str, Any] = {
     "llama": LlamaConfig(layers=4, width=32, heads=8, kv_heads=4, hidden=48, vocab=64, length=8),
-    "few_kv_heads": LlamaConfig(layers=2, width=32, heads=8, kv_heads=2, hidden=48, vocab=64, length=8, qk_norm=True),
-    "experts": MoEConfig(layers=4, width=16, heads=4, kv_heads=2, hidden=16, vocab=32, length=8, experts=4, top_k=2),
+    "few_kv_heads": LlamaConfig(
+        layers=2, width=32, heads=8, kv_heads=2, hidden=48, vocab=64, length=8, qk_norm=True
+    ),
+    "experts": MoEConfig(
+        layers=4, width=16, heads=4, kv_heads=2, hidden=16, vocab=32, length=8, experts=4, top_k=2
+    ),
     "dropless": MoEConfig(
-        layers=4, width=16, heads=4, kv_heads=2, hidden=16, vocab=32, length=8, experts=4, top_k=2, capacity_factor=None
+        layers=4,
+        width=16,
+        heads=4,
+        kv_heads=2,
+        hidden=16,
+        vocab=32,
+        length=8,
+        experts=4,
+        top_k=2,
+        capacity_factor=None,
     ),
     "gpt": GPTConfig(layers=4, width=32, heads=4, vocab=64, length=8),
 }
@@ -40,7 +53,9 @@ def job(name: str, rows: int = ROWS) -> Job:
         made = piper.models.job(SIZES[name], global_batch=rows, precision="float64")
         return replace(made, optimizer=adamw, clip_norm=0.5)
     captured(name)
-    return replace(job_of(Composition(name, optimizer="adamw", clip=0.5)), global_batch=rows, seed=3)
+    return replace(
+        job_of(Composition(name, optimizer="adamw", clip=0.5)), global_batch=rows, seed=3
+    )
 
 
 @functools.cache
@@ -50,7 +65,14 @@ def expected(name: str, replicas: int, microbatches: int, rows: int = ROWS) -> p
 
 
 def compiled(
-    name: str, mesh: Mesh, directives: Sequence[Any], *, stream: str = "", keep: bool = False, cut: bool = False, rows: int = ROWS
+    name: str,
+    mesh: Mesh,
+    directives: Sequence[Any],
+    *,
+    stream: str = "",
+    keep: bool = False,
+    cut: bool = False,
+    rows: int = ROWS,
 ) -> Compiled:
     """A job whose chunks the devices along tp share, and further directives."""
     asked = piper.shard(piper.where(), stream=stream, keep=keep, cut=cut)
@@ -58,10 +80,13 @@ def compiled(
 
 
 def in_twos(name: str, mesh: Mesh, directives: Sequence[Any]) -> Compiled:
-    """Compile the job with a batch whose microbatches have two rows: for others all chunks would be traced once more."""
+    """Compile the job with a batch whose microbatches have two rows: for others all chunks would be traced once
+    more."""
     strategy = Strategy(mesh, directives)
     many = 8 * ROWS
-    return piper.compile(job(name, 2 * many // piper.compile(job(name, many), strategy).plan.rows), strategy)
+    return piper.compile(
+        job(name, 2 * many // piper.compile(job(name, many), strategy).plan.rows), strategy
+    )
 
 
 def run(made: Compiled, *, launcher: str = "inline", steps: int = parity.STEPS, **more: Any) -> Run:

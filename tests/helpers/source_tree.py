@@ -67,12 +67,16 @@ def imported_modules(module: Module, known: Mapping[str, Module]) -> Iterator[tu
 def _imports_of_others(module: Module, known: Mapping[str, Module]) -> set[str]:
     inner = module.name + "."
     found = {name for name, _ in imported_modules(module, known)}
-    return {name for name in found if name != module.name and not (module.is_package and name.startswith(inner))}
+    return {
+        name
+        for name in found
+        if name != module.name and not (module.is_package and name.startswith(inner))
+    }
 
 
 def circles(known: Mapping[str, Module]) -> list[list[str]]:
-    """Return the groups of modules that import each other, by Tarjan's algorithm; an `__init__` that only re-exports the modules
-    of its own folder does not count as one that they import."""
+    """Return the groups of modules that import each other, by Tarjan's algorithm; an `__init__` that only re-exports
+    the modules of its own folder does not count as one that they import."""
     edges = {name: sorted(_imports_of_others(m, known)) for name, m in known.items()}
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -111,7 +115,8 @@ def exported_names(module: Module) -> Iterator[tuple[str, int]]:
 
 
 def is_alias(name: str, value: ast.expr) -> bool:
-    """Whether an assignment at top level names a type: a name in CamelCase for a subscription, a union or another such name."""
+    """Whether an assignment at top level names a type: a name in CamelCase for a subscription, a union or another such
+    name."""
     if name.startswith("_") or not name[0].isupper() or name.isupper() or "_" in name:
         return False
     return isinstance(value, ast.Subscript | ast.BinOp | ast.Name | ast.Attribute)

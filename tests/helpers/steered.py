@@ -1,4 +1,5 @@
-"""A dropless mixture whose tokens choose their experts by their places, so that a test says how many each device gets."""
+"""A dropless mixture whose tokens choose their experts by their places, so that a test says how many each device
+gets."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Steered(nn.Module):
     def __init__(self, load: tuple[int, ...]) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.up, self.down = (nn.Parameter(0.3 * torch.randn(EXPERTS, *s)) for s in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+        self.up, self.down = (
+            nn.Parameter(0.3 * torch.randn(EXPERTS, *s)) for s in ((WIDTH, HIDDEN), (HIDDEN, WIDTH))
+        )
         self.register_buffer("chosen", preferred(load))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +46,11 @@ class Steered(nn.Module):
         share = self.router(tokens).softmax(-1).gather(1, chosen)
         with region(experts=0):
             rows, counts = route(tokens, chosen, EXPERTS)
-            made = unroute(grouped_mm(F.silu(grouped_mm(rows, counts, self.up)), counts, self.down), chosen, share)
+            made = unroute(
+                grouped_mm(F.silu(grouped_mm(rows, counts, self.up)), counts, self.down),
+                chosen,
+                share,
+            )
         return x + made.view_as(x)
 
 
@@ -61,5 +68,10 @@ class SteeredMixture(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    drawn = torch.stack([torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(99 * step + r)) for r in rows])
+    drawn = torch.stack(
+        [
+            torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(99 * step + r))
+            for r in rows
+        ]
+    )
     return drawn, drawn.roll(1, dims=1)

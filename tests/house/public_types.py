@@ -72,4 +72,6 @@ def refused(job: piper.Job, compiled: piper.Compiled) -> None:
     piper.Job(lambda: nn.Linear(2, 2), job.batch, None, job.optimizer, 8, loss_over="row")  # type: ignore[call-overload]  # no word
     piper.Job(lambda: nn.Linear(2, 2), job.batch)  # type: ignore[call-overload]  # optimizer and global_batch are missing
     piper.Job(lambda: nn.Linear(2, 2), job.batch, optimizer=job.optimizer)  # type: ignore[call-overload]  # global_batch is
-    piper.Job(lambda: nn.Linear(2, 2), job.batch, optimizer=job.optimizer, global_batch=8)  # the model's own loss
+    piper.Job(
+        lambda: nn.Linear(2, 2), job.batch, optimizer=job.optimizer, global_batch=8
+    )  # the model's own loss

@@ -19,7 +19,11 @@ import piper
 from piper.api.reference.verification import verify_strategy
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "your_model.md").read_text()
-BLOCKS = [b for b in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) if "eval_every" not in b]
+BLOCKS = [
+    b
+    for b in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    if "eval_every" not in b
+]
 
 
 class Decoder(nn.Module):
@@ -30,7 +34,9 @@ class Decoder(nn.Module):
         width = config.hidden_size
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(config.vocab_size, width)
-        self.model.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(config.num_hidden_layers))
+        self.model.layers = nn.ModuleList(
+            nn.Linear(width, width) for _ in range(config.num_hidden_layers)
+        )
         self.lm_head = nn.Linear(width, config.vocab_size)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +44,9 @@ class Decoder(nn.Module):
         for layer in self.model.layers:
             x = x + layer(x).tanh()
         logits = self.lm_head(x)
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits
+        return nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        ), logits
 
 
 @pytest.fixture
@@ -64,7 +72,9 @@ def test_the_files_train_what_one_device_trains(written: list[dict[str, Any]]) -
 
 def test_the_tags_say_the_stages(written: list[dict[str, Any]]) -> None:
     made = piper.compile(written[1]["job"], written[1]["strategy"])
-    layers = {c.coords["layer"]: c.coords["stage"] for c in made.program.chunks if "layer" in c.coords}
+    layers = {
+        c.coords["layer"]: c.coords["stage"] for c in made.program.chunks if "layer" in c.coords
+    }
     assert layers == {k: k // 4 for k in range(8)}
 
 
@@ -75,7 +85,13 @@ class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """A dataset such as DistributedSampler and DataLoader read."""
 
     def __init__(self) -> None:
-        drawn = torch.randn(2, STEPS * ROWS_OF_BATCH, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        drawn = torch.randn(
+            2,
+            STEPS * ROWS_OF_BATCH,
+            WIDTH,
+            generator=torch.Generator().manual_seed(3),
+            dtype=torch.float64,
+        )
         self.x, self.y = drawn
 
     def __len__(self) -> int:
@@ -86,7 +102,9 @@ class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def network() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))).double()
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+    ).double()
 
 
 def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -127,5 +145,7 @@ def test_rows_of_the_page_about_ddp_and_fsdp(there: str) -> None:
         precision=piper.Precision(params="float64"),
     )  # fmt: skip
     recipe = [piper.split(piper.where(), microbatches=2), *eval(expression, {"piper": piper})]
-    run = piper.execute(piper.compile(job, piper.Strategy(piper.Mesh(dp=2), recipe)), steps=STEPS, launcher="inline")
+    run = piper.execute(
+        piper.compile(job, piper.Strategy(piper.Mesh(dp=2), recipe)), steps=STEPS, launcher="inline"
+    )
     assert run.losses == pytest.approx(by_hand(job.batch), rel=1e-9)

@@ -22,7 +22,9 @@ PLACES = ("", "docs", "docs/decisions")
 
 def tracked(*patterns: str) -> list[Path]:
     """Return the files under version control that match."""
-    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return [ROOT / line for line in listed.stdout.splitlines()]
 
 
@@ -62,7 +64,11 @@ def unknown_documents(path: Path, text: str) -> Iterator[str]:
 def broken_links(path: Path, text: str) -> Iterator[str]:
     """Yield the targets of links to files that are not there."""
     for target in dict.fromkeys(LINK.findall(text)):
-        if "://" not in target and not target.startswith("mailto:") and not (path.parent / target).exists():
+        if (
+            "://" not in target
+            and not target.startswith("mailto:")
+            and not (path.parent / target).exists()
+        ):
             yield target
 
 
@@ -72,7 +78,10 @@ def problems(path: Path) -> list[str]:
     found = [f"{where}: there is no {name}" for name in unknown_names(text)]
     found += [f"{where}: there is no document {name}" for name in unknown_documents(path, text)]
     if path.suffix == ".md":
-        found += [f"{where}: a link leads to {target}, which is not there" for target in broken_links(path, text)]
+        found += [
+            f"{where}: a link leads to {target}, which is not there"
+            for target in broken_links(path, text)
+        ]
     return found
 
 
@@ -95,12 +104,18 @@ def test_negative_control_names(text: str, wrong: list[str]) -> None:
 
 def test_a_decision_has_the_number_of_its_file() -> None:
     heads = {p.name[:4]: p.read_text().splitlines()[0] for p in tracked("docs/decisions/*.md")}
-    assert heads and not {number: head for number, head in heads.items() if not head.startswith(f"# {number} ")}
+    assert heads and not {
+        number: head for number, head in heads.items() if not head.startswith(f"# {number} ")
+    }
 
 
 def test_what_documents_install_can_be_installed() -> None:
     """The clone is named `piper` where a reader stands beside it, and `.` within it."""
-    commands = [(p, line) for p in tracked("*.md") for line in re.findall(r"pip install ([^\n`#]+)", p.read_text())]
+    commands = [
+        (p, line)
+        for p in tracked("*.md")
+        for line in re.findall(r"pip install ([^\n`#]+)", p.read_text())
+    ]
     asked = [(p, word) for p, line in commands for word in line.split() if word.startswith(".")]
     homes = [(p, ROOT / re.sub(r"^\./piper\b", ".", path)) for p, path in asked]
     assert homes and not [(p, home) for p, home in homes if not (home / "pyproject.toml").is_file()]
@@ -109,4 +124,6 @@ def test_what_documents_install_can_be_installed() -> None:
 def test_negative_control_documents() -> None:
     text = "as cost-model.md 3 says, and language.md; README.md, docs/tuning.md"
     assert list(unknown_documents(ROOT / "docs" / "why.md", text)) == ["cost-model.md"]
-    assert list(broken_links(ROOT / "docs" / "why.md", "[a](memory.md#x) [b](nowhere.md) [c](https://x.y)")) == ["nowhere.md"]
+    assert list(
+        broken_links(ROOT / "docs" / "why.md", "[a](memory.md#x) [b](nowhere.md) [c](https://x.y)")
+    ) == ["nowhere.md"]

@@ -35,7 +35,13 @@ def test_a_folder_imports_what_it_says(package: Package, folder: str) -> None:
 
 def test_a_forbidden_import_is_found() -> None:
     capture = PACKAGES[2]
-    wrong = {Path("x.py"): ["piper_compiler.capture.store.assemble", "piper_compiler.capture", "piper_compiler.capture.values"]}
+    wrong = {
+        Path("x.py"): [
+            "piper_compiler.capture.store.assemble",
+            "piper_compiler.capture",
+            "piper_compiler.capture.values",
+        ]
+    }
     assert len(capture.violations("steps", wrong)) == 2
 
 

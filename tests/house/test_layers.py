@@ -30,7 +30,8 @@ class Layer:
     source: Path
     everywhere: frozenset[str] = frozenset()
     within: tuple[str, frozenset[str]] = ("", frozenset())
-    """A folder of the package ("capture/"), or the name of a module in any of its folders, and what may be imported there too."""
+    """A folder of the package ("capture/"), or the name of a module in any of its folders, and what may be imported
+    there too."""
 
     def allowed(self, inner: Path) -> frozenset[str]:
         """Return what a module may import, given by its path inside of the package."""
@@ -48,31 +49,42 @@ def names_in(cell: str) -> frozenset[str]:
     """Return the names in backticks of a cell of the table."""
     names = re.findall(r"`([\w./]+)`", cell)
     if re.sub(r"`[\w./]+`", "", cell).strip(" ,-"):
-        raise ValueError(f"names in backticks are expected, separated by commas, or -, not {cell!r}")
+        raise ValueError(
+            f"names in backticks are expected, separated by commas, or -, not {cell!r}"
+        )
     return frozenset(names)
 
 
 def layers(text: str) -> dict[str, Layer]:
-    """Read the table of packages of docs/architecture.md: a row `package | names | place: names | anything` for each."""
+    """Read the table of packages of docs/architecture.md: a row `package | names | place: names | anything` for
+    each."""
     if text.count(HEADER) != 1:
         raise ValueError(f"one table with the header {HEADER} is expected")
     found = {}
     for line in text.partition(HEADER)[2].strip().splitlines()[1:]:
         if not line.startswith("|"):
             break
-        first, everywhere, place_and_names, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        first, everywhere, place_and_names, _ = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
         (package,) = names_in(first)
         place, colon, names = place_and_names.partition(":")
-        within = (next(iter(names_in(place))), names_in(names)) if colon else ("", names_in(place_and_names))
+        within = (
+            (next(iter(names_in(place))), names_in(names))
+            if colon
+            else ("", names_in(place_and_names))
+        )
         if within[1] and not within[0]:
-            raise ValueError(f"{package}: a place, a colon and names are expected, not {place_and_names!r}")
+            raise ValueError(
+                f"{package}: a place, a colon and names are expected, not {place_and_names!r}"
+            )
         found[package] = Layer(source_of(package), names_in(everywhere), within)
     return found
 
 
 LAYERS = layers(ARCHITECTURE.read_text(encoding="utf-8"))
-# torch's private API may change with any release: the compiler uses it in modules of this name only, so that a new release is a
-# change in one place.
+# torch's private API may change with any release: the compiler uses it in modules of this name only, so that a new
+# release is a change in one place.
 PRIVATE_TORCH_MODULE = "_torch"
 
 
@@ -91,7 +103,8 @@ def imports(tree: ast.Module) -> Iterator[Import]:
             case ast.ImportFrom(module=str(module), names=names, level=0):
                 yield from (Import(f"{module}.{alias.name}", node.lineno) for alias in names)
             case ast.Call(
-                func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module"),
+                func=ast.Name(id="__import__" | "import_module")
+                | ast.Attribute(attr="import_module"),
                 args=[ast.Constant(value=str(module)), *_],
             ) if not module.startswith("."):
                 yield Import(module, node.lineno)
@@ -114,7 +127,9 @@ def is_private_torch(name: str) -> bool:
     parts = name.split(".")
     if parts[0] != "torch" or parts[1:2] == ["ops"]:
         return False
-    return parts[1:3] == ["fx", "experimental"] or any(p.startswith("_") and not p.endswith("__") for p in parts[1:])
+    return parts[1:3] == ["fx", "experimental"] or any(
+        p.startswith("_") and not p.endswith("__") for p in parts[1:]
+    )
 
 
 def violations(path: Path, name: str, rules: Layer) -> list[str]:
@@ -127,10 +142,17 @@ def violations(path: Path, name: str, rules: Layer) -> list[str]:
         if (top := i.module.partition(".")[0]) not in allowed and top not in STDLIB
     ]
     if name == "piper_compiler" and not path.stem.startswith(PRIVATE_TORCH_MODULE):
-        chains = (Import(text, n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and (text := dotted(n)))
-        private = {(i.module, i.line) for i in (*imports(tree), *chains) if is_private_torch(i.module)}
+        chains = (
+            Import(text, n.lineno)
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute) and (text := dotted(n))
+        )
+        private = {
+            (i.module, i.line) for i in (*imports(tree), *chains) if is_private_torch(i.module)
+        }
         found += [
-            f"{path}:{line}: {module} is private API of torch: use it in a module _torch*.py" for module, line in sorted(private)
+            f"{path}:{line}: {module} is private API of torch: use it in a module _torch*.py"
+            for module, line in sorted(private)
         ]
     return found
 
@@ -158,7 +180,9 @@ def test_negative_control_a_circle_is_found(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").write_text("from house.a import A\n")
     (package / "a.py").write_text("def f():\n    from house.b import B\n")
-    (package / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.c import C\n")
+    (package / "b.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.c import C\n"
+    )
     (package / "c.py").write_text("import house.a\n")
     (package / "d.py").write_text("from house.a import A\n")
     assert circles(source_modules([tmp_path])) == [["house.a", "house.b", "house.c"]]
@@ -174,8 +198,12 @@ def past_faces(known: Mapping[str, Module]) -> list[str]:
         own = module.name.partition(".")[0]
         for name, line in imported_modules(module, known):
             package, _, rest = name.partition(".")
-            face = known[name].is_package or name.rpartition(".")[2] in exported(known[name.rpartition(".")[0]])
-            vocabulary = package == "piper_ir" and rest.count(".") < 2 and not rest.startswith("verify.")
+            face = known[name].is_package or name.rpartition(".")[2] in exported(
+                known[name.rpartition(".")[0]]
+            )
+            vocabulary = (
+                package == "piper_ir" and rest.count(".") < 2 and not rest.startswith("verify.")
+            )
             if package != own and not face and not vocabulary:
                 found.append(f"{module.name}:{line} imports {name}")
     return found
@@ -183,7 +211,11 @@ def past_faces(known: Mapping[str, Module]) -> list[str]:
 
 def exported(module: Module) -> set[str]:
     """Return `__all__` of a module: a directive may have the name of its file."""
-    lists = [n.value for n in module.tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+    lists = [
+        n.value
+        for n in module.tree.body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+    ]
     return set().union(*map(ast.literal_eval, lists))
 
 
@@ -199,31 +231,46 @@ def test_negative_control_an_import_past_a_face_is_found(tmp_path: Path) -> None
             "cellar": "",
             "roof/__init__": "",
         },
-        "guest": {"__init__": "from house import cellar, door, roof\nfrom house.cellar import coal\n"},
+        "guest": {
+            "__init__": "from house import cellar, door, roof\nfrom house.cellar import coal\n"
+        },
     }.items():
         for name, text in files.items():
             path = tmp_path / package / f"{name}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    assert past_faces(source_modules([tmp_path])) == ["guest:1 imports house.cellar", "guest:2 imports house.cellar"]
+    assert past_faces(source_modules([tmp_path])) == [
+        "guest:1 imports house.cellar",
+        "guest:2 imports house.cellar",
+    ]
 
 
 def test_every_package_is_in_the_table() -> None:
-    assert {p.name for p in ROOT.glob("packages/*/src/*") if (p / "__init__.py").is_file()} | {"piper"} == LAYERS.keys()
+    assert {p.name for p in ROOT.glob("packages/*/src/*") if (p / "__init__.py").is_file()} | {
+        "piper"
+    } == LAYERS.keys()
 
 
 def test_the_places_of_the_table_exist() -> None:
     for name, rules in LAYERS.items():
         place, more = rules.within
-        assert not more or any(rules.allowed(p.relative_to(rules.source)) >= more for p in modules(rules)), (name, place)
+        assert not more or any(
+            rules.allowed(p.relative_to(rules.source)) >= more for p in modules(rules)
+        ), (name, place)
 
 
 ROW = "| `piper_runtime` | `piper_ir`, `torch` | `ray_cluster.py`: `ray` | anything |"
 
 
 def test_the_table_is_read() -> None:
-    (rules,) = layers(f"text\n\n{HEADER}\n|---|---|---|---|\n{ROW}\n\n| `other` | `table` |").values()
-    assert rules == Layer(source_of("piper_runtime"), frozenset({"piper_ir", "torch"}), ("ray_cluster.py", frozenset({"ray"})))
+    (rules,) = layers(
+        f"text\n\n{HEADER}\n|---|---|---|---|\n{ROW}\n\n| `other` | `table` |"
+    ).values()
+    assert rules == Layer(
+        source_of("piper_runtime"),
+        frozenset({"piper_ir", "torch"}),
+        ("ray_cluster.py", frozenset({"ray"})),
+    )
     for inner in ("ray_cluster.py", "launch/ray_cluster.py"):
         assert rules.allowed(Path(inner)) == {"piper_ir", "torch", "ray"}
     assert rules.allowed(Path("launch/pool.py")) == {"piper_ir", "torch"}
@@ -258,8 +305,12 @@ def test_negative_control_a_table_that_cannot_be_read_is_an_error(text: str) -> 
         ("from torch.fx.experimental import proxy_tensor", "capture", "torch.fx.experimental"),
     ],
 )
-def test_negative_control_a_forbidden_import_is_found(source: str, folder: str, caught: str, tmp_path: Path) -> None:
-    rules = Layer(tmp_path, frozenset({"piper_ir"}), ("capture/", frozenset({"torch", "piper_ops"})))
+def test_negative_control_a_forbidden_import_is_found(
+    source: str, folder: str, caught: str, tmp_path: Path
+) -> None:
+    rules = Layer(
+        tmp_path, frozenset({"piper_ir"}), ("capture/", frozenset({"torch", "piper_ops"}))
+    )
     path = tmp_path / folder / "module.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(source)
@@ -270,15 +321,27 @@ def test_negative_control_a_forbidden_import_is_found(source: str, folder: str, 
     ("source", "path"),
     [
         (
-            "import json\nfrom piper_ir.ground.mesh import Mesh\nfrom . import torch\nfrom __future__ import annotations",
+            "import json\nfrom piper_ir.ground.mesh import Mesh\nfrom . import torch\nfrom "
+            "__future__ import "
+            "annotations",
             "passes/module.py",
         ),
-        ("import torch, piper_ops\ntorch.ops.aten._softmax\ntorch.__version__", "capture/module.py"),
-        ("import torch._dynamo\nfrom torch.fx.experimental import proxy_tensor", "capture/_torch.py"),
+        (
+            "import torch, piper_ops\ntorch.ops.aten._softmax\ntorch.__version__",
+            "capture/module.py",
+        ),
+        (
+            "import torch._dynamo\nfrom torch.fx.experimental import proxy_tensor",
+            "capture/_torch.py",
+        ),
     ],
 )
-def test_negative_control_an_allowed_import_is_not_reported(source: str, path: str, tmp_path: Path) -> None:
-    rules = Layer(tmp_path, frozenset({"piper_ir"}), ("capture/", frozenset({"torch", "piper_ops"})))
+def test_negative_control_an_allowed_import_is_not_reported(
+    source: str, path: str, tmp_path: Path
+) -> None:
+    rules = Layer(
+        tmp_path, frozenset({"piper_ir"}), ("capture/", frozenset({"torch", "piper_ops"}))
+    )
     module = tmp_path / path
     module.parent.mkdir(exist_ok=True)
     module.write_text(source)
@@ -296,18 +359,28 @@ def test_the_distribution_declares_what_its_packages_import() -> None:
         for path in modules(rules)
         for i in imports(ast.parse(path.read_text(encoding="utf-8")))
     }
-    named = {re.split(r"[>\[]", r)[0].replace("-", "_") for r in MANIFEST["project"]["dependencies"]}
+    named = {
+        re.split(r"[>\[]", r)[0].replace("-", "_") for r in MANIFEST["project"]["dependencies"]
+    }
     table = {name for rules in LAYERS.values() for name in rules.everywhere | rules.within[1]}
     assert imported - STDLIB - set(LAYERS) == named == table - STDLIB - set(LAYERS)
-    assert not [name for name in named if name.startswith("piper")], "a name of ours on an index is anybody's"
+    assert not [name for name in named if name.startswith("piper")], (
+        "a name of ours on an index is anybody's"
+    )
 
 
 def test_the_distribution_has_every_package_and_no_links() -> None:
-    where = {ROOT / folder for folder in MANIFEST["tool"]["setuptools"]["packages"]["find"]["where"]}
+    where = {
+        ROOT / folder for folder in MANIFEST["tool"]["setuptools"]["packages"]["find"]["where"]
+    }
     assert where == {rules.source.parent for rules in LAYERS.values()}
     assert all((rules.source / "py.typed").is_file() for rules in LAYERS.values())
-    tracked = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert tracked and not [line for line in tracked.splitlines() if line.startswith("120000")], "links are copied or lost"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert tracked and not [line for line in tracked.splitlines() if line.startswith("120000")], (
+        "links are copied or lost"
+    )
 
 
 def test_there_is_one_version() -> None:
@@ -327,7 +400,9 @@ def test_the_package_says_the_version_that_was_installed(monkeypatch: pytest.Mon
 def loaded_after(code: str) -> set[str]:
     """Top-level modules that a fresh interpreter holds after `code`."""
     script = f"import sys\ntry:\n    {code}\nfinally:\n    print('\\n@', *{{m.partition('.')[0] for m in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.rpartition("@")[2].split())
 
@@ -343,7 +418,9 @@ def test_importing_piper_is_lazy() -> None:
 def test_help_of_the_command_is_lazy() -> None:
     entry = MANIFEST["project"]["scripts"]["piper"]
     module, _, function = entry.partition(":")
-    call = f"sys.argv = ['piper', '--help']; from {module} import {function}; sys.exit({function}())"
+    call = (
+        f"sys.argv = ['piper', '--help']; from {module} import {function}; sys.exit({function}())"
+    )
     assert not loaded_after(call) & HEAVY
 
 

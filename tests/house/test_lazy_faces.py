@@ -10,7 +10,13 @@ import piper_report
 def names_for_typing(source: str) -> set[str]:
     """Return what a module imports for typing only."""
     blocks = [n for n in ast.parse(source).body if isinstance(n, ast.If)]
-    return {alias.name for block in blocks for n in block.body if isinstance(n, ast.ImportFrom) for alias in n.names}
+    return {
+        alias.name
+        for block in blocks
+        for n in block.body
+        if isinstance(n, ast.ImportFrom)
+        for alias in n.names
+    }
 
 
 def test_every_exported_name_can_be_had_and_has_a_type() -> None:

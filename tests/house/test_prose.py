@@ -16,7 +16,8 @@ WIDEST = 120
 LINK = re.compile(r"\]\(([^)#:\s]*)#([^)\s]+)\)")
 FILE = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|toml|json|txt|csv|png))`")
 FRAGMENT = re.compile(
-    r"(?:What|Whether|How|Where|When|Why|Which|Who|Whose|Of|As|That|Those|Between|So many|Up to|At most|In the)\b"
+    r"(?:What|Whether|How|Where|When|Why|Which|Who|Whose|Of|As|That|Those|Between|So many|Up to|At "
+    r"most|In the)\b"
 )
 """The words with which a docstring begins that is a fragment."""
 PHRASE = re.compile(r"(?:The|A|An|One|Each|Both|No) ")
@@ -57,7 +58,9 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
         body = getattr(node, "body", None)
         if not isinstance(body, list):
             continue
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        documented = isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
         for before, statement in zip([None, *body], body):
             match statement:
                 case ast.Expr(value=ast.Constant(value=str()) as text):
@@ -94,7 +97,10 @@ def test_a_document_can_be_read(path: Path) -> None:
 
 def wrong_docstrings(module: Module) -> list[str]:
     source = module.path.read_text(encoding="utf-8")
-    return [f"{module.path.relative_to(ROOT)}:{problem}" for problem in docstring_problems(module.tree, source)]
+    return [
+        f"{module.path.relative_to(ROOT)}:{problem}"
+        for problem in docstring_problems(module.tree, source)
+    ]
 
 
 def test_docstrings_can_be_read() -> None:

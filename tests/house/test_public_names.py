@@ -9,7 +9,11 @@ import piper
 def declared() -> dict[str, str]:
     """Return the names that the block for type checkers imports, each with its module."""
     tree = ast.parse(Path(piper.__file__).read_text())
-    (block,) = [n for n in tree.body if isinstance(n, ast.If) and isinstance(n.test, ast.Name) and n.test.id == "TYPE_CHECKING"]
+    (block,) = [
+        n
+        for n in tree.body
+        if isinstance(n, ast.If) and isinstance(n.test, ast.Name) and n.test.id == "TYPE_CHECKING"
+    ]
     imports = [n for n in block.body if isinstance(n, ast.ImportFrom)]
     return {alias.asname or "": n.module or "" for n in imports for alias in n.names}
 

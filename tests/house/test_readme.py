@@ -13,19 +13,25 @@ def test_the_example_runs(tmp_path: Path) -> None:
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
     script = tmp_path / "example.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     shown = re.search(r"```\n(0\..*?)```", README, re.DOTALL).group(1)
     (step_s, losses), (said_step_s, said_losses) = done.stdout.splitlines(), shown.splitlines()
     assert float(step_s) == float(said_step_s)
-    for loss, said in zip(losses.strip("[]").split(","), said_losses.strip("[]").split(","), strict=True):
+    for loss, said in zip(
+        losses.strip("[]").split(","), said_losses.strip("[]").split(","), strict=True
+    ):
         assert abs(float(loss) - float(said)) < 1e-5
 
 
 def test_links_and_commands_exist() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / target).exists(), target
-    help_text = subprocess.run([sys.executable, "-m", "piper", "--help"], capture_output=True, text=True, timeout=60).stdout
+    help_text = subprocess.run(
+        [sys.executable, "-m", "piper", "--help"], capture_output=True, text=True, timeout=60
+    ).stdout
     for command in set(re.findall(r"^piper (\w+)", README, re.MULTILINE)):
         assert command in help_text, command
 

@@ -1,4 +1,5 @@
-"""piper_ir and piper_simulator alone, beside simpy and the standard library, simulate a plan that was saved elsewhere."""
+"""piper_ir and piper_simulator alone, beside simpy and the standard library, simulate a plan that was saved
+elsewhere."""
 
 import json
 import os
@@ -21,7 +22,8 @@ ALONE = ("ir", "simulator")
 ABSENT = ("torch", "ray", "pandas", "numpy")
 OTHERS = ("piper", "piper_ops", "piper_compiler", "piper_runtime")
 
-# Run by an interpreter that sees nothing but its own arguments: argv[1] is the saved plan, argv[2:] extend the module path.
+# Run by an interpreter that sees nothing but its own arguments: argv[1] is the saved plan, argv[2:] extend the module
+# path.
 SCRIPT = """
 import importlib.util, json, sys
 sys.path[:0] = sys.argv[2:]
@@ -42,16 +44,24 @@ def saved_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0)
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=4))
     path = tmp_path_factory.mktemp("standalone") / "plan.json"
-    path.write_text(codec.dumps(piper.compile(program, strategy, global_batch=4).plan), encoding="utf-8")
+    path.write_text(
+        codec.dumps(piper.compile(program, strategy, global_batch=4).plan), encoding="utf-8"
+    )
     return path
 
 
 def run_alone(
-    python: str, flags: Sequence[str], plan: Path, *paths: Path, absent: Sequence[str] = (*ABSENT, *OTHERS)
+    python: str,
+    flags: Sequence[str],
+    plan: Path,
+    *paths: Path,
+    absent: Sequence[str] = (*ABSENT, *OTHERS),
 ) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     command = [python, *flags, "-c", SCRIPT.format(absent=absent), str(plan), *map(str, paths)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=plan.parent, env=env)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=plan.parent, env=env
+    )
 
 
 def check_simulated(done: subprocess.CompletedProcess[str]) -> None:
@@ -76,7 +86,9 @@ def test_ir_and_simulator_work_without_site_packages(saved_plan: Path, only_simp
     check_simulated(run_alone(sys.executable, ("-I", "-S"), saved_plan, *sources(), only_simpy))
 
 
-def test_negative_control_the_environment_is_really_empty(saved_plan: Path, only_simpy: Path) -> None:
+def test_negative_control_the_environment_is_really_empty(
+    saved_plan: Path, only_simpy: Path
+) -> None:
     without = run_alone(sys.executable, ("-I", "-S"), saved_plan, *sources())
     assert "No module named 'simpy'" in without.stderr
     site_packages = Path(simpy.__file__).parents[1]
@@ -85,15 +97,42 @@ def test_negative_control_the_environment_is_really_empty(saved_plan: Path, only
 
 
 @pytest.mark.long
-def test_the_wheel_has_everything_and_simulates_without_torch(saved_plan: Path, tmp_path: Path) -> None:
+def test_the_wheel_has_everything_and_simulates_without_torch(
+    saved_plan: Path, tmp_path: Path
+) -> None:
     """As a user gets it: one wheel in a new environment, with simpy and the command's two libraries beside it."""
-    tracked = subprocess.run(["git", "ls-files", "-z", "src", "packages"], cwd=ROOT, capture_output=True, text=True, check=True)
-    sources = [name for name in tracked.stdout.split("\0") if "/tests/" not in name and (ROOT / name).is_file()]
-    for name in (*sources, "pyproject.toml", "VERSION", "LICENSE", "README.md"):  # a build leaves files in its tree
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "src", "packages"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sources = [
+        name
+        for name in tracked.stdout.split("\0")
+        if "/tests/" not in name and (ROOT / name).is_file()
+    ]
+    for name in (
+        *sources,
+        "pyproject.toml",
+        "VERSION",
+        "LICENSE",
+        "README.md",
+    ):  # a build leaves files in its tree
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "tree" / name)
     pip = ("-m", "pip", "--disable-pip-version-check", "-q")
-    build = [sys.executable, *pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tmp_path / "tree")]
+    build = [
+        sys.executable,
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(tmp_path / "tree"),
+    ]
     subprocess.run(build, check=True, timeout=300)
     (wheel,) = tmp_path.glob("piper_training-*.whl")
     with zipfile.ZipFile(wheel) as file:
@@ -103,9 +142,18 @@ def test_the_wheel_has_everything_and_simulates_without_torch(saved_plan: Path, 
     python = str(tmp_path / "venv" / "bin" / "python")
     subprocess.run([python, *pip, "install", "--no-deps", str(wheel)], check=True, timeout=300)
     subprocess.run(
-        [python, *pip, "install", "-c", str(ROOT / "constraints.txt"), "simpy", "typer", "rich"], check=True, timeout=300
+        [python, *pip, "install", "-c", str(ROOT / "constraints.txt"), "simpy", "typer", "rich"],
+        check=True,
+        timeout=300,
     )
     check_simulated(run_alone(python, ("-I",), saved_plan, absent=ABSENT))
     command = [str(tmp_path / "venv" / "bin" / "piper"), "--version"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PATH": os.environ["PATH"]}, cwd=tmp_path)
+    said = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"]},
+        cwd=tmp_path,
+    )
     assert said.stdout == f"piper {(ROOT / 'VERSION').read_text().strip()}\n", said.stderr

@@ -100,7 +100,9 @@ class Blocks(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    whole = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    whole = torch.randn(
+        2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
     return whole[0, rows.start : rows.stop], whole[1, rows.start : rows.stop]
 
 
@@ -112,7 +114,9 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
-def whole_batch(treat: Callable[[Tensor], Tensor], loss: Callable[..., object]) -> dict[str, Tensor]:
+def whole_batch(
+    treat: Callable[[Tensor], Tensor], loss: Callable[..., object]
+) -> dict[str, Tensor]:
     """Return what plain PyTorch trains on the whole batch, in one backward from a gradient of 1."""
     torch.manual_seed(0)
     model = Blocks(treat).double()
@@ -130,7 +134,9 @@ def whole_batch(treat: Callable[[Tensor], Tensor], loss: Callable[..., object]) 
 STRATEGIES = {
     "microbatches": Strategy(Mesh(), [piper.split(piper.where(), microbatches=4)]),
     "replicas": Strategy(Mesh(dp=2), recipes.data_parallel()),
-    "stages": Strategy(Mesh(pp=2, dp=2), [*recipes.zb_h1(pp=2, microbatches=2), *recipes.data_parallel(zero=2)]),
+    "stages": Strategy(
+        Mesh(pp=2, dp=2), [*recipes.zb_h1(pp=2, microbatches=2), *recipes.data_parallel(zero=2)]
+    ),
 }
 TRAINED = [
     (mean_square, F.mse_loss),
@@ -144,14 +150,25 @@ TRAINED = [
 
 
 def job(treat: Callable[[Tensor], Tensor], loss: Callable[..., object]) -> Job:
-    return Job(lambda: Blocks(treat), batch, loss, sgd, global_batch=ROWS, precision=piper.Precision("float64"))
+    return Job(
+        lambda: Blocks(treat),
+        batch,
+        loss,
+        sgd,
+        global_batch=ROWS,
+        precision=piper.Precision("float64"),
+    )
 
 
 @pytest.mark.parametrize(("treat", "loss"), TRAINED)
-def test_what_the_whole_batch_trains(treat: Callable[[Tensor], Tensor], loss: Callable[..., object]) -> None:
+def test_what_the_whole_batch_trains(
+    treat: Callable[[Tensor], Tensor], loss: Callable[..., object]
+) -> None:
     made, expected = job(treat, loss), whole_batch(treat, loss)
     for strategy in STRATEGIES.values():
-        run = piper.execute(piper.compile(made, strategy), steps=STEPS, launcher="inline", memory=False)
+        run = piper.execute(
+            piper.compile(made, strategy), steps=STEPS, launcher="inline", memory=False
+        )
         for key, value in expected.items():
             torch.testing.assert_close(run.state_dict()[key], value, rtol=1e-9, atol=1e-12)
 
@@ -164,10 +181,15 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("treat", "loss", "said"), REFUSED)
-def test_what_parts_do_not_tell_is_refused(treat: Callable[[Tensor], Tensor], loss: Callable[..., object], said: str) -> None:
+def test_what_parts_do_not_tell_is_refused(
+    treat: Callable[[Tensor], Tensor], loss: Callable[..., object], said: str
+) -> None:
     made = job(treat, loss)
     for strategy in STRATEGIES.values():
-        with pytest.raises(CompileError, match=f"(?s)not linear in the gradient that comes in.*{said}.*to the loss of the job"):
+        with pytest.raises(
+            CompileError,
+            match=f"(?s)not linear in the gradient that comes in.*{said}.*to the loss of the job",
+        ):
             piper.compile(made, strategy)
     whole = piper.compile(made, Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=1)))
     run = piper.execute(whole, steps=STEPS, launcher="inline", memory=False)
@@ -190,12 +212,15 @@ def test_a_sum_and_a_mean_in_one_model_are_refused() -> None:
 
 
 class Attentive(nn.Module):
-    """Attention with a bias of keys, whose true gradient is zero, and what is computed differs from that by rounding."""
+    """Attention with a bias of keys, whose true gradient is zero, and what is computed differs from that by
+    rounding."""
 
     def __init__(self, treat: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.treat = treat
-        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for queries, keys, values in self.blocks:
@@ -206,8 +231,17 @@ class Attentive(nn.Module):
 
 
 @pytest.mark.parametrize("treat", [mean_square, sum_of_squares])
-def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_the_kind(treat: Callable[[Tensor], Tensor]) -> None:
-    made = Job(lambda: Attentive(treat), batch, F.mse_loss, sgd, global_batch=ROWS, precision=piper.Precision("float64"))
+def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_the_kind(
+    treat: Callable[[Tensor], Tensor],
+) -> None:
+    made = Job(
+        lambda: Attentive(treat),
+        batch,
+        F.mse_loss,
+        sgd,
+        global_batch=ROWS,
+        precision=piper.Precision("float64"),
+    )
     compiled = piper.compile(made, STRATEGIES["microbatches"])
     run = piper.execute(compiled, steps=STEPS, launcher="inline", memory=False, gradients=True)
     parity.assert_parity(run, parity.reference(made, microbatches=4, steps=STEPS))

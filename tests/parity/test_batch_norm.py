@@ -29,7 +29,10 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(2, 4, 1)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+            for _ in range(4)
+        )
         self.head = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,17 +58,30 @@ def squares(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (output - targets).square().mean()
 
 
-def job(model: Callable[[], nn.Module] = Residual, batch: Any = images, **options: Any) -> piper.Job:
-    given = dict(batch_norm="microbatch", precision=piper.Precision(params="float64"), global_batch=ROWS) | options
+def job(
+    model: Callable[[], nn.Module] = Residual, batch: Any = images, **options: Any
+) -> piper.Job:
+    given = (
+        dict(
+            batch_norm="microbatch", precision=piper.Precision(params="float64"), global_batch=ROWS
+        )
+        | options
+    )
     return piper.Job(model, batch, squares, sgd, **given)
 
 
 def recipe(name: str, pp: int, m: int, zero: int = 0) -> tuple[Any, ...]:
-    return (*getattr(piper.recipes, name)(pp=pp, microbatches=m), *piper.recipes.data_parallel(zero=zero))
+    return (
+        *getattr(piper.recipes, name)(pp=pp, microbatches=m),
+        *piper.recipes.data_parallel(zero=zero),
+    )
 
 
-def check(of: piper.Job, directives: tuple[Any, ...], pp: int = 2, dp: int = 1, launcher: str = "inline") -> piper.Compiled:
-    """Train by a plan and by plain PyTorch with the same microbatches; compare all numbers, and memory with the plan."""
+def check(
+    of: piper.Job, directives: tuple[Any, ...], pp: int = 2, dp: int = 1, launcher: str = "inline"
+) -> piper.Compiled:
+    """Train by a plan and by plain PyTorch with the same microbatches; compare all numbers, and memory with the
+    plan."""
     compiled = piper.compile(of, piper.Strategy(piper.Mesh(pp=pp, dp=dp), directives))
     run = piper.execute(compiled, steps=STEPS, launcher=launcher, gradients=True)
     plan = compiled.plan
@@ -93,7 +109,10 @@ def test_replicas_have_statistics_of_their_own_and_those_of_replica_0_count(zero
     assert "running averages are of replica 0 of 2, in the order of microbatches" in said
 
 
-@pytest.mark.parametrize(("name", "keep"), [("one_f_one_b", "inputs"), pytest.param("zbv", "products", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [("one_f_one_b", "inputs"), pytest.param("zbv", "products", marks=pytest.mark.long)],
+)
 def test_statistics_are_updated_once_under_recomputation(name: str, keep: str) -> None:
     compiled = check(job(), (*recipe(name, 2, 4), piper.recompute(piper.where(), keep)))
     assert any(v.steps for v in compiled.plan.variants)
@@ -152,22 +171,32 @@ def test_every_kind_of_batch_norm() -> None:
 @pytest.mark.long
 def test_narrow_inputs_have_statistics_in_float32() -> None:
     given = job(Residual, precision=piper.Precision(params="float32", compute="bfloat16"))
-    compiled = piper.compile(given, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),)))
+    compiled = piper.compile(
+        given, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))
+    )
     run = piper.execute(compiled, steps=STEPS, launcher="inline")
     assert run.peak_bytes == {0: compiled.plan.roles[0].peak_bytes}
-    wide = reference(replace(given, precision=piper.Precision(params="float64")), microbatches=2, steps=STEPS)
+    wide = reference(
+        replace(given, precision=piper.Precision(params="float64")), microbatches=2, steps=STEPS
+    )
     for name in ("layers.0.1.running_mean", "layers.0.1.running_var"):
         found = run.state_dict()[name]
-        assert found.dtype is torch.float32 and torch.allclose(found.double(), wide.buffers[name], rtol=0.02, atol=0.01), name
+        assert found.dtype is torch.float32 and torch.allclose(
+            found.double(), wide.buffers[name], rtol=0.02, atol=0.01
+        ), name
 
 
 def test_a_run_goes_on_with_the_statistics_of_replica_0(tmp_path: Path) -> None:
     of, saved = job(), piper.Checkpoints(tmp_path, every=1)
     wide = piper.compile(of, piper.Strategy(piper.Mesh(pp=2, dp=2), recipe("one_f_one_b", 2, 2)))
     piper.execute(wide, steps=2, launcher="inline", checkpoint=saved, memory=False)
-    run = piper.execute(wide, steps=1, launcher="inline", checkpoint=saved, resume="latest", memory=False)
+    run = piper.execute(
+        wide, steps=1, launcher="inline", checkpoint=saved, resume="latest", memory=False
+    )
     expected = reference(of, replicas=2, microbatches=2, steps=3)
-    assert all(torch.allclose(run.state_dict()[n], b, rtol=1e-9) for n, b in expected.buffers.items())
+    assert all(
+        torch.allclose(run.state_dict()[n], b, rtol=1e-9) for n, b in expected.buffers.items()
+    )
 
 
 class Moving(nn.Module):
@@ -209,22 +238,32 @@ def compiled(of: piper.Job, *directives: Any, **mesh: int) -> piper.Compiled:
 
 @pytest.mark.long
 def test_a_buffer_that_forward_reads_has_no_replicas() -> None:
-    with pytest.raises(CompileError, match=r"buffer 'average' is updated from the batch .* forward reads it beside that"):
+    with pytest.raises(
+        CompileError,
+        match=r"buffer 'average' is updated from the batch .* forward reads it beside that",
+    ):
         compiled(job(Reads), *recipe("gpipe", 1, 2), dp=2)
 
 
 @pytest.mark.long
 def test_without_the_choice_the_error_names_it() -> None:
-    with pytest.raises(CompileError, match=r"'average' is updated from the batch .*Job\(batch_norm=\"microbatch\"\) lets them"):
+    with pytest.raises(
+        CompileError,
+        match=r"'average' is updated from the batch .*Job\(batch_norm=\"microbatch\"\) lets them",
+    ):
         compiled(job(Writes, batch_norm=None), *recipe("gpipe", 1, 1), dp=2)
 
 
 def test_without_the_choice_it_is_refused_with_this_way_out() -> None:
     with pytest.raises(
-        CaptureError, match=r'batch_norm: batch statistics .*test_batch_norm.py:\d+.*Job\(batch_norm="microbatch"\)'
+        CaptureError,
+        match=r"batch_norm: batch statistics "
+        r'.*test_batch_norm.py:\d+.*Job\(batch_norm="microbatch"\)',
     ):
         compiled(job(batch_norm=None))
-    with pytest.raises(JobError, match=r"Job\(batch_norm='batch'\): \"microbatch\" is needed, or None"):
+    with pytest.raises(
+        JobError, match=r"Job\(batch_norm='batch'\): \"microbatch\" is needed, or None"
+    ):
         job(batch_norm="batch")
 
 
@@ -260,8 +299,15 @@ def cumulative() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (Synchronised, r"norm is SyncBatchNorm, .* all replicas, .*use nn.BatchNorm2d .*Job\(batch_norm"),
-        (Opaque, r"batch_norm: batch statistics inside an opaque region, .*\. Leave it outside of the region"),
+        (
+            Synchronised,
+            r"norm is SyncBatchNorm, .* all replicas, .*use nn.BatchNorm2d .*Job\(batch_norm",
+        ),
+        (
+            Opaque,
+            r"batch_norm: batch statistics inside an opaque region, .*\. Leave it outside of the "
+            r"region",
+        ),
         (cumulative, r"norm is BatchNorm1d\(momentum=None\), .* give it a momentum"),
     ],
 )
@@ -271,18 +317,26 @@ def test_other_statistics_are_refused(model: Callable[[], nn.Module], says: str)
 
 
 def test_devices_do_not_share_batch_statistics() -> None:
-    with pytest.raises(CompileError, match=r"shard: the model takes batch statistics \(.*leave shard out, or use LayerNorm"):
+    with pytest.raises(
+        CompileError,
+        match=r"shard: the model takes batch statistics \(.*leave shard out, or use LayerNorm",
+    ):
         compiled(job(), piper.shard(piper.where()), tp=2)
 
 
 @pytest.mark.long
 def test_statistics_of_one_value_are_refused() -> None:
-    with pytest.raises(CompileError, match=r"one value per channel \(.*test_batch_norm.py:\d+\): a microbatch has 1 row"):
+    with pytest.raises(
+        CompileError,
+        match=r"one value per channel \(.*test_batch_norm.py:\d+\): a microbatch has 1 row",
+    ):
         compiled(job(), piper.split(piper.where(), microbatches=ROWS))
 
 
 def test_stages_on_two_devices_have_no_one_average() -> None:
-    with pytest.raises(CompileError, match=r"buffer 'layers.*' is updated in .* whose copies would differ"):
+    with pytest.raises(
+        CompileError, match=r"buffer 'layers.*' is updated in .* whose copies would differ"
+    ):
         compiled(job(), *recipe("dualpipe", 2, 4), pp=2)
 
 

@@ -72,10 +72,16 @@ class Words(Layers):
         if positions is not None:
             x = x + self.positions(positions)
         logits = self.run(x, 2 if twice else 1)
-        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+        loss = (
+            None
+            if labels is None
+            else F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+        )
         if self.form == "output":
             return Output(loss, logits)
-        return {"tuple": (loss, logits), "dict": {"logits": logits, "loss": loss}, "scalar": loss}[self.form]
+        return {"tuple": (loss, logits), "dict": {"logits": logits, "loss": loss}, "scalar": loss}[
+            self.form
+        ]
 
 
 class Bags(Layers):
@@ -147,7 +153,12 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
-def job(model: Callable[[], nn.Module], batch: Callable[[int, range], Any], loss: Any = None, **more: Any) -> piper.Job:
+def job(
+    model: Callable[[], nn.Module],
+    batch: Callable[[int, range], Any],
+    loss: Any = None,
+    **more: Any,
+) -> piper.Job:
     wide = piper.Precision(params="float64")
     return piper.Job(model, batch, loss, optimizer=sgd, global_batch=8, precision=wide, **more)
 
@@ -158,16 +169,23 @@ def positions() -> Tensor:
 
 JOBS: dict[str, Callable[[], piper.Job]] = {
     "an output with a loss, constants, positions": lambda: job(
-        Words, lambda s, r: with_labels(s, r, scale=2, reduction="mean", twice=True, positions=piper.shared(positions()))
+        Words,
+        lambda s, r: with_labels(
+            s, r, scale=2, reduction="mean", twice=True, positions=piper.shared(positions())
+        ),
     ),
     "a tuple that begins with a loss": lambda: job(lambda: Words("tuple"), with_labels),
     "a dict with a loss": lambda: job(lambda: Words("dict"), with_labels),
     "a loss alone, positions by name": lambda: job(
-        lambda: Words("scalar"), lambda s, r: dict(with_labels(s, r, positions=positions())), shared="positions"
+        lambda: Words("scalar"),
+        lambda s, r: dict(with_labels(s, r, positions=positions())),
+        shared="positions",
     ),
     "dataclasses": lambda: job(lambda: Records("scalar"), records),
     "bags with offsets": lambda: job(Bags, bags, F.cross_entropy),
-    "images with labels in dicts": lambda: job(Images, images, lambda out, t: F.cross_entropy(out, t[0]["label"])),
+    "images with labels in dicts": lambda: job(
+        Images, images, lambda out, t: F.cross_entropy(out, t[0]["label"])
+    ),
 }
 
 
@@ -175,14 +193,18 @@ QUICK = ("an output with a loss, constants, positions", "dataclasses", "bags wit
 """The cases that run in every test run; the others are long."""
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in JOBS])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in JOBS]
+)
 def test_equal_to_one_device(name: str) -> None:
     report = verify_strategy(JOBS[name](), BOTH)
     assert report.equal, report.text()
 
 
 def test_constants_are_part_of_plan_and_key() -> None:
-    one, other = (job(Words, lambda s, r, scale=scale: with_labels(s, r, scale=scale)) for scale in (1, 2))
+    one, other = (
+        job(Words, lambda s, r, scale=scale: with_labels(s, r, scale=scale)) for scale in (1, 2)
+    )
     assert capture_key(one) != capture_key(other)
     plan = piper.compile(one, BOTH).plan
     assert plan.constants == (("inputs.scale", "1"),)
@@ -190,18 +212,28 @@ def test_constants_are_part_of_plan_and_key() -> None:
 
 
 def test_a_tensor_without_rows_has_its_own_shape_at_any_rows() -> None:
-    found = piper.compile(job(Words, lambda s, r: with_labels(s, r, positions=piper.shared(positions()))), BOTH)
+    found = piper.compile(
+        job(Words, lambda s, r: with_labels(s, r, positions=piper.shared(positions()))), BOTH
+    )
     shapes = {b.name: b.spec.bind(7).shape for b in found.program.batch}
-    assert shapes == {"inputs.input_ids": (7, LENGTH), "inputs.labels": (7, LENGTH), "inputs.positions": (LENGTH,)}
+    assert shapes == {
+        "inputs.input_ids": (7, LENGTH),
+        "inputs.labels": (7, LENGTH),
+        "inputs.positions": (LENGTH,),
+    }
 
 
 def test_a_mark_is_part_of_the_capture_key() -> None:
     """Positions of two entries look like two rows, unless they are marked."""
 
     def key(mark: Callable[[Tensor], Tensor], entries: int) -> object:
-        return capture_key(job(Words, lambda s, r: with_labels(s, r, positions=mark(torch.arange(entries)))))
+        return capture_key(
+            job(Words, lambda s, r: with_labels(s, r, positions=mark(torch.arange(entries))))
+        )
 
-    assert key(piper.shared, 2) != key(torch.clone, 2) and key(piper.shared, 5) != key(torch.clone, 5)
+    assert key(piper.shared, 2) != key(torch.clone, 2) and key(piper.shared, 5) != key(
+        torch.clone, 5
+    )
 
 
 # what is refused
@@ -213,7 +245,10 @@ def changing(step: int, rows: range) -> Mapping[str, Any]:
 
 def ragged(step: int, rows: range) -> Any:
     lengths = [1 + (row * 3 + step) % 4 for row in rows]
-    return (torch.arange(sum(lengths)) % VOCAB, torch.tensor([0, *lengths[:-1]]).cumsum(0)), classes(rows)
+    return (
+        torch.arange(sum(lengths)) % VOCAB,
+        torch.tensor([0, *lengths[:-1]]).cumsum(0),
+    ), classes(rows)
 
 
 def contrast(output: Tensor, other: Tensor) -> Tensor:
@@ -230,12 +265,14 @@ REFUSED: dict[str, tuple[type[PiperError], Callable[[], piper.Job], str]] = {
     "positions that are not declared": (
         CaptureError,
         lambda: job(Words, lambda s, r: with_labels(s, r, positions=positions())),
-        r"inputs.positions has shape \(5,\) for 2 rows; .*piper.shared\(tensor\), or Job\(shared='inputs.positions'\)",
+        r"inputs.positions has shape \(5,\) for 2 rows; .*piper.shared\(tensor\), or "
+        r"Job\(shared='inputs.positions'\)",
     ),
     "a name that is not there": (
         CaptureError,
         lambda: job(Words, with_labels, shared="position"),
-        r"Job\(shared='position'\): no tensor of the batch has this name; it has inputs.input_ids, inputs.labels",
+        r"Job\(shared='position'\): no tensor of the batch has this name; it has inputs.input_ids, "
+        r"inputs.labels",
     ),
     "bags of different lengths": (
         CaptureError,
@@ -245,7 +282,8 @@ REFUSED: dict[str, tuple[type[PiperError], Callable[[], piper.Job], str]] = {
     "no labels": (
         CaptureError,
         lambda: job(Words, lambda s, r: {"input_ids": ids(s, r)}),
-        r"the model's own loss is NoneType. .*when they get labels: let batch return them among the inputs",
+        r"the model's own loss is NoneType. .*when they get labels: let batch return them among "
+        r"the inputs",
     ),
     "a constant of another kind": (
         CaptureError,
@@ -260,8 +298,11 @@ REFUSED: dict[str, tuple[type[PiperError], Callable[[], piper.Job], str]] = {
     "all rows at once": (
         CaptureError,
         lambda: job(lambda: nn.Linear(WIDTH, WIDTH), points, contrast),
-        rf"test_batches.py:{contrast.__code__.co_firstlineno + 1} .*compares the rows of a batch with each other: its result has "
-        r"rows x rows numbers.*\(contrastive, .*Accepted is .*let one row of Job.batch hold the whole set",
+        rf"test_batches.py:{contrast.__code__.co_firstlineno + 1} .*compares the rows of a batch "
+        rf"with each other: its "
+        rf"result has "
+        r"rows x rows numbers.*\(contrastive, .*Accepted is .*let one row of Job.batch hold the "
+        r"whole set",
     ),
 }
 
@@ -282,7 +323,10 @@ def test_a_constant_that_changes_is_refused_where_it_does() -> None:
 
 @pytest.mark.parametrize("name", [3, "", ("x", None)])
 def test_names_of_shared_tensors_are_texts(name: Any) -> None:
-    with pytest.raises(JobError, match=r"Job\(shared=.*the name of a tensor of the batch is needed, or a tuple of names"):
+    with pytest.raises(
+        JobError,
+        match=r"Job\(shared=.*the name of a tensor of the batch is needed, or a tuple of names",
+    ):
         job(Words, with_labels, shared=name)
 
 

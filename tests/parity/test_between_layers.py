@@ -35,7 +35,9 @@ class Model(nn.Module):
     def __init__(self, body: Body) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
         self.proj, self.alpha = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(0.3))
         self.register_buffer("count", torch.zeros(()))
         self.body = body
@@ -140,11 +142,15 @@ def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> Non
     assert report.equal, report.text()
 
 
-@pytest.mark.parametrize("name", ["scattered", "projected_residual", "scaled_residual", "written_into_a_copy"])
+@pytest.mark.parametrize(
+    "name", ["scattered", "projected_residual", "scaled_residual", "written_into_a_copy"]
+)
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_schedules_that_come_back_to_a_device(name: str, schedule: str) -> None:
     """As many messages as for the plain residual, whose last sum is behind the last layer."""
-    tail = 1 if name == "written_into_a_copy" else 0  # x is copied before the first layer: one more block
+    tail = (
+        1 if name == "written_into_a_copy" else 0
+    )  # x is copied before the first layer: one more block
     plain = piper.compile(job(lambda: Model(plain_residual)), strategy(schedule))
     work = job(lambda: Model(BODIES[name]))
     compiled = piper.compile(work, strategy(schedule))
@@ -170,17 +176,25 @@ class Again(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-def test_a_block_that_runs_again_is_named_with_its_line_and_the_way_out_is_one(schedule: str) -> None:
+def test_a_block_that_runs_again_is_named_with_its_line_and_the_way_out_is_one(
+    schedule: str,
+) -> None:
     with pytest.raises(CompileError, match=r"cyclic") as caught:
         piper.compile(job(lambda: Again(False)), strategy(schedule))
     said = str(caught.value)
     line = Again.forward.__code__.co_firstlineno + 6
-    assert f"layer0.1 is visit 2 of layer0: {__file__}:{line} (return self.layers[0](x)) runs again, after layer3" in said
+    assert (
+        f"layer0.1 is visit 2 of layer0: {__file__}:{line} (return self.layers[0](x)) runs again, "
+        f"after layer3" in said
+    )
     assert "`with piper.region(layer=4):`" in said
     assert verify_strategy(job(lambda: Again(True)), strategy(schedule), steps=2).equal
     if schedule == "1f1b":
         ordered = strategy(schedule)
-        free = replace(ordered, directives=tuple(d for d in ordered.directives if not isinstance(d, piper.order)))
+        free = replace(
+            ordered,
+            directives=tuple(d for d in ordered.directives if not isinstance(d, piper.order)),
+        )
         assert verify_strategy(job(lambda: Again(False)), free, steps=2).equal
 
 
@@ -203,7 +217,9 @@ def test_a_long_cycle_is_told_in_a_few_lines() -> None:
     first, *waits, left, visit, other, more = str(caught.value).splitlines()
     assert len(waits) == 3 and all("ordered by order(" in wait for wait in waits), first
     assert re.fullmatch(r"  \(and [1-9]\d* more waits\)", left)
-    assert visit.startswith("layer0.1 is visit 2 of layer0: ") and other.startswith("layer1.1 is visit 2 of layer1: ")
+    assert visit.startswith("layer0.1 is visit 2 of layer0: ") and other.startswith(
+        "layer1.1 is visit 2 of layer1: "
+    )
     assert re.fullmatch(r"[1-9] more of these chunks have such a remark", more)
 
 
@@ -217,7 +233,8 @@ def test_a_buffer_that_layers_on_two_devices_update_is_named_with_its_lines() ->
     with pytest.raises(CompileError, match="buffer 'count' is updated in") as caught:
         piper.compile(job(lambda: Model(body)), strategy("1f1b"))
     said = (
-        f"buffer 'count' is updated by layer0, layer1, layer2, root in one microbatch: {__file__}:{line} (model.count.add_(0.1))."
+        f"buffer 'count' is updated by layer0, layer1, layer2, root in one microbatch: "
+        f"{__file__}:{line} (model.count.add_(0.1))."
     )
     assert str(caught.value).count(said) == 1
     alone = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=MICROBATCHES),))

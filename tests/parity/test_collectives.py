@@ -1,4 +1,5 @@
-"""Collectives on every executor: the numbers of a plain computation, the bytes of the plan, and one that this file adds."""
+"""Collectives on every executor: the numbers of a plain computation, the bytes of the plan, and one that this file
+adds."""
 
 from __future__ import annotations
 
@@ -30,7 +31,15 @@ from piper_runtime.transport import gloo, nccl
 from piper_runtime.transport.gloo import GlooCommunicators, Members
 from piper_runtime.transport.nccl import NcclCommunicators
 from piper_runtime.transport.staging import StagedCommunicators
-from piper_simulator import DeviceModel, by_formula, load_cluster, message_flows, rank_group, route, wiring
+from piper_simulator import (
+    DeviceModel,
+    by_formula,
+    load_cluster,
+    message_flows,
+    rank_group,
+    route,
+    wiring,
+)
 from tests.helpers.collective_model import code, job
 from tests.helpers.collective_plans import plan
 
@@ -48,13 +57,17 @@ PLAIN: dict[str, Callable[[list[torch.Tensor], int], torch.Tensor]] = {
 """What member k gets when the members give these tensors, in plain PyTorch."""
 
 
-def given(n: int, dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (8, 3)) -> list[torch.Tensor]:
+def given(
+    n: int, dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (8, 3)
+) -> list[torch.Tensor]:
     """A tensor for each member; sums of whole numbers are exact in every order."""
     generator = torch.Generator().manual_seed(n)
     return [torch.randint(-50, 50, shape, generator=generator).to(dtype) for _ in range(n)]
 
 
-def comm_of(kind: str, tensors: Sequence[torch.Tensor], rank: int) -> tuple[BoundComm, torch.Tensor]:
+def comm_of(
+    kind: str, tensors: Sequence[torch.Tensor], rank: int
+) -> tuple[BoundComm, torch.Tensor]:
     """A communication of these tensors on the channel of all ranks, and the tensor that has its result."""
     law, n = COLLECTIVES[kind], len(tensors)
     members = tuple(range(n))
@@ -162,31 +175,46 @@ def test_every_transport_carries_every_collective() -> None:
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("launcher", ["inline", "processes"])
-def test_plans_of_collectives_train_what_one_device_trains(launcher: str, n: int, pool: Pool) -> None:
+def test_plans_of_collectives_train_what_one_device_trains(
+    launcher: str, n: int, pool: Pool
+) -> None:
     """Also the bytes after every instruction are those of the plan: no transport keeps a copy."""
     made, task = PLANS[n], job(n)
     more = {"pool": pool} if launcher == "processes" else {}
-    run = execute(made, code(n), task, steps=3, launcher=launcher, gradients=True, memory=True, **more)  # type: ignore[arg-type]  # the launcher is one of them
+    run = execute(
+        made, code(n), task, steps=3, launcher=launcher, gradients=True, memory=True, **more
+    )  # type: ignore[arg-type]  # the launcher is one of them
     assert distance(run, made, task) < TOLERANCE
     for role in made.roles:
         record = run.memory[role.ranks[0]]
         assert record.peak == role.peak_bytes
-        assert [(p.instr, p.after) for p in record.points if p.instr >= 0] == list(planned_after(made, role))
+        assert [(p.instr, p.after) for p in record.points if p.instr >= 0] == list(
+            planned_after(made, role)
+        )
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
-def test_negative_control_a_wrong_order_of_ranks_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_a_wrong_order_of_ranks_is_noticed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first of two meetings gives each rank what is another one's."""
     calls = count()
 
     def wrong(law: Law, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if law != COLLECTIVES[kind] or next(calls) % 2:
             return collected(law, tensors)
-        return collected(law, tensors[::-1]) if law.reads == "part" else collected(law, tensors)[::-1]
+        return (
+            collected(law, tensors[::-1]) if law.reads == "part" else collected(law, tensors)[::-1]
+        )
 
     monkeypatch.setattr("piper_runtime.engine.inline.collected", wrong)
     made, task = PLANS[2], job(2)
-    assert distance(execute(made, code(2), task, steps=2, launcher="inline", gradients=True), made, task) > 1e-6
+    assert (
+        distance(
+            execute(made, code(2), task, steps=2, launcher="inline", gradients=True), made, task
+        )
+        > 1e-6
+    )
 
 
 def test_simulated_messages_take_what_the_formulas_say() -> None:
@@ -206,10 +234,16 @@ def test_simulated_messages_take_what_the_formulas_say() -> None:
     work = [model.work(role, instr) for role, _, instr in made.instructions()]
     ops = [instr.parts[0].op for _, _, instr in made.instructions()]
     wires = wiring(cluster)
-    for members, flow in zip(prepared.groups, message_flows(made, prepared, work, wires), strict=True):
+    for members, flow in zip(
+        prepared.groups, message_flows(made, prepared, work, wires), strict=True
+    ):
         op = ops[members[0]]
         if isinstance(op, Collective):
-            assert route(message_op(op), [tuple(range(4))], wires).wire == COLLECTIVES[op.kind].wire(4) == 0.75
+            assert (
+                route(message_op(op), [tuple(range(4))], wires).wire
+                == COLLECTIVES[op.kind].wire(4)
+                == 0.75
+            )
             assert flow.seconds > 0
 
 
@@ -238,30 +272,46 @@ def swapped_for_broadcast(made: Plan) -> Plan:
             return instr
         return replace(instr, parts=(replace(part, op=Collective("broadcast", part.op.channel)),))
 
-    return replace(made, roles=tuple(replace(r, program=tuple(map(changed, r.program))) for r in made.roles))
+    return replace(
+        made, roles=tuple(replace(r, program=tuple(map(changed, r.program))) for r in made.roles)
+    )
 
 
 @pytest.mark.usefixtures("broadcast")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_one_more_collective_is_a_row_and_a_binding(transport: str) -> None:
     tensors = given(4)
-    assert all(torch.equal(found, tensors[0]) for found in TRANSPORTS[transport]("broadcast", tensors))
+    assert all(
+        torch.equal(found, tensors[0]) for found in TRANSPORTS[transport]("broadcast", tensors)
+    )
 
 
 @pytest.mark.usefixtures("broadcast")
 def test_one_more_collective_is_verified_simulated_and_executed() -> None:
     made, task = swapped_for_broadcast(PLANS[4]), job(4)
     assert check(made) == [], "rank 0 has what all have, so the values are the same"
-    assert distance(execute(made, code(4), task, steps=2, launcher="inline", gradients=True), made, task) < TOLERANCE
+    assert (
+        distance(
+            execute(made, code(4), task, steps=2, launcher="inline", gradients=True), made, task
+        )
+        < TOLERANCE
+    )
     cluster = load_cluster("h100x8")
-    instr = next(i for i in made.roles[0].program if i.parts[0].op == Collective("broadcast", "swap"))
+    instr = next(
+        i for i in made.roles[0].program if i.parts[0].op == Collective("broadcast", "swap")
+    )
     assert DeviceModel(made, cluster, None).work(made.roles[0], instr).seconds > 0
 
 
 def test_a_collective_without_a_binding_is_named() -> None:
-    with pytest.raises(ExecutionError, match="gloo has no binding for the collective 'gossip'; it has all_reduce, all_gather"):
+    with pytest.raises(
+        ExecutionError,
+        match="gloo has no binding for the collective 'gossip'; it has all_reduce, all_gather",
+    ):
         raise gloo.no_binding("gloo", "gossip", gloo.BINDINGS)
-    communicators = NcclCommunicators(GlooCommunicators(dist.HashStore(), 0), torch.device("cuda", 0))
+    communicators = NcclCommunicators(
+        GlooCommunicators(dist.HashStore(), 0), torch.device("cuda", 0)
+    )
     communicators._groups["x"], communicators._keys["c"] = object(), "x"
     with pytest.raises(ExecutionError, match="NCCL has no binding for the collective 'gossip'"):
         communicators.bind(BoundComm("gossip", "c", (0, 1), lambda: torch.zeros(1)))

@@ -1,5 +1,5 @@
-"""Random compositions of model, mesh and directives, each verified and compared with one device: 200 in `make test`, 1,000 in
-`make test-long`."""
+"""Random compositions of model, mesh and directives, each verified and compared with one device: 200 in `make test`,
+1,000 in `make test-long`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def drawn(draw: st.DrawFn) -> Composition:
         pp=draw(st.integers(1, 4)),
         dp=draw(st.sampled_from((1, 1, 2, 3))),
         microbatches=draw(st.integers(1, 5)),
-        schedule=draw(st.sampled_from(("gpipe", "1f1b", "default", "random", "random", *sorted(compositions.PIPELINES)))),
+        schedule=draw(
+            st.sampled_from(
+                ("gpipe", "1f1b", "default", "random", "random", *sorted(compositions.PIPELINES))
+            )
+        ),
         placement=draw(st.sampled_from(("recipe", "chunks", "v", "shared", "random", "random"))),
         backward=draw(st.sampled_from(("whole", "split", "mixed"))),
         overlap=draw(st.booleans()),
@@ -50,15 +54,27 @@ def drawn(draw: st.DrawFn) -> Composition:
     return fitted(c)
 
 
-@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(drawn())
-@example(Composition("gpt", pp=2, microbatches=2, schedule="gpipe"))  # one of many orders, and not drawn for certain
+@example(
+    Composition("gpt", pp=2, microbatches=2, schedule="gpipe")
+)  # one of many orders, and not drawn for certain
 def test_a_random_composition_trains_what_one_device_trains(c: Composition) -> None:
     plan = compositions.compiled(c).plan
     verify(plan)
     run = compositions.run(c, plan, steps=STEPS)
     parity.assert_parity(run, compositions.expected(c, STEPS), label=repr(c))
-    words = (c.model, c.placement, c.schedule, c.backward, f"overlap {c.overlap}", f"world {plan.mesh.world}", c.optimizer)
+    words = (
+        c.model,
+        c.placement,
+        c.schedule,
+        c.backward,
+        f"overlap {c.overlap}",
+        f"world {plan.mesh.world}",
+        c.optimizer,
+    )
     seen.update((*words, f"fuse {c.fuse}"))
 
 
@@ -72,8 +88,8 @@ def test_a_fault_in_a_random_composition_is_seen(c: Composition) -> None:
 
 
 def test_the_compositions_were_not_all_alike() -> None:
-    """Runs after the test above: every placement, schedule and several sizes have been there, and nearly every model: Hypothesis
-    does not draw evenly from a list of fourteen."""
+    """Runs after the test above: every placement, schedule and several sizes have been there, and nearly every model:
+    Hypothesis does not draw evenly from a list of fourteen."""
     if seen:  # not when the test above was deselected
         wanted = {
             *compositions.OPTIMIZERS,

@@ -31,25 +31,49 @@ CASES: dict[str, tuple[str, Mesh, list[Any]]] = {
     "cp": ("gpt", Mesh(cp=2), [TOKENS]),
     "more devices than heads of keys": ("few_kv_heads", Mesh(cp=4), [TOKENS]),
     "tp": ("llama", Mesh(cp=2, tp=2), [HEADS, TOKENS]),
-    "tp and its tokens, 1f1b": ("gpt", Mesh(cp=2, tp=2, pp=2), [BOTH, TOKENS, recipes.one_f_one_b(pp=2, microbatches=2)]),
+    "tp and its tokens, 1f1b": (
+        "gpt",
+        Mesh(cp=2, tp=2, pp=2),
+        [BOTH, TOKENS, recipes.one_f_one_b(pp=2, microbatches=2)],
+    ),
     "zero 3": ("llama", Mesh(cp=2, tp=2, dp=2), [HEADS, TOKENS, recipes.data_parallel(zero=3)]),
-    "recompute": ("few_kv_heads", Mesh(cp=2), [TOKENS, piper.recompute(where(layer=piper.ANY), keep="inputs")]),
+    "recompute": (
+        "few_kv_heads",
+        Mesh(cp=2),
+        [TOKENS, piper.recompute(where(layer=piper.ANY), keep="inputs")],
+    ),
     "heads in zigzag order": ("gpt", Mesh(cp=2, tp=2), [BOTH, ZIGZAG]),
     "ring, tp and its tokens, 1f1b": (
         "few_kv_heads",
         Mesh(cp=2, tp=2, pp=2),
         [BOTH, RING, recipes.one_f_one_b(pp=2, microbatches=2)],
     ),
-    "ring, recompute": ("few_kv_heads", Mesh(cp=4), [RING, piper.recompute(where(layer=piper.ANY), keep="inputs")]),
+    "ring, recompute": (
+        "few_kv_heads",
+        Mesh(cp=4),
+        [RING, piper.recompute(where(layer=piper.ANY), keep="inputs")],
+    ),
     "ring, zbv, zero 2": (
         "llama",
         Mesh(cp=2, pp=2, dp=2),
         [RING, recipes.zbv(pp=2, microbatches=2), recipes.data_parallel(zero=2)],
     ),
     "ring, dropout": ("gpt_dropout", Mesh(cp=2), [RING]),
-    "gather, zero 3": ("llama", Mesh(cp=2, tp=2, dp=2), [HEADS, GATHER, recipes.data_parallel(zero=3)]),
-    "gather, recompute": ("few_kv_heads", Mesh(cp=4), [GATHER, piper.recompute(where(layer=piper.ANY), keep="attention")]),
-    "zbv": ("llama", Mesh(cp=2, pp=2, dp=2), [TOKENS, recipes.zbv(pp=2, microbatches=2), recipes.data_parallel(zero=2)]),
+    "gather, zero 3": (
+        "llama",
+        Mesh(cp=2, tp=2, dp=2),
+        [HEADS, GATHER, recipes.data_parallel(zero=3)],
+    ),
+    "gather, recompute": (
+        "few_kv_heads",
+        Mesh(cp=4),
+        [GATHER, piper.recompute(where(layer=piper.ANY), keep="attention")],
+    ),
+    "zbv": (
+        "llama",
+        Mesh(cp=2, pp=2, dp=2),
+        [TOKENS, recipes.zbv(pp=2, microbatches=2), recipes.data_parallel(zero=2)],
+    ),
 }
 
 
@@ -97,7 +121,8 @@ def test_in_processes(way: str, pool: Pool) -> None:
     ],
 )
 def test_every_way_and_order(way: Any, order: Any, cp: int, tp: int) -> None:
-    """Ranks run one program. In zigzag order each computes its share of attention, in blocks as much as the fullest needs."""
+    """Ranks run one program. In zigzag order each computes its share of attention, in blocks as much as the fullest
+    needs."""
     tokens = piper.shard(where(), over="cp", index="tokens", attention=way, order=order)
     made = shared_jobs.in_twos("few_kv_heads", Mesh(cp=cp, tp=tp), [*[HEADS] * (tp > 1), tokens])
     assert len(made.plan.roles) == 1
@@ -110,13 +135,20 @@ def test_every_way_and_order(way: Any, order: Any, cp: int, tp: int) -> None:
 
 def work(made: Any) -> float:
     """The FLOPs of attention on a device, per row."""
-    kernels = [k for c in made.plan.chunks for sig in c.steps.values() for k in sig.cost.kernels if k.kind == "attention"]
+    kernels = [
+        k
+        for c in made.plan.chunks
+        for sig in c.steps.values()
+        for k in sig.cost.kernels
+        if k.kind == "attention"
+    ]
     return sum(k.flops * k.count for k in kernels) / made.plan.rows
 
 
 @pytest.mark.parametrize("way", [RING, pytest.param(GATHER, marks=LONG)])
 def test_a_loss_of_some_tokens(way: Any) -> None:
-    """The labels and their mask are taken apart as the tokens are; some devices have more tokens that count than others."""
+    """The labels and their mask are taken apart as the tokens are; some devices have more tokens that count than
+    others."""
     made = piper.compile(masked_job(), Strategy(Mesh(cp=2), [way]))
     found = shared_jobs.run(made)
     parity.assert_parity(found, parity.reference(masked_job(), replicas=1, microbatches=1))
@@ -131,13 +163,23 @@ def masked_job() -> piper.Job:
         return tokens, target
 
     model = functools.partial(models.TinyGPT, layers=1, tied=False)
-    return replace(shared_jobs.job("gpt_untied", 5), model=model, batch=batch, loss=models.masked_cross_entropy)
+    return replace(
+        shared_jobs.job("gpt_untied", 5), model=model, batch=batch, loss=models.masked_cross_entropy
+    )
 
 
 def test_model_flops_do_not_depend_on_the_way() -> None:
     """They count all pairs of queries and keys, also those that causal attention leaves out."""
-    ways = [[], [TOKENS], [RING], [GATHER], [piper.shard(where(), over="cp", index="tokens", attention="ring", order="blocks")]]
-    found = {model_flops(compiled("few_kv_heads", Mesh(cp=4 if way else 1), way).plan, 8) for way in ways}
+    ways = [
+        [],
+        [TOKENS],
+        [RING],
+        [GATHER],
+        [piper.shard(where(), over="cp", index="tokens", attention="ring", order="blocks")],
+    ]
+    found = {
+        model_flops(compiled("few_kv_heads", Mesh(cp=4 if way else 1), way).plan, 8) for way in ways
+    }
     assert len(found) == 1
 
 
@@ -151,7 +193,9 @@ def test_a_layer_exchanges_four_times_in_each_direction() -> None:
 
 def test_gradients_of_all_weights_are_sums_over_tokens() -> None:
     made = compiled("gpt", Mesh(cp=2), [TOKENS])
-    assert {p.summed for p in made.plan.params} == {("cp",)} and not any(p.layout for p in made.plan.params)
+    assert {p.summed for p in made.plan.params} == {("cp",)} and not any(
+        p.layout for p in made.plan.params
+    )
     assert {b.over for b in made.plan.buckets} == {("cp",)}
 
 
@@ -164,7 +208,10 @@ def test_tokens_of_another_device_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
         return replace(code, source=code.source.replace("PLACE['cp']", "(1 - PLACE['cp'])", 1))
 
     def swapped(store: Any, codes: Any, rows: int) -> Any:
-        return {k: {step: swap(code) for step, code in v.items()} for k, v in exported(store, codes, rows).items()}
+        return {
+            k: {step: swap(code) for step, code in v.items()}
+            for k, v in exported(store, codes, rows).items()
+        }
 
     monkeypatch.setattr(type(made.code), "export", swapped)
     found = shared_jobs.run(made)
@@ -173,20 +220,32 @@ def test_tokens_of_another_device_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(DirectiveError, match=r"8 tokens cannot be shared by 8 devices along cp in zigzag order.* 4 devices can"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"8 tokens cannot be shared by 8 devices along cp in zigzag order.* 4 devices can",
+    ):
         compiled("gpt", Mesh(cp=8), [RING])
 
 
 @LONG
 def test_a_mask_that_passes_between_layers_with_gathered_keys() -> None:
     """It passes whole; each device takes the rows of its queries, in its order."""
-    report = verify_strategy(published_llama.job(), Strategy(Mesh(cp=2), [replace(GATHER, order="zigzag")]), steps=1)
+    report = verify_strategy(
+        published_llama.job(), Strategy(Mesh(cp=2), [replace(GATHER, order="zigzag")]), steps=1
+    )
     assert report.equal, report.text()
 
 
 def test_what_is_explained() -> None:
     found = layouts(compiled("few_kv_heads", Mesh(cp=4), [RING]))
-    assert found.count("attention over cp: keys and values go from device to device; tokens in zigzag order") == 1
+    assert (
+        found.count(
+            "attention over cp: keys and values go from device to device; tokens in zigzag order"
+        )
+        == 1
+    )
     (line,) = [line for line in found.splitlines() if "F  shift" in line]
     assert "3x " in line and "over cp in attention (" in line
-    assert "attention over cp: tokens are exchanged for heads; tokens in blocks" in layouts(compiled("gpt", Mesh(cp=2), [TOKENS]))
+    assert "attention over cp: tokens are exchanged for heads; tokens in blocks" in layouts(
+        compiled("gpt", Mesh(cp=2), [TOKENS])
+    )

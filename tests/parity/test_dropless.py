@@ -48,12 +48,24 @@ SCHEDULES: dict[str, tuple[Mesh, Any]] = {
         Mesh(tp=2, pp=2), lambda: [piper.shard(piper.where(), stream="tokens"), *recipes.zbv(pp=2, microbatches=2)],
     ),
 }  # fmt: skip
-LONG = ("gpipe", "interleaved", "zb_h1", "dualpipe", "dualpipe_v", "zero3", "recompute products", "one row", "tp")
+LONG = (
+    "gpipe",
+    "interleaved",
+    "zb_h1",
+    "dualpipe",
+    "dualpipe_v",
+    "zero3",
+    "recompute products",
+    "one row",
+    "tp",
+)
 
 
 @functools.cache
 def job(**changes: Any) -> piper.Job:
-    return models.job(replace(CONFIG, **changes), global_batch=8, precision="float64", lr=0.01, clip_norm=0.05)
+    return models.job(
+        replace(CONFIG, **changes), global_batch=8, precision="float64", lr=0.01, clip_norm=0.05
+    )
 
 
 @functools.cache
@@ -67,12 +79,16 @@ def assert_trained(made: Compiled, work: piper.Job) -> None:
     verify(made.plan)
     found = piper.execute(made, steps=2, launcher="inline", gradients=True)
     plan = made.plan
-    expected = parity.reference(work, replicas=plan.replicas, microbatches=plan.microbatches, steps=2)
+    expected = parity.reference(
+        work, replicas=plan.replicas, microbatches=plan.microbatches, steps=2
+    )
     parity.assert_parity(found, expected)
     assert not lies(plan, found.memory)
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(s, marks=[pytest.mark.long] * (s in LONG)) for s in SCHEDULES])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=[pytest.mark.long] * (s in LONG)) for s in SCHEDULES]
+)
 def test_it_trains_what_one_device_trains(schedule: str) -> None:
     assert_trained(compiled(schedule), job())
 
@@ -105,13 +121,19 @@ def test_negative_control_a_loop_without_shares_is_seen(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Experts, "routed", equal)
     expected = parity.reference(job(), replicas=1, microbatches=4, steps=2)
-    assert any("experts" in d.name or "gate" in d.name for d in parity.differences(parity.RunOutcome.of(found), expected))
+    assert any(
+        "experts" in d.name or "gate" in d.name
+        for d in parity.differences(parity.RunOutcome.of(found), expected)
+    )
 
 
 def test_no_token_is_dropped() -> None:
     """With places for all tokens a mixture with a capacity computes the same."""
     torch.manual_seed(3)
-    dropless, full = Experts(CONFIG).double().requires_grad_(False), Experts(replace(CONFIG, capacity_factor=4.0)).double()
+    dropless, full = (
+        Experts(CONFIG).double().requires_grad_(False),
+        Experts(replace(CONFIG, capacity_factor=4.0)).double(),
+    )
     full.requires_grad_(False).load_state_dict(dropless.state_dict())
     x = torch.randn(3, 8, 16, dtype=torch.float64)
     assert float((dropless(x) - full(x)).abs().max()) < 1e-12
@@ -154,8 +176,8 @@ def test_model_flops_count_the_experts_that_a_token_visits() -> None:
 
 
 def test_devices_that_share_experts_add_up_tokens_and_not_choices() -> None:
-    """As in a dense layer: an all-reduce of the tokens for attention, one for the experts, likewise in I, where the shares'
-    gradient of two numbers per token is one more."""
+    """As in a dense layer: an all-reduce of the tokens for attention, one for the experts, likewise in I, where the
+    shares' gradient of two numbers per token is one more."""
     chunk = next(c for c in compiled("tp").plan.chunks if c.id == "layer1")
     tokens = 4 * CONFIG.length * 8  # rows x length x bytes of float64
     sizes = {step: sorted(c.nbytes for c in sig.collectives) for step, sig in chunk.steps.items()}
@@ -166,16 +188,29 @@ def test_devices_that_share_experts_add_up_tokens_and_not_choices() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["bfloat16", Precision(params="float32", compute="bfloat16")])
 def test_bfloat16_is_near_float64(precision: Any) -> None:
-    strategy = Strategy(Mesh(), [piper.split(piper.where(), microbatches=2), piper.split_backward(piper.where())])
+    strategy = Strategy(
+        Mesh(), [piper.split(piper.where(), microbatches=2), piper.split_backward(piper.where())]
+    )
     one = replace(CONFIG, layers=1)
     small = models.job(one, global_batch=8, precision=precision, lr=0.01)
-    found = piper.execute(piper.compile(small, strategy), steps=1, launcher="inline", gradients=True)
-    exact = parity.reference(models.job(one, global_batch=8, precision="float64", lr=0.01), microbatches=2, steps=1)
+    found = piper.execute(
+        piper.compile(small, strategy), steps=1, launcher="inline", gradients=True
+    )
+    exact = parity.reference(
+        models.job(one, global_batch=8, precision="float64", lr=0.01), microbatches=2, steps=1
+    )
     assert found.losses[0] == pytest.approx(exact.losses[0], rel=2e-2)
-    mine = {name: grad for by in parity.RunOutcome.of(found).gradients.values() for name, grad in by[0].items()}
+    mine = {
+        name: grad
+        for by in parity.RunOutcome.of(found).gradients.values()
+        for name, grad in by[0].items()
+    }
     for name, grad in exact.gradients[0].items():
         if "feed_forward" in name and "router" not in name:
-            assert float(F.cosine_similarity(mine[name].double().flatten(), grad.flatten(), dim=0)) > 0.99, name
+            assert (
+                float(F.cosine_similarity(mine[name].double().flatten(), grad.flatten(), dim=0))
+                > 0.99
+            ), name
 
 
 # --- experts of other libraries
@@ -184,7 +219,9 @@ def test_bfloat16_is_near_float64(precision: Any) -> None:
 def test_a_loop_over_experts_runs_as_it_is_and_says_so() -> None:
     """A replacement would let devices share it; without one autograd runs it, and what it keeps depends on values."""
     work = expert_loops.job(expert_loops.untagged)
-    with pytest.warns(PiperWarning, match=r"LoopedExperts\).* opaque, .*expert_loops.py.*shard leaves it whole"):
+    with pytest.warns(
+        PiperWarning, match=r"LoopedExperts\).* opaque, .*expert_loops.py.*shard leaves it whole"
+    ):
         made = piper.compile(work, Strategy(Mesh(), recipes.zbv(pp=1, microbatches=2)))
     found = piper.execute(made, steps=2, launcher="inline", gradients=True)
     parity.assert_parity(found, parity.reference(work, replicas=1, microbatches=2, steps=2))
@@ -195,12 +232,19 @@ def test_a_replacement_makes_the_loop_static() -> None:
     work = expert_loops.job(expert_loops.tagged)
     made = piper.compile(work, Strategy(Mesh(), recipes.zbv(pp=1, microbatches=2)))
     assert_trained(made, work)
-    assert {p.name for p in made.program.params} == dict(expert_loops.untagged().named_parameters()).keys()
+    assert {p.name for p in made.program.params} == dict(
+        expert_loops.untagged().named_parameters()
+    ).keys()
 
 
 def test_devices_share_the_hidden_units_of_a_replaced_loop() -> None:
     work = expert_loops.job(expert_loops.tagged)
-    made = piper.compile(work, Strategy(Mesh(tp=2), [piper.shard(piper.where()), piper.split(piper.where(), microbatches=2)]))
+    made = piper.compile(
+        work,
+        Strategy(
+            Mesh(tp=2), [piper.shard(piper.where()), piper.split(piper.where(), microbatches=2)]
+        ),
+    )
     layouts = {p.name.rpartition(".")[2]: p.layout for p in made.plan.params}
     assert layouts["gate_up_proj"][0].outer == 2 and layouts["down_proj"][0].dim == 2
     assert_trained(made, work)
@@ -213,7 +257,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_replacement() -> Any:
-    return piper.tag(expert_loops.LoopedMixture(), {"layers.*.experts": dict(replace="of_the_user")})
+    return piper.tag(
+        expert_loops.LoopedMixture(), {"layers.*.experts": dict(replace="of_the_user")}
+    )
 
 
 @pytest.mark.usefixtures("registry")
@@ -232,12 +278,16 @@ def test_a_function_of_the_user_is_registered_by_name() -> None:
         rows, counts = torch.ops.piper.route(x, chosen, expert_loops.EXPERTS)
         both = torch.ops.piper.grouped_mm(rows, counts, module.gate_up_proj.transpose(1, 2))
         gate, up = both.chunk(2, dim=-1)
-        made = torch.ops.piper.grouped_mm(module.act_fn(gate) * up, counts, module.down_proj.transpose(1, 2))
+        made = torch.ops.piper.grouped_mm(
+            module.act_fn(gate) * up, counts, module.down_proj.transpose(1, 2)
+        )
         return torch.ops.piper.unroute(made, chosen, share)
 
     right = piper.compile(work, Strategy(Mesh(), ()))
     expected = parity.reference(work, steps=1)
-    found, other = (piper.execute(made, steps=1, launcher="inline", gradients=True) for made in (right, wrong))
+    found, other = (
+        piper.execute(made, steps=1, launcher="inline", gradients=True) for made in (right, wrong)
+    )
     parity.assert_parity(found, expected)
     assert parity.differences(parity.RunOutcome.of(other), expected)
 
@@ -247,7 +297,11 @@ def test_a_function_of_the_user_is_registered_by_name() -> None:
     [
         ("layers.0.experts", "nothing", "no replacement 'nothing'; known are 'gated_experts'"),
         ("layers.0.experts", 3, "no replacement 3"),
-        ("layers.0.router", "gated_experts", r"module 'layers.0.router' \(Linear\): it has no gate_up_proj"),
+        (
+            "layers.0.router",
+            "gated_experts",
+            r"module 'layers.0.router' \(Linear\): it has no gate_up_proj",
+        ),
     ],
 )
 def test_a_replacement_that_cannot_be_is_refused(pattern: str, name: Any, message: str) -> None:
@@ -275,27 +329,44 @@ def test_experts_of_another_form_are_refused(attribute: str, value: bool, messag
 def test_two_tags_that_disagree_are_refused() -> None:
     piper.replacement("another")(lambda module, *args: args[0])
     with pytest.raises(SelectorError, match=r"disagree for module 'layers.1.experts'"):
-        piper.tag(expert_loops.LoopedMixture(), {**expert_loops.TAGS, "layers.1.experts": dict(replace="another")})
+        piper.tag(
+            expert_loops.LoopedMixture(),
+            {**expert_loops.TAGS, "layers.1.experts": dict(replace="another")},
+        )
 
 
 def mixture(family: str, implementation: str) -> Any:
     """A small model of Hugging Face's, as it comes, with its experts tagged."""
-    transformers = pytest.importorskip("transformers", reason="Hugging Face's modules: transformers is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="Hugging Face's modules: transformers is not installed"
+    )
     sizes = dict(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, use_cache=False,
         num_experts_per_tok=2, intermediate_size=24, attn_implementation="sdpa", max_position_embeddings=16,
     )  # fmt: skip
     if family == "mixtral":
-        config, kind = transformers.MixtralConfig(num_local_experts=4, **sizes), transformers.MixtralForCausalLM
+        config, kind = (
+            transformers.MixtralConfig(num_local_experts=4, **sizes),
+            transformers.MixtralForCausalLM,
+        )
     else:
-        config = transformers.Qwen3MoeConfig(num_experts=4, moe_intermediate_size=24, head_dim=8, norm_topk_prob=True, **sizes)
+        config = transformers.Qwen3MoeConfig(
+            num_experts=4, moe_intermediate_size=24, head_dim=8, norm_topk_prob=True, **sizes
+        )
         kind = transformers.Qwen3MoeForCausalLM
     config._experts_implementation = implementation
-    return piper.tag(kind(config), {"model.layers.*.mlp.experts": dict(experts=0, replace="gated_experts")})
+    return piper.tag(
+        kind(config), {"model.layers.*.mlp.experts": dict(experts=0, replace="gated_experts")}
+    )
 
 
 def text(step: int, rows: range) -> Any:
-    tokens = torch.stack([torch.randint(32, (9,), generator=torch.Generator().manual_seed(100 * step + r)) for r in rows])
+    tokens = torch.stack(
+        [
+            torch.randint(32, (9,), generator=torch.Generator().manual_seed(100 * step + r))
+            for r in rows
+        ]
+    )
     return {"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
 
 
@@ -306,17 +377,27 @@ def of_logits(out: Any, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_mixtures_of_hugging_face_train_as_they_do(family: str) -> None:
     """The judge runs their own loop. Routers compute in float32 inside, so the tolerance is that of float32."""
-    pytest.importorskip("transformers", reason="Hugging Face's modules: transformers is not installed")
+    pytest.importorskip(
+        "transformers", reason="Hugging Face's modules: transformers is not installed"
+    )
     work = piper.Job(
         functools.partial(mixture, family, "eager"), text, of_logits, expert_loops.optimizer, global_batch=4,
         precision=Precision(params="float64"), tokens_per_row=8,
     )  # fmt: skip
     shared = [*recipes.expert_parallel(bound=0.8), *recipes.data_parallel(over=("ep",))]
     for mesh, directives in ((Mesh(pp=2), []), (Mesh(pp=2, ep=2), shared)):
-        made = piper.compile(work, Strategy(mesh, [*directives[:1], *recipes.one_f_one_b(pp=2, microbatches=2), *directives[1:]]))
+        made = piper.compile(
+            work,
+            Strategy(
+                mesh, [*directives[:1], *recipes.one_f_one_b(pp=2, microbatches=2), *directives[1:]]
+            ),
+        )
         found = piper.execute(made, steps=2, launcher="inline", gradients=True)
         expected = parity.reference(work, replicas=made.plan.replicas, microbatches=2, steps=2)
         parity.assert_parity(found, expected, parity.FLOAT32)
         assert not lies(made.plan, found.memory)
     grouped = replace(work, model=functools.partial(mixture, family, "grouped_mm"))
-    assert piper.compile(grouped, Strategy(Mesh(), ())).program.key == piper.compile(work, Strategy(Mesh(), ())).program.key
+    assert (
+        piper.compile(grouped, Strategy(Mesh(), ())).program.key
+        == piper.compile(work, Strategy(Mesh(), ())).program.key
+    )

@@ -20,11 +20,30 @@ from piper_ir.verify import verify
 from piper_ops.experts import reserved, rounds
 from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import expert_loops, parity
-from tests.helpers.steered import DEVICES, EXPERTS, LOADS, TOKENS, WIDTH, Steered, SteeredMixture, batch
+from tests.helpers.steered import (
+    DEVICES,
+    EXPERTS,
+    LOADS,
+    TOKENS,
+    WIDTH,
+    Steered,
+    SteeredMixture,
+    batch,
+)
 from tests.predictions.test_memory_truth import lies
 
 MIXTURE = models.MoEConfig(
-    layers=2, width=16, heads=4, kv_heads=2, head_dim=6, hidden=24, vocab=32, length=8, experts=4, top_k=2, capacity_factor=None
+    layers=2,
+    width=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    hidden=24,
+    vocab=32,
+    length=8,
+    experts=4,
+    top_k=2,
+    capacity_factor=None,
 )
 
 
@@ -50,7 +69,9 @@ def expected(load: str, replicas: int, microbatches: int) -> parity.Reference:
 
 
 def shared(**more: Any) -> Any:
-    return piper.shard(where(experts=ANY), **{"over": "ep", "index": "experts", "stream": "rows", **more})
+    return piper.shard(
+        where(experts=ANY), **{"over": "ep", "index": "experts", "stream": "rows", **more}
+    )
 
 
 @functools.cache
@@ -82,16 +103,23 @@ def frozen(load: str) -> SteeredMixture:
 def test_frozen_experts_hand_gradients_on() -> None:
     """In further rounds, too, where there is no gradient of a matrix to add up."""
     work = replace(job("all to one"), model=functools.partial(frozen, "all to one"))
-    made = piper.compile(work, Strategy(Mesh(ep=2), [shared(), *recipes.data_parallel(over=("ep",))]))
+    made = piper.compile(
+        work, Strategy(Mesh(ep=2), [shared(), *recipes.data_parallel(over=("ep",))])
+    )
     parity.assert_parity(run(made), parity.reference(work, replicas=2, microbatches=1, steps=2))
 
 
 ROUNDS = {"uniform": 1, "1.5": 2, "2": 2, "all to one": 4}
-"""Places for 10 rows from each device in a row of tokens: for bound 1.25, and 8 that would come if all got equally many."""
+"""Places for 10 rows from each device in a row of tokens: for bound 1.25, and 8 that would come if all got equally
+many."""
 
 
-@pytest.mark.parametrize("load", [pytest.param(load, marks=[pytest.mark.long] * (load == "1.5")) for load in LOADS])
-def test_every_load_trains_what_one_device_trains_in_the_memory_of_the_plan(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "load", [pytest.param(load, marks=[pytest.mark.long] * (load == "1.5")) for load in LOADS]
+)
+def test_every_load_trains_what_one_device_trains_in_the_memory_of_the_plan(
+    load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, right = compiled(load, Mesh(ep=DEVICES)), rounds.round_count
     counted: set[int] = set()
 
@@ -105,13 +133,17 @@ def test_every_load_trains_what_one_device_trains_in_the_memory_of_the_plan(load
     assert counted == {ROUNDS[load]}
 
 
-def test_negative_control_without_room_for_further_rounds_a_peak_is_not_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_without_room_for_further_rounds_a_peak_is_not_that_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(reserved, "reserve", lambda *_: None)
     made = compiled("uniform", Mesh(ep=DEVICES))
     assert lies(made.plan, run(made).memory)
 
 
-def test_gradients_of_experts_are_those_of_one_device_to_the_bit_where_there_are_no_further_rounds() -> None:
+def test_gradients_of_experts_are_those_of_one_device_to_the_bit_where_there_are_no_further_rounds() -> (
+    None
+):
     """Rows of further rounds are added behind those of round 0, so sums differ in their last bits."""
     work, rows = replace(job("2"), clip_norm=None), recipes.data_parallel(over=("dp", "ep"))
 
@@ -124,7 +156,9 @@ def test_gradients_of_experts_are_those_of_one_device_to_the_bit_where_there_are
         four = gradients(Mesh(ep=DEVICES), shared(bound=bound), *rows)
         assert one and all(torch.equal(four[name], one[name]) for name in one) == same
         for name in one:
-            torch.testing.assert_close(four[name], one[name], rtol=0, atol=2e-15 * one[name].abs().max().item())
+            torch.testing.assert_close(
+                four[name], one[name], rtol=0, atol=2e-15 * one[name].abs().max().item()
+            )
 
 
 def test_a_device_has_its_experts_and_reduces_the_rest() -> None:
@@ -133,10 +167,15 @@ def test_a_device_has_its_experts_and_reduces_the_rest() -> None:
     assert layouts["layers.0.up"] == layouts["layers.0.down"] == (DimPart("ep", 0),)
     assert layouts["layers.0.router.weight"] == ()
     chunk = next(c for c in made.plan.chunks if c.experts)
-    sizes = {step: [(c.kind, c.nbytes) for c in sig.collectives] for step, sig in chunk.steps.items()}
+    sizes = {
+        step: [(c.kind, c.nbytes) for c in sig.collectives] for step, sig in chunk.steps.items()
+    }
     rows = DEVICES * 2 * 10 * WIDTH * 8  # places for 2 rows of tokens, in float64
     both = [("all_to_all", rows)] * 2
-    more = ("all_to_all", 0)  # in further rounds: rows and results, or rows, gradients and those of rows, or the first two
+    more = (
+        "all_to_all",
+        0,
+    )  # in further rounds: rows and results, or rows, gradients and those of rows, or the first two
     assert sizes["F"] == [("all_gather", DEVICES * EXPERTS * 8), *both, more, more]
     assert sorted(sizes["I"]) == [more, more, more, *both] and sizes["W"] == [more, more]
 
@@ -144,7 +183,9 @@ def test_a_device_has_its_experts_and_reduces_the_rest() -> None:
 def test_further_rounds_add_to_what_round_0_made() -> None:
     made = compiled("uniform", Mesh(ep=DEVICES))
     assert made.code is not None
-    steps = made.code.export([c.code for c in made.plan.chunks if c.experts], made.plan.rows).values()
+    steps = made.code.export(
+        [c.code for c in made.plan.chunks if c.experts], made.plan.rows
+    ).values()
     texts = "".join(code.source for found in steps for code in found.values())
     assert all(f"piper::experts_further_{name}_" in texts for name in ("dgrad", "wgrad"))
     assert "piper::experts_return_dgrad" not in texts and "piper::experts_return_wgrad" not in texts
@@ -162,7 +203,9 @@ COMPOSED: dict[str, tuple[Mesh, list[Any], dict[str, Any]]] = {
 LONG = ("recompute", "zero 3, two microbatches", "1f1b, zero 1", "a small bound", "a large bound")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in COMPOSED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in COMPOSED]
+)
 def test_it_composes(name: str) -> None:
     mesh, directives, more = COMPOSED[name]
     assert_right("2", compiled("2", mesh, *directives, **more))
@@ -171,25 +214,46 @@ def test_it_composes(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipe_v"])
 def test_a_model_with_attention_whose_heads_are_shared(schedule: str) -> None:
-    work = models.job(replace(MIXTURE, layers=4), global_batch=8, precision="float64", lr=0.01, clip_norm=0.05)
+    work = models.job(
+        replace(MIXTURE, layers=4), global_batch=8, precision="float64", lr=0.01, clip_norm=0.05
+    )
     pipeline = getattr(recipes, schedule)(pp=2, microbatches=2 if schedule == "zbv" else 4)
     rows = recipes.data_parallel(over=("dp", "ep"))
-    made = piper.compile(work, Strategy(Mesh(ep=2, tp=2, pp=2), [shared(bound=0.7), piper.shard(where()), *pipeline, *rows]))
+    made = piper.compile(
+        work,
+        Strategy(
+            Mesh(ep=2, tp=2, pp=2), [shared(bound=0.7), piper.shard(where()), *pipeline, *rows]
+        ),
+    )
     verify(made.plan)
     found = run(made)
-    parity.assert_parity(found, parity.reference(work, replicas=2, microbatches=made.plan.microbatches, steps=2))
+    parity.assert_parity(
+        found, parity.reference(work, replicas=2, microbatches=made.plan.microbatches, steps=2)
+    )
     assert not lies(made.plan, found.memory)
 
 
 def test_tokens_in_parts_are_refused() -> None:
-    shares = {"tp": piper.shard(where(), stream="tokens"), "cp": piper.shard(where(), over="cp", index="tokens")}
-    for axis, tokens in {"tp": 'stream="tokens"', "cp": r"shard\(index=\"tokens\", over='cp'\)"}.items():
-        with pytest.raises(DirectiveError, match=rf"mixture whose experts devices share over ep; .*{tokens} shares them"):
+    shares = {
+        "tp": piper.shard(where(), stream="tokens"),
+        "cp": piper.shard(where(), over="cp", index="tokens"),
+    }
+    for axis, tokens in {
+        "tp": 'stream="tokens"',
+        "cp": r"shard\(index=\"tokens\", over='cp'\)",
+    }.items():
+        with pytest.raises(
+            DirectiveError,
+            match=rf"mixture whose experts devices share over ep; .*{tokens} shares them",
+        ):
             compiled("2", Mesh((("ep", 2), (axis, 2))), shares[axis])
 
 
 def test_what_is_shared_of_a_dropless_mixture_is_called_experts() -> None:
-    with pytest.raises(DirectiveError, match=r"experts of a dropless mixture \(layer0_experts0\); write index='experts'"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"experts of a dropless mixture \(layer0_experts0\); write index='experts'",
+    ):
         compiled("2", Mesh(ep=2), index="heads")
 
 
@@ -201,7 +265,9 @@ def test_in_processes(pool: Pool) -> None:
 def test_too_few_places_end_a_run_with_the_bound_that_would_do() -> None:
     """Two devices: 16 rows of each row of tokens would go to each other one, all 32 do."""
     made = compiled("all to one", Mesh(ep=2), overflow="error")
-    with pytest.raises(RankError, match=r"rank \d, step 0.*layer0_experts0.F@0: a device has .* bound=2 would do") as error:
+    with pytest.raises(
+        RankError, match=r"rank \d, step 0.*layer0_experts0.F@0: a device has .* bound=2 would do"
+    ) as error:
         run(made)
     assert "rounds" in str(error.value)
     assert_right("all to one", compiled("all to one", Mesh(ep=2), overflow="error", bound=2.0))
@@ -222,7 +288,9 @@ def test_what_is_dropped_is_the_end_of_a_row_and_the_same_each_time() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Steered, "forward", dropped)
-        parity.assert_parity(first, parity.reference(job("all to one"), replicas=2, microbatches=4, steps=2))
+        parity.assert_parity(
+            first, parity.reference(job("all to one"), replicas=2, microbatches=4, steps=2)
+        )
 
 
 @pytest.mark.parametrize(
@@ -230,8 +298,16 @@ def test_what_is_dropped_is_the_end_of_a_row_and_the_same_each_time() -> None:
     [
         ("2", dict(bound=0), r"bound=0; a positive number"),
         ("2", dict(bound="2"), r"bound='2'; a positive number"),
-        ("2", dict(sms=8), r"channel and sms .*; dropless mixtures have their exchanges inside .*: leave them out"),
-        ("2", dict(channel="ep"), r"channel and sms .*; dropless mixtures have their exchanges inside .*: leave them out"),
+        (
+            "2",
+            dict(sms=8),
+            r"channel and sms .*; dropless mixtures have their exchanges inside .*: leave them out",
+        ),
+        (
+            "2",
+            dict(channel="ep"),
+            r"channel and sms .*; dropless mixtures have their exchanges inside .*: leave them out",
+        ),
         ("2", dict(overflow="wait"), r"overflow='wait'; 'rounds', 'error', 'drop' are accepted"),
     ],
 )
@@ -252,7 +328,9 @@ def test_experts_that_devices_cannot_share_are_refused() -> None:
 
 def test_a_replaced_loop_over_experts_is_shared() -> None:
     work = replace(expert_loops.job(expert_loops.tagged), global_batch=4)
-    made = piper.compile(work, Strategy(Mesh(ep=2), [shared(bound=1.0), *recipes.data_parallel(over=("ep",))]))
+    made = piper.compile(
+        work, Strategy(Mesh(ep=2), [shared(bound=1.0), *recipes.data_parallel(over=("ep",))])
+    )
     found = run(made)
     parity.assert_parity(found, parity.reference(work, replicas=2, microbatches=1, steps=2))
     assert not lies(made.plan, found.memory)
@@ -260,7 +338,12 @@ def test_a_replaced_loop_over_experts_is_shared() -> None:
 
 def test_experts_without_a_tag_are_refused_with_the_tag_that_they_need() -> None:
     work = expert_loops.job(expert_loops.untagged)
-    with pytest.raises(DirectiveError, match=r"tag module 'layers.0.experts' and 1 more .*piper.tag") as error, pytest.warns():
+    with (
+        pytest.raises(
+            DirectiveError, match=r"tag module 'layers.0.experts' and 1 more .*piper.tag"
+        ) as error,
+        pytest.warns(),
+    ):
         piper.compile(work, Strategy(Mesh(ep=2), [shared(), *recipes.data_parallel(over=("ep",))]))
     advised = str(error.value).partition("piper.tag(model, ")[2].removesuffix(")")
     assert eval(advised) == expert_loops.TAGS

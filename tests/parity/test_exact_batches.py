@@ -34,7 +34,10 @@ class Identities(nn.Module):
 
 def batch(step: int, rows: range) -> tuple[Tensor, dict[str, Tensor]]:
     n = len(rows)
-    return torch.ones(n, LENGTH, 2), {"wanted": torch.full((n, LENGTH, 2), TARGET), "mask": torch.ones(n, LENGTH)}
+    return torch.ones(n, LENGTH, 2), {
+        "wanted": torch.full((n, LENGTH, 2), TARGET),
+        "mask": torch.ones(n, LENGTH),
+    }
 
 
 def uneven(step: int, rows: range) -> tuple[Tensor, dict[str, Tensor]]:
@@ -81,7 +84,9 @@ def test_a_time_is_exact_until_a_layer_reads_what_was_made_of_it() -> None:
         global_batch=2, precision=TWO_KINDS,
     )  # fmt: skip
     run = piper.execute(piper.compile(job, ONE), steps=1, launcher="inline", memory=False)
-    assert run.losses[0] == pytest.approx(float(time.sin().bfloat16().float().abs().mean()), rel=1e-6)
+    assert run.losses[0] == pytest.approx(
+        float(time.sin().bfloat16().float().abs().mean()), rel=1e-6
+    )
 
 
 class Masking(Identities):
@@ -96,9 +101,13 @@ WHOLE = torch.arange(4 * 2 * 3, dtype=torch.float32).view(4, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "targets"), [(WHOLE[..., :2], WHOLE[..., :2]), (WHOLE[..., :2], WHOLE[..., 1:])], ids=["one", "views"]
+    ("inputs", "targets"),
+    [(WHOLE[..., :2], WHOLE[..., :2]), (WHOLE[..., :2], WHOLE[..., 1:])],
+    ids=["one", "views"],
 )
-def test_a_batch_in_one_memory_that_forward_changes_is_refused(inputs: Tensor, targets: Tensor) -> None:
+def test_a_batch_in_one_memory_that_forward_changes_is_refused(
+    inputs: Tensor, targets: Tensor
+) -> None:
     def job(model: type[nn.Module], *, copies: bool = False) -> Job:
         def rows_of(step: int, rows: range) -> tuple[Tensor, Tensor]:
             x, y = inputs[rows.start : rows.stop], targets[rows.start : rows.stop]
@@ -108,11 +117,16 @@ def test_a_batch_in_one_memory_that_forward_changes_is_refused(inputs: Tensor, t
 
     piper.compile(job(Identities), ONE)  # which changes nothing
     piper.compile(job(Masking, copies=True), ONE)
-    with pytest.raises(CaptureError, match=r"x\[:, :1\] = 0.*changes inputs of the batch in place, and targets lies in the same"):
+    with pytest.raises(
+        CaptureError,
+        match=r"x\[:, :1\] = 0.*changes inputs of the batch in place, and targets lies in the same",
+    ):
         piper.compile(job(Masking), ONE)
 
 
-def test_negative_control_mutants_of_backwards_and_batches_have_no_difference_without_their_fault() -> None:
+def test_negative_control_mutants_of_backwards_and_batches_have_no_difference_without_their_fault() -> (
+    None
+):
     from tests.faults import backward_faults
     from tests.helpers import parity
 

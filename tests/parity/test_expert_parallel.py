@@ -18,7 +18,9 @@ from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import compositions, parity, shared_jobs
 from tests.predictions.test_memory_truth import lies
 
-EXPERTS = piper.shard(where(experts=ANY), over="ep", index="experts", stream="rows", channel="ep", sms=0)
+EXPERTS = piper.shard(
+    where(experts=ANY), over="ep", index="experts", stream="rows", channel="ep", sms=0
+)
 HEADS = piper.shard(where(), over="tp")
 TOKENS = piper.shard(where(), over="tp", stream="tokens")
 INPUTS = piper.recompute(where(), keep="inputs")
@@ -33,18 +35,34 @@ CASES: dict[str, tuple[Mesh, list[Any]]] = {
     "four, zero 3": (Mesh(ep=4), [rows(zero=3)]),
     "dp, zero 1": (Mesh(dp=2, ep=2), [rows(zero=1)]),
     "two stages": (Mesh(ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows()]),
-    "1f1b, dp, recompute": (Mesh(dp=2, ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows(), INPUTS]),
+    "1f1b, dp, recompute": (
+        Mesh(dp=2, ep=2, pp=2),
+        [recipes.one_f_one_b(pp=2, microbatches=2), rows(), INPUTS],
+    ),
     "zbv, zero 3": (Mesh(ep=2, pp=2), [recipes.zbv(pp=2, microbatches=4), rows(zero=3)]),
     "dualpipe, four": (Mesh(ep=4, pp=2), [recipes.dualpipe(pp=2, microbatches=2), rows()]),
-    "dualpipe_v, recompute": (Mesh(ep=2, pp=2), [recipes.dualpipe_v(pp=2, microbatches=4), rows(zero=1), INPUTS]),
+    "dualpipe_v, recompute": (
+        Mesh(ep=2, pp=2),
+        [recipes.dualpipe_v(pp=2, microbatches=4), rows(zero=1), INPUTS],
+    ),
     "heads": (Mesh(ep=2, tp=2), [HEADS, rows()]),
     "tokens over cp": (Mesh(ep=2, cp=2), [piper.shard(where(), over="cp", index="tokens"), rows()]),
     "groups of layers made again": (
         Mesh(ep=2, pp=2),
-        [recipes.one_f_one_b(pp=2, microbatches=2), rows(), piper.recompute(where(layer=ANY), keep="inputs", group=2)],
+        [
+            recipes.one_f_one_b(pp=2, microbatches=2),
+            rows(),
+            piper.recompute(where(layer=ANY), keep="inputs", group=2),
+        ],
     ),
-    "states shared along dp": (Mesh(dp=2, ep=2), [piper.replicate(where(), ("dp", "ep"), shard=dict(optim=("dp",)))]),
-    "heads and tokens, 1f1b": (Mesh(ep=2, tp=2, pp=2), [TOKENS, recipes.one_f_one_b(pp=2, microbatches=2), rows(zero=3)]),
+    "states shared along dp": (
+        Mesh(dp=2, ep=2),
+        [piper.replicate(where(), ("dp", "ep"), shard=dict(optim=("dp",)))],
+    ),
+    "heads and tokens, 1f1b": (
+        Mesh(ep=2, tp=2, pp=2),
+        [TOKENS, recipes.one_f_one_b(pp=2, microbatches=2), rows(zero=3)],
+    ),
 }
 
 
@@ -67,7 +85,9 @@ def test_shared_experts_are_one_device(case: str) -> None:
 def job(optimizer: str) -> Job:
     """A job with rows for eight replicas and four microbatches."""
     made = replace(shared_jobs.job("experts"), global_batch=32)
-    return made if optimizer == "adamw" else replace(made, optimizer=compositions.sgd, clip_norm=None)
+    return (
+        made if optimizer == "adamw" else replace(made, optimizer=compositions.sgd, clip_norm=None)
+    )
 
 
 @cache
@@ -90,9 +110,17 @@ SCHEDULES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("ep", "dp"), [(2, 1), (2, 2), (4, 1), (4, 2)])
-def test_every_composition_is_one_device(ep: int, dp: int, schedule: str, zero: int, again: bool, tp: int) -> None:
+def test_every_composition_is_one_device(
+    ep: int, dp: int, schedule: str, zero: int, again: bool, tp: int
+) -> None:
     mesh = Mesh(pp=1 if schedule == "one stage" else 2, dp=dp, ep=ep, tp=tp)
-    directives = [EXPERTS, *[TOKENS] * (tp > 1), *SCHEDULES[schedule], rows(zero), *[INPUTS] * again]
+    directives = [
+        EXPERTS,
+        *[TOKENS] * (tp > 1),
+        *SCHEDULES[schedule],
+        rows(zero),
+        *[INPUTS] * again,
+    ]
     optimizer = "sgd" if again and tp == 1 else "adamw"
     made = piper.compile(job(optimizer), Strategy(mesh, directives))
     found = shared_jobs.run(made)
@@ -119,19 +147,30 @@ def test_gradients_of_experts_are_summed_over_dp_alone() -> None:
     plan = compiled(Mesh(dp=2, ep=2), [rows()]).plan
     for bucket in plan.buckets:
         experts = any(name.endswith((".gate", ".up", ".down")) for name in bucket.params)
-        assert (bucket.over, bucket.parts) == ((("dp",), ("ep",)) if experts else (("ep", "dp"), ()))
+        assert (bucket.over, bucket.parts) == (
+            (("dp",), ("ep",)) if experts else (("ep", "dp"), ())
+        )
 
 
 def test_a_program_without_shared_experts_is_not_cut() -> None:
     made = piper.compile(shared_jobs.job("experts"), Strategy(Mesh(dp=2), recipes.data_parallel()))
-    assert [c.id for c in made.plan.chunks] == ["root", "layer0", "layer1", "layer2", "layer3", "root.1"]
+    assert [c.id for c in made.plan.chunks] == [
+        "root",
+        "layer0",
+        "layer1",
+        "layer2",
+        "layer3",
+        "root.1",
+    ]
 
 
 def test_what_crosses_is_not_repeated() -> None:
     """The place of a choice is needed once for each element of its token; it crosses once."""
     plan = compiled(Mesh(ep=2), [rows()]).plan
     home = next(c for c in plan.chunks if c.id == "layer1")
-    assert [o.spec.shape for o in home.outputs if o.kind == "value" and o.spec.dtype == "int64"] == [(4, 16)]
+    assert [
+        o.spec.shape for o in home.outputs if o.kind == "value" and o.spec.dtype == "int64"
+    ] == [(4, 16)]
 
 
 @pytest.mark.parametrize("case", ["dp, zero 1", "two stages"])

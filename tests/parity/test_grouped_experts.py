@@ -70,19 +70,26 @@ def setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def gradients(op: Any) -> Any:
-    """Gradients by the same op: of the input exactly; of the weight as a sum of outer products, elsewhere than in the op."""
+    """Gradients by the same op: of the input exactly; of the weight as a sum of outer products, elsewhere than in the
+    op."""
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, ends = ctx.saved_tensors
         group = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True)
-        outer = torch.zeros_like(weight).index_add(0, group, torch.bmm(x[:, :, None], grad[:, None]))
+        outer = torch.zeros_like(weight).index_add(
+            0, group, torch.bmm(x[:, :, None], grad[:, None])
+        )
         return op(grad.contiguous(), weight.transpose(1, 2).contiguous(), ends), outer, None
 
     return backward
 
 
-torch.library.register_autograd("transformers::grouped_mm_fallback", gradients(fallback), setup_context=setup)
-torch.library.register_autograd("grouped_for_tests::unknown", gradients(unknown), setup_context=setup)
+torch.library.register_autograd(
+    "transformers::grouped_mm_fallback", gradients(fallback), setup_context=setup
+)
+torch.library.register_autograd(
+    "grouped_for_tests::unknown", gradients(unknown), setup_context=setup
+)
 
 
 def of_torch(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -102,7 +109,9 @@ def compiled(product: str) -> piper.Compiled:
         model=lambda: Experts(product), batch=batch, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD,
         global_batch=ROWS * MICROBATCHES, tokens_per_row=TOKENS,
     )  # fmt: skip
-    return piper.compile(job, piper.Strategy(piper.Mesh(), [piper.split(piper.where(), MICROBATCHES)]))
+    return piper.compile(
+        job, piper.Strategy(piper.Mesh(), [piper.split(piper.where(), MICROBATCHES)])
+    )
 
 
 def flops_of(made: piper.Compiled, op: str, step: str) -> int:
@@ -120,18 +129,26 @@ def test_grouped_products_count_all_rows_once(hugging: piper.Compiled) -> None:
     each = 2 * ROWS * TOKENS * TOP * WIDTH * INNER
     assert flops_of(hugging, "transformers::grouped_mm_fallback", "F") == 2 * each
     backward = [
-        flops_of(hugging, "transformers::grouped_mm_fallback", s) for s in ("I", "W") if s in hugging.plan.chunks[0].steps
+        flops_of(hugging, "transformers::grouped_mm_fallback", s)
+        for s in ("I", "W")
+        if s in hugging.plan.chunks[0].steps
     ]
-    assert sum(backward) == 2 * each or sum(backward) == each, "the first product's input may need no gradient"
+    assert sum(backward) == 2 * each or sum(backward) == each, (
+        "the first product's input may need no gradient"
+    )
 
 
 def test_model_flops_count_the_experts_that_a_token_visits(hugging: piper.Compiled) -> None:
     """N is the router and TOP of EXPERTS experts."""
     n = WIDTH * EXPERTS + 2 * WIDTH * INNER * TOP
     found = simulate(hugging.plan, "h100x8")
-    whole = simulate(hugging.plan, "h100x8", model_flops_per_step=6 * n * ROWS * MICROBATCHES * TOKENS)
+    whole = simulate(
+        hugging.plan, "h100x8", model_flops_per_step=6 * n * ROWS * MICROBATCHES * TOKENS
+    )
     assert found.mfu == pytest.approx(whole.mfu)
-    assert found.summary()["without_formula"] == {} and not any("formula" in note for note in found.notes)
+    assert found.summary()["without_formula"] == {} and not any(
+        "formula" in note for note in found.notes
+    )
 
 
 def test_grouped_products_of_torch_count_all_rows_once() -> None:
@@ -149,7 +166,10 @@ def test_an_op_without_a_formula_is_named_with_its_share_of_the_bytes() -> None:
         sums[kernel.op == "grouped_for_tests::unknown"] += kernel.bytes * kernel.count
     assert share == pytest.approx(sums[1] / sum(sums)) and share > 0.01
     (note,) = (n for n in found.notes if "no formula" in n)
-    assert f"grouped_for_tests::unknown ({share:.1%} of the bytes moved)" in note and "piper.op_cost" in note
+    assert (
+        f"grouped_for_tests::unknown ({share:.1%} of the bytes moved)" in note
+        and "piper.op_cost" in note
+    )
     assert f"warning: {note}" in prediction_table(found, title="").plain()
     json.dumps(found.summary())
 
@@ -157,7 +177,11 @@ def test_an_op_without_a_formula_is_named_with_its_share_of_the_bytes() -> None:
 def test_a_utilisation_above_all_is_not_left_without_a_word() -> None:
     made = compiled("unknown")
     plausible = simulate(made.plan, "h100x8")
-    assert plausible.mfu is not None and plausible.mfu < 1 and not any("above its peak" in n for n in plausible.notes)
+    assert (
+        plausible.mfu is not None
+        and plausible.mfu < 1
+        and not any("above its peak" in n for n in plausible.notes)
+    )
     found = simulate(made.plan, "h100x8", model_flops_per_step=1e15)
     (note,) = (n for n in found.notes if "above its peak" in n)
     assert note.startswith("model FLOP utilisation of ") and "without a formula are missing" in note

@@ -1,4 +1,5 @@
-"""Protect that numbers beside a loss are those of the whole batch: what it divides by in half precision, and metrics."""
+"""Protect that numbers beside a loss are those of the whole batch: what it divides by in half precision, and
+metrics."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ def test_a_count_is_exact_beyond_256(loss: Any, right: float, close: float) -> N
         Undecided, batch, loss, lambda named: torch.optim.SGD([p for _, p in named], 0.1), global_batch=ROWS,
         precision=piper.Precision("float32", compute="bfloat16"),
     )  # fmt: skip
-    compiled = piper.compile(job, piper.Strategy(piper.Mesh(), [piper.split(piper.where(), microbatches=4)]))
+    compiled = piper.compile(
+        job, piper.Strategy(piper.Mesh(), [piper.split(piper.where(), microbatches=4)])
+    )
     run = piper.execute(compiled, steps=1, launcher="inline", memory=False)
     assert run.losses[0] == pytest.approx(right, rel=close)
 
@@ -107,7 +110,8 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
         eval_batches=2,
     )  # fmt: skip
     strategy = piper.Strategy(
-        piper.Mesh(pp=2, dp=2), (*piper.recipes.gpipe(pp=2, microbatches=2), *piper.recipes.data_parallel())
+        piper.Mesh(pp=2, dp=2),
+        (*piper.recipes.gpipe(pp=2, microbatches=2), *piper.recipes.data_parallel()),
     )
     run = piper.execute(piper.compile(job, strategy), steps=1, launcher="inline", memory=False)
     model = losses.Tagger().double()
@@ -117,6 +121,8 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
         with torch.no_grad():
             found = [metric(model(x), t) for x, t in batches]
         first, second = (float(v[0] / v[1]) if isinstance(v, tuple) else float(v) for v in found)
-        assert run.metrics[0][name] == pytest.approx(first, rel=1e-6), name  # torch's own mean is one in float32
+        assert run.metrics[0][name] == pytest.approx(first, rel=1e-6), (
+            name
+        )  # torch's own mean is one in float32
         if name in COUNTS:
             assert run.evaluations[0][name] == first + second

@@ -1,4 +1,5 @@
-"""Protect that any loss trains the whole batch's numbers under every plan, or is refused by name when it is compiled."""
+"""Protect that any loss trains the whole batch's numbers under every plan, or is refused by name when it is
+compiled."""
 
 from __future__ import annotations
 
@@ -22,13 +23,22 @@ STRATEGIES: dict[str, tuple[dict[str, int], tuple[Any, ...]]] = {
     "pp": ({"pp": 2}, piper.recipes.one_f_one_b(pp=2, microbatches=4)),
     "recompute": (
         {"pp": 2},
-        (*piper.recipes.one_f_one_b(pp=2, microbatches=4), piper.recompute(piper.where(), keep="products")),
+        (
+            *piper.recipes.one_f_one_b(pp=2, microbatches=4),
+            piper.recompute(piper.where(), keep="products"),
+        ),
     ),
-    "dp": ({"dp": 2}, (*piper.recipes.gpipe(pp=1, microbatches=2), *piper.recipes.data_parallel(zero=3))),
+    "dp": (
+        {"dp": 2},
+        (*piper.recipes.gpipe(pp=1, microbatches=2), *piper.recipes.data_parallel(zero=3)),
+    ),
     "tp": ({"tp": 2}, (piper.shard(piper.where()), piper.split(piper.where(), microbatches=2))),
     "cp": (
         {"cp": 2},
-        (piper.shard(piper.where(), over="cp", index="tokens"), piper.split(piper.where(), microbatches=2)),
+        (
+            piper.shard(piper.where(), over="cp", index="tokens"),
+            piper.split(piper.where(), microbatches=2),
+        ),
     ),
 }
 NAMES = list(losses.LOSSES)
@@ -38,7 +48,13 @@ WORDS = {"mean": "a mean", "sum": "a pair", "total": "totals", "refused": "refus
 
 def job(loss: Any, model: Any = losses.Tagger, **more: Any) -> piper.Job:
     given = dict(global_batch=losses.ROWS, precision=piper.Precision("float64")) | more
-    return piper.Job(model, losses.batch, loss, lambda named: torch.optim.SGD([p for _, p in named], 0.1), **given)
+    return piper.Job(
+        model,
+        losses.batch,
+        loss,
+        lambda named: torch.optim.SGD([p for _, p in named], 0.1),
+        **given,
+    )
 
 
 def check(made: piper.Job, name: str) -> str:
@@ -46,7 +62,9 @@ def check(made: piper.Job, name: str) -> str:
     mesh, directives = STRATEGIES[name]
     compiled = piper.compile(made, piper.Strategy(piper.Mesh(**mesh), directives))
     run = piper.execute(compiled, steps=2, launcher="inline", memory=False, gradients=True)
-    parity.assert_parity(run, parity.reference(made, replicas=compiled.plan.replicas, microbatches=2, steps=2))
+    parity.assert_parity(
+        run, parity.reference(made, replicas=compiled.plan.replicas, microbatches=2, steps=2)
+    )
     return compiled.plan.loss_kind
 
 
@@ -75,15 +93,22 @@ def test_a_part_of_a_transposed_tensor_is_viewed() -> None:
 
 
 @pytest.mark.parametrize(("name", "fault"), [
-    ("cross_entropy with ignore_index", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -1, None))),
-    ("cross_entropy with class weights", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -100, None))),
-    ("cross_entropy plus a mean over all", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, 0, None))),
+    ("cross_entropy with "
+     "ignore_index", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -1, None))),
+    ("cross_entropy with class "
+     "weights", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -100, None))),
+    ("cross_entropy plus a mean over "
+     "all", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, 0, None))),
     ("cross_entropy with another ignore_index", loss_faults.ignoring(lambda _: -100)),
     ("cross_entropy, all targets count", loss_faults.ignoring(lambda _: 2)),
 ], ids=["ignored targets", "class weights", "in totals", "given, not read", "read, not given"])  # fmt: skip
 def test_a_wrong_count_is_found_when_a_loss_is_compiled(name: str, fault: Any) -> None:
     """The trial compares with the user's own loss, not with one that divides by the same wrong count."""
-    with fault, backward_faults.nothing_kept(), pytest.raises(CaptureError, match="not the sum over its rows that it seems"):
+    with (
+        fault,
+        backward_faults.nothing_kept(),
+        pytest.raises(CaptureError, match="not the sum over its rows that it seems"),
+    ):
         check(job(losses.LOSSES[name][1]), "pp")
 
 
@@ -102,7 +127,9 @@ def test_a_refused_loss_is_accumulated_where_the_job_says_so(name: str) -> None:
     run = piper.execute(compiled, steps=2, launcher="inline", memory=False, gradients=True)
     parity.assert_parity(run, parity.reference(made, microbatches=4, steps=2))
     with pytest.raises(AssertionError):
-        parity.assert_parity(run, parity.reference(job(losses.LOSSES[name][1]), microbatches=4, steps=2))
+        parity.assert_parity(
+            run, parity.reference(job(losses.LOSSES[name][1]), microbatches=4, steps=2)
+        )
     report = verify_strategy(made, compiled.strategy, steps=1)
     assert report.equal and report.equal_whole_batch is False, report.text()
 
@@ -112,7 +139,9 @@ class WithLoss(losses.Tagger):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
         scores = super().forward(tokens)
-        loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten()) if labels is not None else 0.0
+        loss = (
+            F.cross_entropy(scores.flatten(0, 1), labels.flatten()) if labels is not None else 0.0
+        )
         loss += 0.01 * self.head.weight.pow(2).sum()
         return {"loss": loss + 1e-3 * scores.logsumexp(-1).pow(2).mean(), "scores": scores}
 
@@ -161,7 +190,8 @@ class Flat(losses.Tagger):
     (lambda o, t: (o[1:] - o[:-1]).pow(2).mean(), Flat, "float64"),
     (lambda o, t: (o.softmax(0) * t["f"].flatten(0, 1)).mean(), Flat, "float64"),
     (lambda o, t: F.mse_loss(o, t["f"]) + 1e-5 * o.var(), losses.Tagger, "float32"),
-], ids=["neighbours among flattened tokens", "softmax over flattened tokens", "a small variance in float32"])  # fmt: skip
+], ids=["neighbours among flattened "
+        "tokens", "softmax over flattened tokens", "a small variance in float32"])  # fmt: skip
 def test_rows_that_meet_are_found_in_any_form(loss: Any, model: Any, precision: str) -> None:
     with pytest.raises(CaptureError, match=r"test_losses.py:\d+"):
         check(job(loss, model, precision=piper.Precision(precision)), "pp")
@@ -199,7 +229,10 @@ MEETINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MEETINGS)
 def test_rows_that_meet_are_found_without_numbers(name: str) -> None:
-    with pytest.raises(CaptureError, match=r"test_losses.py:\d+.*(combines rows of the|compares the rows of a) batch"):
+    with pytest.raises(
+        CaptureError,
+        match=r"test_losses.py:\d+.*(combines rows of the|compares the rows of a) batch",
+    ):
         piper.compile(job(MEETINGS[name], Wide), piper.Strategy(piper.Mesh(), ()))
 
 
@@ -213,9 +246,14 @@ def test_losses_of_large_vocabularies_are_understood_without_numbers(loss: Any) 
 
 def test_totals_of_processes_are_those_of_one_process() -> None:
     made = job(losses.LOSSES["a list of pairs"][1])
-    strategy = piper.Strategy(piper.Mesh(pp=2, dp=2), (*STRATEGIES["pp"][1], *piper.recipes.data_parallel()))
+    strategy = piper.Strategy(
+        piper.Mesh(pp=2, dp=2), (*STRATEGIES["pp"][1], *piper.recipes.data_parallel())
+    )
     compiled = piper.compile(made, strategy)
-    runs = [piper.execute(compiled, steps=3, launcher=where, memory=False) for where in ("inline", "processes")]
+    runs = [
+        piper.execute(compiled, steps=3, launcher=where, memory=False)
+        for where in ("inline", "processes")
+    ]
     assert runs[0].losses == runs[1].losses
     expected = parity.reference(made, replicas=2, microbatches=4, steps=3)
     assert runs[1].losses == pytest.approx(expected.losses, rel=1e-12)
@@ -225,7 +263,9 @@ def test_two_roles_count_each_microbatch_once() -> None:
     """The loss of DualPipe is on both ends of the pipeline."""
     made = job(losses.LOSSES["several cross_entropies with their own targets"][1])
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.dualpipe(pp=2, microbatches=4))
-    run = piper.execute(piper.compile(made, strategy), steps=2, launcher="inline", memory=False, gradients=True)
+    run = piper.execute(
+        piper.compile(made, strategy), steps=2, launcher="inline", memory=False, gradients=True
+    )
     parity.assert_parity(run, parity.reference(made, microbatches=4, steps=2))
 
 
@@ -238,7 +278,8 @@ def test_an_evaluation_has_totals_of_its_own() -> None:
     model.load_state_dict(run.state_dict())
     with torch.no_grad():
         plain = [
-            float(loss(model(x), {n: _double(t) for n, t in y.items()})) for x, y in (losses.batch(k, range(8)) for k in (0, 1))
+            float(loss(model(x), {n: _double(t) for n, t in y.items()}))
+            for x, y in (losses.batch(k, range(8)) for k in (0, 1))
         ]
     assert run.evaluations[0]["loss"] == pytest.approx(sum(plain) / 2, rel=1e-9)
 
@@ -252,7 +293,10 @@ def test_a_row_without_targets_counts_for_nothing() -> None:
 
     def batch(step: int, rows: range) -> Any:
         tokens, t = losses.batch(step, rows)
-        return tokens, {**t, "y": torch.where(torch.arange(rows.start, rows.stop)[:, None] < 4, -100, t["y"])}
+        return tokens, {
+            **t,
+            "y": torch.where(torch.arange(rows.start, rows.stop)[:, None] < 4, -100, t["y"]),
+        }
 
     made = piper.Job(
         losses.Tagger, batch, losses.LOSSES["cross_entropy with ignore_index"][1],
@@ -266,7 +310,11 @@ class Judging(losses.Tagger):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Any:  # type: ignore[override]  # it needs labels
         logits = super().forward(tokens)
-        made = {"logits": logits, "own": losses.ce(logits, labels), "each": (None, logits.square().mean(-1))}
+        made = {
+            "logits": logits,
+            "own": losses.ce(logits, labels),
+            "each": (None, logits.square().mean(-1)),
+        }
         return made, logits.sum()
 
 

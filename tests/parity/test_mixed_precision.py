@@ -1,4 +1,5 @@
-"""Mixed precision: the mixed path against a plain loop with the same casts, exact witnesses, and torch's own bfloat16."""
+"""Mixed precision: the mixed path against a plain loop with the same casts, exact witnesses, and torch's own
+bfloat16."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def test_the_mixed_path_is_the_plain_loop_with_the_same_casts(c: Composition) ->
 
 def test_negative_control_the_tolerance_tells_float32_from_bfloat16() -> None:
     c = mixed(CASES[0])
-    rough = replace(compositions.job_of(c), precision=Precision(params="float64", compute="bfloat16"))
+    rough = replace(
+        compositions.job_of(c), precision=Precision(params="float64", compute="bfloat16")
+    )
     other = parity.reference(rough, replicas=c.dp, microbatches=c.microbatches)
     found = parity.differences(parity.RunOutcome.of(compositions.run(c)), other, parity.FLOAT32)
     assert len(found) > len(other.trained)
@@ -75,10 +78,15 @@ def test_memory_is_as_planned(c: Composition) -> None:
 
 @pytest.mark.parametrize("optimizer", ["rmsprop", "adamw"])
 def test_gradients_that_are_cast_for_the_update_are_in_the_plan(optimizer: str) -> None:
-    """Those of an optimizer that goes from parameter to parameter are as large as these, without the room between them."""
-    c = Composition("gpt_untied", microbatches=2, optimizer=optimizer, bucket_mb=0.002, precision="narrow sums")
+    """Those of an optimizer that goes from parameter to parameter are as large as these, without the room between
+    them."""
+    c = Composition(
+        "gpt_untied", microbatches=2, optimizer=optimizer, bucket_mb=0.002, precision="narrow sums"
+    )
     plan = compositions.compiled(c).plan
-    found = lies(plan, dict(compositions.run(c, plan, steps=2, gradients=False, memory=True).memory))
+    found = lies(
+        plan, dict(compositions.run(c, plan, steps=2, gradients=False, memory=True).memory)
+    )
     assert not found, "\n".join(found[:6])
 
 
@@ -128,11 +136,16 @@ def run_of(job: Job, strategy: Strategy, steps: int) -> Any:
 
 @pytest.mark.parametrize(("axes", "microbatches"), [({}, 3), ({"dp": 3}, 1)])
 @pytest.mark.parametrize(("reduce", "gradient"), [("float32", 1.0), ("bfloat16", 0.0)])
-def test_256_and_1_less_256_is_1(axes: dict[str, int], microbatches: int, reduce: str, gradient: float) -> None:
+def test_256_and_1_less_256_is_1(
+    axes: dict[str, int], microbatches: int, reduce: str, gradient: float
+) -> None:
     """The sum is 0 in bfloat16, which has no 257."""
     precision = Precision(params="float32", compute="bfloat16", reduce=reduce)
     job = Job(Line, large_and_small, weighted, sgd, global_batch=3, precision=precision)
-    pieces = (piper.split(piper.where(), microbatches=microbatches), *(piper.recipes.data_parallel() if axes else ()))
+    pieces = (
+        piper.split(piper.where(), microbatches=microbatches),
+        *(piper.recipes.data_parallel() if axes else ()),
+    )
     run = run_of(job, Strategy(Mesh(**axes), pieces), 1)
     assert run.gradients[0]["weight"].tolist() == [gradient]
 
@@ -148,7 +161,13 @@ def mean(output: Tensor, targets: Tensor) -> Tensor:
 def moved(precision: Precision) -> tuple[Tensor, Tensor]:
     """The parameters after 100 small steps, and at their start."""
     job = Job(lambda: Line(64), ones, mean, sgd, global_batch=4, precision=precision)
-    run = run_of(job, Strategy(Mesh(dp=2), (piper.split(piper.where(), microbatches=2), *piper.recipes.data_parallel())), 100)
+    run = run_of(
+        job,
+        Strategy(
+            Mesh(dp=2), (piper.split(piper.where(), microbatches=2), *piper.recipes.data_parallel())
+        ),
+        100,
+    )
     state = run.state_dict()["weight"]
     return state, Line(64).weight.detach().to(state.dtype)
 
@@ -188,7 +207,9 @@ def watched(seen: Callable[[int, Store], None]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("c", CASES[:2], ids=str)
-def test_copies_are_the_rounded_masters_and_equal_on_all_ranks_after_every_step(c: Composition) -> None:
+def test_copies_are_the_rounded_masters_and_equal_on_all_ranks_after_every_step(
+    c: Composition,
+) -> None:
     c = fitted(replace(c, precision="bfloat16 mixed"))
     after: dict[int, list[dict[str, Tensor]]] = {}
 
@@ -205,7 +226,9 @@ def test_copies_are_the_rounded_masters_and_equal_on_all_ranks_after_every_step(
     for steps in after.values():
         for step, masters in enumerate(steps):
             for name, master in masters.items():
-                assert torch.equal(held.setdefault((step, name), master), master), f"{name} after step {step}"
+                assert torch.equal(held.setdefault((step, name), master), master), (
+                    f"{name} after step {step}"
+                )
     assert any(not torch.equal(held[0, name], held[1, name]) for _, name in held)
 
 
@@ -213,9 +236,20 @@ def test_copies_are_the_rounded_masters_and_equal_on_all_ranks_after_every_step(
 
 SIZES = {
     "gpt": models.GPTConfig(layers=4, width=64, heads=4, vocab=256, length=32),
-    "llama": models.LlamaConfig(layers=4, width=64, heads=4, kv_heads=2, hidden=128, vocab=256, length=32),
+    "llama": models.LlamaConfig(
+        layers=4, width=64, heads=4, kv_heads=2, hidden=128, vocab=256, length=32
+    ),
     "moe": models.MoEConfig(
-        layers=4, width=64, heads=4, kv_heads=2, hidden=64, vocab=256, length=32, experts=4, top_k=2, capacity_factor=2.0
+        layers=4,
+        width=64,
+        heads=4,
+        kv_heads=2,
+        hidden=64,
+        vocab=256,
+        length=32,
+        experts=4,
+        top_k=2,
+        capacity_factor=2.0,
     ),
 }
 MICROBATCHES = 4
@@ -225,15 +259,21 @@ MICROBATCHES = 4
 def ratios(name: str) -> list[float]:
     """Return each parameter's error of the gradient over that of plain torch in bfloat16, both against float64."""
     work = models.job(SIZES[name], global_batch=8)
-    exact = parity.reference(replace(work, precision=Precision(params="float64")), microbatches=MICROBATCHES, steps=1)
+    exact = parity.reference(
+        replace(work, precision=Precision(params="float64")), microbatches=MICROBATCHES, steps=1
+    )
     plain = parity.reference(work, microbatches=MICROBATCHES, steps=1)
-    run = run_of(work, Strategy(Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=MICROBATCHES)), 1)
+    run = run_of(
+        work, Strategy(Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=MICROBATCHES)), 1
+    )
 
     def error(found: Tensor, truth: Tensor) -> float:
         return float((found.double() - truth).norm() / truth.norm())
 
     truth = exact.gradients[0]
-    return [error(run.gradients[0][n], t) / error(plain.gradients[0][n], t) for n, t in truth.items()]
+    return [
+        error(run.gradients[0][n], t) / error(plain.gradients[0][n], t) for n, t in truth.items()
+    ]
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", pytest.param("moe", marks=pytest.mark.long)])
@@ -248,7 +288,9 @@ def test_fifty_steps_have_the_losses_of_float64(name: str) -> None:
     config = replace(SIZES[name], layers=2, width=32)
     work = models.job(config, global_batch=8, lr=1e-3)
     fixed = replace(work, batch=lambda step, rows: work.batch(step % 2, rows))
-    exact = parity.reference(replace(fixed, precision=Precision(params="float64")), microbatches=2, steps=50)
+    exact = parity.reference(
+        replace(fixed, precision=Precision(params="float64")), microbatches=2, steps=50
+    )
     run = run_of(fixed, Strategy(Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2)), 50)
     assert run.losses[-1] < 0.9 * run.losses[0], "it learns"
     assert all(abs(a - b) <= 2e-3 * b for a, b in zip(run.losses, exact.losses, strict=True))

@@ -24,7 +24,9 @@ CASES = (
 LONG = (replace(BASE, stream="tokens", cp=2, attention="gather"),)
 
 
-@pytest.mark.parametrize("c", [*CASES, *(pytest.param(c, marks=pytest.mark.long) for c in LONG)], ids=str)
+@pytest.mark.parametrize(
+    "c", [*CASES, *(pytest.param(c, marks=pytest.mark.long) for c in LONG)], ids=str
+)
 def test_sharers_train_as_the_plain_loop_in_the_memory_of_the_plan(c: Composition) -> None:
     """Sums over devices add in another order than one product, so that narrow numbers differ in their last bits."""
     c = fitted(c)
@@ -37,13 +39,21 @@ def test_sharers_train_as_the_plain_loop_in_the_memory_of_the_plan(c: Compositio
 
 def test_negative_control_copies_that_are_not_written_are_seen() -> None:
     with faults.inject("stale_copies"):
-        found = parity.differences(parity.RunOutcome.of(compositions.run(BASE)), compositions.expected(BASE), parity.FLOAT32)
+        found = parity.differences(
+            parity.RunOutcome.of(compositions.run(BASE)),
+            compositions.expected(BASE),
+            parity.FLOAT32,
+        )
     assert found and found[0].step == 1
 
 
 @pytest.mark.parametrize(
     "c",
-    [BASE, replace(BASE, stream="tokens"), pytest.param(replace(BASE, tp=1, cp=2, attention="ring"), marks=pytest.mark.long)],
+    [
+        BASE,
+        replace(BASE, stream="tokens"),
+        pytest.param(replace(BASE, tp=1, cp=2, attention="ring"), marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_bfloat16_is_as_near_to_exact_numbers_as_on_one_device(c: Composition) -> None:

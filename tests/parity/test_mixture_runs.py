@@ -1,4 +1,5 @@
-"""Mixtures in runs: the loss that balances experts is the same under every plan, and so are the tokens that are logged."""
+"""Mixtures in runs: the loss that balances experts is the same under every plan, and so are the tokens that are
+logged."""
 
 from __future__ import annotations
 
@@ -29,7 +30,17 @@ from tests.helpers import parity, steered
 from tests.helpers.compositions import adamw
 
 CONFIG = models.MoEConfig(
-    layers=2, width=16, heads=4, kv_heads=2, hidden=16, vocab=32, length=8, experts=4, top_k=2, capacity_factor=1.0, balance=0.5
+    layers=2,
+    width=16,
+    heads=4,
+    kv_heads=2,
+    hidden=16,
+    vocab=32,
+    length=8,
+    experts=4,
+    top_k=2,
+    capacity_factor=1.0,
+    balance=0.5,
 )
 
 
@@ -55,7 +66,9 @@ def test_there_is_none_by_default() -> None:
     plain, tokens = replace(CONFIG, balance=0.0), torch.zeros(2, 8, dtype=torch.int64)
     assert isinstance(plain.build()(tokens), Tensor) and len(CONFIG.build()(tokens)) == 2
     for wrong in (-0.1, float("nan"), float("inf")):
-        with pytest.raises(JobError, match=r"balance=.*a number from 0 on is needed, such as 0.001"):
+        with pytest.raises(
+            JobError, match=r"balance=.*a number from 0 on is needed, such as 0.001"
+        ):
             replace(CONFIG, balance=wrong)
 
 
@@ -84,13 +97,18 @@ def test_it_is_the_same_under_a_pipeline_of_replicas_that_share_layers() -> None
         parity.assert_parity(found, on_one_device(0.0), label="without it")
 
 
-BIDIRECTIONAL = (Mesh(pp=2, dp=2), (*recipes.dualpipe(pp=2, microbatches=4), *recipes.data_parallel()))
+BIDIRECTIONAL = (
+    Mesh(pp=2, dp=2),
+    (*recipes.dualpipe(pp=2, microbatches=4), *recipes.data_parallel()),
+)
 
 
 def logged(mesh: Mesh, directives: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     made = piper.compile(job(0.5), piper.Strategy(mesh, directives))
-    piper.execute(made, steps=2, launcher="inline", on_step=lambda record: found.append(dict(record.experts)))
+    piper.execute(
+        made, steps=2, launcher="inline", on_step=lambda record: found.append(dict(record.experts))
+    )
     return found
 
 
@@ -107,14 +125,18 @@ def test_every_token_of_a_step_is_counted_once() -> None:
         for of in step.values():
             assert sum(of["tokens"]) == 128 and of["mean"] == 32 and of["max"] == max(of["tokens"])
             assert 0 < of["overflow"] < 128
-    assert logged(*BIDIRECTIONAL) == alone(), "both directions, two replicas and two microbatches each way"
+    assert logged(*BIDIRECTIONAL) == alone(), (
+        "both directions, two replicas and two microbatches each way"
+    )
 
 
 def test_a_dropless_mixture_is_counted_and_nothing_overflows() -> None:
     found: list[dict[str, Any]] = []
     work = models.job(replace(CONFIG, capacity_factor=None), global_batch=8, precision="float64")
     made = piper.compile(work, piper.Strategy(Mesh(pp=1), ()))
-    piper.execute(made, steps=1, launcher="inline", on_step=lambda record: found.append(dict(record.experts)))
+    piper.execute(
+        made, steps=1, launcher="inline", on_step=lambda record: found.append(dict(record.experts))
+    )
     for of, bounded in zip(found[0].values(), alone()[0].values(), strict=True):
         assert sum(of["tokens"]) == 128 and of["mean"] == 32 and of["max"] == max(of["tokens"]) > 32
         assert of["overflow"] == 0 < bounded["overflow"]
@@ -141,11 +163,15 @@ class Counted(steered.Steered):
     def __init__(self, layer: int) -> None:
         super().__init__((8, 8, 8, 8))
         self.layer = layer
-        self.register_buffer("expert_tokens", torch.zeros(2 * steered.EXPERTS, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "expert_tokens", torch.zeros(2 * steered.EXPERTS, dtype=torch.int64), persistent=False
+        )
 
     def forward(self, x: Tensor, given: Tensor) -> Tensor:
         tokens, chosen = x.flatten(0, 1), picks(given, self.layer).flatten(0, 1)
-        chose = (chosen.flatten().unsqueeze(-1) == torch.arange(steered.EXPERTS, device=x.device)).sum(0)
+        chose = (
+            chosen.flatten().unsqueeze(-1) == torch.arange(steered.EXPERTS, device=x.device)
+        ).sum(0)
         self.expert_tokens = torch.cat((chose, torch.zeros_like(chose)))
         with piper.region(experts=0):
             rows, counts = route(tokens, chosen, steered.EXPERTS)
@@ -161,28 +187,57 @@ def picks(given: Tensor, layer: int) -> Tensor:
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_rows_without_a_place_on_a_device_are_counted(recomputed: bool, tmp_path: Path) -> None:
-    """A device sends each other one at most 0.9 times the mean of a microbatch: 15 of 32 choices of each of two rows."""
+    """A device sends each other one at most 0.9 times the mean of a microbatch: 15 of 32 choices of each of two
+    rows."""
     microbatches, slot = 2, 2 * math.ceil(0.9 * 32 / 2)
     again = [piper.recompute(piper.where(), keep="inputs")] * recomputed
-    shared = piper.shard(piper.where(experts=piper.ANY), over="ep", index="experts", stream="rows", bound=0.9, overflow="drop")
+    shared = piper.shard(
+        piper.where(experts=piper.ANY),
+        over="ep",
+        index="experts",
+        stream="rows",
+        bound=0.9,
+        overflow="drop",
+    )
     split = piper.split(piper.where(), microbatches=microbatches)
     exact = piper.Precision(params="float64")
-    work = piper.Job(Picking, steered.batch, F.mse_loss, adamw, global_batch=8, precision=exact, tokens_per_row=steered.TOKENS)
-    made = piper.compile(work, piper.Strategy(Mesh(ep=2), [shared, split, *again, *recipes.data_parallel(over=("ep",))]))
+    work = piper.Job(
+        Picking,
+        steered.batch,
+        F.mse_loss,
+        adamw,
+        global_batch=8,
+        precision=exact,
+        tokens_per_row=steered.TOKENS,
+    )
+    made = piper.compile(
+        work,
+        piper.Strategy(Mesh(ep=2), [shared, split, *again, *recipes.data_parallel(over=("ep",))]),
+    )
     piper.execute(made, steps=2, launcher="inline", folder=tmp_path)
     every = []
-    for step, line in enumerate(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())):
+    for step, line in enumerate(
+        map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    ):
         given, dropped = steered.batch(step, range(8))[0], []
         for layer in range(2):
             devices = picks(given, layer).flatten(1) // (steered.EXPERTS // 2)
             sent = torch.stack([(devices == d).sum(1) for d in range(2)]).view(2, -1, 2).sum(-1)
             dropped.append(int((sent - slot).clamp(min=0).sum()))
-        assert [of["dropped"] for of in line["experts"].values()] == dropped and min(dropped) > 0, sent
+        assert [of["dropped"] for of in line["experts"].values()] == dropped and min(dropped) > 0, (
+            sent
+        )
         every.append(dropped)
-        assert all(sum(of["tokens"]) == 8 * 32 and not of["overflow"] for of in line["experts"].values())
+        assert all(
+            sum(of["tokens"]) == 8 * 32 and not of["overflow"] for of in line["experts"].values()
+        )
     found = load(tmp_path, made.plan).experts
-    assert found is not None and [layer.dropped for layer in found.layers.values()] == [sum(of) for of in zip(*every)]
-    assert {layer.ranks for layer in found.layers.values()} == {2}, "which have two of the experts each"
+    assert found is not None and [layer.dropped for layer in found.layers.values()] == [
+        sum(of) for of in zip(*every)
+    ]
+    assert {layer.ranks for layer in found.layers.values()} == {2}, (
+        "which have two of the experts each"
+    )
     assert "rows that found no place on a device" in layer_sheet(found).table.notes[0]
 
 
@@ -201,26 +256,45 @@ def test_a_step_writes_them_down(tmp_path: Path) -> None:
     log.write(replace(metrics, step=1, experts={}))
     log.close()
     first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert first["experts"] == alone()[0] and "experts" not in second, "a model without experts has no such key"
+    assert first["experts"] == alone()[0] and "experts" not in second, (
+        "a model without experts has no such key"
+    )
     of = alone()[0]["layers.0.feed_forward"]
     assert metrics.scalars()["experts/layers.0.feed_forward/max over mean"] == of["max"] / 32
     read = load(tmp_path)
     assert read.experts is not None and [*read.experts.steps] == [0] and len(read.metrics) == 2
-    assert [layer.tokens for layer in read.experts.layers.values()] == [of["tokens"] for of in alone()[0].values()]
+    assert [layer.tokens for layer in read.experts.layers.values()] == [
+        of["tokens"] for of in alone()[0].values()
+    ]
     plan = piper.compile(job(0.5), piper.Strategy(Mesh(pp=1), ())).plan
     found = simulate(plan, "h100x1", load=tmp_path)
-    assert found.load is not None and (found.load.source, found.load.mean) == ("measured", 1.0), "one rank has all"
+    assert found.load is not None and (found.load.source, found.load.mean) == ("measured", 1.0), (
+        "one rank has all"
+    )
     assert not any("load of the experts" in note for note in found.notes)
-    assert any("load of the experts is not measured" in note for note in simulate(plan, "h100x1").notes)
+    assert any(
+        "load of the experts is not measured" in note for note in simulate(plan, "h100x1").notes
+    )
 
 
 def test_counts_are_added_over_ranks_in_the_order_of_layers() -> None:
-    found = experts_of([{"layers.10.e.expert_tokens": [1, 2, 0, 1]}, {"layers.9.e.expert_tokens": [3, 4, 1, 0]}, {}] * 2)
+    found = experts_of(
+        [
+            {"layers.10.e.expert_tokens": [1, 2, 0, 1]},
+            {"layers.9.e.expert_tokens": [3, 4, 1, 0]},
+            {},
+        ]
+        * 2
+    )
     assert [*found] == ["layers.9.e", "layers.10.e"]
     assert found["layers.10.e"] == {"mean": 3.0, "max": 4, "overflow": 2, "tokens": [2, 4]}
     assert counts_tokens("layers.3.expert_tokens") and not counts_tokens("expert_tokens.weight")
 
 
 def test_devices_that_share_experts_count_their_own_rows() -> None:
-    shared = (*recipes.expert_parallel(), *recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel(over=("ep",)))
+    shared = (
+        *recipes.expert_parallel(),
+        *recipes.one_f_one_b(pp=2, microbatches=2),
+        *recipes.data_parallel(over=("ep",)),
+    )
     assert logged(Mesh(ep=2, pp=2), shared) == alone()

@@ -1,4 +1,5 @@
-"""Every optimizer moves the parameters on the CPU as plain PyTorch does, in every dtype: a kernel may be wrong in one."""
+"""Every optimizer moves the parameters on the CPU as plain PyTorch does, in every dtype: a kernel may be wrong in
+one."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Small(nn.Module):
 
 def batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rows.start)
-    return torch.randn(len(rows), WIDTH, generator=generator), torch.randn(len(rows), WIDTH, generator=generator)
+    return torch.randn(len(rows), WIDTH, generator=generator), torch.randn(
+        len(rows), WIDTH, generator=generator
+    )
 
 
 def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -47,7 +50,14 @@ def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def job(optimizer: Callable[[Named], Optimizer], dtype: str) -> Job:
-    return Job(model=Small, batch=batch, loss=loss, optimizer=optimizer, global_batch=ROWS, precision=Precision(params=dtype))
+    return Job(
+        model=Small,
+        batch=batch,
+        loss=loss,
+        optimizer=optimizer,
+        global_batch=ROWS,
+        precision=Precision(params=dtype),
+    )
 
 
 def of(kind: type[Optimizer], **options: Any) -> Callable[[Named], Optimizer]:
@@ -75,7 +85,9 @@ OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
 }
 
 
-def moved(state: Any, optimizer: Callable[[Named], Optimizer], dtype: str) -> dict[str, torch.Tensor]:
+def moved(
+    state: Any, optimizer: Callable[[Named], Optimizer], dtype: str
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     start = Small().to(getattr(torch, dtype)).state_dict()
     return {n: state[n].double() - t.double() for n, t in start.items()}
@@ -86,13 +98,17 @@ def moved(state: Any, optimizer: Callable[[Named], Optimizer], dtype: str) -> di
 @pytest.mark.filterwarnings("ignore:torch's fused SGD")
 def test_parameters_move_as_in_plain_pytorch(name: str, dtype: str) -> None:
     trained = job(OPTIMIZERS[name], dtype)
-    run = piper.execute(piper.compile(trained, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False)
+    run = piper.execute(
+        piper.compile(trained, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False
+    )
     # Plain PyTorch is asked for no fused kernel, as it takes none on the CPU by itself.
     plain = job(OPTIMIZERS[name.removesuffix(", fused")], dtype)
     wanted = moved(reference(plain, steps=STEPS).state_dict, OPTIMIZERS[name], dtype)
     for parameter, step in moved(run.state_dict(), OPTIMIZERS[name], dtype).items():
         assert step.any(), f"{parameter} has not moved"
-        assert float((step - wanted[parameter]).norm()) <= TOLERANCE[dtype] * float(wanted[parameter].norm()), parameter
+        assert float((step - wanted[parameter]).norm()) <= TOLERANCE[dtype] * float(
+            wanted[parameter].norm()
+        ), parameter
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -113,11 +129,16 @@ def test_the_plan_counts_what_the_plain_kernel_holds(
     monkeypatch.setattr(fused, "_tried", {})
     monkeypatch.setattr(fused, "_said", set())
     monkeypatch.setattr(fused, "_try", no_step)
-    with pytest.warns(PiperWarning, match=r"torch's fused (SGD|AdamW) differs .* in float32, so the plain one is used"):
+    with pytest.warns(
+        PiperWarning,
+        match=r"torch's fused (SGD|AdamW) differs .* in float32, so the plain one is used",
+    ):
         compiled = piper.compile(job(optimizer, "float32"), Strategy(Mesh()))
     role = compiled.plan.roles[0]
     assert role.peak_by_category.get("workspace", 0) >= WIDTH * WIDTH * 4
-    assert piper.execute(compiled, steps=STEPS, launcher="inline").peak_bytes == {0: role.peak_bytes}
+    assert piper.execute(compiled, steps=STEPS, launcher="inline").peak_bytes == {
+        0: role.peak_bytes
+    }
 
 
 def test_kernels_are_tried_once_and_a_failure_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +169,9 @@ def resumed(kind: type[Optimizer]) -> Callable[[Named], Optimizer]:
 
     def function(named: Named) -> Optimizer:
         optimizer = of(kind)(named)
-        optimizer.load_state_dict(deepcopy(before.state_dict()))  # torch takes its tensors as they are
+        optimizer.load_state_dict(
+            deepcopy(before.state_dict())
+        )  # torch takes its tensors as they are
         return optimizer
 
     return function
@@ -156,15 +179,22 @@ def resumed(kind: type[Optimizer]) -> Callable[[Named], Optimizer]:
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_loaded_state_that_would_be_dropped_is_refused(kind: type[Optimizer]) -> None:
-    with pytest.raises(JobError, match=f"Job.optimizer returned {kind.__name__} with state that it has loaded"):
+    with pytest.raises(
+        JobError, match=f"Job.optimizer returned {kind.__name__} with state that it has loaded"
+    ):
         piper.compile(job(resumed(kind), "float64"), Strategy(Mesh()))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad])
 def test_loaded_state_of_other_optimizers_counts(kind: type[Optimizer]) -> None:
     trained = job(resumed(kind), "float64")
-    run = piper.execute(piper.compile(trained, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False)
-    wanted, fresh = reference(trained, steps=STEPS), reference(job(of(kind), "float64"), steps=STEPS)
+    run = piper.execute(
+        piper.compile(trained, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False
+    )
+    wanted, fresh = (
+        reference(trained, steps=STEPS),
+        reference(job(of(kind), "float64"), steps=STEPS),
+    )
     assert not torch.allclose(wanted.parameters["layer.weight"], fresh.parameters["layer.weight"])
     for name, parameter in wanted.parameters.items():
         assert torch.allclose(run.state_dict()[name], parameter, rtol=1e-9), name

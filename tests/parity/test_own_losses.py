@@ -20,7 +20,9 @@ class OwnEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, classes: Tensor, how: str) -> Tensor:
         kept = (classes != -100).to(scores.dtype)
-        share = kept if how == "sum" else kept / kept.sum() if how == "kept" else kept / kept.numel()
+        share = (
+            kept if how == "sum" else kept / kept.sum() if how == "kept" else kept / kept.numel()
+        )
         ctx.save_for_backward(scores, classes, share)
         return (F.cross_entropy(scores, classes, reduction="none") * share).sum()
 
@@ -43,7 +45,9 @@ def test_a_function_of_a_user_is_tried_on_numbers(how: str, kind: str, way: str)
 
 def test_a_function_of_a_user_that_divides_by_a_count_is_refused() -> None:
     """A part of a batch may not give one number, since every function would seem to be a mean then."""
-    with pytest.raises(CaptureError, match=r"test_own_losses.py:\d+.*neither a sum nor a mean over rows"):
+    with pytest.raises(
+        CaptureError, match=r"test_own_losses.py:\d+.*neither a sum nor a mean over rows"
+    ):
         check(job(own("kept")), "pp")
 
 

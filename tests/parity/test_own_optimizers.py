@@ -40,7 +40,9 @@ class Net(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)[rows.start : rows.stop]
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)[
+        rows.start : rows.stop
+    ]
     return x, x.roll(1, 1)
 
 
@@ -58,11 +60,17 @@ class Lion(Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state["average"], state["steps"], state["count"] = torch.zeros_like(p), 0, torch.zeros(())
+                    state["average"], state["steps"], state["count"] = (
+                        torch.zeros_like(p),
+                        0,
+                        torch.zeros(()),
+                    )
                 state["steps"] += 1
                 state["count"] += 1
                 update = (state["average"] * 0.9 + p.grad * 0.1).sign_()
-                p.mul_(1 - group["lr"] * group["wd"]).sub_(update, alpha=group["lr"] / state["steps"])
+                p.mul_(1 - group["lr"] * group["wd"]).sub_(
+                    update, alpha=group["lr"] / state["steps"]
+                )
                 state["average"].mul_(0.99).add_(p.grad, alpha=0.01 * float(state["count"]))
 
 
@@ -106,16 +114,34 @@ def made(kind: type[Optimizer], **options: Any) -> Callable[[Named], Optimizer]:
 
 def job(optimizer: Any, **options: Any) -> piper.Job:
     precision = piper.Precision(params="float64")
-    return piper.Job(Net, batch, nn.functional.mse_loss, optimizer, global_batch=8, precision=precision, **options)
+    return piper.Job(
+        Net,
+        batch,
+        nn.functional.mse_loss,
+        optimizer,
+        global_batch=8,
+        precision=precision,
+        **options,
+    )
 
 
 def compiled(of: piper.Job, pp: int = 2, dp: int = 2, zero: int = 0) -> piper.Compiled:
-    recipe = piper.recipes.one_f_one_b(pp=pp, microbatches=M) if pp > 1 else piper.recipes.gpipe(pp=1, microbatches=M)
-    return piper.compile(of, piper.Strategy(piper.Mesh(pp=pp, dp=dp), (*recipe, *piper.recipes.data_parallel(zero=zero))))
+    recipe = (
+        piper.recipes.one_f_one_b(pp=pp, microbatches=M)
+        if pp > 1
+        else piper.recipes.gpipe(pp=1, microbatches=M)
+    )
+    return piper.compile(
+        of,
+        piper.Strategy(
+            piper.Mesh(pp=pp, dp=dp), (*recipe, *piper.recipes.data_parallel(zero=zero))
+        ),
+    )
 
 
 def check(of: piper.Job, **mesh: int) -> None:
-    """Train by a plan and by plain PyTorch; compare losses, gradients, parameters, and what the optimizer's step holds."""
+    """Train by a plan and by plain PyTorch; compare losses, gradients, parameters, and what the optimizer's step
+    holds."""
     made_of = compiled(of, **mesh)
     run = piper.execute(made_of, steps=STEPS, launcher="inline", gradients=True)
     expected = reference(of, replicas=made_of.plan.replicas, microbatches=M, steps=STEPS)
@@ -131,10 +157,14 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch, elements: int = 20) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_a_declared_elementwise_optimizer_shares_its_states(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_declared_elementwise_optimizer_shares_its_states(
+    zero: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     piper.elementwise(Lion)
     small_pieces(monkeypatch)
-    check(job(made(Lion), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)), zero=zero)
+    check(
+        job(made(Lion), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)), zero=zero
+    )
 
 
 def wide_job(optimizer: Any) -> piper.Job:
@@ -154,7 +184,10 @@ def test_what_a_declared_optimizer_keeps_and_holds_is_planned_to_the_byte(
 ) -> None:
     piper.elementwise(Lion)
     small_pieces(monkeypatch, elements)
-    recipe = (piper.split(piper.where(), microbatches=1), *(piper.recipes.data_parallel(zero=zero) if dp > 1 else ()))
+    recipe = (
+        piper.split(piper.where(), microbatches=1),
+        *(piper.recipes.data_parallel(zero=zero) if dp > 1 else ()),
+    )
     planned = piper.compile(wide_job(made(Lion)), piper.Strategy(piper.Mesh(dp=dp), recipe))
     run = piper.execute(planned, steps=2, launcher="inline")
     assert run.peak_bytes == dict.fromkeys(range(dp), planned.plan.roles[0].peak_bytes)
@@ -163,7 +196,10 @@ def test_what_a_declared_optimizer_keeps_and_holds_is_planned_to_the_byte(
     assert optim == own * 4 + 4 * -(-own // elements)
 
 
-@pytest.mark.parametrize(("before", "after"), [({"pp": 2, "zero": 3}, {"pp": 1, "dp": 1}), ({"pp": 1, "dp": 1}, {"zero": 1})])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"pp": 2, "zero": 3}, {"pp": 1, "dp": 1}), ({"pp": 1, "dp": 1}, {"zero": 1})],
+)
 def test_a_declared_optimizer_resumes_under_another_strategy(
     before: dict[str, int], after: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,10 +207,20 @@ def test_a_declared_optimizer_resumes_under_another_strategy(
     small_pieces(monkeypatch)
     of = job(made(Lion))
     saved = piper.Checkpoints(tmp_path, every=1)
-    piper.execute(compiled(of, **before), steps=2, launcher="inline", checkpoint=saved, memory=False)
-    run = piper.execute(compiled(of, **after), steps=2, launcher="inline", resume=tmp_path / "step-00000002", memory=False)
+    piper.execute(
+        compiled(of, **before), steps=2, launcher="inline", checkpoint=saved, memory=False
+    )
+    run = piper.execute(
+        compiled(of, **after),
+        steps=2,
+        launcher="inline",
+        resume=tmp_path / "step-00000002",
+        memory=False,
+    )
     want = reference(of, steps=4).parameters
-    assert all(torch.allclose(run.state_dict()[n], p, rtol=1e-9, atol=1e-12) for n, p in want.items())
+    assert all(
+        torch.allclose(run.state_dict()[n], p, rtol=1e-9, atol=1e-12) for n, p in want.items()
+    )
 
 
 def test_a_declared_torch_optimizer_shares_its_states() -> None:
@@ -185,24 +231,39 @@ def test_a_declared_torch_optimizer_shares_its_states() -> None:
 def test_a_declared_whole_optimizer_runs_over_stages() -> None:
     of = job(made(Trust))
     with pytest.raises(
-        JobError, match=r"Trust, which is not known .* declare it with piper.per_parameter\(Trust\), or piper.elem"
+        JobError,
+        match=r"Trust, which is not known .* declare it with piper.per_parameter\(Trust\), or "
+        r"piper.elem",
     ):
         compiled(of)
     piper.per_parameter(Trust)
     check(of)
-    with pytest.raises(CompileError, match=r"zero=1.*Trust works on whole parameters here; .*piper.elementwise\(Trust\)"):
+    with pytest.raises(
+        CompileError,
+        match=r"zero=1.*Trust works on whole parameters here; .*piper.elementwise\(Trust\)",
+    ):
         compiled(of, zero=1)
 
 
 @pytest.mark.parametrize(
     ("declare", "kind", "says"),
     [
-        (piper.elementwise, Trust, r"piper.elementwise\(Trust\): it was tried .* declare it with piper.per_parameter\(Trust\)"),
-        (piper.elementwise, torch.optim.Adafactor, r"piper.elementwise\(Adafactor\): it was tried .* needs whole parameters"),
+        (
+            piper.elementwise,
+            Trust,
+            r"piper.elementwise\(Trust\): it was tried .* declare it with "
+            r"piper.per_parameter\(Trust\)",
+        ),
+        (
+            piper.elementwise,
+            torch.optim.Adafactor,
+            r"piper.elementwise\(Adafactor\): it was tried .* needs whole parameters",
+        ),
         (
             piper.per_parameter,
             Coupled,
-            r"piper.per_parameter\(Coupled\): it was tried .* a step on both is not that on each alone",
+            r"piper.per_parameter\(Coupled\): it was tried .* a step on both is not that on each "
+            r"alone",
         ),
     ],
 )
@@ -213,7 +274,11 @@ def test_a_wrong_declaration_is_refused(declare: Any, kind: Any, says: str) -> N
 
 
 def test_what_is_no_optimizer_cannot_be_declared() -> None:
-    with pytest.raises(JobError, match=r"piper.elementwise\(.*\): a class of optimizers is needed, such as piper.elementwise"):
+    with pytest.raises(
+        JobError,
+        match=r"piper.elementwise\(.*\): a class of optimizers is needed, such as "
+        r"piper.elementwise",
+    ):
         piper.elementwise(lambda named: None)  # type: ignore[type-var]  # on purpose
     with pytest.raises(JobError, match=r"LBFGS.*calls the loss several times"):
         piper.per_parameter(torch.optim.LBFGS)
@@ -229,8 +294,11 @@ def test_declarations_travel_to_workers(monkeypatch: pytest.MonkeyPatch) -> None
     assert with_declarations(piper.Mesh) is not piper.Mesh
 
 
-def test_declarations_are_made_in_the_module_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in a copy of it, also where the import system does not find Piper's files, as beside a folder of that name."""
+def test_declarations_are_made_in_the_module_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not in a copy of it, also where the import system does not find Piper's files, as beside a folder of that
+    name."""
     monkeypatch.setattr(shipping, "origin_of", lambda name: None)
     piper.elementwise(Lion)
     function = pickle.loads(pickle.dumps(pack(with_declarations(made(Lion))))).open()
@@ -249,7 +317,11 @@ def by_hand(named: Named) -> list[Optimizer]:
 
 @pytest.mark.parametrize("optimizer", [MIXED, by_hand], ids=["mapping", "function"])
 def test_several_optimizers_by_parameter(optimizer: Any) -> None:
-    check(job(optimizer, clip_norm=0.1, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)))
+    check(
+        job(
+            optimizer, clip_norm=0.1, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)
+        )
+    )
 
 
 def test_a_mapping_is_two_optimizers_of_plain_pytorch() -> None:
@@ -265,23 +337,43 @@ def test_a_mapping_is_two_optimizers_of_plain_pytorch() -> None:
             optimizer.step()
             optimizer.zero_grad()
     run = piper.execute(compiled(job(MIXED)), steps=STEPS, launcher="inline", memory=False)
-    assert all(torch.allclose(run.state_dict()[n], p, rtol=1e-9) for n, p in model.state_dict().items())
+    assert all(
+        torch.allclose(run.state_dict()[n], p, rtol=1e-9) for n, p in model.state_dict().items()
+    )
 
 
 def test_several_optimizers_resume(tmp_path: Path) -> None:
     of = job(MIXED, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5))
     saved = piper.Checkpoints(tmp_path, every=2)
     piper.execute(compiled(of), steps=2, launcher="inline", checkpoint=saved, memory=False)
-    run = piper.execute(compiled(of, pp=1, dp=1), steps=1, launcher="inline", checkpoint=saved, resume="latest", memory=False)
+    run = piper.execute(
+        compiled(of, pp=1, dp=1),
+        steps=1,
+        launcher="inline",
+        checkpoint=saved,
+        resume="latest",
+        memory=False,
+    )
     want = reference(of, steps=3).parameters
-    assert all(torch.allclose(run.state_dict()[n], p, rtol=1e-9, atol=1e-12) for n, p in want.items())
+    assert all(
+        torch.allclose(run.state_dict()[n], p, rtol=1e-9, atol=1e-12) for n, p in want.items()
+    )
     other = replace(of, optimizer=made(AdamW, lr=0.01))
     with pytest.raises(JobError, match=r"holds the state of Muon \+ AdamW, the job has AdamW"):
-        piper.execute(compiled(other), steps=1, launcher="inline", resume=tmp_path / "step-00000002", memory=False)
+        piper.execute(
+            compiled(other),
+            steps=1,
+            launcher="inline",
+            resume=tmp_path / "step-00000002",
+            memory=False,
+        )
 
 
 def test_what_needs_matrices_does_not_share_states() -> None:
-    with pytest.raises(CompileError, match=r"Muon works on whole parameters here \(it makes the updates .*; use one that"):
+    with pytest.raises(
+        CompileError,
+        match=r"Muon works on whole parameters here \(it makes the updates .*; use one that",
+    ):
         compiled(job(MIXED), zero=1)
 
 
@@ -301,11 +393,20 @@ def test_mappings_that_are_none(optimizer: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "says"),
     [
-        ({"*": made(AdamW), "head.*": made(AdamW)}, r"no parameter is left for the pattern 'head.\*'.*layers.0.weight"),
+        (
+            {"*": made(AdamW), "head.*": made(AdamW)},
+            r"no parameter is left for the pattern 'head.\*'.*layers.0.weight",
+        ),
         ({"*.weight": made(AdamW)}, "puts layers.0.bias, layers.1.bias in no parameter group"),
-        ({"*": made(torch.optim.Muon)}, r"Muon only supports 2D.*Job\(optimizer=\{.layers.\*.weight.: muon"),
+        (
+            {"*": made(torch.optim.Muon)},
+            r"Muon only supports 2D.*Job\(optimizer=\{.layers.\*.weight.: muon",
+        ),
         (lambda named: [], "returned no optimizer"),
-        (lambda named: [made(AdamW)(named), made(AdamW)(named)], "gives parameter 'layers.0.weight' to two optimizers"),
+        (
+            lambda named: [made(AdamW)(named), made(AdamW)(named)],
+            "gives parameter 'layers.0.weight' to two optimizers",
+        ),
         (lambda named: [made(AdamW)(named), 3], "returned a list with a int"),
     ],
 )
@@ -318,5 +419,9 @@ def test_several_optimizers_that_cannot_run_are_refused(optimizer: Any, says: st
 def test_declared_and_several_optimizers_in_processes() -> None:
     piper.elementwise(Lion)
     for of, zero in ((job(made(Lion)), 3), (job(MIXED), 0)):
-        run = piper.execute(compiled(of, zero=zero), steps=STEPS, launcher="processes", gradients=True)
-        assert not differences(RunOutcome.of(run), reference(of, replicas=2, microbatches=M, steps=STEPS))
+        run = piper.execute(
+            compiled(of, zero=zero), steps=STEPS, launcher="processes", gradients=True
+        )
+        assert not differences(
+            RunOutcome.of(run), reference(of, replicas=2, microbatches=M, steps=STEPS)
+        )

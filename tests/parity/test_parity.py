@@ -1,4 +1,5 @@
-"""A plan trains the same model as one device: the full product of models, meshes, schedules and microbatches, in one process."""
+"""A plan trains the same model as one device: the full product of models, meshes, schedules and microbatches, in one
+process."""
 
 from __future__ import annotations
 
@@ -44,7 +45,11 @@ def test_sgd_with_momentum(c: Composition) -> None:
 
 def triples(cases: list[Composition]) -> set[tuple[Any, ...]]:
     """Every three of the four factors that meet in a case."""
-    return {three for c in cases for three in combinations(((c.pp, c.dp), c.model, c.schedule, c.microbatches), 3)}
+    return {
+        three
+        for c in cases
+        for three in combinations(((c.pp, c.dp), c.model, c.schedule, c.microbatches), 3)
+    }
 
 
 def test_the_pairwise_part_of_the_product_has_every_two_factors_together() -> None:
@@ -56,23 +61,36 @@ def test_the_pairwise_part_of_the_product_has_every_two_factors_together() -> No
 
 
 def test_the_quick_part_of_the_product_has_every_three_factors_together() -> None:
-    assert triples(quick(product())) == triples(product()) and len(quick(product())) < len(product())
-    assert triples([c for c in quick(product()) if c.model != "skip" or c.microbatches < 8]) != triples(product())
+    assert triples(quick(product())) == triples(product()) and len(quick(product())) < len(
+        product()
+    )
+    assert triples(
+        [c for c in quick(product()) if c.model != "skip" or c.microbatches < 8]
+    ) != triples(product())
 
 
-@pytest.mark.parametrize("c", [pytest.param(c, marks=[pytest.mark.long] * (c.microbatches == 8)) for c in product()], ids=str)
+@pytest.mark.parametrize(
+    "c",
+    [pytest.param(c, marks=[pytest.mark.long] * (c.microbatches == 8)) for c in product()],
+    ids=str,
+)
 def test_adamw_with_groups_clipping_and_a_schedule(c: Composition) -> None:
     judge(replace(c, optimizer="adamw", clip=CLIP, scheduler=True))
 
 
 @pytest.mark.parametrize("name", ["gpt", "keywords", "frozen"])
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
-def test_without_clipping_the_scale_of_the_gradient_is_seen_by_adam_too(name: str, optimizer: str) -> None:
+def test_without_clipping_the_scale_of_the_gradient_is_seen_by_adam_too(
+    name: str, optimizer: str
+) -> None:
     judge(Composition(name, 2, 2, 4, "1f1b", optimizer=optimizer))
 
 
 def test_with_one_microbatch_both_schedules_are_one_plan() -> None:
-    gpipe, other = (compositions.compiled(Composition("gpt", 2, 2, 1, schedule)).plan for schedule in ("gpipe", "1f1b"))
+    gpipe, other = (
+        compositions.compiled(Composition("gpt", 2, 2, 1, schedule)).plan
+        for schedule in ("gpipe", "1f1b")
+    )
     assert gpipe.key == other.key
 
 
@@ -81,24 +99,41 @@ def nadam(named: compositions.Named) -> torch.optim.Optimizer:
 
 
 def dampened(named: compositions.Named) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1)
+    return torch.optim.SGD(
+        [p for _, p in named], lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt", "frozen"])
 @pytest.mark.parametrize("optimizer", [nadam, dampened])
-def test_optimizers_that_step_parameter_by_parameter_or_start_in_their_own_way(name: str, optimizer: Any) -> None:
+def test_optimizers_that_step_parameter_by_parameter_or_start_in_their_own_way(
+    name: str, optimizer: Any
+) -> None:
     c = Composition(name, 2, 2, 4, "1f1b", bucket_mb=0.002, clip=CLIP)
     job = replace(compositions.job_of(c), optimizer=optimizer)
     plan = piper.compile(job, compositions.strategy_of(c)).plan
-    run = execute(plan, compositions.code_of(c, plan), job, steps=parity.STEPS, launcher="inline", gradients=True)
+    run = execute(
+        plan,
+        compositions.code_of(c, plan),
+        job,
+        steps=parity.STEPS,
+        launcher="inline",
+        gradients=True,
+    )
     parity.assert_parity(run, parity.reference(job, replicas=2, microbatches=4))
 
 
 def test_clipping_acts_in_the_cases_above() -> None:
     c = Composition("gpt", 2, 2, 4, "1f1b", clip=CLIP)
-    clipped, free = compositions.expected(c).gradients[0], compositions.expected(replace(c, clip=None)).gradients[0]
+    clipped, free = (
+        compositions.expected(c).gradients[0],
+        compositions.expected(replace(c, clip=None)).gradients[0],
+    )
     norm = torch.stack([g.norm() for g in clipped.values()]).norm()
-    assert norm == pytest.approx(CLIP, rel=1e-4) and torch.stack([g.norm() for g in free.values()]).norm() > 2 * CLIP
+    assert (
+        norm == pytest.approx(CLIP, rel=1e-4)
+        and torch.stack([g.norm() for g in free.values()]).norm() > 2 * CLIP
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt", "keywords"])
@@ -122,7 +157,10 @@ def test_tied_embedding_and_head_stand_on_different_devices() -> None:
 
 def test_a_microbatch_of_weight_zero_is_among_the_cases() -> None:
     job = compositions.job_of(Composition("keywords", microbatches=8, rows=1))
-    weights = [float(job.loss(torch.zeros(1, 8, 32), job.batch(0, range(r, r + 1))[1])[1]) for r in range(8)]
+    weights = [
+        float(job.loss(torch.zeros(1, 8, 32), job.batch(0, range(r, r + 1))[1])[1])
+        for r in range(8)
+    ]
     assert weights.count(0) == 2 and len(set(weights)) > 3
 
 
@@ -133,7 +171,10 @@ def test_v_placement_and_a_stage_on_two_devices(placement: Any, name: str, sched
     """No recipe: written as place and order."""
     c = Composition(name, 2 if placement == "v" else 3, 1, 4, schedule, placement, seed=5)
     roles = {
-        part.node: role.role for role in compositions.compiled(fitted(c)).plan.roles for i in role.program for part in i.parts
+        part.node: role.role
+        for role in compositions.compiled(fitted(c)).plan.roles
+        for i in role.program
+        for part in i.parts
     }
     chunks = compositions.groups_of(compositions.captured(name).program, 99)
     if placement == "v":
@@ -146,13 +187,22 @@ def test_v_placement_and_a_stage_on_two_devices(placement: Any, name: str, sched
 @pytest.mark.parametrize("name", ["gpt", "frozen", "skip", "keywords", "opaque"])
 @pytest.mark.parametrize(
     ("placement", "schedule", "backward", "overlap"),
-    [("chunks", "default", "split", False), ("v", "1f1b", "split", True), ("shared", "random", "mixed", True)],
+    [
+        ("chunks", "default", "split", False),
+        ("v", "1f1b", "split", True),
+        ("shared", "random", "mixed", True),
+    ],
 )
-def test_backwards_that_are_split_and_overlaps(name: str, placement: Any, schedule: Any, backward: Any, overlap: bool) -> None:
+def test_backwards_that_are_split_and_overlaps(
+    name: str, placement: Any, schedule: Any, backward: Any, overlap: bool
+) -> None:
     how = dict(backward=backward, overlap=overlap, optimizer="adamw", clip=CLIP, seed=7)
     c = Composition(name, 3, 1, 4, schedule, placement, **how)
     plan = compositions.compiled(fitted(c)).plan
-    apart = {frozenset(p.op.step for p in i.parts if isinstance(p.op, Compute)) for _, _, i in plan.instructions()}
+    apart = {
+        frozenset(p.op.step for p in i.parts if isinstance(p.op, Compute))
+        for _, _, i in plan.instructions()
+    }
     assert frozenset("W") in apart or name == "opaque", "no instruction runs W alone"
     judge(c)
 
@@ -166,13 +216,18 @@ def test_buffers_that_follow_the_batch_have_no_replicas() -> None:
     """A chunk that reads an updated buffer stays with the one that updates it."""
     job = compositions.job_of(Composition("buffers", dp=2, microbatches=2))
     with pytest.raises(CompileError, match=r"'mean'.*replicas would differ"):
-        piper.compile(job, Strategy(Mesh(dp=2), (split(where(), microbatches=2), *recipes.data_parallel())))
+        piper.compile(
+            job, Strategy(Mesh(dp=2), (split(where(), microbatches=2), *recipes.data_parallel()))
+        )
 
 
 def test_a_buffer_is_not_read_away_from_where_it_is_updated() -> None:
     job = compositions.job_of(Composition("buffers", microbatches=2))
     chunks = [c.id for c in compositions.captured("buffers").program.chunks]
-    places = [place(where(chunk=chunks[0]), on=dict(pp=0)), place(where(chunk=tuple(chunks[1:])), on=dict(pp=1))]
+    places = [
+        place(where(chunk=chunks[0]), on=dict(pp=0)),
+        place(where(chunk=tuple(chunks[1:])), on=dict(pp=1)),
+    ]
     with pytest.raises(CompileError, match="'mean'"):
         piper.compile(job, Strategy(Mesh(pp=2), (split(where(), microbatches=2), *places)))
 
@@ -192,7 +247,10 @@ class DropsEverywhere(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = torch.nn.Embedding(models.VOCAB, models.D), torch.nn.Linear(models.D, models.VOCAB)
+        self.embed, self.head = (
+            torch.nn.Embedding(models.VOCAB, models.D),
+            torch.nn.Linear(models.D, models.VOCAB),
+        )
         self.layers = torch.nn.ModuleList(torch.nn.Linear(models.D, models.D) for _ in range(2))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -220,28 +278,41 @@ FAST_FLOAT32 = ("gpt-pp=2-dp=2-m=4-1f1b-sgd", "keywords-pp=2-dp=2-m=4-1f1b-sgd")
 
 @pytest.mark.parametrize(
     "c",
-    [pytest.param(c, marks=[pytest.mark.long] * (str(c) not in FAST_FLOAT32)) for c in product() if c.microbatches == 4],
+    [
+        pytest.param(c, marks=[pytest.mark.long] * (str(c) not in FAST_FLOAT32))
+        for c in product()
+        if c.microbatches == 4
+    ],
     ids=str,
 )
 def test_float32_losses_and_gradients(c: Composition) -> None:
     c = fitted(replace(c, precision="float32"))
     run = compositions.run(c)
     assert all(g.dtype == torch.float32 for g in run.gradients[0].values())
-    parity.assert_parity(run, compositions.expected(c), parity.FLOAT32, parameters=False, label=repr(c))
+    parity.assert_parity(
+        run, compositions.expected(c), parity.FLOAT32, parameters=False, label=repr(c)
+    )
 
 
 def same_bits(a: Run, b: Run, steps: range) -> bool:
-    """Whether two runs have equal losses and gradients in these steps, and equal parameters after the last, to the bit."""
+    """Whether two runs have equal losses and gradients in these steps, and equal parameters after the last, to the
+    bit."""
     gradients = all(
         a.gradients[s].keys() == b.gradients[s].keys()
         and all(torch.equal(g, b.gradients[s][n]) for n, g in a.gradients[s].items())
         for s in steps
     )
     x, y = a.state_dict(), b.state_dict()
-    return gradients and [a.losses[s] for s in steps] == [b.losses[s] for s in steps] and all(torch.equal(x[n], y[n]) for n in x)
+    return (
+        gradients
+        and [a.losses[s] for s in steps] == [b.losses[s] for s in steps]
+        and all(torch.equal(x[n], y[n]) for n in x)
+    )
 
 
-@pytest.mark.parametrize("name", ["gpt_untied", "gpt_dropout", "skip", "branches", "keywords", "buffers"])
+@pytest.mark.parametrize(
+    "name", ["gpt_untied", "gpt_dropout", "skip", "branches", "keywords", "buffers"]
+)
 def test_untied_models_have_equal_bits_under_every_schedule_and_placement(name: str) -> None:
     """dp=1 and equal m. Before the first update nothing can differ by schedule, so steps 2 and 3 are what counts."""
     base = Composition(name, 1, 1, 4)
@@ -264,22 +335,37 @@ def test_equal_bits_is_a_claim_that_can_fail() -> None:
     assert not same_bits(compositions.run(base), other, range(1, parity.STEPS))
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt_dropout", "skip", "slices", "keywords", "frozen", "buffers", "in_place"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "gpt_dropout", "skip", "slices", "keywords", "frozen", "buffers", "in_place"]
+)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_fused_and_unfused_plans_have_equal_bits(name: str, dp: int) -> None:
     fused = fitted(Composition(name, 2, dp, 4, "1f1b", bucket_mb=0.002))
     plain = replace(fused, fuse=False)
     plans: dict[bool, Plan] = {c.fuse: compositions.compiled(c).plan for c in (fused, plain)}
-    counts = {fuse: sum(len(i.parts) for _, _, i in plan.instructions()) for fuse, plan in plans.items()}
+    counts = {
+        fuse: sum(len(i.parts) for _, _, i in plan.instructions()) for fuse, plan in plans.items()
+    }
     assert counts[True] == counts[False]
     if models.CASES[name].layers:  # the others have one chunk per stage
-        assert sum(1 for _ in plans[True].instructions()) < sum(1 for _ in plans[False].instructions())
-    assert same_bits(compositions.run(fused, plans[True]), compositions.run(plain, plans[False]), range(parity.STEPS))
+        assert sum(1 for _ in plans[True].instructions()) < sum(
+            1 for _ in plans[False].instructions()
+        )
+    assert same_bits(
+        compositions.run(fused, plans[True]),
+        compositions.run(plain, plans[False]),
+        range(parity.STEPS),
+    )
 
 
 def test_gradients_are_reduced_once_per_step() -> None:
     """dp=2, m=4: a reduction per microbatch would add up sums that are sums already."""
     plan = compositions.compiled(Composition("gpt", 1, 2, 4, bucket_mb=0.01)).plan
     for role in plan.roles:
-        reduced = [p.op.bucket for i in role.program for p in i.parts if isinstance(p.op, Collective) and p.op.bucket]
+        reduced = [
+            p.op.bucket
+            for i in role.program
+            for p in i.parts
+            if isinstance(p.op, Collective) and p.op.bucket
+        ]
         assert sorted(reduced) == sorted(b.id for b in plan.buckets) and len(reduced) > 3

@@ -1,5 +1,5 @@
-"""The same over gloo: one process per rank. A cover in which every pair of (model, mesh, schedule, microbatches, optimizer)
-values occurs."""
+"""The same over gloo: one process per rank. A cover in which every pair of (model, mesh, schedule, microbatches,
+optimizer) values occurs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Few rows in which every two values of two factors meet. Greedy: each row takes, factor by factor, the value with most new
-    pairs."""
+    """Few rows in which every two values of two factors meet. Greedy: each row takes, factor by factor, the value with
+    most new pairs."""
     names = list(factors)
-    missing = {((a, x), (b, y)) for a, b in combinations(names, 2) for x in factors[a] for y in factors[b]}
+    missing = {
+        ((a, x), (b, y)) for a, b in combinations(names, 2) for x in factors[a] for y in factors[b]
+    }
     rows = []
     while missing:
         (a, x), (b, y) = min(missing, key=repr)
         row: dict[str, Any] = {a: x, b: y}
         for name in names:
             if name not in row:
-                row[name] = max(factors[name], key=lambda v: len(_pairs({**row, name: v}, names) & missing))
+                row[name] = max(
+                    factors[name], key=lambda v: len(_pairs({**row, name: v}, names) & missing)
+                )
         missing -= _pairs(row, names)
         rows.append({n: row[n] for n in names})
     return rows
@@ -50,7 +54,19 @@ def cover() -> list[Composition]:
         (pp, dp), (optimizer, clip, scheduler), m = row["mesh"], row["numbers"], row["microbatches"]
         rows = 1 if row["model"] == "keywords" and m > 1 else 2
         out.append(
-            Composition(row["model"], pp, dp, m, row["schedule"], "recipe", rows, optimizer, clip, scheduler, bucket_mb=0.003)
+            Composition(
+                row["model"],
+                pp,
+                dp,
+                m,
+                row["schedule"],
+                "recipe",
+                rows,
+                optimizer,
+                clip,
+                scheduler,
+                bucket_mb=0.003,
+            )
         )
     return out
 
@@ -93,6 +109,11 @@ def test_processes_and_inline_have_equal_bits(pool: Pool) -> None:
 def test_the_cover_is_a_cover() -> None:
     rows = pairwise(FACTORS)
     met = set().union(*(_pairs(row, list(FACTORS)) for row in rows))
-    assert all(((a, x), (b, y)) in met for a, b in combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b])
+    assert all(
+        ((a, x), (b, y)) in met
+        for a, b in combinations(FACTORS, 2)
+        for x in FACTORS[a]
+        for y in FACTORS[b]
+    )
     assert len(rows) < 0.2 * 12 * 4 * 2 * 3 * 2
     assert pairwise({"a": (1, 2), "b": (3, 4)}) and replace(cover()[0], seed=1) != cover()[0]

@@ -44,7 +44,9 @@ class Routed(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))[
+        rows.start : rows.stop
+    ]
     return x, (torch.arange(rows.start, rows.stop) + step) % CLASSES
 
 
@@ -58,7 +60,10 @@ def job(precision: Precision | str = BF16, **more: Any) -> Job:
 
 
 def plan_of(work: Job, **axes: int) -> Plan:
-    pieces = (piper.split(piper.where(), microbatches=2), *(piper.recipes.data_parallel() if axes else ()))
+    pieces = (
+        piper.split(piper.where(), microbatches=2),
+        *(piper.recipes.data_parallel() if axes else ()),
+    )
     return piper.compile(work, Strategy(Mesh(**axes), pieces)).plan
 
 
@@ -86,7 +91,9 @@ def test_losses_are_float32_and_values_bfloat16() -> None:
     chunks = plan_of(job()).chunks
     kinds = {(o.kind, o.spec.dtype) for c in chunks for o in c.outputs}
     assert kinds == {("value", "bfloat16"), ("loss", "float32"), ("weight", "float32")}
-    assert {c.inputs[k].spec.dtype for c in chunks for k in c.steps["W"].accumulates} == {"bfloat16"}
+    assert {c.inputs[k].spec.dtype for c in chunks for k in c.steps["W"].accumulates} == {
+        "bfloat16"
+    }
 
 
 def halved(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +113,9 @@ def test_what_a_model_makes_of_a_float32_loss_is_float32() -> None:
             for layer in self.layers:
                 x = layer(x)
             with piper.region(part=0):
-                each = F.cross_entropy(x, torch.zeros(x.shape[0], dtype=torch.int64), reduction="none")
+                each = F.cross_entropy(
+                    x, torch.zeros(x.shape[0], dtype=torch.int64), reduction="none"
+                )
             with piper.region(part=1):
                 return 2.0 * each
 
@@ -115,7 +124,9 @@ def test_what_a_model_makes_of_a_float32_loss_is_float32() -> None:
     assert check(plan) == []
     ends = {c.id: [i.spec.dtype for i in c.inputs if i.kind == "value"] for c in plan.chunks}
     assert list(ends.values())[-1] == ["float32"]
-    run = piper.execute(piper.compile(work, Strategy(Mesh(), ())), steps=1, launcher="inline", memory=False)
+    run = piper.execute(
+        piper.compile(work, Strategy(Mesh(), ())), steps=1, launcher="inline", memory=False
+    )
     plain = parity.reference(work, steps=1)
     assert run.losses[0] == pytest.approx(plain.losses[0], rel=1e-2)
 
@@ -127,7 +138,9 @@ def test_pairs_of_sum_and_weight_are_float32() -> None:
 
 
 def test_the_loss_of_bfloat16_logits_has_more_than_three_digits() -> None:
-    run = piper.execute(piper.compile(job(), Strategy(Mesh(), ())), steps=1, launcher="inline", memory=False)
+    run = piper.execute(
+        piper.compile(job(), Strategy(Mesh(), ())), steps=1, launcher="inline", memory=False
+    )
     assert run.losses[0] != float(torch.tensor(run.losses[0]).bfloat16())
 
 
@@ -149,23 +162,38 @@ def test_kept_parameters_compute_in_their_own_dtype_and_share_no_bucket_with_oth
     dtypes = {p.name: p.spec.dtype for p in plan.params}
     assert {n for n, d in dtypes.items() if d == "float32"} == {"router.weight"}
     (kept,) = [b for b in plan.buckets if "router.weight" in b.params]
-    assert kept.params == ("router.weight",) and not kept.mastered and kept.compute_dtype == "float32"
+    assert (
+        kept.params == ("router.weight",) and not kept.mastered and kept.compute_dtype == "float32"
+    )
     assert all(b.mastered for b in plan.buckets if b is not kept)
 
 
 def test_kept_parameters_train_as_in_a_plain_loop() -> None:
     """The model computes in float32 inside of float64, with one parameter that stays in float64."""
-    work = job(Precision(params="float64", compute="float32", keep={"router.*": "float64"}), clip_norm=0.1)
+    work = job(
+        Precision(params="float64", compute="float32", keep={"router.*": "float64"}), clip_norm=0.1
+    )
     pieces = (piper.split(piper.where(), microbatches=2), *piper.recipes.data_parallel())
     run = piper.execute(
-        piper.compile(work, Strategy(Mesh(dp=2), pieces)), steps=2, launcher="inline", memory=False, gradients=True
+        piper.compile(work, Strategy(Mesh(dp=2), pieces)),
+        steps=2,
+        launcher="inline",
+        memory=False,
+        gradients=True,
     )
-    parity.assert_parity(run, parity.reference(work, replicas=2, microbatches=2, steps=2), parity.FLOAT32, parameters=False)
+    parity.assert_parity(
+        run,
+        parity.reference(work, replicas=2, microbatches=2, steps=2),
+        parity.FLOAT32,
+        parameters=False,
+    )
 
 
 def test_a_state_dict_has_the_dtype_of_the_update_and_frozen_parameters_every_digit() -> None:
     work = job()
-    found = piper.execute(piper.compile(work, Strategy(Mesh(), ())), steps=2, launcher="inline", memory=False).state_dict()
+    found = piper.execute(
+        piper.compile(work, Strategy(Mesh(), ())), steps=2, launcher="inline", memory=False
+    ).state_dict()
     with torch.random.fork_rng():
         torch.manual_seed(work.seed)
         start = Routed().state_dict()
@@ -180,7 +208,9 @@ def test_a_file_of_weights_is_not_rounded(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "weights.pt")
     still = job(init=tmp_path / "weights.pt", loss=lambda output, targets: 0.0 * output.sum())
     still = replace(still, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
-    found = piper.execute(piper.compile(still, Strategy(Mesh(), ())), steps=1, launcher="inline", memory=False).state_dict()
+    found = piper.execute(
+        piper.compile(still, Strategy(Mesh(), ())), steps=1, launcher="inline", memory=False
+    ).state_dict()
     assert all(torch.equal(found[n], t) for n, t in state.items())
 
 
@@ -189,20 +219,33 @@ def test_another_precision_is_another_capture() -> None:
     assert len({id(captured_job(job(p))) for p in kinds}) == len(kinds)
     assert captured_job(job(BF16)) is captured_job(job(replace(BF16, reduce="float32")))
     narrow = captured_job(job(replace(BF16, reduce="bfloat16")))
-    assert narrow is captured_job(job(Precision(params="bfloat16"))), "what is updated is not captured"
+    assert narrow is captured_job(job(Precision(params="bfloat16"))), (
+        "what is updated is not captured"
+    )
 
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "float16": (lambda: Precision(params="float32", compute="float16"), JobError, r"compute='float16'\): float16 needs its loss"),
-    "float16 gradients": (lambda: Precision(reduce="float16"), JobError, r"reduce='float16'.*loss scaled"),
-    "float16 kept": (lambda: Precision(keep={"a": "float16"}), JobError, r"keep=\{'a': 'float16'\}\): float16 needs its loss"),
-    "a short name": (lambda: Precision(compute="bf16"), JobError, r"compute='bf16'.*did you mean 'bfloat16'\?"),
+    "float16": (lambda: Precision(params="float32", compute="float16"), JobError, r"compute='float16'\): float16 needs "
+                                                                                  r"its loss"),
+    "float16 gradients": (lambda: Precision(reduce="float16"), JobError, r"reduce='float16'.*loss "
+                                                                         r"scaled"),
+    "float16 kept": (lambda: Precision(keep={"a": "float16"}), JobError, r"keep=\{'a': "
+                                                                         r"'float16'\}\): float16 "
+                                                                         r"needs "
+                                                                         r"its loss"),
+    "a short name": (lambda: Precision(compute="bf16"), JobError, r"compute='bf16'.*did you mean "
+                                                                  r"'bfloat16'\?"),
     "wider than the update": (
-        lambda: Precision(params="bfloat16", compute="float32"), JobError, r"compute is float32, which is wider.*params='float32'"
+        lambda: Precision(params="bfloat16", compute="float32"), JobError, r"compute is float32, "
+                                                                           r"which is "
+                                                                           r"wider.*params='float32'"
     ),
-    "a wider exception": (lambda: Precision(keep={"*": "float64"}), JobError, r"keep\['\*'\] is float64, which is wider"),
+    "a wider exception": (lambda: Precision(keep={"*": "float64"}), JobError, r"keep\['\*'\] is "
+                                                                              r"float64, which is "
+                                                                              r"wider"),
     "a list of exceptions": (lambda: Precision(keep=["a"]), JobError, r"a dict of patterns"),  # type: ignore[arg-type]  # on purpose
-    "master": (lambda: Precision(master="float32"), JobError, r"no argument 'master'"),  # type: ignore[call-arg]  # on purpose
+    "master": (lambda: Precision(master="float32"), JobError, r"no argument "
+                                                              r"'master'"),  # type: ignore[call-arg]  # on purpose
     "no such parameter": (
         lambda: captured_job(job(replace(BF16, keep={"*.ruoter.*": "float32"}))),
         CaptureError, r"'\*\.ruoter\.\*'.*layers\.0\.weight",
@@ -221,14 +264,26 @@ def test_what_is_refused_by_name(name: str) -> None:
 def test_jobs_of_models_compute_in_bfloat16_and_update_in_float32(size: str) -> None:
     config = {
         "gpt": models.GPTConfig(layers=2, width=16, heads=2, vocab=32, length=8),
-        "moe": models.MoEConfig(layers=2, width=16, heads=4, kv_heads=2, hidden=24, vocab=32, length=8, experts=4, top_k=2),
+        "moe": models.MoEConfig(
+            layers=2,
+            width=16,
+            heads=4,
+            kv_heads=2,
+            hidden=24,
+            vocab=32,
+            length=8,
+            experts=4,
+            top_k=2,
+        ),
     }[size]
     work = models.job(config, global_batch=4)
     plan = plan_of(work)
     assert check(plan) == [] and {b.dtype for b in plan.buckets} == {"float32"}
     wide = {p.name for p in plan.params if p.spec.dtype == "float32"}
     assert all("router" in name for name in wide) and bool(wide) == (size == "moe")
-    assert models.job(config, global_batch=4, precision="float64").precision == Precision(params="float64")
+    assert models.job(config, global_batch=4, precision="float64").precision == Precision(
+        params="float64"
+    )
     assert models.job(config, global_batch=4, precision=BF16).precision is BF16
 
 

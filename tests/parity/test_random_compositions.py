@@ -18,7 +18,8 @@ QUICK, MANY, STEPS = 60, 300, 2
 
 REFUSED: dict[str, tuple[str, Callable[[Plan], bool]]] = {
     "tokens of a row apart, for experts that devices share": (
-        r"is a dropless mixture whose experts devices share over ep; it needs all tokens of a row on each device",
+        r"is a dropless mixture whose experts devices share over ep; it needs all tokens of a row "
+        r"on each device",
         lambda plan: plan.ep > 1 and (plan.cp > 1 or plan.stream == "tokens"),
     ),
     "too few tokens for two axes, each with two blocks": (
@@ -39,7 +40,9 @@ REFUSED: dict[str, tuple[str, Callable[[Plan], bool]]] = {
 
 def refusal(plan: Plan, text: str) -> str:
     """Return the name of the reason that a text gives; empty for none that is known, or for another composition."""
-    found = (name for name, (said, about) in REFUSED.items() if about(plan) and re.search(said, text))
+    found = (
+        name for name, (said, about) in REFUSED.items() if about(plan) and re.search(said, text)
+    )
     return next(found, "")
 
 

@@ -34,16 +34,22 @@ FACTORIES: dict[str, Callable[[Tensor], Tensor]] = {
     "randn_like": lambda y: y * torch.randn_like(y),
     "randint_like": lambda y: y * torch.randint_like(y, 1, 9),
     "multinomial": lambda y: y * torch.multinomial(torch.ones(y.shape[0], WIDTH), 1),
-    "several": lambda y: y[:, torch.multinomial(torch.ones(WIDTH), 4, replacement=True)].repeat(1, 2),
+    "several": lambda y: y[:, torch.multinomial(torch.ones(WIDTH), 4, replacement=True)].repeat(
+        1, 2
+    ),
     "log_normal_": lambda y: y * torch.empty(y.shape[0], 1).log_normal_(),
     "cauchy_": lambda y: y * torch.empty(y.shape[0], 1).cauchy_(),
     "geometric_": lambda y: y * torch.empty(y.shape[0], 1).geometric_(0.5),
     "rows in the second dimension": lambda y: y * torch.rand(3, y.shape[0], 1).sum(0),
     "halves of each row": lambda y: y * sum(torch.rand(y.shape[0] * 2).view(-1, 2).chunk(2, 1)),
     "every other one": lambda y: y * (torch.rand(y.shape[0] * 2) + 1)[::2, None],
-    "rows repeated one by one": lambda y: F.dropout(y.repeat_interleave(2, 0), 0.5).view(-1, 2, WIDTH).sum(1),
+    "rows repeated one by one": lambda y: (
+        F.dropout(y.repeat_interleave(2, 0), 0.5).view(-1, 2, WIDTH).sum(1)
+    ),
     "an order of each row's": lambda y: y.gather(1, torch.rand_like(y).argsort(1)),
-    "one of each row's": lambda y: y * torch.rand(len(y), 3)[torch.arange(len(y)), torch.randint(0, 3, (len(y),))][:, None],
+    "one of each row's": lambda y: (
+        y * torch.rand(len(y), 3)[torch.arange(len(y)), torch.randint(0, 3, (len(y),))][:, None]
+    ),
     "twice": lambda y: y * torch.cat([torch.rand(len(y), 1)] * 2).chunk(2)[1],
     "form of a row": lambda y: y * torch.rand(len(y), 1) + torch.rand(len(y), 1).new_zeros(WIDTH),
     "several entries for each row": lambda y: y * torch.rand(y.shape[0] * WIDTH).view(-1, WIDTH),
@@ -55,7 +61,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "rrelu in place": lambda y: F.rrelu(y * 1, training=True, inplace=True),
     "rrelu": lambda y: F.rrelu(y, training=True),
     "gumbel softmax": F.gumbel_softmax,
-    "attention": lambda y: F.scaled_dot_product_attention(*(y.view(-1, 1, 4, 2),) * 3, dropout_p=0.5).reshape(y.shape),
+    "attention": lambda y: F.scaled_dot_product_attention(
+        *(y.view(-1, 1, 4, 2),) * 3, dropout_p=0.5
+    ).reshape(y.shape),
     "distribution": lambda y: y * torch.distributions.Normal(torch.zeros_like(y), 1.0).rsample(),
     "a part that torch.compile made": torch.compile(lambda y: F.dropout(y, 0.5)),
     "two": lambda y: F.dropout(y, 0.5) * torch.rand(y.shape[0], 1),
@@ -122,7 +130,9 @@ class Elsewhere(nn.Module):
 
 def job_of(model: Callable[[], nn.Module], **more: Any) -> piper.Job:
     def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-        x = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))[:, rows.start : rows.stop]
+        x = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step))[
+            :, rows.start : rows.stop
+        ]
         return x[0], x[1]
 
     return piper.Job(
@@ -141,14 +151,18 @@ def drawn(model: Callable[[], nn.Module], **more: Any) -> VerificationReport:
 
 
 def different(report: VerificationReport) -> set[str]:
-    return {d.name.removesuffix(".linear.weight") for d in report.differences if d.what == "gradient"}
+    return {
+        d.name.removesuffix(".linear.weight") for d in report.differences if d.what == "gradient"
+    }
 
 
 EACH = pytest.mark.parametrize("draws", [FACTORIES, FUNCTIONS], ids=["factories", "functions"])
 
 
 @EACH
-def test_each_function_draws_what_plain_pytorch_draws(draws: dict[str, Callable[[Tensor], Tensor]]) -> None:
+def test_each_function_draws_what_plain_pytorch_draws(
+    draws: dict[str, Callable[[Tensor], Tensor]],
+) -> None:
     report = drawn(lambda: Sum(draws))
     wrong = [name for k, name in enumerate(draws) if f"layers.{k}" in different(report)]
     assert not wrong and not report.differences
@@ -156,7 +170,9 @@ def test_each_function_draws_what_plain_pytorch_draws(draws: dict[str, Callable[
 
 @pytest.mark.long
 @EACH
-def test_other_numbers_are_told(draws: dict[str, Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_are_told(
+    draws: dict[str, Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rules, "key_of", lambda _: (1, 3))
     report = drawn(lambda: Sum(draws))
     assert [name for k, name in enumerate(draws) if f"layers.{k}" not in different(report)] == []
@@ -178,19 +194,34 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "poisson": (lambda y: y * torch.poisson(torch.full((y.shape[0], WIDTH), 4.0)), "torch's poisson is not among"),
     "order of rows": (lambda y: y + torch.randperm(y.shape[0])[:, None], "an order of the rows"),
     "tokens around rows": (
-        lambda y: F.dropout(y.t().reshape(-1), 0.5).view(WIDTH, -1).t(), "a dimension of what is drawn has the rows inside"
+        lambda y: F.dropout(y.t().reshape(-1), 0.5).view(WIDTH, -1).t(), "a dimension of what is "
+                                                                         "drawn has the rows "
+                                                                         "inside"
     ),
     "rows read otherwise": (
-        lambda y: y * torch.rand(y.shape[0] * WIDTH).view(WIDTH, -1).t(), "a dimension of what is drawn has the rows inside"
+        lambda y: y * torch.rand(y.shape[0] * WIDTH).view(WIDTH, -1).t(), "a dimension of what is "
+                                                                          "drawn has the rows "
+                                                                          "inside"
     ),
-    "rows joined to themselves": (lambda y: sum(F.dropout(torch.cat([y, y]), 0.5).chunk(2)), "a dimension of what is drawn has"),
-    "rows repeated": (lambda y: sum(F.dropout(y.repeat(2, 1), 0.5).chunk(2)), "a dimension of what is drawn has the rows"),
-    "halves of what is drawn": (lambda y: y * sum(torch.rand(2 * len(y)).chunk(2))[:, None], "a dimension of what is drawn has"),
-    "its first half": (lambda y: y * torch.rand(2 * len(y))[: len(y), None], "a dimension of what is drawn has the rows"),
+    "rows joined to "
+    "themselves": (lambda y: sum(F.dropout(torch.cat([y, y]), 0.5).chunk(2)), "a dimension of what "
+                                                                              "is drawn has"),
+    "rows repeated": (lambda y: sum(F.dropout(y.repeat(2, 1), 0.5).chunk(2)), "a dimension of what "
+                                                                              "is drawn has the "
+                                                                              "rows"),
+    "halves of what is "
+    "drawn": (lambda y: y * sum(torch.rand(2 * len(y)).chunk(2))[:, None], "a dimension of what is "
+                                                                           "drawn has"),
+    "its first half": (lambda y: y * torch.rand(2 * len(y))[: len(y), None], "a dimension of what "
+                                                                             "is drawn has the "
+                                                                             "rows"),
     "rows read otherwise, later": (
-        lambda y: y * (torch.rand(y.shape[0] * WIDTH) * 2 + 1).view(WIDTH, -1).t(), "a dimension of what is drawn has the rows"
+        lambda y: y * (torch.rand(y.shape[0] * WIDTH) * 2 + 1).view(WIDTH, -1).t(), "a dimension "
+                                                                                    "of what is drawn has "
+                                                                                    "the rows"
     ),
-    "one more than the rows": (lambda y: y * torch.rand(y.shape[0] + 1)[:-1, None], "is no multiple of the rows"),
+    "one more than the "
+    "rows": (lambda y: y * torch.rand(y.shape[0] + 1)[:-1, None], "is no multiple of the rows"),
 }  # fmt: skip
 
 
@@ -210,27 +241,40 @@ COMBINED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", COMBINED)
 def test_draws_whose_rows_are_combined_are_refused_by_line(name: str) -> None:
-    with pytest.raises(CaptureError, match=r"test_random_functions.py:\d+ .*(combines rows of the batch|number of rows)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"test_random_functions.py:\d+ .*(combines rows of the batch|number of rows)",
+    ):
         drawn(lambda: nn.Sequential(Sum({name: COMBINED[name]}), nn.Linear(WIDTH, WIDTH)))
 
 
 def test_a_loss_may_not_read_a_mean_of_draws_beside_what_the_model_computes() -> None:
     def weighed() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Sum({"": lambda y: y * torch.rand(len(y), 1).mean(0)}))
+        return nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), Sum({"": lambda y: y * torch.rand(len(y), 1).mean(0)})
+        )
 
-    with pytest.raises(CaptureError, match=r"test_random_functions.py:\d+ .*(combines rows|sum or a mean over rows of what)"):
+    with pytest.raises(
+        CaptureError,
+        match=r"test_random_functions.py:\d+ .*(combines rows|sum or a mean over rows of what)",
+    ):
         drawn(weighed)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_depends_on_the_plan_is_refused_by_its_line(name: str) -> None:
     draw, reason = REFUSED[name]
-    with pytest.raises(CaptureError, match=rf"test_random_functions.py:\d+ .*{reason}.*draws=\"microbatches\""):
+    with pytest.raises(
+        CaptureError, match=rf"test_random_functions.py:\d+ .*{reason}.*draws=\"microbatches\""
+    ):
         drawn(lambda: Sum({name: draw}))
 
 
 def test_a_kernel_that_draws_is_refused_by_its_line() -> None:
-    with pytest.raises(CaptureError, match=r"test_random_functions.py:\d+ .in noise.: the operator piper_tests::noisy draws"):
+    with pytest.raises(
+        CaptureError,
+        match=r"test_random_functions.py:\d+ .in noise.: the operator piper_tests::noisy draws",
+    ):
         drawn(lambda: Sum({"": noisy}))
 
 
@@ -268,12 +312,18 @@ class Choosing(nn.Module):
 
 
 def test_a_module_whose_draws_depend_on_values_draws_by_torchs_generator_alone() -> None:
-    with pytest.raises(CaptureError, match=r"a module that runs as it is draws numbers for as many elements as values"):
+    with pytest.raises(
+        CaptureError,
+        match=r"a module that runs as it is draws numbers for as many elements as values",
+    ):
         drawn(Choosing)
     with pytest.raises(JobError, match=r"cannot be judged: .*a module that runs as it is"):
         drawn(Choosing, draws="microbatches")
     job = job_of(Choosing, draws="microbatches")
     cut = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2))
     whole = piper.Strategy(piper.Mesh(), [piper.split(piper.where(), microbatches=2)])
-    one, two = (piper.execute(piper.compile(job, s), steps=2, launcher="inline", memory=False).losses for s in (whole, cut))
+    one, two = (
+        piper.execute(piper.compile(job, s), steps=2, launcher="inline", memory=False).losses
+        for s in (whole, cut)
+    )
     assert one == pytest.approx(two)

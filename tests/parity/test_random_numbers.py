@@ -37,7 +37,9 @@ class Held(nn.Module):
         self.blocks = blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
+        for block in (
+            self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks
+        ):
             x = block(x)
         return x * torch.bernoulli(torch.full((len(x), 1), 0.5))
 
@@ -46,7 +48,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "nn.Sequential": lambda: nn.Sequential(*(Residual() for _ in range(4))),
     "nn.ModuleDict": lambda: Held(nn.ModuleDict({f"b{k}": Residual() for k in range(4)})),
     "nn.ModuleList": lambda: Held(nn.ModuleList(Residual() for _ in range(4))),
-    "opaque": lambda: piper.tag(nn.Sequential(*(Residual() for _ in range(4))), {"1": dict(opaque=True)}),
+    "opaque": lambda: piper.tag(
+        nn.Sequential(*(Residual() for _ in range(4))), {"1": dict(opaque=True)}
+    ),
 }
 
 
@@ -62,7 +66,15 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 @cache
 def job(model: str, draws: Literal["rows", "microbatches"] = "rows") -> piper.Job:
     wide = piper.Precision(params="float64")
-    return piper.Job(MODELS[model], batch, nn.functional.mse_loss, sgd, global_batch=ROWS, precision=wide, draws=draws)
+    return piper.Job(
+        MODELS[model],
+        batch,
+        nn.functional.mse_loss,
+        sgd,
+        global_batch=ROWS,
+        precision=wide,
+        draws=draws,
+    )
 
 
 def micro(microbatches: int) -> piper.Directive:
@@ -99,19 +111,31 @@ def test_every_plan_draws_what_one_device_draws_for_the_whole_batch(model: str) 
 def test_a_run_goes_on_with_the_same_masks_at_other_rows_per_microbatch(tmp_path: Path) -> None:
     one = parity.reference(job("nn.Sequential"), steps=4)
     first = run(job("nn.Sequential"), "1f1b", checkpoint=piper.Checkpoints(tmp_path))
-    rest = run(job("nn.Sequential"), "four", checkpoint=piper.Checkpoints(tmp_path), resume="latest")
+    rest = run(
+        job("nn.Sequential"), "four", checkpoint=piper.Checkpoints(tmp_path), resume="latest"
+    )
     assert [*first.losses, *rest.losses] == pytest.approx(one.losses, rel=1e-12)
 
 
 def test_torchs_own_numbers_do_not_depend_on_the_cut_and_do_on_the_microbatches() -> None:
     theirs = job("nn.Sequential", "microbatches")
-    two = verify_strategy(theirs, piper.Strategy(piper.Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)), steps=STEPS)
+    two = verify_strategy(
+        theirs,
+        piper.Strategy(piper.Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)),
+        steps=STEPS,
+    )
     assert two.equal and two.equal_whole_batch is None and "torch's own generator" in two.text()
-    losses = {plan: run(theirs, plan).losses for plan in ("1f1b", "partition(1)", "replicas", "four")}
-    assert losses["1f1b"] == pytest.approx(losses["partition(1)"]) and losses["replicas"] == pytest.approx(losses["four"])
+    losses = {
+        plan: run(theirs, plan).losses for plan in ("1f1b", "partition(1)", "replicas", "four")
+    }
+    assert losses["1f1b"] == pytest.approx(losses["partition(1)"]) and losses[
+        "replicas"
+    ] == pytest.approx(losses["four"])
     assert losses["1f1b"] != pytest.approx(losses["four"])
 
 
 def test_a_job_names_what_it_can_draw_by() -> None:
-    with pytest.raises(piper.PiperError, match=r"""Job\(draws='fast'\): "rows" is needed, or "microbatches" """):
+    with pytest.raises(
+        piper.PiperError, match=r"""Job\(draws='fast'\): "rows" is needed, or "microbatches" """
+    ):
         replace(job("nn.Sequential"), draws="fast")  # type: ignore[arg-type]  # on purpose

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 import piper
 from piper.api.compiling.compiling import Compiled
-from piper_compiler import Strategy, order, partition, place, policies_of, recipes, split, split_backward
+from piper_compiler import (
+    Strategy,
+    order,
+    partition,
+    place,
+    policies_of,
+    recipes,
+    split,
+    split_backward,
+)
 from piper_compiler.capture import POLICIES as KINDS
 from piper_compiler.directives.recompute import POLICIES as NAMED
 from piper_compiler.directives.recompute import Recompute
@@ -57,7 +66,9 @@ def trained(made: Compiled, **options: Any) -> Run:
     plan = made.plan
     assert made.code is not None and made.job is not None
     code = made.code.export([c.code for c in (*plan.chunks, *plan.variants)], plan.rows)
-    return execute(plan, code, made.job, **{"steps": 2, "launcher": "inline", "gradients": True, **options})
+    return execute(
+        plan, code, made.job, **{"steps": 2, "launcher": "inline", "gradients": True, **options}
+    )
 
 
 def tensors(found: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,7 +108,12 @@ def without(schedule: str) -> Run:
 def schedules_and_policies() -> list[Any]:
     """Return every schedule with every policy; `make test` takes each schedule with one of them."""
     return [
-        pytest.param(schedule, keep, marks=[pytest.mark.long] * (i % len(POLICIES) != k), id=f"{schedule}-{keep}")
+        pytest.param(
+            schedule,
+            keep,
+            marks=[pytest.mark.long] * (i % len(POLICIES) != k),
+            id=f"{schedule}-{keep}",
+        )
         for i, schedule in enumerate(PIPELINES)
         for k, keep in enumerate(POLICIES)
     ]
@@ -127,13 +143,18 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("c", [pytest.param(c, marks=[pytest.mark.long] * (k % 2), id=str(c)) for k, c in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "c",
+    [pytest.param(c, marks=[pytest.mark.long] * (k % 2), id=str(c)) for k, c in enumerate(CASES)],
+)
 def test_every_kind_of_model(c: Composition) -> None:
     compositions.captured(c.model)
     c = fitted(c)
     base, pipeline = compositions.run(c, steps=2), strategy_of(c)
     for keep, apart in (("inputs", False), ("products", True)):
-        strategy = Strategy(pipeline.mesh, (*pipeline.directives, piper.recompute(where(), keep=keep, apart=apart)))
+        strategy = Strategy(
+            pipeline.mesh, (*pipeline.directives, piper.recompute(where(), keep=keep, apart=apart))
+        )
         judged(piper.compile(job_of(c), strategy), base)
 
 
@@ -141,32 +162,49 @@ def test_at_one_row() -> None:
     c = fitted(Composition("gpt", 2, 1, 2, "1f1b", rows=1))
     compositions.captured(c.model)
     base, pipeline = compositions.run(c, steps=2), strategy_of(c)
-    strategy = Strategy(pipeline.mesh, (*pipeline.directives, piper.recompute(where(), keep="attention")))
+    strategy = Strategy(
+        pipeline.mesh, (*pipeline.directives, piper.recompute(where(), keep="attention"))
+    )
     judged(piper.compile(job_of(c), strategy), base)
 
 
 def test_random_numbers_of_another_state_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without the state of the forward, R draws other numbers, and the run differs."""
     drawing = parts._drawing
-    monkeypatch.setattr(parts, "_drawing", lambda run, part, *rest: run if part.op.step == "R" else drawing(run, part, *rest))
+    monkeypatch.setattr(
+        parts,
+        "_drawing",
+        lambda run, part, *rest: run if part.op.step == "R" else drawing(run, part, *rest),
+    )
     directives = (*PIPELINES["1f1b"](), piper.recompute(where(), keep="inputs"))
-    assert differing(trained(piper.compile(dropout_job(), Strategy(Mesh(pp=2), directives))), without("1f1b"))
+    assert differing(
+        trained(piper.compile(dropout_job(), Strategy(Mesh(pp=2), directives))), without("1f1b")
+    )
 
 
 def test_a_plan_without_recomputation_is_what_it_was() -> None:
     plain = piper.compile(dropout_job(), Strategy(Mesh(pp=2), PIPELINES["1f1b"]()))
-    kept = piper.compile(dropout_job(), Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where(), keep="all"))))
+    kept = piper.compile(
+        dropout_job(),
+        Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where(), keep="all"))),
+    )
     assert plain.plan.key == kept.plan.key and not kept.plan.variants
-    some = piper.compile(dropout_job(), Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where(), keep="inputs"))))
+    some = piper.compile(
+        dropout_job(),
+        Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where(), keep="inputs"))),
+    )
     assert some.plan.key != plain.plan.key and some.plan.program_key == plain.plan.program_key
 
 
 def test_what_is_kept_grows_with_the_policy() -> None:
-    """Bytes at the peak: inputs, attention, products, all; in stage 0 of 1F1B, where most microbatches are in flight."""
+    """Bytes at the peak: inputs, attention, products, all; in stage 0 of 1F1B, where most microbatches are in
+    flight."""
     peaks = []
     for keep in ("inputs", "attention", "products", "all"):
         directives = (*recipes.gpipe(pp=2, microbatches=4), piper.recompute(where(), keep=keep))
-        peaks.append(piper.compile(dropout_job(), Strategy(Mesh(pp=2), directives)).plan.roles[0].peak_bytes)
+        peaks.append(
+            piper.compile(dropout_job(), Strategy(Mesh(pp=2), directives)).plan.roles[0].peak_bytes
+        )
     assert peaks == sorted(peaks) and len(set(peaks)) == 4
 
 
@@ -200,7 +238,9 @@ def test_an_order_may_name_recomputation_and_put_it_early() -> None:
     (role,) = made.plan.roles
     nodes = [p.node for i in role.program for p in i.parts if isinstance(p.op, Compute)]
     assert nodes.index("layer1.R@0") < nodes.index("layer0.F@2") < nodes.index("layer1.I@0")
-    base = trained(piper.compile(dropout_job(), Strategy(Mesh(), (split(where(), microbatches=4),))))
+    base = trained(
+        piper.compile(dropout_job(), Strategy(Mesh(), (split(where(), microbatches=4),)))
+    )
     judged(made, base)
 
 
@@ -208,7 +248,9 @@ def test_recomputation_that_no_order_names_is_not_early() -> None:
     directives = (*PIPELINES["gpipe"](), piper.recompute(where(), apart=True))
     made = piper.compile(dropout_job(), Strategy(Mesh(pp=2), directives))
     for role in made.plan.roles:
-        steps = "".join(p.op.step for i in role.program for p in i.parts if isinstance(p.op, Compute))
+        steps = "".join(
+            p.op.step for i in role.program for p in i.parts if isinstance(p.op, Compute)
+        )
         assert steps.index("R") > steps.rindex("F"), steps
 
 
@@ -217,7 +259,13 @@ def test_a_split_backward_begins_with_recomputation() -> None:
     plans = []
     for first, then in ((split_backward, piper.recompute), (piper.recompute, split_backward)):
         places = [place(where(stage=k), on=dict(pp=k)) for k in range(2)]
-        directives = (split(where(), microbatches=4), partition(stages=2), *places, first(where()), then(where()))
+        directives = (
+            split(where(), microbatches=4),
+            partition(stages=2),
+            *places,
+            first(where()),
+            then(where()),
+        )
         plans.append(piper.compile(dropout_job(), Strategy(Mesh(pp=2), directives)).plan)
     for plan in plans:
         for role in plan.roles:
@@ -237,9 +285,15 @@ def test_what_is_refused() -> None:
     pipeline = PIPELINES["1f1b"]()
     assert "[recompute condition 1]" in refused(*pipeline, piper.recompute(where(phase="F")))
     text = refused(*pipeline, piper.recompute(where(), keep="matmuls"))
-    assert "'matmuls', which is no op of the selected chunks" in text and "addmm" in text and "'products'" in text
+    assert (
+        "'matmuls', which is no op of the selected chunks" in text
+        and "addmm" in text
+        and "'products'" in text
+    )
     assert "keep=3" in refused(*pipeline, piper.recompute(where(), keep=3))  # type: ignore[arg-type]  # what is tested
-    text = refused(*pipeline, piper.recompute(where(stage=0)), piper.recompute(where(), keep="products"))
+    text = refused(
+        *pipeline, piper.recompute(where(stage=0)), piper.recompute(where(), keep="products")
+    )
     assert "is under a policy already" in text and "[recompute condition 3]" in text
     assert "group=0" in refused(*pipeline, piper.recompute(where(), group=0))
     assert "matches no node" in _selector(piper.recompute(where(stage=7)))
@@ -254,15 +308,21 @@ def _selector(item: Any) -> str:
 def test_a_synthetic_program_has_nothing_to_make_again() -> None:
     with pytest.raises(DirectiveError, match=r"a synthetic program has it for .inputs., with R="):
         piper.compile(
-            piper.synthetic(stages=2, F=1, I=1, W=1), Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where())))
+            piper.synthetic(stages=2, F=1, I=1, W=1),
+            Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where()))),
         )
 
 
 def test_a_changed_buffer_is_refused_by_name() -> None:
     compositions.captured("buffers")
     c = Composition("buffers", 1, 1, 2)
-    with pytest.raises(DirectiveError, match=r"reads buffer 'mean', which the model changes .* \[recompute condition 5\]"):
-        piper.compile(job_of(c), Strategy(Mesh(), (split(where(), microbatches=2), piper.recompute(where()))))
+    with pytest.raises(
+        DirectiveError,
+        match=r"reads buffer 'mean', which the model changes .* \[recompute condition 5\]",
+    ):
+        piper.compile(
+            job_of(c), Strategy(Mesh(), (split(where(), microbatches=2), piper.recompute(where())))
+        )
 
 
 class Counting(nn.Module):
@@ -283,7 +343,9 @@ class Counting(nn.Module):
 class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Counting(), nn.Sequential(nn.Linear(models.D, models.D), nn.Tanh(), nn.Tanh())])
+        self.layers = nn.ModuleList(
+            [Counting(), nn.Sequential(nn.Linear(models.D, models.D), nn.Tanh(), nn.Tanh())]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -291,21 +353,35 @@ class Counted(nn.Module):
         return x
 
 
-def test_a_changed_buffer_is_refused_in_a_group_whose_outputs_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_buffer_is_refused_in_a_group_whose_outputs_it_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Backward does not need the buffer, and the output that a group makes again does."""
     case = models.CASES["skip"]
-    job = piper.Job(Counted, case.batch, case.loss, compositions.OPTIMIZERS["sgd"], global_batch=4, precision=FLOAT64)
+    job = piper.Job(
+        Counted,
+        case.batch,
+        case.loss,
+        compositions.OPTIMIZERS["sgd"],
+        global_batch=4,
+        precision=FLOAT64,
+    )
 
     def made(*directives: Any) -> Compiled:
         return piper.compile(job, Strategy(Mesh(), (split(where(), microbatches=2), *directives)))
 
     judged(made(piper.recompute(where())), trained(made()))
     with pytest.raises(
-        DirectiveError, match=r"reads buffer 'layers.0.seen', which the model changes .* \[recompute condition 5\]"
+        DirectiveError,
+        match=r"reads buffer 'layers.0.seen', which the model changes .* \[recompute condition 5\]",
     ):
         made(piper.recompute(where(), group=2))
     monkeypatch.setattr(Recompute, "_check_buffers", lambda *_: None)
-    with pytest.raises(PlanError, match=r"R33-recompute: chunk .* R reads buffer layers.0.seen, which is changed while it waits"):
+    with pytest.raises(
+        PlanError,
+        match=r"R33-recompute: chunk .* R reads buffer layers.0.seen, which is changed while it "
+        r"waits",
+    ):
         verify(made(piper.recompute(where(), group=2)).plan)
 
 
@@ -315,7 +391,11 @@ def test_the_named_policies_are_those_of_the_cut() -> None:
 
 def test_strategies_are_saved_with_their_policies() -> None:
     strategy = Strategy(
-        Mesh(), (piper.recompute(where(layer=0), keep=("mm", "addmm"), apart=True), place(where(), on=dict(pp=0)))
+        Mesh(),
+        (
+            piper.recompute(where(layer=0), keep=("mm", "addmm"), apart=True),
+            place(where(), on=dict(pp=0)),
+        ),
     )
     again = Strategy.loads(strategy.dumps())
     assert again == strategy and policies_of(again.directives) == ("addmm+mm",)
@@ -323,11 +403,17 @@ def test_strategies_are_saved_with_their_policies() -> None:
 
 def test_a_table_holds_recomputation_as_part_of_the_backward() -> None:
     plain, under = (
-        piper.compile(dropout_job(), Strategy(Mesh(pp=2), (*PIPELINES["zb_h1"](), piper.recompute(where(), keep=keep)))).plan
+        piper.compile(
+            dropout_job(),
+            Strategy(Mesh(pp=2), (*PIPELINES["zb_h1"](), piper.recompute(where(), keep=keep))),
+        ).plan
         for keep in ("all", "inputs")
     )
     assert rows_of_plan(under, lowered=True) == rows_of_plan(plain, lowered=True)
-    apart = piper.compile(dropout_job(), Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where(), apart=True)))).plan
+    apart = piper.compile(
+        dropout_job(),
+        Strategy(Mesh(pp=2), (*PIPELINES["1f1b"](), piper.recompute(where(), apart=True))),
+    ).plan
     with pytest.raises(FormatError, match="recomputation alone"):
         rows_of_plan(apart, lowered=True)
 
@@ -335,16 +421,30 @@ def test_a_table_holds_recomputation_as_part_of_the_backward() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 def test_groups_keep_the_inputs_of_their_first_layer_alone(schedule: str) -> None:
     alone, paired = (
-        piper.compile(dropout_job(), Strategy(Mesh(pp=2), (*PIPELINES[schedule](), piper.recompute(where(), group=k))))
+        piper.compile(
+            dropout_job(),
+            Strategy(Mesh(pp=2), (*PIPELINES[schedule](), piper.recompute(where(), group=k))),
+        )
         for k in (1, 2)
     )
     judged(paired, without(schedule))
     kinds = [
-        {v.partition("@")[0] for r in made.plan.roles for i in r.program for p in i.parts for v in p.reads}
+        {
+            v.partition("@")[0]
+            for r in made.plan.roles
+            for i in r.program
+            for p in i.parts
+            for v in p.reads
+        }
         for made in (alone, paired)
     ]
     assert "layer0:out0!r" in kinds[1] and not any(v.endswith("!r") for v in kinds[0])
-    steps = "".join(p.op.step for i in paired.plan.roles[0].program for p in i.parts if isinstance(p.op, Compute))
+    steps = "".join(
+        p.op.step
+        for i in paired.plan.roles[0].program
+        for p in i.parts
+        if isinstance(p.op, Compute)
+    )
     assert steps.index("R") > steps.index("F")
 
 
@@ -355,9 +455,14 @@ def test_a_group_keeps_one_input_per_microbatch() -> None:
         held = []
         for microbatches in (4, 8):
             job = replace(dropout_job(), global_batch=2 * microbatches)
-            directives = (*recipes.gpipe(pp=2, microbatches=microbatches), piper.recompute(where(layer=(0, 1, 2, 3)), group=k))
+            directives = (
+                *recipes.gpipe(pp=2, microbatches=microbatches),
+                piper.recompute(where(layer=(0, 1, 2, 3)), group=k),
+            )
             plan = piper.compile(job, Strategy(Mesh(pp=2), directives)).plan
-            held.append(max(usage.bytes.get("activation", 0) for usage in memory.scan(plan, plan.roles[0])))
+            held.append(
+                max(usage.bytes.get("activation", 0) for usage in memory.scan(plan, plan.roles[0]))
+            )
         more.append(held[1] - held[0])
     assert more[0] == 2 * more[1] > 0
 
@@ -367,15 +472,22 @@ def test_the_tuner_tries_policies_per_stage(workers: int) -> None:
     """Where memory is short the fastest that fits keeps as much as there is room for."""
 
     def strategy(trial: Any) -> Strategy:
-        keeps = [trial.suggest_categorical(f"keep{k}", ["all", "products", "inputs"]) for k in range(2)]
+        keeps = [
+            trial.suggest_categorical(f"keep{k}", ["all", "products", "inputs"]) for k in range(2)
+        ]
         under = [piper.recompute(where(stage=k), keep=keep) for k, keep in enumerate(keeps)]
         return Strategy(Mesh(pp=2), (*PIPELINES["gpipe"](), *under))
 
     free = piper.tune(dropout_job(), strategy, cluster="h100x8", trials=9, workers=workers)
     assert free.best_row is not None and free.best_row.params == {"keep0": "all", "keep1": "all"}
     held = sorted(row.device_bytes or 0 for row in free.rows)
-    few = piper.tune(dropout_job(), strategy, cluster="h100x8", trials=9, workers=workers, memory_limit=held[1])
-    assert few.best_row is not None and few.best_row.params == {"keep0": "products", "keep1": "inputs"}
+    few = piper.tune(
+        dropout_job(), strategy, cluster="h100x8", trials=9, workers=workers, memory_limit=held[1]
+    )
+    assert few.best_row is not None and few.best_row.params == {
+        "keep0": "products",
+        "keep1": "inputs",
+    }
     assert sum(row.state == "complete" for row in few.rows) == 2
 
 
@@ -397,13 +509,25 @@ class TwoDraws(torch.nn.Module):
 def two_draws(keep: str) -> Compiled:
     case = models.CASES["skip"]
     sgd = compositions.OPTIMIZERS["sgd"]
-    job = piper.Job(TwoDraws, case.batch, case.loss, sgd, global_batch=4, precision=piper.Precision(params="float64"))
-    return piper.compile(job, Strategy(Mesh(), (split(where(), microbatches=2), piper.recompute(where(), keep=keep))))
+    job = piper.Job(
+        TwoDraws,
+        case.batch,
+        case.loss,
+        sgd,
+        global_batch=4,
+        precision=piper.Precision(params="float64"),
+    )
+    return piper.compile(
+        job, Strategy(Mesh(), (split(where(), microbatches=2), piper.recompute(where(), keep=keep)))
+    )
 
 
 def test_numbers_that_nobody_needs_again_are_not_drawn_again() -> None:
     base, again = two_draws("all"), two_draws("inputs")
     assert differing(trained(again), trained(base)) == []
     code = again.code.export([c.code for c in again.program.variants], 2)
-    drawn = {step: sum(steps[step].source.count("draw(") for steps in code.values() if step in steps) for step in ("F", "R")}
+    drawn = {
+        step: sum(steps[step].source.count("draw(") for steps in code.values() if step in steps)
+        for step in ("F", "R")
+    }
     assert drawn == {"F": 2, "R": 1}

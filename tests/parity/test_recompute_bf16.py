@@ -19,7 +19,15 @@ from piper_runtime import Run
 from piper_runtime.rank.binding import parts
 from tests.helpers import compositions
 from tests.helpers.compositions import Composition, fitted, job_of, strategy_of
-from tests.parity.test_recompute import CASES, PIPELINES, POLICIES, differing, dropout_job, judged, trained
+from tests.parity.test_recompute import (
+    CASES,
+    PIPELINES,
+    POLICIES,
+    differing,
+    dropout_job,
+    judged,
+    trained,
+)
 
 MIXED = "bfloat16 mixed"
 QUICK = (("zbv", "inputs"),)
@@ -36,14 +44,22 @@ def without(schedule: str) -> Run:
 
 
 def again(schedule: str, keep: Any) -> piper.Compiled:
-    directives = (*PIPELINES[schedule](), piper.recompute(where(), keep=keep, apart=keep == "attention"))
+    directives = (
+        *PIPELINES[schedule](),
+        piper.recompute(where(), keep=keep, apart=keep == "attention"),
+    )
     return piper.compile(mixed_job(), Strategy(Mesh(pp=2), directives))
 
 
 @pytest.mark.parametrize(
     ("schedule", "keep"),
     [
-        pytest.param(schedule, keep, marks=[pytest.mark.long] * ((schedule, keep) not in QUICK), id=f"{schedule}-{keep}")
+        pytest.param(
+            schedule,
+            keep,
+            marks=[pytest.mark.long] * ((schedule, keep) not in QUICK),
+            id=f"{schedule}-{keep}",
+        )
         for schedule in PIPELINES
         for keep in POLICIES
     ],
@@ -59,7 +75,9 @@ def test_a_value_that_is_rounded_otherwise_is_seen(monkeypatch: pytest.MonkeyPat
 
     def off_by_a_bit(part: Any, rank: Any) -> Any:
         run = bound(part, rank)
-        return run if part.op.step != "R" else lambda: (run(), flip(rank.store.values[part.writes[0]]))
+        return (
+            run if part.op.step != "R" else lambda: (run(), flip(rank.store.values[part.writes[0]]))
+        )
 
     monkeypatch.setattr(parts, "_compute", off_by_a_bit)
     found = differing(trained(again("zbv", "inputs")), without("zbv"))
@@ -72,14 +90,19 @@ def flip(tensor: Tensor) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("c", [c for c in CASES if c.model != "llama"], ids=str)  # its tables of float32 are not cast
+@pytest.mark.parametrize(
+    "c", [c for c in CASES if c.model != "llama"], ids=str
+)  # its tables of float32 are not cast
 def test_every_kind_of_model_in_bfloat16(c: Composition) -> None:
-    """Bits only: of so few elements, alignment and casts inside of an op are more than 5 % of what an instruction adds."""
+    """Bits only: of so few elements, alignment and casts inside of an op are more than 5 % of what an instruction
+    adds."""
     compositions.captured(c.model, MIXED)
     c = fitted(replace(c, precision=MIXED))
     base, pipeline = compositions.run(c, steps=2), strategy_of(c)
     for keep, apart in (("inputs", False), ("products", True)):
-        strategy = Strategy(pipeline.mesh, (*pipeline.directives, piper.recompute(where(), keep=keep, apart=apart)))
+        strategy = Strategy(
+            pipeline.mesh, (*pipeline.directives, piper.recompute(where(), keep=keep, apart=apart))
+        )
         made = piper.compile(job_of(c), strategy)
         assert check(made.plan) == []
         assert differing(trained(made), base) == []

@@ -1,4 +1,5 @@
-"""The reference trains what the user wrote: memory that is shared, complex buffers and float64 files are kept as they are."""
+"""The reference trains what the user wrote: memory that is shared, complex buffers and float64 files are kept as they
+are."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ class SharedMemory(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    made = [torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(100 * step + r)) for r in rows]
+    made = [
+        torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(100 * step + r))
+        for r in rows
+    ]
     return torch.stack(made)[:, 0], torch.stack(made)[:, 1]
 
 
@@ -84,7 +88,9 @@ def assert_trained(found: dict[str, Tensor], model: nn.Module) -> None:
     wanted = trained(model).state_dict()
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert tensor.dtype == found[name].dtype and torch.allclose(found[name], tensor, rtol=1e-12, atol=1e-15), name
+        assert tensor.dtype == found[name].dtype and torch.allclose(
+            found[name], tensor, rtol=1e-12, atol=1e-15
+        ), name
 
 
 def made(model: Callable[[], nn.Module]) -> nn.Module:
@@ -110,18 +116,24 @@ def test_complex_buffers_stay_complex() -> None:
 
 
 def test_a_plan_with_complex_buffers_equals_one_device() -> None:
-    report = verify_strategy(job(Rotated), Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)))
+    report = verify_strategy(
+        job(Rotated), Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2))
+    )
     assert report.equal, report.text()
 
 
 def test_gradients_may_be_rounding_alone() -> None:
     """Where branches begin with weights of zero, only the last parameter here has a gradient in exact numbers."""
-    assert typical_norm({}) == 0 and typical_norm({"head": 3.0, "a": 0.0, "b": 0.0, "c": 0.0}) == 1.5
+    assert (
+        typical_norm({}) == 0 and typical_norm({"head": 3.0, "a": 0.0, "b": 0.0, "c": 0.0}) == 1.5
+    )
     truth = reference(job(Rotated), steps=1)
     *others, last = truth.gradients[0]
 
     def rounded(noise: float) -> dict[str, Tensor]:
-        return {n: torch.full_like(truth.gradients[0][n], noise) for n in others} | {last: truth.gradients[0][last]}
+        return {n: torch.full_like(truth.gradients[0][n], noise) for n in others} | {
+            last: truth.gradients[0][last]
+        }
 
     wanted, found = (replace(truth, gradients=[rounded(noise)]) for noise in (1e-18, -1e-18))
     assert differences(outcome_of(found), wanted) == []
@@ -141,7 +153,11 @@ def saved(tmp_path: Path) -> Path:
     """A file in float64 whose numbers float32 cannot hold."""
     generator = torch.Generator().manual_seed(5)
     state = Rotated().state_dict()
-    wide = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in state.items() if n != "turns"}
+    wide = {
+        n: torch.randn(t.shape, generator=generator, dtype=torch.float64)
+        for n, t in state.items()
+        if n != "turns"
+    }
     torch.save({**state, **wide}, tmp_path / "wide.pt")
     return tmp_path / "wide.pt"
 
@@ -151,7 +167,9 @@ def test_a_float64_file_is_trained_as_it_is(saved: Path) -> None:
     plain = made(Rotated)
     plain.layers.double()  # type: ignore[operator]  # a Module has any attribute
     plain.load_state_dict(torch.load(saved, weights_only=True))
-    run = piper.execute(piper.compile(from_file, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False)
+    run = piper.execute(
+        piper.compile(from_file, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False
+    )
     assert_trained(dict(reference(from_file, steps=STEPS).state_dict), plain)
     plain.load_state_dict(torch.load(saved, weights_only=True))
     assert_trained(run.state_dict(), plain)

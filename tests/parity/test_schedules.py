@@ -1,5 +1,5 @@
-"""Every recipe trains what one device trains: two and four devices, several chunks per device, weights tied across them and a
-skip over them."""
+"""Every recipe trains what one device trains: two and four devices, several chunks per device, weights tied across them
+and a skip over them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ TWO_PER_DEVICE = {"dualpipe", "dualpipe_v", "zbv"}
 
 def case(name: str, pp: int, microbatches: int = 0, chunks: int = 2) -> Composition:
     m = microbatches or (8 if pp == 4 and name in TWO_PER_DEVICE else 4)
-    more = {"chunks": min(chunks, 2) if name == "zero_bubble" else chunks} if name in CHUNKED else {}
+    more = (
+        {"chunks": min(chunks, 2) if name == "zero_bubble" else chunks} if name in CHUNKED else {}
+    )
     name = {"one_f_one_b": "1f1b"}.get(name, name)
-    return Composition("deep", pp, 1, m, name, optimizer="adamw", clip=0.05, bucket_mb=0.003, **more)
+    return Composition(
+        "deep", pp, 1, m, name, optimizer="adamw", clip=0.05, bucket_mb=0.003, **more
+    )
 
 
 def judge(c: Composition, pool: Pool | None = None) -> Run:
@@ -38,7 +42,12 @@ def judge(c: Composition, pool: Pool | None = None) -> Run:
 
 
 @settings(max_examples=15)
-@given(st.sampled_from(sorted(recipes.RECIPES)), st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
+@given(
+    st.sampled_from(sorted(recipes.RECIPES)),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 9),
+)
 def test_inline(name: str, pp: int, chunks: int, microbatches: int) -> None:
     """Any numbers that the model's eight layers allow, few and odd numbers of microbatches among them."""
     pp += pp % 2 if name == "dualpipe" else 0

@@ -31,7 +31,9 @@ def broken(plan: Plan, draw: random.Random) -> Plan:
         index = draw.randrange(len(role.program))
         changed = _changed(role.program[index], list(plan.values), draw)
         program = (*role.program[:index], changed, *role.program[index + 1 :])
-        plan = replace(plan, roles=tuple(replace(r, program=program) if r is role else r for r in plan.roles))
+        plan = replace(
+            plan, roles=tuple(replace(r, program=program) if r is role else r for r in plan.roles)
+        )
     return plan
 
 
@@ -40,7 +42,9 @@ def _changed(instr: Instr, values: list[str], draw: random.Random) -> Instr:
     if field in ("frees_before", "allocs_after"):
         return replace(instr, **{field: _edited(getattr(instr, field), values, draw)})
     k = draw.randrange(len(instr.parts))
-    part: Part = replace(instr.parts[k], **{field: _edited(getattr(instr.parts[k], field), values, draw)})
+    part: Part = replace(
+        instr.parts[k], **{field: _edited(getattr(instr.parts[k], field), values, draw)}
+    )
     return replace(instr, parts=(*instr.parts[:k], part, *instr.parts[k + 1 :]))
 
 
@@ -72,7 +76,12 @@ def without_waits(plan: Plan) -> Iterator[Plan]:
             for n in range(len(instr.waits)):
                 less = replace(instr, waits=(*instr.waits[:n], *instr.waits[n + 1 :]))
                 program = (*role.program[:k], less, *role.program[k + 1 :])
-                yield replace(plan, roles=tuple(replace(r, program=program) if r is role else r for r in plan.roles))
+                yield replace(
+                    plan,
+                    roles=tuple(
+                        replace(r, program=program) if r is role else r for r in plan.roles
+                    ),
+                )
 
 
 def with_spoiled_reads(plan: Plan) -> Iterator[Plan]:
@@ -81,23 +90,47 @@ def with_spoiled_reads(plan: Plan) -> Iterator[Plan]:
         for k, instr in enumerate(role.program):
             op = instr.parts[0].op
             if isinstance(op, Collective) and op.law.spoils and instr.parts[0].reads:
-                n = next(n for n in range(k + 1, len(role.program)) if role.program[n].stream == COMPUTE)
+                n = next(
+                    n for n in range(k + 1, len(role.program)) if role.program[n].stream == COMPUTE
+                )
                 late = role.program[n]
-                parts = (replace(late.parts[0], held=(*late.parts[0].held, *instr.parts[0].reads)), *late.parts[1:])
+                parts = (
+                    replace(late.parts[0], held=(*late.parts[0].held, *instr.parts[0].reads)),
+                    *late.parts[1:],
+                )
                 program = (*role.program[:n], replace(late, parts=parts), *role.program[n + 1 :])
-                yield replace(plan, roles=tuple(replace(r, program=program) if r is role else r for r in plan.roles))
+                yield replace(
+                    plan,
+                    roles=tuple(
+                        replace(r, program=program) if r is role else r for r in plan.roles
+                    ),
+                )
 
 
-@pytest.mark.parametrize(("make", "seeds"), [(good_plan, 400), (sharded_plan, 50)], ids=["by hand", "zero=3"])
-def test_broken_plans_are_found_alike(make: Callable[[], Plan], seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("make", "seeds"), [(good_plan, 400), (sharded_plan, 50)], ids=["by hand", "zero=3"]
+)
+def test_broken_plans_are_found_alike(
+    make: Callable[[], Plan], seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = make()
-    plans = [good, *without_waits(good), *with_spoiled_reads(good), *(broken(good, random.Random(seed)) for seed in range(seeds))]
+    plans = [
+        good,
+        *without_waits(good),
+        *with_spoiled_reads(good),
+        *(broken(good, random.Random(seed)) for seed in range(seeds)),
+    ]
     quick = [violations(plan) for plan in plans]
     assert quick[0] == [] and sum(map(bool, quick)) > seeds // 2
     assert len({v.rule for found in quick for v in found}) >= 5, "R11 to R16, R29"
 
-    def one_by_one(roles: Sequence[RolePlan], orders: Mapping[str, HappensBefore]) -> dict[str, tuple[set[str], set[str]]]:
-        return {name: (set(), good | others) for name, (good, others) in settled_values(roles, orders).items()}
+    def one_by_one(
+        roles: Sequence[RolePlan], orders: Mapping[str, HappensBefore]
+    ) -> dict[str, tuple[set[str], set[str]]]:
+        return {
+            name: (set(), good | others)
+            for name, (good, others) in settled_values(roles, orders).items()
+        }
 
     monkeypatch.setattr(verify_values, "settled_values", one_by_one)
     assert [violations(plan) for plan in plans] == quick

@@ -1,4 +1,5 @@
-"""Plans whose ranks share parameters, gradients and optimizer states, against one device, and their memory to the byte."""
+"""Plans whose ranks share parameters, gradients and optimizer states, against one device, and their memory to the
+byte."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ ROOMS = (0, 0.003, "step")
 """The MiB that may stay gathered: nothing, some of a model's 30 KiB, or all."""
 SCHEDULES = ("default", "1f1b", "gpipe", "random", "random", *PIPELINES)
 QUICK, PROCESSES = 600, 14
-"""The cases that `make test` runs, of which the first have two rows per microbatch and few policies of recomputation: to capture
-all models anew for other rows and policies takes 17 s, and what remains of a case 0.1 s."""
+"""The cases that `make test` runs, of which the first have two rows per microbatch and few policies of recomputation:
+to capture all models anew for other rows and policies takes 17 s, and what remains of a case 0.1 s."""
 MEASURED = 200
-"""Of the quick cases, these train for three steps and their memory is measured, and every fourth of the others; the rest train
-for two, with an update between their gradients and one after them."""
+"""Of the quick cases, these train for three steps and their memory is measured, and every fourth of the others; the
+rest train for two, with an update between their gradients and one after them."""
 
 
 def drawn(seed: int, rep: int = 1) -> Composition:
@@ -72,7 +73,8 @@ def drawn(seed: int, rep: int = 1) -> Composition:
 
 
 def judge(c: Composition, memory: bool = True, **options: Any) -> None:
-    """Compile, verify, run for three steps, with its memory measured in the second unless told otherwise, and compare."""
+    """Compile, verify, run for three steps, with its memory measured in the second unless told otherwise, and
+    compare."""
     plan = compositions.compiled(c).plan
     verify(plan)
     run = compositions.run(c, plan, memory=memory, **options)
@@ -100,12 +102,19 @@ def test_replicas_of_sharers_train_what_one_device_trains(seed: int) -> None:
 def test_opaque_regions_compute_the_same_bits_with_gathered_parameters(keep: str) -> None:
     """Gradients are summed in the order of whole ones where each is scattered once."""
     whole = Composition("opaque", dp=2, microbatches=2, keep=keep)
-    runs = [compositions.run(c) for c in (whole, replace(whole, zero=3, bucket_mb=0.0005, reduced_mb="step"))]
+    runs = [
+        compositions.run(c)
+        for c in (whole, replace(whole, zero=3, bucket_mb=0.0005, reduced_mb="step"))
+    ]
     for expected, found in zip(runs[0].gradients, runs[1].gradients, strict=True):
-        assert expected.keys() == found.keys() and all(torch.equal(expected[n], found[n]) for n in expected)
+        assert expected.keys() == found.keys() and all(
+            torch.equal(expected[n], found[n]) for n in expected
+        )
 
 
-def test_autograd_would_keep_gathered_parameters_of_opaque_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autograd_would_keep_gathered_parameters_of_opaque_regions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Negative control: what it saves is kept as it is, and the counter sees it."""
     c = Composition("opaque", dp=2, microbatches=2, zero=3, bucket_mb=0.0005)
     plan = compositions.compiled(c).plan
@@ -113,13 +122,25 @@ def test_autograd_would_keep_gathered_parameters_of_opaque_regions(monkeypatch: 
     assert lies(plan, dict(compositions.run(c, plan, memory=True).memory))
 
 
-CASE = Composition("gpt", pp=2, dp=2, microbatches=4, schedule="1f1b", optimizer="adamw", clip=0.05, bucket_mb=0.002, zero=3)
+CASE = Composition(
+    "gpt",
+    pp=2,
+    dp=2,
+    microbatches=4,
+    schedule="1f1b",
+    optimizer="adamw",
+    clip=0.05,
+    bucket_mb=0.002,
+    zero=3,
+)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_processes_compute_and_hold_the_same(zero: int, schedule: str, pool: Any) -> None:
-    judge(replace(CASE, model="deep", zero=zero, schedule=schedule), launcher="processes", pool=pool)
+    judge(
+        replace(CASE, model="deep", zero=zero, schedule=schedule), launcher="processes", pool=pool
+    )
 
 
 @pytest.mark.parametrize("seed", numbers(range(20), PROCESSES))
@@ -130,7 +151,9 @@ def test_more_processes_compute_and_hold_the_same(seed: int, pool: Any) -> None:
 def test_the_text_of_a_plan_says_everything() -> None:
     plan = compositions.compiled(CASE).plan
     text = format_plan(plan)
-    assert parse_plan(text) == plan and " holding " in text and " Fresh " in text and " Fold " in text
+    assert (
+        parse_plan(text) == plan and " holding " in text and " Fresh " in text and " Fold " in text
+    )
 
 
 def parts(plan: Plan, role: str) -> list[Part]:
@@ -138,16 +161,24 @@ def parts(plan: Plan, role: str) -> list[Part]:
 
 
 def gathers(plan: Plan, role: str) -> Counter[str]:
-    return Counter(p.op.bucket for p in parts(plan, role) if isinstance(p.op, Collective) and p.op.kind == "all_gather")
+    return Counter(
+        p.op.bucket
+        for p in parts(plan, role)
+        if isinstance(p.op, Collective) and p.op.kind == "all_gather"
+    )
 
 
 def scatters(plan: Plan, role: str) -> int:
-    return sum(isinstance(p.op, Collective) and p.op.kind == "reduce_scatter" for p in parts(plan, role))
+    return sum(
+        isinstance(p.op, Collective) and p.op.kind == "reduce_scatter" for p in parts(plan, role)
+    )
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_what_is_kept_for_the_step_is_gathered_and_scattered_once(zero: int) -> None:
-    plan = compositions.compiled(replace(CASE, zero=zero, resident_mb="step", reduced_mb="step")).plan
+    plan = compositions.compiled(
+        replace(CASE, zero=zero, resident_mb="step", reduced_mb="step")
+    ).plan
     for role in plan.roles:
         held = {b.id for b in plan.buckets if role.role in b.roles}
         assert gathers(plan, role.role) == Counter(held)
@@ -160,23 +191,31 @@ def test_gpipe_gathers_twice_per_microbatch_and_scatters_once() -> None:
     plan = compositions.compiled(c).plan
     for role in plan.roles:
         assert len({b.id for b in plan.buckets if role.role in b.roles}) == 1
-        assert sum(gathers(plan, role.role).values()) == 1  # one bucket is all that the role uses, one use after the other
+        assert (
+            sum(gathers(plan, role.role).values()) == 1
+        )  # one bucket is all that the role uses, one use after the other
     plan = compositions.compiled(replace(c, bucket_mb=0.0001)).plan  # a bucket per parameter
     reads = Counter(b for p in parts(plan, "pp0") for b in _read(plan, p))
     found = gathers(plan, "pp0")
-    assert found.keys() == reads.keys() and all(c.microbatches <= found[b] <= reads[b] for b in found)
+    assert found.keys() == reads.keys() and all(
+        c.microbatches <= found[b] <= reads[b] for b in found
+    )
 
 
 def _read(plan: Plan, part: Part) -> set[str]:
     gathered = {
-        p.writes[0]: p.op.bucket for p in parts(plan, "pp0") if isinstance(p.op, Collective) and p.op.kind == "all_gather"
+        p.writes[0]: p.op.bucket
+        for p in parts(plan, "pp0")
+        if isinstance(p.op, Collective) and p.op.kind == "all_gather"
     }
     return {gathered[v] for v in part.held if v in gathered}
 
 
 @pytest.mark.parametrize(("zero", "mb"), [(1, 0), (2, 0), (3, 0), (3, "step")])
 def test_the_explanation_says_what_is_gathered_and_why_a_window_ends(zero: int, mb: Any) -> None:
-    made = compositions.compiled(replace(CASE, model="skip", zero=zero, resident_mb=mb, reduced_mb="step"))
+    made = compositions.compiled(
+        replace(CASE, model="skip", zero=zero, resident_mb=mb, reduced_mb="step")
+    )
     text, plan = explain(made), made.plan
     for role in plan.roles:
         found = gathers(plan, role.role)
@@ -211,21 +250,32 @@ def under_way(plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_one_scatter_is_under_way_while_a_buffer_is_filled(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow links are; negative control: without the bound there are more, where folds do not wait for them anyway."""
+def test_one_scatter_is_under_way_while_a_buffer_is_filled(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow links are; negative control: without the bound there are more, where folds do not wait for them
+    anyway."""
     c = replace(CASE, model="deep", schedule=schedule)
     monkeypatch.setattr(residency, "LINK", 1e3)
     monkeypatch.setattr(durations, "LINK", 1e3)
     assert under_way(compositions.compiled(c).plan) == 1
-    monkeypatch.setattr(release, "_bounded", lambda draft, sent, *_: np.full(len(sent), np.iinfo(np.int64).max))
+    monkeypatch.setattr(
+        release, "_bounded", lambda draft, sent, *_: np.full(len(sent), np.iinfo(np.int64).max)
+    )
     assert under_way(compositions.compiled(c).plan) > 1 or schedule != "1f1b"
 
 
 def test_no_weight_gradient_waits_for_a_gather() -> None:
     plan = compositions.compiled(replace(CASE, model="deep", schedule="zbv")).plan
     for role in plan.roles:
-        weights = [p for p in parts(plan, role.role) if isinstance(p.op, Compute) and p.op.step == "W"]
-        gathered = {p.writes[0] for p in parts(plan, role.role) if isinstance(p.op, Collective) and p.op.kind == "all_gather"}
+        weights = [
+            p for p in parts(plan, role.role) if isinstance(p.op, Compute) and p.op.step == "W"
+        ]
+        gathered = {
+            p.writes[0]
+            for p in parts(plan, role.role)
+            if isinstance(p.op, Collective) and p.op.kind == "all_gather"
+        }
         assert weights and not any(gathered & set(p.held) for p in weights)
 
 
@@ -235,7 +285,9 @@ def test_each_level_shares_one_more_state() -> None:
     whole = _bytes_by_state(plans[1], 4)
     for zero, plan in enumerate(plans[1:], 1):
         shared = ("optim", "grad", "param")[:zero]
-        assert _bytes_by_state(plan, 1) == {kind: whole[kind] // (4 if kind in shared else 1) for kind in whole}
+        assert _bytes_by_state(plan, 1) == {
+            kind: whole[kind] // (4 if kind in shared else 1) for kind in whole
+        }
     assert plans[3].roles[0].peak_bytes < plans[0].roles[0].peak_bytes
 
 
@@ -248,7 +300,10 @@ def _bytes_by_state(plan: Plan, sharers: int) -> dict[str, int]:
 
 
 def test_an_optimizer_of_whole_parameters_is_refused() -> None:
-    with pytest.raises(CompileError, match=r"zero=3.*Adafactor works on whole parameters here \(it keeps sums over rows"):
+    with pytest.raises(
+        CompileError,
+        match=r"zero=3.*Adafactor works on whole parameters here \(it keeps sums over rows",
+    ):
         compositions.compiled(replace(CASE, optimizer="adafactor", clip=None))
 
 
@@ -259,21 +314,34 @@ def test_replicas_of_sharers_keep_the_same_parts() -> None:
         *recipes.one_f_one_b(pp=2, microbatches=2),
         replicate(where(), over=("dp", "rep"), shard=SHARED, bucket_mb=0.002),
     )
-    c = Composition("gpt", pp=2, dp=4, microbatches=2, schedule="1f1b", optimizer="adamw", clip=0.05, rows=1)
+    c = Composition(
+        "gpt", pp=2, dp=4, microbatches=2, schedule="1f1b", optimizer="adamw", clip=0.05, rows=1
+    )
     made = piper.compile(compositions.job_of(c), Strategy(Mesh(pp=2, dp=2, rep=2), directives))
     verify(made.plan)
-    assert program.params and {b.channel for b in made.plan.buckets} and all(b.shard.grads == ("dp",) for b in made.plan.buckets)
+    assert (
+        program.params
+        and {b.channel for b in made.plan.buckets}
+        and all(b.shard.grads == ("dp",) for b in made.plan.buckets)
+    )
     run = compositions.run(c, made.plan, memory=True)
     parity.assert_parity(run, compositions.expected(c))
     assert not lies(made.plan, dict(run.memory))
 
 
 def test_a_norm_over_other_axes_here_and_there_is_refused() -> None:
-    along = [replicate(where(stage=k), over=("dp", "rep"), shard={"optim": axes}) for k, axes in ((0, ("dp",)), (1, ("rep",)))]
+    along = [
+        replicate(where(stage=k), over=("dp", "rep"), shard={"optim": axes})
+        for k, axes in ((0, ("dp",)), (1, ("rep",)))
+    ]
     c = Composition("gpt_untied", pp=2, dp=4, microbatches=2, schedule="1f1b", rows=1)
-    strategy = Strategy(Mesh(pp=2, dp=2, rep=2), (*recipes.one_f_one_b(pp=2, microbatches=2), *along))
+    strategy = Strategy(
+        Mesh(pp=2, dp=2, rep=2), (*recipes.one_f_one_b(pp=2, microbatches=2), *along)
+    )
     piper.compile(compositions.job_of(c), strategy)
-    with pytest.raises(CompileError, match=r"along (dp|rep) and .*, and clip_norm needs .* or leave clip_norm out"):
+    with pytest.raises(
+        CompileError, match=r"along (dp|rep) and .*, and clip_norm needs .* or leave clip_norm out"
+    ):
         piper.compile(compositions.job_of(replace(c, clip=0.05)), strategy)
 
 
@@ -298,16 +366,23 @@ def stale(part: Part, rank: Any) -> Any:
 def silent(part: Part, rank: Any) -> Any:
     """A scatter that forgets one rank: it adds nothing of that rank's in the second step."""
     found = ranks.bind_operand(part, rank)
-    forgets = isinstance(part.op, Collective) and part.op.kind == "reduce_scatter" and rank.rank == 1
+    forgets = (
+        isinstance(part.op, Collective) and part.op.kind == "reduce_scatter" and rank.rank == 1
+    )
     return lambda: torch.zeros_like(found()) if forgets and rank.step == 1 else found()
 
 
 @pytest.mark.parametrize("fault", [stale, silent])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_the_judge_sees_a_rank_that_is_left_out(zero: int, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_sees_a_rank_that_is_left_out(
+    zero: int, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Negative controls of the cases above; the first step of both is right, so that one step would hide it."""
     c = replace(CASE, zero=zero)
-    with bound_otherwise(monkeypatch, operand=fault), pytest.raises(AssertionError, match="step 1, gradient") as found:
+    with (
+        bound_otherwise(monkeypatch, operand=fault),
+        pytest.raises(AssertionError, match="step 1, gradient") as found,
+    ):
         judge(c, memory=False)
     assert "step 0" not in str(found.value)
 
@@ -329,7 +404,9 @@ def test_a_gathered_buffer_that_lives_on_is_seen(monkeypatch: pytest.MonkeyPatch
 
 def test_faults_in_what_ranks_share_break_the_rules_of_it() -> None:
     plan = compositions.compiled(CASE).plan
-    broken = {v.rule for fault in SHARDING if (faulty := fault(plan)) is not None for v in check(faulty)}
+    broken = {
+        v.rule for fault in SHARDING if (faulty := fault(plan)) is not None for v in check(faulty)
+    }
     assert not check(plan) and {"R30-shards", "R31-gathered", "R32-contributions"} <= broken
 
 
@@ -337,6 +414,13 @@ def test_a_step_of_whole_parameters_follows_their_gather() -> None:
     plan = compositions.compiled(replace(CASE, zero=1)).plan
     role = plan.roles[0]
     stream = next(instr.stream for instr in role.program if instr.comm and "gather" in instr.name)
-    program = tuple(replace(i, waits=tuple(w for w in i.waits if w[0] != stream)) for i in role.program)
-    found = check(with_peaks(replace(plan, roles=(replace(role, program=program), *plan.roles[1:]))))
-    assert any(v.rule == "R31-gathered" and re.search("without waiting for its gather", v.message) for v in found)
+    program = tuple(
+        replace(i, waits=tuple(w for w in i.waits if w[0] != stream)) for i in role.program
+    )
+    found = check(
+        with_peaks(replace(plan, roles=(replace(role, program=program), *plan.roles[1:])))
+    )
+    assert any(
+        v.rule == "R31-gathered" and re.search("without waiting for its gather", v.message)
+        for v in found
+    )

@@ -24,9 +24,9 @@ MODELS = (
     ("keywords", 2, "tokens"),
     ("frozen", 2, "tokens"),
 )
-"""Model, devices that share its chunks, and what they share of the stream: tied weights; groups of queries, and fewer heads of
-keys than devices; dropout; a loss that is a sum over a sum of weights; frozen parameters. To capture and share a model takes as
-long as many cases, so that the quick ones have few."""
+"""Model, devices that share its chunks, and what they share of the stream: tied weights; groups of queries, and fewer
+heads of keys than devices; dropout; a loss that is a sum over a sum of weights; frozen parameters. To capture and share
+a model takes as long as many cases, so that the quick ones have few."""
 MORE_MODELS = (
     *MODELS, ("gpt", 2, ""), ("gpt", 4, ""), ("gpt", 4, "tokens"), ("llama", 2, "tokens"), ("llama", 4, ""),
     ("gpt_dropout", 2, "tokens"), ("keywords", 2, ""), ("keywords", 4, "tokens"), ("frozen", 2, ""), ("frozen", 4, "tokens"),
@@ -38,10 +38,11 @@ SCHEDULES = ("default", "1f1b", "gpipe", "random", "random", *PIPELINES)
 ROOMS = (0, 0.003, "step")
 MOST_RANKS = 8
 RINGS = 1, 2
-"""Of the quick cases with the model of this number, every second one has two devices share the tokens as well, by a ring."""
+"""Of the quick cases with the model of this number, every second one has two devices share the tokens as well, by a
+ring."""
 MEASURED = 3
-"""Of the quick cases, every third trains for three steps and its memory is measured; the others train for two, with an update
-between their gradients and one after them."""
+"""Of the quick cases, every third trains for three steps and its memory is measured; the others train for two, with an
+update between their gradients and one after them."""
 
 
 def drawn(seed: int) -> Composition:
@@ -57,7 +58,9 @@ def drawn(seed: int) -> Composition:
     optimizer = rng.choice(("sgd", "adamw"))
     written = schedule == "random"
     policies = ("all", "all", "inputs") if plain else ("all", "all", "inputs", "products")
-    policies = ("all",) if model in ("buffers", "counter") else policies  # R would read a buffer that has changed
+    policies = (
+        ("all",) if model in ("buffers", "counter") else policies
+    )  # R would read a buffer that has changed
     c = fitted(
         Composition(
             model, pp=pp, dp=dp, microbatches=rng.choice((2,) if plain else (2, 4)), schedule=schedule,
@@ -73,7 +76,9 @@ def drawn(seed: int) -> Composition:
     )  # fmt: skip
     if plain and seed % len(models) == RINGS[0] and seed // len(models) % RINGS[1] == 0:
         c = replace(c, cp=2, attention="ring")
-    dp = min(c.dp, MOST_RANKS // (c.pp * c.tp * c.cp))  # a schedule of stages takes two devices where one was drawn
+    dp = min(
+        c.dp, MOST_RANKS // (c.pp * c.tp * c.cp)
+    )  # a schedule of stages takes two devices where one was drawn
     assert c.pp * dp * c.tp * c.cp <= MOST_RANKS
     return replace(c, dp=dp, rep=c.rep if dp == c.dp else 1, zero=c.zero if dp > 1 else 0)
 
@@ -103,18 +108,24 @@ def test_sharers_of_tokens_train_what_one_device_trains(seed: int) -> None:
 
 
 def judge(c: Composition, whole: bool = True, **options: Any) -> None:
-    """Compile, verify, run for three steps with its memory measured in the second, or else for two steps, and compare."""
+    """Compile, verify, run for three steps with its memory measured in the second, or else for two steps, and
+    compare."""
     made = compositions.compiled(c)
     plan, steps = made.plan, parity.STEPS if whole else 2
     verify(plan)
     assert plan.shared or c.tp == c.cp == 1
-    run = piper.execute(made, **{"steps": steps, "launcher": "inline", "gradients": True, "memory": whole, **options})
+    run = piper.execute(
+        made,
+        **{"steps": steps, "launcher": "inline", "gradients": True, "memory": whole, **options},
+    )
     parity.assert_parity(run, compositions.expected(c, steps), label=repr(c))
     found = lies(plan, dict(run.memory))
     assert not found, "\n".join([repr(c), *found[:6]])
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] * (s >= QUICK)) for s in range(LONG)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=[pytest.mark.long] * (s >= QUICK)) for s in range(LONG)]
+)
 def test_sharers_train_what_one_device_trains(seed: int) -> None:
     judge(drawn(seed), whole=seed >= QUICK or seed % MEASURED == 0)
 
@@ -122,7 +133,11 @@ def test_sharers_train_what_one_device_trains(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(PROCESSES))
 def test_sharers_in_processes_train_what_one_device_trains(seed: int, pool: Any) -> None:
     c = drawn(seed + len(MODELS) * (2 * seed + 1))
-    judge(replace(c, pp=min(c.pp, 2), dp=1 if c.pp > 1 else min(c.dp, 2), rep=1, tp=2), launcher="processes", pool=pool)
+    judge(
+        replace(c, pp=min(c.pp, 2), dp=1 if c.pp > 1 else min(c.dp, 2), rep=1, tp=2),
+        launcher="processes",
+        pool=pool,
+    )
 
 
 def test_the_cases_have_every_schedule_with_every_model() -> None:

@@ -70,13 +70,20 @@ class Tables(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(models.VOCAB, models.D), nn.Linear(models.D, models.VOCAB)
-        self.up, self.down = (nn.Parameter(torch.randn(*shape)) for shape in ((models.T, 8), (8, models.D)))
+        self.embed, self.head = (
+            nn.Embedding(models.VOCAB, models.D),
+            nn.Linear(models.D, models.VOCAB),
+        )
+        self.up, self.down = (
+            nn.Parameter(torch.randn(*shape)) for shape in ((models.T, 8), (8, models.D))
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         table = torch.tanh(self.up) @ self.down
         halves, quarters = table.view(models.T, 2, -1).tanh(), table.view(models.T, 4, -1).relu()
-        return self.head(self.embed(tokens) + halves.reshape(table.shape) * quarters.reshape(table.shape)).mean(1)
+        return self.head(
+            self.embed(tokens) + halves.reshape(table.shape) * quarters.reshape(table.shape)
+        ).mean(1)
 
 
 def last_token(logits: Tensor, targets: Tensor) -> Tensor:
@@ -85,7 +92,12 @@ def last_token(logits: Tensor, targets: Tensor) -> Tensor:
 
 @functools.cache
 def job(parts: int) -> Job:
-    return replace(job_of(Composition("gpt_untied")), model=functools.partial(Halves, parts), loss=last_token, global_batch=4)
+    return replace(
+        job_of(Composition("gpt_untied")),
+        model=functools.partial(Halves, parts),
+        loss=last_token,
+        global_batch=4,
+    )
 
 
 def test_what_a_sum_leaves_undefined_is_read_by_nobody() -> None:
@@ -107,16 +119,27 @@ def compiled(parts: int, sizes: dict[str, int], **how: Any) -> Any:
 def test_parts_of_one_dimension_are_exchanged_for_each_other() -> None:
     """A device has a part of each half, and wants one half whole: both are in the dimension of the tokens."""
     made = compiled(2, {"cp": 2}, **CONTEXT)
-    assert any(c.kind == "all_to_all" for chunk in made.plan.chunks for step in chunk.steps.values() for c in step.collectives)
+    assert any(
+        c.kind == "all_to_all"
+        for chunk in made.plan.chunks
+        for step in chunk.steps.values()
+        for c in step.collectives
+    )
     parity.assert_parity(shared_jobs.run(made), parity.reference(job(2)))
 
 
 def test_dimensions_within_each_other_are_refused() -> None:
     """Of 2 x 4 tokens four devices share both; of the 4 that are left they would share the second once more."""
-    with pytest.raises(DirectiveError, match="share dimensions of 2 x 4 and of 4 elements, one of which is within the other"):
+    with pytest.raises(
+        DirectiveError,
+        match="share dimensions of 2 x 4 and of 4 elements, one of which is within the other",
+    ):
         compiled(2, {"cp": 4}, **CONTEXT)
 
 
 def test_a_view_that_devices_cannot_share_is_said() -> None:
-    with pytest.raises(DirectiveError, match=r"6 tokens, .* views as 3 x 2, cannot be shared by 2 devices \(cp=2\); 3 can"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"6 tokens, .* views as 3 x 2, cannot be shared by 2 devices \(cp=2\); 3 can",
+    ):
         compiled(3, {"cp": 2}, **CONTEXT)

@@ -1,4 +1,5 @@
-"""Means over tokens that devices share are those of one device, where parts have different numbers of targets that count."""
+"""Means over tokens that devices share are those of one device, where parts have different numbers of targets that
+count."""
 
 from __future__ import annotations
 
@@ -64,9 +65,13 @@ def test_a_loss_of_masked_labels(cp: int, tp: int, stream: str) -> None:
     assert not lies(made.plan, found.memory)
     head = made.plan.chunks[-1]
     logits = made.plan.rows * LENGTH * VOCAB * 8 // cp // tp
-    assert max(spec.nbytes for name, spec in head.ports.items() if name.startswith("saved")) == logits, "no others are kept"
+    assert (
+        max(spec.nbytes for name, spec in head.ports.items() if name.startswith("saved")) == logits
+    ), "no others are kept"
     sent = [c for sig in head.steps.values() for c in sig.collectives if c.axis == "cp"]
-    assert [(c.kind, c.nbytes) for c in sent] == [("all_reduce", 8)], "the loss, and nothing of its gradient"
+    assert [(c.kind, c.nbytes) for c in sent] == [("all_reduce", 8)], (
+        "the loss, and nothing of its gradient"
+    )
 
 
 def test_a_mean_over_local_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +81,15 @@ def test_a_mean_over_local_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
     def local(code: Any) -> Any:
         own = rf"ne = 2 * (\1.view(-1, 2, {LENGTH // 2})[:, PLACE['cp']] != {IGNORED})"
-        return replace(code, source=re.sub(r"ne = _aten_ne_Scalar\((\w+), -100\)", own, code.source))
+        return replace(
+            code, source=re.sub(r"ne = _aten_ne_Scalar\((\w+), -100\)", own, code.source)
+        )
 
     def changed(store: Any, codes: Any, rows: int) -> Any:
-        return {k: {step: local(code) for step, code in v.items()} for k, v in exported(store, codes, rows).items()}
+        return {
+            k: {step: local(code) for step, code in v.items()}
+            for k, v in exported(store, codes, rows).items()
+        }
 
     monkeypatch.setattr(type(made.code), "export", changed)
     assert wrong(job(), made, shared_jobs.run(made))

@@ -1,4 +1,5 @@
-"""Declared optimizers, and several by parameter, where devices share chunks, experts or states: one device, or refused."""
+"""Declared optimizers, and several by parameter, where devices share chunks, experts or states: one device, or
+refused."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -54,7 +57,15 @@ LION_AND_ADAMW = {"*0.weight": made(Lion), "*": ADAMW}
 
 def job(optimizer: Any) -> piper.Job:
     precision = piper.Precision(params="float64")
-    return piper.Job(Wide, batch, nn.functional.mse_loss, optimizer, global_batch=8, precision=precision, clip_norm=0.1)
+    return piper.Job(
+        Wide,
+        batch,
+        nn.functional.mse_loss,
+        optimizer,
+        global_batch=8,
+        precision=precision,
+        clip_norm=0.1,
+    )
 
 
 def check(of: piper.Job, mesh: Mesh, *directives: Any) -> None:
@@ -62,8 +73,13 @@ def check(of: piper.Job, mesh: Mesh, *directives: Any) -> None:
     made_of = piper.compile(of, piper.Strategy(mesh, directives))
     plan = made_of.plan
     run = piper.execute(made_of, steps=3, launcher="inline", gradients=True)
-    assert not differences(RunOutcome.of(run), reference(of, replicas=plan.replicas, microbatches=plan.microbatches, steps=3))
-    assert run.peak_bytes == {rank: plan.role_of(rank).peak_bytes for rank in range(plan.mesh.world)}
+    assert not differences(
+        RunOutcome.of(run),
+        reference(of, replicas=plan.replicas, microbatches=plan.microbatches, steps=3),
+    )
+    assert run.peak_bytes == {
+        rank: plan.role_of(rank).peak_bytes for rank in range(plan.mesh.world)
+    }
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -90,22 +106,36 @@ KINDS = {
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_torch_updates_element_by_element_takes_parts(zero: int, tmp_path: Path) -> None:
     """Without a declaration: with states that ranks share and parameters in parts, and resumed where they are whole."""
-    work, parts = job(KINDS), piper.Strategy(Mesh(dp=2, tp=2), (HEADS, *recipes.data_parallel(zero=zero)))
+    work, parts = (
+        job(KINDS),
+        piper.Strategy(Mesh(dp=2, tp=2), (HEADS, *recipes.data_parallel(zero=zero))),
+    )
     check(work, parts.mesh, *parts.directives)
     saved = piper.Checkpoints(tmp_path, every=2)
-    piper.execute(piper.compile(work, parts), steps=2, launcher="inline", checkpoint=saved, memory=False)
+    piper.execute(
+        piper.compile(work, parts), steps=2, launcher="inline", checkpoint=saved, memory=False
+    )
     whole = piper.compile(work, piper.Strategy(Mesh(), piper.split(where(), microbatches=2)))
-    resumed = piper.execute(whole, steps=1, launcher="inline", checkpoint=saved, resume="latest", memory=False)
+    resumed = piper.execute(
+        whole, steps=1, launcher="inline", checkpoint=saved, resume="latest", memory=False
+    )
     expected = reference(work, replicas=2, microbatches=1, steps=3)
     assert resumed.losses == pytest.approx(expected.losses[2:], rel=1e-9)
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "each"),
-    [(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, True), (torch.optim.Adafactor, {}, False), (Trust, {}, False)],
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, True),
+        (torch.optim.Adafactor, {}, False),
+        (Trust, {}, False),
+    ],
 )
-def test_a_trial_finds_what_works_by_elements(kind: Any, settings: dict[str, Any], each: bool) -> None:
-    """SGD with a setting that its fused kernel lacks; one of torch that needs matrices; one of a user that may do anything."""
+def test_a_trial_finds_what_works_by_elements(
+    kind: Any, settings: dict[str, Any], each: bool
+) -> None:
+    """SGD with a setting that its fused kernel lacks; one of torch that needs matrices; one of a user that may do
+    anything."""
 
     def make() -> torch.optim.Optimizer:
         return kind([nn.Parameter(torch.empty(4, 4, device="meta"))], lr=0.1, **settings)  # type: ignore[no-any-return]  # any optimizer
@@ -113,7 +143,9 @@ def test_a_trial_finds_what_works_by_elements(kind: Any, settings: dict[str, Any
     assert by_elements(make(), make) is each
 
 
-@pytest.mark.parametrize(("optimizer", "kind"), [({"*.weight": muon(), "*": ADAMW}, "Muon"), (made(Trust), "Trust")])
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [({"*.weight": muon(), "*": ADAMW}, "Muon"), (made(Trust), "Trust")]
+)
 def test_whole_parameters_are_not_taken_apart(optimizer: Any, kind: str) -> None:
     said = rf"a part of parameter 'layers.0.0.weight' \(by shard\), and {kind} works on whole parameters here.*leave shard out"
     with pytest.raises(CompileError, match=said):
@@ -140,7 +172,9 @@ def test_what_torch_updates_element_by_element_takes_shared_experts(name: str) -
 
 def test_nesterov_in_half_precision_beside_dropless_experts() -> None:
     nesterov = made(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
-    of = replace(shared_jobs.job("dropless"), optimizer=nesterov, precision=piper.Precision("bfloat16"))
+    of = replace(
+        shared_jobs.job("dropless"), optimizer=nesterov, precision=piper.Precision("bfloat16")
+    )
     strategy = piper.Strategy(Mesh(ep=2), (EXPERTS, *recipes.data_parallel(over=("ep",), zero=1)))
     run = piper.execute(piper.compile(of, strategy), steps=2, launcher="inline", memory=False)
     assert run.losses == pytest.approx(reference(of, replicas=2, steps=2).losses, rel=0.02)
@@ -148,7 +182,11 @@ def test_nesterov_in_half_precision_beside_dropless_experts() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("optimizer", [made(Lion), {"*feed_forward*": made(Lion), "*": ADAMW}], ids=["Lion", "Lion and AdamW"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [made(Lion), {"*feed_forward*": made(Lion), "*": ADAMW}],
+    ids=["Lion", "Lion and AdamW"],
+)
 def test_elementwise_optimizers_beside_shared_experts(optimizer: Any, zero: int) -> None:
     of = replace(shared_jobs.job("experts"), optimizer=optimizer)
     check(of, Mesh(dp=2, ep=2), EXPERTS, *recipes.data_parallel(over=("dp", "ep"), zero=zero))
@@ -158,6 +196,11 @@ def test_elementwise_optimizers_beside_shared_experts(optimizer: Any, zero: int)
 def test_matrices_beside_shared_experts_have_an_optimizer_of_their_own() -> None:
     of = replace(shared_jobs.job("experts"), optimizer={"*attention*": muon(), "*": ADAMW})
     check(of, Mesh(pp=2, ep=2), EXPERTS, *PIPELINE, *recipes.data_parallel(over=("ep",)))
-    with pytest.raises(CompileError, match=r"a part of parameter 'layers.0.feed_forward.gate' .* Trust works on whole"):
+    with pytest.raises(
+        CompileError,
+        match=r"a part of parameter 'layers.0.feed_forward.gate' .* Trust works on whole",
+    ):
         other = replace(of, optimizer={"*feed_forward*": made(Trust), "*": ADAMW})
-        piper.compile(other, piper.Strategy(Mesh(ep=2), (EXPERTS, *recipes.data_parallel(over=("ep",)))))
+        piper.compile(
+            other, piper.Strategy(Mesh(ep=2), (EXPERTS, *recipes.data_parallel(over=("ep",))))
+        )

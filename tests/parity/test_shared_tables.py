@@ -1,4 +1,5 @@
-"""What is made without the batch, such as tables of positions, passes whole between layers whose tokens devices share."""
+"""What is made without the batch, such as tables of positions, passes whole between layers whose tokens devices
+share."""
 
 from __future__ import annotations
 
@@ -53,7 +54,10 @@ def test_a_layer_gathers_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = Counter(all_gather=2, reduce_scatter=2)
     assert inside(found) == {"F": tokens, "I": tokens, "W": Counter(all_gather=2)}
     assert shapes(found) == [(8, 8, 64), (1, 16, 8), (1, 16, 8), (8, 1, 16, 16)]
-    monkeypatch.setattr("piper_compiler.capture.store.sharding.constant_values", lambda program, joint_of: frozenset())
+    monkeypatch.setattr(
+        "piper_compiler.capture.store.sharding.constant_values",
+        lambda program, joint_of: frozenset(),
+    )
     capturing.captured_job(published_llama.job()).shared.clear()
     compiled.cache_clear()
     parts = layer("tp")
@@ -72,22 +76,37 @@ def test_explain_tells_both_axes_apart() -> None:
     text = layouts(compiled("both"))
     said = " ".join(text[text.index("layer0, layer1") : text.index("root.1")].split())
     assert "tokens 16 shared by 4 (tp, cp)" in said and "heads 2 shared by 2 (tp)" in said
-    assert "groups 4 shared in attention by 2 (cp), else whole: heads has a step for each device" in said
+    assert (
+        "groups 4 shared in attention by 2 (cp), else whole: heads has a step for each device"
+        in said
+    )
     assert "tp=2 (weights, tokens), cp=2 (tokens): " in said
-    assert re.search(r"F all_to_all 3x 8 KiB over cp before attention \(published_llama.py:\d+: ", said)
+    assert re.search(
+        r"F all_to_all 3x 8 KiB over cp before attention \(published_llama.py:\d+: ", said
+    )
     assert "gradients summed over tp, cp with bucket1: input_layernorm.weight" in said
     first = " ".join(text[: text.index("layer0, layer1")].split())
-    assert re.search(r"computed whole on each device: 6\d.\d\d% of its FLOPs, 0.0\d% of all: le ", first), "masks are made here"
+    assert re.search(
+        r"computed whole on each device: 6\d.\d\d% of its FLOPs, 0.0\d% of all: le ", first
+    ), "masks are made here"
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("tp", marks=pytest.mark.long), pytest.param("cp", marks=pytest.mark.long), "both"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("tp", marks=pytest.mark.long),
+        pytest.param("cp", marks=pytest.mark.long),
+        "both",
+    ],
+)
 def test_layers_with_tables_are_one_device(mesh: str) -> None:
     report = verify_strategy(published_llama.job(), Strategy(*MESHES[mesh]), steps=1)
     assert report.equal, report.text()
 
 
 class Handing(torch.nn.Module):
-    """Layers that take what is made before them: of positions, of the batch, of a parameter, of chance and of a table."""
+    """Layers that take what is made before them: of positions, of the batch, of a parameter, of chance and of a
+    table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +115,13 @@ class Handing(torch.nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1])[:, None].float()
-        handed = places.cos(), (tokens % 2)[..., None].float(), self.scale.cos(), torch.rand(6, 1), places.sin().exp()
+        handed = (
+            places.cos(),
+            (tokens % 2)[..., None].float(),
+            self.scale.cos(),
+            torch.rand(6, 1),
+            places.sin().exp(),
+        )
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -112,12 +137,16 @@ def handing() -> Any:
     def sgd(named: Any) -> Any:
         return torch.optim.SGD([p for _, p in named], lr=0.1)
 
-    return capturing.captured_job(piper.Job(Handing, batch, torch.nn.functional.mse_loss, sgd, global_batch=4))
+    return capturing.captured_job(
+        piper.Job(Handing, batch, torch.nn.functional.mse_loss, sgd, global_batch=4)
+    )
 
 
 def test_what_depends_on_batch_parameters_or_chance_is_no_constant() -> None:
     made = handing()
     found = tables.constant_values(made.program, lambda chunk: made.code.joint(chunk.code, 2))
     shapes = [tuple(o.spec.shape[1:]) for o in made.program.chunks[0].outputs]
-    assert shapes == [(1,), (6, 1), (4,), (1,), (1,), (6, 4)], "positions, batch, parameter, chance, a table, tokens"
+    assert shapes == [(1,), (6, 1), (4,), (1,), (1,), (6, 4)], (
+        "positions, batch, parameter, chance, a table, tokens"
+    )
     assert found == {"root:out0", "root:out4"}

@@ -1,4 +1,5 @@
-"""Chunks that are cut where devices share work: sums between them, equal to one device, hidden behind another microbatch."""
+"""Chunks that are cut where devices share work: sums between them, equal to one device, hidden behind another
+microbatch."""
 
 from __future__ import annotations
 
@@ -64,12 +65,27 @@ def test_a_layer_has_the_sums_of_megatron_between_its_chunks() -> None:
     """Shoeybi et al. (arXiv 1909.08053): two in forward and two in backward, and none of them inside of a step."""
     made = cut("gpt", Mesh(tp=2), piper.split(where(), microbatches=2))
     chunks = [c for c in made.plan.chunks if c.coords.get("layer") == 1]
-    assert [c.id for c in chunks] == ["layer1", "layer1_shared0", "layer1.1", "layer1_shared0.1", "layer1.2"]
+    assert [c.id for c in chunks] == [
+        "layer1",
+        "layer1_shared0",
+        "layer1.1",
+        "layer1_shared0.1",
+        "layer1.2",
+    ]
     assert not any(sig.collectives for c in chunks for sig in c.steps.values())
-    assert [c.terms for c in chunks if SHARED in c.coords] == [(("out0", ("tp",)), ("gin0", ("tp",)))] * 2
-    parts = [p for _, _, i in made.plan.instructions() for p in i.parts if isinstance(p.op, Collective) and p.reads]
+    assert [c.terms for c in chunks if SHARED in c.coords] == [
+        (("out0", ("tp",)), ("gin0", ("tp",)))
+    ] * 2
+    parts = [
+        p
+        for _, _, i in made.plan.instructions()
+        for p in i.parts
+        if isinstance(p.op, Collective) and p.reads
+    ]
     of_layer = [p for p in parts if p.reads[0].startswith("layer1_")]
-    assert sorted((p.mb, p.op.kind) for p in of_layer) == [(mb, "all_reduce") for mb in (0, 1) for _ in range(4)]
+    assert sorted((p.mb, p.op.kind) for p in of_layer) == [
+        (mb, "all_reduce") for mb in (0, 1) for _ in range(4)
+    ]
 
 
 def test_documents_keep_it() -> None:
@@ -81,7 +97,9 @@ def test_documents_keep_it() -> None:
 
 def test_another_microbatch_hides_sums() -> None:
     """In a direction of DualPipeV each device has two microbatches in hand; inside of steps nothing hides a sum."""
-    work = piper.models.job(GPTConfig(layers=4, width=4096, heads=32, vocab=1024, length=2048), global_batch=8)
+    work = piper.models.job(
+        GPTConfig(layers=4, width=4096, heads=32, vocab=1024, length=2048), global_batch=8
+    )
     seconds = {}
     for apart in (False, True):
         asked = [*recipes.tensor_parallel(cut=apart), *recipes.dualpipe_v(pp=2, microbatches=8)]
@@ -102,7 +120,9 @@ def unsummed(plan: Plan, role: RolePlan, sums: Part) -> Plan:
                 p
                 if p is sums
                 else replace(
-                    p, reads=tuple(given if v == got else v for v in p.reads), frees=tuple(other.get(v, v) for v in p.frees)
+                    p,
+                    reads=tuple(given if v == got else v for v in p.reads),
+                    frees=tuple(other.get(v, v) for v in p.frees),
                 )
                 for p in instr.parts
             ),
@@ -113,7 +133,9 @@ def unsummed(plan: Plan, role: RolePlan, sums: Part) -> Plan:
 
 
 def is_sum(part: Any) -> bool:
-    return isinstance(part.op, Collective) and bool(part.reads) and part.reads[0].startswith("layer")
+    return (
+        isinstance(part.op, Collective) and bool(part.reads) and part.reads[0].startswith("layer")
+    )
 
 
 def test_a_term_that_is_not_summed_up_is_seen() -> None:
@@ -122,15 +144,25 @@ def test_a_term_that_is_not_summed_up_is_seen() -> None:
     role = plan.roles[0]
     part = next(p for i in role.program for p in i.parts if is_sum(p))
     unread = unsummed(plan, role, part)
-    assert any(v.rule == "R27-dataflow" and "missing layer0_shared0:out0@0 summed over tp" in str(v) for v in check(unread))
-    gathered = every_part(plan, lambda r, p: is_sum(p), lambda p: replace(p, op=replace(p.op, kind="all_to_all")))
+    assert any(
+        v.rule == "R27-dataflow" and "missing layer0_shared0:out0@0 summed over tp" in str(v)
+        for v in check(unread)
+    )
+    gathered = every_part(
+        plan, lambda r, p: is_sum(p), lambda p: replace(p, op=replace(p.op, kind="all_to_all"))
+    )
     assert gathered is not None and any(v.rule == "R27-dataflow" for v in check(gathered))
     chunks = tuple(replace(c, terms=(("out9", ("dp",)),)) if c.terms else c for c in plan.chunks)
     said = [str(v) for v in check(replace(plan, chunks=chunks)) if v.rule == "R36-inside"]
     assert any("holds terms of out9, which none of its steps writes" in text for text in said)
-    assert any("holds terms of out9 along dp; devices share chunks along tp" in text for text in said)
+    assert any(
+        "holds terms of out9 along dp; devices share chunks along tp" in text for text in said
+    )
 
 
 def test_dropout_is_refused() -> None:
-    with pytest.raises(DirectiveError, match="layer0 draws random numbers, in the order of the whole chunk; leave cut=True out"):
+    with pytest.raises(
+        DirectiveError,
+        match="layer0 draws random numbers, in the order of the whole chunk; leave cut=True out",
+    ):
         cut("gpt_dropout", Mesh(tp=2))

@@ -33,7 +33,11 @@ COMPOSED: dict[str, tuple[Mesh, list[Any]]] = {
     "recompute": (Mesh(tp=2), [piper.recompute(where(layer=piper.ANY), keep="inputs")]),
     "all": (
         Mesh(tp=2, pp=2, dp=2),
-        [recipes.zbv(pp=2, microbatches=2), recipes.data_parallel(zero=3), piper.recompute(where(layer=1), keep="products")],
+        [
+            recipes.zbv(pp=2, microbatches=2),
+            recipes.data_parallel(zero=3),
+            piper.recompute(where(layer=1), keep="products"),
+        ],
     ),
 }
 
@@ -43,7 +47,9 @@ def in_twos(name: str, mesh: Mesh, stream: str, directives: Sequence[Any] = ()) 
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("name", ["llama", "gpt", "gpt_dropout", "frozen", "keywords", "branches", "slices", "buffers"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt", "gpt_dropout", "frozen", "keywords", "branches", "slices", "buffers"]
+)
 def test_two_devices_are_one(name: str, stream: str) -> None:
     """Weights follow the heads and hidden elements that are shared; what has none is computed whole."""
     made = in_twos(name, Mesh(tp=2), stream)
@@ -54,7 +60,12 @@ def test_two_devices_are_one(name: str, stream: str) -> None:
 
 @pytest.mark.parametrize(
     ("tp", "stream"),
-    [(4, ""), (8, "tokens"), pytest.param(4, "tokens", marks=pytest.mark.long), pytest.param(8, "", marks=pytest.mark.long)],
+    [
+        (4, ""),
+        (8, "tokens"),
+        pytest.param(4, "tokens", marks=pytest.mark.long),
+        pytest.param(8, "", marks=pytest.mark.long),
+    ],
 )
 def test_fewer_heads_of_keys_than_devices(tp: int, stream: str) -> None:
     """Two heads of keys on eight devices: four devices share each, with the groups of its queries."""
@@ -78,7 +89,9 @@ def test_it_composes(composed: str, stream: str) -> None:
 @pytest.mark.parametrize("stream", STREAMS)
 def test_in_processes(pool: Pool, stream: str) -> None:
     """The collectives inside of steps go over gloo, beside the messages of a pipeline."""
-    made = shared_jobs.compiled("gpt", Mesh(tp=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=4)], stream=stream)
+    made = shared_jobs.compiled(
+        "gpt", Mesh(tp=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=4)], stream=stream
+    )
     found = shared_jobs.run(made, launcher="processes", pool=pool)
     shared_jobs.assert_equal("gpt", made, found)
     assert not lies(made.plan, found.memory)
@@ -91,8 +104,8 @@ def counted(made: Any) -> dict[str, Counter[str]]:
 
 
 def test_a_layer_has_the_collectives_of_megatron() -> None:
-    """Shoeybi et al. (arXiv 1909.08053): two all-reduces in forward and in backward. With sequence parallelism each is a
-    gather and a reduce-scatter (Korthikanti et al., arXiv 2205.05198), and what W reads is gathered again or kept."""
+    """Shoeybi et al. (arXiv 1909.08053): two all-reduces in forward and in backward. With sequence parallelism each is
+    a gather and a reduce-scatter (Korthikanti et al., arXiv 2205.05198), and what W reads is gathered again or kept."""
     whole = counted(shared_jobs.compiled("llama", Mesh(tp=2), []))
     assert whole == {"F": Counter(all_reduce=2), "I": Counter(all_reduce=2), "W": Counter()}
     tokens = counted(shared_jobs.compiled("llama", Mesh(tp=2), [], stream="tokens"))
@@ -113,9 +126,13 @@ def test_fused_weights_lie_as_their_parts_do() -> None:
 
 def broken(made: Any, **changes: Any) -> Any:
     """The same with other facts of one parameter in its plan and program."""
-    params = tuple(replace(p, **changes) if p.name == "layers.0.qkv.weight" else p for p in made.plan.params)
+    params = tuple(
+        replace(p, **changes) if p.name == "layers.0.qkv.weight" else p for p in made.plan.params
+    )
     program = replace(made.program, params=params)
-    return replace(made, program=program, plan=replace(made.plan, params=params, program_key=program.key))
+    return replace(
+        made, program=program, plan=replace(made.plan, params=params, program_key=program.key)
+    )
 
 
 def test_a_wrong_layout_is_seen() -> None:
@@ -137,9 +154,15 @@ def test_a_sum_that_nobody_adds_is_refused() -> None:
 @pytest.mark.parametrize(
     ("directives", "message"),
     [
-        ([piper.split(where(), microbatches=2), piper.shard(where())], "another directive stands before it"),
+        (
+            [piper.split(where(), microbatches=2), piper.shard(where())],
+            "another directive stands before it",
+        ),
         ([piper.shard(where(), over="xp")], "over='xp'"),
-        ([piper.shard(where(), stream="columns")], 'stream=\'columns\'; "", "tokens" or "rows" is accepted'),
+        (
+            [piper.shard(where(), stream="columns")],
+            'stream=\'columns\'; "", "tokens" or "rows" is accepted',
+        ),
     ],
 )
 def test_what_is_not_legal_is_said(directives: list[Any], message: str) -> None:
@@ -148,7 +171,9 @@ def test_what_is_not_legal_is_said(directives: list[Any], message: str) -> None:
 
 
 def test_tokens_that_do_not_divide_are_named() -> None:
-    with pytest.raises(DirectiveError, match=r"shard: 8 tokens cannot be shared by 3 devices \(tp=3\); 2 can"):
+    with pytest.raises(
+        DirectiveError, match=r"shard: 8 tokens cannot be shared by 3 devices \(tp=3\); 2 can"
+    ):
         shared_jobs.compiled("llama", Mesh(tp=3), [], stream="tokens")
 
 
@@ -156,7 +181,9 @@ def test_an_opaque_region_is_computed_whole() -> None:
     """With shared tokens it would lack some of them, and says so."""
     made = in_twos("opaque", Mesh(tp=2), "")
     shared_jobs.assert_equal("opaque", made, shared_jobs.run(made))
-    with pytest.raises(DirectiveError, match="'layer0_opaque1' has an opaque region, which needs all tokens"):
+    with pytest.raises(
+        DirectiveError, match="'layer0_opaque1' has an opaque region, which needs all tokens"
+    ):
         shared_jobs.compiled("opaque", Mesh(tp=2), [], stream="tokens")
 
 
@@ -186,7 +213,10 @@ def saved_job(name: str) -> Any:
 def test_checkpoints_know_no_devices(every: bool, tmp_path: Path) -> None:
     """Fused weights too: each strategy goes on from the checkpoint of the next one, or of all others."""
     plans = {name: saved_job(name) for name in SAVED}
-    whole = {n: shared_jobs.run(made, checkpoint=Checkpoints(tmp_path / n, every=2)) for n, made in plans.items()}
+    whole = {
+        n: shared_jobs.run(made, checkpoint=Checkpoints(tmp_path / n, every=2))
+        for n, made in plans.items()
+    }
     wanted = whole["one device"].state_dict()
     following = dict(zip(SAVED, [*SAVED][1:] + [*SAVED][:1], strict=True))
     for name, made in plans.items():
@@ -194,4 +224,6 @@ def test_checkpoints_know_no_devices(every: bool, tmp_path: Path) -> None:
             found = shared_jobs.run(made, steps=1, resume=tmp_path / other / "step-00000002")
             assert found.losses == pytest.approx(whole["one device"].losses[2:], rel=1e-9)
             for key, tensor in found.state_dict().items():
-                assert (tensor - wanted[key]).norm() <= 1e-9 * wanted[key].norm(), f"{other} resumed as {name}: {key}"
+                assert (tensor - wanted[key]).norm() <= 1e-9 * wanted[key].norm(), (
+                    f"{other} resumed as {name}: {key}"
+                )

@@ -67,8 +67,14 @@ class Made:
 
 
 CASES = {
-    "odd": Made(functools.partial(models.TinyGPT, layers=1, vocab=ODD), models.token_batch, models.cross_entropy),
-    "written_out": Made(functools.partial(models.TinyGPT, layers=1), models.token_batch, written_out),
+    "odd": Made(
+        functools.partial(models.TinyGPT, layers=1, vocab=ODD),
+        models.token_batch,
+        models.cross_entropy,
+    ),
+    "written_out": Made(
+        functools.partial(models.TinyGPT, layers=1), models.token_batch, written_out
+    ),
     "pooled": Made(Pooled, models.feature_batch, of_tokens),
 }
 
@@ -114,7 +120,9 @@ def counted(made: Any, chunk: int) -> dict[str, Counter[str]]:
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("gpt_untied", marks=LONG), pytest.param("llama", marks=LONG)])
+@pytest.mark.parametrize(
+    "name", ["gpt", pytest.param("gpt_untied", marks=LONG), pytest.param("llama", marks=LONG)]
+)
 def test_tables_and_heads_lie_in_parts_of_the_vocabulary(name: str) -> None:
     found = layouts(shared_jobs.compiled(name, Mesh(tp=2), [], stream="tokens"))
     tables = [p for p in found if p.split(".")[0] in ("tokens", "embed", "head")]
@@ -123,17 +131,29 @@ def test_tables_and_heads_lie_in_parts_of_the_vocabulary(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=LONG)])
 def test_what_the_vocabulary_sends(name: str) -> None:
-    """The embedding's sum settles into tokens; the head gathers these once, and its gradient settles into them. The loss
-    gathers two numbers per token; the table's gradient needs the tokens of what comes back."""
+    """The embedding's sum settles into tokens; the head gathers these once, and its gradient settles into them. The
+    loss gathers two numbers per token; the table's gradient needs the tokens of what comes back."""
     made = shared_jobs.compiled(name, Mesh(tp=2), [], stream="tokens")
-    assert counted(made, 0) == {"F": Counter(reduce_scatter=1), "I": Counter(), "W": Counter(all_gather=1)}
-    assert counted(made, -1) == {"F": Counter(all_gather=2), "I": Counter(reduce_scatter=1), "W": Counter(all_gather=1)}
+    assert counted(made, 0) == {
+        "F": Counter(reduce_scatter=1),
+        "I": Counter(),
+        "W": Counter(all_gather=1),
+    }
+    assert counted(made, -1) == {
+        "F": Counter(all_gather=2),
+        "I": Counter(reduce_scatter=1),
+        "W": Counter(all_gather=1),
+    }
     sent = [c for c in made.plan.chunks[-1].steps["F"].collectives if c.kind == "all_gather"]
     tokens = made.plan.rows * 8
     assert sorted(c.nbytes for c in sent) == [2 * 2 * tokens * 8, tokens * 32 * 8]
     whole = shared_jobs.compiled(name, Mesh(tp=2), [])
     assert counted(whole, 0) == {"F": Counter(all_reduce=1), "I": Counter(), "W": Counter()}
-    assert counted(whole, -1) == {"F": Counter(all_gather=1), "I": Counter(all_reduce=1), "W": Counter()}
+    assert counted(whole, -1) == {
+        "F": Counter(all_gather=1),
+        "I": Counter(all_reduce=1),
+        "W": Counter(),
+    }
 
 
 @LONG
@@ -148,7 +168,9 @@ def test_a_tied_table_stays_whole_where_the_head_must_have_it_whole(stream: str)
     found = layouts(trained("written_out", stream))
     assert found["embed.weight"] == ()
     assert found["position.weight"] == (DimPart("tp", 0),), "nothing else is whole for it"
-    assert unshared("written_out", stream) == {"embed.weight": "not all chunks that have it can share it alike: root, root.1"}
+    assert unshared("written_out", stream) == {
+        "embed.weight": "not all chunks that have it can share it alike: root, root.1"
+    }
 
 
 def test_a_tied_parameter_whose_gradient_is_a_sum_in_one_chunk_is_one_in_all() -> None:

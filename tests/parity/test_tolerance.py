@@ -1,4 +1,5 @@
-"""`piper verify` of models that compute in float32 or less inside: another tolerance, with the line that asks for it."""
+"""`piper verify` of models that compute in float32 or less inside: another tolerance, with the line that asks for
+it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class Norm(nn.Module):
 class Net(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(Norm(dtype), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(Norm(dtype), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)
+        )
         self.head = nn.Linear(WIDTH, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +66,14 @@ def job(dtype: torch.dtype, loss: Any = entropy) -> piper.Job:
     def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for _, p in named], lr=1e-2)
 
-    return piper.Job(lambda: Net(dtype), batch, loss, adamw, global_batch=8, precision=piper.Precision(params="float64"))
+    return piper.Job(
+        lambda: Net(dtype),
+        batch,
+        loss,
+        adamw,
+        global_batch=8,
+        precision=piper.Precision(params="float64"),
+    )
 
 
 PIPELINE = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2))
@@ -74,7 +84,10 @@ def test_a_narrow_norm_has_the_tolerance_of_its_dtype_and_names_its_line(dtype: 
     trained = job(getattr(torch, dtype), float_entropy)
     *_, wide = tolerances(capturing.captured_job(trained))
     line = Norm.forward.__code__.co_firstlineno + 1
-    assert wide.value == BY_DTYPE[dtype] and f"test_tolerance.py:{line} (y = x.to(self.dtype)) computes in {dtype}" in wide.why
+    assert (
+        wide.value == BY_DTYPE[dtype]
+        and f"test_tolerance.py:{line} (y = x.to(self.dtype)) computes in {dtype}" in wide.why
+    )
     report = verify_strategy(trained, PIPELINE)
     assert report.equal, report.text()
 
@@ -83,7 +96,10 @@ def test_a_loss_in_float32_is_named() -> None:
     report = verify_strategy(job(torch.float64, float_entropy), PIPELINE)
     line = float_entropy.__code__.co_firstlineno + 1
     assert report.equal and report.tolerance.value == FLOAT32, report.text()
-    assert "relative tolerance 2e-05 (/" in report.text() and f"test_tolerance.py:{line} " in report.text()
+    assert (
+        "relative tolerance 2e-05 (/" in report.text()
+        and f"test_tolerance.py:{line} " in report.text()
+    )
     assert "computes in float32" in report.text()
 
 
@@ -100,5 +116,7 @@ def test_negative_control_what_is_wrong_is_found_within_the_wider_tolerance() ->
     for gradients in wrong.gradients[0]:
         for gradient in gradients.values():
             gradient.mul_(1 + 1e-4)
-    found, tolerance = compared(wrong, reference(trained, microbatches=2, steps=2), capturing.captured_job(trained))
+    found, tolerance = compared(
+        wrong, reference(trained, microbatches=2, steps=2), capturing.captured_job(trained)
+    )
     assert len(found) == 2 * len(wrong.gradients[0][0]) and tolerance.value == FLOAT32

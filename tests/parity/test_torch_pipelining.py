@@ -25,18 +25,24 @@ ONCE = 120
 
 
 def written(folder: Path) -> list[Path]:
-    """Compute-only, lowered as torch does, and lowered as our plan communicates; one that gathers, and one that forgets to
-    reduce."""
+    """Compute-only, lowered as torch does, and lowered as our plan communicates; one that gathers, and one that forgets
+    to reduce."""
     paths = []
     for name, directives in RECIPES.items():
         strategy = piper.Strategy(piper.Mesh(pp=2), directives)
         stages = 2 if name == "zb_h1" else 4
         plan = piper.compile(piper.synthetic(stages=stages, F=1, I=1, W=1), strategy)
-        for kind, source, lowered in (("", strategy, False), ("-lowered", strategy, True), ("-plan-lowered", plan, True)):
+        for kind, source, lowered in (
+            ("", strategy, False),
+            ("-lowered", strategy, True),
+            ("-plan-lowered", plan, True),
+        ):
             paths.append(folder / f"{name}{kind}.csv")
             piper.write_schedule_csv(source, paths[-1], lowered=lowered)
     paths.append(folder / "gathered-lowered.csv")
-    piper.write_schedule_csv(plan_of(order_of("interleaved, v=2", 2, 4), 1, 0), paths[-1], lowered=True)
+    piper.write_schedule_csv(
+        plan_of(order_of("interleaved, v=2", 2, 4), 1, 0), paths[-1], lowered=True
+    )
     text = (folder / "zb_h1-lowered.csv").read_text()
     paths.append(folder / "unreduced-lowered.csv")
     paths[-1].write_text(re.sub(r",\d+REDUCE_GRAD", "", text))
@@ -47,11 +53,21 @@ def written(folder: Path) -> list[Path]:
 def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Per file the largest difference of a gradient on each rank; both ranks run all files in one go."""
     folder = tmp_path_factory.mktemp("schedules")
-    command = [sys.executable, str(SCRIPT), "{rank}", str(folder / "store"), *map(str, written(folder))]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "{rank}",
+        str(folder / "store"),
+        *map(str, written(folder)),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [a.format(rank=r) for a in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            [a.format(rank=r) for a in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         for r in range(2)
     ]
@@ -72,7 +88,9 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[floa
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["", "-lowered", "-plan-lowered"])
-def test_gradients_are_those_of_one_device(differences: dict[str, list[float]], name: str, kind: str) -> None:
+def test_gradients_are_those_of_one_device(
+    differences: dict[str, list[float]], name: str, kind: str
+) -> None:
     first, second = differences[name + kind]
     assert max(first, second) < 1e-12
 
@@ -81,6 +99,8 @@ def test_a_table_with_gathers_of_whole_stages_runs(differences: dict[str, list[f
     assert max(differences["gathered-lowered"]) < 1e-12
 
 
-def test_negative_control_a_schedule_without_reductions_is_seen(differences: dict[str, list[float]]) -> None:
+def test_negative_control_a_schedule_without_reductions_is_seen(
+    differences: dict[str, list[float]],
+) -> None:
     """torch divides by the number of microbatches at REDUCE_GRAD."""
     assert min(differences["unreduced-lowered"]) > 1e-3

@@ -29,7 +29,8 @@ class Block(nn.Module):
 
 
 class TwoLists(nn.Module):
-    """Registered in one order, run in the other if `backwards`; dropout in layers, between the lists, before and after all."""
+    """Registered in one order, run in the other if `backwards`; dropout in layers, between the lists, before and after
+    all."""
 
     def __init__(self, backwards: bool = False) -> None:
         super().__init__()
@@ -119,7 +120,9 @@ def pipeline(pp: int) -> piper.Strategy:
 @pytest.mark.parametrize("backwards", [False, True])
 def test_dropout_in_two_lists_of_layers_equals_one_device(backwards: bool) -> None:
     trained = job(lambda: TwoLists(backwards))
-    report = verify_strategy(trained, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),)))
+    report = verify_strategy(
+        trained, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))
+    )
     assert report.equal, report.text()
 
 
@@ -127,11 +130,15 @@ def test_partition_cuts_two_lists_into_neighbouring_layers() -> None:
     compiled = piper.compile(job(TwoLists), pipeline(2))
     assert [c.coords["layer"] for c in compiled.plan.chunks if "layer" in c.coords] == [0, 1, 2, 3]
     sends = [i for role in compiled.plan.roles for i in role.program if i.name.startswith("send")]
-    assert len(sends) == 4, sends  # an activation and its gradient, for each of two microbatches: the pipeline does not zig-zag
+    assert len(sends) == 4, (
+        sends
+    )  # an activation and its gradient, for each of two microbatches: the pipeline does not zig-zag
 
 
 @pytest.mark.parametrize("model", [Twice, Nested, Coarse])
-def test_dropout_in_parts_of_layers_and_in_layers_that_run_again_equals_one_device(model: Any) -> None:
+def test_dropout_in_parts_of_layers_and_in_layers_that_run_again_equals_one_device(
+    model: Any,
+) -> None:
     strategy = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))
     report = verify_strategy(job(lambda: model(0.5)), strategy)
     assert report.equal and report.equal_whole_batch, report.text()
@@ -154,7 +161,9 @@ class SameMask(nn.Module):
 
 def test_a_second_chunk_of_a_layer_draws_another_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = replace(job(SameMask), loss=lambda output, target: output.square().mean())
-    compiled = piper.compile(trained, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=1),)))
+    compiled = piper.compile(
+        trained, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=1),))
+    )
     assert [c.id for c in compiled.plan.chunks if c.random] == ["layer0", "between1_layer0"]
     assert piper.execute(compiled, steps=1, launcher="inline").losses[0] > 0
     monkeypatch.setattr("piper_ops.random.draws.key_of", lambda text: (1, 3))
@@ -167,7 +176,9 @@ def test_a_batch_function_that_raises_is_named_with_its_line() -> None:
 
     where = rf"test_verification.py:{gone.__code__.co_firstlineno + 1}\)"
     with pytest.raises(
-        JobError, match=rf"Job\.batch\(step=0, rows=range\(0, 2\)\) raised FileNotFoundError: data.bin \(.*{where}"
+        JobError,
+        match=rf"Job\.batch\(step=0, rows=range\(0, 2\)\) raised FileNotFoundError: data.bin "
+        rf"\(.*{where}",
     ):
         piper.compile(replace(job(Block), batch=gone), pipeline(1))
 
@@ -179,15 +190,24 @@ def test_a_job_of_one_row_compiles() -> None:
         x = torch.ones(1, WIDTH)[rows.start : rows.stop]
         return x, x
 
-    trained = piper.Job(lambda: Block(0.0), single, nn.functional.mse_loss, job(Block).optimizer, global_batch=1)
+    trained = piper.Job(
+        lambda: Block(0.0), single, nn.functional.mse_loss, job(Block).optimizer, global_batch=1
+    )
     assert piper.compile(trained, one).plan.rows == 1
 
 
-@pytest.mark.parametrize(("meant", "different", "equal"), [(True, True, True), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize(
+    ("meant", "different", "equal"),
+    [(True, True, True), (False, True, False), (False, False, True)],
+)
 def test_another_result_for_the_whole_batch_is_a_failure_unless_the_job_asks_for_it(
     meant: bool, different: bool, equal: bool
 ) -> None:
     found = [Difference(0, "loss", -1, "", "1.0, one device has 2.0")] * different
     strategy = piper.Strategy(piper.Mesh(), [])
     report = VerificationReport(strategy, 1, 1, [], WholeBatch(found, meant=meant))
-    assert report.equal is equal and report.equal_whole_batch is not different and ("NOT equal" in report.text()) is different
+    assert (
+        report.equal is equal
+        and report.equal_whole_batch is not different
+        and ("NOT equal" in report.text()) is different
+    )

@@ -1,7 +1,7 @@
 """Compiler and simulator together against closed forms: makespan, bubbles and peaks of GPipe and 1F1B.
 
-F, I, W: seconds per stage and microbatch, B = I + W, c: seconds of a hop; p devices, m microbatches. Sources: Huang et al.
-2019 (GPipe, arXiv 1811.06965), Narayanan et al. 2021 (1F1B, arXiv 2104.04473).
+F, I, W: seconds per stage and microbatch, B = I + W, c: seconds of a hop; p devices, m microbatches. Sources: Huang et
+al. 2019 (GPipe, arXiv 1811.06965), Narayanan et al. 2021 (1F1B, arXiv 2104.04473).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,14 @@ MICROBATCHES = st.integers(1, 16)
 TIME = st.integers(1, 9)
 
 
-def pipeline(recipe: Recipe, p: int, m: int, times: tuple[Seconds, Seconds, Seconds], hop: float = 0.0, dp: int = 1) -> Plan:
+def pipeline(
+    recipe: Recipe,
+    p: int,
+    m: int,
+    times: tuple[Seconds, Seconds, Seconds],
+    hop: float = 0.0,
+    dp: int = 1,
+) -> Plan:
     forward, inputs, weights = times
     program = synthetic(stages=p, F=forward, I=inputs, W=weights, params=8, hop=hop)
     directives = recipe(pp=p, microbatches=m) + (recipes.data_parallel() if dp > 1 else ())
@@ -56,7 +63,9 @@ def test_the_table(recipe: Recipe, dp: int) -> None:
     assert (s.step_s, s.global_bubble_s, s.span_bubble_s) == (99.0, 27.0, 27.0)
     assert s.bubble_s == (27.0,) * 4 * dp
     peaks = [8, 8, 8, 8] if recipe is recipes.gpipe else [4, 3, 2, 1]
-    assert activations(pipeline(recipe, 4, 8, (3, 4, 2), dp=dp)) == [n for n in peaks for _ in range(dp)]
+    assert activations(pipeline(recipe, 4, 8, (3, 4, 2), dp=dp)) == [
+        n for n in peaks for _ in range(dp)
+    ]
 
 
 @pytest.mark.parametrize(("hop", "makespan"), [(0.0, 99.0), (1.0, 115.0), (2.5, 139.0)])
@@ -75,7 +84,9 @@ def test_makespan_and_bubbles(recipe: Recipe, p: int, m: int, f: int, i: int, w:
     s = simulate(pipeline(recipe, p, m, (f, i, w)))
     assert s.step_s == (m + p - 1) * (f + i + w)
     assert s.bubble_s == ((p - 1) * (f + i + w),) * p
-    assert s.global_bubble_s == s.span_bubble_s == (p - 1) * (f + i + w), "the first device starts first and ends last"
+    assert s.global_bubble_s == s.span_bubble_s == (p - 1) * (f + i + w), (
+        "the first device starts first and ends last"
+    )
     assert s.period_s == s.step_s, "hence the next step cannot start before"
     assert s.exposed_comm_s == 0.0
 
@@ -83,7 +94,10 @@ def test_makespan_and_bubbles(recipe: Recipe, p: int, m: int, f: int, i: int, w:
 @given(p=DEVICES, m=MICROBATCHES, f=TIME, i=TIME, w=TIME, hop=st.integers(0, 9))
 @settings(max_examples=EXAMPLES)
 def test_gpipe_with_latency(p: int, m: int, f: int, i: int, w: int, hop: int) -> None:
-    assert simulate(gpipe(p, m, (f, i, w), hop)).step_s == (m + p - 1) * (f + i + w) + 2 * (p - 1) * hop
+    assert (
+        simulate(gpipe(p, m, (f, i, w), hop)).step_s
+        == (m + p - 1) * (f + i + w) + 2 * (p - 1) * hop
+    )
 
 
 @given(st.data(), DEVICES, MICROBATCHES)
@@ -104,9 +118,17 @@ def test_peaks(p: int, m: int) -> None:
 
 
 @BOTH
-@given(p=DEVICES, m=MICROBATCHES, hop=st.sampled_from([0.0, 0.3, 1.0]), issue=st.sampled_from([0.0, 0.05]), f=TIME)
+@given(
+    p=DEVICES,
+    m=MICROBATCHES,
+    hop=st.sampled_from([0.0, 0.3, 1.0]),
+    issue=st.sampled_from([0.0, 0.05]),
+    f=TIME,
+)
 @settings(max_examples=EXAMPLES)
-def test_the_engine_equals_the_sweep(recipe: Recipe, p: int, m: int, hop: float, issue: float, f: int) -> None:
+def test_the_engine_equals_the_sweep(
+    recipe: Recipe, p: int, m: int, hop: float, issue: float, f: int
+) -> None:
     plan = pipeline(recipe, p, m, (f, 2, 1), hop)
     prepared = prepare(plan)
     durations = [0.1 + 0.01 * (n % 7) for n in range(len(prepared))]
@@ -120,7 +142,10 @@ def test_the_simulated_peak_is_the_planned_one(recipe: Recipe) -> None:
     s = simulate(plan)
     for rank in range(plan.mesh.world):
         role = plan.role_of(rank)
-        assert (s.peak_bytes[rank], s.peak_by_category[rank]) == (role.peak_bytes, role.peak_by_category)
+        assert (s.peak_bytes[rank], s.peak_by_category[rank]) == (
+            role.peak_bytes,
+            role.peak_by_category,
+        )
         curve = [m for m in s.trace.memory if m.rank == rank]
         most = next(m for m in curve if sum(m.bytes.values()) == role.peak_bytes)
         assert (most.instr, most.bytes) == (role.peak_at, role.peak_by_category)
@@ -128,7 +153,11 @@ def test_the_simulated_peak_is_the_planned_one(recipe: Recipe) -> None:
 
 def test_negative_control_the_forms_tell_schedules_apart() -> None:
     """With latency, or in memory, GPipe and 1F1B are different schedules."""
-    assert simulate(gpipe(4, 8, (3, 4, 2), 1.0)).step_s == 105 != simulate(one_f_one_b(4, 8, (3, 4, 2), 1.0)).step_s
+    assert (
+        simulate(gpipe(4, 8, (3, 4, 2), 1.0)).step_s
+        == 105
+        != simulate(one_f_one_b(4, 8, (3, 4, 2), 1.0)).step_s
+    )
     assert activations(gpipe(4, 8, (3, 4, 2))) != activations(one_f_one_b(4, 8, (3, 4, 2)))
 
 
@@ -147,16 +176,28 @@ def test_recomputation_is_a_longer_backward_and_one_microbatch_in_memory(
 
 @BOTH
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_states_that_replicas_share_cost_a_gather_before_and_a_scatter_behind(recipe: Recipe, zero: int) -> None:
+def test_states_that_replicas_share_cost_a_gather_before_and_a_scatter_behind(
+    recipe: Recipe, zero: int
+) -> None:
     """4 stages, 8 microbatches. Later stages gather in the first one's warm-up; the first stage's scatter is the last.
 
     With zero=3 nothing is gathered: the steps of a synthetic program read no parameters.
     """
     gather, scatter = 5.0, 7.0
-    given = (CommDuration(op, 512, 2, Duration(s, "given")) for op, s in (("all_gather", gather), ("reduce_scatter", scatter)))
+    given = (
+        CommDuration(op, 512, 2, Duration(s, "given"))
+        for op, s in (("all_gather", gather), ("reduce_scatter", scatter))
+    )
     program = synthetic(stages=4, F=3, I=4, W=2, params=512)
     shared = recipes.data_parallel(zero=zero, resident_mb="step", reduced_mb="step")
-    plan = compile_program(program, Strategy(Mesh(pp=4, dp=2), (*recipe(pp=4, microbatches=8), *shared))).plan
+    plan = compile_program(
+        program, Strategy(Mesh(pp=4, dp=2), (*recipe(pp=4, microbatches=8), *shared))
+    ).plan
     verify(plan)
-    assert simulate(plan, costs=Costs(comm=tuple(given))).step_s == (gather if zero < 3 else 0) + (8 + 4 - 1) * 9 + scatter
-    assert simulate(plan).step_s == (8 + 4 - 1) * 9, "negative control: without seconds they take none"
+    assert (
+        simulate(plan, costs=Costs(comm=tuple(given))).step_s
+        == (gather if zero < 3 else 0) + (8 + 4 - 1) * 9 + scatter
+    )
+    assert simulate(plan).step_s == (8 + 4 - 1) * 9, (
+        "negative control: without seconds they take none"
+    )

@@ -27,13 +27,18 @@ class Recorded(GlooCommunicators):
 def plan_of(**streams: str) -> Plan:
     """Return two stages whose parameters four ranks each share."""
     program = synthetic(stages=2, F=1, I=1, W=1, params=4096)
-    directives = (*recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel(zero=2, **streams))
+    directives = (
+        *recipes.one_f_one_b(pp=2, microbatches=2),
+        *recipes.data_parallel(zero=2, **streams),
+    )
     plan = compile_program(program, Strategy(Mesh(pp=2, dp=4), directives)).plan
     verify(plan)
     return plan
 
 
-@pytest.mark.parametrize(("streams", "groups"), [({}, 2), ({"gather": "dp", "reduce": "dp"}, 1)], ids=["apart", "shared"])
+@pytest.mark.parametrize(
+    ("streams", "groups"), [({}, 2), ({"gather": "dp", "reduce": "dp"}, 1)], ids=["apart", "shared"]
+)
 def test_a_channel_has_a_communicator(streams: dict[str, str], groups: int) -> None:
     """Gathers and scatters of a role have two, or one if they share a stream."""
     plan = plan_of(**streams)
@@ -43,5 +48,13 @@ def test_a_channel_has_a_communicator(streams: dict[str, str], groups: int) -> N
             communicators.connect(plan)
             kinds = [key.split()[0] for key in communicators._groups]
             found = device_memory(plan, role, 0, H100.device)
-            assert found.groups == kinds.count("group") * H100.device.group_bytes == groups * H100.device.group_bytes
-            assert found.pairs == kinds.count("p2p") * H100.device.p2p_bytes == 2 * H100.device.p2p_bytes
+            assert (
+                found.groups
+                == kinds.count("group") * H100.device.group_bytes
+                == groups * H100.device.group_bytes
+            )
+            assert (
+                found.pairs
+                == kinds.count("p2p") * H100.device.p2p_bytes
+                == 2 * H100.device.p2p_bytes
+            )

@@ -1,7 +1,7 @@
 """Time truth: what is simulated is what runs. Plans on real processes, streams and rendezvous, with sleeps for compute.
 
-The one place where a test asserts a time, in the best of three attempts, since other processes share the machine. The order on
-the streams must hold in all of them."""
+The one place where a test asserts a time, in the best of three attempts, since other processes share the machine. The
+order on the streams must hold in all of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def directives(schedule: str, pp: int, dp: int, microbatches: int = 6) -> tuple[
     if schedule != "none":
         found = getattr(piper.recipes, schedule)(pp=pp, microbatches=microbatches)
     if dp > 1:
-        found += piper.recipes.data_parallel(bucket_mb=1e-5)  # a bucket per stage, so that reductions overlap with backwards
+        found += piper.recipes.data_parallel(
+            bucket_mb=1e-5
+        )  # a bucket per stage, so that reductions overlap with backwards
     return found
 
 
@@ -71,7 +73,10 @@ def costs(plan: Plan) -> Costs:
     return Costs(
         comm=(
             CommDuration("p2p", 0, 2, Duration(TRANSFER, "given")),
-            *(CommDuration("all_reduce", nbytes, ranks, Duration(REDUCTION, "given")) for nbytes, ranks in sorted(reductions)),
+            *(
+                CommDuration("all_reduce", nbytes, ranks, Duration(REDUCTION, "given"))
+                for nbytes, ranks in sorted(reductions)
+            ),
         )
     )
 
@@ -84,9 +89,11 @@ def starts(trace: Trace) -> dict[tuple[int, str], list[int]]:
     return out
 
 
-def differences(case: piper.Compiled, pool: Pool, on: Cluster | None = None) -> tuple[piper.Simulation, list[float]]:
-    """The simulation, and the relative differences of the emulated makespans: the last one is the first within the tolerance, if
-    any is."""
+def differences(
+    case: piper.Compiled, pool: Pool, on: Cluster | None = None
+) -> tuple[piper.Simulation, list[float]]:
+    """The simulation, and the relative differences of the emulated makespans: the last one is the first within the
+    tolerance, if any is."""
     simulated = piper.simulate(case.plan, on, costs=costs(case.plan))
     found: list[float] = []
     while len(found) < ATTEMPTS and not (found and abs(found[-1]) <= TOLERANCE):
@@ -114,7 +121,10 @@ def test_time_truth_of_a_slow_rank(pool: Pool) -> None:
     assert abs(found[-1]) <= TOLERANCE, found
     busy = [simulated.step_s - idle for idle in simulated.bubble_s]
     assert busy == pytest.approx([busy[0], 2 * busy[0], busy[2], busy[2]])
-    assert emulate(case, cluster=slow, costs=costs(case.plan), pool=pool).trace.plan_key == case.plan.key
+    assert (
+        emulate(case, cluster=slow, costs=costs(case.plan), pool=pool).trace.plan_key
+        == case.plan.key
+    )
 
 
 SCHEDULES = sorted(set(piper.recipes.RECIPES) - {"gpipe", "one_f_one_b"})
@@ -134,20 +144,37 @@ def test_time_truth_of_every_schedule_on_eight_ranks(schedule: str, eight: Pool)
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["dualpipe_v"])
-def test_without_its_overlaps_a_plan_is_slower_by_what_the_simulator_says(schedule: str, pool: Pool) -> None:
+def test_without_its_overlaps_a_plan_is_slower_by_what_the_simulator_says(
+    schedule: str, pool: Pool
+) -> None:
     """The same orders, each pair written as two selections."""
     pairs = directives(schedule, 4, 1, microbatches=14)
     apart = tuple(replace(d, overlaps=()) if isinstance(d, piper.order) else d for d in pairs)
     with_pairs, without = synthetic(pairs, 4), synthetic(apart, 4)
-    (quick, quick_found), (slow, slow_found) = (differences(case, pool) for case in (with_pairs, without))
+    (quick, quick_found), (slow, slow_found) = (
+        differences(case, pool) for case in (with_pairs, without)
+    )
     gain = slow.step_s / quick.step_s - 1
     assert gain > 0.1, "pairs gain enough to be seen"
     seen = slow.step_s * (1 + slow_found[-1]) / (quick.step_s * (1 + quick_found[-1])) - 1
     assert seen == pytest.approx(gain, abs=0.05), (gain, seen)
 
 
-MORE = [("gpipe", 4, 1), ("pipeline", 4, 1), ("none", 1, 4), ("one_f_one_b", 2, 2), ("pipeline", 2, 2)]
-WIDE = [*((schedule, pp, 8 // pp) for schedule in ("gpipe", "one_f_one_b", "pipeline") for pp in (8, 4, 2)), ("none", 1, 8)]
+MORE = [
+    ("gpipe", 4, 1),
+    ("pipeline", 4, 1),
+    ("none", 1, 4),
+    ("one_f_one_b", 2, 2),
+    ("pipeline", 2, 2),
+]
+WIDE = [
+    *(
+        (schedule, pp, 8 // pp)
+        for schedule in ("gpipe", "one_f_one_b", "pipeline")
+        for pp in (8, 4, 2)
+    ),
+    ("none", 1, 8),
+]
 
 
 @pytest.mark.long
@@ -163,13 +190,16 @@ def test_time_truth_of_eight_ranks(schedule: str, pp: int, dp: int, eight: Pool)
 
 
 def posted_late(plan: Plan) -> Plan:
-    """The last receive of the first stage, put right before the compute that reads it, behind all compute before that."""
+    """The last receive of the first stage, put right before the compute that reads it, behind all compute before
+    that."""
     role = plan.roles[0]
     index = max(k for k, instr in enumerate(role.program) if isinstance(instr.parts[0].op, Recv))
     late = role.program[index]
     (value,) = late.parts[0].writes
     program = without(role, index)
-    reader = next(k for k, instr in enumerate(program) if any(value in part.reads for part in instr.parts))
+    reader = next(
+        k for k, instr in enumerate(program) if any(value in part.reads for part in instr.parts)
+    )
     earlier = sum(instr.stream == COMPUTE for instr in program[:reader])
     n = sum(instr.stream == late.stream for instr in program[:reader]) + 1
     program = inserted(program, reader, replace(late, waits=((COMPUTE, earlier),)))
@@ -179,8 +209,12 @@ def posted_late(plan: Plan) -> Plan:
     return with_program(plan, role, program)
 
 
-def test_negative_control_a_receive_posted_late_shows_in_both(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.TRANSFER", 2 * F)  # half of it hides behind compute, if it is posted in time
+def test_negative_control_a_receive_posted_late_shows_in_both(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        f"{__name__}.TRANSFER", 2 * F
+    )  # half of it hides behind compute, if it is posted in time
     case = compiled("gpipe", 2, 1, microbatches=2)
     on_time, good = differences(case, pool)
     late, found = differences(replace(case, plan=posted_late(case.plan)), pool)
@@ -195,21 +229,33 @@ def test_execute_emulates_in_simulated_seconds(pool: Pool, tmp_path: Path) -> No
     program = piper.synthetic(stages=2, F=300.0, I=400.0, W=200.0)
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))
     found: Run = piper.execute(
-        piper.compile(program, strategy), steps=4, launcher="emulated", cluster=None, trace=True, out=tmp_path, pool=pool
+        piper.compile(program, strategy),
+        steps=4,
+        launcher="emulated",
+        cluster=None,
+        trace=True,
+        out=tmp_path,
+        pool=pool,
     )
     assert found.losses == [] and found.peak_bytes == {} and len(found.step_s) == 4
     assert found.trace.kind == "executed" and found.trace.step == 3
     assert found.trace.notes["time_scale"] == f"{0.1 / 300:g}"
     assert found.period_s == found.step_s[3]
     assert sum(found.step_s) >= 4 * 3 * (300 + 600) * (1 - 1e-9), "sleeping never ends early"
-    assert {p.name for p in (tmp_path / "emulated-001").iterdir()} >= {"measured.json", "spans-measured.json"}
+    assert {p.name for p in (tmp_path / "emulated-001").iterdir()} >= {
+        "measured.json",
+        "spans-measured.json",
+    }
     with pytest.raises(ExecutionError, match="no state_dict"):
         found.state_dict()
 
 
 def test_what_cannot_be_emulated_is_refused() -> None:
     case = compiled("gpipe", 2, 1)
-    for cluster, says in (("z9000x8", "unknown cluster"), ("h100x1", "2 ranks; h100-80g-sxm:1 has 1")):
+    for cluster, says in (
+        ("z9000x8", "unknown cluster"),
+        ("h100x1", "2 ranks; h100-80g-sxm:1 has 1"),
+    ):
         with pytest.raises(ClusterError, match=says):
             piper.execute(case, steps=1, launcher="emulated", cluster=cluster)
     with pytest.raises(JobError, match="steps=0"):
@@ -243,32 +289,55 @@ strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatch
 """
 
 
-def test_the_command_prints_simulated_beside_emulated(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper.api.running.emulation.run", lambda *args, **kwargs: run(*args, **(kwargs | {"pool": pool})))
+def test_the_command_prints_simulated_beside_emulated(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "piper.api.running.emulation.run",
+        lambda *args, **kwargs: run(*args, **(kwargs | {"pool": pool})),
+    )
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    done = CliRunner().invoke(app, ["run", str(recipe), "--emulate", "h100x8", "--out", str(tmp_path / "runs")])
+    done = CliRunner().invoke(
+        app, ["run", str(recipe), "--emulate", "h100x8", "--out", str(tmp_path / "runs")]
+    )
     assert done.exit_code == 0, done.output
     row = next(line for line in done.stdout.splitlines() if line.startswith("makespan of a step"))
     assert row.endswith("%") and row.count("us") == 2
-    assert {p.name for p in (tmp_path / "runs" / "recipe-001").iterdir()} >= {"spans-predicted.json", "spans-measured.json"}
+    assert {p.name for p in (tmp_path / "runs" / "recipe-001").iterdir()} >= {
+        "spans-predicted.json",
+        "spans-measured.json",
+    }
 
 
 def shared_over_tp(pp: int) -> piper.Compiled:
     """A captured model whose chunks two devices share, in a pipeline."""
-    sizes = piper.models.LlamaConfig(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16)
+    sizes = piper.models.LlamaConfig(
+        layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16
+    )
     job = piper.models.job(sizes, global_batch=4, precision="float32")
-    recipe = (*piper.recipes.tensor_parallel(sequence=True), *piper.recipes.one_f_one_b(pp=pp, microbatches=2))
+    recipe = (
+        *piper.recipes.tensor_parallel(sequence=True),
+        *piper.recipes.one_f_one_b(pp=pp, microbatches=2),
+    )
     return piper.compile(job, piper.Strategy(piper.Mesh(tp=2, pp=pp), recipe))
 
 
 def measured(plan: Plan, inside: float) -> Costs:
-    """As if somebody had measured: kernels take 20 to 30 ms, what is exchanged inside of a step `inside` for each message."""
+    """As if somebody had measured: kernels take 20 to 30 ms, what is exchanged inside of a step `inside` for each
+    message."""
     steps = {(c.cost_code(s), s): sig for c in plan.chunks for s, sig in c.steps.items()}
-    taken = [StepDuration(code, s, plan.rows, Duration({"F": F, "I": I, "W": W}[s], "given")) for code, s in steps]
+    taken = [
+        StepDuration(code, s, plan.rows, Duration({"F": F, "I": I, "W": W}[s], "given"))
+        for code, s in steps
+    ]
     sent = {(c.kind, int(c.nbytes)) for sig in steps.values() for c in sig.collectives}
-    comm = [CommDuration(kind, nbytes, 2, Duration(inside, "given")) for kind, nbytes in sorted(sent)]
-    return Costs(steps=tuple(taken), comm=(*comm, CommDuration("p2p", 0, 2, Duration(TRANSFER, "given"))))
+    comm = [
+        CommDuration(kind, nbytes, 2, Duration(inside, "given")) for kind, nbytes in sorted(sent)
+    ]
+    return Costs(
+        steps=tuple(taken), comm=(*comm, CommDuration("p2p", 0, 2, Duration(TRANSFER, "given")))
+    )
 
 
 def test_time_truth_of_devices_that_share_chunks(pool: Pool) -> None:
@@ -276,7 +345,9 @@ def test_time_truth_of_devices_that_share_chunks(pool: Pool) -> None:
     case, on = shared_over_tp(2), piper.load_cluster("h100x4")
     spent = measured(case.plan, 0.01)
     simulated = piper.simulate(case.plan, on, costs=spent, contention=False)
-    assert simulated.inside_comm_s > 0.2 * simulated.step_s, "messages inside of steps are a part that shows"
+    assert simulated.inside_comm_s > 0.2 * simulated.step_s, (
+        "messages inside of steps are a part that shows"
+    )
     found: list[float] = []
     while len(found) < ATTEMPTS and not (found and abs(found[-1]) <= TOLERANCE):
         emulated = emulate(case, cluster=on, costs=spent, trace=True, pool=pool)

@@ -1,4 +1,5 @@
-"""Predictions of experts under a load: exchanges and products are those of runs, and a capacity makes the load matter not."""
+"""Predictions of experts under a load: exchanges and products are those of runs, and a capacity makes the load matter
+not."""
 
 from __future__ import annotations
 
@@ -31,7 +32,16 @@ from tests.helpers.steered import DEVICES, EXPERTS, HIDDEN, LOADS, TOKENS, TOP, 
 from tests.parity.test_dropless_experts import compiled
 
 LARGE = models.MoEConfig(
-    layers=1, width=512, heads=4, kv_heads=2, hidden=2048, vocab=64, length=512, experts=8, top_k=2, capacity_factor=None
+    layers=1,
+    width=512,
+    heads=4,
+    kv_heads=2,
+    hidden=2048,
+    vocab=64,
+    length=512,
+    experts=8,
+    top_k=2,
+    capacity_factor=None,
 )
 ROWS = 2  # of tokens, of a device
 CHOICES = ROWS * TOKENS * TOP
@@ -60,8 +70,11 @@ def predicted(plan: Plan, load: float) -> Counter[int]:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_all_to_alls_of_a_step_are_those_of_a_run(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads of the fullest device are even over the devices that send to it; several rounds may differ in their sizes."""
+def test_all_to_alls_of_a_step_are_those_of_a_run(
+    load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads of the fullest device are even over the devices that send to it; several rounds may differ in their
+    sizes."""
     plan, sent = compiled(load, Mesh(ep=DEVICES)).plan, Counter[int]()
     right = rounds._Rounds.__init__
 
@@ -77,13 +90,16 @@ def test_all_to_alls_of_a_step_are_those_of_a_run(load: str, monkeypatch: pytest
     even = max(LOADS[load]) / (sum(LOADS[load]) / DEVICES)
     further = predicted(plan, even) - predicted(plan, 1.0)
     assert sum(further.values()) == sum(sent.values()) / DEVICES
-    assert sum(n * k for n, k in further.items()) == pytest.approx(sum(n * k for n, k in sent.items()) / DEVICES, rel=1e-3)
+    assert sum(n * k for n, k in further.items()) == pytest.approx(
+        sum(n * k for n, k in sent.items()) / DEVICES, rel=1e-3
+    )
     assert (sum(sent.values()) > 0) == (load != "uniform")
 
 
 @pytest.mark.parametrize("load", [1.0, 1.2, 1.5, 4.0])
 def test_products_are_those_of_the_rows_of_the_fullest_device(load: float) -> None:
-    """Forward once for each row, and again above the bound of 1.25: in I, and in W with the inner product's gradient."""
+    """Forward once for each row, and again above the bound of 1.25: in I, and in W with the inner product's
+    gradient."""
     chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
     each, above = 2 * CHOICES * WIDTH * HIDDEN, max(0.0, load - 1.25)
     wanted = {"F": 2 * load, "I": 2 * load + 2 * above, "W": 2 * load + 3 * above}
@@ -94,16 +110,29 @@ def test_products_are_those_of_the_rows_of_the_fullest_device(load: float) -> No
     first = next(k for k in loaded(chunk, "F", load).kernels if k.op == "grouped_mm")
     rows = round(min(load, 1.25) * CHOICES)
     assert first.dims == (rows, HIDDEN, WIDTH)
-    assert first.bytes == 8 * (rows * (HIDDEN + WIDTH) + EXPERTS // DEVICES * HIDDEN * WIDTH) + 8 * EXPERTS // DEVICES
+    assert (
+        first.bytes
+        == 8 * (rows * (HIDDEN + WIDTH) + EXPERTS // DEVICES * HIDDEN * WIDTH)
+        + 8 * EXPERTS // DEVICES
+    )
 
 
 @pytest.mark.parametrize("hidden", [16, 24])
-def test_further_rounds_of_experts_as_wide_as_tokens_have_the_products_of_others(hidden: int) -> None:
+def test_further_rounds_of_experts_as_wide_as_tokens_have_the_products_of_others(
+    hidden: int,
+) -> None:
     """W has three products of weights, and for rows above the bound a forward and the last product's gradient too."""
-    small = models.job(replace(LARGE, width=16, hidden=hidden, length=16), global_batch=4, precision="float32")
+    small = models.job(
+        replace(LARGE, width=16, hidden=hidden, length=16), global_batch=4, precision="float32"
+    )
     shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))
-    chunk, each = of_experts(piper.compile(small, Strategy(Mesh(ep=2), shared)).plan), 2 * 2 * 16 * 2 * 16 * hidden
-    found = sum(int(k.flops) * k.count for k in loaded(chunk, "W", 1.5).kernels if "grouped" in k.op)
+    chunk, each = (
+        of_experts(piper.compile(small, Strategy(Mesh(ep=2), shared)).plan),
+        2 * 2 * 16 * 2 * 16 * hidden,
+    )
+    found = sum(
+        int(k.flops) * k.count for k in loaded(chunk, "W", 1.5).kernels if "grouped" in k.op
+    )
     assert found == pytest.approx((3 * 1.5 + 4 * 0.25) * each, rel=1e-3)
 
 
@@ -111,24 +140,43 @@ def test_what_a_device_does_with_tokens_of_its_own_depends_on_no_load() -> None:
     chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
 
     def moved(step: Step, load: float) -> dict[str, int]:
-        return dict(sum((Counter({k.op: int(k.bytes) * k.count}) for k in loaded(chunk, step, load).kernels), Counter[str]()))
+        return dict(
+            sum(
+                (
+                    Counter({k.op: int(k.bytes) * k.count})
+                    for k in loaded(chunk, step, load).kernels
+                ),
+                Counter[str](),
+            )
+        )
 
     for step in ("F", "I"):
         even, full = moved(step, 1.0), moved(step, 2.5)
-        own = {op for op in even if op.startswith(("route", "unroute", "experts_return", "experts_further"))}
+        own = {
+            op
+            for op in even
+            if op.startswith(("route", "unroute", "experts_return", "experts_further"))
+        }
         assert own and all(full[op] == even[op] for op in own)
         # a round of all places: as much as round 0, and in I the forward too
-        again = {"F": {"experts_take": 2, "silu": 2}, "I": {"experts_take": 3, "silu_backward": 2}}[step]
+        again = {"F": {"experts_take": 2, "silu": 2}, "I": {"experts_take": 3, "silu_backward": 2}}[
+            step
+        ]
         assert {op: full[op] / even[op] for op in again} == pytest.approx(again)
     assert moved("F", 2.5)["experts_home"] > 0
 
 
-def test_gradients_of_weights_need_the_product_of_the_last_layer_however_wide_the_layers_are() -> None:
+def test_gradients_of_weights_need_the_product_of_the_last_layer_however_wide_the_layers_are() -> (
+    None
+):
     """Products of the same sizes are one kernel; a gated expert has two for gradients of rows, one of one layer one."""
     chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
     last = next(k for k in chunk.steps["I"].cost.kernels if "grouped" in k.op)
     assert last.dims[-2:] == (HIDDEN, WIDTH) and last.count == 1
-    to_rows, same = replace(last, dims=(80, WIDTH, HIDDEN), count=2), replace(last, dims=(80, WIDTH, WIDTH), count=3)
+    to_rows, same = (
+        replace(last, dims=(80, WIDTH, HIDDEN), count=2),
+        replace(last, dims=(80, WIDTH, WIDTH), count=3),
+    )
     assert _inner([last, to_rows], WIDTH) == [last]
     assert _inner([same], WIDTH) == [replace(same, count=1)]
     assert _inner([replace(same, count=1)], WIDTH) == []
@@ -138,10 +186,17 @@ def test_what_else_is_in_the_region_of_experts_is_in_no_further_round() -> None:
     """A router stands before rows are sent, and an expert of all tokens anywhere else; each runs once."""
     chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
     other = replace(chunk.steps["F"].cost.kernels[0], op="addmm", kind="matmul", dims=(32, 8, 8))
-    costs = {step: replace(sig.cost, kernels=(other, *sig.cost.kernels, other)) for step, sig in chunk.steps.items()}
-    more = replace(chunk, steps={step: replace(sig, cost=costs[step]) for step, sig in chunk.steps.items()})
+    costs = {
+        step: replace(sig.cost, kernels=(other, *sig.cost.kernels, other))
+        for step, sig in chunk.steps.items()
+    }
+    more = replace(
+        chunk, steps={step: replace(sig, cost=costs[step]) for step, sig in chunk.steps.items()}
+    )
     for step in chunk.steps:
-        assert Counter(loaded(more, step, 2.0).kernels) - Counter(loaded(chunk, step, 2.0).kernels) == {other: 2}
+        assert Counter(loaded(more, step, 2.0).kernels) - Counter(
+            loaded(chunk, step, 2.0).kernels
+        ) == {other: 2}
 
 
 def test_products_for_gradients_of_rows_have_rows_first_in_any_step() -> None:
@@ -154,7 +209,9 @@ def test_products_for_gradients_of_rows_have_rows_first_in_any_step() -> None:
 
 @cache
 def plan_of(capacity: float | None, **more: Any) -> Plan:
-    work = models.job(replace(LARGE, capacity_factor=capacity), global_batch=32, precision="bfloat16")
+    work = models.job(
+        replace(LARGE, capacity_factor=capacity), global_batch=32, precision="bfloat16"
+    )
     shared = (*recipes.expert_parallel(**more), *recipes.data_parallel(over=("ep",)))
     return piper.compile(work, Strategy(Mesh(ep=4), shared)).plan
 
@@ -163,11 +220,18 @@ def test_the_fullest_rank_decides_how_long_dropless_experts_take() -> None:
     """They are a good part of the step. Up to the bound products grow; above it a round follows, with its messages."""
     plan = plan_of(None)
     even, most, above, double = (simulate(plan, NODES, load=x) for x in (None, 1.25, 1.3, 2.0))
-    assert even.load is not None and even.load.source == "assumed" and "not measured: as if all ranks" in even.notes[-1]
+    assert (
+        even.load is not None
+        and even.load.source == "assumed"
+        and "not measured: as if all ranks" in even.notes[-1]
+    )
     assert even.step_s < most.step_s < above.step_s < double.step_s
     assert even.inside_comm_s == most.inside_comm_s < above.inside_comm_s < double.inside_comm_s
     assert "1.3 times the mean" in above.notes[-2]
-    assert "always above their places, 1.25 times the mean: a layer then takes 1 further round" in above.notes[-1]
+    assert (
+        "always above their places, 1.25 times the mean: a layer then takes 1 further round"
+        in above.notes[-1]
+    )
     assert "up to 3 further rounds" in simulate(plan, NODES, load=4).notes[-1]
     uneven = simulate(plan, NODES, load=Zipf(0.6))
     assert uneven.load is not None and 1 < uneven.load.mean < uneven.load.worst
@@ -177,35 +241,51 @@ def test_the_fullest_rank_decides_how_long_dropless_experts_take() -> None:
 
 
 def test_a_prediction_is_the_mean_over_the_loads() -> None:
-    """Half of the cases are even and half need a round: so do half of the layers, though the mean load is within the bound."""
+    """Half of the cases are even and half need a round: so do half of the layers, though the mean load is within the
+    bound."""
     plan = plan_of(None)
 
     def took(*loads: tuple[float, float]) -> tuple[float, float]:
         model = DeviceModel(plan, NODES, None, loads)
-        works = [model.work(plan.roles[0], i) for i in plan.roles[0].program if i.stream == "compute"]
+        works = [
+            model.work(plan.roles[0], i) for i in plan.roles[0].program if i.stream == "compute"
+        ]
         return sum(w.seconds for w in works), sum(w.inside_s for w in works)
 
     even, full, both = took((1.0, 1.0)), took((1.4, 1.0)), took((1.0, 0.5), (1.4, 0.5))
-    assert both == pytest.approx([(a + b) / 2 for a, b in zip(even, full, strict=True)]) and both[0] > took((1.2, 1.0))[0]
+    assert (
+        both == pytest.approx([(a + b) / 2 for a, b in zip(even, full, strict=True)])
+        and both[0] > took((1.2, 1.0))[0]
+    )
 
 
 def test_messages_of_rare_further_rounds_share_links_as_others_do() -> None:
     """The weights' gradients exchange in further rounds alone, which here one case of ten needs."""
     plan = plan_of(None)
     (role,) = plan.roles
-    instr = next(i for i in role.program if any(p.op == Compute(of_experts(plan).id, "W") for p in i.parts))
-    alone = replace(instr, parts=tuple(p for p in instr.parts if p.op == Compute(of_experts(plan).id, "W")))
+    instr = next(
+        i for i in role.program if any(p.op == Compute(of_experts(plan).id, "W") for p in i.parts)
+    )
+    alone = replace(
+        instr, parts=tuple(p for p in instr.parts if p.op == Compute(of_experts(plan).id, "W"))
+    )
     work = DeviceModel(plan, NODES, None, ((1.0, 0.9), (1.4, 0.1))).work(role, alone)
     (inside,) = work.inside
     assert inside.count == 1 and 0 < inside.seconds < work.seconds
-    assert sum(seconds for seconds, _ in _pieces(work, [Flow(0, inside.seconds, {}, 1.0)])) == pytest.approx(work.seconds)
+    assert sum(
+        seconds for seconds, _ in _pieces(work, [Flow(0, inside.seconds, {}, 1.0)])
+    ) == pytest.approx(work.seconds)
 
 
 def test_messages_on_a_cpu_are_of_rows_and_those_between_gpus_of_places() -> None:
     plan = compiled("uniform", Mesh(ep=DEVICES)).plan
     (role,) = plan.roles
-    instr = next(i for i in role.program if any(p.op == Compute(of_experts(plan).id, "F") for p in i.parts))
-    alone = replace(instr, parts=tuple(p for p in instr.parts if p.op == Compute(of_experts(plan).id, "F")))
+    instr = next(
+        i for i in role.program if any(p.op == Compute(of_experts(plan).id, "F") for p in i.parts)
+    )
+    alone = replace(
+        instr, parts=tuple(p for p in instr.parts if p.op == Compute(of_experts(plan).id, "F"))
+    )
     nbytes = 2 * CHOICES * WIDTH * 8  # of the rows of a device there and back, in float64
 
     def sent(cluster: Cluster, load: float) -> StepMessages:
@@ -213,7 +293,11 @@ def test_messages_on_a_cpu_are_of_rows_and_those_between_gpus_of_places() -> Non
         return next(m for m in work.inside if m.op == "all_to_all")
 
     even, more, most = (sent(cpu_local(), load) for load in (1.0, 1.2, 1.25))
-    assert [m.bytes for m in (even, more, most)] == [nbytes, round(1.2 * nbytes), round(1.25 * nbytes)]
+    assert [m.bytes for m in (even, more, most)] == [
+        nbytes,
+        round(1.2 * nbytes),
+        round(1.25 * nbytes),
+    ]
     assert even.seconds < more.seconds < most.seconds
     assert sent(NODES, 1.0).bytes == sent(NODES, 1.2).bytes == most.bytes
 
@@ -235,7 +319,12 @@ def test_a_load_changes_no_time_of_experts_with_a_capacity() -> None:
 def test_dropless_experts_are_known_by_what_their_steps_exchange() -> None:
     found = mixture_of(plan_of(None))
     assert found is not None and found.bound == pytest.approx(1.25, rel=0.01)
-    assert (found.experts, found.ranks, found.choices, found.tokens) == (8, 4, 4 * 8 * 512 * 2, 4 * 8 * 512)
+    assert (found.experts, found.ranks, found.choices, found.tokens) == (
+        8,
+        4,
+        4 * 8 * 512 * 2,
+        4 * 8 * 512,
+    )
     assert found.rounds and not found.padded
     dropped = mixture_of(plan_of(None, overflow="drop"))
     assert dropped is not None and not dropped.rounds and dropped.bound == found.bound
@@ -245,7 +334,10 @@ def test_a_plan_that_says_nothing_of_rows_is_of_no_load() -> None:
     """Plans of earlier versions do not."""
     plan, old = plan_of(None), []
     for chunk in plan.chunks:
-        inside = {step: tuple(replace(c, mean_nbytes=0) for c in sig.collectives) for step, sig in chunk.steps.items()}
+        inside = {
+            step: tuple(replace(c, mean_nbytes=0) for c in sig.collectives)
+            for step, sig in chunk.steps.items()
+        }
         steps = {step: replace(sig, collectives=inside[step]) for step, sig in chunk.steps.items()}
         old.append(replace(chunk, steps=steps))
     found = simulate(replace(plan, chunks=tuple(old)), NODES, load=2.0)
@@ -257,7 +349,9 @@ def test_a_plan_that_says_nothing_of_rows_is_of_no_load() -> None:
 
 def test_places_without_rows_count_in_no_flops() -> None:
     """One device and four devices count the same FLOPs of a dropless mixture; a token visits 2 of 8 experts."""
-    alone = piper.compile(models.job(LARGE, global_batch=32, precision="bfloat16"), Strategy(Mesh(), ())).plan
+    alone = piper.compile(
+        models.job(LARGE, global_batch=32, precision="bfloat16"), Strategy(Mesh(), ())
+    ).plan
     shared = plan_of(None)
     assert model_flops(shared, 512) == model_flops(alone, 512)
     assert executed_flops(shared) == pytest.approx(executed_flops(alone), rel=0.01)
@@ -266,10 +360,16 @@ def test_places_without_rows_count_in_no_flops() -> None:
 def test_a_runs_log_serves_predictions_of_dropless_experts(tmp_path: Path) -> None:
     small = replace(LARGE, width=16, hidden=24, length=8)
     shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))
-    made = piper.compile(models.job(small, global_batch=8, precision="float32"), Strategy(Mesh(ep=2), shared))
+    made = piper.compile(
+        models.job(small, global_batch=8, precision="float32"), Strategy(Mesh(ep=2), shared)
+    )
     piper.execute(made, steps=2, launcher="inline", folder=tmp_path)
     found = simulate(made.plan, "h100x2", load=tmp_path)
-    assert found.load is not None and found.load.source == "measured" and 1 <= found.load.mean <= found.load.worst <= 2
+    assert (
+        found.load is not None
+        and found.load.source == "measured"
+        and 1 <= found.load.mean <= found.load.worst <= 2
+    )
     assert not any("not measured" in note for note in found.notes)
 
 
@@ -283,7 +383,9 @@ def test_a_measured_step_takes_longer_as_its_formula_does() -> None:
     assert double._longer(other, "F", 0) == 1.0
 
 
-def test_measured_steps_of_equal_layers_are_scaled_by_one_calculation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_steps_of_equal_layers_are_scaled_by_one_calculation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The loads of a run may be hundreds, and each is a calculation of its own."""
     calls: list[float] = []
 

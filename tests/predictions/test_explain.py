@@ -74,7 +74,13 @@ class Products(nn.Module):
 
 
 def compiled(model: Callable[[], nn.Module], batch: Any, loss: Any) -> Compiled:
-    job = Job(model, batch, loss, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), global_batch=4)
+    job = Job(
+        model,
+        batch,
+        loss,
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        global_batch=4,
+    )
     return compile(job, Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)))
 
 
@@ -84,7 +90,10 @@ def test_lowerings_and_the_share_of_weight_gradients() -> None:
     text = explain(found)
     assert "costs assume the lowerings: attention flash" in text
     flops = {s: sum(c.steps[s].cost.flops for c in found.plan.chunks) for s in ("I", "W")}
-    assert f"weight gradient: {100 * flops['W'] / (flops['I'] + flops['W']):.0f} % of backward FLOPs" in text
+    assert (
+        f"weight gradient: {100 * flops['W'] / (flops['I'] + flops['W']):.0f} % of backward FLOPs"
+        in text
+    )
     assert flops["W"] > 0.3 * (flops["I"] + flops["W"]) and "warning" not in text
 
 
@@ -97,7 +106,10 @@ def test_an_operator_that_returns_both_gradients_is_a_warning_that_names_its_chu
 
 def test_little_in_w_is_a_warning() -> None:
     found = compiled(Products, feature_batch, squared_error)
-    bare = [replace(c, steps={**c.steps, "W": replace(c.steps["W"], cost=Cost())}) for c in found.plan.chunks]
+    bare = [
+        replace(c, steps={**c.steps, "W": replace(c.steps["W"], cost=Cost())})
+        for c in found.plan.chunks
+    ]
     text = explain(replace(found, plan=replace(found.plan, chunks=tuple(bare))))
     assert "weight gradient: 0 % of backward FLOPs\nwarning: under 30 %" in text
 

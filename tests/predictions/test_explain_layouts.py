@@ -96,7 +96,11 @@ def test_without_shard_the_indexes_are_a_line_for_each_kind_of_chunk() -> None:
 def test_facts_name_indexes() -> None:
     found = facts(published(2, "tokens"))["indexes"]
     layer = {i["name"]: i for i in found[1]["indexes"]}
-    assert found[1]["chunks"] == ["layer0", "layer1"] and layer["heads"]["size"] == [2] and layer["heads"]["shared"] == 2
+    assert (
+        found[1]["chunks"] == ["layer0", "layer1"]
+        and layer["heads"]["size"] == [2]
+        and layer["heads"]["shared"] == 2
+    )
     assert layer["width"]["obstacle"] and layer["width"]["shared"] == 1
 
 
@@ -104,14 +108,18 @@ def test_an_op_without_a_rule_is_named() -> None:
     job = piper.Job(Products, feature_batch, squared_error, shared_jobs.adamw, global_batch=4)
     short = layouts(piper.compile(job, Strategy(Mesh(), [])))
     assert "ops without a rule: product (test_explain.py:" in short
-    found = " ".join(layouts(piper.compile(job, Strategy(Mesh(tp=2), [piper.shard(piper.where())]))).split())
+    found = " ".join(
+        layouts(piper.compile(job, Strategy(Mesh(tp=2), [piper.shard(piper.where())]))).split()
+    )
     assert "computed whole, without a rule: product (test_explain.py:" in found
     assert "100.0% of them whole" in found and "has no rule: it is computed whole" in found
 
 
 def asked(name: str, tp: int, index: Sequence[str], stream: str = "") -> Compiled:
     job = shared_jobs.job(name)
-    return piper.compile(job, Strategy(Mesh(tp=tp), [piper.shard(piper.where(), index=tuple(index), stream=stream)]))
+    return piper.compile(
+        job, Strategy(Mesh(tp=tp), [piper.shard(piper.where(), index=tuple(index), stream=stream)])
+    )
 
 
 def shared_params(made: Compiled) -> set[str]:
@@ -153,11 +161,21 @@ def test_named_indexes_are_one_device() -> None:
 @pytest.mark.parametrize(
     ("tp", "index", "message"),
     [
-        (2, "headz", "index='headz'.: there is no such index; there is vocab, heads, hidden; a dimension of a parameter"),
+        (
+            2,
+            "headz",
+            "index='headz'.: there is no such index; there is vocab, heads, hidden; a dimension of "
+            "a parameter",
+        ),
         (2, "layers.9.up:0", "there is no such index"),
         (3, "hidden", None),
         (5, "hidden", "devices cannot share it in layer0: 5 devices cannot share 48 evenly; 4 can"),
-        (2, "head_dim", r"in layer0: split \(parts.py:\d+: a, b = x.chunk.* wants it whole \(parameters layers.0.attention.q"),
+        (
+            2,
+            "head_dim",
+            r"in layer0: split \(parts.py:\d+: a, b = x.chunk.* wants it whole \(parameters "
+            r"layers.0.attention.q",
+        ),
         (2, "width", "it passes between chunks"),
     ],
 )
@@ -170,7 +188,9 @@ def test_what_cannot_be_shared_is_refused(tp: int, index: str, message: str | No
 
 
 def whys(made: Any) -> dict[str, list[str]]:
-    return {c.id: [x.why for sig in c.steps.values() for x in sig.collectives] for c in made.plan.chunks}
+    return {
+        c.id: [x.why for sig in c.steps.values() for x in sig.collectives] for c in made.plan.chunks
+    }
 
 
 def test_collectives_say_why() -> None:
@@ -190,10 +210,15 @@ def test_the_number_of_a_line_is_no_part_of_a_key() -> None:
 
     def edited(edit: Any) -> Any:
         signatures = {
-            c.id: {s: replace(sig, collectives=tuple(map(edit, sig.collectives))) for s, sig in c.steps.items()}
+            c.id: {
+                s: replace(sig, collectives=tuple(map(edit, sig.collectives)))
+                for s, sig in c.steps.items()
+            }
             for c in made.plan.chunks
         }
-        return replace(made.plan, chunks=tuple(replace(c, steps=signatures[c.id]) for c in made.plan.chunks))
+        return replace(
+            made.plan, chunks=tuple(replace(c, steps=signatures[c.id]) for c in made.plan.chunks)
+        )
 
     moved = edited(lambda c: replace(c, why=re.sub(r":\d+:", ":999:", c.why)))
     assert moved != made.plan and moved.key == made.plan.key

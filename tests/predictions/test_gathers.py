@@ -1,4 +1,5 @@
-"""How often a step gathers sharded parameters: closed forms, and never more often than torch's runtime for the same order."""
+"""How often a step gathers sharded parameters: closed forms, and never more often than torch's runtime for the same
+order."""
 
 from __future__ import annotations
 
@@ -7,12 +8,21 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.gathers import PAGE, SCHEDULES, counted, gathered, order_of, plan_of, steps_that_hold
+from benchmarks.gathers import (
+    PAGE,
+    SCHEDULES,
+    counted,
+    gathered,
+    order_of,
+    plan_of,
+    steps_that_hold,
+)
 from piper_compiler.passes.steps import residency
 from piper_compiler.passes.steps.windows import windows
 
 P, M, LAYERS = 4, 8, 3
-"""Devices, microbatches, layers per stage. A bucket is a layer; two uses of a layer that follow each other share a gather."""
+"""Devices, microbatches, layers per stage. A bucket is a layer; two uses of a layer that follow each other share a
+gather."""
 
 
 def one_f_one_b(device: int) -> int:
@@ -31,17 +41,25 @@ def interleaved(device: int, chunks: int = 2) -> int:
         return chunks - 1 - chunk if backward else chunk
 
     alternating = [(stage(first + k, False), stage(k, True)) for k in range(total - first)]
-    shared = sum(f == b for f, b in alternating) + sum(b == f for (_, b), (f, _) in pairwise(alternating))
+    shared = sum(f == b for f, b in alternating) + sum(
+        b == f for (_, b), (f, _) in pairwise(alternating)
+    )
     return 2 * total * LAYERS - shared
 
 
-FORMS = {"GPipe": lambda device: 2 * M * LAYERS - 1, "1F1B": one_f_one_b, "interleaved, v=2": interleaved}
+FORMS = {
+    "GPipe": lambda device: 2 * M * LAYERS - 1,
+    "1F1B": one_f_one_b,
+    "interleaved, v=2": interleaved,
+}
 
 
 @pytest.mark.parametrize("title", FORMS)
 def test_gathers_without_room_have_a_closed_form(title: str) -> None:
     plan = plan_of(order_of(title, P, M), LAYERS, 0)
-    assert [gathered(plan, role) for role in plan.roles] == [FORMS[title](device) for device in range(P)]
+    assert [gathered(plan, role) for role in plan.roles] == [
+        FORMS[title](device) for device in range(P)
+    ]
 
 
 @pytest.mark.parametrize("title", FORMS)
@@ -69,7 +87,9 @@ def test_the_page_has_what_is_counted() -> None:
     """And at one stage held at most 0.75 of torch's gathers where stages alternate."""
     found = re.findall(r"\| ([^|]+) \| (\d) \| (\d+) \| ([\d.]+) \|", PAGE.read_text())
     rows = {(title, int(held)): (int(torch), float(ours)) for title, held, torch, ours in found}
-    assert len({title for title, _ in rows}) == len(SCHEDULES) and all(ours <= torch for torch, ours in rows.values())
+    assert len({title for title, _ in rows}) == len(SCHEDULES) and all(
+        ours <= torch for torch, ours in rows.values()
+    )
     for title in ("interleaved, v=2", "interleaved zero bubble, v=2", "DualPipe"):
         torch, ours = rows[title, 1]
         assert ours <= 0.75 * torch

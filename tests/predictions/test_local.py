@@ -23,6 +23,9 @@ def test_runs_take_the_cuda_devices() -> None:
         assert devices_of_runs(2) == load_cluster("h200x2")
         shared = devices_of_runs(3)
     assert shared.devices == 3
-    assert "3 ranks share 2 of these, and what they take from each other is not simulated" in shared.device.notes
+    assert (
+        "3 ranks share 2 of these, and what they take from each other is not simulated"
+        in shared.device.notes
+    )
     with using("cpu"):
         assert devices_of_runs(2).name == "cpu-local"

@@ -20,12 +20,15 @@ from tests.predictions.test_memory_truth import lies, planned
 
 TOKENS, HEADS, HEAD = 12, 2, 4
 ONE: tuple[dict[str, int], tuple[Any, ...]] = ({"dp": 1}, ())
-SHARED = ({"tp": 2, "cp": 2}, (piper.shard(where(), stream="tokens"), piper.shard(where(), over="cp", index="tokens")))
+SHARED = (
+    {"tp": 2, "cp": 2},
+    (piper.shard(where(), stream="tokens"), piper.shard(where(), over="cp", index="tokens")),
+)
 
 
 class Attention(nn.Module):
-    """Its query, key and value come out of one projection, which also has the first product of a feed-forward where that is
-    unequal; `how` says what is next to each other in memory."""
+    """Its query, key and value come out of one projection, which also has the first product of a feed-forward where
+    that is unequal; `how` says what is next to each other in memory."""
 
     def __init__(self, how: str, width: int) -> None:
         super().__init__()
@@ -38,7 +41,11 @@ class Attention(nn.Module):
         if self.how == "elements":  # of heads: they are apart in memory
             q, k, v = made.view(rows, TOKENS, HEAD, HEADS, 3).permute(4, 0, 3, 1, 2)
         else:
-            q, k, v = made[..., : 3 * HEADS * HEAD].view(rows, TOKENS, 3, HEADS, HEAD).permute(2, 0, 3, 1, 4)
+            q, k, v = (
+                made[..., : 3 * HEADS * HEAD]
+                .view(rows, TOKENS, 3, HEADS, HEAD)
+                .permute(2, 0, 3, 1, 4)
+            )
         if self.how == "heads":  # have their tokens together, as the kernel's output then has
             q = q.contiguous()
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -50,7 +57,11 @@ class Mixer(nn.Module):
 
     def __init__(self, how: str, width: int) -> None:
         super().__init__()
-        self.first, self.norm, self.mix = nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(TOKENS, 1)
+        self.first, self.norm, self.mix = (
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+            nn.Linear(TOKENS, 1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.mix(self.norm(self.first(x)).transpose(1, 2)).transpose(1, 2)
@@ -68,8 +79,11 @@ class Windows(nn.Module):
         return x + self.mix(windows.transpose(1, 2)).view(x.shape)
 
 
-def measured(how: str, width: int, sizes: dict[str, int], directives: tuple[Any, ...]) -> tuple[list[str], list[int]]:
-    """Return what is wrong with the plan of such a model, and at each instruction of each rank the bytes that it is short."""
+def measured(
+    how: str, width: int, sizes: dict[str, int], directives: tuple[Any, ...]
+) -> tuple[list[str], list[int]]:
+    """Return what is wrong with the plan of such a model, and at each instruction of each rank the bytes that it is
+    short."""
 
     def batch(step: int, rows: range) -> Any:
         x = torch.randn(len(rows), TOKENS, width, generator=torch.Generator().manual_seed(step))
@@ -77,7 +91,9 @@ def measured(how: str, width: int, sizes: dict[str, int], directives: tuple[Any,
 
     kind = {"norm": Mixer, "windows": Windows}.get(how, Attention)
     sgd, precision = compositions.OPTIMIZERS["sgd"], piper.Precision(params="float64")
-    job = piper.Job(lambda: kind(how, width), batch, F.mse_loss, sgd, global_batch=4, precision=precision)
+    job = piper.Job(
+        lambda: kind(how, width), batch, F.mse_loss, sgd, global_batch=4, precision=precision
+    )
     compiled = piper.compile(job, piper.Strategy(piper.Mesh(**sizes), directives))
     plan, records = compiled.plan, dict(piper.execute(compiled, steps=1, launcher="inline").memory)
     short = []

@@ -20,7 +20,16 @@ CASES = [
     Composition("llama", 2, 1, 4, backward="split"),
     Composition("skip", 4, 1, 4, "random", "random", seed=2),
 ]
-SEGMENT = {"address", "total_size", "stream", "segment_type", "segment_pool_id", "allocated_size", "active_size", "blocks"}
+SEGMENT = {
+    "address",
+    "total_size",
+    "stream",
+    "segment_type",
+    "segment_pool_id",
+    "allocated_size",
+    "active_size",
+    "blocks",
+}
 BLOCK = {"size", "requested_size", "address", "state", "frames"}
 EVENT = {"action", "addr", "frames", "size", "stream", "time_us"}
 FRAME = {"filename", "line", "name"}
@@ -32,8 +41,8 @@ def predicted(c: Composition, cluster: str = "h100x8") -> Simulation:
 
 
 def replayed(snapshot: dict[str, Any]) -> tuple[int, dict[int, int]]:
-    """Most bytes asked for at once, and what is there at the end: address -> bytes. No block overlaps another while both live,
-    each lies in a segment, and time does not go back."""
+    """Most bytes asked for at once, and what is there at the end: address -> bytes. No block overlaps another while
+    both live, each lies in a segment, and time does not go back."""
     live: dict[int, int] = {}
     segments: dict[int, int] = {}
     now = most = total = 0
@@ -44,8 +53,12 @@ def replayed(snapshot: dict[str, Any]) -> tuple[int, dict[int, int]]:
             case "segment_alloc":
                 segments[at] = size
             case "alloc":
-                assert not any(a < at + size and at < a + n for a, n in live.items()), "two live blocks overlap"
-                assert any(a <= at and at + size <= a + n for a, n in segments.items()), "outside of every segment"
+                assert not any(a < at + size and at < a + n for a, n in live.items()), (
+                    "two live blocks overlap"
+                )
+                assert any(a <= at and at + size <= a + n for a, n in segments.items()), (
+                    "outside of every segment"
+                )
                 live[at] = size
                 total += size
                 most = max(most, total)
@@ -63,10 +76,17 @@ def test_the_peak_is_the_predictions_to_the_byte(c: Composition) -> None:
         snapshot = s.memory_snapshot(rank)
         most, left = replayed(snapshot)
         assert most == peak
-        held = {b["address"]: b["requested_size"] for seg in snapshot["segments"] for b in seg["blocks"] if b["requested_size"]}
+        held = {
+            b["address"]: b["requested_size"]
+            for seg in snapshot["segments"]
+            for b in seg["blocks"]
+            if b["requested_size"]
+        }
         assert held == left, "the segments show what is there after the step"
         lines = s.memory(rank)
-        assert sum(left.values()) == sum(lines[n] for n in ("parameters", "gradients", "optimizer", "buffers"))
+        assert sum(left.values()) == sum(
+            lines[n] for n in ("parameters", "gradients", "optimizer", "buffers")
+        )
 
 
 def test_what_training_holds_has_lines_of_its_own() -> None:
@@ -84,7 +104,9 @@ def test_a_forgotten_free_is_seen() -> None:
     """Negative control of the replay: without one free, the peak is another, or a block is given twice."""
     snapshot = predicted(CASES[0]).memory_snapshot(0)
     events = snapshot["device_traces"][0]
-    large = max((e for e in events if e["action"] == "free_completed"), key=lambda e: int(e["size"]))
+    large = max(
+        (e for e in events if e["action"] == "free_completed"), key=lambda e: int(e["size"])
+    )
     events.remove(large)
     with pytest.raises(AssertionError):
         most, _ = replayed(snapshot)
@@ -109,7 +131,9 @@ def test_it_has_what_torchs_documentation_says() -> None:
 
 def test_frames_name_value_category_and_instruction() -> None:
     events = predicted(CASES[1]).memory_snapshot(0)["device_traces"][0]
-    found = {(e["frames"][0]["filename"], e["frames"][0]["name"], e["frames"][1]["name"]) for e in events}
+    found = {
+        (e["frames"][0]["filename"], e["frames"][0]["name"], e["frames"][1]["name"]) for e in events
+    }
     assert any(c == "activation" and ":saved" in v and ".F@" in i for c, v, i in found)
     assert any(c == "param" and i == "before the step" for c, _, i in found)
     assert any(c == "workspace" for c, _, _ in found)
@@ -120,21 +144,32 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     plan, s = compositions.compiled(fitted(c)).plan, predicted(c)
     said = save_snapshots(tmp_path / "m", plan, s)
     files = sorted(p.name for p in (tmp_path / "m").iterdir())
-    assert files == [f"rank{role.ranks[0]}.pickle" for role in plan.roles] and "rank0 (and 1 like it)" in said
+    assert (
+        files == [f"rank{role.ranks[0]}.pickle" for role in plan.roles]
+        and "rank0 (and 1 like it)" in said
+    )
     snapshot = pickle.loads((tmp_path / "m" / files[0]).read_bytes())
     reserved = sum(seg["total_size"] for seg in snapshot["segments"])
     assert f"total_reserved: {reserved / 2**20:.1f}MiB" in _memory_viz.segsum(snapshot)
     drawn = _memory_viz.trace(snapshot)
-    assert f"{len(snapshot['device_traces'][0])} entries" in drawn and "cudaMalloc(" in drawn and "\ndel " in drawn
+    assert (
+        f"{len(snapshot['device_traces'][0])} entries" in drawn
+        and "cudaMalloc(" in drawn
+        and "\ndel " in drawn
+    )
     states = _memory_viz.memory(snapshot, format_flamegraph=lambda lines: lines)
     assert "active_allocated;plan:0:before the step;param:0:param:" in states
     for page in (_memory_viz.trace_plot(snapshot), _memory_viz.segment_plot(snapshot)):
         assert "snapshot.pickle" in page
     _memory_viz.filter_alloc_free_pairs(snapshot)
-    assert {e["action"] for e in snapshot["device_traces"][0]} == {"segment_alloc", "alloc"}, "what stays is never freed"
+    assert {e["action"] for e in snapshot["device_traces"][0]} == {"segment_alloc", "alloc"}, (
+        "what stays is never freed"
+    )
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "m").write_text("a file")
     with pytest.raises(OutputError, match="--memory-snapshot"):
-        save_snapshots(tmp_path / "m", compositions.compiled(fitted(CASES[1])).plan, predicted(CASES[1]))
+        save_snapshots(
+            tmp_path / "m", compositions.compiled(fitted(CASES[1])).plan, predicted(CASES[1])
+        )

@@ -1,7 +1,7 @@
 """What a plan says of memory is what happens, for every parity case and every rank.
 
-The measure is a counter that knows nothing of the plan: live storages, temporaries included, as torch's dispatcher shows them.
-The plan's bytes are added up here once more, from what its instructions allocate and free.
+The measure is a counter that knows nothing of the plan: live storages, temporaries included, as torch's dispatcher
+shows them. The plan's bytes are added up here once more, from what its instructions allocate and free.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ASKED = 0.03
 SPARE = 0.001
 """As much less may be asked for: cuDNN's gradient of attention has an upper bound in `piper_ops.costing.workspace`."""
 REDUCTIONS = 1 << 20
-"""Of buffers that no plan counts: torch's reductions that are split over blocks stage a partial result per block and column in
-memory of the allocator's (aten/src/ATen/native/cuda/Reduce.cuh: global_memory_size, semaphore_size). An H200 has 132 x 4 blocks
-of 512 threads at once; a block stages at most 32 columns of 4 numbers of 8 bytes: 0.52 MiB, and twice that where the last wave is
-not full."""
+"""Of buffers that no plan counts: torch's reductions that are split over blocks stage a partial result per block and
+column in memory of the allocator's (aten/src/ATen/native/cuda/Reduce.cuh: global_memory_size, semaphore_size). An H200
+has 132 x 4 blocks of 512 threads at once; a block stages at most 32 columns of 4 numbers of 8 bytes: 0.52 MiB, and
+twice that where the last wave is not full."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,11 @@ def planned(plan: Plan, role: RolePlan) -> Iterator[Planned]:
     for index, instr in enumerate(role.program):
         if instr.stream == COMPUTE:
             before = live - size(instr.frees_before)
-            live = before + size(instr.allocs_after) + sum(size(p.writes) - size(p.frees) for p in instr.parts)
+            live = (
+                before
+                + size(instr.allocs_after)
+                + sum(size(p.writes) - size(p.frees) for p in instr.parts)
+            )
             yield Planned(index, before, live, fullest[index] - states)
 
 
@@ -79,20 +83,34 @@ def lies(plan: Plan, records: Mapping[int, MemoryRecord]) -> list[str]:
         measured = {p.instr: p for p in record.points if p.instr >= 0}
         for p in planned(plan, role):
             name = f"rank {rank}, instruction {p.instr} ({role.program[p.instr].name})"
-            after, fullest = measured[p.instr].after - record.states, measured[p.instr].within - record.states
+            after, fullest = (
+                measured[p.instr].after - record.states,
+                measured[p.instr].within - record.states,
+            )
             if after != p.after:
                 out.append(f"{name}: {after} bytes of values are left, planned {p.after}")
             if abs(fullest - p.fullest) > WORKSPACE * (p.fullest - p.before):
                 out.append(f"{name}: holds {fullest} bytes at most, planned {p.fullest}")
-        if abs(record.peak - role.peak_bytes) > PEAK * role.peak_bytes or record.peak_at != role.peak_at:
-            out.append(f"rank {rank}: peak {record.peak} at {record.peak_at}, planned {role.peak_bytes} at {role.peak_at}")
+        if (
+            abs(record.peak - role.peak_bytes) > PEAK * role.peak_bytes
+            or record.peak_at != role.peak_at
+        ):
+            out.append(
+                f"rank {rank}: peak {record.peak} at {record.peak_at}, planned {role.peak_bytes} "
+                f"at {role.peak_at}"
+            )
     return out
 
 
 def asked_for(planned: int, asked: int) -> str:
-    """What is wrong with the bytes that a CUDA device's allocator was asked for at the peak of a plan; empty when nothing is."""
+    """What is wrong with the bytes that a CUDA device's allocator was asked for at the peak of a plan; empty when
+    nothing is."""
     least, most = round(planned * (1 - SPARE)), round(planned * (1 + ASKED)) + REDUCTIONS
-    return "" if least <= asked <= most else f"{asked} bytes were asked for; {planned} are planned, {least} to {most} allowed"
+    return (
+        ""
+        if least <= asked <= most
+        else f"{asked} bytes were asked for; {planned} are planned, {least} to {most} allowed"
+    )
 
 
 def measure(c: Composition, **options: Any) -> tuple[Plan, dict[int, MemoryRecord]]:
@@ -118,7 +136,9 @@ def test_optimizer_state_clipping_and_many_buckets(name: str, optimizer: str) ->
 
 def test_the_norm_of_one_role_holds_its_result_alone() -> None:
     """No reduction follows it, whose buffer would hide more."""
-    found = lies(*measure(Composition("skip", 1, 2, 2, optimizer="adamw", clip=0.05, bucket_mb=0.01)))
+    found = lies(
+        *measure(Composition("skip", 1, 2, 2, optimizer="adamw", clip=0.05, bucket_mb=0.01))
+    )
     assert not found, "\n".join(found[:6])
 
 
@@ -141,12 +161,17 @@ def test_split_backwards(name: str, schedule: Any) -> None:
 
 
 def test_what_w_does_not_need_is_freed_with_i() -> None:
-    """The bytes: between I and W of a microbatch a stage of the GPT keeps less than between F and I, and more than nothing."""
+    """The bytes: between I and W of a microbatch a stage of the GPT keeps less than between F and I, and more than
+    nothing."""
     plan, records = measure(Composition("gpt", 2, 1, 4, "1f1b", backward="split", fuse=False))
     for rank, record in records.items():
         role = plan.role_of(rank)
         after = {p.instr: p.after for p in record.points}
-        names = {i.parts[-1].node: k for k, i in enumerate(role.program) if isinstance(i.parts[-1].op, Compute)}
+        names = {
+            i.parts[-1].node: k
+            for k, i in enumerate(role.program)
+            if isinstance(i.parts[-1].op, Compute)
+        }
         chunk = next(c.id for c in plan.chunks if f"{c.id}.W@0" in names and f"{c.id}.I@0" in names)
         kept = [alive_after(plan, role, chunk, step) for step in ("F", "I", "W")]
         assert kept[0] > kept[1] > kept[2] == 0, (rank, kept)
@@ -159,7 +184,11 @@ def alive_after(plan: Plan, role: RolePlan, chunk: str, step: str) -> int:
     """Bytes of what a chunk has saved or handed over for microbatch 0, after one of its steps."""
     alive: dict[str, int] = {}
     for part in (part for instr in role.program for part in instr.parts):
-        mine = [v for v in part.writes if v.startswith((f"{chunk}:saved", f"{chunk}:iw")) and v.endswith("@0")]
+        mine = [
+            v
+            for v in part.writes
+            if v.startswith((f"{chunk}:saved", f"{chunk}:iw")) and v.endswith("@0")
+        ]
         alive |= {v: plan.values[v].nbytes for v in mine}
         for v in part.frees:
             alive.pop(v, None)
@@ -169,8 +198,8 @@ def alive_after(plan: Plan, role: RolePlan, chunk: str, step: str) -> int:
 
 
 def test_one_row_has_sizes_of_its_own() -> None:
-    """At one row torch makes views where it copies otherwise; three rows are none of those at which sizes were fitted to be
-    used."""
+    """At one row torch makes views where it copies otherwise; three rows are none of those at which sizes were fitted
+    to be used."""
     for rows in (1, 3, 7):
         found = lies(*measure(Composition("gpt", 2, 1, 2, "1f1b", rows=rows)))
         assert not found, "\n".join([f"rows={rows}", *found[:6]])
@@ -183,17 +212,25 @@ def test_the_peak_is_no_trivial_number() -> None:
         assert record.peak > 2 * record.states
         assert len({p.within for p in record.points}) > 4, rank
     plan, records = measure(Composition("llama", 1, 2, 1))
-    assert all(any(p.fullest > max(p.before, p.after) for p in planned(plan, role)) for role in plan.roles)
+    assert all(
+        any(p.fullest > max(p.before, p.after) for p in planned(plan, role)) for role in plan.roles
+    )
 
 
 @pytest.fixture
 def kernels_of_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What CUDA's kernels hold inside in float64, held and counted here: attention is written out, and the loss is made as
-    there."""
+    """What CUDA's kernels hold inside in float64, held and counted here: attention is written out, and the loss is made
+    as there."""
     monkeypatch.setitem(sdpa.KERNELS, "cpu_flash", sdpa_kernels.KERNELS["math"])
     sdpa._chosen.cache_clear()
-    monkeypatch.setattr(report, "MemoryCounter", lambda device, inside: MemoryCounter(device, inside=True))
-    monkeypatch.setitem(piper_ops.pointwise.losses.SLICE_ELEMENTS, "cpu", piper_ops.pointwise.losses.SLICE_ELEMENTS["cuda"])
+    monkeypatch.setattr(
+        report, "MemoryCounter", lambda device, inside: MemoryCounter(device, inside=True)
+    )
+    monkeypatch.setitem(
+        piper_ops.pointwise.losses.SLICE_ELEMENTS,
+        "cpu",
+        piper_ops.pointwise.losses.SLICE_ELEMENTS["cuda"],
+    )
     yield
     sdpa._chosen.cache_clear()
 
@@ -213,7 +250,9 @@ CUDA_CASES = [
 ]
 
 
-OF_TOKENS = pytest.param(Composition("gpt", 1, 1, 2, cp=2, attention="ring"), marks=pytest.mark.long)
+OF_TOKENS = pytest.param(
+    Composition("gpt", 1, 1, 2, cp=2, attention="ring"), marks=pytest.mark.long
+)
 
 
 @pytest.mark.usefixtures("kernels_of_cuda")
@@ -225,11 +264,14 @@ def test_a_plan_for_cuda_counts_what_kernels_hold_inside(c: Composition) -> None
 
 @pytest.mark.usefixtures("kernels_of_cuda")
 def test_a_plan_for_the_cpu_is_wrong_about_kernels_of_cuda() -> None:
-    """As seen on an H200: within an input gradient of the first stage 6,400 bytes more are held, by the written-out attention."""
+    """As seen on an H200: within an input gradient of the first stage 6,400 bytes more are held, by the written-out
+    attention."""
     plan, records = measure_cuda(CUDA_CASES[0])
     found = lies(on_device(plan, ""), records)
     inside = [line for line in found if line.startswith("rank 0") and "layer1.I@0" in line]
-    holds, wanted = map(int, inside[0].split("holds ")[1].replace(" bytes at most, planned", "").split())
+    holds, wanted = map(
+        int, inside[0].split("holds ")[1].replace(" bytes at most, planned", "").split()
+    )
     assert holds - wanted == 6400
     assert any("root.1" in line for line in found), "the loss holds a copy of its logits"
 
@@ -259,13 +301,19 @@ class Masked(nn.Module):
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(16, 48), nn.Linear(16, 16)]) for _ in range(2))
-        self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() if shared else None)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.Linear(16, 48), nn.Linear(16, 16)]) for _ in range(2)
+        )
+        self.register_buffer(
+            "mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() if shared else None
+        )
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         for project, out in self.layers:
             q, k, v = project(x).view(len(x), LENGTH, 3, 2, 8).permute(2, 0, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask if self.mask is None else self.mask)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask if self.mask is None else self.mask
+            )
             x = x + out(mixed.transpose(1, 2).reshape(len(x), LENGTH, 16))
         return x
 
@@ -280,20 +328,33 @@ def masked_batch(step: int, rows: range) -> Any:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "of the batch"])
-def test_a_mask_of_bools_is_counted_to_the_byte(shared: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_of_bools_is_counted_to_the_byte(
+    shared: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's kernel takes a float mask, which is made of it inside, in forward and in backward."""
-    monkeypatch.setattr(report, "MemoryCounter", lambda device, inside: MemoryCounter(device, inside=True))
+    monkeypatch.setattr(
+        report, "MemoryCounter", lambda device, inside: MemoryCounter(device, inside=True)
+    )
     sgd = compositions.OPTIMIZERS["sgd"]
     job = piper.Job(
-        lambda: Masked(shared), masked_batch, F.mse_loss, sgd, global_batch=8, precision=piper.Precision(params=dtype)
+        lambda: Masked(shared),
+        masked_batch,
+        F.mse_loss,
+        sgd,
+        global_batch=8,
+        precision=piper.Precision(params=dtype),
     )
-    compiled = piper.compile(job, piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4)))
+    compiled = piper.compile(
+        job, piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4))
+    )
     plan, records = compiled.plan, piper.execute(compiled, steps=1, launcher="inline").memory
     assert not (found := lies(plan, dict(records))), "\n".join(found[:6])
     for rank, record in records.items():
         role = plan.role_of(rank)
         measured = {p.instr: p.within - record.states for p in record.points}
-        steps = [{part.op.step for part in i.parts if isinstance(part.op, Compute)} for i in role.program]
+        steps = [
+            {part.op.step for part in i.parts if isinstance(part.op, Compute)} for i in role.program
+        ]
         backward = [p for p in planned(plan, role) if steps[p.instr] and "F" not in steps[p.instr]]
         assert backward and [measured[p.instr] for p in backward] == [p.fullest for p in backward]
 
@@ -301,12 +362,20 @@ def test_a_mask_of_bools_is_counted_to_the_byte(shared: bool, dtype: Any, monkey
 @pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.NAdam])
 def test_temporaries_of_an_update(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optimizers without a fused kernel have some; the others hold none."""
-    monkeypatch.setitem(compositions.OPTIMIZERS, "other", lambda named: optimizer([p for _, p in named]))
+    monkeypatch.setitem(
+        compositions.OPTIMIZERS, "other", lambda named: optimizer([p for _, p in named])
+    )
     for pp in (1, 2):
         c = fitted(Composition("gpt", pp, 1, 2, optimizer="other"))
         plan = compositions.compiled(c).plan
         run = compositions.run(c, plan, steps=2, gradients=False, memory=True)
-        updates = [part.op for role in plan.roles for i in role.program for part in i.parts if isinstance(part.op, Update)]
+        updates = [
+            part.op
+            for role in plan.roles
+            for i in role.program
+            for part in i.parts
+            if isinstance(part.op, Update)
+        ]
         assert len(updates) == pp and all(u.workspace > 0 for u in updates)
         assert not (found := lies(plan, dict(run.memory))), "\n".join(found[:6])
 
@@ -318,7 +387,13 @@ def leaking(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     def leak(part: Any, rank: Any, bind: Any) -> Any:
         run = bind(part, rank)
         saved = [v for v in part.writes if ":saved" in v]
-        if not (isinstance(part.op, Compute) and part.op.step == "F" and part.mb == 0 and saved and rank.rank == 0):
+        if not (
+            isinstance(part.op, Compute)
+            and part.op.step == "F"
+            and part.mb == 0
+            and saved
+            and rank.rank == 0
+        ):
             return run
 
         def keep() -> None:
@@ -344,12 +419,20 @@ def test_a_leaked_saved_tensor_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_plan_that_forgets_a_temporary_or_a_free_is_found() -> None:
     plan, records = measure(Composition("llama", 2, 1, 4, "1f1b"))
     role = plan.roles[0]
-    low = replace(plan, roles=(replace(role, peak_bytes=int(role.peak_bytes * 0.97)), *plan.roles[1:]))
+    low = replace(
+        plan, roles=(replace(role, peak_bytes=int(role.peak_bytes * 0.97)), *plan.roles[1:])
+    )
     assert any("peak" in line for line in lies(low, records))
     moved = replace(plan, roles=(replace(role, peak_at=role.peak_at + 1), *plan.roles[1:]))
     assert any("peak" in line for line in lies(moved, records))
     k = next(k for k, i in enumerate(role.program) if i.stream == COMPUTE and i.parts[-1].frees)
     parts = role.program[k].parts
     late = replace(role.program[k], parts=(*parts[:-1], replace(parts[-1], frees=())))
-    forgot = replace(plan, roles=(replace(role, program=(*role.program[:k], late, *role.program[k + 1 :])), *plan.roles[1:]))
+    forgot = replace(
+        plan,
+        roles=(
+            replace(role, program=(*role.program[:k], late, *role.program[k + 1 :])),
+            *plan.roles[1:],
+        ),
+    )
     assert any("bytes of values are left" in line for line in lies(forgot, records))

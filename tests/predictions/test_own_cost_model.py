@@ -35,7 +35,13 @@ class ConstantRates(piper.CostModel):
     uniform = True
     bounds_steps = True
 
-    def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None, flops_per_s: float = 1e12) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: piper.Cluster | None,
+        costs: piper.Costs | None,
+        flops_per_s: float = 1e12,
+    ) -> None:
         self.plan, self.traffic, self.flops_per_s = plan, PlanBytes(plan), flops_per_s
 
     def work(self, role: RolePlan, instr: Instr) -> piper.Work:
@@ -62,7 +68,10 @@ def program(stages: int = 2, flops: int = 10**12) -> Program:
     """A program whose stages have one kernel of `flops` per step, in place of given durations."""
     made = piper.synthetic(stages=stages, F=1.0, I=1.0, W=1.0, params=64)
     cost = Cost((Kernel("matmul", (1, 1, 1), "bfloat16", flops, 0),))
-    chunks = [replace(c, steps={k: replace(s, cost=cost) for k, s in c.steps.items()}) for c in made.chunks]
+    chunks = [
+        replace(c, steps={k: replace(s, cost=cost) for k, s in c.steps.items()})
+        for c in made.chunks
+    ]
     return replace(made, chunks=tuple(chunks))
 
 
@@ -76,13 +85,22 @@ def test_a_prediction_rests_on_it() -> None:
     plan = compiled().plan
     found = piper.simulate(plan, CLUSTER, model=ConstantRates)
     assert found.step_s == pytest.approx((4 + 1) * 3.0)
-    assert {x.end - x.start for x in found.trace.spans if x.stream == "compute" and x.flops} == {1.0, 2.0}
+    assert {x.end - x.start for x in found.trace.spans if x.stream == "compute" and x.flops} == {
+        1.0,
+        2.0,
+    }
     assert found.notes == ("rates are constant",) and found.summary()["sources"] == {"formula": 1.0}
-    assert piper.simulate(plan, CLUSTER).step_s < 0.1 * found.step_s, "an H100 computes several hundred TFLOP/s"
+    assert piper.simulate(plan, CLUSTER).step_s < 0.1 * found.step_s, (
+        "an H100 computes several hundred TFLOP/s"
+    )
     faster = piper.simulate(plan, CLUSTER, model=partial(ConstantRates, flops_per_s=2e12))
     assert faster.step_s == pytest.approx(found.step_s / 2)
-    assert piper.simulate(plan, model=ConstantRates).step_s == found.step_s, "this one asks for no cluster"
-    with pytest.raises(ClusterError, match="the plan runs on 2 ranks; h100-80g-sxm:1 has 1 devices"):
+    assert piper.simulate(plan, model=ConstantRates).step_s == found.step_s, (
+        "this one asks for no cluster"
+    )
+    with pytest.raises(
+        ClusterError, match="the plan runs on 2 ranks; h100-80g-sxm:1 has 1 devices"
+    ):
         piper.simulate(plan, "h100x1", model=ConstantRates)
 
 
@@ -92,13 +110,17 @@ def test_an_explanation_rests_on_it() -> None:
     assert found.step_s == piper.simulate(plan, CLUSTER, model=ConstantRates).step_s
     assert sum(p.seconds for p in found.path) == pytest.approx(found.step_s)
     rows = {w.name: w.step_s for w in found.what_if}
-    assert rows["twice the peak FLOP/s"] == found.step_s and not found.sensitivities, "it reads nothing of the cluster"
+    assert rows["twice the peak FLOP/s"] == found.step_s and not found.sensitivities, (
+        "it reads nothing of the cluster"
+    )
 
 
 class PeakRates(ConstantRates):
     """Computes at the peak of the cluster that it was made for."""
 
-    def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None) -> None:
+    def __init__(
+        self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None
+    ) -> None:
         assert cluster is not None
         super().__init__(plan, cluster, costs, cluster.device.peak("bfloat16"))
 
@@ -116,16 +138,23 @@ def strategy(trial: Any) -> piper.Strategy:
     return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=microbatches))
 
 
-@pytest.mark.parametrize(("model", "workers"), [(ConstantRates, 0), (Whole, 0), (partial(ConstantRates, flops_per_s=5e11), 1)])
+@pytest.mark.parametrize(
+    ("model", "workers"),
+    [(ConstantRates, 0), (Whole, 0), (partial(ConstantRates, flops_per_s=5e11), 1)],
+)
 def test_a_search_rests_on_it(model: Any, workers: int) -> None:
     """Sweep and engine use it, in this process and in a worker that gets the class by value."""
     study = piper.tune(program(), strategy, cluster=CLUSTER, trials=4, workers=workers, model=model)
     rate = model.keywords["flops_per_s"] if isinstance(model, partial) else 1e12
     rows = {row["params"]["microbatches"]: row for row in study.table()}
     for m, row in rows.items():
-        plan = piper.compile(program(), piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=m))).plan
+        plan = piper.compile(
+            program(), piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=m))
+        ).plan
         found = piper.simulate(plan, CLUSTER, model=model)
-        assert row["period_s"] == pytest.approx(found.period_s) and found.step_s == pytest.approx((m + 1) * 3e12 / rate)
+        assert row["period_s"] == pytest.approx(found.period_s) and found.step_s == pytest.approx(
+            (m + 1) * 3e12 / rate
+        )
     assert rows[2]["source"] == rows[4]["source"] == "engine" and set(rows) == {2, 4}
 
 
@@ -138,7 +167,11 @@ def test_the_bounds_and_the_sweep_of_a_search_rest_on_it() -> None:
     assert sketch is not None and sketches.period_s(chosen, sketch, 1)[0] == pytest.approx(4 * 3.0)
     for model in (ConstantRates, Whole):  # by outline, and by the whole plan
         scored = score(replace(problem, model=model), chosen, {Wanted(1): None})
-        assert isinstance(scored, Scored) and scored.source == "sweep" and scored.step_s == pytest.approx(5 * 3.0)
+        assert (
+            isinstance(scored, Scored)
+            and scored.source == "sweep"
+            and scored.step_s == pytest.approx(5 * 3.0)
+        )
 
 
 class Joined(ConstantRates):
@@ -153,7 +186,9 @@ class Joined(ConstantRates):
 class OfRoles(Joined):
     """Asks a plan for its roles, and knows no others."""
 
-    def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None) -> None:
+    def __init__(
+        self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None
+    ) -> None:
         self.first, self.roles = plan.roles[0], {role.role for role in plan.roles}
 
     def work(self, role: RolePlan, instr: Instr) -> piper.Work:
@@ -165,7 +200,9 @@ class Lucky(DeviceModel):
 
 
 @pytest.mark.parametrize("model", [Joined, OfRoles, Lucky])
-def test_a_search_does_not_ask_a_model_about_single_steps_unless_it_promises_a_bound(model: Any) -> None:
+def test_a_search_does_not_ask_a_model_about_single_steps_unless_it_promises_a_bound(
+    model: Any,
+) -> None:
     problem = TuningProblem(program(), cluster=piper.load_cluster(CLUSTER), model=model)
     chosen = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=4))
     sketches = Sketches(problem, Programs(problem, None))
@@ -185,7 +222,9 @@ def test_no_candidate_is_rejected_for_a_bound_that_a_model_does_not_promise() ->
     for model in (OfRoles, Whole):
         study = piper.tune(program(), many, cluster=CLUSTER, trials=24, workers=0, model=model)
         kinds[model] = {row.kind for row in study.rows}
-    assert kinds == {OfRoles: {None}, Whole: {None, "slower"}}, "the other promises a bound, by which some are rejected"
+    assert kinds == {OfRoles: {None}, Whole: {None, "slower"}}, (
+        "the other promises a bound, by which some are rejected"
+    )
 
 
 class Given(ConstantRates):
@@ -200,7 +239,11 @@ class Given(ConstantRates):
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"computes": float("nan")}, r"work\(role 'pp0', instruction load\.inputs.*\) gave seconds=nan; finite seconds from 0 on"),
+    (
+        {"computes": float("nan")},
+        r"work\(role 'pp0', instruction load\.inputs.*\) gave seconds=nan; finite seconds from 0 "
+        r"on",
+    ),
     ({"sends": float("nan")}, r"instruction send\..* gave seconds=nan"),
     ({"computes": -1.0}, "gave seconds=-1.0"),
     ({"computes": float("inf")}, "gave seconds=inf"),
@@ -237,9 +280,16 @@ def test_a_model_that_is_none_or_raises_is_named() -> None:
 
     cases: list[tuple[Any, str]] = [
         (3, r"model=3: a class that inherits from piper\.CostModel is needed"),
-        (lambda plan, cluster, costs: 3, "made a int, which has no work, issue_s, uniform, notes; inherit from piper"),
+        (
+            lambda plan, cluster, costs: 3,
+            "made a int, which has no work, issue_s, uniform, notes; inherit from piper",
+        ),
         (lambda plan: 3, r"TypeError: .* takes 1 positional argument"),
-        (Failing, r"work\(role 'pp0', instruction load.* raised KeyError: 'pp0' \(.*test_own_cost_model\.py:\d+\)"),
+        (
+            Failing,
+            r"work\(role 'pp0', instruction load.* raised KeyError: 'pp0' "
+            r"\(.*test_own_cost_model\.py:\d+\)",
+        ),
     ]
     for model, says in cases:
         with pytest.raises(CostModelError, match=says):
@@ -265,20 +315,29 @@ class Second(CostModel):
 """
 
 
-def test_a_worker_that_cannot_import_its_file_gets_it_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_import_its_file_gets_it_by_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = ModuleType("own_rates_of_a_script")
     exec(OWN_FILE, module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    study = piper.tune(program(), strategy, cluster=CLUSTER, trials=2, workers=1, model=module.Second)
-    assert all(row["period_s"] >= 1.0 for row in study.table()) and study.table(), "no candidate failed in the worker"
+    study = piper.tune(
+        program(), strategy, cluster=CLUSTER, trials=2, workers=1, model=module.Second
+    )
+    assert all(row["period_s"] >= 1.0 for row in study.table()) and study.table(), (
+        "no candidate failed in the worker"
+    )
 
 
 def test_an_emulated_run_rests_on_it(pool: Pool) -> None:
-    """Every instruction sleeps in proportion to what the model says: seconds, where Piper's formulas say milliseconds."""
+    """Every instruction sleeps in proportion to what the model says: seconds, where Piper's formulas say
+    milliseconds."""
     case = compiled(microbatches=2)
     given = durations_on(case.plan, piper.load_cluster(CLUSTER), None, ConstantRates)
     assert {s for seconds in given.seconds.values() for s in seconds} == {0.0, 1.0, 2.0}
     simulated = piper.simulate(case.plan, CLUSTER, model=ConstantRates, contention=False)
-    options: dict[str, Any] = dict(steps=1, cluster=CLUSTER, model=ConstantRates, pool=pool, trace=True)
+    options: dict[str, Any] = dict(
+        steps=1, cluster=CLUSTER, model=ConstantRates, pool=pool, trace=True
+    )
     for emulated in (emulate(case, **options), piper.execute(case, launcher="emulated", **options)):
         assert emulated.trace is not None and emulated.step_s[0] > 0.9 * simulated.step_s

@@ -9,12 +9,31 @@ import pytest
 
 from benchmarks.paper import zero_page
 from benchmarks.paper.page import write_section
-from benchmarks.paper.zero_batches import SYSTEMS, Largest, Line, Point, Setting, largest, missed, point
+from benchmarks.paper.zero_batches import (
+    SYSTEMS,
+    Largest,
+    Line,
+    Point,
+    Setting,
+    largest,
+    missed,
+    point,
+)
 from piper.models import MoEConfig
 from piper_simulator.memory import footprint
 
 MODEL = MoEConfig(
-    layers=2, width=16, heads=2, kv_heads=2, hidden=32, vocab=64, length=16, qk_norm=True, experts=2, top_k=1, capacity_factor=2.0
+    layers=2,
+    width=16,
+    heads=2,
+    kv_heads=2,
+    hidden=32,
+    vocab=64,
+    length=16,
+    qk_norm=True,
+    experts=2,
+    top_k=1,
+    capacity_factor=2.0,
 )
 DEVICE = """
 name = "small"
@@ -40,7 +59,10 @@ def test_the_largest_batch_fits_and_the_next_does_not(small: Setting) -> None:
     found = {system.name: largest(small, system, "inputs", most=64) for system in (one, three)}
     for batch in found.values():
         assert batch.fits is not None and batch.fits.fits and not batch.over.fits
-        assert batch.over.rows == batch.fits.rows + 1 and batch.fits.rows <= batch.batch < batch.over.rows
+        assert (
+            batch.over.rows == batch.fits.rows + 1
+            and batch.fits.rows <= batch.batch < batch.over.rows
+        )
     assert found[one.name].batch < found[three.name].batch
     with pytest.raises(ValueError, match="2 rows fit"):
         largest(small, three, "inputs", most=2)
@@ -60,14 +82,21 @@ def test_the_table_of_memory_leaves_nothing_out() -> None:
 
 def line(system: int, batch: int) -> Line:
     fits, over = (Point(n, n, {}, batch, 1.0) for n in (batch, batch + 1))
-    return Line(SYSTEMS[system], dict.fromkeys(("all", "products", "inputs"), Largest(fits if batch else None, over)))
+    return Line(
+        SYSTEMS[system],
+        dict.fromkeys(("all", "products", "inputs"), Largest(fits if batch else None, over)),
+    )
 
 
 def test_another_order_and_smaller_batches_are_named() -> None:
     good = [line(0, 3), line(1, 4), line(2, 12), line(3, 32), line(4, 40)]
-    assert missed(good) == [] and zero_page.cells(good[0])[3] == "out of memory", "3 rows are less than the paper's smallest"
+    assert missed(good) == [] and zero_page.cells(good[0])[3] == "out of memory", (
+        "3 rows are less than the paper's smallest"
+    )
     assert zero_page.cells(good[4])[2:4] == ("40", "40.0")
-    assert missed([*good[:1], line(1, 12), *good[2:]]) == ["best other, ZeRO-3 reaches 12.0 rows, best other, ZeRO-2 12.0"]
+    assert missed([*good[:1], line(1, 12), *good[2:]]) == [
+        "best other, ZeRO-3 reaches 12.0 rows, best other, ZeRO-2 12.0"
+    ]
     assert missed([*good[:4], line(4, 39)]) == ["Piper, ZeRO-3 reaches 39.0 rows, published 40"]
 
 

@@ -32,9 +32,16 @@ def test_separate_streams_share_the_link() -> None:
 
 def test_partitioned_buckets_let_an_exchange_wait_for_a_piece_at_most() -> None:
     s = SMALL
-    piece, exchange = s.seconds("all_reduce", s.bucket_mb * MIB), s.seconds("all_to_all", s.exchanged)
-    assert pair(s, "partitioned, one stream").exchange_s("B") == pytest.approx(piece + exchange, abs=ISSUE)
-    waited = [start - ready for _, ready, start, _ in step(s, "partitioned, one stream").spans("exchange")]
+    piece, exchange = (
+        s.seconds("all_reduce", s.bucket_mb * MIB),
+        s.seconds("all_to_all", s.exchanged),
+    )
+    assert pair(s, "partitioned, one stream").exchange_s("B") == pytest.approx(
+        piece + exchange, abs=ISSUE
+    )
+    waited = [
+        start - ready for _, ready, start, _ in step(s, "partitioned, one stream").spans("exchange")
+    ]
     assert 0 < max(waited) <= piece * (1 + 1e-9) < exchange
     waited = [start - ready for _, ready, start, _ in step(s, "one stream").spans("exchange")]
     assert max(waited) > s.seconds("all_reduce", s.head) - ISSUE
@@ -55,12 +62,16 @@ def test_every_option_moves_the_same_bytes_in_a_possible_order(option: Option) -
     reduced = sum(x.nbytes for x in ran.items if x.kind == "reduce")
     assert reduced == (0 if option == "alone" else s.head + s.layers * s.dense)
     assert sum(x.kind == "exchange" for x in ran.items) == 4 * s.layers * s.microbatches
-    begin, end = ({x.name: t for x, t in zip(ran.items, times)} for times in (ran.times.start, ran.times.end))
+    begin, end = (
+        {x.name: t for x, t in zip(ran.items, times)} for times in (ran.times.start, ran.times.end)
+    )
     for x in ran.items:
         assert all(begin[x.name] >= end[y] for y in x.after)
         if x.kind == "reduce":
             made = x.name.split(".")[1]
-            assert begin[x.name] >= end[f"B1.{made}" if made == "head" else f"B1.{made}.attention"], "its gradients are there"
+            assert (
+                begin[x.name] >= end[f"B1.{made}" if made == "head" else f"B1.{made}.attention"]
+            ), "its gradients are there"
 
 
 def test_a_slower_all_to_all_loses_less() -> None:
@@ -72,7 +83,10 @@ def test_a_slower_all_to_all_loses_less() -> None:
 
 def test_bytes_are_those_of_the_model() -> None:
     s = Setting(SMALL.cluster)
-    assert (s.exchanged, s.dense) == (4 * 512 * 2 * 2048 * 2, 2 * 2048 * (2048 + 512 + 512 + 2048 + 8))
+    assert (s.exchanged, s.dense) == (
+        4 * 512 * 2 * 2048 * 2,
+        2 * 2048 * (2048 + 512 + 512 + 2048 + 8),
+    )
 
 
 def test_the_table_the_page_and_the_picture(
@@ -88,11 +102,18 @@ def test_the_table_the_page_and_the_picture(
     page = (tmp_path / "paper.md").read_text()
     lines = [x for x in page.splitlines() if x.startswith("| h100-80g-sxm:2*2 |")]
     assert len(lines) == 3 + 2 * len(figure4.PIECES_MB)
-    assert [x.split(" | ")[4] for x in lines].count("1.46") == 1 and sum("not given" in x for x in lines) == len(lines) - 2
+    assert [x.split(" | ")[4] for x in lines].count("1.46") == 1 and sum(
+        "not given" in x for x in lines
+    ) == len(lines) - 2
     assert (tmp_path / "paper" / "figure4.png").stat().st_size > 20_000
 
 
-@pytest.mark.parametrize(("cluster", "says"), [("h100x1", "no two devices"), ("cpu-local", "no two devices"), ("x", "unknown")])
-def test_a_cluster_without_links_is_refused(cluster: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [("h100x1", "no two devices"), ("cpu-local", "no two devices"), ("x", "unknown")],
+)
+def test_a_cluster_without_links_is_refused(
+    cluster: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert figure4.main(["--cluster", cluster]) == 2
     assert says in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""A search in a storage goes on only where an earlier one asked the same: the same strategies, of the same cost model."""
+"""A search in a storage goes on only where an earlier one asked the same: the same strategies, of the same cost
+model."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def strategy(trial: Any) -> piper.Strategy:
 
 
 def best(model: Any, storage: str, space: Any = strategy) -> tuple[int, float, int]:
-    study = piper.tune(PROGRAM, space, cluster="h100x2", trials=4, workers=0, model=model, storage=storage)
+    study = piper.tune(
+        PROGRAM, space, cluster="h100x2", trials=4, workers=0, model=model, storage=storage
+    )
     found = study.best_row
     assert found is not None and found.period_s is not None
     return found.params["microbatches"], found.period_s, len(study.rows)
@@ -88,7 +91,9 @@ def test_another_model_begins_anew(made: Callable[..., Any], storage: str, tmp_p
     assert best(made(a=1.0, b=0.0), storage)[:2] == first[:2]
 
 
-def test_a_value_that_a_helper_of_the_model_reads_counts(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_a_helper_of_the_model_reads_counts(
+    storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = best(ByHelper, storage)
     monkeypatch.setitem(globals(), "SECONDS", 2.0)
     assert best(ByHelper, storage)[1] == pytest.approx(2 * first[1])
@@ -100,16 +105,24 @@ class Space:
 
     def __call__(self, trial: Any) -> piper.Strategy:
         microbatches = trial.suggest_categorical("microbatches", [4, 8])
-        return piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=microbatches * self.stages),))
+        return piper.Strategy(
+            piper.Mesh(), (piper.split(piper.where(), microbatches=microbatches * self.stages),)
+        )
 
 
 def test_another_state_of_a_strategy_object_begins_anew(storage: str) -> None:
-    first, second = best(Factory(a=1.0, b=0.0), storage, Space(1)), best(Factory(a=1.0, b=0.0), storage, Space(2))
+    first, second = (
+        best(Factory(a=1.0, b=0.0), storage, Space(1)),
+        best(Factory(a=1.0, b=0.0), storage, Space(2)),
+    )
     assert (first[1], second[1]) == (9.0, 17.0), "twice as many microbatches, and the update"
 
 
 def test_a_model_that_cannot_be_told_from_others_is_refused_with_a_storage(storage: str) -> None:
-    with pytest.raises(TuneError, match=r"tune\(storage=\.\.\., model=OfAFile\): .*such as a file.*leave storage out"):
+    with pytest.raises(
+        TuneError,
+        match=r"tune\(storage=\.\.\., model=OfAFile\): .*such as a file.*leave storage out",
+    ):
         best(OfAFile, storage)
     with pytest.raises(TuneError, match="model=Factory"):
         search(TuningProblem(PROGRAM, model=Factory(a=1.0, b=0.0)), strategy, storage=storage)

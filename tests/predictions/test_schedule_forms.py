@@ -27,7 +27,9 @@ def test_the_simulation_has_the_closed_form(name: str, data: st.DataObject) -> N
     s = simulated(name, c)
     assert s.global_bubble_s == form.bubble(c)
     assert form.span is None or s.span_bubble_s == form.span(c)
-    assert [split.get("activation", 0) for split in s.peak_by_category] == [form.peak(c, r) for r in range(c.p)]
+    assert [split.get("activation", 0) for split in s.peak_by_category] == [
+        form.peak(c, r) for r in range(c.p)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,10 @@ def test_a_layer_saves_what_korthikanti_count() -> None:
     parallelism; the difference is statistics, which it does not count."""
     whole = shard_sizes.shared("gpt3-175b", 1)
     for stream, megabytes in (("", 276.8), ("tokens", 100.7)):
-        found, formula = shard_sizes.shared("gpt3-175b", 8, stream), shard_sizes.published("gpt3-175b", 8, stream)
+        found, formula = (
+            shard_sizes.shared("gpt3-175b", 8, stream),
+            shard_sizes.published("gpt3-175b", 8, stream),
+        )
         assert formula == pytest.approx(megabytes * 1e6, rel=1e-3)
         assert found.values == formula
         assert found.saved == pytest.approx(formula, rel=2e-3)
@@ -65,7 +68,10 @@ def test_a_plan_has_the_instructions_of_whole_layers() -> None:
         directives = [piper.shard(piper.where())] if degree > 1 else []
         made = piper.compile(
             shared_jobs.job("llama"),
-            piper.Strategy(Mesh(tp=degree, pp=2), [*directives, *piper.recipes.one_f_one_b(pp=2, microbatches=4)]),
+            piper.Strategy(
+                Mesh(tp=degree, pp=2),
+                [*directives, *piper.recipes.one_f_one_b(pp=2, microbatches=4)],
+            ),
         )
         assert not any(bucket.over for bucket in made.plan.buckets)
         return sorted(len(role.program) for role in made.plan.roles)

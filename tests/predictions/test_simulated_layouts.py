@@ -1,4 +1,5 @@
-"""Steps that devices share, in predictions: their messages take time and links, their ranks keep in step, and all is shown."""
+"""Steps that devices share, in predictions: their messages take time and links, their ranks keep in step, and all is
+shown."""
 
 from __future__ import annotations
 
@@ -60,23 +61,43 @@ def plan(sequence: bool = False, pp: int = 1, dp: int = 1, tp: int = 2) -> Plan:
 def dropless(capacity: float | None = None) -> Plan:
     """Return a plan of two devices that share experts: one without a capacity exchanges inside of steps."""
     sizes = models.MoEConfig(
-        layers=1, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16, experts=4, top_k=2, capacity_factor=capacity
+        layers=1,
+        width=64,
+        heads=4,
+        kv_heads=2,
+        hidden=96,
+        vocab=64,
+        length=16,
+        experts=4,
+        top_k=2,
+        capacity_factor=capacity,
     )
     recipe = [*recipes.expert_parallel(), *recipes.data_parallel(over=("dp", "ep"))]
-    return piper.compile(models.job(sizes, global_batch=8, precision="float32"), Strategy(Mesh(ep=2, dp=2), recipe)).plan
+    return piper.compile(
+        models.job(sizes, global_batch=8, precision="float32"), Strategy(Mesh(ep=2, dp=2), recipe)
+    ).plan
 
 
-def expected(of: Plan, cluster: Cluster, members: tuple[int, ...]) -> dict[str, tuple[float, float]]:
-    """By instruction of the compute stream the seconds of its kernels and of its messages, from chunks and cluster alone."""
+def expected(
+    of: Plan, cluster: Cluster, members: tuple[int, ...]
+) -> dict[str, tuple[float, float]]:
+    """By instruction of the compute stream the seconds of its kernels and of its messages, from chunks and cluster
+    alone."""
     out = {}
     for _, _, instr in of.instructions():
         if instr.stream != COMPUTE:
             continue
-        steps = [(p.op.step, of.chunk(p.op.variant).steps[p.op.step]) for p in instr.parts if isinstance(p.op, Compute)]
+        steps = [
+            (p.op.step, of.chunk(p.op.variant).steps[p.op.step])
+            for p in instr.parts
+            if isinstance(p.op, Compute)
+        ]
         kernels = sum(step_seconds(cluster.device, sig.cost, step) for step, sig in steps)
         group = rank_group(cluster, members)
         each = [(c.kind, int(c.nbytes)) for _, sig in steps for c in sig.collectives]
-        sent = sum(duration(cluster, kind, nbytes, group).seconds for kind, nbytes in each if nbytes)
+        sent = sum(
+            duration(cluster, kind, nbytes, group).seconds for kind, nbytes in each if nbytes
+        )
         out[instr.name] = kernels, sent
     return out
 
@@ -106,7 +127,11 @@ def test_the_compiler_orders_by_steps_with_their_messages() -> None:
     for step, sig in chunk.steps.items():
         sent = sum(int(c.nbytes) for c in sig.collectives) / LINK
         assert sent > 0
-        assert seconds.step(chunk.id, step) == pytest.approx(nominal(sig.cost) + sent) == chunk_seconds(chunk, step)
+        assert (
+            seconds.step(chunk.id, step)
+            == pytest.approx(nominal(sig.cost) + sent)
+            == chunk_seconds(chunk, step)
+        )
 
 
 def test_an_overlap_hides_no_message_inside_of_a_step() -> None:
@@ -118,10 +143,16 @@ def test_an_overlap_hides_no_message_inside_of_a_step() -> None:
     )
     for group in (piper.overlap(*both), both[0]):
         orders = [piper.order(first, group, *(both[1:] if group is both[0] else ()), last)]
-        directives = [*recipes.tensor_parallel(), piper.split(piper.where(), microbatches=2), *orders]
+        directives = [
+            *recipes.tensor_parallel(),
+            piper.split(piper.where(), microbatches=2),
+            *orders,
+        ]
         of = piper.compile(job(), Strategy(Mesh(tp=2), directives)).plan
         (role,) = of.roles
-        works = [DeviceModel(of, H100, None).work(role, i) for i in role.program if i.stream == COMPUTE]
+        works = [
+            DeviceModel(of, H100, None).work(role, i) for i in role.program if i.stream == COMPUTE
+        ]
         assert sum(w.inside_s for w in works) > 0
         assert simulate(of, H100).step_s >= sum(w.seconds for w in works)
 
@@ -150,19 +181,38 @@ def test_dropless_experts_exchange_inside_of_steps_and_keep_in_step() -> None:
     """Further rounds, which a plan has without bytes, take no time; experts with a capacity meet between steps."""
     of, slow = dropless(), replace(H100, slow_ranks={1: 3.0})
     (role,) = of.roles
-    members = next(ranks for c in of.channels if c.purpose == "tensor" for ranks in instances(of, c) if 0 in ranks)
+    members = next(
+        ranks
+        for c in of.channels
+        if c.purpose == "tensor"
+        for ranks in instances(of, c)
+        if 0 in ranks
+    )
     wanted, model = expected(of, H100, members), DeviceModel(of, H100, None)
     found = {i.name: model.work(role, i).inside_s for i in role.program if i.stream == COMPUTE}
     assert found == {name: pytest.approx(sent) for name, (_, sent) in wanted.items()}
-    assert simulate(of, H100).inside_comm_s == pytest.approx(sum(found.values())) and sum(found.values()) > 0
+    assert (
+        simulate(of, H100).inside_comm_s == pytest.approx(sum(found.values()))
+        and sum(found.values()) > 0
+    )
     pairs = sorted(instances(of, next(c for c in of.channels if c.purpose == "tensor")))
     assert sorted(r.ranks for r in split(of, slow, shared=False).plan.roles) == pairs
     told = exchanges(of)
-    assert told.startswith("dropless experts: what devices along ep=2 exchange inside of steps") and "FLOPs" not in told
-    assert "F: 1 all_gather of 64 B, 2 all_to_all of 40 KiB\n" in told and "I: 2 all_to_all of 40 KiB\n" in told
+    assert (
+        told.startswith("dropless experts: what devices along ep=2 exchange inside of steps")
+        and "FLOPs" not in told
+    )
+    assert (
+        "F: 1 all_gather of 64 B, 2 all_to_all of 40 KiB\n" in told
+        and "I: 2 all_to_all of 40 KiB\n" in told
+    )
     between = dropless(capacity=1.0)
     assert simulate(between, H100).inside_comm_s == 0.0 and exchanges(between) == ""
-    assert axes_inside(of) == ("ep",) and axes_inside(between) == () == axes_inside(plan(tp=1)) and axes_inside(plan()) == ("tp",)
+    assert (
+        axes_inside(of) == ("ep",)
+        and axes_inside(between) == () == axes_inside(plan(tp=1))
+        and axes_inside(plan()) == ("tp",)
+    )
 
 
 def test_messages_inside_of_steps_share_links_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +220,12 @@ def test_messages_inside_of_steps_share_links_with_others(monkeypatch: pytest.Mo
     of = plan(sequence=True, dp=2)
     assert simulate(of, H100, contention=False).step_s < (with_them := simulate(of, H100)).step_s
     whole = loads.all_loads
-    monkeypatch.setattr("piper_simulator.times.timed.all_loads", lambda *a: loads.SharedFlows(whole(*a).messages))
-    assert simulate(of, H100).step_s < with_them.step_s, "as compute they would take nothing from the reductions"
+    monkeypatch.setattr(
+        "piper_simulator.times.timed.all_loads", lambda *a: loads.SharedFlows(whole(*a).messages)
+    )
+    assert simulate(of, H100).step_s < with_them.step_s, (
+        "as compute they would take nothing from the reductions"
+    )
 
 
 def test_throughput_counts_the_rows_of_replicas_and_flops_those_of_all_devices() -> None:
@@ -204,7 +258,9 @@ def test_utilisation_by_hand(axes: dict[str, int], sequence: bool) -> None:
     flops = (6 * n + 12 * c.layers * width * c.length) * 8 * c.length
     found = simulate(of, H100)
     assert model_flops(of, c.length) == flops
-    assert found.mfu == pytest.approx(flops / found.period_s / of.mesh.world / H100.device.peak_flops["float32"])
+    assert found.mfu == pytest.approx(
+        flops / found.period_s / of.mesh.world / H100.device.peak_flops["float32"]
+    )
 
 
 def test_time_and_bytes_inside_of_steps_are_shown() -> None:
@@ -221,7 +277,9 @@ def test_time_and_bytes_inside_of_steps_are_shown() -> None:
         for c in of.chunk(p.op.variant).steps[p.op.step].collectives
     ]
     assert sent == sum(counted) > 0
-    assert found.inside_comm_s == pytest.approx(max(sum(s.inside_s for s in found.trace.spans if s.rank == r) for r in range(4)))
+    assert found.inside_comm_s == pytest.approx(
+        max(sum(s.inside_s for s in found.trace.spans if s.rank == r) for r in range(4))
+    )
     assert found.summary()["inside_comm_s"] == found.inside_comm_s
     assert simulate(plan(tp=1), H100).inside_comm_s == 0.0
 
@@ -233,7 +291,11 @@ def test_memory_is_that_of_the_plan_with_a_communicator_per_channel(pp: int) -> 
     counted = replace(of, device="cuda")
     for rank in range(of.mesh.world):
         lines = found.memory(rank)
-        groups = [c for c in of.channels if c.kind == "group" and of.role_of(rank).role in c.roles and len(of.peers(c, rank)) > 1]
+        groups = [
+            c
+            for c in of.channels
+            if c.kind == "group" and of.role_of(rank).role in c.roles and len(of.peers(c, rank)) > 1
+        ]
         assert any(c.purpose == "tensor" for c in groups)
         assert lines["group_communicators"] == len(groups) * H100.device.group_bytes
     assert found.peak_bytes[0] == peak(counted, counted.role_of(0)).total
@@ -261,7 +323,11 @@ def space(trial: piper.Trial) -> Strategy:
     pp = trial.suggest_categorical("pp", [1, 2])
     return Strategy(
         Mesh(tp=tp, pp=pp),
-        [*recipes.tensor_parallel(sequence=sequence), *recipes.one_f_one_b(pp=pp, microbatches=2), WithoutTorch(os.getpid())],
+        [
+            *recipes.tensor_parallel(sequence=sequence),
+            *recipes.one_f_one_b(pp=pp, microbatches=2),
+            WithoutTorch(os.getpid()),
+        ],
     )
 
 
@@ -271,7 +337,9 @@ def test_the_tuner_searches_over_shared_chunks_in_workers_without_torch() -> Non
     assert len({row.step_s for row in study.rows if row.params["tp"] == 2}) >= 4
     for strategy in study.strategies.values():
         made = piper.compile(job(), strategy)
-        assert made.plan.shared == (("tp",) if shardings_of(strategy.directives, strategy.mesh) else ())
+        assert made.plan.shared == (
+            ("tp",) if shardings_of(strategy.directives, strategy.mesh) else ()
+        )
 
 
 def test_bounds_of_shared_chunks_hold() -> None:
@@ -280,9 +348,19 @@ def test_bounds_of_shared_chunks_hold() -> None:
     programs = Programs(problem, more["at_rows"], more["under"])
     sketches = Sketches(problem, programs)
     for sequence in (False, True):
-        strategy = Strategy(Mesh(tp=2), [*recipes.tensor_parallel(sequence=sequence), *recipes.one_f_one_b(pp=1, microbatches=2)])
+        strategy = Strategy(
+            Mesh(tp=2),
+            [
+                *recipes.tensor_parallel(sequence=sequence),
+                *recipes.one_f_one_b(pp=1, microbatches=2),
+            ],
+        )
         sketch = sketches.sketch(strategy)
-        assert sketch is not None and sketch.wanted == wanted_by(strategy, problem.program) and sketch.wanted.shardings
+        assert (
+            sketch is not None
+            and sketch.wanted == wanted_by(strategy, problem.program)
+            and sketch.wanted.shardings
+        )
         rows = sketches.rows(sketch)
         assert rows == 4
         made = piper.compile(job(), strategy).plan
@@ -305,7 +383,11 @@ def test_explain_and_simulate_say_what_is_exchanged_inside_of_steps(tmp_path: Pa
     assert told.exit_code == 0, told.output
     assert re.search(r"communication in steps +[\d.]+ [um]s", told.stdout), told.stdout
     of = plan(pp=2)
-    spans = [e for e in chrome_trace(simulate(of, H100).trace)["traceEvents"] if e["ph"] == "X" and "F" in e["name"]]
+    spans = [
+        e
+        for e in chrome_trace(simulate(of, H100).trace)["traceEvents"]
+        if e["ph"] == "X" and "F" in e["name"]
+    ]
     assert any(e["args"].get("inside_us", 0) > 0 and e["args"]["bytes"] > 0 for e in spans)
 
 
@@ -325,23 +407,39 @@ def test_a_profile_has_the_kernels_of_shared_chunks_and_their_messages_apart(poo
     strategy = Strategy(Mesh(tp=2), recipes.tensor_parallel(sequence=True))
     costs = piper.profile(job(), strategy, rows=[8], repeats=1, pool=pool)
     of = piper.compile(job(), strategy).plan
-    assert {(s.code, s.step) for s in costs.steps} >= {(c.code, s) for c in of.chunks for s, g in c.steps.items() if not g.empty}
+    assert {(s.code, s.step) for s in costs.steps} >= {
+        (c.code, s) for c in of.chunks for s, g in c.steps.items() if not g.empty
+    }
     found = simulate(of, "cpu-local", costs=costs)
     assert found.summary()["sources"].get("formula", 0.0) < 0.05, found.notes
     assert not any("no cost" in note or "not in the costs" in note for note in found.notes)
-    sent = {(c.kind, int(c.nbytes)) for chunk in of.chunks for sig in chunk.steps.values() for c in sig.collectives}
+    sent = {
+        (c.kind, int(c.nbytes))
+        for chunk in of.chunks
+        for sig in chunk.steps.values()
+        for c in sig.collectives
+    }
     assert {kind for kind, _ in sent} == {"all_gather", "reduce_scatter"}
     assert all(costs.of_comm(kind, nbytes, 2) is not None for kind, nbytes in sent)
-    dearer = replace(costs, comm=tuple(replace(c, duration=Duration(c.duration.seconds + 1.0)) for c in costs.comm))
+    dearer = replace(
+        costs,
+        comm=tuple(replace(c, duration=Duration(c.duration.seconds + 1.0)) for c in costs.comm),
+    )
     count = sum(len(sig.collectives) for chunk in of.chunks for sig in chunk.steps.values())
-    assert simulate(of, "cpu-local", costs=dearer).inside_comm_s == pytest.approx(found.inside_comm_s + count)
+    assert simulate(of, "cpu-local", costs=dearer).inside_comm_s == pytest.approx(
+        found.inside_comm_s + count
+    )
 
 
 @cache
 def of_a_vocabulary(vocab: int, sequence: bool = False) -> Plan:
-    sizes = models.LlamaConfig(layers=1, width=512, heads=4, kv_heads=2, hidden=1024, vocab=vocab, length=1024)
+    sizes = models.LlamaConfig(
+        layers=1, width=512, heads=4, kv_heads=2, hidden=1024, vocab=vocab, length=1024
+    )
     whole = models.job(sizes, global_batch=4, precision="float32")
-    return piper.compile(whole, Strategy(Mesh(tp=2), recipes.tensor_parallel(sequence=sequence))).plan
+    return piper.compile(
+        whole, Strategy(Mesh(tp=2), recipes.tensor_parallel(sequence=sequence))
+    ).plan
 
 
 def left_whole(of: Plan) -> list[str]:
@@ -353,10 +451,20 @@ def test_what_is_left_whole_and_costs_much_is_said() -> None:
     assert left_whole(of_a_vocabulary(16_001, sequence=True)) == [], "then they share its tokens"
     even, uneven = (simulate(of_a_vocabulary(vocab), "h100x8") for vocab in (16_000, 16_001))
     (note,) = left_whole(of_a_vocabulary(16_001))
-    saved = re.search(r"each of the devices along tp=2 computes: .* ([\d.]+) ms of the step .*: mm \(([\d.]+)%", note)
-    assert saved and float(saved[1]) * 1e-3 == pytest.approx(uneven.step_s - even.step_s, rel=0.3), "what sharing saves"
-    assert float(saved[2]) > 10 and not any(" mm (" in other for other in left_whole(of_a_vocabulary(16_000)))
-    assert note in uneven.summary()["notes"] and f"warning: {note}" in prediction_table(uneven, title="").notes
+    saved = re.search(
+        r"each of the devices along tp=2 computes: .* ([\d.]+) ms of the step .*: mm \(([\d.]+)%",
+        note,
+    )
+    assert saved and float(saved[1]) * 1e-3 == pytest.approx(
+        uneven.step_s - even.step_s, rel=0.3
+    ), "what sharing saves"
+    assert float(saved[2]) > 10 and not any(
+        " mm (" in other for other in left_whole(of_a_vocabulary(16_000))
+    )
+    assert (
+        note in uneven.summary()["notes"]
+        and f"warning: {note}" in prediction_table(uneven, title="").notes
+    )
 
 
 def test_a_large_tensor_that_is_left_whole_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from piper_simulator import Simulation, simulate
 @pytest.fixture(scope="module")
 def simulation() -> Simulation:
     program = synthetic(stages=3, F=0.3, I=0.4, W=0.2, params=64, hop=0.05)
-    strategy = Strategy(Mesh(pp=3, dp=2), (*recipes.one_f_one_b(pp=3, microbatches=4), *recipes.data_parallel()))
+    strategy = Strategy(
+        Mesh(pp=3, dp=2), (*recipes.one_f_one_b(pp=3, microbatches=4), *recipes.data_parallel())
+    )
     return simulate(compile_program(program, strategy).plan, "cpu-local", steps=2)
 
 
@@ -21,7 +23,9 @@ def test_a_simulated_trace_is_a_good_chrome_document(simulation: Simulation) -> 
     document = chrome_trace(simulation.trace)
     assert problems(document) == []
     kinds = [e["ph"] for e in document["traceEvents"]]
-    assert kinds.count("X") == len(simulation.trace.spans) and kinds.count("C") == len(simulation.trace.memory)
+    assert kinds.count("X") == len(simulation.trace.spans) and kinds.count("C") == len(
+        simulation.trace.memory
+    )
     assert document["otherData"]["cluster"] == "cpu-local"
 
 

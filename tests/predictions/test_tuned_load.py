@@ -16,7 +16,9 @@ from tests.predictions.test_expert_work import LARGE, NODES
 
 def space(trial: Any) -> Strategy:
     bound = trial.suggest_categorical("bound", [1.0, 1.25, 2.0])
-    return Strategy(Mesh(ep=4), (*recipes.expert_parallel(bound=bound), *recipes.data_parallel(over=("ep",))))
+    return Strategy(
+        Mesh(ep=4), (*recipes.expert_parallel(bound=bound), *recipes.data_parallel(over=("ep",)))
+    )
 
 
 def tuned(**more: Any) -> Any:
@@ -26,7 +28,11 @@ def tuned(**more: Any) -> Any:
 
 def test_a_search_under_a_load_takes_the_bound_that_holds_it() -> None:
     best = {load: tuned(load=load).best for load in (None, 1.2, Zipf(0.9))}
-    assert {load: chosen.params["bound"] for load, chosen in best.items()} == {None: 1.0, 1.2: 1.25, Zipf(0.9): 2.0}
+    assert {load: chosen.params["bound"] for load, chosen in best.items()} == {
+        None: 1.0,
+        1.2: 1.25,
+        Zipf(0.9): 2.0,
+    }
 
 
 def test_a_load_that_cannot_be_is_refused_before_the_search(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from piper_autotune.scoring.evaluators import Here
 from piper_autotune.scoring.scoring import Scored
 
 
-def test_the_tuner_is_judged_with_shared_states_by_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_tuner_is_judged_with_shared_states_by_a_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tuner_shared, "TRIALS", 4)
     monkeypatch.setattr(tuner_shared.space, "PP", (1,))
     monkeypatch.setattr(tuner_shared.space, "MICROBATCHES", {1: (8,)})
@@ -30,7 +32,9 @@ def test_the_tuner_is_judged_with_shared_states_by_a_table(monkeypatch: pytest.M
     tuner_shared.write(tmp_path / "table.csv.gz", scores)
     again = tuner_shared.read(tmp_path / "table.csv.gz")
     assert [nbytes for _, nbytes in again] == [nbytes for _, nbytes in scores]
-    outcomes = {s: tuner_shared.outcome(problem, *score) for s, score in zip(strategies, again, strict=True)}
+    outcomes = {
+        s: tuner_shared.outcome(problem, *score) for s, score in zip(strategies, again, strict=True)
+    }
     (sample,) = tuner_shared.sampled(problem, programs, outcomes, 2)
     (pruned,) = tuner_shared.pruned(problem, programs, outcomes, 8)
     regret, _, bad = tuner_shared.regrets(problem, more, outcomes, 1)

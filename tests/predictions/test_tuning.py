@@ -62,16 +62,25 @@ def strategy(trial: Any) -> piper.Strategy:
     return piper.Strategy(piper.Mesh(pp=pp), piper.recipes.one_f_one_b(pp=pp, microbatches=m))
 
 
-def test_a_job_is_captured_once_and_its_candidates_score_as_simulate_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_captured_once_and_its_candidates_score_as_simulate_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counted = Mock(wraps=capturing._capture)
     monkeypatch.setattr(capturing, "_capture", counted)
     monkeypatch.setattr(capturing, "_CAPTURES", {})
     study = piper.tune(job(), strategy, cluster=cpu_local(), trials=8, workers=0)
     assert counted.call_count == 1 and isinstance(study, piper.Study) and len(study.rows) == 8
     for row in study.table():
-        predicted = piper.simulate(piper.compile(job(), study.strategies[row["number"]]).plan, cpu_local())
-        assert row["period_s"] == pytest.approx(predicted.period_s) and row["step_s"] == pytest.approx(predicted.step_s)
-        assert (row["peak_bytes"], row["device_bytes"]) == (max(predicted.peak_bytes), max(predicted.device_bytes))
+        predicted = piper.simulate(
+            piper.compile(job(), study.strategies[row["number"]]).plan, cpu_local()
+        )
+        assert row["period_s"] == pytest.approx(predicted.period_s) and row[
+            "step_s"
+        ] == pytest.approx(predicted.step_s)
+        assert (row["peak_bytes"], row["device_bytes"]) == (
+            max(predicted.peak_bytes),
+            max(predicted.device_bytes),
+        )
 
 
 def test_workers_of_a_job_score_alike_without_torch() -> None:
@@ -90,10 +99,22 @@ def test_workers_of_a_job_score_alike_without_torch() -> None:
 
 def test_the_best_are_confirmed_and_written(tmp_path: Path) -> None:
     study = piper.tune(
-        job(), strategy, cluster=cpu_local(), trials=4, workers=0, confirm=2, launcher="inline", steps=3, out=tmp_path
+        job(),
+        strategy,
+        cluster=cpu_local(),
+        trials=4,
+        workers=0,
+        confirm=2,
+        launcher="inline",
+        steps=3,
+        out=tmp_path,
     )
     measured = [r for r in study.table() if r["measured_period_s"] is not None]
-    assert len(measured) == 2 and study.best_row is not None and study.best_row.measured_period_s is not None
+    assert (
+        len(measured) == 2
+        and study.best_row is not None
+        and study.best_row.measured_period_s is not None
+    )
     for row in measured:
         assert row["error"] == pytest.approx(row["period_s"] / row["measured_period_s"] - 1)
         assert row["measured_peak_bytes"] > 0
@@ -105,7 +126,10 @@ def test_the_best_are_confirmed_and_written(tmp_path: Path) -> None:
 def test_another_machine_cannot_be_confirmed_here(cluster: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine may be that cluster")
-    with pytest.raises(TuneError, match=r"confirm runs candidates on this machine, which is cpu-local; the cluster is \w100"):
+    with pytest.raises(
+        TuneError,
+        match=r"confirm runs candidates on this machine, which is cpu-local; the cluster is \w100",
+    ):
         piper.tune(job(), strategy, cluster=cluster, confirm=1)
 
 
@@ -119,14 +143,24 @@ def test_a_program_of_given_durations_needs_no_cluster() -> None:
     program = piper.synthetic(stages=2, F=1, I=1, W=1)
 
     def own(trial: Any) -> piper.Strategy:
-        return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=trial.suggest_int("m", 1, 3)))
+        return piper.Strategy(
+            piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=trial.suggest_int("m", 1, 3))
+        )
 
     study = piper.tune(program, own, cluster=None, trials=3, workers=0)
     assert study.best is not None and study.best.params == {"m": 1} and study.memory_limit is None
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("20GiB", 20 << 30), ("1.5 GB", 1_500_000_000), ("512 mib", 512 << 20), (7, 7), ("99", 99), ("3B", 3)]
+    ("text", "number"),
+    [
+        ("20GiB", 20 << 30),
+        ("1.5 GB", 1_500_000_000),
+        ("512 mib", 512 << 20),
+        (7, 7),
+        ("99", 99),
+        ("3B", 3),
+    ],
 )
 def test_sizes_are_read(text: int | str, number: int) -> None:
     assert tuning._limit(text, None) == number
@@ -134,7 +168,10 @@ def test_sizes_are_read(text: int | str, number: int) -> None:
 
 @pytest.mark.parametrize("text", ["much", "", "-1GiB", 0, -5, True, "1 gallon"])
 def test_what_is_no_size_is_named(text: Any) -> None:
-    with pytest.raises(TuneError, match="a positive number of bytes, or text such as '20GiB' or '512MiB', is accepted"):
+    with pytest.raises(
+        TuneError,
+        match="a positive number of bytes, or text such as '20GiB' or '512MiB', is accepted",
+    ):
         tuning._limit(text, None)
 
 
@@ -168,8 +205,20 @@ def command(*words: str) -> Any:
     return CliRunner().invoke(cli.app, ["tune", *words])
 
 
-def test_the_command_prints_the_best_and_writes_a_strategy_that_runs(recipe: str, tmp_path: Path) -> None:
-    done = command(recipe, "--trials", "4", "--workers", "0", "--memory-limit", "1GiB", "--out", str(tmp_path / "out"))
+def test_the_command_prints_the_best_and_writes_a_strategy_that_runs(
+    recipe: str, tmp_path: Path
+) -> None:
+    done = command(
+        recipe,
+        "--trials",
+        "4",
+        "--workers",
+        "0",
+        "--memory-limit",
+        "1GiB",
+        "--out",
+        str(tmp_path / "out"),
+    )
     assert done.exit_code == 0, done.output
     assert "within 1 GiB per device" in done.stdout
     assert re.search(r"^rules asked before compiling: devices, .*states", done.stdout, re.MULTILINE)
@@ -179,11 +228,20 @@ def test_the_command_prints_the_best_and_writes_a_strategy_that_runs(recipe: str
 
 
 def test_the_command_gives_json(recipe: str, tmp_path: Path) -> None:
-    done = command(recipe, "--trials", "2", "--workers", "0", "--json", "--out", str(tmp_path / "out"))
+    done = command(
+        recipe, "--trials", "2", "--workers", "0", "--json", "--out", str(tmp_path / "out")
+    )
     found = json.loads(done.stdout)
-    assert found["state"] == "complete" and found["number"] in (0, 1) and found["folder"] == str(tmp_path / "out" / "recipe-001")
+    assert (
+        found["state"] == "complete"
+        and found["number"] in (0, 1)
+        and found["folder"] == str(tmp_path / "out" / "recipe-001")
+    )
     assert (found["candidates"], found["rejected"], found["interrupted"]) == (2, {}, False)
-    assert any("assumed, not measured" in text and not text.startswith("warning") for text in found["warnings"])
+    assert any(
+        "assumed, not measured" in text and not text.startswith("warning")
+        for text in found["warnings"]
+    )
 
 
 SPACE_WITH_RULES = """
@@ -196,26 +254,53 @@ def strategy(trial):
 """
 
 
-def test_the_table_says_mesh_schedule_rows_and_how_many_were_scored(recipe: str, tmp_path: Path) -> None:
+def test_the_table_says_mesh_schedule_rows_and_how_many_were_scored(
+    recipe: str, tmp_path: Path
+) -> None:
     """Of 9 points 3 have more ranks than the cluster has devices; a rule rejects them, and they cost no trial."""
     path = Path(recipe)
     path.write_text(f"import piper\n{RECIPE}{SPACE_WITH_RULES}")
-    args = ("--trials", "30", "--workers", "0", "--cluster", "h100x8", "--out", str(tmp_path / "out"))
+    args = (
+        "--trials",
+        "30",
+        "--workers",
+        "0",
+        "--cluster",
+        "h100x8",
+        "--out",
+        str(tmp_path / "out"),
+    )
     text = command(recipe, *args).stdout
     counted = re.search(
-        r"best of (\d) candidates \((\d) more rejected by rules before compiling; .*the space has no others\), s/step", text
+        r"best of (\d) candidates \((\d) more rejected by rules before compiling; .*the space has "
+        r"no others\), s/step",
+        text,
     )
     assert counted is not None and int(counted[1]) + int(counted[2]) == 9 and int(counted[2]) >= 3
-    assert re.search(r"^pp=2, microbatches=2 +pp=2 +2 stages, 2 microbatches +4 ", text, re.MULTILINE)
-    assert re.search(r"^pp=1, microbatches=1 +1 device +1 stage, whole batch +8 ", text, re.MULTILINE)
+    assert re.search(
+        r"^pp=2, microbatches=2 +pp=2 +2 stages, 2 microbatches +4 ", text, re.MULTILINE
+    )
+    assert re.search(
+        r"^pp=1, microbatches=1 +1 device +1 stage, whole batch +8 ", text, re.MULTILINE
+    )
     found = json.loads(command(recipe, *args, "--json").stdout)
     assert (found["candidates"], found["scored"]) == (9, int(counted[1]))
     assert found["mesh"] and found["schedule"] and found["rows"]
 
 
-def test_a_prediction_far_from_what_was_measured_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prediction_far_from_what_was_measured_says_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def shown(error: float | None) -> str:
-        row = Row(0, "complete", period_s=1.0, step_s=1.0, device_bytes=1, measured_period_s=1.0, error=error)
+        row = Row(
+            0,
+            "complete",
+            period_s=1.0,
+            step_s=1.0,
+            device_bytes=1,
+            measured_period_s=1.0,
+            error=error,
+        )
         study_view.show_study(piper.Study("c", None, 0, (row,)), "f.py")
         return capsys.readouterr().out
 
@@ -224,46 +309,99 @@ def test_a_prediction_far_from_what_was_measured_says_what_to_do(capsys: pytest.
     assert "piper profile" not in shown(0.2) + shown(None)
 
 
-def test_a_search_with_profiled_costs_names_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_with_profiled_costs_names_what_it_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """It does not advise a profile that was just made; what was proposed again and what could not be run is said."""
-    far = Row(0, "complete", {"m": 2}, period_s=1.0, step_s=1.0, device_bytes=1, measured_period_s=3.0, error=-0.67)
-    failed = Row(1, "rejected", {"m": 4}, kind="confirmation", reason="running it failed: rank 1 died")
-    study_view.show_study(piper.Study("c", None, 0, (far, failed), repeated=21, exhausted=True), "f.py", profiled=True)
+    far = Row(
+        0,
+        "complete",
+        {"m": 2},
+        period_s=1.0,
+        step_s=1.0,
+        device_bytes=1,
+        measured_period_s=3.0,
+        error=-0.67,
+    )
+    failed = Row(
+        1, "rejected", {"m": 4}, kind="confirmation", reason="running it failed: rank 1 died"
+    )
+    study_view.show_study(
+        piper.Study("c", None, 0, (far, failed), repeated=21, exhausted=True), "f.py", profiled=True
+    )
     text = capsys.readouterr().out
     assert "piper profile" not in text and "which may have had other work then" in text
-    assert "best of 2 candidates (21 proposals were plans known already; the space has no others)" in text
+    assert (
+        "best of 2 candidates (21 proposals were plans known already; the space has no others)"
+        in text
+    )
     assert "warning: m=4: running it failed: rank 1 died" in text
 
 
 def test_where_nothing_was_found_json_has_the_reasons() -> None:
-    rows = (Row(0, "rejected", kind="memory"), Row(1, "rejected", kind="memory"), Row(2, "rejected", kind="illegal"))
+    rows = (
+        Row(0, "rejected", kind="memory"),
+        Row(1, "rejected", kind="memory"),
+        Row(2, "rejected", kind="illegal"),
+    )
     found = study_view.as_numbers(piper.Study("c", None, 0, rows, interrupted=True), None)
     assert found["number"] is found["state"] is found["folder"] is None and found["interrupted"]
     assert found["rejected"] == {"memory": 2, "illegal": 1} and found["candidates"] == 3
 
 
-def test_devices_of_several_types_have_limits_of_their_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_devices_of_several_types_have_limits_of_their_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     program = piper.synthetic(stages=2, F=1, I=1, W=1)
 
     def own(trial: Any) -> piper.Strategy:
-        return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=trial.suggest_int("m", 1, 1)))
+        return piper.Strategy(
+            piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=trial.suggest_int("m", 1, 1))
+        )
 
-    study = piper.tune(program, own, cluster="a100-40g-sxm:1+h100-80g-sxm:1", trials=1, workers=0, out=tmp_path)
+    study = piper.tune(
+        program, own, cluster="a100-40g-sxm:1+h100-80g-sxm:1", trials=1, workers=0, out=tmp_path
+    )
     study_view.show_study(piper.Study.load(tmp_path / "tune-001"), "f.py")
-    sizes = [f"{size_text(load_cluster(f'{c}:1').device.memory_bytes)} per {c}" for c in ("h100-80g-sxm", "a100-40g-sxm")]
+    sizes = [
+        f"{size_text(load_cluster(f'{c}:1').device.memory_bytes)} per {c}"
+        for c in ("h100-80g-sxm", "a100-40g-sxm")
+    ]
     assert f"within {', '.join(sizes)}: best of" in capsys.readouterr().out
-    assert limit_text(study.memory_limit, {"a": 5, "b": 5}) == f"{size_text(5)} per device", "a smaller one was given"
+    assert limit_text(study.memory_limit, {"a": 5, "b": 5}) == f"{size_text(5)} per device", (
+        "a smaller one was given"
+    )
 
 
-def test_a_search_that_finds_nothing_ends_with_one_message_and_leaves_its_study(recipe: str, tmp_path: Path) -> None:
-    done = command(recipe, "--trials", "2", "--workers", "0", "--memory-limit", "1KiB", "--out", str(tmp_path / "out"))
-    assert done.exit_code == 2 and "the smallest needs" in done.stderr and "Traceback" not in done.output
+def test_a_search_that_finds_nothing_ends_with_one_message_and_leaves_its_study(
+    recipe: str, tmp_path: Path
+) -> None:
+    done = command(
+        recipe,
+        "--trials",
+        "2",
+        "--workers",
+        "0",
+        "--memory-limit",
+        "1KiB",
+        "--out",
+        str(tmp_path / "out"),
+    )
+    assert (
+        done.exit_code == 2
+        and "the smallest needs" in done.stderr
+        and "Traceback" not in done.output
+    )
     assert piper.Study.load(tmp_path / "out" / "recipe-001").best is None
 
 
 @pytest.mark.parametrize("wrong", [("--memory-limit", "20foo"), ("--cluster", "h1000x8")])
-def test_a_search_that_is_refused_leaves_no_folder(recipe: str, tmp_path: Path, wrong: tuple[str, str]) -> None:
-    done = command(recipe, "--trials", "2", "--workers", "0", *wrong, "--out", str(tmp_path / "out"))
+def test_a_search_that_is_refused_leaves_no_folder(
+    recipe: str, tmp_path: Path, wrong: tuple[str, str]
+) -> None:
+    done = command(
+        recipe, "--trials", "2", "--workers", "0", *wrong, "--out", str(tmp_path / "out")
+    )
     assert done.exit_code == 2 and wrong[1] in done.stderr
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -277,7 +415,11 @@ def test_a_search_that_is_refused_leaves_no_folder(recipe: str, tmp_path: Path, 
     ],
 )
 def test_without_ray_a_search_that_needs_it_does_not_begin(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, str], words: list[str]
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, str],
+    words: list[str],
 ) -> None:
     searched = Mock()
     monkeypatch.setattr(tuning, "search", searched)
@@ -298,16 +440,27 @@ def test_a_ray_that_does_not_answer_is_said_before_searching(
     assert "--workers local starts a Ray for this run only, --workers 1 needs none" in done.stderr
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     done = command(recipe, "--confirm", "1", "--out", str(tmp_path / "out"))
-    assert "no Ray cluster at 127.0.0.1:1" in done.stderr and "--launcher processes needs none" in done.stderr
+    assert (
+        "no Ray cluster at 127.0.0.1:1" in done.stderr
+        and "--launcher processes needs none" in done.stderr
+    )
     assert not searched.called
 
 
-def test_a_storage_that_gets_locked_in_mid_search_leaves_its_study(recipe: str, tmp_path: Path) -> None:
+def test_a_storage_that_gets_locked_in_mid_search_leaves_its_study(
+    recipe: str, tmp_path: Path
+) -> None:
     path = Path(recipe)
     path.write_text(LOCKING.format(db=str(tmp_path / "study.db")))
     url = f"sqlite:///{tmp_path / 'study.db'}?timeout=0.1"
-    done = command(recipe, "--trials", "4", "--workers", "0", "--storage", url, "--out", str(tmp_path / "out"))
-    assert done.exit_code == 2 and "is locked by another process" in done.stderr and "Traceback" not in done.output
+    done = command(
+        recipe, "--trials", "4", "--workers", "0", "--storage", url, "--out", str(tmp_path / "out")
+    )
+    assert (
+        done.exit_code == 2
+        and "is locked by another process" in done.stderr
+        and "Traceback" not in done.output
+    )
     study = piper.Study.load(tmp_path / "out" / "recipe-001")
     assert study.interrupted and study.best is not None and len(study.table()) >= 1
 
@@ -335,14 +488,18 @@ def test_a_file_whose_strategy_is_no_function_is_named(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "defines a `strategy` that is a Strategy" in done.stderr
 
 
-def test_the_progress_bar_says_the_best_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_says_the_best_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     program = piper.synthetic(stages=2, F=1, I=1, W=1)
     with study_view.bar(2) as progress:
         piper.tune(
             program,
-            lambda t: piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=t.suggest_int("m", 1, 2))),
+            lambda t: piper.Strategy(
+                piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=t.suggest_int("m", 1, 2))
+            ),
             cluster=None,
             trials=2,
             workers=0,

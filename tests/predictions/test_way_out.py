@@ -1,4 +1,5 @@
-"""What `piper simulate` and `piper.advice` say of a plan that does not fit: a change that makes it fit, which really does."""
+"""What `piper simulate` and `piper.advice` say of a plan that does not fit: a change that makes it fit, which really
+does."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def strategy() -> piper.Strategy:
 def holding(nbytes: int) -> piper.Cluster:
     """Return a cluster whose devices hold so many bytes of tensors, and nothing else."""
     nothing = {"context_bytes": 0, "group_bytes": 0, "p2p_bytes": 0, "allocator_factor": 1.0}
-    return load_cluster("h100x8").each_device(lambda device: replace(device, memory_bytes=nbytes, **nothing))
+    return load_cluster("h100x8").each_device(
+        lambda device: replace(device, memory_bytes=nbytes, **nothing)
+    )
 
 
 def held(job: piper.Job, made: piper.Strategy, cluster: piper.Cluster) -> int:
@@ -54,17 +57,31 @@ def held(job: piper.Job, made: piper.Strategy, cluster: piper.Cluster) -> int:
 def test_the_first_change_that_fits_is_named_with_what_it_costs(job: piper.Job) -> None:
     large = holding(1 << 40)
     least = held(job, strategy(), large)
-    found = {words: held(job, made, large) for words, made in changes(strategy()) if legal(job, made)}
-    first, limit = next((words, nbytes) for words, nbytes in found.items() if "half the rows" in words)
+    found = {
+        words: held(job, made, large) for words, made in changes(strategy()) if legal(job, made)
+    }
+    first, limit = next(
+        (words, nbytes) for words, nbytes in found.items() if "half the rows" in words
+    )
     assert limit < least, "fewer rows per microbatch hold less"
-    earlier = [nbytes for words, nbytes in found.items() if words != first][: list(found).index(first)]
+    earlier = [nbytes for words, nbytes in found.items() if words != first][
+        : list(found).index(first)
+    ]
     limit = min([limit, *earlier])
     expected = next(words for words, nbytes in found.items() if nbytes <= limit)
     way = piper.advice(job, strategy(), holding(limit)).way_out
     assert way is not None and way.change is not None and way.change.words == expected
     made = way.change.strategy
-    assert made is not None and held(job, made, large) == way.change.after.device_bytes <= limit < way.change.before.device_bytes
-    assert any("it fits" in line for line in piper.advice(job, strategy(), holding(limit)).lines(1.0))
+    assert (
+        made is not None
+        and held(job, made, large)
+        == way.change.after.device_bytes
+        <= limit
+        < way.change.before.device_bytes
+    )
+    assert any(
+        "it fits" in line for line in piper.advice(job, strategy(), holding(limit)).lines(1.0)
+    )
 
 
 def legal(job: piper.Job, made: piper.Strategy) -> bool:
@@ -74,21 +91,35 @@ def legal(job: piper.Job, made: piper.Strategy) -> bool:
         return False
 
 
-def test_a_plan_that_fits_needs_no_way_out_and_one_that_nothing_helps_is_told_what_holds_least(job: piper.Job) -> None:
+def test_a_plan_that_fits_needs_no_way_out_and_one_that_nothing_helps_is_told_what_holds_least(
+    job: piper.Job,
+) -> None:
     assert piper.advice(job, strategy(), holding(1 << 40)).way_out is None
     found = piper.advice(job, strategy(), holding(100))
     assert found.way_out is not None and found.way_out.change is None and found.way_out.tried > 8
-    assert found.lines(1.0)[-1].startswith(f"none of {found.way_out.tried} changes of recomputation, zero,")
+    assert found.lines(1.0)[-1].startswith(
+        f"none of {found.way_out.tried} changes of recomputation, zero,"
+    )
 
 
 def test_changes_keep_the_batch_and_are_each_another_strategy() -> None:
     tried = dict(changes(strategy()))
     assert strategy() not in tried.values()
     words = " ".join(tried)
-    for kind in ('keep="inputs"', "replicate(zero=3)", "half the rows", "tp=2, dp=1", "one_f_one_b(pp=2"):
+    for kind in (
+        'keep="inputs"',
+        "replicate(zero=3)",
+        "half the rows",
+        "tp=2, dp=1",
+        "one_f_one_b(pp=2",
+    ):
         assert kind in words, kind
-    assert "gpipe(pp=2, microbatches=8)" in words, "the recipe is written anew for twice the microbatches"
-    assert any('keep="inputs"' in text and "zero=3" in text and "tp=2" in text for text in tried), "the strongest together"
+    assert "gpipe(pp=2, microbatches=8)" in words, (
+        "the recipe is written anew for twice the microbatches"
+    )
+    assert any('keep="inputs"' in text and "zero=3" in text and "tp=2" in text for text in tried), (
+        "the strongest together"
+    )
 
 
 def test_a_command_captures_once_and_prints_its_table_before_it_tries_others(
@@ -98,7 +129,8 @@ def test_a_command_captures_once_and_prints_its_table_before_it_tries_others(
     path, captured = tmp_path / "held.py", []
     path.write_text(FILE)
     (tmp_path / "small.toml").write_text(
-        'name = "small"\nnodes = { count = 1, devices = 8 }\n[device]\nbase = "h100-80g-sxm"\nmemory_bytes = 900_000\n'
+        'name = "small"\nnodes = { count = 1, devices = 8 }\n[device]\nbase = '
+        '"h100-80g-sxm"\nmemory_bytes = 900_000\n'
     )
     capture = capturing._capture
     monkeypatch.setattr(capturing, "_capture", lambda *given: captured.append(1) or capture(*given))
@@ -111,4 +143,8 @@ def test_a_command_captures_once_and_prints_its_table_before_it_tries_others(
 
     monkeypatch.setattr(predicting, "advice", refused)
     done = command("simulate", path, "--cluster", "h100x8")
-    assert done.exit_code == 2 and "memory of the fullest device" in done.stdout and "no advice today" in done.stderr
+    assert (
+        done.exit_code == 2
+        and "memory of the fullest device" in done.stdout
+        and "no advice today" in done.stderr
+    )

@@ -41,22 +41,28 @@ def total(plan: Plan) -> int:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_rank_updates_its_part_and_zeroes_what_it_keeps(zero: int) -> None:
-    """float32 with bfloat16 copies: masters 4, gradients 4, two states 8 and copies 2 bytes per parameter of its own."""
+    """float32 with bfloat16 copies: masters 4, gradients 4, two states 8 and copies 2 bytes per parameter of its
+    own."""
     plan = plan_of(zero)
     n, own = total(plan), total(plan) // (RANKS if zero else 1)
     found = update(plan)
     assert (found.param, found.grad) == (4 * own, 4 * own)
     assert found.state - 8 * own == 4 * len(plan.buckets), "and the number of the step"
     assert sum(found.copies) == (4 + 2) * own, "masters are read, parameters are written"
-    assert found.others == (4 * (n - own) if zero == 1 else 0), "gradients that others update are only set to zero"
+    assert found.others == (4 * (n - own) if zero == 1 else 0), (
+        "gradients that others update are only set to zero"
+    )
 
 
 def test_gradients_of_another_dtype_are_cast_where_they_are_updated() -> None:
-    """float64 masters and float32 gradients: of its own part 4 bytes are read and 8 written, masters 8 read, 4 written."""
+    """float64 masters and float32 gradients: of its own part 4 bytes are read and 8 written, masters 8 read, 4
+    written."""
     plan = plan_of(1, WIDE)
     own = total(plan) // RANKS
     assert sum(update(plan).copies) == (4 + 8 + 8 + 4) * own
-    assert update(plan_of(0, WIDE)).copies != update(plan).copies, "negative control: whole gradients take longer"
+    assert update(plan_of(0, WIDE)).copies != update(plan).copies, (
+        "negative control: whole gradients take longer"
+    )
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -68,7 +74,9 @@ def test_the_bytes_by_which_measured_updates_are_known(zero: int) -> None:
     traffic, role = PlanBytes(plan), plan.roles[0]
     scalar = sum(traffic.nbytes(v) for v in step.reads)
     assert traffic.memory_bytes(role, norm) == 4 * own + sum(traffic.nbytes(v) for v in norm.writes)
-    states = 2 * 4 * own + 2 * own + 2 * (8 * own + 4 * len(plan.buckets))  # masters, copies, AdamW's
+    states = (
+        2 * 4 * own + 2 * own + 2 * (8 * own + 4 * len(plan.buckets))
+    )  # masters, copies, AdamW's
     assert traffic.memory_bytes(role, step) == states + 4 * own + 4 * kept + scalar
 
 
@@ -79,5 +87,7 @@ def test_every_op_on_buckets_names_the_source_of_its_duration() -> None:
     for kind in (Fresh, Fold, SquaredNorm, Update):
         for part in parts(plan, kind):
             work = model.work(plan.roles[0], Instr(COMPUTE, (part,)))
-            least = PlanBytes(plan).memory_bytes(plan.roles[0], part) / cluster.device.memory_bandwidth
+            least = (
+                PlanBytes(plan).memory_bytes(plan.roles[0], part) / cluster.device.memory_bandwidth
+            )
             assert work.source == "formula" and work.seconds >= least > 0

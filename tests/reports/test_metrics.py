@@ -1,8 +1,8 @@
-"""Metrics of a run: complete lines while it goes on, libraries that are asked for and only those, and a full disk that ends
-nothing.
+"""Metrics of a run: complete lines while it goes on, libraries that are asked for and only those, and a full disk that
+ends nothing.
 
-tensorboard and wandb are faked where a test says so: modules in sys.modules with the few calls that are used, which keep what
-they are given. The real ones are tried where they are installed."""
+tensorboard and wandb are faked where a test says so: modules in sys.modules with the few calls that are used, which
+keep what they are given. The real ones are tried where they are installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def plan(tokens: int | None = 32) -> Plan:
     from dataclasses import replace
 
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))
-    return replace(piper.compile(piper.synthetic(stages=2, F=1, I=1, W=1), strategy).plan, tokens_per_row=tokens)
+    return replace(
+        piper.compile(piper.synthetic(stages=2, F=1, I=1, W=1), strategy).plan,
+        tokens_per_row=tokens,
+    )
 
 
 def record(step: int) -> StepRecord:
@@ -96,7 +99,9 @@ def test_a_full_disk_ends_nothing_leaves_no_half_line_and_is_one_warning(tmp_pat
         assert (tmp_path / "metrics.jsonl").stat().st_size == size
         metrics(record(2))
     metrics(record(3))  # somebody has made room
-    with pytest.warns(RuntimeWarning, match=r"jsonl: 2 steps lost, first step 1: OSError: .*") as found:
+    with pytest.warns(
+        RuntimeWarning, match=r"jsonl: 2 steps lost, first step 1: OSError: .*"
+    ) as found:
         metrics.close()
     assert len(found) == 1
     assert [line["step"] for line in lines(tmp_path)] == [0, 3]
@@ -124,13 +129,17 @@ def test_a_writer_that_fails_does_not_keep_the_others_from_writing(tmp_path: Pat
 
     metrics = Metrics({"broken": Broken(), "kept": Kept()})
     metrics(record(0))
-    with pytest.warns(RuntimeWarning, match="broken: 1 steps lost, first step 0: ConnectionError: no network$"):
+    with pytest.warns(
+        RuntimeWarning, match="broken: 1 steps lost, first step 0: ConnectionError: no network$"
+    ):
         metrics.close()
     assert len(found) == 2 and found[1] == "closed"
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_a_missing_library_is_named_if_it_was_asked_for(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_if_it_was_asked_for(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Faked: that the package is not installed."""
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
@@ -189,12 +198,20 @@ def test_tensorboard_gets_scalars_by_step(fakes: list[tuple[Any, ...]], tmp_path
     assert len(lines(tmp_path)) == 1
 
 
-def test_weights_and_biases_get_a_run_with_the_facts_of_the_plan(fakes: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_weights_and_biases_get_a_run_with_the_facts_of_the_plan(
+    fakes: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
     with open_metrics(tmp_path, ["wandb"], plan(None)) as metrics:
         metrics(record(4))
     (started, options), *rest = fakes
     assert started == "init" and options["project"] == "piper" and options["name"] == tmp_path.name
-    assert options["config"] | {"plan": ""} == {"plan": "", "mesh_pp": 2, "microbatches": 2, "rows": 1, "global_batch": 2}
+    assert options["config"] | {"plan": ""} == {
+        "plan": "",
+        "mesh_pp": 2,
+        "microbatches": 2,
+        "rows": 1,
+        "global_batch": 2,
+    }
     assert rest == [("log", {"loss": 0.4, "step_s": 0.25, "batch_s": 0.125}, 4), ("finish",)]
 
 
@@ -218,7 +235,10 @@ def test_recorded_serves_the_folder_and_the_caller(tmp_path: Path) -> None:
     assert seen == [record(0)] and [line["step"] for line in lines(tmp_path)] == [0]
     with recorded(None, None, plan()) as nothing:
         assert nothing is None
-    with pytest.raises(JobError, match="'wandb' needs a folder: give out=DIR"), recorded(None, ["wandb"], plan()):
+    with (
+        pytest.raises(JobError, match="'wandb' needs a folder: give out=DIR"),
+        recorded(None, ["wandb"], plan()),
+    ):
         pass
 
 
@@ -258,7 +278,9 @@ def test_a_run_writes_its_steps(recipe: Path, tmp_path: Path) -> None:
     loaded = load_file(recipe)
     compiled = piper.compile(loaded.job, loaded.strategy)
     seen: list[StepRecord] = []
-    run = piper.execute(compiled, steps=3, launcher="inline", out=tmp_path / "out", on_step=seen.append)
+    run = piper.execute(
+        compiled, steps=3, launcher="inline", out=tmp_path / "out", on_step=seen.append
+    )
     written = lines(tmp_path / "out" / "run-001")
     assert [line["loss"] for line in written] == run.losses == [r.loss for r in seen]
     assert [line["tokens_per_s"] for line in written] == [8 * 3 / s for s in run.step_s]
@@ -274,9 +296,14 @@ def test_a_full_disk_does_not_end_a_run(recipe: Path, tmp_path: Path) -> None:
         run = piper.execute(compiled, steps=3, launcher="inline", out=tmp_path / "out")
     assert len(run.losses) == 3 and run.state_dict()
     (folder,) = (tmp_path / "out").iterdir()
-    assert {p.name for p in folder.iterdir()} == {"metrics.jsonl"}, "half a file would look like a result"
+    assert {p.name for p in folder.iterdir()} == {"metrics.jsonl"}, (
+        "half a file would look like a result"
+    )
     metrics, report = (str(w.message) for w in found)
-    assert "jsonl: 3 steps lost, first step 0: OSError" in metrics and "The run is complete, but its report is not" in report
+    assert (
+        "jsonl: 3 steps lost, first step 0: OSError" in metrics
+        and "The run is complete, but its report is not" in report
+    )
 
 
 def test_a_disk_that_fills_up_late_is_a_line_at_the_command_line_and_the_rest_is_reported(
@@ -289,18 +316,36 @@ def test_a_disk_that_fills_up_late_is_a_line_at_the_command_line_and_the_rest_is
             save(*given)
 
     monkeypatch.setattr(execution, "save_run", full)
-    done = CliRunner().invoke(app, ["run", str(recipe), "--launcher", "inline", "--steps", "2", "--out", str(tmp_path / "out")])
+    done = CliRunner().invoke(
+        app,
+        [
+            "run",
+            str(recipe),
+            "--launcher",
+            "inline",
+            "--steps",
+            "2",
+            "--out",
+            str(tmp_path / "out"),
+        ],
+    )
     assert done.exit_code == 0, done.output
     warned, reported = done.stderr.splitlines()
-    assert re.fullmatch(r"warning: cannot write results to .*: File too large; .*its report is not", warned)
+    assert re.fullmatch(
+        r"warning: cannot write results to .*: File too large; .*its report is not", warned
+    )
     assert reported.startswith("the report is ")
     (folder,) = (tmp_path / "out").iterdir()
     assert (folder / "measured.json").is_file() and not list(folder.glob("*-measured.json*"))
 
 
-def test_the_command_takes_names_of_logs(fakes: list[tuple[Any, ...]], recipe: Path, tmp_path: Path) -> None:
+def test_the_command_takes_names_of_logs(
+    fakes: list[tuple[Any, ...]], recipe: Path, tmp_path: Path
+) -> None:
     def run(*more: str) -> Result:
-        return CliRunner().invoke(app, ["run", str(recipe), "--launcher", "inline", "--out", str(tmp_path / "out"), *more])
+        return CliRunner().invoke(
+            app, ["run", str(recipe), "--launcher", "inline", "--out", str(tmp_path / "out"), *more]
+        )
 
     done = run("--log", "tensorboard", "--ranges", "--steps", "2")
     assert done.exit_code == 0, done.output
@@ -311,7 +356,9 @@ def test_the_command_takes_names_of_logs(fakes: list[tuple[Any, ...]], recipe: P
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"the package {package} is not installed")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"the package {package} is not installed"
+    )
 
 
 @needs("tensorboard")
@@ -322,7 +369,9 @@ def test_the_real_tensorboard_writes_events(tmp_path: Path) -> None:
 
 
 @needs("wandb")
-def test_the_real_weights_and_biases_write_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_weights_and_biases_write_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     with open_metrics(tmp_path, ["wandb"], plan()) as metrics:
         metrics(record(0))

@@ -28,10 +28,16 @@ def test_a_saved_simulation_is_reported(folder: Path, capsys: pytest.CaptureFixt
     made = report(folder)
     text = capsys.readouterr().out
     assert made.html.is_file() and {p.stem for p in made.figures} == {"timeline", "memory"}
-    assert text.splitlines()[0] == "Headline" and "step in steady state" in text and str(made.html) in text
+    assert (
+        text.splitlines()[0] == "Headline"
+        and "step in steady state" in text
+        and str(made.html) in text
+    )
 
 
-def test_a_report_that_fails_at_the_end_is_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_fails_at_the_end_is_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "measured.json").write_text(json.dumps({"losses": [1.0], "step_s": [1.0]}))
     (tmp_path / "report").write_text("in the way")
     assert report_at_end(tmp_path) is None

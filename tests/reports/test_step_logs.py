@@ -38,8 +38,14 @@ def trained(folder: Path, **options: Any) -> list[dict[str, Any]]:
 
 def norms() -> list[float]:
     """Plain PyTorch's norms of the gradient of that run."""
-    gradients = reference(job(by_hand, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)), microbatches=M, steps=2)
-    return [float(torch.stack([g.norm() for g in step.values()]).norm()) for step in gradients.gradients]
+    gradients = reference(
+        job(by_hand, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)),
+        microbatches=M,
+        steps=2,
+    )
+    return [
+        float(torch.stack([g.norm() for g in step.values()]).norm()) for step in gradients.gradients
+    ]
 
 
 def test_steps_log_the_norm_of_the_gradient_and_the_learning_rates(tmp_path: Path) -> None:
@@ -47,15 +53,21 @@ def test_steps_log_the_norm_of_the_gradient_and_the_learning_rates(tmp_path: Pat
     found = trained(tmp_path, clip_norm=math.inf, metrics={"perplexity": math.exp})
     assert [line["gradient_norm"] for line in found] == pytest.approx(norms(), rel=1e-9)
     assert [line["learning_rates"] for line in found] == [[0.05, 0.01], [0.025, 0.005]]
-    assert [line["metrics"]["perplexity"] for line in found] == [math.exp(line["loss"]) for line in found]
+    assert [line["metrics"]["perplexity"] for line in found] == [
+        math.exp(line["loss"]) for line in found
+    ]
     columns = columns_of(tmp_path)
     assert {"gradient_norm", "learning_rate_0", "learning_rate_1", "perplexity"} <= columns
     drawn = gradient_figure(load(tmp_path))
     assert drawn is not None and drawn.name == "gradient_norm"
 
 
-def test_without_clipping_there_is_no_norm_and_a_metric_that_fails_ends_nothing(tmp_path: Path) -> None:
-    with pytest.warns(PiperWarning, match="metric bad: 2 steps lost, first step 0: ZeroDivisionError"):
+def test_without_clipping_there_is_no_norm_and_a_metric_that_fails_ends_nothing(
+    tmp_path: Path,
+) -> None:
+    with pytest.warns(
+        PiperWarning, match="metric bad: 2 steps lost, first step 0: ZeroDivisionError"
+    ):
         found = trained(tmp_path, metrics={"bad": lambda loss: 1 // 0})
     assert all("gradient_norm" not in line and "metrics" not in line for line in found)
     columns = columns_of(tmp_path)
@@ -66,7 +78,10 @@ def test_without_clipping_there_is_no_norm_and_a_metric_that_fails_ends_nothing(
     ("metrics", "says"),
     [
         ([math.exp], "got an object of type list: a mapping from names"),
-        ({"accuracy": lambda loss, output, targets: 1.0}, r"calls 'accuracy' as accuracy\(loss\) or accuracy\(output, targets\)"),
+        (
+            {"accuracy": lambda loss, output, targets: 1.0},
+            r"calls 'accuracy' as accuracy\(loss\) or accuracy\(output, targets\)",
+        ),
         ({"x": 3}, "has 'x' with an object of type int"),
     ],
 )

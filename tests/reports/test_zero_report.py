@@ -1,4 +1,5 @@
-"""States that ranks share, their buffers and recomputation in memory lines, in the legend and in the colours of figures."""
+"""States that ranks share, their buffers and recomputation in memory lines, in the legend and in the colours of
+figures."""
 
 from __future__ import annotations
 
@@ -25,12 +26,18 @@ SIZES = GPTConfig(layers=2, width=32, heads=2, vocab=64, length=16)
 
 def strategy_of(zero: int, keep: str = "all") -> piper.Strategy:
     again = () if keep == "all" else (piper.recompute(piper.where(), keep=keep),)
-    directives = (*piper.recipes.one_f_one_b(pp=2, microbatches=2), *piper.recipes.data_parallel(zero=zero), *again)
+    directives = (
+        *piper.recipes.one_f_one_b(pp=2, microbatches=2),
+        *piper.recipes.data_parallel(zero=zero),
+        *again,
+    )
     return piper.Strategy(piper.Mesh(pp=2, dp=2), directives)
 
 
 def plan_of(zero: int, keep: str = "all") -> Plan:
-    return piper.compile(models.job(SIZES, global_batch=8, clip_norm=1.0), strategy_of(zero, keep)).plan
+    return piper.compile(
+        models.job(SIZES, global_batch=8, clip_norm=1.0), strategy_of(zero, keep)
+    ).plan
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +52,31 @@ def simulation(shared: Plan) -> Simulation:
 
 def test_what_was_made_again_has_a_line_of_its_own(shared: Plan, simulation: Simulation) -> None:
     lines = simulation.memory(0)
-    for name in ("parameters", "master", "gradients", "optimizer", "gathered_parameters", "recomputed_activations"):
+    for name in (
+        "parameters",
+        "master",
+        "gradients",
+        "optimizer",
+        "gathered_parameters",
+        "recomputed_activations",
+    ):
         assert lines[name] > 0, name
-    again = {v for i in shared.roles[0].program for p in i.parts for v in p.writes if is_again(p.op)}
+    again = {
+        v for i in shared.roles[0].program for p in i.parts for v in p.writes if is_again(p.op)
+    }
     most = sum(shared.values[v].nbytes for v in again if v.endswith("@0"))
     assert lines["recomputed_activations"] <= most, "of one microbatch at a time"
     plain = simulate(plan_of(0), load_cluster("h100x8")).memory(0)
-    assert plain["recomputed_activations"] == plain["gathered_parameters"] == plain["gradient_buffers"] == 0
+    assert (
+        plain["recomputed_activations"]
+        == plain["gathered_parameters"]
+        == plain["gradient_buffers"]
+        == 0
+    )
     assert plain["activations"] > lines["activations"]
-    assert [plain[n] for n in ("master", "optimizer")] == [pytest.approx(2 * lines[n], rel=0.01) for n in ("master", "optimizer")]
+    assert [plain[n] for n in ("master", "optimizer")] == [
+        pytest.approx(2 * lines[n], rel=0.01) for n in ("master", "optimizer")
+    ]
 
 
 def is_again(op: object) -> bool:
@@ -87,18 +110,34 @@ def test_legends_name_gathers_scatters_folds_and_shares(
     ):
         assert name in words, name
     memory_figure.memory_figure(simulation.trace, None, shared)
-    assert {"parameters (1/2)", "master parameters (1/2)", "gradients (1/2)", "optimizer (1/2)"} <= set(drawn["memory"])
+    assert {
+        "parameters (1/2)",
+        "master parameters (1/2)",
+        "gradients (1/2)",
+        "optimizer (1/2)",
+    } <= set(drawn["memory"])
     assert {"gathered parameters", "gradient buffers"} <= set(drawn["memory"])
     plain = plan_of(0)
     trace = simulate(plain, load_cluster("h100x8")).trace
     gantt.timelines([trace], plain)
     memory_figure.memory_figure(trace, None, plain)
-    assert not {w for w in (*drawn["timeline"], *drawn["memory"]) if "gather" in w or "fold" in w or "1/2" in w or "recomp" in w}
+    assert not {
+        w
+        for w in (*drawn["timeline"], *drawn["memory"])
+        if "gather" in w or "fold" in w or "1/2" in w or "recomp" in w
+    }
 
 
-def test_gathers_and_scatters_have_the_colours_of_their_buffers(shared: Plan, simulation: Simulation) -> None:
-    found = {label.phase: gantt._look(label)[0] for label in gantt.kinds(simulation.trace, shared).values()}
-    assert found["gather"] == to_rgb(CATEGORIES["gathered"]) and found["scatter"] == to_rgb(CATEGORIES["reduced"])
+def test_gathers_and_scatters_have_the_colours_of_their_buffers(
+    shared: Plan, simulation: Simulation
+) -> None:
+    found = {
+        label.phase: gantt._look(label)[0]
+        for label in gantt.kinds(simulation.trace, shared).values()
+    }
+    assert found["gather"] == to_rgb(CATEGORIES["gathered"]) and found["scatter"] == to_rgb(
+        CATEGORIES["reduced"]
+    )
 
 
 @pytest.mark.long

@@ -30,7 +30,9 @@ pytestmark = [
 
 PARITY = [
     Composition("gpt", 2, 1, 4, "1f1b", clip=0.05),
-    Composition("gpt", 2, 2, 4, "1f1b", optimizer="adamw", bucket_mb=0.003, clip=0.05, scheduler=True),
+    Composition(
+        "gpt", 2, 2, 4, "1f1b", optimizer="adamw", bucket_mb=0.003, clip=0.05, scheduler=True
+    ),
     Composition("gpt_untied", 4, 1, 4, "1f1b"),
     Composition("llama", 1, 2, 2, "gpipe", optimizer="adamw"),
     Composition("skip", 4, 1, 4, "random", "random", shared_streams=True, seed=2),
@@ -78,10 +80,12 @@ def assert_parity(c: Composition, **options: Any) -> None:
     parity.assert_parity(run, compositions.expected(c), label=repr(c))
 
 
-@pytest.mark.parametrize("c", [Composition("gpt", 2, 1, 8, "1f1b"), Composition("skip", 1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "c", [Composition("gpt", 2, 1, 8, "1f1b"), Composition("skip", 1, 2, 2)], ids=str
+)
 def test_memory_is_what_the_plan_says(c: Composition) -> None:
-    """Storages as the dispatcher shows them, in one process, those inside the kernels of piper's ops too. In float64 attention is
-    written out. What an operator of torch's allocates inside is not seen, so nothing is allowed for it."""
+    """Storages as the dispatcher shows them, in one process, those inside the kernels of piper's ops too. In float64
+    attention is written out. What an operator of torch's allocates inside is not seen, so nothing is allowed for it."""
     plan, records = measure(c)
     found = lies(on_device(plan, "cuda"), records)
     assert not found, "\n".join(found[:6])
@@ -95,12 +99,17 @@ def test_the_allocator_is_asked_for_the_peak_of_the_plan(precision: str, pool: P
 
 
 def test_the_allocator_is_asked_for_a_slice_of_the_loss(pool: Pool) -> None:
-    """At 32,768 classes the peak is within the gradient of the loss, which holds 64 MiB of logits in float32: planned, and as
-    many bytes are asked for, on an H200 to the byte (benchmarks/measured/gpu-check-h200-last.txt)."""
+    """At 32,768 classes the peak is within the gradient of the loss, which holds 64 MiB of logits in float32: planned,
+    and as many bytes are asked for, on an H200 to the byte (benchmarks/measured/gpu-check-h200-last.txt)."""
     config = models.GPTConfig(layers=1, width=256, heads=4, vocab=32_768, length=1024)
     work = models.job(config, global_batch=4, precision="bfloat16")
-    compiled = piper.compile(work, piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=2),)))
-    tensors, role = peak(compiled.plan, compiled.plan.roles[0]).total, on_device(compiled.plan, "cuda").roles[0]
+    compiled = piper.compile(
+        work, piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=2),))
+    )
+    tensors, role = (
+        peak(compiled.plan, compiled.plan.roles[0]).total,
+        on_device(compiled.plan, "cuda").roles[0],
+    )
     assert 64 << 20 <= role.peak_bytes - tensors < 65 << 20
     run = piper.execute(compiled, steps=2, launcher="processes", pool=pool)
     assert not (wrong := asked_for(role.peak_bytes, run.peak_bytes[0])), wrong
@@ -123,7 +132,9 @@ def test_a_profile_is_of_the_device(pool: Pool) -> None:
     strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=4),))
     costs = piper.profile(work, strategy, rows=[2], repeats=3, pool=pool)
     assert costs.origin is not None and costs.origin.device == torch.cuda.get_device_name(0)
-    assert {s.rows for s in costs.steps} == {2, 4} and all(s.duration.seconds > 0 for s in costs.steps)
+    assert {s.rows for s in costs.steps} == {2, 4} and all(
+        s.duration.seconds > 0 for s in costs.steps
+    )
     assert costs.host is not None and costs.host.issue_s > 0 and costs.allocator is not None
     assert costs.allocator.context_bytes > 100 << 20, "a context takes hundreds of MiB"
     cluster = product_cluster(costs.origin.device, torch.cuda.device_count())
@@ -135,9 +146,16 @@ def test_messages_over_nccl_are_measured(nccl_pool: Pool) -> None:
     """A simulation of two ranks takes them."""
     from piper_simulator import product_cluster
 
-    work, strategy = job(SIZES, 16), piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(bucket_mb=1))
+    work, strategy = (
+        job(SIZES, 16),
+        piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(bucket_mb=1)),
+    )
     costs = piper.profile(work, strategy, rows=[4], repeats=2, pool=nccl_pool)
-    assert costs.origin is not None and costs.origin.backend == "nccl by sockets" and costs.origin.ranks == 2
+    assert (
+        costs.origin is not None
+        and costs.origin.backend == "nccl by sockets"
+        and costs.origin.ranks == 2
+    )
     assert {(c.op, c.group) for c in costs.comm} == {(op, 2) for op in ("p2p", *COLLECTIVES)}
     for op in ("p2p", "all_reduce", "all_gather", "reduce_scatter"):
         taken = {c.bytes: c.duration.seconds for c in costs.comm if c.op == op}
@@ -156,4 +174,8 @@ def test_ranks_that_share_a_device_are_not_profiled(pool: Pool) -> None:
     if world > pool.world:
         pytest.skip("more devices than workers")
     with pytest.raises(ExecutionError, match=f"profile: {world} ranks of a node share"):
-        piper.profile(job(SIZES, 2 * world), piper.Strategy(piper.Mesh(dp=world), piper.recipes.data_parallel()), pool=pool)
+        piper.profile(
+            job(SIZES, 2 * world),
+            piper.Strategy(piper.Mesh(dp=world), piper.recipes.data_parallel()),
+            pool=pool,
+        )

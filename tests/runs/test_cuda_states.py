@@ -1,4 +1,5 @@
-"""Shared states, mixed precision, recomputation, saving and forked workers on CUDA. Skipped where there is no device."""
+"""Shared states, mixed precision, recomputation, saving and forked workers on CUDA. Skipped where there is no
+device."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def in_processes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
 
     def run_of(job: piper.Job, strategy: Strategy, steps: int) -> Any:
         compiled = piper.compile(job, strategy)
-        return piper.execute(compiled, steps=steps, launcher="processes", pool=pool, gradients=True, memory=False)
+        return piper.execute(
+            compiled, steps=steps, launcher="processes", pool=pool, gradients=True, memory=False
+        )
 
     monkeypatch.setattr(test_mixed_precision, "run_of", run_of)
     return run_of
@@ -78,7 +81,9 @@ def in_processes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
 
 
 @pytest.mark.parametrize("c", PARITY, ids=str)
-def test_shared_states_and_recomputation_have_the_numbers_of_one_device(c: Composition, pool: Pool) -> None:
+def test_shared_states_and_recomputation_have_the_numbers_of_one_device(
+    c: Composition, pool: Pool
+) -> None:
     c = fitted(c)
     run = compositions.run(c, compositions.compiled(c).plan, launcher="processes", pool=pool)
     parity.assert_parity(run, compositions.expected(c), label=repr(c))
@@ -88,7 +93,13 @@ def test_shared_states_and_recomputation_have_the_numbers_of_one_device(c: Compo
 def test_gathers_and_scatters_keep_nothing_beyond_the_plan(how: str) -> None:
     rows = list(gpu_states.sharded(DEVICE, (how,), SMALL))
     assert len(rows) == 27
-    assert not (missed := [(row.name, row.value, row.note) for row in rows if row.section == "sharded" and not row.met]), missed
+    assert not (
+        missed := [
+            (row.name, row.value, row.note)
+            for row in rows
+            if row.section == "sharded" and not row.met
+        ]
+    ), missed
     assert all(abs(row.value) < 3 for row in rows if row.section == "memory"), rows
 
 
@@ -105,15 +116,23 @@ def test_the_mixed_path_is_the_plain_loop_with_the_same_casts(c: Composition, po
 @pytest.mark.parametrize(("axes", "microbatches"), [({}, 3), ({"dp": 3}, 1)])
 @pytest.mark.parametrize(("reduce", "gradient"), [("float32", 1.0), ("bfloat16", 0.0)])
 def test_256_and_1_less_256_is_1(
-    axes: dict[str, int], microbatches: int, reduce: str, gradient: float, in_processes: Callable[..., Any]
+    axes: dict[str, int],
+    microbatches: int,
+    reduce: str,
+    gradient: float,
+    in_processes: Callable[..., Any],
 ) -> None:
-    """Three ranks may add in another order, in which 256 and -256 come first; one rank adds in the order of microbatches."""
+    """Three ranks may add in another order, in which 256 and -256 come first; one rank adds in the order of
+    microbatches."""
     test = test_mixed_precision
     job = piper.Job(
         test.Line, test.large_and_small, test.weighted, test.sgd, global_batch=len(LARGE),
         precision=Precision(params="float32", compute="bfloat16", reduce=reduce),
     )  # fmt: skip
-    pieces = (piper.split(piper.where(), microbatches=microbatches), *(piper.recipes.data_parallel() if axes else ()))
+    pieces = (
+        piper.split(piper.where(), microbatches=microbatches),
+        *(piper.recipes.data_parallel() if axes else ()),
+    )
     found = in_processes(job, Strategy(Mesh(**axes), pieces), 1).gradients[0]["weight"].tolist()
     assert found == [gradient] or (reduce == "bfloat16" and axes and found in ([0.0], [1.0]))
 
@@ -128,16 +147,25 @@ def test_steps_below_half_an_ulp_move_parameters_as_float32_does() -> None:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_gradients_of_bfloat16_are_as_good_as_torchs_on_the_device(name: str, in_processes: Callable[..., Any]) -> None:
+def test_gradients_of_bfloat16_are_as_good_as_torchs_on_the_device(
+    name: str, in_processes: Callable[..., Any]
+) -> None:
     work = models.job(SIZES[name], global_batch=8)
-    exact = parity.reference(replace(work, precision=Precision(params="float64")), microbatches=MICROBATCHES, steps=1)
+    exact = parity.reference(
+        replace(work, precision=Precision(params="float64")), microbatches=MICROBATCHES, steps=1
+    )
     plain = MasterLoop(work, torch.device(DEVICE), MICROBATCHES)
     plain.sum_up()
-    run = in_processes(work, Strategy(Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=MICROBATCHES)), 1)
+    run = in_processes(
+        work, Strategy(Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=MICROBATCHES)), 1
+    )
     theirs = plain.gradients()
     ratios = []
     for parameter, truth in exact.gradients[0].items():
-        errors = [float((g.cpu().double() - truth).norm()) for g in (run.gradients[0][parameter], theirs[parameter])]
+        errors = [
+            float((g.cpu().double() - truth).norm())
+            for g in (run.gradients[0][parameter], theirs[parameter])
+        ]
         ratios.append(errors[0] / errors[1])
     assert median(ratios) <= 1.05 and max(ratios) <= 1.3, ratios
 
@@ -148,7 +176,9 @@ def test_gradients_of_bfloat16_are_as_good_as_torchs_on_the_device(name: str, in
 def test_peaks_under_policies_of_recomputation_are_those_of_the_plan() -> None:
     sizes = {
         "gpt": models.GPTConfig(layers=2, width=512, heads=8, vocab=512, length=256),
-        "llama": models.LlamaConfig(layers=2, width=512, heads=8, kv_heads=4, hidden=1024, vocab=512, length=256),
+        "llama": models.LlamaConfig(
+            layers=2, width=512, heads=8, kv_heads=4, hidden=1024, vocab=512, length=256
+        ),
     }
     for row in gpu_states.peaks(DEVICE, sizes):
         assert row.met or (row.unit == "% error" and abs(row.value) < 3), row
@@ -187,19 +217,30 @@ def test_what_was_made_to_be_copied_lives_until_then() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-def test_a_run_resumes_from_a_checkpoint_that_was_written_beside_its_steps(zero: int, pool: Pool, tmp_path: Path) -> None:
-    c = fitted(Composition("gpt", 2, 2, 4, "1f1b", optimizer="adamw", bucket_mb=0.002, clip=0.05, zero=zero))
+def test_a_run_resumes_from_a_checkpoint_that_was_written_beside_its_steps(
+    zero: int, pool: Pool, tmp_path: Path
+) -> None:
+    c = fitted(
+        Composition(
+            "gpt", 2, 2, 4, "1f1b", optimizer="adamw", bucket_mb=0.002, clip=0.05, zero=zero
+        )
+    )
     compiled = compositions.compiled(c)
 
     def run(steps: int, **more: Any) -> piper.Run:
-        return piper.execute(compiled, steps=steps, launcher="processes", pool=pool, memory=False, **more)
+        return piper.execute(
+            compiled, steps=steps, launcher="processes", pool=pool, memory=False, **more
+        )
 
     whole = run(4)
     run(3, checkpoint=piper.Checkpoints(tmp_path, every=2))
     rest = run(2, resume=tmp_path / "step-00000002")
     assert rest.losses == pytest.approx(whole.losses[2:], rel=parity.FLOAT64)
     wanted = whole.state_dict()
-    assert all(float((t - wanted[n]).norm()) <= parity.FLOAT64 * float(wanted[n].norm()) for n, t in rest.state_dict().items())
+    assert all(
+        float((t - wanted[n]).norm()) <= parity.FLOAT64 * float(wanted[n].norm())
+        for n, t in rest.state_dict().items()
+    )
 
 
 # --- forked workers
@@ -210,4 +251,6 @@ def test_the_process_that_forks_workers_has_no_device(pool: Pool) -> None:
     pool.start()
     assert forking._server is not None
     folder = Path(f"/proc/{forking._server._process.pid}/fd")
-    assert not [link for name in folder.iterdir() if (link := os.readlink(name)).startswith("/dev/nvidia")]
+    assert not [
+        link for name in folder.iterdir() if (link := os.readlink(name)).startswith("/dev/nvidia")
+    ]

@@ -22,22 +22,41 @@ from piper_runtime.engine.memory import Counter
 from piper_runtime.launch.ground.report import measured_counter
 from piper_runtime.launch.running import inline_run
 from piper_runtime.rank.binding.evaluation import evaluate
-from tests.helpers.evaluated_jobs import CLASSES, Net, adamw, job, net, normed, plain, rows_of, summed_loss
+from tests.helpers.evaluated_jobs import (
+    CLASSES,
+    Net,
+    adamw,
+    job,
+    net,
+    normed,
+    plain,
+    rows_of,
+    summed_loss,
+)
 
 recipes = piper.recipes
 TP = piper.shard(piper.where(), over="tp")
 STRATEGIES: dict[str, tuple[piper.Mesh, tuple[Any, ...]]] = {
     "one device": (piper.Mesh(), ()),
-    "1F1B and dp": (piper.Mesh(pp=2, dp=2), (*recipes.one_f_one_b(pp=2, microbatches=4), *recipes.data_parallel())),
+    "1F1B and dp": (
+        piper.Mesh(pp=2, dp=2),
+        (*recipes.one_f_one_b(pp=2, microbatches=4), *recipes.data_parallel()),
+    ),
     "interleaved": (piper.Mesh(pp=2), recipes.interleaved(pp=2, microbatches=4)),
     "ZBV": (piper.Mesh(pp=2), recipes.zbv(pp=2, microbatches=4)),
     "DualPipeV": (piper.Mesh(pp=2), recipes.dualpipe_v(pp=2, microbatches=4)),
     "ZeRO 1": (piper.Mesh(dp=2), recipes.data_parallel(zero=1)),
-    "ZeRO 3": (piper.Mesh(pp=2, dp=2), (*recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel(zero=3))),
+    "ZeRO 3": (
+        piper.Mesh(pp=2, dp=2),
+        (*recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel(zero=3)),
+    ),
     "tensor parallel": (piper.Mesh(pp=2, tp=2), (TP, *recipes.one_f_one_b(pp=2, microbatches=2))),
     "recomputation": (
         piper.Mesh(pp=2),
-        (*recipes.one_f_one_b(pp=2, microbatches=2), piper.recompute(piper.where(stage=0), keep="products")),
+        (
+            *recipes.one_f_one_b(pp=2, microbatches=2),
+            piper.recompute(piper.where(stage=0), keep="products"),
+        ),
     ),
 }
 
@@ -63,23 +82,39 @@ def test_explain_says_of_it_when_and_how_much() -> None:
     strategy = piper.Strategy(piper.Mesh(), ())
     said = "every 2 steps an evaluation of 3 global batches of 8 rows"
     assert f"note: {said}, as in training" in explain(piper.compile(job(), strategy))
-    assert said not in explain(piper.compile(job(eval_data=None, eval_every=None, eval_batches=None), strategy))
+    assert said not in explain(
+        piper.compile(job(eval_data=None, eval_every=None, eval_batches=None), strategy)
+    )
 
 
 def test_training_is_the_same_with_an_evaluation() -> None:
     mesh, directives = STRATEGIES["1F1B and dp"]
     with_it, without = (
-        piper.execute(piper.compile(one, piper.Strategy(mesh, directives)), steps=4, launcher="inline", memory=False)
+        piper.execute(
+            piper.compile(one, piper.Strategy(mesh, directives)),
+            steps=4,
+            launcher="inline",
+            memory=False,
+        )
         for one in (job(), job(eval_data=None, eval_every=None, eval_batches=None))
     )
-    assert with_it.losses == without.losses and with_it.metrics == without.metrics and not without.evaluations
+    assert (
+        with_it.losses == without.losses
+        and with_it.metrics == without.metrics
+        and not without.evaluations
+    )
     assert all(torch.equal(a, without.state_dict()[n]) for n, a in with_it.state_dict().items())
 
 
 def test_losses_with_weights_are_divided_over_the_whole_evaluation() -> None:
     mesh, directives = STRATEGIES["1F1B and dp"]
     one = job(loss=summed_loss)
-    run = piper.execute(piper.compile(one, piper.Strategy(mesh, directives)), steps=2, launcher="inline", memory=False)
+    run = piper.execute(
+        piper.compile(one, piper.Strategy(mesh, directives)),
+        steps=2,
+        launcher="inline",
+        memory=False,
+    )
     assert close(run.evaluations[1], plain(one, run.state_dict()))
 
 
@@ -91,7 +126,9 @@ def test_batch_norms_take_their_running_averages() -> None:
 
 
 @pytest.mark.parametrize("name", ["1F1B and dp", "ZBV", "ZeRO 1", "ZeRO 3", "tensor parallel"])
-def test_the_memory_of_an_evaluation_is_that_of_its_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_an_evaluation_is_that_of_its_plan(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh, directives = STRATEGIES[name]
     compiled = piper.compile(job(), piper.Strategy(mesh, directives))
     assert compiled.evaluation is not None
@@ -117,15 +154,32 @@ EP = (EXPERTS, *recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_paralle
 @pytest.mark.long
 def test_experts_that_devices_share_are_evaluated() -> None:
     config = piper.models.MoEConfig(
-        layers=2, width=8, heads=2, kv_heads=1, vocab=16, length=4, hidden=8, experts=4, top_k=2, capacity_factor=None
+        layers=2,
+        width=8,
+        heads=2,
+        kv_heads=1,
+        vocab=16,
+        length=4,
+        hidden=8,
+        experts=4,
+        top_k=2,
+        capacity_factor=None,
     )
     made = piper.models.job(config, global_batch=8, precision="float64")
-    one = dataclasses.replace(made, eval_data=made.batch, eval_every=1, eval_batches=2, metrics={"right": right})
+    one = dataclasses.replace(
+        made, eval_data=made.batch, eval_every=1, eval_batches=2, metrics={"right": right}
+    )
     alone, shared = (
         piper.execute(piper.compile(one, strategy), steps=2, launcher="inline", memory=False)
-        for strategy in (piper.Strategy(piper.Mesh(), ()), piper.Strategy(piper.Mesh(pp=2, ep=2), EP))
+        for strategy in (
+            piper.Strategy(piper.Mesh(), ()),
+            piper.Strategy(piper.Mesh(pp=2, ep=2), EP),
+        )
     )
-    assert close(shared.evaluations[1], dict(alone.evaluations[1])) and shared.evaluations[0] != shared.evaluations[1]
+    assert (
+        close(shared.evaluations[1], dict(alone.evaluations[1]))
+        and shared.evaluations[0] != shared.evaluations[1]
+    )
 
 
 def right(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -151,7 +205,9 @@ def test_each_batch_of_an_evaluation_draws_numbers_of_its_own() -> None:
     one = job(model=Noise, metrics={"mean": mean}, eval_every=1)
     found = [
         piper.execute(
-            piper.compile(dataclasses.replace(one, eval_batches=batches), piper.Strategy(piper.Mesh(), ())),
+            piper.compile(
+                dataclasses.replace(one, eval_batches=batches), piper.Strategy(piper.Mesh(), ())
+            ),
             steps=1,
             launcher="inline",
         ).evaluations[0]["mean"]
@@ -167,14 +223,18 @@ def failing(step: int, rows: range) -> Any:
 
 def test_an_error_says_that_it_is_of_an_evaluation() -> None:
     compiled = piper.compile(job(eval_data=failing), piper.Strategy(piper.Mesh(), ()))
-    with pytest.raises(JobError, match=r"in an evaluation, batch 1: Job.eval_data\(step=1, .* of shape \(1, 16\)"):
+    with pytest.raises(
+        JobError, match=r"in an evaluation, batch 1: Job.eval_data\(step=1, .* of shape \(1, 16\)"
+    ):
         piper.execute(compiled, steps=2, launcher="inline")
 
 
 def test_modules_are_metrics_of_outputs() -> None:
     """The call of a module accepts anything, so that it would be taken for a function of the loss."""
     one = job(metrics={"cross": torch.nn.CrossEntropyLoss()})
-    run = piper.execute(piper.compile(one, piper.Strategy(piper.Mesh(), ())), steps=2, launcher="inline")
+    run = piper.execute(
+        piper.compile(one, piper.Strategy(piper.Mesh(), ())), steps=2, launcher="inline"
+    )
     assert run.metrics[1]["cross"] == pytest.approx(run.losses[1])
     assert run.evaluations[1]["cross"] == pytest.approx(run.evaluations[1]["loss"])
 
@@ -185,9 +245,14 @@ def test_functions_of_the_loss_get_that_of_the_evaluation() -> None:
     heard: list[Any] = []
     with pytest.warns(PiperWarning, match="metric 'root' failed on an evaluation: ValueError"):
         run = piper.execute(
-            piper.compile(one, piper.Strategy(piper.Mesh(), ())), steps=2, launcher="inline", on_step=heard.append
+            piper.compile(one, piper.Strategy(piper.Mesh(), ())),
+            steps=2,
+            launcher="inline",
+            on_step=heard.append,
         )
-    assert run.evaluations == {1: {"loss": run.evaluations[1]["loss"], "perplexity": math.exp(run.evaluations[1]["loss"])}}
+    assert run.evaluations == {
+        1: {"loss": run.evaluations[1]["loss"], "perplexity": math.exp(run.evaluations[1]["loss"])}
+    }
     assert [record.evaluation for record in heard] == [{}, run.evaluations[1]]
 
 
@@ -196,7 +261,8 @@ def test_processes_find_what_one_process_finds(launcher: str) -> None:
     mesh, directives = STRATEGIES["1F1B and dp"]
     compiled = piper.compile(job(), piper.Strategy(mesh, directives))
     here, there = (
-        piper.execute(compiled, steps=3, launcher=name, memory=False, checkpoint=None) for name in ("inline", launcher)
+        piper.execute(compiled, steps=3, launcher=name, memory=False, checkpoint=None)
+        for name in ("inline", launcher)
     )
     assert list(there.evaluations) == [1] and close(there.evaluations[1], dict(here.evaluations[1]))
     assert there.metrics == here.metrics and there.losses == here.losses
@@ -227,7 +293,10 @@ class OtherHead(Net):
 
 @pytest.mark.parametrize(
     ("model", "said"),
-    [(Counting, "in eval mode forward still changes the buffer 'calls'"), (OtherHead, "other parameters .*second.bias")],
+    [
+        (Counting, "in eval mode forward still changes the buffer 'calls'"),
+        (OtherHead, "other parameters .*second.bias"),
+    ],
 )
 def test_models_whose_eval_mode_does_not_fit_are_refused(model: Any, said: str) -> None:
     compiled = piper.compile(job(model=model, metrics={}), piper.Strategy(piper.Mesh(), ()))
@@ -246,7 +315,10 @@ DATA = torch.utils.data.TensorDataset(*rows_of(7, range(8)))
         (dict(eval_every=0), "an integer of at least 1"),
         (dict(eval_batches=True), "an integer of at least 1"),
         (dict(eval_batches=None), "the length of a batch function is not known; give eval_batches"),
-        (dict(eval_data=iter([]), eval_batches=None), "got a list_iterator, which has no samples by number; .* batch function"),
+        (
+            dict(eval_data=iter([]), eval_batches=None),
+            "got a list_iterator, which has no samples by number; .* batch function",
+        ),
         (dict(metrics={"loss": mean}), "'loss', the name of something that is logged"),
         (dict(metrics={"f1": lambda a, b, c: a}), r"f1\(loss\) or f1\(output, targets\)"),
     ],
@@ -258,7 +330,10 @@ def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], said: str) -
 
 def test_a_dataset_is_evaluated_whole_or_refused() -> None:
     assert job(eval_data=DATA, eval_batches=None).evaluated.eval_batches == 1
-    with pytest.raises(JobError, match=r"8 samples, which is no multiple of the global batch of 6 .* eval_batches=1"):
+    with pytest.raises(
+        JobError,
+        match=r"8 samples, which is no multiple of the global batch of 6 .* eval_batches=1",
+    ):
         _ = job(eval_data=DATA, eval_batches=None, global_batch=6).evaluated
     with pytest.raises(JobError, match="has 1 global batches of 8 rows"):
         _ = job(eval_data=DATA, eval_batches=2).evaluated
@@ -269,10 +344,16 @@ def test_a_dataset_is_evaluated_whole_or_refused() -> None:
 @pytest.mark.parametrize(
     ("metric", "said"),
     [
-        (lambda output, targets: output, r"'bad' returned a tensor of shape \[rows, 5\]; a scalar is needed"),
+        (
+            lambda output, targets: output,
+            r"'bad' returned a tensor of shape \[rows, 5\]; a scalar is needed",
+        ),
         (lambda output, targets: "good", "'bad' returned an object of type str"),
         (lambda output, targets: (output.sum(), 1, 2), "a pair"),
-        (lambda output, targets: output[0, 0].item(), "a size or Python number depends on values of tensors"),
+        (
+            lambda output, targets: output[0, 0].item(),
+            "a size or Python number depends on values of tensors",
+        ),
     ],
 )
 def test_metrics_that_are_no_means_are_refused(metric: Any, said: str) -> None:
@@ -280,28 +361,60 @@ def test_metrics_that_are_no_means_are_refused(metric: Any, said: str) -> None:
         piper.compile(job(metrics={"bad": metric}), piper.Strategy(piper.Mesh(), ()))
 
 
-def test_results_are_in_the_folder_and_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_in_the_folder_and_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = Settings(launcher="inline", folder=tmp_path)
-    train(job(), piper.Strategy(piper.Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)), steps=4, settings=settings)
+    train(
+        job(),
+        piper.Strategy(piper.Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)),
+        steps=4,
+        settings=settings,
+    )
     said = capsys.readouterr().out
     assert "evaluation every 2 steps: 3 batches of 8 rows" in said and "eval_loss" in said
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert ["eval_loss" in line for line in lines] == [False, True, False, True]
     last = lines[-1]
-    assert last["eval_perplexity"] == pytest.approx(math.exp(last["eval_loss"])) and 0 <= last["eval_accuracy"] <= 1
-    assert last["metrics"]["perplexity"] == pytest.approx(math.exp(last["loss"])) and "accuracy" in last["metrics"]
+    assert (
+        last["eval_perplexity"] == pytest.approx(math.exp(last["eval_loss"]))
+        and 0 <= last["eval_accuracy"] <= 1
+    )
+    assert (
+        last["metrics"]["perplexity"] == pytest.approx(math.exp(last["loss"]))
+        and "accuracy" in last["metrics"]
+    )
     found = load(tmp_path)
-    assert found.metrics[-1].evaluation["loss"] == last["eval_loss"] and not found.metrics[0].evaluation
+    assert (
+        found.metrics[-1].evaluation["loss"] == last["eval_loss"]
+        and not found.metrics[0].evaluation
+    )
     page = (tmp_path / "report" / "report.html").read_text()
     assert "In evaluation" in page and "eval accuracy" in page
-    assert "Why the predicted step takes as long as it does" in page and "critical path" in page.lower()
+    assert (
+        "Why the predicted step takes as long as it does" in page
+        and "critical path" in page.lower()
+    )
 
 
 def test_the_example_of_the_job_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "eval_every" in block]
+    (code,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "eval_every" in block
+    ]
     strategy = piper.Strategy(piper.Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2))
-    given = dict(piper=piper, math=math, nn=torch.nn, model=net, adamw=adamw, training=DATA, held_out=DATA, strategy=strategy)
+    given = dict(
+        piper=piper,
+        math=math,
+        nn=torch.nn,
+        model=net,
+        adamw=adamw,
+        training=DATA,
+        held_out=DATA,
+        strategy=strategy,
+    )
     exec(code, given)
     trained, loss, evaluated = map(float, capsys.readouterr().out.split())
     assert 0 <= trained <= 1 and 0 <= evaluated <= 1 and loss > 0

@@ -1,5 +1,5 @@
-"""One contract for all executors: whoever runs a plan runs each instruction once, in the order of its stream, after what it
-waits for."""
+"""One contract for all executors: whoever runs a plan runs each instruction once, in the order of its stream, after
+what it waits for."""
 
 from __future__ import annotations
 
@@ -50,8 +50,19 @@ def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 @cache
 def compiled() -> piper.Compiled:
-    job = piper.Job(MLP, batch, nn.functional.mse_loss, optimizer, global_batch=16, tokens_per_row=1, clip_norm=1.0)
-    recipe = [*piper.recipes.one_f_one_b(pp=2, microbatches=4), *piper.recipes.data_parallel(bucket_mb=0.0003)]
+    job = piper.Job(
+        MLP,
+        batch,
+        nn.functional.mse_loss,
+        optimizer,
+        global_batch=16,
+        tokens_per_row=1,
+        clip_norm=1.0,
+    )
+    recipe = [
+        *piper.recipes.one_f_one_b(pp=2, microbatches=4),
+        *piper.recipes.data_parallel(bucket_mb=0.0003),
+    ]
     return piper.compile(job, piper.Strategy(piper.Mesh(pp=2, dp=2), recipe))
 
 
@@ -85,7 +96,9 @@ def executed(n: int, launcher: str, pool: Pool) -> Trace:
     if launcher == "simulate":
         return piper.simulate(plan, "h100x8", steps=2).trace
     if launcher == "emulated":
-        found = emulate(plan, durations_on(plan, piper.load_cluster("h100x8")), steps=2, trace=True, pool=pool)
+        found = emulate(
+            plan, durations_on(plan, piper.load_cluster("h100x8")), steps=2, trace=True, pool=pool
+        )
         return found.trace
     more = {"pool": pool} if launcher == "processes" else {}
     job, code = collective_model.job(n), collective_model.code(n)
@@ -93,17 +106,26 @@ def executed(n: int, launcher: str, pool: Pool) -> Trace:
 
 
 RUNS: dict[str, Callable[[Runs, Pool], Executed]] = {
-    "simulate": lambda run, pool: (compiled().plan, piper.simulate(compiled().plan, "h100x8", steps=2).trace),
+    "simulate": lambda run, pool: (
+        compiled().plan,
+        piper.simulate(compiled().plan, "h100x8", steps=2).trace,
+    ),
     **{name: lambda run, pool, name=name: (compiled().plan, run(name).trace) for name in LAUNCHERS},
     **{
-        f"{name}, collectives of {n}": lambda run, pool, name=name, n=n: (by_hand(n), executed(n, name, pool))
+        f"{name}, collectives of {n}": lambda run, pool, name=name, n=n: (
+            by_hand(n),
+            executed(n, name, pool),
+        )
         for name in ("simulate", "inline", "processes", "emulated")
         for n in (2, 4)
     },
 }
 
 
-@pytest.fixture(scope="module", params=[*(n for n in RUNS if n != "ray"), pytest.param("ray", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=[*(n for n in RUNS if n != "ray"), pytest.param("ray", marks=pytest.mark.long)],
+)
 def ran(request: pytest.FixtureRequest, run: Runs, pool: Pool) -> Executed:
     return RUNS[request.param](run, pool)
 
@@ -128,7 +150,9 @@ def test_every_instruction_runs_once_on_every_rank(ran: Executed) -> None:
     for rank, spans in ranks.items():
         program = plan.role_of(rank).program
         assert sorted(s.instr for s in spans) == list(range(len(program)))
-        assert all(s.name == program[s.instr].name and s.stream == program[s.instr].stream for s in spans)
+        assert all(
+            s.name == program[s.instr].name and s.stream == program[s.instr].stream for s in spans
+        )
         assert all(s.start <= s.end for s in spans)
 
 
@@ -143,7 +167,11 @@ def violations(plan: Plan, trace: Trace) -> list[str]:
             mine = streams[instr.stream]
             before = [mine[-1]] if mine else []
             before += [streams[stream][n - 1] for stream, n in instr.waits]
-            out += [f"rank {rank}: {at[k].name} before {at[j].name}" for j in before if at[k].start < at[j].end - CLOCK]
+            out += [
+                f"rank {rank}: {at[k].name} before {at[j].name}"
+                for j in before
+                if at[k].start < at[j].end - CLOCK
+            ]
             mine.append(k)
     return out
 
@@ -164,7 +192,9 @@ def test_members_of_a_communication_carry_the_bytes_of_its_message(ran: Executed
 def test_negative_control_a_span_moved_early_is_noticed(ran: Executed) -> None:
     plan, trace = ran
     late = max(trace.spans, key=lambda s: s.start)
-    moved = tuple(replace(s, start=s.start - 1e3, end=s.end - 1e3) if s is late else s for s in trace.spans)
+    moved = tuple(
+        replace(s, start=s.start - 1e3, end=s.end - 1e3) if s is late else s for s in trace.spans
+    )
     assert violations(plan, replace(trace, spans=moved))
 
 
@@ -180,4 +210,9 @@ def test_executors_agree_on_losses_parameters_and_memory(launcher: str, run: Run
     plan = compiled().plan
     predicted = piper.simulate(plan, "h100x8").peak_bytes
     for rank in range(plan.mesh.world):
-        assert inline.peak_bytes[rank] == processes.peak_bytes[rank] == predicted[rank] == plan.role_of(rank).peak_bytes
+        assert (
+            inline.peak_bytes[rank]
+            == processes.peak_bytes[rank]
+            == predicted[rank]
+            == plan.role_of(rank).peak_bytes
+        )

@@ -1,4 +1,5 @@
-"""What stands around training with shared experts: saved states, bits, simulated, emulated and measured times, tables."""
+"""What stands around training with shared experts: saved states, bits, simulated, emulated and measured times,
+tables."""
 
 from __future__ import annotations
 
@@ -39,14 +40,22 @@ LENGTH = shared_jobs.SIZES["experts"].length
 @cache
 def pair(ep: int) -> Any:
     """A mixture on two devices that share experts, or do not."""
-    return piper.compile(shared_jobs.job("experts"), Strategy(Mesh(ep=ep, dp=2 // ep), [recipes.expert_parallel(), rows()]))
+    return piper.compile(
+        shared_jobs.job("experts"),
+        Strategy(Mesh(ep=ep, dp=2 // ep), [recipes.expert_parallel(), rows()]),
+    )
 
 
 def test_gradients_of_experts_are_those_of_one_device_to_the_bit() -> None:
     """Rows come in the order of one device. Other gradients are sums over devices, and so differ in the last bits."""
     job = replace(shared_jobs.job("experts"), clip_norm=None)
     runs = [
-        piper.execute(piper.compile(job, Strategy(mesh, directives)), steps=1, launcher="inline", gradients=True)
+        piper.execute(
+            piper.compile(job, Strategy(mesh, directives)),
+            steps=1,
+            launcher="inline",
+            gradients=True,
+        )
         for mesh, directives in ((Mesh(), []), (Mesh(ep=4), [recipes.expert_parallel(), rows()]))
     ]
     one, four = (run.gradients[0] for run in runs)
@@ -66,12 +75,19 @@ BITS = {
     "1f1b": (Mesh(ep=2, pp=2), recipes.one_f_one_b(pp=2, microbatches=4)),
     "zbv": (Mesh(ep=2, pp=2), recipes.zbv(pp=2, microbatches=4)),
     "dualpipe_v": (Mesh(ep=2, pp=2), recipes.dualpipe_v(pp=2, microbatches=4)),
-    "recompute": (Mesh(ep=2), (piper.split(where(), microbatches=4), piper.recompute(where(), keep="inputs"))),
+    "recompute": (
+        Mesh(ep=2),
+        (piper.split(where(), microbatches=4), piper.recompute(where(), keep="inputs")),
+    ),
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case != "zbv")) for case in BITS])
-def test_gradients_of_experts_are_those_of_one_device_to_the_bit_under_a_schedule(case: str) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case != "zbv")) for case in BITS]
+)
+def test_gradients_of_experts_are_those_of_one_device_to_the_bit_under_a_schedule(
+    case: str,
+) -> None:
     """Microbatches have the same rows on one device, which adds them up in the same order."""
     mesh, directives = BITS[case]
     job = replace(shared_jobs.job("experts"), clip_norm=None)
@@ -83,7 +99,9 @@ def test_gradients_of_experts_are_those_of_one_device_to_the_bit_under_a_schedul
     )
     experts = {name for name in alone if name.endswith((".gate", ".up", ".down"))}
     assert len(experts) == 12 and all(torch.equal(found[name], alone[name]) for name in experts)
-    assert not all(torch.equal(found[name], otherwise[name]) for name in experts), "other rows together differ in bits"
+    assert not all(torch.equal(found[name], otherwise[name]) for name in experts), (
+        "other rows together differ in bits"
+    )
 
 
 def test_a_checkpoint_is_of_whole_experts(tmp_path: Path) -> None:
@@ -93,7 +111,9 @@ def test_a_checkpoint_is_of_whole_experts(tmp_path: Path) -> None:
     for made in (saved, compiled(Mesh(ep=4), [rows(zero=3)]), alone):
         found = shared_jobs.run(made, steps=1, resume=tmp_path / "step-00000002")
         whole = shared_jobs.expected("experts", made.plan.replicas, 1)
-        parity.assert_parity(found, replace(whole, losses=whole.losses[2:], gradients=whole.gradients[2:]))
+        parity.assert_parity(
+            found, replace(whole, losses=whole.losses[2:], gradients=whole.gradients[2:])
+        )
 
 
 def test_seeded_weights_are_those_of_one_device() -> None:
@@ -105,7 +125,10 @@ def test_seeded_weights_are_those_of_one_device() -> None:
 def test_plans_and_graphs_are_written_and_read() -> None:
     made = compiled(Mesh(ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows()])
     text = format_plan(made.plan)
-    assert "AllToAll" in text and parse_plan(text).key == made.plan.key == loads(Plan, dumps(made.plan)).key
+    assert (
+        "AllToAll" in text
+        and parse_plan(text).key == made.plan.key == loads(Plan, dumps(made.plan)).key
+    )
     assert loads(Graph, dumps(made.graph)).exchanges == made.graph.exchanges
 
 
@@ -113,7 +136,10 @@ def test_explain_says_what_is_exchanged() -> None:
     said = explain(compiled(Mesh(ep=2), [rows()]))
     assert "ep.all.ep                group all over ep: tokens to experts and back" in said
     assert "experts 4  shared by 2 (ep); gate, up, down :0" in said
-    assert "tokens of 2 devices along ep come and go by AllToAll: 10 KiB in, 10 KiB out, and gradients" in said
+    assert (
+        "tokens of 2 devices along ep come and go by AllToAll: 10 KiB in, 10 KiB out, and gradients"
+        in said
+    )
 
 
 def test_each_device_computes_as_much_as_without() -> None:
@@ -145,7 +171,9 @@ def test_an_exchange_by_hand(cluster: str, seconds: float) -> None:
     plan = compiled(Mesh(ep=4), [rows()]).plan
     spans = [s for s in simulate(plan, load_cluster(cluster)).trace.spans if s.stream == "ep"]
     program = plan.roles[0].program
-    assert {plan.values[program[s.instr].parts[0].reads[0]].nbytes for s in spans} == {2 * 5 * 4 * 16 * 8}
+    assert {plan.values[program[s.instr].parts[0].reads[0]].nbytes for s in spans} == {
+        2 * 5 * 4 * 16 * 8
+    }
     assert [s.end - s.start for s in spans] == pytest.approx([seconds] * len(spans))
     assert len(spans) == 4 * 4 * shared_jobs.SIZES["experts"].layers
 
@@ -162,7 +190,9 @@ EXCHANGE = 1e-3
 """Seconds of an exchange of the small mixture here, in the compiler as in a run."""
 
 
-def scheduled(name: str, microbatches: int, experts: float = 1.0, orders: str = "five") -> tuple[piper.Compiled, Costs]:
+def scheduled(
+    name: str, microbatches: int, experts: float = 1.0, orders: str = "five"
+) -> tuple[piper.Compiled, Costs]:
     """The mixture on two stages of two devices, where computing takes a multiple of an exchange."""
     work = replace(shared_jobs.job("experts"), global_batch=2 * microbatches)
     directives = exchanges.SCHEDULES[name](pp=2, microbatches=microbatches)
@@ -170,7 +200,9 @@ def scheduled(name: str, microbatches: int, experts: float = 1.0, orders: str = 
         for module in (durations, schedule):
             patch.setattr(module, "LINK", 2560 / EXCHANGE)
         costs = exchanges.durations(exchanges.compiled(work, directives).plan, experts)
-        with {"four": exchanges.four_orders, "earliest": exchanges.earliest}.get(orders, nullcontext)():
+        with {"four": exchanges.four_orders, "earliest": exchanges.earliest}.get(
+            orders, nullcontext
+        )():
             return exchanges.compiled(work, directives, costs=costs), costs
 
 
@@ -182,20 +214,28 @@ def test_in_turn_all_exchanges_are_exposed_and_in_pairs_hardly_one_is() -> None:
     assert serial.whole == pytest.approx(1.0, abs=1e-3) and serial.paired is None
     for found in pairs:
         assert found.paired is not None and found.paired < 0.02 and found.step < 0.75 * serial.step
-    assert exchanges.simulated(*scheduled(PAIRS, 24)).whole < 0.1, "what begins and ends a step matters less in a longer one"
+    assert exchanges.simulated(*scheduled(PAIRS, 24)).whole < 0.1, (
+        "what begins and ends a step matters less in a longer one"
+    )
 
 
 def test_negative_control_orders_that_do_not_look_at_messages_expose_them() -> None:
-    hidden, exposed = (exchanges.simulated(*scheduled(PAIRS, 8, orders=orders)) for orders in ("five", "four"))
+    hidden, exposed = (
+        exchanges.simulated(*scheduled(PAIRS, 8, orders=orders)) for orders in ("five", "four")
+    )
     assert hidden.paired is not None and exposed.paired is not None
     assert hidden.paired < 1e-9 and exposed.paired > 0.1
     assert exposed.step > hidden.step + 1.9, "two exchanges"
 
 
 @pytest.mark.parametrize("microbatches", [4, pytest.param(6, marks=pytest.mark.long)])
-def test_a_short_step_hides_its_messages_although_it_ends_as_early_without(microbatches: int) -> None:
+def test_a_short_step_hides_its_messages_although_it_ends_as_early_without(
+    microbatches: int,
+) -> None:
     """Another device decides when so short a step ends; the earliest of equals would leave messages exposed."""
-    hidden, exposed = (exchanges.simulated(*scheduled(PAIRS, microbatches, orders=o)) for o in ("five", "earliest"))
+    hidden, exposed = (
+        exchanges.simulated(*scheduled(PAIRS, microbatches, orders=o)) for o in ("five", "earliest")
+    )
     assert hidden.step == pytest.approx(exposed.step)
     assert hidden.paired is not None and exposed.paired is not None
     assert hidden.paired < 1e-9 and exposed.paired > 0.1 and hidden.whole < exposed.whole
@@ -203,15 +243,21 @@ def test_a_short_step_hides_its_messages_although_it_ends_as_early_without(micro
 
 def test_what_computation_cannot_cover_is_exposed() -> None:
     """Experts take less than a third of the exchange beside them."""
-    five, four = (exchanges.simulated(*scheduled(PAIRS, 8, experts=0.3, orders=orders)) for orders in ("five", "four"))
+    five, four = (
+        exchanges.simulated(*scheduled(PAIRS, 8, experts=0.3, orders=orders))
+        for orders in ("five", "four")
+    )
     assert five.paired is not None and four.paired is not None
     assert 0.2 < five.paired < four.paired - 0.05 and five.step < four.step
 
 
 @pytest.mark.parametrize(
-    ("name", "microbatches"), [("1F1B", 2), ("DualPipeV", 4), pytest.param(PAIRS, 8, marks=pytest.mark.long)]
+    ("name", "microbatches"),
+    [("1F1B", 2), ("DualPipeV", 4), pytest.param(PAIRS, 8, marks=pytest.mark.long)],
 )
-def test_what_is_hidden_in_a_simulation_is_hidden_in_a_run(name: str, microbatches: int, pool: Pool) -> None:
+def test_what_is_hidden_in_a_simulation_is_hidden_in_a_run(
+    name: str, microbatches: int, pool: Pool
+) -> None:
     """Processes with streams and messages run it; the best of three attempts counts."""
     made, costs = scheduled(name, microbatches)
     simulated = exchanges.simulated(made, costs)
@@ -239,5 +285,7 @@ def test_every_step_of_chunks_of_experts_is_measured() -> None:
     made = compiled(Mesh(ep=2), [rows()])
     costs = piper.profile(made.job, made.strategy, repeats=2)
     found = {(s.code, s.step) for s in costs.steps}
-    assert {(c.code, step) for c in made.plan.chunks for step, sig in c.steps.items() if not sig.empty} <= found
+    assert {
+        (c.code, step) for c in made.plan.chunks for step, sig in c.steps.items() if not sig.empty
+    } <= found
     assert any(m.op == "all_to_all" for m in costs.comm)

@@ -1,5 +1,5 @@
-"""A worker that dies or raises is noticed at once: by an event, not because a poll or a timeout has run out. How many seconds
-that takes, `make bench ARGS=faults` prints."""
+"""A worker that dies or raises is noticed at once: by an event, not because a poll or a timeout has run out. How many
+seconds that takes, `make bench ARGS=faults` prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from piper_runtime.launch.running.launchers import open_pool
 POLL_S = 15.0
 """Instead of a tenth of a second: who waits for the next poll is found out, on a slow machine too."""
 MOST_POLLS = 4
-"""After the fault: steps that the other rank had finished before, and answers of actors to a look, end polls as well."""
+"""After the fault: steps that the other rank had finished before, and answers of actors to a look, end polls as
+well."""
 
 
 @pytest.fixture(scope="module", params=["processes", pytest.param("ray", marks=pytest.mark.long)])
@@ -26,7 +27,9 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_is_noticed_without_waiting_for_a_poll(pool: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_noticed_without_waiting_for_a_poll(
+    pool: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (watch, ray_launcher):
         monkeypatch.setattr(module, "TICK_S", POLL_S)
     found = notice(pool, kind)

@@ -39,12 +39,21 @@ PORT = "29777"
 
 def recipe(folder: Path, what: str, slow_from: int = 2) -> Path:
     path = folder / "recipe.py"
-    path.write_text("import dataclasses\n" + RECIPE + GOOD + SLOW.format(what=what, slow_from=slow_from))
+    path.write_text(
+        "import dataclasses\n" + RECIPE + GOOD + SLOW.format(what=what, slow_from=slow_from)
+    )
     return path
 
 
 def command(path: Path, timeout_s: float) -> list[str]:
-    options = ["--launcher", "processes", "--timeout-s", f"{timeout_s:g}", "--out", str(path.parent / "runs")]
+    options = [
+        "--launcher",
+        "processes",
+        "--timeout-s",
+        f"{timeout_s:g}",
+        "--out",
+        str(path.parent / "runs"),
+    ]
     return [sys.executable, "-m", "piper", "run", str(path), *options]
 
 
@@ -63,8 +72,17 @@ def cut_hosts() -> Iterator[Hosts]:
 
 def run_on(hosts: Hosts, path: Path, timeout_s: float) -> list[subprocess.Popen[str]]:
     """Rank 0 on machine a, rank 1 on machine b, both in a run that goes on."""
-    meet = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES["a"], "MASTER_PORT": PORT}
-    ranks = [hosts.start(host, command(path, timeout_s), meet | {"RANK": str(r)}) for r, host in enumerate("ab")]
+    meet = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": ADDRESSES["a"],
+        "MASTER_PORT": PORT,
+    }
+    ranks = [
+        hosts.start(host, command(path, timeout_s), meet | {"RANK": str(r)})
+        for r, host in enumerate("ab")
+    ]
     await_files(*(path.with_name(f"at-{r}") for r in range(2)))
     return ranks
 
@@ -76,7 +94,9 @@ def test_both_sides_of_a_cut_end_and_name_the_machine(cut_hosts: Hosts, tmp_path
     first, second = (rank.communicate(timeout=60)[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [2, 2], first + second
     assert re.search(
-        r"piper: no rank made progress for 4 s .*node b \(10\.213\.7\.2\) with rank 1 is not heard from any more", first
+        r"piper: no rank made progress for 4 s .*node b \(10\.213\.7\.2\) with rank 1 is not heard "
+        r"from any more",
+        first,
     )
     gave_up = rf"piper: rank 1 on node b \(10\.213\.7\.2\) gave up: 10\.213\.7\.1:{PORT}, where the ranks meet .* does not answer"
     assert re.search(gave_up, second), second
@@ -100,9 +120,19 @@ def test_a_request_to_end_reaches_all_ranks(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    same = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    same = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    ranks = [subprocess.Popen(command(path, 60), env=os.environ | same | {"RANK": r, "LOCAL_RANK": r}, **pipes) for r in "01"]
+    ranks = [
+        subprocess.Popen(
+            command(path, 60), env=os.environ | same | {"RANK": r, "LOCAL_RANK": r}, **pipes
+        )
+        for r in "01"
+    ]
     await_files(*(path.with_name(f"at-{r}") for r in range(2)))
     for rank in ranks:
         rank.send_signal(signal.SIGTERM)
@@ -116,10 +146,18 @@ def test_torchrun_says_one_error_once(tmp_path: Path) -> None:
     path = recipe(tmp_path, "raise OSError('the disk is away')")
     way = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "piper"]
     said = [
-        subprocess.run([sys.executable, *way, *command(file, 60)[3:]], capture_output=True, text=True, timeout=200).stderr
+        subprocess.run(
+            [sys.executable, *way, *command(file, 60)[3:]],
+            capture_output=True,
+            text=True,
+            timeout=200,
+        ).stderr
         for file in (path, path.with_name("missing.py"))
     ]
-    assert [said[0].count("the disk is away"), said[1].count("missing.py: no such file")] == [1, 1], said
+    assert [said[0].count("the disk is away"), said[1].count("missing.py: no such file")] == [
+        1,
+        1,
+    ], said
     assert "SIGABRT" not in said[0] + said[1]
 
 
@@ -140,18 +178,38 @@ print("DONE", json.dumps([len(found.restarts), len(ranks), len(found.losses)]), 
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
-def test_a_machine_of_ray_that_is_cut_off_costs_one_restart(cut_hosts: Hosts, tmp_path: Path) -> None:
-    """The CPUs that are left say at once with how many ranks the run goes on: no guess fails and is a restart of its own."""
+def test_a_machine_of_ray_that_is_cut_off_costs_one_restart(
+    cut_hosts: Hosts, tmp_path: Path
+) -> None:
+    """The CPUs that are left say at once with how many ranks the run goes on: no guess fails and is a restart of its
+    own."""
     address = f"{ADDRESSES['a']}:6388"
-    ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--num-cpus", "2", "--block"]
+    ray = [
+        sys.executable,
+        "-c",
+        "from ray.scripts.scripts import main; main()",
+        "start",
+        "--num-cpus",
+        "2",
+        "--block",
+    ]
     quiet = {"RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"}
     where = ["--node-ip-address", ADDRESSES["a"], "--port", "6388", "--include-dashboard", "false"]
     cut_hosts.start("a", [*ray, "--head", *where], quiet)
-    with_room = [sys.executable, "-c", f"import ray; ray.init('{address}'); print(ray.cluster_resources()['CPU'])"]
+    with_room = [
+        sys.executable,
+        "-c",
+        f"import ray; ray.init('{address}'); print(ray.cluster_resources()['CPU'])",
+    ]
     time.sleep(5)
     cut_hosts.start("b", [*ray, "--address", address, "--node-ip-address", ADDRESSES["b"]], quiet)
     end = time.monotonic() + 120
-    while "4.0" not in cut_hosts.start("a", with_room, quiet, stderr=subprocess.DEVNULL).communicate(timeout=60)[0]:
+    while (
+        "4.0"
+        not in cut_hosts.start("a", with_room, quiet, stderr=subprocess.DEVNULL).communicate(
+            timeout=60
+        )[0]
+    ):
         assert time.monotonic() < end
     recipe(tmp_path, "time.sleep(0.3)", slow_from=4)
     folder, saved = str(tmp_path), str(tmp_path / "saved")

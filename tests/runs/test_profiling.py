@@ -1,5 +1,5 @@
-"""profile: what it measures, that a simulation finds all of it, and what it refuses. Nothing is said about how long things take,
-but for a batch function that sleeps."""
+"""profile: what it measures, that a simulation finds all of it, and what it refuses. Nothing is said about how long
+things take, but for a batch function that sleeps."""
 
 from __future__ import annotations
 
@@ -48,13 +48,22 @@ def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 JOB = piper.Job(CASE.model, nap, CASE.loss, adamw, global_batch=8, clip_norm=1.0)
 PIPELINE = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4))
 DATA = piper.Strategy(
-    piper.Mesh(dp=2), (*piper.recipes.gpipe(pp=1, microbatches=2), *piper.recipes.data_parallel(over=("dp",), bucket_mb=0.001))
+    piper.Mesh(dp=2),
+    (
+        *piper.recipes.gpipe(pp=1, microbatches=2),
+        *piper.recipes.data_parallel(over=("dp",), bucket_mb=0.001),
+    ),
 )
 
 HALVES = (piper.split(piper.where(), microbatches=2),)
 STRATEGIES = {"1f1b": PIPELINE, "dp": DATA} | {
     f"zero={zero}, {keep}": piper.Strategy(
-        piper.Mesh(dp=2), (*HALVES, *piper.recipes.data_parallel(zero=zero), piper.recompute(piper.where(), keep=keep))
+        piper.Mesh(dp=2),
+        (
+            *HALVES,
+            *piper.recipes.data_parallel(zero=zero),
+            piper.recompute(piper.where(), keep=keep),
+        ),
     )
     for zero, keep in ((1, "inputs"), (2, "products"), (3, "inputs"))
 }
@@ -82,7 +91,9 @@ def test_every_step_of_every_code_is_measured_at_all_rows(costs: Costs) -> None:
     once = {(s.code, s.step, s.rows) for s in costs.steps if s.step != "R"}
     assert once == {(c, s, r) for c, s in ran for r in (2, 4)}
     again = {(s.code, s.rows) for s in costs.steps if s.step == "R"}
-    assert again and again <= {(f"{c}~inputs", r) for c, _ in ran for r in (2, 4)}, "some make nothing again"
+    assert again and again <= {(f"{c}~inputs", r) for c, _ in ran for r in (2, 4)}, (
+        "some make nothing again"
+    )
     assert all(s.duration.seconds > 0 and s.duration.source == "measured" for s in costs.steps)
     assert {s.chunk for s in costs.steps} <= {c.id for c in plan.chunks}
 
@@ -90,10 +101,19 @@ def test_every_step_of_every_code_is_measured_at_all_rows(costs: Costs) -> None:
 def test_messages_of_the_plan_and_a_grid_up_to_the_gradient_are_measured(costs: Costs) -> None:
     plan = compile(JOB, PIPELINE).plan
     traffic = PlanBytes(plan)
-    own = {traffic.message_bytes(p.op, p) for _, _, i in plan.instructions() for p in i.parts if isinstance(p.op, COMM)}
+    own = {
+        traffic.message_bytes(p.op, p)
+        for _, _, i in plan.instructions()
+        for p in i.parts
+        if isinstance(p.op, COMM)
+    }
     for op in ("p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         sizes, least = costs.bytes_of(op, 2), 4 if op in ("p2p", "all_reduce") else 1024
-        assert {size for size in own if size >= least} <= set(sizes) and min(own) < sizes[0] * 2 and sizes[0] >= least
+        assert (
+            {size for size in own if size >= least} <= set(sizes)
+            and min(own) < sizes[0] * 2
+            and sizes[0] >= least
+        )
         assert sizes[-1] >= 4 * sum(p.numel() for p in CASE.model().parameters())
     assert {c.nodes for c in costs.comm} == {1}
 
@@ -101,7 +121,15 @@ def test_messages_of_the_plan_and_a_grid_up_to_the_gradient_are_measured(costs: 
 def test_a_batch_function_that_sleeps_is_seen_in_batch_and_not_in_load(costs: Costs) -> None:
     found = costs.of_part("Batch", 2)
     assert found is not None and found.seconds >= NAP_S
-    assert {p.op for p in costs.parts} >= {"Batch", "Load", "Seed", "SquaredNorm", "Update", "Fresh", "Fold"}
+    assert {p.op for p in costs.parts} >= {
+        "Batch",
+        "Load",
+        "Seed",
+        "SquaredNorm",
+        "Update",
+        "Fresh",
+        "Fold",
+    }
     updates = [p.amount for p in costs.parts if p.op == "Update"]
     assert len(updates) == 5, "the whole model's, each stage's, a half's and an eighth's"
 
@@ -109,7 +137,12 @@ def test_a_batch_function_that_sleeps_is_seen_in_batch_and_not_in_load(costs: Co
 def test_it_says_where_it_comes_from(costs: Costs) -> None:
     origin, plan = costs.origin, compile(JOB, PIPELINE).plan
     assert origin is not None
-    assert (origin.device, origin.cluster, origin.ranks, origin.threads) == (machine_name(), "cpu-local", 2, 1)
+    assert (origin.device, origin.cluster, origin.ranks, origin.threads) == (
+        machine_name(),
+        "cpu-local",
+        2,
+        1,
+    )
     assert (origin.program, origin.repeats, origin.torch) == (plan.program_key, 2, version("torch"))
     assert costs.allocator is None or costs.allocator.factor >= 1
 
@@ -126,7 +159,9 @@ def test_a_simulation_finds_all_of_it(costs: Costs, strategy: piper.Strategy) ->
 
 def test_what_an_older_file_lacks_is_computed_and_named(costs: Costs, tmp_path: Path) -> None:
     comm = tuple(c for c in costs.comm if c.op in ("p2p", "all_reduce"))
-    old = replace(costs, comm=comm, parts=tuple(p for p in costs.parts if p.op not in ("Fresh", "Fold")))
+    old = replace(
+        costs, comm=comm, parts=tuple(p for p in costs.parts if p.op not in ("Fresh", "Fold"))
+    )
     save_costs(tmp_path / "old.json", old)
     plan = compile(JOB, STRATEGIES["zero=2, products"]).plan
     found = simulate(plan, cpu_local(), costs=load_costs(tmp_path / "old.json"))
@@ -145,18 +180,27 @@ def test_a_costs_file_is_read_as_it_was_written(costs: Costs, tmp_path: Path) ->
     save_costs(path, costs)
     assert load_costs(path) == costs
     text = costs_table(costs, title="costs").plain()
-    assert "F, 4 rows" in text and "p2p of 4 bytes, 2 ranks" in text and "median of 2 repeats" in text
-    with pytest.raises(FormatError, match=r"cannot read the costs file .*none.json.*`piper profile FILE.py --out"):
+    assert (
+        "F, 4 rows" in text and "p2p of 4 bytes, 2 ranks" in text and "median of 2 repeats" in text
+    )
+    with pytest.raises(
+        FormatError, match=r"cannot read the costs file .*none.json.*`piper profile FILE.py --out"
+    ):
         load_costs(tmp_path / "none.json")
     with pytest.raises(OutputError, match="cannot write the costs to"):
         save_costs(path / "file", costs)
 
 
 def test_the_allocator_is_a_line_through_two_numbers_of_rows() -> None:
-    """1000 bytes of tensors: 5000 are resident; 3000: 8000, on the rank with more. 1.5 bytes per byte, 3500 without any."""
-    found = _allocator([[(1000, 5000), (2000, 9999), (3000, 7000)], [(1000, 4000), (2000, 5000), (3000, 8000)]])
+    """1000 bytes of tensors: 5000 are resident; 3000: 8000, on the rank with more. 1.5 bytes per byte, 3500 without
+    any."""
+    found = _allocator(
+        [[(1000, 5000), (2000, 9999), (3000, 7000)], [(1000, 4000), (2000, 5000), (3000, 8000)]]
+    )
     assert found == AllocatorCosts(3500, 1.5)
-    assert _allocator([[(1000, 5000), (2000, 5500)]]) == AllocatorCosts(3500, 1.0), "tensors are resident"
+    assert _allocator([[(1000, 5000), (2000, 5500)]]) == AllocatorCosts(3500, 1.0), (
+        "tensors are resident"
+    )
     assert _allocator([[(1000, 5000)]]) is _allocator([]) is None
 
 
@@ -184,34 +228,48 @@ strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatch
 """
 
 
-def test_the_issuing_thread_takes_time_for_every_instruction_and_more_for_a_message(costs: Costs) -> None:
+def test_the_issuing_thread_takes_time_for_every_instruction_and_more_for_a_message(
+    costs: Costs,
+) -> None:
     host = costs.host
     assert host is not None and host.issue_s > 0 and host.comm_s > 0
     lines = costs_table(costs, title="costs").plain().splitlines()
-    found = {"an instruction": (host.issue_s, host.issue_spread_s), "a communication": (host.comm_s, host.comm_spread_s)}
+    found = {
+        "an instruction": (host.issue_s, host.issue_spread_s),
+        "a communication": (host.comm_s, host.comm_spread_s),
+    }
     for name, (seconds, spread) in found.items():
         (line,) = [x for x in lines if x.startswith(f"issue of {name}")]
         assert time_text(seconds) in line and f"{spread / seconds * 100:.1f} %" in line
 
 
 def test_the_spread_of_host_seconds_is_over_all_repeats_and_ranks() -> None:
-    reports = [ProfileReport(issue=[1.0, 2.0, 9.0], talk=[5.0]), ProfileReport(issue=[3.0, 4.0], talk=[-1.0])]
+    reports = [
+        ProfileReport(issue=[1.0, 2.0, 9.0], talk=[5.0]),
+        ProfileReport(issue=[3.0, 4.0], talk=[-1.0]),
+    ]
     assert _host(reports) == HostCosts(3.0, 2.5, 1.0, 2.5)
 
 
-def test_from_the_command_line(costs: Costs, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_the_command_line(
+    costs: Costs, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command uses the workers that are there; tests/cli/test_cli_loop.py lets it start its own."""
     monkeypatch.setattr("piper_runtime.launch.open_pool", lambda *_, **__: nullcontext(pool))
     recipe, file, other = tmp_path / "recipe.py", tmp_path / "costs.json", tmp_path / "other.json"
     recipe.write_text(RECIPE)
-    found = CliRunner().invoke(app, ["profile", str(recipe), "--rows", "2", "--repeats", "1", "--out", str(file)])
+    found = CliRunner().invoke(
+        app, ["profile", str(recipe), "--rows", "2", "--repeats", "1", "--out", str(file)]
+    )
     assert found.exit_code == 0, found.output
     assert "layer0 F, 2 rows" in found.stdout and f"costs are in {file}" in found.stderr
     found = CliRunner().invoke(app, ["simulate", str(recipe), "--costs", str(file), "--json"])
     assert found.exit_code == 0 and set(json.loads(found.stdout)["sources"]) == {"measured"}
     save_costs(other, costs)
     found = CliRunner().invoke(app, ["simulate", str(recipe), "--costs", str(other)])
-    assert found.exit_code == 0 and "warning: the costs (program " in found.output, "of another model"
+    assert found.exit_code == 0 and "warning: the costs (program " in found.output, (
+        "of another model"
+    )
     assert "none of the 3 chunks has a cost" in " ".join(found.output.split())
 
 
@@ -235,8 +293,12 @@ def test_rows_are_divisors_a_factor_of_two_apart(batch: int, own: int, rows: lis
 def test_the_same_over_ray(costs: Costs) -> None:
     found = profile(JOB, PIPELINE, launcher="ray", rows=[4], keep=["inputs"], repeats=1)
     assert found.origin is not None and found.origin.launcher == "ray"
-    assert [(s.code, s.step, s.rows) for s in found.steps] == [(s.code, s.step, s.rows) for s in costs.steps]
-    assert [(c.op, c.bytes, c.group, c.nodes) for c in found.comm] == [(c.op, c.bytes, c.group, c.nodes) for c in costs.comm]
+    assert [(s.code, s.step, s.rows) for s in found.steps] == [
+        (s.code, s.step, s.rows) for s in costs.steps
+    ]
+    assert [(c.op, c.bytes, c.group, c.nodes) for c in found.comm] == [
+        (c.op, c.bytes, c.group, c.nodes) for c in costs.comm
+    ]
 
 
 @pytest.mark.parametrize("rows", [[0], [9], [True], ["2"]])
@@ -246,7 +308,10 @@ def test_rows_that_no_strategy_uses_are_refused(rows: list[int]) -> None:
 
 
 def test_other_launchers_and_no_repeats_are_refused() -> None:
-    with pytest.raises(ExecutionError, match=r"profile\(launcher='inline'\): \"processes\" and \"ray\" are accepted"):
+    with pytest.raises(
+        ExecutionError,
+        match=r"profile\(launcher='inline'\): \"processes\" and \"ray\" are accepted",
+    ):
         profile(JOB, PIPELINE, launcher="inline")
     with pytest.raises(JobError, match=r"profile\(repeats=0\): an integer of at least 1 is needed"):
         profile(JOB, PIPELINE, repeats=0)
@@ -274,6 +339,9 @@ def test_of_blocks_of_messages_the_calm_half_counts() -> None:
     waited = (0.9, 0.0, 0.0, 0.1), (0.0, 0.5, 0.1, 0.0)
     seconds = (9.0, 8.0, 2.0, 1.0), (9.5, 8.5, 4.0, 3.0)
     blocks = zip(seconds, waited, strict=True)
-    reports = [ProfileReport(messages=[MessageSample("p2p", 4, (0, 1), s, s, w)], node="here") for s, w in blocks]
+    reports = [
+        ProfileReport(messages=[MessageSample("p2p", 4, (0, 1), s, s, w)], node="here")
+        for s, w in blocks
+    ]
     (found,) = _messages(reports)
     assert (found.duration.seconds, found.busy_s, found.nodes) == (2.5, 2.5, 1)

@@ -18,7 +18,10 @@ from piper_simulator import Simulation, load_cluster, simulate
 
 DP = 40
 SLOW = 7
-STRATEGY = piper.Strategy(piper.Mesh(pp=2, dp=DP), (*piper.recipes.gpipe(pp=2, microbatches=4), *piper.recipes.data_parallel()))
+STRATEGY = piper.Strategy(
+    piper.Mesh(pp=2, dp=DP),
+    (*piper.recipes.gpipe(pp=2, microbatches=4), *piper.recipes.data_parallel()),
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +40,16 @@ def saved(predicted: tuple[piper.Plan, Simulation], folder: Path) -> Results:
 
 
 @pytest.fixture(scope="module")
-def by_role(predicted: tuple[piper.Plan, Simulation], tmp_path_factory: pytest.TempPathFactory) -> Results:
+def by_role(
+    predicted: tuple[piper.Plan, Simulation], tmp_path_factory: pytest.TempPathFactory
+) -> Results:
     return saved(predicted, tmp_path_factory.mktemp("by_role") / "folder")
 
 
 @pytest.fixture(scope="module")
-def by_rank(predicted: tuple[piper.Plan, Simulation], tmp_path_factory: pytest.TempPathFactory) -> Results:
+def by_rank(
+    predicted: tuple[piper.Plan, Simulation], tmp_path_factory: pytest.TempPathFactory
+) -> Results:
     """The same as folders had it before, each rank by itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "MOST_RANKS", 10**9)
@@ -60,15 +67,22 @@ def test_what_ranks_share_is_written_once(by_role: Results, by_rank: Results) ->
     own = {(s.rank, s.instr): s for s in short.spans}
     for (rank, instr), span in whole.items():
         assert replace(own[same.get(rank, rank), instr], rank=rank) == span
-    assert SLOW in firsts and by_role.folder.joinpath("trace-predicted.json").stat().st_size < 200_000
+    assert (
+        SLOW in firsts and by_role.folder.joinpath("trace-predicted.json").stat().st_size < 200_000
+    )
 
 
-def test_every_rank_has_its_prediction(by_role: Results, by_rank: Results, predicted: tuple[piper.Plan, Simulation]) -> None:
+def test_every_rank_has_its_prediction(
+    by_role: Results, by_rank: Results, predicted: tuple[piper.Plan, Simulation]
+) -> None:
     assert by_role.predicted is not None and by_rank.predicted is not None
     short, long = by_role.predicted.by_rank(), by_rank.predicted.by_rank()
     assert short.keys() == long.keys() == {*range(2 * DP)}
     for rank in short:
-        assert (short[rank].bubble_s, short[rank].peak_bytes) == (long[rank].bubble_s, long[rank].peak_bytes)
+        assert (short[rank].bubble_s, short[rank].peak_bytes) == (
+            long[rank].bubble_s,
+            long[rank].peak_bytes,
+        )
         assert short[rank].bubble_s == predicted[1].bubble_s[rank]
 
 
@@ -76,9 +90,17 @@ def test_the_sheet_of_ranks_says_how_many_are_alike(by_role: Results, by_rank: R
     """Exposed communication is found among the spans of a meeting, of which each sort of rank is there once."""
     short, long = rank_sheet(by_role), rank_sheet(by_rank)
     assert short is not None and long is not None
-    assert list(short.frame["rank"]) == [f"0, 1, 2 and {DP - 4} more", str(SLOW), f"{DP}-{2 * DP - 1}"]
-    for mine, other in zip(short.frame.to_dict("records"), long.frame.to_dict("records"), strict=True):
-        assert {k: v for k, v in mine.items() if v == v} == pytest.approx({k: v for k, v in other.items() if v == v})
+    assert list(short.frame["rank"]) == [
+        f"0, 1, 2 and {DP - 4} more",
+        str(SLOW),
+        f"{DP}-{2 * DP - 1}",
+    ]
+    for mine, other in zip(
+        short.frame.to_dict("records"), long.frame.to_dict("records"), strict=True
+    ):
+        assert {k: v for k, v in mine.items() if v == v} == pytest.approx(
+            {k: v for k, v in other.items() if v == v}
+        )
 
 
 def test_a_report_is_made_of_both(by_role: Results, by_rank: Results) -> None:

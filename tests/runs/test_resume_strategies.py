@@ -65,20 +65,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Path
 
 
 def distance(found: Run, wanted: Run) -> float:
-    """Return the largest difference of losses and parameters between a resumed run and the end of one without a pause."""
+    """Return the largest difference of losses and parameters between a resumed run and the end of one without a
+    pause."""
     a, b = wanted.state_dict(), found.state_dict()
-    losses = [abs(x - y) / abs(x) for x, y in zip(wanted.losses[found.first_step :], found.losses, strict=True)]
+    losses = [
+        abs(x - y) / abs(x)
+        for x, y in zip(wanted.losses[found.first_step :], found.losses, strict=True)
+    ]
     return max([*losses, *(float((a[n] - b[n]).norm() / (a[n].norm() + 1e-30)) for n in a)])
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_each_strategy_goes_on_from_the_checkpoints_of_all_others(name: str, whole: dict[str, tuple[Run, Path]]) -> None:
+def test_each_strategy_goes_on_from_the_checkpoints_of_all_others(
+    name: str, whole: dict[str, tuple[Run, Path]]
+) -> None:
     others = [(other, *whole[other]) for other in STRATEGIES if other != name]
     for other, run, path in others:
         found = go(name, STEPS - SAVED, resume=path)
         assert found.first_step == SAVED
         assert distance(found, run) <= FLOAT64, f"{other} resumed as {name}, beside {other}"
-        assert distance(found, whole[name][0]) <= FLOAT64, f"{other} resumed as {name}, beside {name}"
+        assert distance(found, whole[name][0]) <= FLOAT64, (
+            f"{other} resumed as {name}, beside {name}"
+        )
     assert len(others) == 6
 
 
@@ -88,11 +96,16 @@ def test_what_they_go_on_to_is_what_one_device_does(whole: dict[str, tuple[Run, 
 
 
 def test_control_what_is_lost_is_seen(whole: dict[str, tuple[Run, Path]]) -> None:
-    """A run that begins anew with the step of then, and one that lacks the optimizer's state, are far beyond the bound."""
+    """A run that begins anew with the step of then, and one that lacks the optimizer's state, are far beyond the
+    bound."""
     run, path = whole["1f1b"]
     assert distance(go("1f1b", 1, first_step=SAVED), run) > 1e3 * FLOAT64
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(restoring, "rank_tensors", lambda rank: (s for s in rank_tensors(rank) if s.ranges[0].key.startswith("model.")))
+        m.setattr(
+            restoring,
+            "rank_tensors",
+            lambda rank: (s for s in rank_tensors(rank) if s.ranges[0].key.startswith("model.")),
+        )
         assert distance(go("1f1b", 1, resume=path), run) > 1e3 * FLOAT64
 
 
@@ -100,8 +113,12 @@ def test_processes_resume_what_this_process_has_saved_and_the_other_way(
     whole: dict[str, tuple[Run, Path]], pool: Pool, tmp_path: Path
 ) -> None:
     settings = Checkpoints(tmp_path)
-    found = go("dualpipe", 1, resume=whole["dp2"][1], launcher="processes", pool=pool, checkpoint=settings)
+    found = go(
+        "dualpipe", 1, resume=whole["dp2"][1], launcher="processes", pool=pool, checkpoint=settings
+    )
     assert distance(found, whole["one device"][0]) <= FLOAT64
     expected = compositions.expected(STRATEGIES["one device"], STEPS + 1)
     end = go("zbv, dp2, zero=2", 1, checkpoint=settings, resume="latest")
-    assert end.first_step == STEPS and end.losses == pytest.approx(expected.losses[STEPS:], rel=FLOAT64)
+    assert end.first_step == STEPS and end.losses == pytest.approx(
+        expected.losses[STEPS:], rel=FLOAT64
+    )

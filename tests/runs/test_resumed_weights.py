@@ -23,7 +23,8 @@ from tests.helpers.safetensors_writer import write_safetensors
 
 
 class Odd(nn.Module):
-    """A frozen weight, a parameter without elements, one and a buffer that nothing uses, and a buffer that the model reads."""
+    """A frozen weight, a parameter without elements, one and a buffer that nothing uses, and a buffer that the model
+    reads."""
 
     factor: Tensor
 
@@ -57,7 +58,9 @@ def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 @cache
 def compiled() -> Compiled:
-    job = piper.Job(Odd, batch, loss, adamw, global_batch=4, precision=piper.Precision(compute="bfloat16"))
+    job = piper.Job(
+        Odd, batch, loss, adamw, global_batch=4, precision=piper.Precision(compute="bfloat16")
+    )
     return piper.compile(job, piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(zero=1)))
 
 
@@ -75,7 +78,8 @@ def test_a_resumed_run_is_one_without_a_pause(tmp_path: Path) -> None:
 
 
 def test_all_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    """They have the frozen ones, too, and those that no rank holds: in the model after the run, and in its own checkpoints.
+    """They have the frozen ones, too, and those that no rank holds: in the model after the run, and in its own
+    checkpoints.
 
     A frozen one has all its bits there, though ranks compute with it in a narrower dtype.
     """
@@ -86,7 +90,11 @@ def test_all_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     second = run(1, resume="latest", checkpoint=saved)
     convert(tmp_path / "saved", tmp_path / "end.safetensors")
     end = stored_tensors(tmp_path / "end.safetensors")
-    for found in (first.state_dict(), second.state_dict(), {n: t.flat(0, prod(t.shape)).view(t.shape) for n, t in end.items()}):
+    for found in (
+        first.state_dict(),
+        second.state_dict(),
+        {n: t.flat(0, prod(t.shape)).view(t.shape) for n, t in end.items()},
+    ):
         for name in ("layers.1.weight", "spare", "unread"):
             assert torch.equal(found[name], other[name]), name
 
@@ -113,12 +121,18 @@ def test_a_checkpoint_gives_initial_weights(tmp_path: Path) -> None:
         state, judged = materialize(job), Odd()
         load_weights(judged, job)
         both = {**state.params, **state.buffers}
-        assert both.keys() == {"factor", *done.state_dict()} and torch.equal(both["factor"], torch.ones(6))
+        assert both.keys() == {"factor", *done.state_dict()} and torch.equal(
+            both["factor"], torch.ones(6)
+        )
         for name, tensor in done.state_dict().items():
-            assert torch.equal(both[name], tensor) and torch.equal(judged.state_dict()[name], tensor), name
+            assert torch.equal(both[name], tensor) and torch.equal(
+                judged.state_dict()[name], tensor
+            ), name
     with pytest.raises(JobError, match=r"nor the .metadata of a checkpoint; it has step-00000001"):
         materialize(replace(compiled().job, init=tmp_path / "saved"))
-    (tmp_path / "saved" / "step-00000001" / "complete.json").unlink()  # which would say that the file is another one
+    (
+        tmp_path / "saved" / "step-00000001" / "complete.json"
+    ).unlink()  # which would say that the file is another one
     (tmp_path / "saved" / "step-00000001" / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(FormatError, match=r"it names os.system, which metadata does not need"):
         materialize(replace(compiled().job, init=tmp_path / "saved" / "step-00000001"))

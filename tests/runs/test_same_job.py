@@ -1,4 +1,5 @@
-"""What is executed is what was compiled: plans, models and optimizers that differ are refused, where rules could not tell."""
+"""What is executed is what was compiled: plans, models and optimizers that differ are refused, where rules could not
+tell."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Twins(nn.Module):
 
     def __init__(self, width: int = WIDTH, frozen: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(2)
+        )
         self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
         self.register_buffer("shift", torch.linspace(-0.5, 0.5, width))
         self.layers[1][0].bias.requires_grad_(not frozen)  # type: ignore[index, union-attr]  # a Module has any attribute
@@ -39,7 +42,9 @@ class Twins(nn.Module):
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
-    made = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + r)) for r in rows]
+    made = [
+        torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * step + r)) for r in rows
+    ]
     return torch.stack(made)[:, 0], torch.stack(made)[:, 1]
 
 
@@ -52,7 +57,15 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 WIDE = Precision(params="float64")
-JOB = Job(model=Twins, batch=batch, loss=loss, optimizer=sgd, global_batch=ROWS, clip_norm=0.5, precision=WIDE)
+JOB = Job(
+    model=Twins,
+    batch=batch,
+    loss=loss,
+    optimizer=sgd,
+    global_batch=ROWS,
+    clip_norm=0.5,
+    precision=WIDE,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +81,12 @@ def exchanged(kind: str) -> Callable[[Plan], Plan]:
     """Exchange two inputs of a kind that have one spec, wherever they are."""
 
     def edit(plan: Plan) -> Plan:
-        places = [(c, k) for c, chunk in enumerate(plan.chunks) for k, i in enumerate(chunk.inputs) if i.kind == kind]
+        places = [
+            (c, k)
+            for c, chunk in enumerate(plan.chunks)
+            for k, i in enumerate(chunk.inputs)
+            if i.kind == kind
+        ]
         for (c, k), (d, j) in ((a, b) for a in places for b in places):
             one, other = plan.chunks[c].inputs[k], plan.chunks[d].inputs[j]
             if one.ref != other.ref and one.spec == other.spec:
@@ -117,8 +135,14 @@ EDITS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "program key": ("program_key is", lambda plan: replace(plan, program_key="0" * 16)),
     "loss kind": ("loss_kind is 'sum'", lambda plan: replace(plan, loss_kind="sum")),
     "a parameter": ("params differ", lambda plan: replace(plan, params=plan.params[1:])),
-    "buffer names": ("buffers differ .* name of shift", lambda plan: replace(plan, buffers=plan.buffers[::-1])),
-    "batch": ("batch differ .* name of targets", lambda plan: replace(plan, batch=plan.batch[::-1])),
+    "buffer names": (
+        "buffers differ .* name of shift",
+        lambda plan: replace(plan, buffers=plan.buffers[::-1]),
+    ),
+    "batch": (
+        "batch differ .* name of targets",
+        lambda plan: replace(plan, batch=plan.batch[::-1]),
+    ),
 }
 
 
@@ -137,9 +161,13 @@ def test_the_rules_alone_would_let_it_pass(what: str, compiled: Compiled) -> Non
 
 @pytest.mark.parametrize("clip", [None, 0.25])
 def test_a_plan_with_another_clip_is_refused(clip: float | None, compiled: Compiled) -> None:
-    edited = every_part(compiled.plan, lambda r, p: isinstance(p.op, Update), lambda p: with_op(p, clip=clip))
+    edited = every_part(
+        compiled.plan, lambda r, p: isinstance(p.op, Update), lambda p: with_op(p, clip=clip)
+    )
     assert edited is not None
-    with pytest.raises((JobError, PlanError), match=f"clips gradients to {clip}, the job's clip_norm is 0.5"):
+    with pytest.raises(
+        (JobError, PlanError), match=f"clips gradients to {clip}, the job's clip_norm is 0.5"
+    ):
         run(replace(compiled, plan=edited))
 
 
@@ -150,7 +178,9 @@ class Coupled(torch.optim.SGD):
 def test_an_optimizer_that_couples_parameters_is_refused_at_execution_too() -> None:
     split = piper.compile(JOB, Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2)))
     coupled = replace(JOB, optimizer=lambda named: Coupled([p for _, p in named], lr=0.1))
-    with pytest.raises(JobError, match=r"Coupled, which is not known to update each parameter by itself.*2 roles"):
+    with pytest.raises(
+        JobError, match=r"Coupled, which is not known to update each parameter by itself.*2 roles"
+    ):
         run(split, coupled)
     assert run(split, replace(JOB, seed=3)).losses
 
@@ -171,8 +201,15 @@ class Changing:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"width": 6}, r"'layers.0.0.weight' of shape \[6, 6\]; in the compiled one it has \[4, 4\]"),
-        ({"frozen": True}, "'layers.1.0.bias' with requires_grad=False; in the compiled one it has requires_grad=True"),
+        (
+            {"width": 6},
+            r"'layers.0.0.weight' of shape \[6, 6\]; in the compiled one it has \[4, 4\]",
+        ),
+        (
+            {"frozen": True},
+            "'layers.1.0.bias' with requires_grad=False; in the compiled one it has "
+            "requires_grad=True",
+        ),
         ({"extra": True}, "'extra', which the compiled one has not"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Runs whose devices share chunks go on after a loss: from copies where these have every part, else from a checkpoint."""
+"""Runs whose devices share chunks go on after a loss: from copies where these have every part, else from a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from piper_runtime.launch.running import attempts, survivors
 from tests.helpers import compositions, parity
 from tests.helpers.compositions import Composition
 
-PAIRS = Composition("gpt", dp=2, microbatches=2, optimizer="adamw", clip=0.05, tp=2, stream="tokens")
+PAIRS = Composition(
+    "gpt", dp=2, microbatches=2, optimizer="adamw", clip=0.05, tp=2, stream="tokens"
+)
 STEPS, NEVER = 5, 1000
 
 
@@ -61,7 +64,9 @@ CASES: dict[str, tuple[Composition, tuple[int, ...], int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_copies_count_where_the_others_have_every_part(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_count_where_the_others_have_every_part(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     c, dead, resumed = CASES[name]
     home = tmp_path / "memory"
     home.mkdir()
@@ -74,18 +79,24 @@ def test_copies_count_where_the_others_have_every_part(name: str, tmp_path: Path
         found = execute(
             plan, compositions.code_of(c, plan), job, steps=STEPS, launcher="inline", restarts=1, checkpoint=saved
         )  # fmt: skip
-    assert found.restarts[0].source.startswith("the host snapshot" if resumed == 4 else "the checkpoint")
+    assert found.restarts[0].source.startswith(
+        "the host snapshot" if resumed == 4 else "the checkpoint"
+    )
     assert_trained(c, found)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["processes", "ray"])
-def test_a_killed_worker_is_restarted_from_a_checkpoint(launcher: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_killed_worker_is_restarted_from_a_checkpoint(
+    launcher: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     if launcher == "ray":
         request.getfixturevalue("ray_address")
     plan, job = compositions.compiled(PAIRS).plan, compositions.job_of(PAIRS)
     job = replace(job, batch=functools.partial(killing, job.batch, tmp_path / "sign"))
-    with pytest.warns(PiperWarning, match=r"rank \d (has died|was killed) .*the run goes on with step 2"):
+    with pytest.warns(
+        PiperWarning, match=r"rank \d (has died|was killed) .*the run goes on with step 2"
+    ):
         found = execute(
             plan, compositions.code_of(PAIRS, plan), job, steps=STEPS, launcher=launcher, restarts=1,
             checkpoint=Checkpoints(tmp_path / "saved", every=2, asynchronous=False), loader="none",

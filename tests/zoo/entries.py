@@ -38,7 +38,8 @@ class Entry:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Return the model with dropout of probability zero: plain PyTorch draws other numbers for another number of rows."""
+    """Return the model with dropout of probability zero: plain PyTorch draws other numbers for another number of
+    rows."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -66,13 +67,20 @@ def first_tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     values = (
-        output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else vars(output).values()
+        output.values()
+        if isinstance(output, dict)
+        else output
+        if isinstance(output, tuple | list)
+        else vars(output).values()
     )
-    return next(first_tensor(value) for value in values if isinstance(value, Tensor | tuple | list | dict))
+    return next(
+        first_tensor(value) for value in values if isinstance(value, Tensor | tuple | list | dict)
+    )
 
 
 def distance(output: Any, targets: Tensor) -> Tensor:
-    """Return a loss that any output has: its first tensor's distance from a wave, which has gradients behind norms, too."""
+    """Return a loss that any output has: its first tensor's distance from a wave, which has gradients behind norms,
+    too."""
     found = first_tensor(output).flatten(1)
     wave = torch.arange(found.shape[1], dtype=found.dtype).mul(1.7).cos()
     return ((found - wave).square().mean(1) - targets[:, 0]).mean()

@@ -18,20 +18,70 @@ MOST_PARAMETERS = 20_000_000
 """The parameters of a model that is still tried."""
 
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "dim_model", "d_embed"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "n_embd",
+            "d_model",
+            "dim",
+            "emb_dim",
+            "word_embed_proj_dim",
+            "dim_model",
+            "d_embed",
+        ),
+        32,
+    ),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "n_inner",
+            "d_ff",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "hidden_dim",
+        ),
+        48,
+    ),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "num_layers",
+            "n_layers",
+            "encoder_layers",
+            "decoder_layers",
+        ),
+        2,
+    ),
     **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_transformer_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_encoder_attention_heads"), 4),
+    **dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads", "num_encoder_attention_heads"), 4
+    ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv"), 2),
     **dict.fromkeys(("head_dim", "d_kv", "attention_head_size", "d_head", "v_head_dim"), 8),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions"), 64),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions"),
+        64,
+    ),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "top_k", "moe_topk", "num_experts_per_token"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank", "q_lora_rank"), 16),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "num_shared_experts"), 1),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank", "q_lora_rank"),
+        16,
+    ),
+    **dict.fromkeys(
+        (
+            "n_group",
+            "topk_group",
+            "n_shared_experts",
+            "first_k_dense_replace",
+            "num_shared_experts",
+        ),
+        1,
+    ),
     **dict.fromkeys(("embedding_size", "text_embed_dim"), 32),
     **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
     **dict.fromkeys(("eos_token_id", "bos_token_id"), 1),
@@ -46,21 +96,52 @@ SMALL: dict[str, Any] = {
 }
 """Values by the names of fields, for any configuration that has them."""
 
-SEEN = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+SEEN = {
+    name: SMALL[name]
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
 SEEN |= {"image_size": SIZE, "patch_size": 8}
 """The sizes of a part of a model that has several."""
 
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+}
 """Rotary angles of three dimensions."""
 
 OWN: dict[str, dict[str, Any]] = {
     "bert-generation": {"is_decoder": True},
-    **{key: {"hidden_sizes": [16] * 4, "depths": [1, 1, 2, 1], "patch_size": 4} for key in ("convnext", "convnextv2")},
-    "swin": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "patch_size": 2},
-    "swinv2": {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "patch_size": 2},
-    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"},
+    **{
+        key: {"hidden_sizes": [16] * 4, "depths": [1, 1, 2, 1], "patch_size": 4}
+        for key in ("convnext", "convnextv2")
+    },
+    "swin": {
+        "embed_dim": 8,
+        "depths": [2, 2],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "patch_size": 2,
+    },
+    "swinv2": {
+        "embed_dim": 8,
+        "depths": [2, 2],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "patch_size": 2,
+    },
+    "resnet": {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [2, 2],
+        "layer_type": "basic",
+    },
     "poolformer": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1], "patch_size": 4},
-    "pvt": {"hidden_sizes": [8, 16], "depths": [2, 2], "num_encoder_blocks": 2, "patch_sizes": [4, 2], "strides": [4, 2]},
+    "pvt": {
+        "hidden_sizes": [8, 16],
+        "depths": [2, 2],
+        "num_encoder_blocks": 2,
+        "patch_sizes": [4, 2],
+        "strides": [4, 2],
+    },
     **{key: {"attention_type": "original_full"} for key in ("big_bird", "bigbird_pegasus")},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mpt": {"expansion_ratio": 2},
@@ -68,7 +149,13 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": False},
     **{key: {"head_dim": 4, "num_key_value_heads": 4} for key in ("deepseek_v2", "deepseek_v3")},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4, "attn_layer_indices": [1]},
+    "bamba": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 4,
+        "attn_layer_indices": [1],
+    },
     **{key: {"vision_config": SEEN, "text_config": SEEN} for key in ("siglip", "clip")},
 }
 """Further values by model type."""
@@ -105,7 +192,9 @@ def entries() -> Iterator[Entry]:
     for model_type in dict.fromkeys([*(t for t in FIRST.split() if t in heads), *heads]):
         kind, name = heads[model_type]
         name = name if isinstance(name, str) else name[0]
-        yield Entry("transformers", model_type, partial(made, model_type, name), row_of(kind), own_loss=True)
+        yield Entry(
+            "transformers", model_type, partial(made, model_type, name), row_of(kind), own_loss=True
+        )
 
 
 def made(model_type: str, name: str, **more: Any) -> nn.Module:
@@ -114,7 +203,15 @@ def made(model_type: str, name: str, **more: Any) -> nn.Module:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind: Any = CONFIG_MAPPING[model_type]
-    config = kind(**{"num_labels": 5, "decoder_start_token_id": 0, **shrunk(kind()), **OWN.get(model_type, {}), **more})
+    config = kind(
+        **{
+            "num_labels": 5,
+            "decoder_start_token_id": 0,
+            **shrunk(kind()),
+            **OWN.get(model_type, {}),
+            **more,
+        }
+    )
     config._experts_implementation = "eager"  # the grouped kernels know no float64
     module = importlib.import_module(f"transformers.models.{kind.__module__.split('.')[-2]}")
     model_class: Any = getattr(transformers, name, None) or getattr(module, name)
@@ -132,7 +229,11 @@ def shrunk(default: Any) -> dict[str, Any]:
     for field in {**default.to_dict(), **getattr(default, "attribute_map", {})}:
         value = getattr(default, field, None)
         if hasattr(value, "to_dict"):
-            values[field] = {**shrunk(value), **OWN.get(value.model_type, {}), "model_type": value.model_type}
+            values[field] = {
+                **shrunk(value),
+                **OWN.get(value.model_type, {}),
+                "model_type": value.model_type,
+            }
         elif "drop" in field and isinstance(value, float):
             values[field] = 0.0
         elif field in SMALL and not isinstance(value, list | tuple):

@@ -37,7 +37,9 @@ def tried(entry: Entry, replicas: Sequence[int]) -> Iterator[dict[str, Any]]:
     warnings.simplefilter("ignore")
     same = CaptureKey(entry.name, "", "", "", "", ())
     found = capturing.capture_key
-    with mock.patch.object(capturing, "capture_key", lambda job, **given: found(job, **given) or same):
+    with mock.patch.object(
+        capturing, "capture_key", lambda job, **given: found(job, **given) or same
+    ):
         for number in replicas:
             begin = time.process_time()
             line = {"model": entry.name, "dp": number, **became(entry, number)}
@@ -66,8 +68,16 @@ def run_plain(entry: Entry) -> None:
     job = job_of(entry, 1)
     model, batch = entry.make().to(getattr(torch, entry.params)), job.batch(0, range(2))
     given, targets = (batch, None) if entry.own_loss else batch
-    cast = pytree.tree_map(lambda t: t.to(getattr(torch, entry.params)) if t.is_floating_point() else t, given)
-    output = model(**cast) if isinstance(cast, dict) else model(*cast) if isinstance(cast, tuple) else model(cast)
+    cast = pytree.tree_map(
+        lambda t: t.to(getattr(torch, entry.params)) if t.is_floating_point() else t, given
+    )
+    output = (
+        model(**cast)
+        if isinstance(cast, dict)
+        else model(*cast)
+        if isinstance(cast, tuple)
+        else model(cast)
+    )
     loss = first_tensor(output) if targets is None else distance(output, targets)
     loss.backward()  # type: ignore[no-untyped-call]  # torch
 
@@ -75,7 +85,11 @@ def run_plain(entry: Entry) -> None:
 def said(error: BaseException) -> str:
     """Return a message in one line: whole where it is Piper's, whose end is the way out, else its first line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(line.strip() for line in lines)[:MOST_SAID] if isinstance(error, PiperError) else lines[0][:MOST_SAID]
+    return (
+        " ".join(line.strip() for line in lines)[:MOST_SAID]
+        if isinstance(error, PiperError)
+        else lines[0][:MOST_SAID]
+    )
 
 
 def job_of(entry: Entry, replicas: int) -> piper.Job:
@@ -122,7 +136,8 @@ def largest(outcome: RunOutcome, expected: Any) -> float:
 
 
 def narrow_line(entry: Entry, replicas: int) -> str:
-    """Return the line where the model computes in float32 or less whatever its parameters are, as norms of transformers do."""
+    """Return the line where the model computes in float32 or less whatever its parameters are, as norms of transformers
+    do."""
     if entry.params != "float64":
         return f"all of it in {entry.params}, since plain PyTorch fails in float64"
     found = narrowest(captured_job(job_of(entry, replicas)).forward)

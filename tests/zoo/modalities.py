@@ -52,7 +52,12 @@ def row_of(**fields: Drawn) -> Rows:
     return lambda generator: {name: draw(generator) for name, draw in fields.items()}
 
 
-WORDS, WAVE, SPECTRUM, SPOKEN = integers(VOCAB, LENGTH), numbers(SAMPLES), numbers(FRAMES, BANDS), integers(VOCAB, 6)
+WORDS, WAVE, SPECTRUM, SPOKEN = (
+    integers(VOCAB, LENGTH),
+    numbers(SAMPLES),
+    numbers(FRAMES, BANDS),
+    integers(VOCAB, 6),
+)
 IMAGE, FILM, CLASS = numbers(3, SIZE, SIZE), numbers(2, 3, SIZE, SIZE), one_of(5)
 DATED = row_of(
     past_values=numbers(14),
@@ -73,12 +78,42 @@ HEARD: dict[str, Any] = {
     "num_adapter_layers": 1,
 }
 """The convolutions that listen, small."""
-SPECTRAL = {"feature_projection_input_dim": BANDS, "apply_spec_augment": False, "add_adapter": False}
-SERIES: dict[str, Any] = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2], "num_time_features": 1}
-CHANNELS = {"num_input_channels": 3, "context_length": 16, "prediction_length": 4, "patch_length": 4, "patch_stride": 4}
-RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-DETECTION = {"num_queries": 4, "use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False}
-DECODING = {"decoder_hidden_size": 16, "decoder_num_hidden_layers": 2, "decoder_intermediate_size": 16}
+SPECTRAL = {
+    "feature_projection_input_dim": BANDS,
+    "apply_spec_augment": False,
+    "add_adapter": False,
+}
+SERIES: dict[str, Any] = {
+    "prediction_length": 4,
+    "context_length": 12,
+    "lags_sequence": [1, 2],
+    "num_time_features": 1,
+}
+CHANNELS = {
+    "num_input_channels": 3,
+    "context_length": 16,
+    "prediction_length": 4,
+    "patch_length": 4,
+    "patch_stride": 4,
+}
+RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "layer_type": "basic",
+}
+DETECTION = {
+    "num_queries": 4,
+    "use_timm_backbone": False,
+    "backbone": None,
+    "use_pretrained_backbone": False,
+}
+DECODING = {
+    "decoder_hidden_size": 16,
+    "decoder_num_hidden_layers": 2,
+    "decoder_intermediate_size": 16,
+}
 
 SPEECH = {
     "wav2vec2": "Wav2Vec2",
@@ -101,23 +136,63 @@ FORECASTERS = {"informer": "Informer", "time_series_transformer": "TimeSeriesTra
 
 def with_losses() -> Kinds:
     """Return models that compute their loss themselves."""
-    seen = row_of(input_ids=behind_images(4), pixel_values=IMAGE, labels=integers(VOCAB, 4 + LENGTH))
+    seen = row_of(
+        input_ids=behind_images(4), pixel_values=IMAGE, labels=integers(VOCAB, 4 + LENGTH)
+    )
     first = fixed(torch.cat([torch.ones(4), torch.zeros(LENGTH)]).long())
-    told = row_of(input_ids=behind_images(4), pixel_values=IMAGE, labels=integers(VOCAB, 4 + LENGTH), token_type_ids=first)
-    many = row_of(input_ids=behind_images(PATCHES), pixel_values=IMAGE, labels=integers(VOCAB, PATCHES + LENGTH))
+    told = row_of(
+        input_ids=behind_images(4),
+        pixel_values=IMAGE,
+        labels=integers(VOCAB, 4 + LENGTH),
+        token_type_ids=first,
+    )
+    many = row_of(
+        input_ids=behind_images(PATCHES),
+        pixel_values=IMAGE,
+        labels=integers(VOCAB, PATCHES + LENGTH),
+    )
     after = fixed(torch.cat([torch.zeros(PATCHES), torch.ones(LENGTH)]).long())
     pali = row_of(
-        input_ids=behind_images(PATCHES), pixel_values=IMAGE, labels=integers(VOCAB, PATCHES + LENGTH), token_type_ids=after
+        input_ids=behind_images(PATCHES),
+        pixel_values=IMAGE,
+        labels=integers(VOCAB, PATCHES + LENGTH),
+        token_type_ids=after,
     )
-    tiles = row_of(input_ids=behind_images(4), pixel_values=numbers(1, 3, SIZE, SIZE), labels=integers(VOCAB, 4 + LENGTH))
-    page = row_of(input_ids=WORDS, bbox=integers(50, LENGTH, 4), pixel_values=IMAGE, labels=integers(5, LENGTH))
-    heard, spectrum = row_of(input_values=WAVE, labels=CLASS), row_of(input_features=SPECTRUM, labels=CLASS)
-    bands = {"input_feat_per_channel": BANDS, "conv_channels": 16, "conv_kernel_sizes": [3, 3], "max_source_positions": FRAMES}
-    image = {"max_length": FRAMES, "num_mel_bins": BANDS, "frequency_stride": 4, "time_stride": 4, "patch_size": 4}
+    tiles = row_of(
+        input_ids=behind_images(4),
+        pixel_values=numbers(1, 3, SIZE, SIZE),
+        labels=integers(VOCAB, 4 + LENGTH),
+    )
+    page = row_of(
+        input_ids=WORDS,
+        bbox=integers(50, LENGTH, 4),
+        pixel_values=IMAGE,
+        labels=integers(5, LENGTH),
+    )
+    heard, spectrum = (
+        row_of(input_values=WAVE, labels=CLASS),
+        row_of(input_features=SPECTRUM, labels=CLASS),
+    )
+    bands = {
+        "input_feat_per_channel": BANDS,
+        "conv_channels": 16,
+        "conv_kernel_sizes": [3, 3],
+        "max_source_positions": FRAMES,
+    }
+    image = {
+        "max_length": FRAMES,
+        "num_mel_bins": BANDS,
+        "frequency_stride": 4,
+        "time_stride": 4,
+        "patch_size": 4,
+    }
     letters = {"local_transformer_stride": 8, "downsampling_rate": 2, "num_hash_buckets": 64}
     spoken = row_of(input_values=WAVE, labels=SPOKEN)
     return [
-        *((kind, f"{name}ForSequenceClassification", heard, HEARD) for kind, name in SPEECH.items()),
+        *(
+            (kind, f"{name}ForSequenceClassification", heard, HEARD)
+            for kind, name in SPEECH.items()
+        ),
         ("wav2vec2-bert", "Wav2Vec2BertForSequenceClassification", spectrum, SPECTRAL),
         ("wav2vec2", "Wav2Vec2ForCTC", spoken, HEARD),
         (
@@ -126,12 +201,37 @@ def with_losses() -> Kinds:
             row_of(input_features=numbers(BANDS, FRAMES), labels=SPOKEN),
             {"num_mel_bins": BANDS, "max_source_positions": FRAMES // 2},
         ),
-        ("speech_to_text", "Speech2TextForConditionalGeneration", row_of(input_features=SPECTRUM, labels=SPOKEN), bands),
-        ("speecht5", "SpeechT5ForSpeechToText", spoken, {**HEARD, "encoder_layers": 2, "decoder_layers": 2}),
-        ("audio-spectrogram-transformer", "ASTForAudioClassification", row_of(input_values=SPECTRUM, labels=CLASS), image),
-        ("moonshine", "MoonshineForConditionalGeneration", row_of(input_values=numbers(2000), labels=SPOKEN), {}),
+        (
+            "speech_to_text",
+            "Speech2TextForConditionalGeneration",
+            row_of(input_features=SPECTRUM, labels=SPOKEN),
+            bands,
+        ),
+        (
+            "speecht5",
+            "SpeechT5ForSpeechToText",
+            spoken,
+            {**HEARD, "encoder_layers": 2, "decoder_layers": 2},
+        ),
+        (
+            "audio-spectrogram-transformer",
+            "ASTForAudioClassification",
+            row_of(input_values=SPECTRUM, labels=CLASS),
+            image,
+        ),
+        (
+            "moonshine",
+            "MoonshineForConditionalGeneration",
+            row_of(input_values=numbers(2000), labels=SPOKEN),
+            {},
+        ),
         *(
-            (kind, f"{name}ForVideoClassification", row_of(pixel_values=FILM, labels=CLASS), {"num_frames": 2, **more})
+            (
+                kind,
+                f"{name}ForVideoClassification",
+                row_of(pixel_values=FILM, labels=CLASS),
+                {"num_frames": 2, **more},
+            )
             for kind, (name, more) in FILMS.items()
         ),
         (
@@ -140,20 +240,60 @@ def with_losses() -> Kinds:
             row_of(pixel_values=IMAGE, labels=integers(5, SIZE, SIZE)),
             {},
         ),
-        ("vit_mae", "ViTMAEForPreTraining", row_of(pixel_values=IMAGE, noise=numbers(PATCHES)), DECODING),
+        (
+            "vit_mae",
+            "ViTMAEForPreTraining",
+            row_of(pixel_values=IMAGE, noise=numbers(PATCHES)),
+            DECODING,
+        ),
         ("llava", "LlavaForConditionalGeneration", many, {"image_token_index": IMAGE_TOKEN}),
-        ("gemma3", "Gemma3ForConditionalGeneration", told, {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4}),
-        ("paligemma", "PaliGemmaForConditionalGeneration", pali, {"image_token_id": IMAGE_TOKEN, "projection_dim": 32}),
-        ("idefics3", "Idefics3ForConditionalGeneration", tiles, {"image_token_id": IMAGE_TOKEN, "scale_factor": 2}),
-        ("blip-2", "Blip2ForConditionalGeneration", seen, {"num_query_tokens": 4, "image_token_index": IMAGE_TOKEN}),
+        (
+            "gemma3",
+            "Gemma3ForConditionalGeneration",
+            told,
+            {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4},
+        ),
+        (
+            "paligemma",
+            "PaliGemmaForConditionalGeneration",
+            pali,
+            {"image_token_id": IMAGE_TOKEN, "projection_dim": 32},
+        ),
+        (
+            "idefics3",
+            "Idefics3ForConditionalGeneration",
+            tiles,
+            {"image_token_id": IMAGE_TOKEN, "scale_factor": 2},
+        ),
+        (
+            "blip-2",
+            "Blip2ForConditionalGeneration",
+            seen,
+            {"num_query_tokens": 4, "image_token_index": IMAGE_TOKEN},
+        ),
         ("git", "GitForCausalLM", row_of(input_ids=WORDS, pixel_values=IMAGE, labels=WORDS), {}),
         *(
-            (f"{kind}", f"{name}ForConditionalGeneration", row_of(input_ids=WORDS, labels=WORDS), {})
+            (
+                f"{kind}",
+                f"{name}ForConditionalGeneration",
+                row_of(input_ids=WORDS, labels=WORDS),
+                {},
+            )
             for kind, name in QWEN.items()
         ),
         ("vilt", "ViltForMaskedLM", row_of(input_ids=WORDS, pixel_values=IMAGE, labels=WORDS), {}),
-        ("layoutlmv3", "LayoutLMv3ForTokenClassification", page, {"input_size": SIZE, "coordinate_size": 5, "shape_size": 6}),
-        ("canine", "CanineForSequenceClassification", row_of(input_ids=integers(VOCAB, 32), labels=CLASS), letters),
+        (
+            "layoutlmv3",
+            "LayoutLMv3ForTokenClassification",
+            page,
+            {"input_size": SIZE, "coordinate_size": 5, "shape_size": 6},
+        ),
+        (
+            "canine",
+            "CanineForSequenceClassification",
+            row_of(input_ids=integers(VOCAB, 32), labels=CLASS),
+            letters,
+        ),
         ("patchtst", "PatchTSTForPrediction", FORECAST, {**CHANNELS, "do_mask_input": False}),
         ("patchtsmixer", "PatchTSMixerForPrediction", FORECAST, CHANNELS),
         *((kind, f"{name}ForPrediction", DATED, SERIES) for kind, name in FORECASTERS.items()),
@@ -174,16 +314,36 @@ def without_losses() -> Kinds:
         timesteps=integers(50, 6),
         attention_mask=fixed(torch.ones(6)),
     )
-    shown = row_of(input_ids=WORDS, visual_embeds=numbers(4, 16), visual_attention_mask=fixed(torch.ones(4)))
+    shown = row_of(
+        input_ids=WORDS, visual_embeds=numbers(4, 16), visual_attention_mask=fixed(torch.ones(4))
+    )
     found = row_of(input_ids=WORDS, visual_feats=numbers(4, 16), visual_pos=numbers(4, 4))
-    cells = row_of(input_ids=WORDS, token_type_ids=lambda generator: torch.randint(2, (LENGTH, 7), generator=generator))
+    cells = row_of(
+        input_ids=WORDS,
+        token_type_ids=lambda generator: torch.randint(2, (LENGTH, 7), generator=generator),
+    )
     crossed = {"visual_feat_dim": 16, "l_layers": 2, "r_layers": 2, "x_layers": 2}
     return [
         ("decision_transformer", "DecisionTransformerModel", played, {}),
         ("dinov3_vit", "DINOv3ViTModel", image, {}),
-        ("dinov3_convnext", "DINOv3ConvNextModel", image, {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1]}),
-        ("yolos", "YolosForObjectDetection", image, {"image_size": [SIZE, SIZE], "num_detection_tokens": 4}),
-        ("detr", "DetrForObjectDetection", image, {**DETECTION, "backbone_config": {**RESNET, "out_features": ["stage2"]}}),
+        (
+            "dinov3_convnext",
+            "DINOv3ConvNextModel",
+            image,
+            {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1]},
+        ),
+        (
+            "yolos",
+            "YolosForObjectDetection",
+            image,
+            {"image_size": [SIZE, SIZE], "num_detection_tokens": 4},
+        ),
+        (
+            "detr",
+            "DetrForObjectDetection",
+            image,
+            {**DETECTION, "backbone_config": {**RESNET, "out_features": ["stage2"]}},
+        ),
         ("siglip_vision_model", "SiglipVisionModel", image, {}),
         ("clip_vision_model", "CLIPVisionModel", image, {}),
         ("clip_text_model", "CLIPTextModel", words, {}),
@@ -202,7 +362,9 @@ def entries() -> Iterator[Entry]:
             entry = Entry("transformers", f"{kind}/{name}", make, row, own_loss)
             if kind == "blip-2":
                 entry = replace(entry, make=partial(woken, make))
-            yield replace(entry, params="float32") if kind == "canine" else entry  # plain PyTorch's loss is nan in float64
+            yield (
+                replace(entry, params="float32") if kind == "canine" else entry
+            )  # plain PyTorch's loss is nan in float64
 
 
 def woken(make: Callable[[], nn.Module]) -> nn.Module:

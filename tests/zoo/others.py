@@ -20,7 +20,10 @@ class Attended(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.norm, self.attention = (
+            nn.LayerNorm(WIDTH),
+            nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
@@ -44,7 +47,9 @@ class Bags(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bags = nn.ModuleList(nn.EmbeddingBag(WIDTH, WIDTH, mode=mode) for mode in ("sum", "mean", "sum"))
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(WIDTH, WIDTH, mode=mode) for mode in ("sum", "mean", "sum")
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for bag in self.bags:
@@ -61,7 +66,12 @@ class Crossed(nn.Module):
         self.decoder = nn.TransformerDecoder(layer, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(x, x.flip(1), tgt_is_causal=True, tgt_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
+        return self.decoder(
+            x,
+            x.flip(1),
+            tgt_is_causal=True,
+            tgt_mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]),
+        )
 
 
 class Paired(nn.Module):
@@ -69,7 +79,11 @@ class Paired(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pair, self.like, self.norm = nn.Bilinear(WIDTH, WIDTH, WIDTH), nn.CosineSimilarity(-1), nn.LayerNorm(WIDTH)
+        self.pair, self.like, self.norm = (
+            nn.Bilinear(WIDTH, WIDTH, WIDTH),
+            nn.CosineSimilarity(-1),
+            nn.LayerNorm(WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(self.pair(x, x.flip(1)))
@@ -103,7 +117,10 @@ def blocks(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 ROW, IMAGE = features(6, WIDTH), features(WIDTH, 8, 8)
-LINEAR, CONVOLUTION = partial(nn.Linear, WIDTH, WIDTH), partial(nn.Conv2d, WIDTH, WIDTH, 3, padding=1)
+LINEAR, CONVOLUTION = (
+    partial(nn.Linear, WIDTH, WIDTH),
+    partial(nn.Conv2d, WIDTH, WIDTH, 3, padding=1),
+)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "TransformerEncoder": (encoder, ROW),
     "Transformer": (Both, ROW),
@@ -112,11 +129,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "GRU": (partial(Recurrent, nn.GRU), ROW),
     "Linear, LayerNorm, GELU": (blocks(LINEAR, partial(nn.LayerNorm, WIDTH), nn.GELU), ROW),
     "Linear, RMSNorm, SiLU": (blocks(LINEAR, partial(nn.RMSNorm, WIDTH), nn.SiLU), ROW),
-    "Conv2d, GroupNorm, ReLU": (blocks(CONVOLUTION, partial(nn.GroupNorm, 4, WIDTH), nn.ReLU), IMAGE),
-    "Conv2d, InstanceNorm2d, Mish": (blocks(CONVOLUTION, partial(nn.InstanceNorm2d, WIDTH), nn.Mish), IMAGE),
-    "Conv2d, BatchNorm2d, ReLU": (blocks(CONVOLUTION, partial(nn.BatchNorm2d, WIDTH), nn.ReLU), IMAGE),
+    "Conv2d, GroupNorm, ReLU": (
+        blocks(CONVOLUTION, partial(nn.GroupNorm, 4, WIDTH), nn.ReLU),
+        IMAGE,
+    ),
+    "Conv2d, InstanceNorm2d, Mish": (
+        blocks(CONVOLUTION, partial(nn.InstanceNorm2d, WIDTH), nn.Mish),
+        IMAGE,
+    ),
+    "Conv2d, BatchNorm2d, ReLU": (
+        blocks(CONVOLUTION, partial(nn.BatchNorm2d, WIDTH), nn.ReLU),
+        IMAGE,
+    ),
     "Conv1d, PReLU": (blocks(partial(nn.Conv1d, 6, 6, 3, padding=1), nn.PReLU), ROW),
-    "ConvTranspose2d, ELU": (blocks(partial(nn.ConvTranspose2d, WIDTH, WIDTH, 3, padding=1), nn.ELU), IMAGE),
+    "ConvTranspose2d, ELU": (
+        blocks(partial(nn.ConvTranspose2d, WIDTH, WIDTH, 3, padding=1), nn.ELU),
+        IMAGE,
+    ),
     "TransformerDecoder": (Crossed, ROW),
     "RNN": (partial(Recurrent, nn.RNN), ROW),
     "EmbeddingBag": (Bags, ROW),
@@ -125,9 +154,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         blocks(partial(nn.Conv3d, 4, 4, 3, padding=1), partial(nn.AvgPool3d, 3, 1, 1)),
         features(4, 4, 4, 4),
     ),
-    "MaxPool2d, Upsample": (blocks(CONVOLUTION, partial(nn.MaxPool2d, 2), partial(nn.Upsample, scale_factor=2)), IMAGE),
+    "MaxPool2d, Upsample": (
+        blocks(CONVOLUTION, partial(nn.MaxPool2d, 2), partial(nn.Upsample, scale_factor=2)),
+        IMAGE,
+    ),
     "PixelUnshuffle, PixelShuffle": (
-        blocks(partial(nn.PixelUnshuffle, 2), partial(nn.Conv2d, 4 * WIDTH, 4 * WIDTH, 1), partial(nn.PixelShuffle, 2)),
+        blocks(
+            partial(nn.PixelUnshuffle, 2),
+            partial(nn.Conv2d, 4 * WIDTH, 4 * WIDTH, 1),
+            partial(nn.PixelShuffle, 2),
+        ),
         IMAGE,
     ),
     "Conv2d with groups, ReflectionPad2d": (
@@ -135,17 +171,28 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         IMAGE,
     ),
     "Unfold, Fold": (
-        blocks(partial(nn.Unfold, 2, stride=2), partial(nn.Linear, 16, 16), partial(nn.Fold, (8, 8), 2, stride=2)),
+        blocks(
+            partial(nn.Unfold, 2, stride=2),
+            partial(nn.Linear, 16, 16),
+            partial(nn.Fold, (8, 8), 2, stride=2),
+        ),
         IMAGE,
     ),
-    "LocalResponseNorm, Hardswish": (blocks(CONVOLUTION, partial(nn.LocalResponseNorm, 3), nn.Hardswish), IMAGE),
+    "LocalResponseNorm, Hardswish": (
+        blocks(CONVOLUTION, partial(nn.LocalResponseNorm, 3), nn.Hardswish),
+        IMAGE,
+    ),
     "Linear, GLU": (blocks(partial(nn.Linear, WIDTH, 2 * WIDTH), nn.GLU), ROW),
     "Linear, Softplus, LogSoftmax": (blocks(LINEAR, nn.Softplus, partial(nn.LogSoftmax, -1)), ROW),
     "weight_norm": (blocks(lambda: nn.utils.parametrizations.weight_norm(LINEAR())), ROW),
     "spectral_norm": (blocks(lambda: nn.utils.parametrizations.spectral_norm(LINEAR())), ROW),
     "orthogonal": (blocks(lambda: nn.utils.parametrizations.orthogonal(LINEAR())), ROW),
     "Conv1d, BatchNorm1d, Dropout": (
-        blocks(partial(nn.Conv1d, 6, 6, 3, padding=1), partial(nn.BatchNorm1d, 6), partial(nn.Dropout, 0.2)),
+        blocks(
+            partial(nn.Conv1d, 6, 6, 3, padding=1),
+            partial(nn.BatchNorm1d, 6),
+            partial(nn.Dropout, 0.2),
+        ),
         ROW,
     ),
     "AlphaDropout, SELU": (blocks(LINEAR, nn.SELU, partial(nn.AlphaDropout, 0.2)), ROW),

@@ -47,16 +47,22 @@ LISTS = ("titan", "hugging_face", "vision", "diffusion", "others", "modalities")
 
 def main(argv: list[str] | None = None) -> int:
     """Install what is missing, then go on in the environment; `--inside` says that this is it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", help="patterns of LIBRARY/MODEL")
     parser.add_argument("--table", action="store_true", help="write the table only")
-    parser.add_argument("--new", action="store_true", help="of the patterns, only what has no result yet")
+    parser.add_argument(
+        "--new", action="store_true", help="of the patterns, only what has no result yet"
+    )
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not options.table:
         if not options.inside:
             words = [*(["--new"] if options.new else []), *options.models]
-            return subprocess.run([installed(), "-m", "tests.zoo.run", "--inside", *words], cwd=ROOT, env=seen()).returncode
+            return subprocess.run(
+                [installed(), "-m", "tests.zoo.run", "--inside", *words], cwd=ROOT, env=seen()
+            ).returncode
         HOME.mkdir(parents=True, exist_ok=True)
         try_all(options.models, again=bool(options.models) and not options.new)
     from tests.zoo.table import write_table
@@ -88,7 +94,13 @@ def installed() -> str:
 def seen() -> dict[str, str]:
     """Return this process's environment, in which Piper is found as it is here, and nothing is asked of the network."""
     paths = [str(ROOT), *(p for p in sys.path if p)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PIPER_CACHE": "", "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1",
+        "PIPER_CACHE": "",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def results() -> list[dict[str, Any]]:
@@ -104,7 +116,9 @@ def try_all(patterns: list[str], *, again: bool) -> None:
     from tests.zoo import judge
 
     judge.warm_up()
-    commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     done = set() if again else {(line["model"], line["dp"]) for line in results()}
     for entry in listed():
         wanted = not patterns or any(fnmatch.fnmatch(entry.name, pattern) for pattern in patterns)
@@ -117,7 +131,8 @@ def try_all(patterns: list[str], *, again: bool) -> None:
 
 
 def listed() -> Iterator[Any]:
-    """Yield the entries of all lists, taking turns between libraries, so that a run that is stopped has some of each."""
+    """Yield the entries of all lists, taking turns between libraries, so that a run that is stopped has some of
+    each."""
     each = [import_module(f"tests.zoo.{name}").entries() for name in LISTS]
     for turn in zip_longest(*each):
         yield from (entry for entry in turn if entry is not None)

@@ -35,27 +35,38 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     by_commit = ", ".join(f"{count} at {commit}" for commit, count in commits.most_common())
     said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
     head = [
-        f"{datetime.now(UTC):%d %B %Y}: {len(models)} models, {said}. {len(twice)} of them with two replicas as well, "
+        f"{datetime.now(UTC):%d %B %Y}: {len(models)} models, {said}. {len(twice)} of them with "
+        f"two replicas as well, "
         f"{sum(outcome(line) == 'equal' for line in twice)} equal.",
         f"By commit of Piper: {by_commit}.",
         "",
         "| model | outcome | largest error, or the reason |",
         "|---|---|---|",
     ]
-    ordered = sorted(models.values(), key=lambda line: (OUTCOMES.index(outcome(line)), line["model"]))
-    return "\n".join([*head, *(f"| {line['model']} | {outcome(line)} | {reason(line)} |" for line in ordered)])
+    ordered = sorted(
+        models.values(), key=lambda line: (OUTCOMES.index(outcome(line)), line["model"])
+    )
+    return "\n".join(
+        [*head, *(f"| {line['model']} | {outcome(line)} | {reason(line)} |" for line in ordered)]
+    )
 
 
 def outcome(line: dict[str, Any]) -> str:
     """Return what became of a model; where an error is too large, that it differs."""
     allowed = NARROW if line.get("narrow") else EQUAL
-    return "differs" if line["outcome"] == "equal" and not line["error"] <= allowed else str(line["outcome"])
+    return (
+        "differs"
+        if line["outcome"] == "equal" and not line["error"] <= allowed
+        else str(line["outcome"])
+    )
 
 
 def reason(line: dict[str, Any]) -> str:
     """Return the error, with the line that is narrower than float64 where it matters, or why there is none."""
     if "error" in line:
-        return f"{line['error']:.0e}" + (f", {shortened(line['narrow'], MOST_OF_A_LINE)}" if line.get("narrow") else "")
+        return f"{line['error']:.0e}" + (
+            f", {shortened(line['narrow'], MOST_OF_A_LINE)}" if line.get("narrow") else ""
+        )
     return shortened(line["why"], MOST_OF_A_REASON)
 
 

@@ -16,7 +16,13 @@ from tests.zoo.entries import Entry, Rows
 from tests.zoo.vision import prepare
 
 VOCAB, LENGTH = 64, 12
-SIZES: dict[str, Any] = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": VOCAB, "max_seq_len": 16}
+SIZES: dict[str, Any] = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "vocab_size": VOCAB,
+    "max_seq_len": 16,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Transformer", {**SIZES, "n_kv_heads": 2, "multiple_of": 16}),
     "qwen3": ("Qwen3Model", {**SIZES, "n_kv_heads": 2, "head_dim": 8, "hidden_dim": 48}),
@@ -38,7 +44,9 @@ def made(name: str) -> nn.Module:
     """Return a model with weights as torchtitan makes them."""
     prepare()
     # The kernels that sort tokens for several devices are written in Triton, which there is for CUDA only.
-    kernels = sys.modules.setdefault("torchtitan.models.moe.kernels", ModuleType("torchtitan.models.moe.kernels"))
+    kernels = sys.modules.setdefault(
+        "torchtitan.models.moe.kernels", ModuleType("torchtitan.models.moe.kernels")
+    )
     kernels.__dict__.setdefault("generate_permute_indices", None)
     family = import_module(f"torchtitan.models.{name}")
     kind, sizes = MODELS[name]

@@ -1,4 +1,5 @@
-"""The bounds of strategies that share states, against whole plans: none is above what its plan has, and some are close."""
+"""The bounds of strategies that share states, against whole plans: none is above what its plan has, and some are
+close."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from piper_simulator import load_cluster
 
 CASES = 120
 CLUSTER = load_cluster("h100x8*4")
-_LINKS = [replace(links, intra_bandwidth=2e6, inter_bandwidth=2e6) for links in CLUSTER.network.links]
+_LINKS = [
+    replace(links, intra_bandwidth=2e6, inter_bandwidth=2e6) for links in CLUSTER.network.links
+]
 SLOW = replace(CLUSTER, network=replace(CLUSTER.network, links=tuple(_LINKS)))
 """The same with slow links, so that messages decide in some plans."""
 
@@ -65,7 +68,9 @@ def _random_candidate(seed: int) -> tuple[TuningProblem, Strategy, str]:
     rng, case = Random(seed), random_case(seed)
     chosen, dp = sharing(rng), max(2, case.strategy.mesh.size("dp"))
     pipeline = [d for d in case.strategy.directives if not isinstance(d, directives.replicate)]
-    made = Strategy(Mesh(pp=case.strategy.mesh.size("pp"), dp=dp), (*pipeline, *recipes.data_parallel(**chosen)))
+    made = Strategy(
+        Mesh(pp=case.strategy.mesh.size("pp"), dp=dp), (*pipeline, *recipes.data_parallel(**chosen))
+    )
     batch = case.global_batch // case.strategy.mesh.size("dp") * dp
     training = replace(case.training, state_bytes=lambda bucket: 8 * bucket.numel + 4)
     program = untimed(case.program) if rng.random() < 0.8 else case.program
@@ -80,7 +85,9 @@ def _recipe_candidate(seed: int) -> tuple[TuningProblem, Strategy, str]:
     each, recipe = SCHEDULES[name]
     pp, m, dp, chosen = rng.choice((1, 2, 4)), rng.randint(1, 6), rng.choice((2, 4)), sharing(rng)
     program = untimed(RandomProgram(rng, pp * each, buffers=False).build())
-    made = Strategy(Mesh(pp=pp, dp=dp), (*recipe(pp=pp, microbatches=m), *recipes.data_parallel(**chosen)))
+    made = Strategy(
+        Mesh(pp=pp, dp=dp), (*recipe(pp=pp, microbatches=m), *recipes.data_parallel(**chosen))
+    )
     training = Training(state_bytes=lambda bucket: 8 * bucket.numel, clip=rng.choice((None, 1.0)))
     of = TuningProblem(program, rng.randint(1, 3) * m * dp, training, rng.choice((CLUSTER, SLOW)))
     return of, made, f"seed {seed}: {name}, pp={pp}, m={m}, dp={dp}, {chosen}"
@@ -93,8 +100,14 @@ def candidates() -> tuple[Candidate, ...]:
     for seed in range(CASES):
         of, strategy, text = (_random_candidate if seed % 2 else _recipe_candidate)(seed)
         assert of.global_batch is not None
-        microbatches = next(d.microbatches for d in strategy.directives if isinstance(d, directives.split))
-        exact = score(of, strategy, {Wanted(of.global_batch // microbatches // strategy.mesh.size("dp")): None})
+        microbatches = next(
+            d.microbatches for d in strategy.directives if isinstance(d, directives.split)
+        )
+        exact = score(
+            of,
+            strategy,
+            {Wanted(of.global_batch // microbatches // strategy.mesh.size("dp")): None},
+        )
         if isinstance(exact, Scored):
             out.append(Candidate(of, strategy, exact, text))
         else:
@@ -134,7 +147,9 @@ def test_no_bound_is_above_the_plan_and_some_are_close() -> None:
             close["buckets"] += least.buckets > least.states
             close["filled"] += least.filled > least.buckets
     assert close["bounded"] > 0.9 * CASES
-    assert all(close[name] > 0.1 * CASES for name in ("memory", "seconds", "buckets", "filled")), close
+    assert all(close[name] > 0.1 * CASES for name in ("memory", "seconds", "buckets", "filled")), (
+        close
+    )
 
 
 @pytest.mark.parametrize("name", ["states", "buckets", "filled", "period_s"])
@@ -148,22 +163,32 @@ def test_negative_control_bounds_half_as_large_again_are_seen(name: str) -> None
 
 
 FAULTS: dict[str, Callable[[WholeBuckets, Any], Any]] = {
-    "every bucket of the role is whole at once": lambda w, use: sum(w.gathered.values()) + sum(w.reduced.values()),
+    "every bucket of the role is whole at once": lambda w, use: (
+        sum(w.gathered.values()) + sum(w.reduced.values())
+    ),
     "buckets are half as large again": lambda w, use: 1.5 * _bytes_in(w, use),
 }
 _bytes_in = WholeBuckets.bytes_in
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_negative_control_buckets_that_are_counted_too_often_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_buckets_that_are_counted_too_often_are_seen(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(WholeBuckets, "bytes_in", FAULTS[fault])
-    found = [name for item in candidates() if (least := bounds(item)) for name in above(item, least)]
+    found = [
+        name for item in candidates() if (least := bounds(item)) for name in above(item, least)
+    ]
     assert {"buckets", "filled"} <= set(found)
 
 
 def test_negative_control_a_message_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = WholeBuckets.messages
-    monkeypatch.setattr(WholeBuckets, "messages", lambda self, role: Counter({m: n + 1 for m, n in messages(self, role).items()}))
+    monkeypatch.setattr(
+        WholeBuckets,
+        "messages",
+        lambda self, role: Counter({m: n + 1 for m, n in messages(self, role).items()}),
+    )
     assert any("period_s" in above(item, least) for item in candidates() if (least := bounds(item)))
 
 
@@ -179,8 +204,14 @@ def test_what_is_pruned_does_not_fit_or_is_slower() -> None:
                 assert limit != held, (pruned, item.text)
                 seen.add(pruned.rule)
         for least in _on_devices(item):
-            pruned = PruningRules(of := replace(item.of, memory_limit=least - 1), Programs(of, None)).check(item.strategy)
-            assert pruned is not None and pruned.device_bytes is not None and least <= pruned.device_bytes <= held
+            pruned = PruningRules(
+                of := replace(item.of, memory_limit=least - 1), Programs(of, None)
+            ).check(item.strategy)
+            assert (
+                pruned is not None
+                and pruned.device_bytes is not None
+                and least <= pruned.device_bytes <= held
+            )
             seen.add(pruned.rule)
     assert seen >= {"buckets", "activations", "slower"}
 
@@ -193,4 +224,7 @@ def _on_devices(item: Candidate) -> list[int]:
     if sketch is None or rows is None:
         return []
     moments = {role: nbytes for role, (nbytes, _) in found.filled_bytes(sketch, rows).items()}
-    return [max(found.on_device(sketch, n, r) for r, n in by.items()) for by in (found.bucket_bytes(sketch), moments)]
+    return [
+        max(found.on_device(sketch, n, r) for r, n in by.items())
+        for by in (found.bucket_bytes(sketch), moments)
+    ]

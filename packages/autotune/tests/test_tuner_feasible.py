@@ -1,4 +1,5 @@
-"""Searches of spaces in which little fits or little is legal: they go on towards less memory, and say what they know."""
+"""Searches of spaces in which little fits or little is legal: they go on towards less memory, and say what they
+know."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ def sparse(trial: Any) -> Strategy:
     pp = trial.suggest_categorical("pp", [1, 2, 4, 8])
     microbatches = trial.suggest_int("microbatches", 1, 16)
     made = [recipes.gpipe, recipes.one_f_one_b][trial.suggest_categorical("schedule", [0, 1])]
-    group, bucket_mb = trial.suggest_categorical("group", [*range(8)]), trial.suggest_categorical("bucket_mb", [1, 5, 25, 100])
+    group, bucket_mb = (
+        trial.suggest_categorical("group", [*range(8)]),
+        trial.suggest_categorical("bucket_mb", [1, 5, 25, 100]),
+    )
     if group != 3:
         raise DirectiveError(f"no group {group}")
     replicas = recipes.data_parallel(bucket_mb=bucket_mb)
@@ -32,7 +36,11 @@ def sparse(trial: Any) -> Strategy:
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_fits_is_found_where_most_is_refused_or_too_large(seed: int) -> None:
     study = tune(problem(LIMIT), sparse, trials=60, workers=0, seed=seed)
-    assert study.best is not None and study.best.params["pp"] == 8 and study.best.params["microbatches"] <= 2
+    assert (
+        study.best is not None
+        and study.best.params["pp"] == 8
+        and study.best.params["microbatches"] <= 2
+    )
 
 
 def wide(trial: Any) -> Strategy:
@@ -47,16 +55,24 @@ def scored(study: Study) -> int:
     return len(study.rows) - min(by_rule, PRUNED * 5)
 
 
-def test_a_search_that_has_found_nothing_uses_its_trials_and_does_not_say_that_nothing_fits() -> None:
-    with pytest.raises(NothingFoundError, match=r"none of the 25 candidates that were tried .* fits into 100 B") as caught:
+def test_a_search_that_has_found_nothing_uses_its_trials_and_does_not_say_that_nothing_fits() -> (
+    None
+):
+    with pytest.raises(
+        NothingFoundError, match=r"none of the 25 candidates that were tried .* fits into 100 B"
+    ) as caught:
         tune(problem(100), wide, trials=5, workers=0)
     assert scored(caught.value.study) == 5 and not caught.value.study.exhausted
 
 
 def test_a_space_at_its_end_is_said_to_have_nothing_that_fits_with_a_limit_that_is_enough() -> None:
-    with pytest.raises(NothingFoundError, match="nothing fits: none of the 27 candidates of this space") as caught:
+    with pytest.raises(
+        NothingFoundError, match="nothing fits: none of the 27 candidates of this space"
+    ) as caught:
         tune(problem(300), strategy, trials=12, workers=0)
-    assert caught.value.study.exhausted and len(caught.value.study.rows) == 27, "three of 30 points are plans known already"
+    assert caught.value.study.exhausted and len(caught.value.study.rows) == 27, (
+        "three of 30 points are plans known already"
+    )
 
 
 def test_what_fits_is_found_among_many_points_of_one_plan() -> None:

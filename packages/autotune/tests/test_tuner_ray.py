@@ -49,10 +49,16 @@ def test_tasks_score_as_this_process_does(tasks: OnRay) -> None:
 
 def test_a_task_whose_worker_dies_is_an_outcome(tasks: OnRay) -> None:
     found = tasks.result(tasks.submit(faulty("exit")))
-    assert isinstance(found, Refused) and found.kind == "crash" and "its Ray worker failed" in found.reason
+    assert (
+        isinstance(found, Refused)
+        and found.kind == "crash"
+        and "its Ray worker failed" in found.reason
+    )
 
 
-def test_the_task_that_is_waited_for_is_cancelled_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_that_is_waited_for_is_cancelled_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ctrl-C while a result is waited for, in a Ray that stays: nothing of the search goes on computing there."""
 
     class StubRay:

@@ -18,7 +18,19 @@ from piper_autotune.scoring.scoring import Scored, score
 from piper_autotune.space.problem import Programs, TuningProblem, Wanted
 from piper_autotune.space.rules import RULES, PruningRules
 from piper_autotune.space.sketch import Sketch, Sketches, in_flight
-from piper_compiler import Strategy, Training, directive, directives, order, overlap, partition, place, recipes, split, synthetic
+from piper_compiler import (
+    Strategy,
+    Training,
+    directive,
+    directives,
+    order,
+    overlap,
+    partition,
+    place,
+    recipes,
+    split,
+    synthetic,
+)
 from piper_compiler.directives import site_field
 from piper_ir.graph.graph import Graph
 from piper_ir.ground.mesh import Mesh
@@ -50,7 +62,10 @@ def test_what_is_pruned_does_not_fit_and_each_memory_rule_is_of_use() -> None:
         for made, exact in everything:
             pruned = judge.check(made)
             if pruned is not None:
-                assert pruned.device_bytes is not None and limit < pruned.device_bytes <= exact.device_bytes
+                assert (
+                    pruned.device_bytes is not None
+                    and limit < pruned.device_bytes <= exact.device_bytes
+                )
                 seen.add(pruned.rule)
     assert seen == {"states", "activations"}
 
@@ -64,7 +79,9 @@ def test_what_is_pruned_as_slower_is_slower() -> None:
             pruned = judge.check(made, bound)
             if pruned is not None:
                 count += 1
-                assert pruned.rule == "slower" and exact.period_s >= (pruned.period_s or 0) * (1 - 1e-9) > bound * (1 - 1e-9)
+                assert pruned.rule == "slower" and exact.period_s >= (pruned.period_s or 0) * (
+                    1 - 1e-9
+                ) > bound * (1 - 1e-9)
     assert count > 20
 
 
@@ -75,10 +92,20 @@ def test_bounds_hold_for_random_programs_and_strategies(draw: Any) -> None:
     def some(low: int, high: int) -> Sequence[int]:
         return [draw.randint(low, high) for _ in range(stages)]
 
-    made = synthetic(stages=stages, F=some(0, 5), I=some(0, 5), W=some(0, 5), activation=some(0, 90), params=some(0, 900))
+    made = synthetic(
+        stages=stages,
+        F=some(0, 5),
+        I=some(0, 5),
+        W=some(0, 5),
+        activation=some(0, 90),
+        params=some(0, 900),
+    )
     recipe = draw.choice([recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
     dp = draw.choice([1, 2])
-    chosen = Strategy(Mesh(pp=stages, dp=dp), (*recipe(pp=stages, microbatches=draw.randint(1, 6)), *recipes.data_parallel()))
+    chosen = Strategy(
+        Mesh(pp=stages, dp=dp),
+        (*recipe(pp=stages, microbatches=draw.randint(1, 6)), *recipes.data_parallel()),
+    )
     of = TuningProblem(made, training=Training(state_bytes=lambda bucket: 2 * bucket.numel + 4))
     exact = score(of, chosen, {Wanted(1): None})
     assert isinstance(exact, Scored)
@@ -98,11 +125,24 @@ def test_bounds_hold_where_one_device_runs_several_stages() -> None:
     exact, found = score(of, chosen, {Wanted(1): None}), Sketches(of, Programs(of, None))
     sketch = found.sketch(chosen)
     assert isinstance(exact, Scored) and sketch is not None and len(sketch.roles["pp0"]) == 4
-    assert filled(found, sketch, 1)[0] <= exact.peak_bytes and found.period_s(chosen, sketch, 1)[0] <= exact.period_s
+    assert (
+        filled(found, sketch, 1)[0] <= exact.peak_bytes
+        and found.period_s(chosen, sketch, 1)[0] <= exact.period_s
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "dualpipe_v", "dualpipe"]
+    "name",
+    [
+        "interleaved",
+        "looped_bfs",
+        "zb_h1",
+        "zb_h2",
+        "interleaved_zb",
+        "zbv",
+        "dualpipe_v",
+        "dualpipe",
+    ],
 )
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=8)
@@ -124,7 +164,11 @@ def test_bounds_hold_for_every_recipe(name: str, draw: Any) -> None:
         kept_after_I=[draw.randint(0, k) for k in keep],
         params=some(0, 900),
     )
-    of = TuningProblem(made) if draw.choice([True, False]) else TuningProblem(untimed(made), cluster=cpu_local())
+    of = (
+        TuningProblem(made)
+        if draw.choice([True, False])
+        else TuningProblem(untimed(made), cluster=cpu_local())
+    )
     chosen = Strategy(Mesh(pp=pp), getattr(recipes, name)(pp=pp, microbatches=m))
     exact, found = score(of, chosen, {Wanted(1): None}), Sketches(of, Programs(of, None))
     sketch = found.sketch(chosen)
@@ -142,7 +186,10 @@ def untimed(made: Program) -> Program:
         work = int((step.cost.seconds or 0) * 1e9)
         return replace(step, cost=Cost((Kernel("matmul", (8, 8, 8), "float32", work, 0),)))
 
-    chunks = [replace(c, steps={name: counted(step) for name, step in c.steps.items()}) for c in made.chunks]
+    chunks = [
+        replace(c, steps={name: counted(step) for name, step in c.steps.items()})
+        for c in made.chunks
+    ]
     return replace(made, chunks=tuple(chunks), source="untimed")
 
 
@@ -184,7 +231,10 @@ def test_a_strategy_has_bounds_when_each_directive_says_what_it_decides() -> Non
     assert sketch() is not None and sketch() == sketch(Saying())
     assert sketch(Silent()) is None
     assert sketch(Placing(where(stage=0), on={"pp": 0})) is None
-    assert [directives.decided(d) is None for d in (Silent(), Placing(where(), on={"pp": 0}), place(where(), on={"pp": 0}))] == [
+    assert [
+        directives.decided(d) is None
+        for d in (Silent(), Placing(where(), on={"pp": 0}), place(where(), on={"pp": 0}))
+    ] == [
         True,
         True,
         False,
@@ -218,16 +268,27 @@ def test_what_is_in_flight_is_read_from_the_order() -> None:
     f0, f1, b0 = (where(stage=0, phase=p, mb=mb) for p, mb in (("F", 0), ("F", 1), ("B", 0)))
     b1 = where(stage=0, phase="B", mb=1)
     assert in_flight(order(f0, f1, b0, b1), {"stage": 0}).most == 2
-    assert in_flight(order(f0, overlap(f1, b0), b1), {"stage": 0}).most == 1, "the backward may come first"
+    assert in_flight(order(f0, overlap(f1, b0), b1), {"stage": 0}).most == 1, (
+        "the backward may come first"
+    )
 
 
 def test_the_mesh_and_the_batch_are_checked_first() -> None:
     cluster = load_cluster("h100x2")
     wide = Strategy(Mesh(pp=4), recipes.gpipe(pp=4, microbatches=2))
     pruned = rules(TuningProblem(program(), cluster=cluster)).check(wide)
-    assert pruned is not None and pruned.rule == "devices" and "4 ranks" in pruned.reason and "2 devices" in pruned.reason
+    assert (
+        pruned is not None
+        and pruned.rule == "devices"
+        and "4 ranks" in pruned.reason
+        and "2 devices" in pruned.reason
+    )
     pruned = rules(TuningProblem(program(), global_batch=9)).check(wide)
-    assert pruned is not None and pruned.rule == "rows" and "9 rows do not divide into 2 microbatches x 1" in pruned.reason
+    assert (
+        pruned is not None
+        and pruned.rule == "rows"
+        and "9 rows do not divide into 2 microbatches x 1" in pruned.reason
+    )
 
 
 @directive
@@ -252,7 +313,9 @@ def test_directives_of_the_users_own_are_not_pruned() -> None:
 
 
 def test_strategies_that_do_not_apply_are_left_to_the_compiler() -> None:
-    assert rules(problem(1)).check(Strategy(Mesh(pp=2), recipes.gpipe(pp=9, microbatches=1))) is None
+    assert (
+        rules(problem(1)).check(Strategy(Mesh(pp=2), recipes.gpipe(pp=9, microbatches=1))) is None
+    )
 
 
 def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
@@ -260,7 +323,11 @@ def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
     sketched = tight = 0
     for seed in range(50):
         case = random_case(seed)
-        costs = Costs(host=HostCosts(0.3, 0.1), allocator=AllocatorCosts(1000, 1.5)) if seed % 2 else None
+        costs = (
+            Costs(host=HostCosts(0.3, 0.1), allocator=AllocatorCosts(1000, 1.5))
+            if seed % 2
+            else None
+        )
         of = TuningProblem(case.program, case.global_batch, case.training, cpu_local(), costs)
         found = Sketches(of, Programs(of, None))
         sketch = found.sketch(case.strategy)
@@ -273,7 +340,9 @@ def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
         sketched += 1
         least, role = filled(found, sketch, rows)
         assert states(found, sketch) <= least <= exact.peak_bytes, case.text
-        assert found.period_s(case.strategy, sketch, rows)[0] <= exact.period_s * (1 + 1e-9), case.text
+        assert found.period_s(case.strategy, sketch, rows)[0] <= exact.period_s * (1 + 1e-9), (
+            case.text
+        )
         assert found.on_device(sketch, least, role) <= exact.device_bytes, case.text
         assert costs is None or exact.device_bytes == 1000 + round(1.5 * exact.peak_bytes)
         tight += least > 0.7 * exact.peak_bytes
@@ -285,8 +354,13 @@ def test_a_limit_that_nothing_fits_names_the_smallest_that_does() -> None:
     with pytest.raises(NothingFoundError) as caught:
         tune(problem(300), strategy, trials=12, workers=0)
     text = str(caught.value)
-    assert f"the smallest needs {enough_text(least)} (rank " in text and "Set memory_limit to at least that" in text
-    assert text.startswith("nothing fits: none of the ") and caught.value.study.exhausted, "the whole space was tried"
+    assert (
+        f"the smallest needs {enough_text(least)} (rank " in text
+        and "Set memory_limit to at least that" in text
+    )
+    assert text.startswith("nothing fits: none of the ") and caught.value.study.exhausted, (
+        "the whole space was tried"
+    )
     assert caught.value.study.best is None and all(r.reason for r in caught.value.study.rows)
     assert tune(problem(least), strategy, trials=12, workers=0).best is not None
     with pytest.raises(NothingFoundError):
@@ -298,13 +372,20 @@ def test_no_limit_is_advised_that_the_smaller_type_of_device_does_not_have() -> 
     nothing = {"context_bytes": 0, "group_bytes": 0, "p2p_bytes": 0, "allocator_factor": 1.0}
     large = load_cluster("h100x1*4").each_device(lambda device: replace(device, **nothing))
     for held, advised in ((least // 2, False), (1 << 30, True)):
-        small = large.each_device(lambda device, held=held: replace(device, name="small", memory_bytes=held))
-        of = replace(problem(300 if advised else large.device.memory_bytes), cluster=Cluster.joined((small, large)))
+        small = large.each_device(
+            lambda device, held=held: replace(device, name="small", memory_bytes=held)
+        )
+        of = replace(
+            problem(300 if advised else large.device.memory_bytes),
+            cluster=Cluster.joined((small, large)),
+        )
         with pytest.raises(NothingFoundError) as caught:
             tune(of, strategy, trials=12, workers=0)
         text = str(caught.value)
         assert ("Set memory_limit to at least" in text) is advised
-        assert (f"whatever the limit: small {held} B, h100-80g-sxm 79.65 GiB. Put" in text) is not advised
+        assert (
+            f"whatever the limit: small {held} B, h100-80g-sxm 79.65 GiB. Put" in text
+        ) is not advised
         assert "or offer choices that hold less" in text
 
 
@@ -314,7 +395,12 @@ def test_a_plan_that_does_not_fit_says_which_rank_by_how_much_and_where() -> Non
     assert isinstance(exact, Scored) and not exact.reason
     found = score(problem(exact.device_bytes - 10), made, {Wanted(1): None})
     assert isinstance(found, Scored)
-    for part in ("rank 0 (pp0) needs", "10 B more than the limit", "fullest in instruction", "param 1 KiB"):
+    for part in (
+        "rank 0 (pp0) needs",
+        "10 B more than the limit",
+        "fullest in instruction",
+        "param 1 KiB",
+    ):
         assert part in found.reason
     assert score(problem(exact.device_bytes), made, {Wanted(1): None}) == exact
 

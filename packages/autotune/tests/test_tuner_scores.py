@@ -1,4 +1,5 @@
-"""A score by the tables of a plan is that of its instructions by name, to the last bit; what is wrong has the same reason."""
+"""A score by the tables of a plan is that of its instructions by name, to the last bit; what is wrong has the same
+reason."""
 
 from __future__ import annotations
 
@@ -24,18 +25,32 @@ from piper_simulator import Cluster, load_cluster
 
 SLOW = replace(load_cluster("h100x1*8"), slow_ranks={0: 3.0})
 MIXED = load_cluster("a100x1*3+h100x1*5")
-CLUSTERS = (None, MIXED, load_cluster("h100x8"), load_cluster("a100x1*8"), load_cluster("cpu-local"), SLOW)
+CLUSTERS = (
+    None,
+    MIXED,
+    load_cluster("h100x8"),
+    load_cluster("a100x1*8"),
+    load_cluster("cpu-local"),
+    SLOW,
+)
 
 
 def by_name(request: CompileRequest) -> Lowered:
     """The plan with nothing but instructions by name, its peaks and waits found from those."""
     plan = compiled(request)
-    roles = tuple([replace(r, program=tuple(r.program), peak_bytes=0, peak_by_category={}) for r in plan.plan.roles])
+    roles = tuple(
+        [
+            replace(r, program=tuple(r.program), peak_bytes=0, peak_by_category={})
+            for r in plan.plan.roles
+        ]
+    )
     plain = with_peaks(replace(plan.plan, roles=roles, values=dict(plan.plan.values)))
     return Lowered(plan.graph, plain, lambda: prepare(plain))
 
 
-def both(of: TuningProblem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
+def both(
+    of: TuningProblem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[object, object]:
     """The score, and that of the plan by name."""
     quick = score(of, chosen, {Wanted(rows): None})
     with monkeypatch.context() as patch:
@@ -43,17 +58,26 @@ def both(of: TuningProblem, chosen: Strategy, rows: int, monkeypatch: pytest.Mon
         return quick, score(of, chosen, {Wanted(rows): None})
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(draw=st.data())
-def test_scores_of_tables_are_scores_of_plans_by_name(draw: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_tables_are_scores_of_plans_by_name(
+    draw: st.DataObject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     devices, microbatches = draw.draw(st.integers(1, 4)), draw.draw(st.integers(1, 9))
     dp = draw.draw(st.integers(1, 2))
     each, recipe = SCHEDULES[draw.draw(st.sampled_from(sorted(SCHEDULES)))]
     stages = devices * each
-    directives = (*recipe(pp=devices, microbatches=microbatches), *recipes.data_parallel(bucket_mb=0.0005))
+    directives = (
+        *recipe(pp=devices, microbatches=microbatches),
+        *recipes.data_parallel(bucket_mb=0.0005),
+    )
     seconds = st.floats(0.1, 9) | st.integers(1, 3)
     if draw.draw(st.booleans()):
-        program = synthetic(stages=stages, F=draw.draw(seconds), I=draw.draw(seconds), W=1, params=99, hop=0.5)
+        program = synthetic(
+            stages=stages, F=draw.draw(seconds), I=draw.draw(seconds), W=1, params=99, hop=0.5
+        )
     else:
         drawn = RandomProgram(draw.draw(st.randoms(use_true_random=False)), stages)
         program = replace(drawn.build(), source="captured")
@@ -63,7 +87,9 @@ def test_scores_of_tables_are_scores_of_plans_by_name(draw: st.DataObject, monke
         rows * microbatches * dp,
         Training(clip=draw.draw(st.sampled_from((None, 2.0)))),
         draw.draw(st.sampled_from(CLUSTERS)),
-        draw.draw(st.sampled_from((None, Costs(allocator=AllocatorCosts(1000, 1.25)), batch_costs()))),
+        draw.draw(
+            st.sampled_from((None, Costs(allocator=AllocatorCosts(1000, 1.25)), batch_costs()))
+        ),
         draw.draw(st.sampled_from((None, 3000, 20_000))),
     )
     quick, plain = both(of, Strategy(Mesh(pp=devices, dp=dp), directives), rows, monkeypatch)
@@ -72,7 +98,10 @@ def test_scores_of_tables_are_scores_of_plans_by_name(draw: st.DataObject, monke
 
 def batch_costs() -> Costs:
     return Costs(
-        parts=(PartDuration("Batch", 1, Duration(0.25, "measured")), PartDuration("Batch", 3, Duration(0.5, "measured")))
+        parts=(
+            PartDuration("Batch", 1, Duration(0.25, "measured")),
+            PartDuration("Batch", 3, Duration(0.5, "measured")),
+        )
     )
 
 
@@ -85,7 +114,9 @@ def test_scores_of_any_strategy_are_those_of_its_plan(monkeypatch: pytest.Monkey
             assert quick == plain, case.text
 
 
-def test_a_candidate_whose_plan_breaks_a_rule_is_refused_by_the_engines_score(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_whose_plan_breaks_a_rule_is_refused_by_the_engines_score(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2))
     assert isinstance(score(problem(), chosen, {Wanted(1): None}, engine=True), Scored)
 
@@ -93,10 +124,14 @@ def test_a_candidate_whose_plan_breaks_a_rule_is_refused_by_the_engines_score(mo
         raise PlanError("R00: broken")
 
     monkeypatch.setattr(scoring, "verify", refuse)
-    assert score(problem(), chosen, {Wanted(1): None}, engine=True) == Refused("illegal", "R00: broken")
+    assert score(problem(), chosen, {Wanted(1): None}, engine=True) == Refused(
+        "illegal", "R00: broken"
+    )
 
 
-def test_negative_control_a_table_with_another_peak_scores_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_a_table_with_another_peak_scores_differently(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def wrong(request: CompileRequest) -> Lowered:
         found = compiled(request)
         roles = tuple([replace(r, peak_bytes=r.peak_bytes + 1) for r in found.plan.roles])
@@ -111,11 +146,22 @@ def test_negative_control_a_table_with_another_peak_scores_differently(monkeypat
 
 def test_each_rank_must_fit_its_own_type_of_device() -> None:
     chosen = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2))
-    large, small = load_cluster("h100x1"), load_cluster("a100x1").each_device(lambda d: replace(d, memory_bytes=1000))
-    for rank, cluster in enumerate((Cluster.joined((small, large)), Cluster.joined((large, small)))):
+    large, small = (
+        load_cluster("h100x1"),
+        load_cluster("a100x1").each_device(lambda d: replace(d, memory_bytes=1000)),
+    )
+    for rank, cluster in enumerate(
+        (Cluster.joined((small, large)), Cluster.joined((large, small)))
+    ):
         for limit in (None, large.device.memory_bytes):
             found = score(replace(problem(limit), cluster=cluster), chosen, {Wanted(1): None})
-            assert isinstance(found, Scored) and found.reason.startswith(f"rank {rank} (pp{rank}) needs ")
+            assert isinstance(found, Scored) and found.reason.startswith(
+                f"rank {rank} (pp{rank}) needs "
+            )
             assert "more than the limit of 1000 B" in found.reason
-    fits = score(replace(problem(large.device.memory_bytes), cluster=load_cluster("h100x1+a100x1")), chosen, {Wanted(1): None})
+    fits = score(
+        replace(problem(large.device.memory_bytes), cluster=load_cluster("h100x1+a100x1")),
+        chosen,
+        {Wanted(1): None},
+    )
     assert isinstance(fits, Scored) and fits.reason == ""

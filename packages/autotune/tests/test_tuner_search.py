@@ -40,7 +40,9 @@ def found() -> Study:
 def test_the_best_that_fits_is_found(found: Study) -> None:
     scores = [s for _, s in exhaustive(problem(LIMIT))]
     fitting = [s.period_s for s in scores if not s.reason]
-    assert 0 < len(fitting) < len(scores) and min(s.period_s for s in scores) < min(fitting), "otherwise there is no limit"
+    assert 0 < len(fitting) < len(scores) and min(s.period_s for s in scores) < min(fitting), (
+        "otherwise there is no limit"
+    )
     assert found.best_row is not None and found.best_row.period_s == pytest.approx(min(fitting))
     assert found.best is not None and found.best.params == found.best_row.params
     assert all(row["device_bytes"] <= LIMIT for row in found.table())
@@ -70,7 +72,9 @@ def test_the_same_seed_gives_the_same_study_and_another_does_not(found: Study) -
     "sampler",
     [
         lambda: optuna.samplers.RandomSampler(seed=0),
-        lambda: optuna.samplers.GridSampler({"pp": [4], "schedule": ["1f1b"], "microbatches": [1, 2, 3]}, seed=0),
+        lambda: optuna.samplers.GridSampler(
+            {"pp": [4], "schedule": ["1f1b"], "microbatches": [1, 2, 3]}, seed=0
+        ),
         lambda: optuna.samplers.BruteForceSampler(seed=0),
     ],
     ids=["random", "grid", "brute force"],
@@ -89,8 +93,14 @@ def test_an_exhausted_space_ends_the_search() -> None:
 def test_progress_counts_up_to_the_trials_and_knows_the_best(found: Study) -> None:
     seen: list[SearchProgress] = []
     search(progress=seen.append)
-    assert [p.done for p in seen] == sorted(p.done for p in seen) and seen[-1].done <= seen[-1].trials == 12
-    assert seen[-1].best is not None and found.best_row is not None and seen[-1].best.number == found.best_row.number
+    assert [p.done for p in seen] == sorted(p.done for p in seen) and seen[-1].done <= seen[
+        -1
+    ].trials == 12
+    assert (
+        seen[-1].best is not None
+        and found.best_row is not None
+        and seen[-1].best.number == found.best_row.number
+    )
 
 
 def test_ctrl_c_returns_what_was_found() -> None:
@@ -99,7 +109,11 @@ def test_ctrl_c_returns_what_was_found() -> None:
             raise KeyboardInterrupt
 
     study = search(progress=interrupt)
-    assert study.interrupted and study.best is not None and len([r for r in study.rows if r.kind not in RULES]) == 5
+    assert (
+        study.interrupted
+        and study.best is not None
+        and len([r for r in study.rows if r.kind not in RULES]) == 5
+    )
 
 
 def test_a_function_that_raises_for_some_is_one_row_each_with_its_line() -> None:
@@ -111,14 +125,18 @@ def test_a_function_that_raises_for_some_is_one_row_each_with_its_line() -> None
 
     rows = [r for r in search(fussy, problem(), trials=20).rejected() if r["kind"] == "strategy"]
     assert rows and all(r["params"]["microbatches"] == 3 for r in rows)
-    assert "ZeroDivisionError: three" in rows[0]["reason"] and Path(__file__).name in rows[0]["reason"]
+    assert (
+        "ZeroDivisionError: three" in rows[0]["reason"] and Path(__file__).name in rows[0]["reason"]
+    )
 
 
 def test_a_function_that_always_raises_is_an_error_with_the_study() -> None:
     def broken(trial: Any) -> Strategy:
         raise KeyError(trial.suggest_int("m", 1, 100))
 
-    with pytest.raises(NothingFoundError, match=r"'strategy'; the first: strategy\(trial\) raised KeyError") as caught:
+    with pytest.raises(
+        NothingFoundError, match=r"'strategy'; the first: strategy\(trial\) raised KeyError"
+    ) as caught:
         search(broken, trials=4)
     assert len(caught.value.study.rows) == 4 and caught.value.study.best is None
 
@@ -133,12 +151,17 @@ def test_a_recipe_that_refuses_is_a_row_too() -> None:
 
 @pytest.mark.parametrize("value", [None, 3, "strategy"])
 def test_a_function_that_returns_no_strategy_is_named(value: Any) -> None:
-    with pytest.raises(TuneError, match=f"returned a {type(value).__name__}; a piper.Strategy is needed"):
+    with pytest.raises(
+        TuneError, match=f"returned a {type(value).__name__}; a piper.Strategy is needed"
+    ):
         search(lambda trial: value, trials=2)
 
 
 def twice_in_one(trial: Any) -> Strategy:
-    return Strategy(Mesh(), recipes.gpipe(pp=trial.suggest_int("m", 1, 1), microbatches=trial.suggest_int("m", 1, 4)))
+    return Strategy(
+        Mesh(),
+        recipes.gpipe(pp=trial.suggest_int("m", 1, 1), microbatches=trial.suggest_int("m", 1, 4)),
+    )
 
 
 def twice_in_two(trial: Any) -> Strategy:
@@ -151,7 +174,10 @@ def twice_in_two(trial: Any) -> Strategy:
 
 def other_choices(trial: Any) -> Strategy:
     pp = trial.suggest_categorical("pp", [1, 2])
-    return Strategy(Mesh(pp=pp), recipes.gpipe(pp=pp, microbatches=trial.suggest_categorical("m", [1, 2, pp * 8])))
+    return Strategy(
+        Mesh(pp=pp),
+        recipes.gpipe(pp=pp, microbatches=trial.suggest_categorical("m", [1, 2, pp * 8])),
+    )
 
 
 @pytest.mark.parametrize("function", [twice_in_one, twice_in_two, other_choices])
@@ -163,7 +189,9 @@ def test_a_name_that_stands_for_two_things_is_named(function: Any) -> None:
 def test_the_range_of_a_number_may_depend_on_another() -> None:
     def some(trial: Any) -> Strategy:
         pp = trial.suggest_categorical("pp", [1, 2])
-        return Strategy(Mesh(pp=pp), recipes.gpipe(pp=pp, microbatches=trial.suggest_int("m", pp, 4 * pp)))
+        return Strategy(
+            Mesh(pp=pp), recipes.gpipe(pp=pp, microbatches=trial.suggest_int("m", pp, 4 * pp))
+        )
 
     assert search(some, problem()).best is not None
 
@@ -173,7 +201,9 @@ def test_choices_that_cannot_be_saved_are_refused_by_name() -> None:
         at = trial.suggest_categorical("at", [(1,), (2,)])
         return Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=1, at=at))
 
-    with pytest.raises(TuneError, match=r"suggest_categorical\('at'\) has the choice \(1,\), a tuple"):
+    with pytest.raises(
+        TuneError, match=r"suggest_categorical\('at'\) has the choice \(1,\), a tuple"
+    ):
         search(cuts)
 
 
@@ -198,7 +228,9 @@ def test_a_strategy_that_is_no_function_is_refused() -> None:
         search(Strategy(Mesh()))
 
 
-def test_optuna_is_silent(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optuna_is_silent(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = optuna.logging.get_verbosity()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -209,7 +241,10 @@ def test_optuna_is_silent(caplog: pytest.LogCaptureFixture, capsys: pytest.Captu
 
 def test_a_bad_candidate_does_not_end_the_search() -> None:
     def some(trial: Any) -> Strategy:
-        return Strategy(Mesh(pp=2), recipes.gpipe(pp=trial.suggest_categorical("stages", [2, 20]), microbatches=2))
+        return Strategy(
+            Mesh(pp=2),
+            recipes.gpipe(pp=trial.suggest_categorical("stages", [2, 20]), microbatches=2),
+        )
 
     study = search(some, problem())
     (row,) = study.rejected()
@@ -227,7 +262,9 @@ def test_confirmed_candidates_are_measured_and_the_fastest_measured_is_best() ->
     measured = [r for r in study.rows if r.measured_period_s is not None]
     assert len(set(asked)) == len(measured) == 3 and study.best == asked[-1]
     assert study.best_row is not None and study.best_row.measured_peak_bytes == 7
-    assert study.best_row.period_s is not None and study.best_row.error == pytest.approx(study.best_row.period_s / 97 - 1)
+    assert study.best_row.period_s is not None and study.best_row.error == pytest.approx(
+        study.best_row.period_s / 97 - 1
+    )
 
 
 def test_a_confirmation_that_fails_is_a_row_with_its_reason() -> None:
@@ -246,7 +283,9 @@ def test_a_confirmation_that_fails_is_a_row_with_its_reason() -> None:
     def never(made: Strategy) -> Confirmation:
         raise DirectiveError("no such machine")
 
-    with pytest.raises(NothingFoundError, match=r"none of the 2 best could be run; .*no such machine"):
+    with pytest.raises(
+        NothingFoundError, match=r"none of the 2 best could be run; .*no such machine"
+    ):
         search(confirm=2, measure=never)
 
 
@@ -269,13 +308,18 @@ def test_a_storage_lets_a_search_go_on(tmp_path: Path) -> None:
     def other(trial: Any) -> Strategy:
         return replace(strategy(trial)) if trial else strategy(trial)
 
-    assert len([r for r in search(other, trials=3, storage=url).rows if r.kind not in RULES]) == 3, "another space, another study"
+    assert (
+        len([r for r in search(other, trials=3, storage=url).rows if r.kind not in RULES]) == 3
+    ), "another space, another study"
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("sqlite:////no/such/folder/study.db", "cannot be used: unable to open database file|cannot be used: .*unable to open"),
+        (
+            "sqlite:////no/such/folder/study.db",
+            "cannot be used: unable to open database file|cannot be used: .*unable to open",
+        ),
         ("nonsense", "the storage nonsense cannot be used"),
         ("redis://localhost", "the storage redis://localhost cannot be used"),
     ],
@@ -300,7 +344,9 @@ def test_a_locked_storage_is_one_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["between candidates", "in suggest"])
-def test_a_storage_that_gets_locked_in_mid_search_loses_nothing(tmp_path: Path, asked: bool) -> None:
+def test_a_storage_that_gets_locked_in_mid_search_loses_nothing(
+    tmp_path: Path, asked: bool
+) -> None:
     import sqlite3
 
     path = tmp_path / "study.db"
@@ -331,7 +377,10 @@ def test_a_storage_that_gets_locked_in_mid_search_loses_nothing(tmp_path: Path, 
     assert not [r for r in study.rows if r.kind == "strategy"], "it is no fault of the strategy"
 
 
-@pytest.mark.parametrize("said", ["table studies already exists", "UNIQUE constraint failed: version_info.version_info_id"])
+@pytest.mark.parametrize(
+    "said",
+    ["table studies already exists", "UNIQUE constraint failed: version_info.version_info_id"],
+)
 def test_a_database_that_another_search_makes_at_the_same_moment_is_opened(
     said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,9 +395,13 @@ def test_a_database_that_another_search_makes_at_the_same_moment_is_opened(
     monkeypatch.setattr(storage.optuna, "create_study", raced)
     monkeypatch.setattr(storage, "WAITS_S", (0.0,))
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    assert storage.open_study(url, "name", optuna.samplers.RandomSampler(seed=0)).study_name == "name"
+    assert (
+        storage.open_study(url, "name", optuna.samplers.RandomSampler(seed=0)).study_name == "name"
+    )
     calls += [said, said]
-    with pytest.raises(TuneError, match="is being set up by another search at this moment; start this one again"):
+    with pytest.raises(
+        TuneError, match="is being set up by another search at this moment; start this one again"
+    ):
         storage.open_study(url, "name", optuna.samplers.RandomSampler(seed=0))
 
 

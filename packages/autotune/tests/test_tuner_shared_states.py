@@ -39,10 +39,15 @@ def test_what_has_no_effect_is_left_out_and_nothing_else() -> None:
     def short(**arguments: Any) -> tuple[Directive, ...]:
         return simplest(recipes.data_parallel(**arguments))
 
-    assert short(resident_mb="step", reduced_mb=3, prefetch=4, gather="x", reduce="y") == recipes.data_parallel(reduce="y")
+    assert short(
+        resident_mb="step", reduced_mb=3, prefetch=4, gather="x", reduce="y"
+    ) == recipes.data_parallel(reduce="y")
     assert short(zero=1, reduced_mb=3, gather="x") == recipes.data_parallel(zero=1, gather="x")
     assert short(zero=2, resident_mb=3, reduced_mb=3) == recipes.data_parallel(zero=2, reduced_mb=3)
-    for kept in (dict(zero=3, resident_mb=3, reduced_mb=2, prefetch=0), dict(shard=SHARED, resident_mb="step")):
+    for kept in (
+        dict(zero=3, resident_mb=3, reduced_mb=2, prefetch=0),
+        dict(shard=SHARED, resident_mb="step"),
+    ):
         assert short(**kept) == recipes.data_parallel(**kept)
 
 
@@ -66,7 +71,9 @@ def test_states_shared_by_name_can_be_tuned(tmp_path: Any) -> None:
 
     def own(trial: Any) -> Strategy:
         over = ("dp", "rep")[: trial.suggest_int("axes", 1, 2)]
-        shared = recipes.data_parallel(over=("dp", "rep"), shard=dict.fromkeys(("grads", "optim"), over))
+        shared = recipes.data_parallel(
+            over=("dp", "rep"), shard=dict.fromkeys(("grads", "optim"), over)
+        )
         return Strategy(Mesh(dp=2, rep=2), (*recipes.gpipe(pp=1, microbatches=2), *shared))
 
     study = tune(problem(), own, trials=2, workers=0)
@@ -83,6 +90,12 @@ def test_recomputation_takes_a_policy_per_stage() -> None:
         directives.recompute(where(stage=(0, 3)), keep="inputs", group=2),
         directives.recompute(where(stage=2), keep="products", group=2),
     )
-    assert recipes.recomputation(keep=["all", "all"]) == simplest((directives.recompute(where(), keep="all"),)) == ()
-    with pytest.raises(DirectiveError, match=r"recomputation\(keep='inputs'\): a policy for each stage is needed"):
+    assert (
+        recipes.recomputation(keep=["all", "all"])
+        == simplest((directives.recompute(where(), keep="all"),))
+        == ()
+    )
+    with pytest.raises(
+        DirectiveError, match=r"recomputation\(keep='inputs'\): a policy for each stage is needed"
+    ):
         recipes.recomputation(keep="inputs")

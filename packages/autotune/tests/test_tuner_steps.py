@@ -16,7 +16,9 @@ GATHER, UPDATE = 7.0, 5.0
 
 def prepared(zero: int) -> tuple[Prepared, list[float]]:
     """Two replicas, one bucket: gathers and updates that take long, everything else takes a second."""
-    strategy = Strategy(Mesh(dp=2), (*recipes.gpipe(pp=1, microbatches=2), *recipes.data_parallel(zero=zero)))
+    strategy = Strategy(
+        Mesh(dp=2), (*recipes.gpipe(pp=1, microbatches=2), *recipes.data_parallel(zero=zero))
+    )
     plan = compile_program(synthetic(stages=1, F=1, I=1, W=1, params=100), strategy).plan
     seconds = {"gather": GATHER, "update": UPDATE}
     names = [instr.name.partition(".")[0].partition("#")[0] for instr in plan.roles[0].program]
@@ -37,7 +39,9 @@ def test_a_gather_begins_after_the_last_update(zero: int) -> None:
     assert run_engine(dag, seconds, latency=0.0, issue=0.0, steps=2) == [first, second]
 
 
-def test_negative_control_without_the_wait_the_gather_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_without_the_wait_the_gather_is_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     dag, seconds = prepared(1)
     monkeypatch.setattr(timing, "after_updates", lambda prepared: {})
     step_s, period_s = step_and_period(dag, seconds)

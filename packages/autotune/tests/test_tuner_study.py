@@ -24,11 +24,26 @@ def test_a_study_is_written_and_read(found: Study, tmp_path: Path) -> None:
     found.save(tmp_path)
     again = Study.load(tmp_path)
     assert again.rows == found.rows and again.rules == found.rules and again.best == found.best
-    assert again.best is not None and found.best_row is not None and again.best.params == found.best_row.params
+    assert (
+        again.best is not None
+        and found.best_row is not None
+        and again.best.params == found.best_row.params
+    )
     assert load_strategy(tmp_path / "best.json") == found.best
     data = json.loads((tmp_path / "study.json").read_text())
-    assert data["best"] == found.best_row.number and data["memory_limit"] == 2400 and data["seed"] == 0
-    assert {"number", "state", "params", "period_s", "device_bytes", "reason", "kind", "error"} <= data["trials"][0].keys()
+    assert (
+        data["best"] == found.best_row.number and data["memory_limit"] == 2400 and data["seed"] == 0
+    )
+    assert {
+        "number",
+        "state",
+        "params",
+        "period_s",
+        "device_bytes",
+        "reason",
+        "kind",
+        "error",
+    } <= data["trials"][0].keys()
 
 
 def test_a_study_without_a_best_has_no_best_file(tmp_path: Path) -> None:
@@ -37,7 +52,9 @@ def test_a_study_without_a_best_has_no_best_file(tmp_path: Path) -> None:
 
 
 def test_a_search_that_was_interrupted_says_so_in_its_file(tmp_path: Path) -> None:
-    Study("c", None, 0, (Row(0, "complete", {"m": 1}, period_s=1.0),), interrupted=True).save(tmp_path)
+    Study("c", None, 0, (Row(0, "complete", {"m": 1}, period_s=1.0),), interrupted=True).save(
+        tmp_path
+    )
     assert json.loads((tmp_path / "study.json").read_text())["interrupted"] is True
     assert loads(StudyDocument, (tmp_path / "study.json").read_text()).interrupted
 
@@ -50,7 +67,11 @@ def test_measured_rows_come_before_predicted_ones() -> None:
         Row(3, "rejected", period_s=0.5, reason="too big", kind="memory"),
     )
     study = Study("c", 5, 0, rows)
-    assert [r["number"] for r in study.table()] == [2, 1, 0] and study.best_row == rows[2] and study.best is None
+    assert (
+        [r["number"] for r in study.table()] == [2, 1, 0]
+        and study.best_row == rows[2]
+        and study.best is None
+    )
     assert [r["number"] for r in study.rejected()] == [3]
 
 

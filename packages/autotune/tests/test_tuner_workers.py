@@ -88,7 +88,9 @@ def test_workers_score_as_this_process_does(pool: Processes) -> None:
         ("raise", "illegal", "compiling it raised RuntimeError: as asked"),
     ],
 )
-def test_a_fault_is_an_outcome_and_the_workers_go_on(pool: Processes, kind: str, outcome: str, text: str) -> None:
+def test_a_fault_is_an_outcome_and_the_workers_go_on(
+    pool: Processes, kind: str, outcome: str, text: str
+) -> None:
     good = strategy(FixedTrial(next(points())))
     before, bad, after = pool.submit(good), pool.submit(faulty(kind)), pool.submit(good)
     found = pool.result(bad)
@@ -104,7 +106,11 @@ def test_workers_need_neither_torch_nor_optuna(pool: Processes) -> None:
 def test_a_search_survives_its_candidates() -> None:
     def some(trial: Any) -> Strategy:
         kind = trial.suggest_categorical("kind", ["exit", "raise", "none", "fine"])
-        return faulty(kind) if kind != "fine" else Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=2))
+        return (
+            faulty(kind)
+            if kind != "fine"
+            else Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=2))
+        )
 
     study = tune(problem(), some, trials=4, workers=2)
     assert sorted(str(r["kind"]) for r in study.rejected()) == ["crash", "illegal"]
@@ -128,7 +134,9 @@ def test_other_programs_reach_the_workers_when_they_are_asked_for() -> None:
     of = TuningProblem(made, global_batch=6)
     two = Processes(of, Programs(of, at_rows), 1, TIMEOUT_S)
     try:
-        tickets = [two.submit(Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=m))) for m in (1, 6, 2, 6)]
+        tickets = [
+            two.submit(Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=m))) for m in (1, 6, 2, 6)
+        ]
         whole, ones, threes, again = (two.result(t) for t in tickets)
     finally:
         two.close()
@@ -156,13 +164,17 @@ def test_what_a_script_defines_travels_with_its_strategy(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys.modules["__main__"], "Stages", stages, raising=False)
     made = Strategy(Mesh(pp=2), (place(where(stage=stages(1)), on=dict(pp=1)),))
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).directives[0].selection)"
-    told = subprocess.run([sys.executable, "-c", code], input=packed_strategy(made), capture_output=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", code], input=packed_strategy(made), capture_output=True, check=True
+    )
     assert b"where(stage=<Stages.SECOND: 1>)" in told.stdout
     odd = Strategy(Mesh(), (), params={"chosen": lambda: 7})  # for the record, whatever it is
     assert pickle.loads(packed_strategy(odd)).params["chosen"]() == 7
 
 
-def test_workers_are_ended_before_an_interrupted_study_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_ended_before_an_interrupted_study_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What remains to be done then is small: a strategy whose stages do not depend on costs is not compiled again."""
     started: list[subprocess.Popen[bytes]] = []
     start = evaluators._start
@@ -180,7 +192,9 @@ def test_workers_are_ended_before_an_interrupted_study_is_made(monkeypatch: pyte
         raise AssertionError("nothing is compiled after Ctrl-C")
 
     def studied(*given: Any) -> Any:
-        assert started and all(process.poll() is not None for process in started), "its workers still compute"
+        assert started and all(process.poll() is not None for process in started), (
+            "its workers still compute"
+        )
         return made_study(*given)
 
     made_study = tuner._study
@@ -191,7 +205,9 @@ def test_workers_are_ended_before_an_interrupted_study_is_made(monkeypatch: pyte
     assert study.interrupted and study.best is not None
 
 
-def test_workers_that_were_started_end_when_the_next_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_were_started_end_when_the_next_one_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started: list[subprocess.Popen[bytes]] = []
     start = evaluators._start
 

@@ -20,9 +20,14 @@ PP, SCHEDULES, MOST = (1, 2, 4), ("gpipe", "1f1b"), 5
 
 @lru_cache(maxsize=1)
 def program() -> Program:
-    """Eight layers, the last as slow as two; a microbatch keeps 64 bytes per layer, and a layer has 256 bytes of parameters."""
-    made = synthetic(stages=8, F=[1, 1, 1, 1, 1, 1, 1, 2], I=1, W=1, activation=64, params=256, hop=0.1)
-    return replace(made, chunks=tuple(replace(c, coords={"layer": k}) for k, c in enumerate(made.chunks)))
+    """Eight layers, the last as slow as two; a microbatch keeps 64 bytes per layer, and a layer has 256 bytes of
+    parameters."""
+    made = synthetic(
+        stages=8, F=[1, 1, 1, 1, 1, 1, 1, 2], I=1, W=1, activation=64, params=256, hop=0.1
+    )
+    return replace(
+        made, chunks=tuple(replace(c, coords={"layer": k}) for k, c in enumerate(made.chunks))
+    )
 
 
 def problem(limit: int | None = None) -> TuningProblem:
@@ -32,8 +37,14 @@ def problem(limit: int | None = None) -> TuningProblem:
 def strategy(trial: Any) -> Strategy:
     """30 points."""
     pp = trial.suggest_categorical("pp", PP)
-    recipe = recipes.gpipe if trial.suggest_categorical("schedule", SCHEDULES) == "gpipe" else recipes.one_f_one_b
-    return Strategy(Mesh(pp=pp), recipe(pp=pp, microbatches=trial.suggest_int("microbatches", 1, MOST)))
+    recipe = (
+        recipes.gpipe
+        if trial.suggest_categorical("schedule", SCHEDULES) == "gpipe"
+        else recipes.one_f_one_b
+    )
+    return Strategy(
+        Mesh(pp=pp), recipe(pp=pp, microbatches=trial.suggest_int("microbatches", 1, MOST))
+    )
 
 
 def points() -> Iterator[dict[str, Any]]:
@@ -43,7 +54,9 @@ def points() -> Iterator[dict[str, Any]]:
                 yield {"pp": pp, "schedule": schedule, "microbatches": m}
 
 
-def exhaustive(of: TuningProblem, function: Callable[[Any], Strategy] = strategy) -> list[tuple[Strategy, Scored]]:
+def exhaustive(
+    of: TuningProblem, function: Callable[[Any], Strategy] = strategy
+) -> list[tuple[Strategy, Scored]]:
     """Every point of the space with its exact score."""
     out = []
     for point in points():

@@ -90,7 +90,10 @@ class NoGrad(Model):
 
 CALLS_DIFFER: dict[str, tuple[Callable[[], nn.Module], Work]] = {
     "a number": (lambda: WithIndex(layers(Given)), (4, 2, 2)),
-    "a number of the layer's": (lambda: WithNumber(layers(Given, lambda k: (1.0 + (k == 2),))), (0, 0, 0)),
+    "a number of the layer's": (
+        lambda: WithNumber(layers(Given, lambda k: (1.0 + (k == 2),))),
+        (0, 0, 0),
+    ),
     "in nothing, with keywords": (lambda: Keywords(layers()), (4, 1, 3)),
     "the same tensor or two": (lambda: OneTensorTwice(layers(Both)), (4, 2, 2)),
     "whose weight is given": (lambda: FirstWeight(layers(Weighted)), (3, 1, 2)),

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from packages.compiler.tests.repeated_cases import LAYERS, WIDTH, Layer, Model, Part, Work
 
 
-def layers(kind: Callable[..., nn.Module] = Layer, of: Callable[[int], tuple[Any, ...]] = lambda k: ()) -> list[nn.Module]:
+def layers(
+    kind: Callable[..., nn.Module] = Layer, of: Callable[[int], tuple[Any, ...]] = lambda k: ()
+) -> list[nn.Module]:
     """`of`: arguments of layer k."""
     return [kind(*of(k)) for k in range(LAYERS)]
 
@@ -118,7 +120,9 @@ class Outer(nn.Module):
         return x * self.weight + self.around[0].bias
 
 
-def changed(number: int, change: Callable[[Any], object], kind: Callable[..., nn.Module] = Layer) -> Model:
+def changed(
+    number: int, change: Callable[[Any], object], kind: Callable[..., nn.Module] = Layer
+) -> Model:
     """A model of equal layers, but for one that is changed."""
     made = layers(kind)
     change(made[number])
@@ -166,28 +170,58 @@ def square() -> nn.Module:
 
 LAYERS_DIFFER: dict[str, tuple[Callable[[], nn.Module], Work]] = {
     "a number": (lambda: Model(layers(Held, lambda k: (1.5 + k % 2,))), (4, 2, 2)),
-    "a number in an object": (lambda: Model(layers(Held, lambda k: (Factor(1.5 + k % 2),))), (4, 2, 2)),
-    "an object of equal numbers": (lambda: Model(layers(Held, lambda k: (Factor(1.5),))), (4, 1, 3)),
+    "a number in an object": (
+        lambda: Model(layers(Held, lambda k: (Factor(1.5 + k % 2),))),
+        (4, 2, 2),
+    ),
+    "an object of equal numbers": (
+        lambda: Model(layers(Held, lambda k: (Factor(1.5),))),
+        (4, 1, 3),
+    ),
     "a function": (lambda: Model(layers(Held, lambda k: ((F.relu, F.gelu)[k % 2],))), (4, 2, 2)),
-    "a number in a closure": (lambda: Model(layers(Held, lambda k: (times(1.5 + k % 2),))), (4, 2, 2)),
-    "a tensor or none": (lambda: Model(layers(Held, lambda k: (None if k == 2 else torch.ones(WIDTH),))), (3, 1, 2)),
-    "the shape of a tensor": (lambda: Model(layers(Held, lambda k: (torch.ones((1,) * (k % 2) + (WIDTH,)),))), (4, 2, 2)),
-    "the dtype of a buffer": (lambda: Model(layers(Buffered, lambda k: ((torch.float32, torch.float64)[k % 2],))), (4, 2, 2)),
+    "a number in a closure": (
+        lambda: Model(layers(Held, lambda k: (times(1.5 + k % 2),))),
+        (4, 2, 2),
+    ),
+    "a tensor or none": (
+        lambda: Model(layers(Held, lambda k: (None if k == 2 else torch.ones(WIDTH),))),
+        (3, 1, 2),
+    ),
+    "the shape of a tensor": (
+        lambda: Model(layers(Held, lambda k: (torch.ones((1,) * (k % 2) + (WIDTH,)),))),
+        (4, 2, 2),
+    ),
+    "the dtype of a buffer": (
+        lambda: Model(layers(Buffered, lambda k: ((torch.float32, torch.float64)[k % 2],))),
+        (4, 2, 2),
+    ),
     "an index": (lambda: Model(layers(Indexed, lambda k: (k,))), (0, 0, 0)),
     "an index that is not read": (lambda: Model(layers(Numbered, lambda k: (k,))), (4, 1, 3)),
     "dropout": (lambda: Model(layers(Dropped, lambda k: (0.1 + 0.1 * (k % 2),))), (4, 2, 2)),
     "train and eval": (lambda: changed(1, nn.Module.eval, lambda: Dropped(0.5)), (3, 1, 2)),
     "a width": (lambda: Model(layers(Hidden, lambda k: (16 if k == 2 else WIDTH,))), (3, 1, 2)),
-    "the class of a part": (lambda: changed(2, lambda layer: setattr(layer, "part", Other())), (3, 1, 2)),
+    "the class of a part": (
+        lambda: changed(2, lambda layer: setattr(layer, "part", Other())),
+        (3, 1, 2),
+    ),
     "a hook": (lambda: changed(2, hooked), (3, 1, 2)),
     "a hook in the first": (lambda: changed(0, before), (3, 1, 2)),
     "a function of its own": (lambda: changed(2, overridden), (3, 1, 2)),
     "functions of their own": (all_overridden, (4, 2, 2)),
-    "a number of its own": (lambda: changed(2, lambda layer: setattr(layer, "factor", 2.0), Factored), (3, 1, 2)),
-    "a frozen parameter": (lambda: changed(2, lambda layer: layer.norm.bias.requires_grad_(False)), (3, 1, 2)),
+    "a number of its own": (
+        lambda: changed(2, lambda layer: setattr(layer, "factor", 2.0), Factored),
+        (3, 1, 2),
+    ),
+    "a frozen parameter": (
+        lambda: changed(2, lambda layer: layer.norm.bias.requires_grad_(False)),
+        (3, 1, 2),
+    ),
     "tied in the first": (lambda: changed(0, tied, square), (3, 1, 2)),
     "tied in the last": (lambda: changed(3, tied, square), (3, 1, 2)),
     "tied with another module": (tied_outside, (3, 1, 2)),
-    "a part used twice": (lambda: changed(0, lambda layer: setattr(layer, "b", layer.a), Twice), (3, 1, 2)),
+    "a part used twice": (
+        lambda: changed(0, lambda layer: setattr(layer, "b", layer.a), Twice),
+        (3, 1, 2),
+    ),
 }
 """What layers differ in: model, and how much of it is traced once."""

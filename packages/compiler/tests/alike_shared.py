@@ -86,7 +86,9 @@ class MeetsKinds(Model):
     """Meets the kinds as globals before a layer is called, and reads what layers hold in lists."""
 
     def forward(self, x: Tensor) -> Tensor:
-        doubled = sum(layer.held[0] is Kind.DOUBLED for layer in self.layers) + (Kind.PLAIN is Kind.DOUBLED)
+        doubled = sum(layer.held[0] is Kind.DOUBLED for layer in self.layers) + (
+            Kind.PLAIN is Kind.DOUBLED
+        )
         return super().forward(x) * doubled
 
 
@@ -96,7 +98,9 @@ Use = Callable[[Any, Tensor], Tensor]
 
 def shared(first: Any, other: Any, use: Use, make: Make = Model) -> Callable[[], nn.Module]:
     """Layers that hold `first`, and the third `other`; a trace of the very first one serves none of them."""
-    return lambda: make([Holds(use, other if k == 2 else first, 1.0 + (k == 0)) for k in range(LAYERS)])
+    return lambda: make(
+        [Holds(use, other if k == 2 else first, 1.0 + (k == 0)) for k in range(LAYERS)]
+    )
 
 
 def factor(layer: Any, y: Tensor) -> Tensor:
@@ -122,40 +126,72 @@ def own(use: Use, of: Callable[[int], Any]) -> Callable[[], nn.Module]:
 
 def one_for_all() -> nn.Module:
     config = Config(2.0, Config(3.0))
-    return Model([Holds(lambda layer, y: y * layer.held.factor * layer.held.inner.factor, config, 1.0) for _ in range(LAYERS)])
+    return Model(
+        [
+            Holds(lambda layer, y: y * layer.held.factor * layer.held.inner.factor, config, 1.0)
+            for _ in range(LAYERS)
+        ]
+    )
 
 
 def in_another() -> nn.Module:
     first, other = Config(1.0), Config(2.0)
-    return own(lambda layer, y: y * layer.held.inner.factor, lambda k: Config(0.0, other if k == 2 else first))()
+    return own(
+        lambda layer, y: y * layer.held.inner.factor,
+        lambda k: Config(0.0, other if k == 2 else first),
+    )()
 
 
 SHARED: dict[str, tuple[Callable[[], nn.Module], Work]] = {
     "a config": (shared(Config(1.0), Config(2.0), factor), (2, 1, 1)),
     "a config in a config": (in_another, (2, 1, 1)),
     "slots": (shared(Slots(1.0), Slots(2.0), factor), (2, 1, 1)),
-    "a dict": (shared({"factor": 1.0}, {"factor": 2.0}, lambda layer, y: y * layer.held["factor"]), (2, 1, 1)),
+    "a dict": (
+        shared({"factor": 1.0}, {"factor": 2.0}, lambda layer, y: y * layer.held["factor"]),
+        (2, 1, 1),
+    ),
     "a list": (shared([1.0], [2.0], first_item), (2, 1, 1)),
     "an object that is called": (shared(Callee(1.0), Callee(2.0), called), (2, 1, 1)),
     "a module": (shared(Factor(1.0), Factor(2.0), called), (2, 1, 1)),
     "a class": (shared(Halves, Doubles, lambda layer, y: layer.held.factor(y)), (2, 1, 1)),
-    "a kind": (shared(Kind.PLAIN, Kind.DOUBLED, lambda layer, y: y * 2 if layer.held is Kind.DOUBLED else y), (2, 1, 1)),
+    "a kind": (
+        shared(
+            Kind.PLAIN, Kind.DOUBLED, lambda layer, y: y * 2 if layer.held is Kind.DOUBLED else y
+        ),
+        (2, 1, 1),
+    ),
     "a kind that is met as a global": (
-        shared(Kind.PLAIN, Kind.DOUBLED, lambda layer, y: y * 2 if Kind.PLAIN is not layer.held else y),
+        shared(
+            Kind.PLAIN, Kind.DOUBLED, lambda layer, y: y * 2 if Kind.PLAIN is not layer.held else y
+        ),
         (2, 1, 1),
     ),
     "a kind in a list that is read before": (
-        lambda: MeetsKinds([Holds(doubled_first, [list(Kind)[k == 2]], 1.0 + (k == 0)) for k in range(LAYERS)]),
+        lambda: MeetsKinds(
+            [Holds(doubled_first, [list(Kind)[k == 2]], 1.0 + (k == 0)) for k in range(LAYERS)]
+        ),
         (2, 1, 1),
     ),
-    "a named kind": (shared(Named.PLAIN, Named.DOUBLED, lambda layer, y: y * 2 if layer.held == "doubled" else y), (2, 1, 1)),
+    "a named kind": (
+        shared(
+            Named.PLAIN, Named.DOUBLED, lambda layer, y: y * 2 if layer.held == "doubled" else y
+        ),
+        (2, 1, 1),
+    ),
     "a numbered kind": (shared(Times.ONE, Times.TWO, lambda layer, y: y * layer.held), (2, 1, 1)),
     "an object without a name": (
-        shared(SimpleNamespace(), SimpleNamespace(a=1), lambda layer, y: y * 2 if hasattr(layer.held, "a") else y),
+        shared(
+            SimpleNamespace(),
+            SimpleNamespace(a=1),
+            lambda layer, y: y * 2 if hasattr(layer.held, "a") else y,
+        ),
         (2, 1, 1),
     ),
     "the sign of a zero of the user's own type": (
-        own(lambda layer, y: y + math.copysign(1.0, layer.held), lambda k: Signed(-0.0 if k == 2 else 0.0)),
+        own(
+            lambda layer, y: y + math.copysign(1.0, layer.held),
+            lambda k: Signed(-0.0 if k == 2 else 0.0),
+        ),
         (2, 1, 1),
     ),
     "one config for all": (one_for_all, (4, 1, 3)),

@@ -1,4 +1,5 @@
-"""Runs a captured program without plan or runtime: F of every chunk in order, then I and W in reverse, gradients summed."""
+"""Runs a captured program without plan or runtime: F of every chunk in order, then I and W in reverse, gradients
+summed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ class ChunkDag:
     """`state`: parameters and buffers by first name; `seed` sets the random state before a chunk that draws."""
 
     def __init__(
-        self, captured: Captured, rows: int, state: Mapping[str, Tensor], seed: Callable[[Chunk], None] = lambda _: None
+        self,
+        captured: Captured,
+        rows: int,
+        state: Mapping[str, Tensor],
+        seed: Callable[[Chunk], None] = lambda _: None,
     ) -> None:
         self.captured, self.rows, self.state, self.seed = captured, rows, state, seed
         self.program: Program = captured.bind(rows)
@@ -69,7 +74,9 @@ class ChunkDag:
         for chunk in reversed(self.program.chunks):
             for k, o in enumerate(chunk.outputs):
                 if o.needs_grad:
-                    self.ports[chunk.id, f"tan{k}"] = sum(sums[f"{chunk.id}:out{k}"][1:], sums[f"{chunk.id}:out{k}"][0])
+                    self.ports[chunk.id, f"tan{k}"] = sum(
+                        sums[f"{chunk.id}:out{k}"][1:], sums[f"{chunk.id}:out{k}"][0]
+                    )
             self._step(chunk, "I")
             for k, i in enumerate(chunk.inputs):
                 if i.kind == "value" and i.needs_grad:
@@ -91,5 +98,9 @@ class ChunkDag:
             spec = chunk.ports[port]
             # What F of an opaque chunk saves is autograd's, behind an empty tensor.
             shape = (0,) if chunk.coords.get("opaque") and port == "saved0" else spec.shape
-            assert tuple(value.shape) == shape and str(value.dtype) == f"torch.{spec.dtype}", (chunk.id, step, port)
+            assert tuple(value.shape) == shape and str(value.dtype) == f"torch.{spec.dtype}", (
+                chunk.id,
+                step,
+                port,
+            )
             self.ports[chunk.id, port] = value

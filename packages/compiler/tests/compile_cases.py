@@ -1,4 +1,5 @@
-"""Programs without a model for the compiler's tests, layered or random DAGs with byte sizes; random strategies for them."""
+"""Programs without a model for the compiler's tests, layered or random DAGs with byte sizes; random strategies for
+them."""
 
 from __future__ import annotations
 
@@ -10,11 +11,33 @@ from functools import cache
 from random import Random
 from types import ModuleType
 
-from piper_compiler import Directive, Strategy, Training, order, place, recipes, replicate, split, synthetic
+from piper_compiler import (
+    Directive,
+    Strategy,
+    Training,
+    order,
+    place,
+    recipes,
+    replicate,
+    split,
+    synthetic,
+)
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
 from piper_ir.ground.sizes import Affine, TensorSpec
-from piper_ir.program.program import BatchTensor, Buffer, Chunk, Cost, Input, Liveness, Output, Param, Program, Signature, Step
+from piper_ir.program.program import (
+    BatchTensor,
+    Buffer,
+    Chunk,
+    Cost,
+    Input,
+    Liveness,
+    Output,
+    Param,
+    Program,
+    Signature,
+    Step,
+)
 
 SCALAR = TensorSpec((), "float32")
 SCHEDULES: dict[str, tuple[int, Callable[..., tuple[Directive, ...]]]] = {
@@ -34,11 +57,15 @@ SCHEDULES: dict[str, tuple[int, Callable[..., tuple[Directive, ...]]]] = {
 def layered(layers: int, params: int = 100, F: float = 3, I: float = 4, W: float = 2) -> Program:  # noqa: E741 - the field's name
     """A synthetic chain whose chunks have the coordinate layer and no stage."""
     program = synthetic(stages=layers, F=F, I=I, W=W, params=params)
-    return replace(program, chunks=tuple(replace(c, coords={"layer": c.coords["stage"]}) for c in program.chunks))
+    return replace(
+        program,
+        chunks=tuple(replace(c, coords={"layer": c.coords["stage"]}) for c in program.chunks),
+    )
 
 
 def frozen_first(stages: int, frozen: int = 1) -> Program:
-    """A chain whose first stages train nothing and hence have no backward; the first stage after them has no input gradient."""
+    """A chain whose first stages train nothing and hence have no backward; the first stage after them has no input
+    gradient."""
     program = synthetic(stages=stages, F=3, I=4, W=2, params=100)
     chunks = list(program.chunks)
     for s in range(frozen):
@@ -57,7 +84,9 @@ def frozen_first(stages: int, frozen: int = 1) -> Program:
 @cache
 def users_place() -> Callable[..., Directive]:
     """A copy of `place`, as a user has it who copies its file and renames the class."""
-    source = inspect.getsource(sys.modules[place.__module__]).replace("class Place", "class PlaceCopy")
+    source = inspect.getsource(sys.modules[place.__module__]).replace(
+        "class Place", "class PlaceCopy"
+    )
     module = ModuleType("a_users_file")
     sys.modules["a_users_file"] = module  # as when the file is imported
     exec(compile(source, "a_users_file.py", "exec"), module.__dict__)
@@ -97,9 +126,15 @@ class RandomProgram:
             if i:
                 straight = (i - 1, self.rng.randrange(self.drafts[i - 1].outputs))
                 draft.sources = [straight] if self.rng.random() < 0.8 else [self._any_before(i)]
-                draft.sources += [self._any_before(i) for _ in range(self.rng.choice((0, 0, 0, 1, 2)))]
+                draft.sources += [
+                    self._any_before(i) for _ in range(self.rng.choice((0, 0, 0, 1, 2)))
+                ]
                 if i == len(self.drafts) - 1:
-                    loose = {(j, k) for j in range(i) for k in range(self.drafts[j].outputs)} - read - set(draft.sources)
+                    loose = (
+                        {(j, k) for j in range(i) for k in range(self.drafts[j].outputs)}
+                        - read
+                        - set(draft.sources)
+                    )
                     draft.sources += sorted(loose)
                 read.update(draft.sources)
         self.drafts[-1].outputs = 0
@@ -115,7 +150,9 @@ class RandomProgram:
             trained = i >= frozen or last
             for k in range(self.rng.choice((0, 1, 1, 2)) if not last else 1):
                 name = f"c{i}.p{k}"
-                self.params[name] = Param(name, TensorSpec((self.rng.randint(1, 300),), "float32"), trained=trained)
+                self.params[name] = Param(
+                    name, TensorSpec((self.rng.randint(1, 300),), "float32"), trained=trained
+                )
                 draft.params.append(name)
             if self.rng.random() < 0.15 and self.params:
                 draft.params.append(self.rng.choice(sorted(self.params)))
@@ -144,25 +181,36 @@ class RandomProgram:
 
     def _chunk(self, i: int, draft: _Draft, specs: dict[tuple[int, int], TensorSpec]) -> Chunk:
         last = i == len(self.drafts) - 1
-        inputs = [Input("value", f"c{j}:out{k}", specs[j, k], self.drafts[j].trains) for j, k in draft.sources]
+        inputs = [
+            Input("value", f"c{j}:out{k}", specs[j, k], self.drafts[j].trains)
+            for j, k in draft.sources
+        ]
         if not draft.sources or self.rng.random() < 0.1:
             inputs.append(Input("batch", "inputs", TensorSpec((Affine(0, 1), 3), "int64")))
         if last:
             inputs.append(Input("batch", "targets", TensorSpec((Affine(0, 1),), "int64")))
         first_param = len(inputs)
-        inputs += [Input("param", p, self.params[p].spec, self.params[p].trained) for p in draft.params]
+        inputs += [
+            Input("param", p, self.params[p].spec, self.params[p].trained) for p in draft.params
+        ]
         if draft.buffer:
             inputs.append(Input("buffer", f"b{i}", TensorSpec((7,), "float32")))
-        outputs = [Output("value", specs[i, k], needs_grad=draft.trains) for k in range(draft.outputs)]
+        outputs = [
+            Output("value", specs[i, k], needs_grad=draft.trains) for k in range(draft.outputs)
+        ]
         if last:
             outputs.append(Output("loss", SCALAR, needs_grad=True))
             outputs += [Output("weight", SCALAR)] if self.loss_kind == "sum" else []
         if draft.buffer:
             outputs.append(Output("buffer", TensorSpec((7,), "float32"), f"b{i}", varies=False))
-        ports = {f"in{k}": e.spec for k, e in enumerate(inputs)} | {f"out{k}": o.spec for k, o in enumerate(outputs)}
+        ports = {f"in{k}": e.spec for k, e in enumerate(inputs)} | {
+            f"out{k}": o.spec for k, o in enumerate(outputs)
+        }
         tangents = [f"tan{k}" for k, o in enumerate(outputs) if o.needs_grad]
         ports |= {t: outputs[int(t[3:])].spec for t in tangents}
-        accumulates = tuple(k for k in range(first_param, first_param + len(draft.params)) if inputs[k].needs_grad)
+        accumulates = tuple(
+            k for k in range(first_param, first_param + len(draft.params)) if inputs[k].needs_grad
+        )
         steps = self._steps(inputs, len(outputs), tangents, accumulates, draft.trains, ports)
         return Chunk(f"c{i}", {"stage": draft.stage}, tuple(inputs), tuple(outputs), ports, steps)
 
@@ -179,23 +227,37 @@ class RandomProgram:
         saved = tuple(f"saved{k}" for k in range(self.rng.randint(1, 3))) if trains else ()
         ports |= {s: self.tensor() for s in saved}
         everything = tuple(f"in{k}" for k in range(len(inputs)))
-        forward = Signature(everything, (*(f"out{k}" for k in range(outputs)), *saved), cost=self._cost())
+        forward = Signature(
+            everything, (*(f"out{k}" for k in range(outputs)), *saved), cost=self._cost()
+        )
         steps: dict[Step, Signature] = {"F": self._with_liveness(forward)}
         if not trains:
             return steps
-        gradients = tuple(f"gin{k}" for k, e in enumerate(inputs) if e.kind == "value" and e.needs_grad)
+        gradients = tuple(
+            f"gin{k}" for k, e in enumerate(inputs) if e.kind == "value" and e.needs_grad
+        )
         ports |= {g: inputs[int(g[3:])].spec for g in gradients}
-        kept = tuple(f"in{k}" for k, e in enumerate(inputs) if e.kind in ("value", "param", "batch") and self.rng.random() < 0.3)
+        kept = tuple(
+            f"in{k}"
+            for k, e in enumerate(inputs)
+            if e.kind in ("value", "param", "batch") and self.rng.random() < 0.3
+        )
         split_at = self.rng.randint(0, len(saved))
         inner: tuple[str, ...] = ()
         if gradients:
             inner = ("iw0",) if accumulates else ()
             ports |= {p: self.tensor() for p in inner}
-            steps["I"] = self._with_liveness(Signature((*saved, *tangents, *kept), (*gradients, *inner), cost=self._cost()))
+            steps["I"] = self._with_liveness(
+                Signature((*saved, *tangents, *kept), (*gradients, *inner), cost=self._cost())
+            )
         else:
             steps["I"] = Signature((), ())
         if accumulates:
-            reads = (*saved[split_at:], *inner, *(tangents if self.rng.random() < 0.5 or not gradients else ()))
+            reads = (
+                *saved[split_at:],
+                *inner,
+                *(tangents if self.rng.random() < 0.5 or not gradients else ()),
+            )
             steps["W"] = self._with_liveness(Signature(reads, (), accumulates, cost=self._cost()))
         else:
             steps["W"] = Signature((), ())
@@ -209,7 +271,10 @@ class RandomProgram:
         if self.rng.random() < 0.5 or not sig.reads:
             return sig
         consumed = self.rng.sample(range(len(sig.reads)), self.rng.randint(1, len(sig.reads)))
-        segments = tuple((Affine(self.rng.randint(0, 500), self.rng.randint(1, 200)),) for _ in range(len(consumed) + 1))
+        segments = tuple(
+            (Affine(self.rng.randint(0, 500), self.rng.randint(1, 200)),)
+            for _ in range(len(consumed) + 1)
+        )
         return replace(sig, liveness=Liveness(tuple(consumed), segments))
 
 
@@ -228,7 +293,9 @@ Group = tuple[str, int, int]
 """Phase, stage, microbatch."""
 
 
-def random_case(seed: int, orders: tuple[str, ...] = ("default", "total", "partial", "gpipe", "1f1b")) -> Case:
+def random_case(
+    seed: int, orders: tuple[str, ...] = ("default", "total", "partial", "gpipe", "1f1b")
+) -> Case:
     """A program, placement, order, microbatch count and data parallelism. All legal: orders come from a random run."""
     rng = Random(seed)
     stages, m = rng.randint(1, 8), rng.randint(1, 6)
@@ -247,12 +314,15 @@ def random_case(seed: int, orders: tuple[str, ...] = ("default", "total", "parti
     if dp > 1:
         bucket_mb = rng.choice((1e-5, 3e-4, 25))
         at = rng.randint(0, 1) * len(directives)
-        directives.insert(at, replicate(where(), bucket_mb=bucket_mb, reduce=rng.choice(("", "sync"))))
+        directives.insert(
+            at, replicate(where(), bucket_mb=bucket_mb, reduce=rng.choice(("", "sync")))
+        )
     clip = rng.choice((None, 1.0))
     training = Training(group_of={q.name: rng.randint(0, 1) for q in program.params}, clip=clip)
     rows = rng.randint(1, 3)
     text = (
-        f"seed {seed}: {stages} stages, m={m}, {kind} on {p} devices, order {wanted}, dp={dp}, {program.loss_kind}, clip {clip}"
+        f"seed {seed}: {stages} stages, m={m}, {kind} on {p} devices, order {wanted}, dp={dp}, "
+        f"{program.loss_kind}, clip {clip}"
     )
     return Case(program, Strategy(Mesh(pp=p, dp=dp), directives), rows * m * dp, training, text)
 
@@ -264,7 +334,8 @@ def _sized(program: Program, rng: Random) -> Program:
     for chunk in program.chunks:
         loss = chunk.outputs[0].kind == "loss"
         ports = {
-            k: spec if k.startswith(("gin", "iw")) or (k in ("out0", "tan0") and not loss) else s for k, s in chunk.ports.items()
+            k: spec if k.startswith(("gin", "iw")) or (k in ("out0", "tan0") and not loss) else s
+            for k, s in chunk.ports.items()
         }
         outputs = tuple(o if o.kind == "loss" else replace(o, spec=spec) for o in chunk.outputs)
         inputs = tuple(replace(i, spec=spec) if i.kind == "value" else i for i in chunk.inputs)
@@ -292,7 +363,9 @@ def _placement(rng: Random, stages: int, m: int) -> tuple[str, dict[tuple[int, i
     return kind, {(s, i): at(s, i) for s in range(stages) for i in range(m)}
 
 
-def _places(home: dict[tuple[int, int], int], stages: int, m: int, p: int, names: tuple[str, str]) -> list[Directive]:
+def _places(
+    home: dict[tuple[int, int], int], stages: int, m: int, p: int, names: tuple[str, str]
+) -> list[Directive]:
     out: list[Directive] = []
     for s in range(stages):
         by_device: dict[int, list[int]] = {}
@@ -304,7 +377,14 @@ def _places(home: dict[tuple[int, int], int], stages: int, m: int, p: int, names
     return out
 
 
-def _orders(rng: Random, wanted: str, program: Program, home: dict[tuple[int, int], int], stages: int, m: int) -> list[Directive]:
+def _orders(
+    rng: Random,
+    wanted: str,
+    program: Program,
+    home: dict[tuple[int, int], int],
+    stages: int,
+    m: int,
+) -> list[Directive]:
     if wanted == "default":
         return []
     run = _random_run(rng, program, stages, m, wanted)
@@ -329,8 +409,14 @@ def _random_run(rng: Random, program: Program, stages: int, m: int, wanted: str)
         for e in c.inputs
         if e.kind == "value"
     }
-    back = {c.coords["stage"] for c in program.chunks if any(not s.empty for k, s in c.steps.items() if k != "F")}
-    in_turn = {c.coords["stage"] for c in program.chunks if any(o.kind == "buffer" for o in c.outputs)}
+    back = {
+        c.coords["stage"]
+        for c in program.chunks
+        if any(not s.empty for k, s in c.steps.items() if k != "F")
+    }
+    in_turn = {
+        c.coords["stage"] for c in program.chunks if any(o.kind == "buffer" for o in c.outputs)
+    }
     waiting: dict[Group, set[Group]] = {}
     for i in range(m):
         for s in range(stages):
@@ -338,7 +424,9 @@ def _random_run(rng: Random, program: Program, stages: int, m: int, wanted: str)
             if s in in_turn and i:  # microbatches update a buffer in order
                 waiting["F", s, i].add(("F", s, i - 1))
             if s in back:
-                waiting["B", s, i] = {("F", s, i)} | {("B", b, i) for a, b, grad in feeds if a == s and b != s and grad}
+                waiting["B", s, i] = {("F", s, i)} | {
+                    ("B", b, i) for a, b, grad in feeds if a == s and b != s and grad
+                }
     out: list[Group] = []
     while waiting:
         ready = [g for g, before in waiting.items() if not before]

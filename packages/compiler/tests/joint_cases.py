@@ -12,7 +12,9 @@ from packages.compiler.tests.joint_harness import Case
 
 
 def rand(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape))
+    )
 
 
 @torch.library.custom_op("pipertest::cube", mutates_args=())
@@ -59,7 +61,14 @@ def relu_in_place(x: Tensor, w: Tensor) -> Tensor:
 
 def activations(x: Tensor, w: Tensor) -> Tensor:
     h = x @ w
-    parts = [F.gelu(h), F.gelu(h - x, approximate="tanh"), F.silu(h / 2), torch.tanh(h + 1), torch.sigmoid(-h), F.relu(h * x)]
+    parts = [
+        F.gelu(h),
+        F.gelu(h - x, approximate="tanh"),
+        F.silu(h / 2),
+        torch.tanh(h + 1),
+        torch.sigmoid(-h),
+        F.relu(h * x),
+    ]
     return x * torch.stack([p.exp() * p for p in parts]).sum(0)
 
 
@@ -151,7 +160,9 @@ def gpt_block(x: Tensor, *p: Tensor) -> Tensor:
     q, k, v = (h.view(n, t, 2, d // 2).transpose(1, 2) for h in (q, k, v))
     a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + F.linear(a.transpose(1, 2).reshape(n, t, d), p[4], p[5])
-    return x + F.linear(F.gelu(F.linear(F.layer_norm(x, (d,), p[6], p[7]), p[8], p[9])), p[10], p[11])
+    return x + F.linear(
+        F.gelu(F.linear(F.layer_norm(x, (d,), p[6], p[7]), p[8], p[9])), p[10], p[11]
+    )
 
 
 def fused_projection(x: Tensor, w: Tensor) -> Tensor:
@@ -178,26 +189,56 @@ def own_gradient(x: Tensor, w: Tensor) -> Tensor:
 
 
 def block_tensors(n: int, t: int, d: int) -> tuple[Tensor, ...]:
-    shapes = ((d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,))
+    shapes = (
+        (d,),
+        (d,),
+        (3 * d, d),
+        (3 * d,),
+        (d, d),
+        (d,),
+        (d,),
+        (d,),
+        (4 * d, d),
+        (4 * d,),
+        (d, 4 * d),
+        (d,),
+    )
     return (rand(n, t, d), *(rand(*s) for s in shapes))
 
 
 CASES = {
     "linear": Case(linear, ("value", "param", "param"), (rand(4, 8), rand(6, 8), rand(6))),
     "linear3d": Case(linear, ("value", "param", "param"), (rand(2, 4, 8), rand(6, 8), rand(6))),
-    "mlp": Case(mlp, ("value", *["param"] * 4), (rand(4, 8), rand(16, 8), rand(16), rand(8, 16), rand(8))),
+    "mlp": Case(
+        mlp, ("value", *["param"] * 4), (rand(4, 8), rand(16, 8), rand(16), rand(8, 16), rand(8))
+    ),
     "norm": Case(norm_block, ("value", *["param"] * 3), (rand(4, 8), rand(8), rand(8), rand(8, 8))),
-    "norm without input gradient": Case(norm_block, ("batch", *["param"] * 3), (rand(4, 8), rand(8), rand(8), rand(8, 8))),
+    "norm without input gradient": Case(
+        norm_block, ("batch", *["param"] * 3), (rand(4, 8), rand(8), rand(8), rand(8, 8))
+    ),
     "slice assignment": Case(slice_assignment, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "in-place relu": Case(relu_in_place, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "activations": Case(activations, ("value", "param"), (rand(4, 8), rand(8, 8) / 8)),
-    "changed input": Case(changes_input, ("value", "param"), (rand(4, 8), rand(8, 8)), mutated=(0,)),
-    "buffer": Case(updates_buffer, ("value", "param", "buffer"), (rand(4, 8), rand(8, 8), rand(8)), mutated=(2,)),
+    "changed input": Case(
+        changes_input, ("value", "param"), (rand(4, 8), rand(8, 8)), mutated=(0,)
+    ),
+    "buffer": Case(
+        updates_buffer,
+        ("value", "param", "buffer"),
+        (rand(4, 8), rand(8, 8), rand(8)),
+        mutated=(2,),
+    ),
     "aliased outputs": Case(aliased, ("value", "param"), (rand(4, 8), rand(8, 8)), symbolic=True),
     "identity": Case(identity, ("value", "param"), (rand(4, 8), rand(4, 8)), symbolic=True),
-    "embedding": Case(embedding, ("batch", "param", "param"), (torch.arange(6).view(2, 3) % 5, rand(5, 8), rand(3, 8))),
+    "embedding": Case(
+        embedding,
+        ("batch", "param", "param"),
+        (torch.arange(6).view(2, 3) % 5, rand(5, 8), rand(3, 8)),
+    ),
     "frozen": Case(
-        mlp, ("value", "param", "frozen", "frozen", "param"), (rand(4, 8), rand(16, 8), rand(16), rand(8, 16), rand(8))
+        mlp,
+        ("value", "param", "frozen", "frozen", "param"),
+        (rand(4, 8), rand(16, 8), rand(16), rand(8, 16), rand(8)),
     ),
     "no gradient": Case(no_gradient, ("dead", "batch"), (rand(4, 8), torch.arange(3))),
     "many outputs": Case(many, ("value", "value", "param"), (rand(4, 8), rand(5), rand(8, 8))),
@@ -208,10 +249,14 @@ CASES = {
     "strided": Case(strided, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "qkv": Case(qkv, ("value", "param"), (rand(3, 8), rand(8, 9))),
     "parts": Case(parts, ("value", "param"), (rand(3, 8), rand(8, 9))),
-    "old buffer": Case(old_buffer, ("value", "param", "buffer"), (rand(4, 8), rand(8, 8), rand(8)), mutated=(2,)),
+    "old buffer": Case(
+        old_buffer, ("value", "param", "buffer"), (rand(4, 8), rand(8, 8), rand(8)), mutated=(2,)
+    ),
     "gpt block": Case(gpt_block, ("value", *["param"] * 12), block_tensors(2, 6, 8), portable=True),
     "fused projection": Case(fused_projection, ("value", "param"), (rand(2, 6, 8), rand(8, 24))),
     "own gradient": Case(own_gradient, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "cast": Case(cast, ("value", "param"), (rand(4, 8), rand(8, 8) / 8)),
-    "tangent through": Case(tangent_through, ("value", "value", "param"), (rand(4, 8), rand(4, 8), rand(4, 8))),
+    "tangent through": Case(
+        tangent_through, ("value", "value", "param"), (rand(4, 8), rand(4, 8), rand(4, 8))
+    ),
 }

@@ -1,4 +1,5 @@
-"""Captures a function as a chunk, runs its steps F, I and W by their signatures, and compares them with plain autograd."""
+"""Captures a function as a chunk, runs its steps F, I and W by their signatures, and compares them with plain
+autograd."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Case:
     mutated: Sequence[int] = ()
     symbolic: bool = False
     portable: bool = False
-    """symbolic: trace with torch.fx, which keeps outputs that Dynamo merges (one returned twice, an input returned as it is).
-    portable: with the ops of piper_ops, as the capture front does."""
+    """symbolic: trace with torch.fx, which keeps outputs that Dynamo merges (one returned twice, an input returned as
+    it is). portable: with the ops of piper_ops, as the capture front does."""
 
     def inputs(self, device: str = "cpu") -> list[JointInput]:
         names = {"frozen": "param", "dead": "value"}
@@ -53,7 +54,8 @@ def capture(case: Case) -> fx.GraphModule:
         order.extend(next(i for i, t in enumerate(copies) if t is e) for e in examples)
         return module.forward
 
-    # Dynamo drops the backward of a custom autograd function whose inputs need no gradient; a clone may be changed in place.
+    # Dynamo drops the backward of a custom autograd function whose inputs need no gradient; a clone may be changed in
+    # place.
     copies = [
         t.detach().clone().requires_grad_(kind in ("value", "param")).clone()
         for kind, t in zip(case.kinds, case.tensors, strict=True)
@@ -83,7 +85,9 @@ def trace(case: Case, device: str = "cpu") -> TracedChunk:
     return trace_chunk(capture(case), case.inputs(device), mask)
 
 
-def run(traced: TracedChunk, tensors: Sequence[Tensor], tangents: Sequence[Tensor]) -> dict[str, Tensor]:
+def run(
+    traced: TracedChunk, tensors: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> dict[str, Tensor]:
     """All ports that the steps read or write, and `acc{k}` per accumulated parameter (starting from ones)."""
     ports = {f"in{k}": t.detach().clone() for k, t in enumerate(tensors)}
     ports |= {f"tan{k}": t.clone() for k, t in enumerate(tangents)}
@@ -91,7 +95,9 @@ def run(traced: TracedChunk, tensors: Sequence[Tensor], tangents: Sequence[Tenso
         if signature.empty:
             continue
         ports |= {f"acc{k}": torch.ones_like(tensors[k]) for k in signature.accumulates}
-        given = [ports[p] for p in signature.reads] + [ports[f"acc{k}"] for k in signature.accumulates]
+        given = [ports[p] for p in signature.reads] + [
+            ports[f"acc{k}"] for k in signature.accumulates
+        ]
         with torch.no_grad():
             written = compile_step(traced.code[step])(given)
         assert not given, "the step must empty the list that it is given"
@@ -125,8 +131,11 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for _, size in self._seen.values())
 
 
-def measured_peak(traced: TracedChunk, step: Step, ports: Mapping[str, Tensor], dying: Collection[str]) -> int:
-    """Bytes above those held before the step, at its worst op, when the caller keeps no reference to the ports in `dying`."""
+def measured_peak(
+    traced: TracedChunk, step: Step, ports: Mapping[str, Tensor], dying: Collection[str]
+) -> int:
+    """Bytes above those held before the step, at its worst op, when the caller keeps no reference to the ports in
+    `dying`."""
     signature = traced.steps[step]
     kept = {p: ports[p].clone() for p in signature.reads}
     kept |= {f"acc{k}": ports[f"acc{k}"].clone() for k in signature.accumulates}
@@ -140,18 +149,26 @@ def measured_peak(traced: TracedChunk, step: Step, ports: Mapping[str, Tensor], 
     return live.peak - live.before
 
 
-def reference(case: Case, tangents: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, Tensor | None]]:
+def reference(
+    case: Case, tangents: Sequence[Tensor]
+) -> tuple[list[Tensor], dict[int, Tensor | None]]:
     """Outputs (the new contents of changed inputs behind the function's own) and gradients of plain autograd."""
     leaves = [
-        t.detach().clone().requires_grad_(kind in ("value", "param")) for kind, t in zip(case.kinds, case.tensors, strict=True)
+        t.detach().clone().requires_grad_(kind in ("value", "param"))
+        for kind, t in zip(case.kinds, case.tensors, strict=True)
     ]
-    given = [leaf.clone() if kind == "value" else leaf for kind, leaf in zip(case.kinds, leaves, strict=True)]
+    given = [
+        leaf.clone() if kind == "value" else leaf
+        for kind, leaf in zip(case.kinds, leaves, strict=True)
+    ]
     outputs = _outputs(case.function, given, case.mutated)
     wanted = [k for k, leaf in enumerate(leaves) if leaf.requires_grad]
     pairs = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad]
     if not pairs:
         return outputs, dict.fromkeys(wanted)
-    grads = torch.autograd.grad([o for o, _ in pairs], [leaves[k] for k in wanted], [t for _, t in pairs], allow_unused=True)
+    grads = torch.autograd.grad(
+        [o for o, _ in pairs], [leaves[k] for k in wanted], [t for _, t in pairs], allow_unused=True
+    )
     return outputs, dict(zip(wanted, grads, strict=True))
 
 
@@ -159,11 +176,15 @@ def tangents_of(case: Case) -> list[Tensor]:
     """A random gradient for every output, those of changed inputs last."""
     torch.manual_seed(7)
     outputs = _outputs(case.function, [t.detach().clone() for t in case.tensors], case.mutated)
-    return [torch.randn(o.shape, dtype=o.dtype) if o.is_floating_point() else torch.zeros(o.shape) for o in outputs]
+    return [
+        torch.randn(o.shape, dtype=o.dtype) if o.is_floating_point() else torch.zeros(o.shape)
+        for o in outputs
+    ]
 
 
 def check(case: Case, tolerance: float = 1e-12) -> TracedChunk:
-    """F, then I, then W equal autograd; every written port is contiguous, of its spec, and shares bytes with no other tensor."""
+    """F, then I, then W equal autograd; every written port is contiguous, of its spec, and shares bytes with no other
+    tensor."""
     traced = trace(case)
     compare(case, traced, tolerance)
     return traced
@@ -177,14 +198,19 @@ def compare(case: Case, traced: TracedChunk, tolerance: float = 1e-12) -> None:
     torch.manual_seed(11)
     ports = run(traced, case.tensors, tangents)
     for k, expected in enumerate(outputs):
-        torch.testing.assert_close(ports[f"out{k}"], expected.detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            ports[f"out{k}"], expected.detach(), rtol=tolerance, atol=tolerance
+        )
     for k, gradient in grads.items():
         assert traced.input_grads[k] == (gradient is not None)
         if gradient is not None:
             mine = ports[f"gin{k}"] if case.kinds[k] == "value" else ports[f"acc{k}"] - 1
             torch.testing.assert_close(mine, gradient, rtol=tolerance, atol=tolerance)
     for port, spec in traced.ports.items():
-        assert (tuple(ports[port].shape), str(ports[port].dtype)) == (spec.shape, f"torch.{spec.dtype}"), port
+        assert (tuple(ports[port].shape), str(ports[port].dtype)) == (
+            spec.shape,
+            f"torch.{spec.dtype}",
+        ), port
         assert ports[port].is_contiguous(), port
         assert ports[port].untyped_storage().nbytes() == spec.nbytes, port
     storages = [ports[p].untyped_storage().data_ptr() for p in traced.ports if ports[p].numel()]
@@ -195,6 +221,8 @@ def saved_bytes(traced: TracedChunk) -> int:
     return sum(int(str(s.nbytes)) for p, s in traced.ports.items() if p.startswith("saved"))
 
 
-def _outputs(function: Callable[..., Any], tensors: Sequence[Tensor], mutated: Sequence[int]) -> list[Tensor]:
+def _outputs(
+    function: Callable[..., Any], tensors: Sequence[Tensor], mutated: Sequence[int]
+) -> list[Tensor]:
     result = function(*tensors)
     return [*(result if isinstance(result, tuple) else (result,)), *(tensors[k] for k in mutated)]

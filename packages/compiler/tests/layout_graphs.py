@@ -1,4 +1,5 @@
-"""Joint graphs whose indexes are known: attention and feed-forward parts as people write them, and chunks of captured models."""
+"""Joint graphs whose indexes are known: attention and feed-forward parts as people write them, and chunks of captured
+models."""
 
 from __future__ import annotations
 
@@ -36,7 +37,11 @@ class Graph:
     def blockers(self, index: LoopIndex) -> set[str]:
         """Return the ops that cannot be computed in parts of an index that they have."""
         ops = self.indexes.ops.values()
-        having = [op for op in ops if any(index in dim for dims in (*op.tensors, *op.results) for dim in dims)]
+        having = [
+            op
+            for op in ops
+            if any(index in dim for dims in (*op.tensors, *op.results) for dim in dims)
+        ]
         return {str(op.call.op) for op in having if op.parts(index) is None}
 
     def unknown(self) -> set[str]:
@@ -49,11 +54,14 @@ def analysed(joint: Joint, names: Iterable[str]) -> Graph:
 
 @cache
 def chunk_of(model: str, chunk: str, rows: int = 3) -> Graph:
-    """Return the graph of a chunk of a model of `tests.helpers.models`; inputs are named without "layers.0." and ".weight"."""
+    """Return the graph of a chunk of a model of `tests.helpers.models`; inputs are named without "layers.0." and
+    ".weight"."""
     store = captured(model)
     found = next(c for c in store.program.chunks if c.id == chunk)
     joint = store.code._recipes[found.code].joint(rows)
-    return analysed(joint, (i.ref.rpartition("layers.0.")[2].removesuffix(".weight") for i in found.inputs))
+    return analysed(
+        joint, (i.ref.rpartition("layers.0.")[2].removesuffix(".weight") for i in found.inputs)
+    )
 
 
 @cache
@@ -61,7 +69,10 @@ def spelled(name: str) -> Graph:
     """Return the graph of a way to write a layer; the input x and the weights have gradients."""
     function, shapes = SPELLINGS[name]
     inputs = [JointInput("value", torch.empty(ROWS, T, WIDTH, dtype=torch.float64), True)]
-    inputs += [JointInput("param", torch.empty(*shape, dtype=torch.float64), True) for shape in shapes.values()]
+    inputs += [
+        JointInput("param", torch.empty(*shape, dtype=torch.float64), True)
+        for shape in shapes.values()
+    ]
     return analysed(trace_joint(fx.symbolic_trace(function), inputs, [True]), ("x", *shapes))
 
 
@@ -74,7 +85,10 @@ def repeated(x: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
     """Heads of keys are repeated by expand and reshape; a column of the mask is added."""
     queries = (x @ q).view(ROWS, T, HEADS, E).transpose(1, 2)
     keys, values = ((x @ w).view(ROWS, T, KV, E).transpose(1, 2) for w in (k, v))
-    keys, values = (t[:, :, None].expand(ROWS, KV, HEADS // KV, T, E).reshape(ROWS, HEADS, T, E) for t in (keys, values))
+    keys, values = (
+        t[:, :, None].expand(ROWS, KV, HEADS // KV, T, E).reshape(ROWS, HEADS, T, E)
+        for t in (keys, values)
+    )
     mixed = _softmax(torch.matmul(queries, keys.transpose(2, 3)) * E**-0.5) @ values
     return mixed.transpose(1, 2).reshape(ROWS, T, HEADS * E) @ out
 
@@ -96,11 +110,16 @@ def interleaved(x: Tensor, qkv: Tensor, out: Tensor) -> Tensor:
 def alibi(x: Tensor, qkv: Tensor, slope: Tensor, out: Tensor) -> Tensor:
     """One projection for all queries, keys and values; a bias by distance and head is added by baddbmm."""
     q, k, v = (x @ qkv).chunk(3, dim=-1)
-    q, k, v = (t.view(ROWS, T, HEADS, E).transpose(1, 2).reshape(ROWS * HEADS, T, E) for t in (q, k, v))
+    q, k, v = (
+        t.view(ROWS, T, HEADS, E).transpose(1, 2).reshape(ROWS * HEADS, T, E) for t in (q, k, v)
+    )
     distance = torch.arange(T)[None, :] - torch.arange(T)[:, None]
     bias = (slope[:, None, None] * distance).expand(ROWS, HEADS, T, T).reshape(ROWS * HEADS, T, T)
     shares = _softmax(torch.baddbmm(bias, q, k.transpose(1, 2), alpha=E**-0.5))
-    return torch.bmm(shares, v).view(ROWS, HEADS, T, E).transpose(1, 2).reshape(ROWS, T, HEADS * E) @ out
+    return (
+        torch.bmm(shares, v).view(ROWS, HEADS, T, E).transpose(1, 2).reshape(ROWS, T, HEADS * E)
+        @ out
+    )
 
 
 def buckets(x: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, out: Tensor) -> Tensor:
@@ -108,7 +127,9 @@ def buckets(x: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor, out: Tens
     queries, keys, values = ((x @ w).view(ROWS, T, HEADS, E).transpose(1, 2) for w in (q, k, v))
     distance = (torch.arange(T)[None, :] - torch.arange(T)[:, None]).abs()
     bias = F.embedding(distance, table).permute(2, 0, 1).unsqueeze(0)
-    return ((queries @ keys.transpose(-1, -2) + bias).softmax(-1) @ values).transpose(1, 2).flatten(2) @ out
+    return ((queries @ keys.transpose(-1, -2) + bias).softmax(-1) @ values).transpose(1, 2).flatten(
+        2
+    ) @ out
 
 
 def gated(x: Tensor, both: Tensor, down: Tensor) -> Tensor:
@@ -139,6 +160,9 @@ SPELLINGS: Mapping[str, tuple[Callable[..., Tensor], Mapping[str, tuple[int, ...
     "alibi": (alibi, {"qkv": (WIDTH, 3 * HEADS * E), "slope": (HEADS,), "out": OUT}),
     "buckets": (buckets, {"q": FULL, "k": FULL, "v": FULL, "table": (T, HEADS), "out": OUT}),
     "gated": (gated, {"both": (WIDTH, 2 * HIDDEN), "down": (HIDDEN, WIDTH)}),
-    "uneven": (uneven, {"all_of_it": (WIDTH, HEADS * E + HIDDEN), "out": (HEADS * E + HIDDEN, WIDTH)}),
+    "uneven": (
+        uneven,
+        {"all_of_it": (WIDTH, HEADS * E + HIDDEN), "out": (HEADS * E + HIDDEN, WIDTH)},
+    ),
     "normed": (normed, {"q": FULL, "scale": (E,), "out": OUT}),
 }

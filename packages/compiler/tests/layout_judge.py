@@ -29,8 +29,8 @@ Cuts = Sequence[tuple[LoopIndex, int]]
 
 
 class Draw:
-    """Draws arguments. A small letter is a size of 6, with a seed also of 12, a capital one of 2 to 5, equal for equal letters of
-    a draw; digits are themselves."""
+    """Draws arguments. A small letter is a size of 6, with a seed also of 12, a capital one of 2 to 5, equal for equal
+    letters of a draw; digits are themselves."""
 
     def __init__(self, seed: int) -> None:
         self._sizes = random.Random(seed)
@@ -53,7 +53,9 @@ class Draw:
 
     def p(self, letters: str) -> Tensor:
         """Return numbers between 0.1 and 0.9."""
-        return 0.1 + 0.8 * torch.rand(self.shape(letters), dtype=torch.float64, generator=self._numbers)
+        return 0.1 + 0.8 * torch.rand(
+            self.shape(letters), dtype=torch.float64, generator=self._numbers
+        )
 
     def i(self, letters: str, below: int) -> Tensor:
         return torch.randint(below, self.shape(letters), generator=self._numbers)
@@ -82,7 +84,8 @@ class Given:
 
 
 def cases(table: Mapping[str, tuple[Any, ...]]) -> dict[str, Given]:
-    """Return cases from (op, arguments, parts) or with keyword arguments behind; a packet of ops stands for its default."""
+    """Return cases from (op, arguments, parts) or with keyword arguments behind; a packet of ops stands for its
+    default."""
     found = {}
     for name, (op, args, parts, *kwargs) in table.items():
         overload = op if isinstance(op, OpOverload) else op.default
@@ -117,12 +120,23 @@ def _sign(has: tuple[bool, ...] | None) -> str:
 def wrong_parts(call: OpCall) -> Iterator[str]:
     """Yield what differs when a call is computed in parts: of each index that allows it, and of each two."""
     found = of_call(call)
-    everywhere = {i: None for dims in (*found.tensors, *found.results) for dim in dims for i in dim if i.size}
+    everywhere = {
+        i: None for dims in (*found.tensors, *found.results) for dim in dims for i in dim if i.size
+    }
     free = [i for i in everywhere if found.parts(i) is not None]
-    single: list[Cuts] = [[(i, n)] for i in free for n in sorted({2, 3, i.size}) if i.size % n == 0 and n <= 6]
-    double: list[Cuts] = [[(i, 2), (j, 2)] for i, j in itertools.combinations(free, 2) if i.size % 2 == j.size % 2 == 0]
+    single: list[Cuts] = [
+        [(i, n)] for i in free for n in sorted({2, 3, i.size}) if i.size % n == 0 and n <= 6
+    ]
+    double: list[Cuts] = [
+        [(i, 2), (j, 2)]
+        for i, j in itertools.combinations(free, 2)
+        if i.size % 2 == j.size % 2 == 0
+    ]
     for cuts in single + double:
-        yield from (f"{call.op} {marks(call)} cut by {cuts}: {text}" for text in _differences(call, found, cuts))
+        yield from (
+            f"{call.op} {marks(call)} cut by {cuts}: {text}"
+            for text in _differences(call, found, cuts)
+        )
 
 
 def _differences(call: OpCall, found: OpIndexes, cuts: Cuts) -> Iterator[str]:
@@ -134,26 +148,54 @@ def _differences(call: OpCall, found: OpIndexes, cuts: Cuts) -> Iterator[str]:
             yield f"part {places}: {error}"
             return
         for k, part in enumerate(made):
-            key = k, tuple(p if _has(found.results[k], i) else None for (i, _), p in zip(cuts, places, strict=True))
+            key = (
+                k,
+                tuple(
+                    p if _has(found.results[k], i) else None
+                    for (i, _), p in zip(cuts, places, strict=True)
+                ),
+            )
             sums[key] = sums[key] + part if key in sums else part
     for (k, places), part in sums.items():
         kept = [(cut, p) for cut, p in zip(cuts, places, strict=True) if p is not None]
-        whole = _block(call.results[k], found.results[k], [cut for cut, _ in kept], [p for _, p in kept])
+        whole = _block(
+            call.results[k], found.results[k], [cut for cut, _ in kept], [p for _, p in kept]
+        )
         if not alike(part, whole):
-            yield f"result {k}, part {places}: {list(part.shape)} {_distance(part, whole)}, not {list(whole.shape)}"
+            yield (
+                f"result {k}, part {places}: {list(part.shape)} {_distance(part, whole)}, not "
+                f"{list(whole.shape)}"
+            )
 
 
-def _computed(call: OpCall, found: OpIndexes, cuts: Cuts, places: Sequence[int]) -> tuple[Tensor, ...]:
+def _computed(
+    call: OpCall, found: OpIndexes, cuts: Cuts, places: Sequence[int]
+) -> tuple[Tensor, ...]:
     """Return what the device at these places makes."""
-    parts = iter([_block(t, dims, cuts, places) for t, dims in zip(call.tensors, found.tensors, strict=True)])
-    given = {name: pytree.tree_map_only(Tensor, lambda t: next(parts), value) for name, value in call.args.items()}
-    shapes = [tuple(_block(r, dims, cuts, places).shape) for r, dims in zip(call.results, found.results, strict=True)]
-    return OpCall.of(call.op, (), {}, call.op(**(given | dict(found.loops.localize(call, shapes))))).results
+    parts = iter(
+        [_block(t, dims, cuts, places) for t, dims in zip(call.tensors, found.tensors, strict=True)]
+    )
+    given = {
+        name: pytree.tree_map_only(Tensor, lambda t: next(parts), value)
+        for name, value in call.args.items()
+    }
+    shapes = [
+        tuple(_block(r, dims, cuts, places).shape)
+        for r, dims in zip(call.results, found.results, strict=True)
+    ]
+    return OpCall.of(
+        call.op, (), {}, call.op(**(given | dict(found.loops.localize(call, shapes))))
+    ).results
 
 
 def _block(tensor: Tensor, dims: Dims, cuts: Cuts, places: Sequence[int]) -> Tensor:
-    """Return a device's block, dense as devices hold it; inner indexes are cut first, so that the outer ones are whole then."""
-    chosen = [(where, n, p) for (i, n), p in zip(cuts, places, strict=True) if (where := outer_of(dims, i)) is not None]
+    """Return a device's block, dense as devices hold it; inner indexes are cut first, so that the outer ones are whole
+    then."""
+    chosen = [
+        (where, n, p)
+        for (i, n), p in zip(cuts, places, strict=True)
+        if (where := outer_of(dims, i)) is not None
+    ]
     for (dim, outer), n, place in sorted(chosen, key=lambda found: -found[0][1]):
         tensor = place_of(tensor, dim, outer, n, place)
     return tensor.contiguous() if chosen else tensor
@@ -164,20 +206,30 @@ def _has(dims: Dims, index: LoopIndex) -> bool:
 
 
 def wrong_terms(call: OpCall, seed: int = 10_007) -> Iterator[str]:
-    """Yield what differs between an op of a sum and the sum of the op of its terms, for each set that it is linear in."""
+    """Yield what differs between an op of a sum and the sum of the op of its terms, for each set that it is linear
+    in."""
     generator = torch.Generator().manual_seed(seed)
     for together in of_call(call).loops.linear:
-        terms = {k: torch.randn(call.tensors[k].shape, dtype=torch.float64, generator=generator) for k in together}
+        terms = {
+            k: torch.randn(call.tensors[k].shape, dtype=torch.float64, generator=generator)
+            for k in together
+        }
         rest = {k: call.tensors[k] - term for k, term in terms.items()}
         first, second = _with(call, terms), _with(call, rest)
         for k, whole in enumerate(call.results):
             if not alike(first[k] + second[k], whole):
-                yield f"{call.op} is not linear in {sorted(together)}: result {k}, {_distance(first[k] + second[k], whole)}"
+                yield (
+                    f"{call.op} is not linear in {sorted(together)}: result {k}, "
+                    f"{_distance(first[k] + second[k], whole)}"
+                )
 
 
 def _with(call: OpCall, instead: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
     tensors = iter([instead.get(k, t) for k, t in enumerate(call.tensors)])
-    given = {name: pytree.tree_map_only(Tensor, lambda t: next(tensors), value) for name, value in call.args.items()}
+    given = {
+        name: pytree.tree_map_only(Tensor, lambda t: next(tensors), value)
+        for name, value in call.args.items()
+    }
     return OpCall.of(call.op, (), {}, call.op(**given)).results
 
 

@@ -1,4 +1,5 @@
-"""Judges the graph of a chunk that devices share: runs it on all of them in lock-step, and the whole graph beside it."""
+"""Judges the graph of a chunk that devices share: runs it on all of them in lock-step, and the whole graph beside
+it."""
 
 from __future__ import annotations
 
@@ -56,15 +57,24 @@ def shared_by(case: Case, asked: Sequence[Sharding]) -> tuple[SharedChunk, Shard
     """What `shared_joint` makes for several axes, with the indexes."""
     joint = joint_of(case)
     ways = [ordered(one, [joint]) if one.context else one for one in asked]
-    split = [replace(one, split=found) for one, found in zip(ways, split_degrees(joint, ways), strict=True)]
+    split = [
+        replace(one, split=found)
+        for one, found in zip(ways, split_degrees(joint, ways), strict=True)
+    ]
     found = share(joint, split, ALONE.whole)
     return found, sharded(found.joint, found.indexes, found.axes)
 
 
 def shared_of(
-    case: Case, degree: int | tuple[int, ...], *, stream: bool = False, agreed: Agreed = ALONE, keep: bool = False
+    case: Case,
+    degree: int | tuple[int, ...],
+    *,
+    stream: bool = False,
+    agreed: Agreed = ALONE,
+    keep: bool = False,
 ) -> tuple[SharedChunk, Sharded]:
-    """What `shared_joint` makes for an axis, which is split into several degrees where these are given, with the indexes."""
+    """What `shared_joint` makes for an axis, which is split into several degrees where these are given, with the
+    indexes."""
     joint = joint_of(case)
     size = prod(degree) if isinstance(degree, tuple) else degree
     asked = Sharding("tp", size, stream="tokens" if stream else "", keep=keep)
@@ -89,7 +99,9 @@ def judge(
     return judged(case, *shared_of(case, degree, stream=stream, agreed=agreed, keep=keep), instead)
 
 
-def judged(case: Case, found: SharedChunk, made: Sharded, instead: Mapping[Any, Any] | None = None) -> Judged:
+def judged(
+    case: Case, found: SharedChunk, made: Sharded, instead: Mapping[Any, Any] | None = None
+) -> Judged:
     """Compares what devices make of a case with what one makes."""
     joint = joint_of(case)
     mesh = Mesh(tuple((axis.name, axis.degree) for axis in made.axes))
@@ -105,8 +117,13 @@ def judged(case: Case, found: SharedChunk, made: Sharded, instead: Mapping[Any, 
     for node, name in made.joint.constant_names.items():
         parts[node] = [joint.constants[name]] * mesh.world
     env = _run(made.joint.graph, parts, mesh, instead or {})
-    results = [*zip(joint.outputs, found.joint.outputs, made.joint.outputs, made.outputs, strict=True)]
-    results += [(n, found.joint.grads[k], made.joint.grads[k], made.grads[k]) for k, n in joint.grads.items()]
+    results = [
+        *zip(joint.outputs, found.joint.outputs, made.joint.outputs, made.outputs, strict=True)
+    ]
+    results += [
+        (n, found.joint.grads[k], made.joint.grads[k], made.grads[k])
+        for k, n in joint.grads.items()
+    ]
     error = max(
         _error(_settled(env, new, lying, made, mesh, rank), part(wanted[old], between, lying, rank))
         for old, between, new, lying in results
@@ -114,24 +131,41 @@ def judged(case: Case, found: SharedChunk, made: Sharded, instead: Mapping[Any, 
     )
     late = backward_nodes(made.joint)
     sent = [(n in late, KINDS[n.target]) for n in made.joint.graph.nodes if n.target in KINDS]
-    return Judged(made, error, *(Counter(kind for when, kind in sent if when == which) for which in (False, True)))
+    return Judged(
+        made,
+        error,
+        *(Counter(kind for when, kind in sent if when == which) for which in (False, True)),
+    )
 
 
 def _given(joint: Joint, tensors: Sequence[Tensor]) -> Values:
     torch.manual_seed(3)
     given: Values = dict(zip(joint.inputs, tensors, strict=True))
-    given |= {node: torch.randn(node.meta["val"].shape, dtype=node.meta["val"].dtype) for node in joint.tangents.values()}
+    given |= {
+        node: torch.randn(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+        for node in joint.tangents.values()
+    }
     return given | {node: joint.constants[name] for node, name in joint.constant_names.items()}
 
 
-def _pairs(joint: Joint, between: Joint, made: Sharded) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, Lying]]:
-    """What is given to the graph: a node of the whole graph, of the analysed and of a device's, and how the tensor lies."""
+def _pairs(
+    joint: Joint, between: Joint, made: Sharded
+) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, Lying]]:
+    """What is given to the graph: a node of the whole graph, of the analysed and of a device's, and how the tensor
+    lies."""
     yield from zip(joint.inputs, between.inputs, made.joint.inputs, made.inputs, strict=True)
     for k, node in joint.tangents.items():
         yield node, between.outputs[k], made.joint.tangents[k], made.outputs[k]
 
 
-def _part(whole: Tensor, dims: Sequence[tuple[LoopIndex, ...]], lying: Lying, shared: Sharded, mesh: Mesh, rank: int) -> Tensor:
+def _part(
+    whole: Tensor,
+    dims: Sequence[tuple[LoopIndex, ...]],
+    lying: Lying,
+    shared: Sharded,
+    mesh: Mesh,
+    rank: int,
+) -> Tensor:
     done: set[LoopIndex] = set()
     for how, axis in zip(lying, shared.axes, strict=True):
         if isinstance(how, LoopIndex):
@@ -149,40 +183,65 @@ def _part(whole: Tensor, dims: Sequence[tuple[LoopIndex, ...]], lying: Lying, sh
 def _mirrored(whole: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:
     """The blocks `place` and 2 * degree - 1 - place of each 2 * degree of a dimension."""
     blocks = whole.chunk(outer * degree, dim)
-    own = [blocks[first + k] for first in range(0, outer * degree, 2 * degree) for k in (place, 2 * degree - 1 - place)]
+    own = [
+        blocks[first + k]
+        for first in range(0, outer * degree, 2 * degree)
+        for k in (place, 2 * degree - 1 - place)
+    ]
     return torch.cat(own, dim)
 
 
-def _settled(made: Sequence[Values], node: fx.Node, lying: Lying, shared: Sharded, mesh: Mesh, rank: int) -> Tensor:
+def _settled(
+    made: Sequence[Values], node: fx.Node, lying: Lying, shared: Sharded, mesh: Mesh, rank: int
+) -> Tensor:
     """A device's tensor, or the sum of what all that make terms of it have."""
     over = [axis.name for how, axis in zip(lying, shared.axes, strict=True) if how is SUM]
-    mates = [r for r in range(mesh.world) if all(mesh.coords(r)[a] == c for a, c in mesh.coords(rank).items() if a not in over)]
+    mates = [
+        r
+        for r in range(mesh.world)
+        if all(mesh.coords(r)[a] == c for a, c in mesh.coords(rank).items() if a not in over)
+    ]
     return torch.stack([made[r][node] for r in mates]).sum(0)
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
     assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    return float((found - wanted).abs().max() / (wanted.abs().max() + 1e-30)) if found.numel() else 0.0
+    return (
+        float((found - wanted).abs().max() / (wanted.abs().max() + 1e-30)) if found.numel() else 0.0
+    )
 
 
-def _run(graph: fx.Graph, given: Mapping[fx.Node, list[Any]], mesh: Mesh, instead: Mapping[Any, Any]) -> list[Values]:
+def _run(
+    graph: fx.Graph, given: Mapping[fx.Node, list[Any]], mesh: Mesh, instead: Mapping[Any, Any]
+) -> list[Values]:
     """All values on all devices."""
     envs: list[Values] = [{} for _ in range(mesh.world)]
     for node in graph.nodes:
         if node.op == "output":
             break
-        for rank, result in enumerate(given[node] if node in given else _results(node, envs, mesh, instead)):
+        for rank, result in enumerate(
+            given[node] if node in given else _results(node, envs, mesh, instead)
+        ):
             envs[rank][node] = result
     return envs
 
 
-def _results(node: fx.Node, envs: Sequence[Values], mesh: Mesh, instead: Mapping[Any, Any]) -> list[Any]:
+def _results(
+    node: fx.Node, envs: Sequence[Values], mesh: Mesh, instead: Mapping[Any, Any]
+) -> list[Any]:
     if node.target in KINDS:
         source, axis, _ = node.args
         assert isinstance(source, fx.Node) and isinstance(axis, str)
         groups = [[envs[r][source] for r in _group(mesh, axis, rank)] for rank in range(mesh.world)]
-        return [_exchanged(KINDS[node.target], group, _place(mesh, axis, rank)) for rank, group in enumerate(groups)]
-    op = torch.reshape if node.target is torch.ops.aten.view.default else instead.get(node.target, node.target)
+        return [
+            _exchanged(KINDS[node.target], group, _place(mesh, axis, rank))
+            for rank, group in enumerate(groups)
+        ]
+    op = (
+        torch.reshape
+        if node.target is torch.ops.aten.view.default
+        else instead.get(node.target, node.target)
+    )
     return [_call(op, node, env, mesh, rank) for rank, env in enumerate(envs)]
 
 
@@ -194,7 +253,11 @@ def _group(mesh: Mesh, axis: str, rank: int) -> list[int]:
     """The devices that a rank meets along an axis, by their places."""
     over = mesh.along(axis)
     coords = mesh.coords(rank)
-    mates = [r for r in range(mesh.world) if all(mesh.coords(r)[a] == c for a, c in coords.items() if a not in over)]
+    mates = [
+        r
+        for r in range(mesh.world)
+        if all(mesh.coords(r)[a] == c for a, c in coords.items() if a not in over)
+    ]
     return sorted(mates, key=lambda r: _place(mesh, axis, r))
 
 

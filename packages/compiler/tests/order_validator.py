@@ -1,5 +1,6 @@
-"""An independent judge of orders and of the plans made of them. It shares no code with the recipes, the compiler or the timing
-sweep: it takes anything with `stage`, `phase` and `mb`, runs the devices itself, and stops with an AssertionError.
+"""An independent judge of orders and of the plans made of them. It shares no code with the recipes, the compiler or the
+timing sweep: it takes anything with `stage`, `phase` and `mb`, runs the devices itself, and stops with an
+AssertionError.
 
     validate(orders, stages, microbatches)   the invariants of an order
     execute(orders, ...)                     its times, every device in order
@@ -68,31 +69,48 @@ def validate(orders: Table, stages: int, microbatches: int) -> None:
     _in_sequence(orders)
     assert min(peaks(orders)) >= 0
     sent, received = _ends(orders, stages)
-    assert sent == received, f"sent and not received: {sent - received}; received and not sent: {received - sent}"
+    assert sent == received, (
+        f"sent and not received: {sent - received}; received and not sent: {received - sent}"
+    )
     execute(orders, stages=stages)
 
 
 def _complete(orders: Table, stages: int, microbatches: int) -> None:
     """Each stage and microbatch has one F and either one B, or one I and one W."""
-    found: dict[tuple[int, int], list[str]] = {(s, i): [] for s in range(stages) for i in range(microbatches)}
+    found: dict[tuple[int, int], list[str]] = {
+        (s, i): [] for s in range(stages) for i in range(microbatches)
+    }
     for slots in orders:
         for slot in slots:
             for a in slot:
-                assert (a.stage, a.mb) in found, f"there is no stage {a.stage} with microbatch {a.mb}"
+                assert (a.stage, a.mb) in found, (
+                    f"there is no stage {a.stage} with microbatch {a.mb}"
+                )
                 found[a.stage, a.mb].append(a.phase)
     for (stage, mb), phases in found.items():
-        assert sorted(phases) in (["B", "F"], ["F", "I", "W"]), f"stage {stage}, microbatch {mb} has {phases}"
+        assert sorted(phases) in (["B", "F"], ["F", "I", "W"]), (
+            f"stage {stage}, microbatch {mb} has {phases}"
+        )
 
 
 def _in_sequence(orders: Table) -> None:
-    """F before B or I, I before W, all on one device; those of one slot count as after each other in the order written."""
-    homes = {(a.stage, a.mb): d for d, slots in enumerate(orders) for slot in slots for a in slot if a.phase == "F"}
+    """F before B or I, I before W, all on one device; those of one slot count as after each other in the order
+    written."""
+    homes = {
+        (a.stage, a.mb): d
+        for d, slots in enumerate(orders)
+        for slot in slots
+        for a in slot
+        if a.phase == "F"
+    }
     seen: dict[tuple[int, int], str] = {}
     for device, slots in enumerate(orders):
         for slot in slots:
             for a in slot:
                 before, at = seen.get((a.stage, a.mb), ""), homes[a.stage, a.mb]
-                assert at == device, f"{a.stage}{a.phase}{a.mb} is on device {device}, its F on {at}"
+                assert at == device, (
+                    f"{a.stage}{a.phase}{a.mb} is on device {device}, its F on {at}"
+                )
                 assert (before, a.phase) in {("", "F"), ("F", "B"), ("F", "I"), ("I", "W")}, (
                     f"{a.stage}{a.phase}{a.mb} on device {device} follows {before or 'nothing'}"
                 )
@@ -100,8 +118,8 @@ def _in_sequence(orders: Table) -> None:
 
 
 def peaks(orders: Table) -> list[int]:
-    """Most activations open on each device; an activation is open from the start of F to the end of B or W. -1 where more are
-    closed than were opened."""
+    """Most activations open on each device; an activation is open from the start of F to the end of B or W. -1 where
+    more are closed than were opened."""
     out = []
     for slots in orders:
         live = most = 0
@@ -116,10 +134,24 @@ def peaks(orders: Table) -> list[int]:
     return out
 
 
-def _ends(orders: Table, stages: int) -> tuple[Counter[tuple[object, ...]], Counter[tuple[object, ...]]]:
+def _ends(
+    orders: Table, stages: int
+) -> tuple[Counter[tuple[object, ...]], Counter[tuple[object, ...]]]:
     """What is sent, as the senders see it, and what is received, as the receivers do: (value, from, to)."""
-    home = {(a.stage, a.mb): d for d, slots in enumerate(orders) for slot in slots for a in slot if a.phase == "F"}
-    back = {(a.stage, a.mb): d for d, slots in enumerate(orders) for slot in slots for a in slot if a.phase in "BI"}
+    home = {
+        (a.stage, a.mb): d
+        for d, slots in enumerate(orders)
+        for slot in slots
+        for a in slot
+        if a.phase == "F"
+    }
+    back = {
+        (a.stage, a.mb): d
+        for d, slots in enumerate(orders)
+        for slot in slots
+        for a in slot
+        if a.phase in "BI"
+    }
     sent: Counter[tuple[object, ...]] = Counter()
     received: Counter[tuple[object, ...]] = Counter()
     for d, slots in enumerate(orders):
@@ -141,9 +173,9 @@ def execute(
     overlap: float | None = None,
     hop: float = 0.0,
 ) -> Run:
-    """Run every device in order. `times`: seconds of F, I and W, for all stages or one per stage; a slot of a forward and a
-    backward takes `overlap` (default: their sum), and starts when both can. `hop`: seconds between devices. AssertionError for
-    a deadlock."""
+    """Run every device in order. `times`: seconds of F, I and W, for all stages or one per stage; a slot of a forward
+    and a backward takes `overlap` (default: their sum), and starts when both can. `hop`: seconds between devices.
+    AssertionError for a deadlock."""
     seconds = {
         phase: [float(t)] * stages if isinstance(t, int | float) else list(t)
         for phase, t in (times or {"F": 1.0, "I": 1.0, "W": 1.0}).items()
@@ -163,7 +195,11 @@ def execute(
                 waiting[missing[0]].append(d)
                 break
             begin = max([clock[d], *(done[key][0] + hop * (done[key][1] != d) for key in needs)])
-            takes = sum(seconds[a.phase][a.stage] for a in slot) if len(slot) == 1 or overlap is None else overlap
+            takes = (
+                sum(seconds[a.phase][a.stage] for a in slot)
+                if len(slot) == 1 or overlap is None
+                else overlap
+            )
             start[d] = begin if start[d] < 0 else start[d]
             clock[d], busy[d], at[d] = begin + takes, busy[d] + takes, at[d] + 1
             for a in slot:
@@ -205,8 +241,8 @@ def orders_of(plan: Any) -> list[list[tuple[Did, ...]]]:
 
 
 def validate_plan(plan: Any, stages: int, microbatches: int) -> None:
-    """The invariants of the order that a plan computes in, of its sends and receives, and that its streams, in order, come to an
-    end when a transfer needs both of its ends."""
+    """The invariants of the order that a plan computes in, of its sends and receives, and that its streams, in order,
+    come to an end when a transfer needs both of its ends."""
     validate(orders_of(plan), stages, microbatches)
     ends: dict[str, dict[str, list[str]]] = defaultdict(lambda: {"Send": [], "Recv": []})
     for role in plan.roles:

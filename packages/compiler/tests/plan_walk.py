@@ -26,7 +26,8 @@ class _Role:
 
 
 def walk(plan: Plan, seed: int = 0) -> dict[str, int]:
-    """Run the plan in a random interleaving; role -> most bytes held. AssertionError for a deadlock, a leak, a misuse."""
+    """Run the plan in a random interleaving; role -> most bytes held. AssertionError for a deadlock, a leak, a
+    misuse."""
     return _Walk(plan, Random(seed)).run()
 
 
@@ -94,14 +95,20 @@ class _Walk:
         values = iter(part.reads)
         at = {}
         for index, port in enumerate(sig.reads):
-            state = port.startswith("in") and chunk.inputs[int(port[2:])].kind in ("param", "buffer")
+            state = port.startswith("in") and chunk.inputs[int(port[2:])].kind in (
+                "param",
+                "buffer",
+            )
             if not state:
                 at[index] = next(values)
         # A value behind two ports dies with the later of the two.
         final = {
             v: i
             for i, v in sorted(
-                at.items(), key=lambda p: sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1
+                at.items(),
+                key=lambda p: (
+                    sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1
+                ),
             )
         }
         held = role.held
@@ -120,7 +127,11 @@ class _Walk:
                 if queue and self._ready(role, queue[0]):
                     channel = queue[0].parts[0].op.channel  # type: ignore[union-attr]  # only communication is queued
                     fronts.setdefault(channel, []).append((role, queue[0]))
-        return [members for channel, members in fronts.items() if len(members) == len(self.plan.channel(channel).roles)]
+        return [
+            members
+            for channel, members in fronts.items()
+            if len(members) == len(self.plan.channel(channel).roles)
+        ]
 
     def _meet(self, members: list[tuple[_Role, Instr]]) -> int:
         ops = [instr.parts[0].op for _, instr in members]
@@ -128,7 +139,9 @@ class _Walk:
             assert len({op.bucket for op in ops}) == 1  # type: ignore[union-attr]  # all are collectives
         else:
             assert {type(op) for op in ops} == {Send, Recv}
-            sizes = {self.sizes[v] for _, i in members for v in (*i.parts[0].reads, *i.parts[0].writes)}
+            sizes = {
+                self.sizes[v] for _, i in members for v in (*i.parts[0].reads, *i.parts[0].writes)
+            }
             assert len(sizes) == 1, "a receive of other bytes than were sent"
         for role, instr in members:
             self._use(role, (*instr.parts[0].reads, *instr.parts[0].writes))
@@ -153,6 +166,15 @@ class _Walk:
         assert not gone, f"{role.plan.role} uses {gone[0]}, which is not alive"
 
     def _stuck(self) -> str:
-        fronts = [f"{r.plan.role}/{s}: {q[0].name}" for r in self.roles.values() for s, q in r.queues.items() if q]
-        hosts = [f"{n}: {r.plan.program[r.issued].name}" for n, r in self.roles.items() if r.issued < len(r.plan.program)]
+        fronts = [
+            f"{r.plan.role}/{s}: {q[0].name}"
+            for r in self.roles.values()
+            for s, q in r.queues.items()
+            if q
+        ]
+        hosts = [
+            f"{n}: {r.plan.program[r.issued].name}"
+            for n, r in self.roles.items()
+            if r.issued < len(r.plan.program)
+        ]
         return ", ".join(hosts + fronts)

@@ -14,7 +14,11 @@ Rows = list[list[Slot]]
 @st.composite
 def legal_orders(draw: st.DrawFn, most: int = 5) -> Rows:
     """The slots of 1 to 4 devices, as a random run of up to `most` stages and microbatches leaves them."""
-    devices, stages, m = draw(st.integers(1, 4)), draw(st.integers(1, most)), draw(st.integers(1, most))
+    devices, stages, m = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, most)),
+        draw(st.integers(1, most)),
+    )
     devices = min(devices, stages)
     home = [*range(devices), *(draw(st.integers(0, devices - 1)) for _ in range(stages - devices))]
     home = draw(st.permutations(home))
@@ -25,10 +29,16 @@ def legal_orders(draw: st.DrawFn, most: int = 5) -> Rows:
     while waiting:
         ready = [a for a, needed in waiting.items() if needed <= done]
         first = draw(st.sampled_from(ready))
-        partner = [a for a in ready if home[a.stage] == home[first.stage] and (a.phase == "F") != (first.phase == "F")]
+        partner = [
+            a
+            for a in ready
+            if home[a.stage] == home[first.stage] and (a.phase == "F") != (first.phase == "F")
+        ]
         slot: Slot = (first,)
         if partner and draw(st.booleans()):
-            slot = tuple(sorted((first, draw(st.sampled_from(partner))), key=lambda a: a.phase != "F"))
+            slot = tuple(
+                sorted((first, draw(st.sampled_from(partner))), key=lambda a: a.phase != "F")
+            )
         rows[home[first.stage]].append(slot)
         for action in slot:
             done.add(action)
@@ -49,7 +59,9 @@ def _needs(stages: int, m: int, split: set[tuple[int, int]]) -> dict[Action, set
     return out
 
 
-def with_idle(rows: Sequence[Sequence[Slot]], places: Sequence[tuple[int, int]]) -> list[list[Slot | None]]:
+def with_idle(
+    rows: Sequence[Sequence[Slot]], places: Sequence[tuple[int, int]]
+) -> list[list[Slot | None]]:
     """The rows with idle slots put in at some places (row, cell), taken modulo what there is."""
     out: list[list[Slot | None]] = [list(row) for row in rows]
     for r, c in places:

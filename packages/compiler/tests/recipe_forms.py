@@ -13,7 +13,8 @@ from piper_compiler import Directive, recipes
 
 @dataclass(frozen=True)
 class Case:
-    """p devices, m microbatches, v chunks per device, group size g; seconds of F, I, W and (None: F + B) O, all integers."""
+    """p devices, m microbatches, v chunks per device, group size g; seconds of F, I, W and (None: F + B) O, all
+    integers."""
 
     p: int
     m: int
@@ -39,8 +40,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Form:
-    """`bubble`: the global one, of the device with most idle; `span`: the span bubble (None: no form is known); `peak`: units on
-    device r. `cases`: the domain. `stages`: of p devices and v chunks."""
+    """`bubble`: the global one, of the device with most idle; `span`: the span bubble (None: no form is known); `peak`:
+    units on device r. `cases`: the domain. `stages`: of p devices and v chunks."""
 
     make: Callable[..., tuple[Directive, ...]]
     cases: st.SearchStrategy[Case]
@@ -71,8 +72,9 @@ def cases(
     group: bool = False,
     even: bool = False,
 ) -> Case:
-    """p in 2..12 (`even`: even), at least m(p) microbatches (`multiple`: a multiple of the group, else of p); `times`: "any",
-    "zb" (W <= F, W <= I), "unit" (F = I = W), "long I" (I >= F, I >= W), "pairs" (F = I, W <= F, O between F + W and F + B)."""
+    """p in 2..12 (`even`: even), at least m(p) microbatches (`multiple`: a multiple of the group, else of p); `times`:
+    "any", "zb" (W <= F, W <= I), "unit" (F = I = W), "long I" (I >= F, I >= W), "pairs" (F = I, W <= F, O between F + W
+    and F + B)."""
     p = draw(st.integers(1, 6)) * 2 if even else draw(st.integers(2, 12))
     v = draw(st.integers(*chunks))
     g = p + draw(st.integers(0, 3)) if group else 0
@@ -100,7 +102,13 @@ def _v(c: Case) -> int:
 
 
 FORMS: dict[str, Form] = {
-    "gpipe": Form(recipes.gpipe, cases(), lambda c: (c.p - 1) * (c.F + c.B), lambda c, r: c.m, lambda c: (c.p - 1) * (c.F + c.B)),
+    "gpipe": Form(
+        recipes.gpipe,
+        cases(),
+        lambda c: (c.p - 1) * (c.F + c.B),
+        lambda c, r: c.m,
+        lambda c: (c.p - 1) * (c.F + c.B),
+    ),
     "one_f_one_b": Form(
         recipes.one_f_one_b,
         cases(),

@@ -1,4 +1,5 @@
-"""What the directives of a recipe ask for, as a table per device: read back from the directives, not from the recipe."""
+"""What the directives of a recipe ask for, as a table per device: read back from the directives, not from the
+recipe."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def orders_of_directives(directives: Sequence[Directive]) -> list[list[tuple[Did
         elif isinstance(item, Order):
             slots = [tuple([Did(**_terms(s)) for s in group]) for group in item._items()]
             first = slots[0][0]
-            home = homes[first.stage, None] if (first.stage, None) in homes else homes[first.stage, first.mb]
+            home = (
+                homes[first.stage, None]
+                if (first.stage, None) in homes
+                else homes[first.stage, first.mb]
+            )
             assert home not in rows, f"device {home} has two orders"
             rows[home] = slots
     return [rows[d] for d in sorted(rows)]

@@ -52,7 +52,11 @@ class Model(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.first, self.layers, self.last = nn.Linear(4, WIDTH), nn.ModuleList(layers), nn.Linear(WIDTH, 2)
+        self.first, self.layers, self.last = (
+            nn.Linear(4, WIDTH),
+            nn.ModuleList(layers),
+            nn.Linear(WIDTH, 2),
+        )
         self.bias = nn.Parameter(torch.ones(WIDTH))
 
     def call(self, k: int, layer: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
@@ -76,7 +80,8 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 Work = tuple[int, int, int]
-"""Calls of regions that are replaced, how many different ones, and how many calls needed no tracing. 0: traced plainly."""
+"""Calls of regions that are replaced, how many different ones, and how many calls needed no tracing. 0: traced
+plainly."""
 
 
 def program(model: Callable[[], nn.Module]) -> Program:
@@ -100,7 +105,9 @@ def pieces(model: Callable[[], nn.Module]) -> list[Any]:
 
 
 def captured(
-    model: Callable[[], nn.Module], patch: pytest.MonkeyPatch, make: Callable[[Callable[[], nn.Module]], T]
+    model: Callable[[], nn.Module],
+    patch: pytest.MonkeyPatch,
+    make: Callable[[Callable[[], nn.Module]], T],
 ) -> tuple[T, Work]:
     """What `make` makes of a model, and what the first trace took."""
     work: list[Work] = []
@@ -122,7 +129,11 @@ def captured(
         return make(model), work[0]
 
 
-def plainly(model: Callable[[], nn.Module], patch: pytest.MonkeyPatch, make: Callable[[Callable[[], nn.Module]], T]) -> T:
+def plainly(
+    model: Callable[[], nn.Module],
+    patch: pytest.MonkeyPatch,
+    make: Callable[[Callable[[], nn.Module]], T],
+) -> T:
     """The same of a plain trace."""
     with patch.context() as inner:
         inner.setattr(tracing, "repeated_layers", lambda model: [])

@@ -27,7 +27,11 @@ def every_other(rows: Tensor, counts: Tensor, wide: Tensor, narrow: Tensor) -> T
 
 def joined(rows: Tensor, counts: Tensor, wide: Tensor, narrow: Tensor) -> Tensor:
     gate, up = wide.transpose(1, 2).split([6, 6], 2)
-    return grouped_mm(F.silu(grouped_mm(rows, counts, torch.cat([up, gate], 2))[:, :6]), counts, narrow.transpose(1, 2))
+    return grouped_mm(
+        F.silu(grouped_mm(rows, counts, torch.cat([up, gate], 2))[:, :6]),
+        counts,
+        narrow.transpose(1, 2),
+    )
 
 
 def halves(rows: Tensor, counts: Tensor, wide: Tensor, narrow: Tensor) -> Tensor:
@@ -56,7 +60,9 @@ def of_a_fixed_size(rows: Tensor, counts: Tensor, wide: Tensor, narrow: Tensor) 
     [(gated, True), (every_other, True), (joined, True)]
     + [(body, False) for body in (halves, later, turned, over_rows, of_a_fixed_size)],
 )
-def test_a_body_takes_any_rows_where_it_leaves_the_first_dimension_alone(body: Callable[..., Tensor], any_rows: bool) -> None:
+def test_a_body_takes_any_rows_where_it_leaves_the_first_dimension_alone(
+    body: Callable[..., Tensor], any_rows: bool
+) -> None:
     sizes = ((10, 8), (2,), (2, 12, 8), (2, 8, 6))
     given = [torch.empty(s, dtype=torch.int64 if len(s) == 1 else torch.float64) for s in sizes]
     assert takes_any_rows(make_fx(body, tracing_mode="fake")(*given).graph) == any_rows

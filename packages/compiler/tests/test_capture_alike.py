@@ -1,4 +1,5 @@
-"""One condition each under which a layer's trace does not serve another: the program is that of a plain trace all the same."""
+"""One condition each under which a layer's trace does not serve another: the program is that of a plain trace all the
+same."""
 
 from __future__ import annotations
 
@@ -20,13 +21,19 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CASES = {
     f"{title}: {name}": case
-    for title, cases in (("layers", LAYERS_DIFFER), ("calls", CALLS_DIFFER), ("changes", MODELS_CHANGE))
+    for title, cases in (
+        ("layers", LAYERS_DIFFER),
+        ("calls", CALLS_DIFFER),
+        ("changes", MODELS_CHANGE),
+    )
     for name, case in cases.items()
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_trace_serves_where_it_would_be_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_serves_where_it_would_be_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, expected = CASES[name]
     found, work = captured(model, monkeypatch, pieces)
     assert (work, found == plainly(model, monkeypatch, pieces)) == (expected, True)
@@ -41,9 +48,17 @@ def test_another_torch_traces_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_is_left_as_it_was() -> None:
     names = ("find_reuse_match", "save_reuse_entry", "stamp_out_subgraph")
-    before = [getattr(invoke_subgraph, name) for name in names], SideEffects.store_attr, SideEffects.mutation
+    before = (
+        [getattr(invoke_subgraph, name) for name in names],
+        SideEffects.store_attr,
+        SideEffects.mutation,
+    )
     with pytest.raises(ZeroDivisionError), checked_reuse([]):
         assert invoke_subgraph.find_reuse_match is not before[0][0]
         assert SideEffects.mutation is not before[2]
         raise ZeroDivisionError
-    assert before == ([getattr(invoke_subgraph, name) for name in names], SideEffects.store_attr, SideEffects.mutation)
+    assert before == (
+        [getattr(invoke_subgraph, name) for name in names],
+        SideEffects.store_attr,
+        SideEffects.mutation,
+    )

@@ -69,7 +69,10 @@ def cached_cosine(layer: Any) -> Tensor:
     ],
 )
 def test_a_function_that_caches_what_changes_is_refused(body: Body, name: str) -> None:
-    with pytest.raises(CaptureError, match=rf"{__file__}:\d+ .*{name} is under functools.lru_cache.*Take lru_cache away"):
+    with pytest.raises(
+        CaptureError,
+        match=rf"{__file__}:\d+ .*{name} is under functools.lru_cache.*Take lru_cache away",
+    ):
         capture(lambda: Layer(body), batch, squared)
 
 

@@ -172,7 +172,10 @@ def function_in_an_opaque_region(linear: nn.Linear, x: Tensor) -> Tensor:
         return Doubled.apply(linear(x))
 
 
-@refused(r"sees it raise AttributeError\(.*absent.*\n.*run on such a batch without Piper.*otherwise than Python")
+@refused(
+    r"sees it raise AttributeError\(.*absent.*\n.*run on such a batch without Piper.*otherwise "
+    r"than Python"
+)
 def raises(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear.absent(x)
 
@@ -216,7 +219,9 @@ def test_refused_by_name(name: str) -> None:
     if name == "rows_squared":
         return
     first = inspect.getsourcelines(body)[1]
-    named = [n for n in range(first, first + 9) if f"test_capture_errors.py:{n}" in str(caught.value)]
+    named = [
+        n for n in range(first, first + 9) if f"test_capture_errors.py:{n}" in str(caught.value)
+    ]
     assert named, str(caught.value)
 
 
@@ -248,7 +253,10 @@ def test_the_same_model_without_the_offence_is_captured() -> None:
 @pytest.mark.parametrize(
     ("loss", "pattern"),
     [
-        (lambda o, t: o, r"torch.float32 of shape \[rows, 4\]; it must return a floating-point scalar"),
+        (
+            lambda o, t: o,
+            r"torch.float32 of shape \[rows, 4\]; it must return a floating-point scalar",
+        ),
         (lambda o, t: (o.sum(), t), r"weight of shape"),
         (lambda o, t: t.sum(), "does not depend on any parameter"),
         (lambda o, t: o.sum().long(), "torch.int64"),
@@ -265,8 +273,14 @@ def test_losses_of_the_wrong_kind(loss: Any, pattern: str) -> None:
         (lambda rows: torch.ones(4), "must return a pair"),
         (lambda rows: (torch.ones(3, 4), torch.ones(2)), r"inputs has shape \(3, 4\) for 2 rows"),
         (lambda rows: (torch.ones(2, 4), {"n": b"3"}), "targets.n is a bytes"),
-        (lambda rows: ([torch.ones(2, 4)], torch.ones(2)), r"type list; inputs: a Tensor, tuple \(positional\), dict"),
-        (lambda rows: {}["x"], r"batch\(rows=range\(0, 2\)\) raised KeyError: 'x' \(.*test_capture_errors.py:\d+\)"),
+        (
+            lambda rows: ([torch.ones(2, 4)], torch.ones(2)),
+            r"type list; inputs: a Tensor, tuple \(positional\), dict",
+        ),
+        (
+            lambda rows: {}["x"],
+            r"batch\(rows=range\(0, 2\)\) raised KeyError: 'x' \(.*test_capture_errors.py:\d+\)",
+        ),
     ],
 )
 def test_batches_of_the_wrong_kind(make: Any, pattern: str) -> None:
@@ -280,7 +294,9 @@ def test_a_model_function_that_returns_something_else() -> None:
 
 
 def test_rows_of_a_microbatch_are_checked_when_they_are_bound() -> None:
-    captured = capture(lambda: Model(lambda linear, x: linear(x) if x.shape[0] < 9 else x), batch, mean)
+    captured = capture(
+        lambda: Model(lambda linear, x: linear(x) if x.shape[0] < 9 else x), batch, mean
+    )
     captured.bind(8)
     with pytest.raises(CaptureError, match="behaves differently with 9 rows"):
         captured.bind(9)
@@ -303,7 +319,10 @@ def test_a_constructor_that_raises_is_named_with_its_line(kind: type[Exception])
         raise kind("no such size")
 
     line = inspect.getsourcelines(construct)[1] + 1
-    with pytest.raises(CaptureError, match=rf"model\(\) raised {kind.__name__}: .*no such size.*test_capture_errors.py:{line}\)"):
+    with pytest.raises(
+        CaptureError,
+        match=rf"model\(\) raised {kind.__name__}: .*no such size.*test_capture_errors.py:{line}\)",
+    ):
         capture(construct, batch, mean)
 
 
@@ -319,7 +338,9 @@ class Hooked(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.embed = nn.Embedding(4, 4, sparse=what == "sparse")
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64 if what == "complex" else torch.float32))
+        self.weight = nn.Parameter(
+            torch.ones(4, dtype=torch.complex64 if what == "complex" else torch.float32)
+        )
         if what == "hook":
             self.weight.register_hook(lambda g: g * 0.5)
         if what == "accumulate":

@@ -336,10 +336,15 @@ def a_flag_that_is_put_back(layer: Any, x: Tensor) -> Tensor:
     ("update", "says"),
     [
         (lambda layer, y: y, r"is replaced in forward by .* of shape \[rows, 4\]"),
-        (lambda layer, y: layer.moving.double(), r"replaced in forward by torch.float64 of shape \[4\]"),
+        (
+            lambda layer, y: layer.moving.double(),
+            r"replaced in forward by torch.float64 of shape \[4\]",
+        ),
     ],
 )
-def test_a_buffer_keeps_its_shape_and_dtype(update: Callable[[Any, Tensor], Tensor], says: str) -> None:
+def test_a_buffer_keeps_its_shape_and_dtype(
+    update: Callable[[Any, Tensor], Tensor], says: str
+) -> None:
     def body(layer: Any, x: Tensor) -> Tensor:
         y = layer.linear(x) + layer.moving.mean()
         layer.moving = update(layer, y.detach())
@@ -360,10 +365,14 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_next_call_reads_is_refused_by_name_and_line(name: str) -> None:
     body, attribute = REFUSED[name]
-    with pytest.raises(CaptureError, match=rf"forward changes (\S+ )*(\w+\.)*{attribute} .*register_buffer") as caught:
+    with pytest.raises(
+        CaptureError, match=rf"forward changes (\S+ )*(\w+\.)*{attribute} .*register_buffer"
+    ) as caught:
         capture(lambda: Model(body), batch, squared)
     first = inspect.getsourcelines(body)[1]
-    assert any(f"{__file__}:{n} " in str(caught.value) for n in range(first, first + 9)), str(caught.value)
+    assert any(f"{__file__}:{n} " in str(caught.value) for n in range(first, first + 9)), str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -372,7 +381,8 @@ def test_what_makes_no_difference_is_taken(name: str) -> None:
 
 
 def test_what_a_call_leaves_as_it_found_it_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hugging Face's models mark the module that was called first, and take the mark away: a second trace costs as much again."""
+    """Hugging Face's models mark the module that was called first, and take the mark away: a second trace costs as much
+    again."""
 
     def again(calls: Any) -> None:
         raise RuntimeError("a second call is traced")

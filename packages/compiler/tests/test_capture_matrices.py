@@ -23,7 +23,10 @@ class Whitened(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         square = self.weight.mT @ self.weight + torch.eye(WIDTH)
-        return x @ torch.linalg.inv(square) + torch.linalg.solve(torch.linalg.cholesky(square), x.mT).mT @ square.inverse()
+        return (
+            x @ torch.linalg.inv(square)
+            + torch.linalg.solve(torch.linalg.cholesky(square), x.mT).mT @ square.inverse()
+        )
 
 
 def batch(rows: range) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,13 @@ def build(case: Case) -> nn.Module:
 
 def eager(case: Case, model: nn.Module, rows: range) -> tuple[Tensor, dict[str, Tensor]]:
     inputs, targets = cast(case.batch(3, rows), torch.float64)
-    output = model(**inputs) if isinstance(inputs, dict) else model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+    output = (
+        model(**inputs)
+        if isinstance(inputs, dict)
+        else model(*inputs)
+        if isinstance(inputs, tuple)
+        else model(inputs)
+    )
     result = case.loss(output, targets)
     loss = result[0] / result[1] if isinstance(result, tuple) else result
     loss.backward()
@@ -46,7 +52,8 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [*((n, 3) for n, c in CASES.items() if not c.random), ("gpt", 1), ("slices", 1), ("skip", 1)]
+    ("name", "rows"),
+    [*((n, 3) for n, c in CASES.items() if not c.random), ("gpt", 1), ("slices", 1), ("skip", 1)],
 )
 def test_loss_gradients_and_buffers_equal_autograd(name: str, rows: int) -> None:
     case, model = CASES[name], build(CASES[name])
@@ -66,16 +73,25 @@ def test_dropout_draws_the_numbers_of_eager_dropout_from_the_same_state() -> Non
     """The state is set where a layer starts, as the runtime does it from seed, step, row and layer."""
     case, model = CASES["gpt_dropout"], build(CASES["gpt_dropout"])
     for index, layer in enumerate(model.get_submodule("layers").children()):
-        layer.register_forward_pre_hook(lambda *_, index=index: torch.manual_seed(100 + index) and None)
+        layer.register_forward_pre_hook(
+            lambda *_, index=index: torch.manual_seed(100 + index) and None
+        )
     state = {n: t.detach().clone() for n, t, _ in named_tensors(model)}
     batch = flatten_batch(*cast(case.batch(3, range(3)), torch.float64))
-    dag = ChunkDag(captured("gpt_dropout"), 3, state, lambda c: torch.manual_seed(100 + c.coords["layer"]) and None)
+    dag = ChunkDag(
+        captured("gpt_dropout"),
+        3,
+        state,
+        lambda c: torch.manual_seed(100 + c.coords["layer"]) and None,
+    )
     run = of_batch(dag.run(batch))
     loss, grads = eager(case, model, range(3))
     assert close(run.loss, loss)
     assert {n: close(run.grads[n], g) for n, g in grads.items()} == dict.fromkeys(grads, True)
     assert [c.random for c in dag.program.chunks] == [False, True, True, True, False]
-    other = ChunkDag(captured("gpt_dropout"), 3, state, lambda c: torch.manual_seed(7) and None).run(batch)
+    other = ChunkDag(
+        captured("gpt_dropout"), 3, state, lambda c: torch.manual_seed(7) and None
+    ).run(batch)
     assert not close(other.loss, loss)
 
 

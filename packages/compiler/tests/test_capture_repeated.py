@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from packages.compiler.tests.repeated_cases import LAYERS, WIDTH, Layer, Model, Work, captured, plainly, program
+from packages.compiler.tests.repeated_cases import (
+    LAYERS,
+    WIDTH,
+    Layer,
+    Model,
+    Work,
+    captured,
+    plainly,
+    program,
+)
 from piper_compiler.capture import region, tag
 from piper_compiler.capture.trace import repeated
 from piper_compiler.capture.trace.repeated import as_regions, repeated_layers
@@ -78,7 +87,10 @@ def shared() -> list[nn.Module]:
 CASES: dict[str, tuple[Callable[[], nn.Module], Work]] = {
     "equal": (lambda: Model([Layer() for _ in range(LAYERS)]), (4, 1, 3)),
     "other numbers": (lambda: Model([Layer(scale=0.5 + k % 2) for k in range(LAYERS)]), (4, 2, 2)),
-    "other operations": (lambda: Model([Layer(power=1 + (k == 2)) for k in range(LAYERS)]), (3, 1, 2)),
+    "other operations": (
+        lambda: Model([Layer(power=1 + (k == 2)) for k in range(LAYERS)]),
+        (3, 1, 2),
+    ),
     "a frozen layer": (lambda: Model(frozen()), (3, 1, 2)),
     "tagged parts": (lambda: Model(tagged()), (4, 1, 3)),
     "a shared weight": (lambda: Model(shared()), (4, 1, 3)),
@@ -92,7 +104,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Work]] = {
 """Model, and how much of it is traced once."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "too many kinds")) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n == "too many kinds")) for n in CASES]
+)
 def test_the_program_is_that_of_a_plain_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = CASES[name]
     found, work = captured(model, monkeypatch, program)

@@ -46,7 +46,9 @@ def test_a_comparison_that_changes_nothing_is_taken(monkeypatch: pytest.MonkeyPa
     captured = capture(lambda: Model(few), batch, F.mse_loss, most=MOST)
     for rows in (1, 2, 6, MOST):
         captured.bind(rows)
-    monkeypatch.setattr(other_rows, "transcript", lambda forward, kept: Transcript([str(id(forward))]))  # no two are equal
+    monkeypatch.setattr(
+        other_rows, "transcript", lambda forward, kept: Transcript([str(id(forward))])
+    )  # no two are equal
     with pytest.raises(CaptureError, match="behaves differently with 2 rows"):
         capture(lambda: Model(few), batch, F.mse_loss, most=MOST)
 
@@ -63,6 +65,9 @@ def test_sizes_up_to_a_number_of_rows_are_refused_at_fewer() -> None:
     captured = capture(lambda: best, batch, F.mse_loss, whole_batch=False)
     for code in captured.code:
         captured.code.get(code, 5)
-    with pytest.raises(CaptureError, match=r"at 2 rows; .*k of topk or a slice x\[:k\].*Take microbatches of more rows"):
+    with pytest.raises(
+        CaptureError,
+        match=r"at 2 rows; .*k of topk or a slice x\[:k\].*Take microbatches of more rows",
+    ):
         for code in captured.code:
             captured.code.get(code, 2)

@@ -1,4 +1,5 @@
-"""Tensors that share memory: one Parameter under two names is tied; two over the same bytes are refused if one changes."""
+"""Tensors that share memory: one Parameter under two names is tied; two over the same bytes are refused if one
+changes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ACCEPTED: dict[str, Callable[[Net], None]] = {}
 
 
 class Net(nn.Module):
-    """Reads both halves `a` and `b`, a buffer `seen` and an own buffer `mask`; `change` is done last in the constructor."""
+    """Reads both halves `a` and `b`, a buffer `seen` and an own buffer `mask`; `change` is done last in the
+    constructor."""
 
     def __init__(self, change: Callable[[Net], None], counts: bool) -> None:
         super().__init__()
@@ -44,7 +46,9 @@ def accepted(change: Callable[[Net], None]) -> Callable[[Net], None]:
     return change
 
 
-@refused(r"'a\.weight' and 'b\.weight' share memory.*'a\.weight' is trained.*`b\.weight = a\.weight`")
+@refused(
+    r"'a\.weight' and 'b\.weight' share memory.*'a\.weight' is trained.*`b\.weight = a\.weight`"
+)
 def parameter_of_the_data_of_another(net: Net) -> None:
     net.b.weight = nn.Parameter(net.a.weight.data)
 
@@ -79,7 +83,10 @@ def buffer_that_views_one_that_forward_changes(net: Net) -> None:
 @refused(r"'a\.weight' and 'b\.weight' share memory")
 def overlapping_windows_of_one_tensor(net: Net) -> None:
     flat = torch.randn(28)
-    net.a.weight, net.b.weight = nn.Parameter(flat[:16].view(4, 4)), nn.Parameter(flat[12:].view(4, 4))
+    net.a.weight, net.b.weight = (
+        nn.Parameter(flat[:16].view(4, 4)),
+        nn.Parameter(flat[12:].view(4, 4)),
+    )
 
 
 @refused(r"'a\.weight' and 'b\.weight' share memory")
@@ -96,7 +103,10 @@ def one_parameter_under_two_names(net: Net) -> None:
 @accepted
 def windows_of_one_tensor_that_do_not_overlap(net: Net) -> None:
     flat = torch.randn(32)
-    net.a.weight, net.b.weight = nn.Parameter(flat[:16].view(4, 4)), nn.Parameter(flat[16:].view(4, 4))
+    net.a.weight, net.b.weight = (
+        nn.Parameter(flat[:16].view(4, 4)),
+        nn.Parameter(flat[16:].view(4, 4)),
+    )
 
 
 @accepted

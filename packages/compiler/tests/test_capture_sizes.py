@@ -17,7 +17,17 @@ from piper_compiler.capture.trace import tracing
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import Affine, bind
 from piper_ir.program.program import Chunk, Cost, Kernel, Program
-from tests.helpers.models import CASES, VOCAB, D, T, TinyGPT, captured, cast, cross_entropy, token_batch
+from tests.helpers.models import (
+    CASES,
+    VOCAB,
+    D,
+    T,
+    TinyGPT,
+    captured,
+    cast,
+    cross_entropy,
+    token_batch,
+)
 
 WIDTH, LENGTH, HEADS, ROWS = 32, 64, 2, 3
 
@@ -79,19 +89,37 @@ def test_kernels_that_coincide_at_some_rows_are_told_apart() -> None:
     found = capture(Coincident, batch, nn.functional.mse_loss)
     cost = found.program.chunks[0].steps["F"].cost
     launched = [(k.count, k.bytes) for k in cost.kernels if k.op == "tanh"]
-    assert launched == [(1, Affine(0, 64)), (1, 128), (1, 192), (2, 704)]  # elements of 4 bytes, read and written
+    assert launched == [
+        (1, Affine(0, 64)),
+        (1, 128),
+        (1, 192),
+        (2, 704),
+    ]  # elements of 4 bytes, read and written
     for rows in (1, 2, 3, 11):
         [chunk] = found.bind(rows).chunks
         assert sum(k.count for k in chunk.steps["F"].cost.kernels if k.op == "tanh") == 5
-        assert kernels(chunk.steps["F"].cost) == kernels(found.code.trace(chunk.code, rows).steps["F"].bind(rows).cost)
+        assert kernels(chunk.steps["F"].cost) == kernels(
+            found.code.trace(chunk.code, rows).steps["F"].bind(rows).cost
+        )
 
 
 def test_kernels_name_their_operators() -> None:
     """In place or not: the sum of a residual and that of gradients are both `add`."""
     steps = [sig for chunk in captured("gpt").program.chunks for sig in chunk.steps.values()]
     found = {k.op: k.kind for sig in steps for k in sig.cost.bind(ROWS).kernels}
-    expected = {"add": "elementwise", "gelu": "elementwise", "mm": "matmul", "layer_norm": "norm", "embedding": "embedding"}
-    expected |= {"cross_entropy": "loss", "cross_entropy_dgrad": "loss", "attention": "attention", "attention_dgrad": "attention"}
+    expected = {
+        "add": "elementwise",
+        "gelu": "elementwise",
+        "mm": "matmul",
+        "layer_norm": "norm",
+        "embedding": "embedding",
+    }
+    expected |= {
+        "cross_entropy": "loss",
+        "cross_entropy_dgrad": "loss",
+        "attention": "attention",
+        "attention_dgrad": "attention",
+    }
     assert expected.items() <= found.items(), found
     assert all(op and not op.endswith("_") and "::" not in op for op in found)
 
@@ -106,13 +134,24 @@ def test_rows_below_one_are_refused() -> None:
 def test_a_real_run_keeps_as_many_bytes_as_the_program_says(name: str) -> None:
     case, found = CASES[name], captured(name)
     state = {n: cast(t.detach(), torch.float64) for n, t, _ in named_tensors(case.model())}
-    run = ChunkDag(found, ROWS, state).run(flatten_batch(*cast(case.batch(0, range(ROWS)), torch.float64)))
+    run = ChunkDag(found, ROWS, state).run(
+        flatten_batch(*cast(case.batch(0, range(ROWS)), torch.float64))
+    )
     for chunk, affine in zip(found.bind(ROWS).chunks, found.program.chunks, strict=True):
         owned = [p for step in chunk.steps.values() for p in step.writes]
-        storages = {run.ports[chunk.id, p].untyped_storage().data_ptr(): run.ports[chunk.id, p].untyped_storage() for p in owned}
-        assert sum(s.nbytes() for s in storages.values()) == sum(chunk.ports[p].nbytes for p in owned)
+        storages = {
+            run.ports[chunk.id, p].untyped_storage().data_ptr(): run.ports[
+                chunk.id, p
+            ].untyped_storage()
+            for p in owned
+        }
+        assert sum(s.nbytes() for s in storages.values()) == sum(
+            chunk.ports[p].nbytes for p in owned
+        )
         assert len(storages) == len(owned)
-        assert sum(bind(affine.ports[p].nbytes, ROWS) for p in owned) == sum(bind(chunk.ports[p].nbytes, 0) for p in owned)
+        assert sum(bind(affine.ports[p].nbytes, ROWS) for p in owned) == sum(
+            bind(chunk.ports[p].nbytes, 0) for p in owned
+        )
 
 
 def long_batch(rows: range) -> tuple[Tensor, Tensor]:
@@ -125,7 +164,11 @@ def layer_of(program: Program) -> Chunk:
 
 
 def squares(chunk: Chunk) -> list[str]:
-    return [p for p, spec in chunk.ports.items() if p.startswith(("saved", "iw")) and spec.shape.count(LENGTH) > 1]
+    return [
+        p
+        for p, spec in chunk.ports.items()
+        if p.startswith(("saved", "iw")) and spec.shape.count(LENGTH) > 1
+    ]
 
 
 def gpt(layers: int = 1) -> nn.Module:
@@ -169,15 +212,25 @@ def test_flops_of_a_gpt_block() -> None:
     chunk = layer_of(capture(gpt, long_batch, cross_entropy).bind(ROWS))
     assert [total(chunk, s, "matmul") for s in "FIW"] == [2 * 12 * WIDTH**2 * ROWS * LENGTH] * 3
     product_flops = ROWS * LENGTH * LENGTH * WIDTH
-    assert [total(chunk, s, "attention") for s in "FIW"] == [2 * product_flops, 5 * product_flops, 0]
+    assert [total(chunk, s, "attention") for s in "FIW"] == [
+        2 * product_flops,
+        5 * product_flops,
+        0,
+    ]
 
 
 def test_flops_of_a_llama_block() -> None:
     """4 heads, 2 of keys: matmuls 2 (d^2 + 2 d kv + d^2 + 3 d hidden) per token in each of F, I and W."""
     chunk = layer_of(captured("llama").bind(ROWS))
     kv, hidden = D // 2, 2 * D
-    assert [total(chunk, s, "matmul") for s in "FIW"] == [2 * (2 * D * D + 2 * D * kv + 3 * D * hidden) * ROWS * T] * 3
-    assert [total(chunk, s, "attention") for s in "FIW"] == [2 * ROWS * T * T * D, 5 * ROWS * T * T * D, 0]
+    assert [total(chunk, s, "matmul") for s in "FIW"] == [
+        2 * (2 * D * D + 2 * D * kv + 3 * D * hidden) * ROWS * T
+    ] * 3
+    assert [total(chunk, s, "attention") for s in "FIW"] == [
+        2 * ROWS * T * T * D,
+        5 * ROWS * T * T * D,
+        0,
+    ]
 
 
 def test_a_hundred_microbatch_sizes_are_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +241,9 @@ def test_a_hundred_microbatch_sizes_are_one_capture(monkeypatch: pytest.MonkeyPa
     found = capture(case.model, partial(case.batch, 0), case.loss)
     for rows, _ in product(range(2, 52), range(2)):
         found.bind(rows)
-    assert found.code.get(found.program.chunks[0].code, 6) is found.code.get(found.program.chunks[0].code, 6)
+    assert found.code.get(found.program.chunks[0].code, 6) is found.code.get(
+        found.program.chunks[0].code, 6
+    )
     assert len(runs) == 1
 
 
@@ -225,7 +280,9 @@ def test_the_users_module_is_not_touched() -> None:
     before = {n: t.clone() for n, t, _ in named_tensors(model)}
     case = CASES["buffers"]
     capture(model, partial(case.batch, 0), case.loss, dtype=torch.float64)
-    assert all(torch.equal(before[n], t) and t.dtype == before[n].dtype for n, t, _ in named_tensors(model))
+    assert all(
+        torch.equal(before[n], t) and t.dtype == before[n].dtype for n, t, _ in named_tensors(model)
+    )
 
 
 class ReadsValues(nn.Module):

@@ -1,5 +1,5 @@
-"""Layers that nearly share a trace: where what is written differs in a keyword, a number's type, or which object is which, and
-where the modules that run are not the layer's own, the program is that of a plain trace."""
+"""Layers that nearly share a trace: where what is written differs in a keyword, a number's type, or which object is
+which, and where the modules that run are not the layer's own, the program is that of a plain trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ from torch._dynamo.variables import invoke_subgraph
 
 from packages.compiler.tests.alike_layers import layers
 from packages.compiler.tests.alike_shared import SHARED
-from packages.compiler.tests.repeated_cases import LAYERS, WIDTH, Layer, Model, Part, Work, captured, pieces, plainly
+from packages.compiler.tests.repeated_cases import (
+    LAYERS,
+    WIDTH,
+    Layer,
+    Model,
+    Part,
+    Work,
+    captured,
+    pieces,
+    plainly,
+)
 from piper_compiler.capture import tag
 from piper_compiler.capture.torch_api import _torch
 from piper_compiler.capture.trace import repeated
@@ -43,7 +53,9 @@ class Held(Layer):
         return self.use(self, super().forward(x, bias))
 
 
-def held(use: Callable[[Any, Tensor], Tensor], of: Callable[[int], dict[str, Any]]) -> Callable[[], nn.Module]:
+def held(
+    use: Callable[[Any, Tensor], Tensor], of: Callable[[int], dict[str, Any]]
+) -> Callable[[], nn.Module]:
     return lambda: Model([Held(use, **of(k)) for k in range(LAYERS)])
 
 
@@ -150,22 +162,34 @@ DIFFER: dict[str, tuple[Callable[[], nn.Module], Work]] = {
     "an argument that is left out": (held(left_out, odd), (4, 2, 2)),
     "the sign of zero": (held(times, lambda k: {"number": (0.0, -0.0)[k % 2]}), (4, 2, 2)),
     "the sign of a zero that is given": (lambda: GivesZeros(layers(Given)), (4, 2, 2)),
-    "the types of equal numbers": (held(of_integers, lambda k: {"numbers": [(1, 1.0)[k % 2]]}), (4, 2, 2)),
-    "a number and a bool": (held(of_integers, lambda k: {"numbers": [(1, True)[k % 2]]}), (4, 2, 2)),
-    "the types of equal keys": (held(of_integers, lambda k: {"numbers": {(1, 1.0)[k % 2]: 0}}), (4, 2, 2)),
+    "the types of equal numbers": (
+        held(of_integers, lambda k: {"numbers": [(1, 1.0)[k % 2]]}),
+        (4, 2, 2),
+    ),
+    "a number and a bool": (
+        held(of_integers, lambda k: {"numbers": [(1, True)[k % 2]]}),
+        (4, 2, 2),
+    ),
+    "the types of equal keys": (
+        held(of_integers, lambda k: {"numbers": {(1, 1.0)[k % 2]: 0}}),
+        (4, 2, 2),
+    ),
     "one dict or two": (held(one_object, one_or_two(dict)), (4, 2, 2)),
     "one object or two": (held(one_object, one_or_two(SimpleNamespace)), (4, 2, 2)),
     "one function or two": (held(one_object, one_or_two(lambda: lambda y: y)), (4, 2, 2)),
     "the attributes of an object": (held(named_values, config(factor=2.0)), (3, 1, 2)),
     "an attribute that is not there": (held(or_default, config(factor=2.0)), (3, 1, 2)),
     "the order of attributes": (
-        held(in_order_set, lambda k: dict.fromkeys(("times", "plus") if k % 2 else ("plus", "times"), 2.0)),
+        held(
+            in_order_set,
+            lambda k: dict.fromkeys(("times", "plus") if k % 2 else ("plus", "times"), 2.0),
+        ),
         (4, 2, 2),
     ),
     "nothing, but give a list": (lambda: TakesList(layers(InList)), (0, 0, 0)),
 }
-"""What layers differ in: model, and how much of it is traced once. Calls of a trace that serves no other one are Dynamo's to
-replace."""
+"""What layers differ in: model, and how much of it is traced once. Calls of a trace that serves no other one are
+Dynamo's to replace."""
 
 
 class Chooses(Layer):
@@ -180,7 +204,10 @@ class Chooses(Layer):
 
 
 def chosen() -> nn.Module:
-    return tag(Model(layers(Chooses, lambda k: (k % 2 == 1,))), {"layers.*.a": {"half": 0}, "layers.*.b": {"half": 1}})
+    return tag(
+        Model(layers(Chooses, lambda k: (k % 2 == 1,))),
+        {"layers.*.a": {"half": 0}, "layers.*.b": {"half": 1}},
+    )
 
 
 class Borrows(Layer):
@@ -267,7 +294,10 @@ def hooked() -> nn.Module:
 
 
 def in_container() -> nn.Module:
-    made = [Held(lambda layer, y: y * layer.numbers["a"][0], numbers={"a": [1.5 + k % 2]}) for k in range(LAYERS)]
+    made = [
+        Held(lambda layer, y: y * layer.numbers["a"][0], numbers={"a": [1.5 + k % 2]})
+        for k in range(LAYERS)
+    ]
     return ReadsFirst(lambda layer: layer.numbers["a"][0], list(made))
 
 
@@ -279,7 +309,12 @@ READ: dict[str, tuple[Callable[[], nn.Module], Work]] = {
 
 CASES = {
     f"{title}: {name}": case
-    for title, cases in (("differ", DIFFER), ("modules", MODULES), ("read", READ), ("shared", SHARED))
+    for title, cases in (
+        ("differ", DIFFER),
+        ("modules", MODULES),
+        ("read", READ),
+        ("shared", SHARED),
+    )
     for name, case in cases.items()
 }
 
@@ -295,7 +330,12 @@ def test_threads_leave_classes_as_they_were() -> None:
     """Also those through which it is seen what a call changes, from before a trace to after it."""
 
     def found() -> tuple[Any, ...]:
-        return Layer.forward, invoke_subgraph.find_reuse_match, SideEffects.store_attr, SideEffects.mutation
+        return (
+            Layer.forward,
+            invoke_subgraph.find_reuse_match,
+            SideEffects.store_attr,
+            SideEffects.mutation,
+        )
 
     before = found()
     for _ in range(3):
@@ -335,8 +375,12 @@ class Outer(Own):
 
 
 @pytest.mark.parametrize("kind", [Own, Outer], ids=["a region", "a region in a region"])
-@pytest.mark.parametrize("fewest", [LAYERS, 2 * LAYERS], ids=["in a repeated layer", "in a layer of few"])
-def test_regions_of_the_users_own(kind: type[Regional], fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "fewest", [LAYERS, 2 * LAYERS], ids=["in a repeated layer", "in a layer of few"]
+)
+def test_regions_of_the_users_own(
+    kind: type[Regional], fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def model(part: type[Regional]) -> Callable[[], nn.Module]:
         def made() -> nn.Module:
             found = Model(layers())
@@ -350,11 +394,15 @@ def test_regions_of_the_users_own(kind: type[Regional], fewest: int, monkeypatch
     assert pieces(model(kind)) == plainly(model(Regional), monkeypatch, pieces)
 
 
-def test_regions_of_the_users_own_that_torch_would_merge_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_of_the_users_own_that_torch_would_merge_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is left where a torch has other names for what `regions_apart` patches."""
     monkeypatch.setattr(_torch, "regions_apart", nullcontext)
     made = [Layer() for _ in range(LAYERS - 1)]
     for layer in made:
         layer.part = Own(odd=False)
-    with pytest.raises(CaptureError, match=r"cannot be captured: .*; remove torch.compiler.nested_compile_region"):
+    with pytest.raises(
+        CaptureError, match=r"cannot be captured: .*; remove torch.compiler.nested_compile_region"
+    ):
         pieces(lambda: Model(made))

@@ -55,7 +55,9 @@ def test_an_argument_that_has_no_text_is_refused() -> None:
 def test_equal_graphs_give_equal_text(name: str) -> None:
     case = CASES[name]
     again = trace_chunk(capture(case), case.inputs(), trace(case).output_grads)
-    assert {s: c.source for s, c in again.code.items()} == {s: c.source for s, c in trace(case).code.items()}
+    assert {s: c.source for s, c in again.code.items()} == {
+        s: c.source for s, c in trace(case).code.items()
+    }
 
 
 def test_code_travels_by_pickle() -> None:
@@ -72,7 +74,9 @@ def test_factories_and_constants_follow_the_device() -> None:
     """A chunk captured on the CPU runs on meta; with a device baked in, the ops would mix devices."""
 
     def positions(x: Tensor, w: Tensor) -> Tensor:
-        return (x + torch.arange(8, device=x.device) + torch.tensor([0.5] * 8, dtype=torch.float64)) @ w
+        return (
+            x + torch.arange(8, device=x.device) + torch.tensor([0.5] * 8, dtype=torch.float64)
+        ) @ w
 
     traced = check(Case(positions, ("value", "param"), (rand(4, 8), rand(8, 8))))
     assert "device=DEVICE" in traced.code["F"].source and "'cpu'" not in traced.code["F"].source

@@ -35,9 +35,21 @@ def refs(chunk: Chunk, kind: str) -> list[str]:
 def test_layers_are_chunks_by_themselves_and_equal_ones_share_code() -> None:
     found = captured("gpt").program
     assert [c.id for c in found.chunks] == ["root", "layer0", "layer1", "layer2", "root.1"]
-    assert [dict(c.coords) for c in found.chunks] == [{}, {"layer": 0}, {"layer": 1}, {"layer": 2}, {}]
+    assert [dict(c.coords) for c in found.chunks] == [
+        {},
+        {"layer": 0},
+        {"layer": 1},
+        {"layer": 2},
+        {},
+    ]
     assert len({c.code for c in found.chunks[1:4]}) == 1
-    assert [refs(c, "value") for c in found.chunks] == [[], ["root:out0"], ["layer0:out0"], ["layer1:out0"], ["layer2:out0"]]
+    assert [refs(c, "value") for c in found.chunks] == [
+        [],
+        ["root:out0"],
+        ["layer0:out0"],
+        ["layer1:out0"],
+        ["layer2:out0"],
+    ]
     assert refs(found.chunks[0], "batch") == ["inputs"]
     assert refs(found.chunks[-1], "batch") == ["targets"]
 
@@ -69,7 +81,10 @@ def test_values_go_straight_to_their_consumers() -> None:
     assert all(r.startswith("stage1:") for r in refs(by_id["stage2"], "value"))
     assert {r.split(":")[0] for r in refs(by_id["stage3"], "value")} == {"stage0", "stage2"}
     assert len(by_id["stage0"].outputs) == 3
-    assert [i.ref for c in by_id.values() for i in c.inputs if i.kind == "batch"] == ["inputs.0", "targets"]
+    assert [i.ref for c in by_id.values() for i in c.inputs if i.kind == "batch"] == [
+        "inputs.0",
+        "targets",
+    ]
 
 
 def test_independent_branches_do_not_read_each_other_and_stay_whole() -> None:
@@ -77,7 +92,11 @@ def test_independent_branches_do_not_read_each_other_and_stay_whole() -> None:
     assert list(by_id) == ["branch0", "branch1", "branch2", "branch3"]
     assert {r.split(":")[0] for r in refs(by_id["branch1"], "value")} == {"branch0"}
     assert {r.split(":")[0] for r in refs(by_id["branch2"], "value")} == {"branch0"}
-    assert {r.split(":")[0] for r in refs(by_id["branch3"], "value")} == {"branch0", "branch1", "branch2"}
+    assert {r.split(":")[0] for r in refs(by_id["branch3"], "value")} == {
+        "branch0",
+        "branch1",
+        "branch2",
+    }
 
 
 def test_views_of_buffers_are_repeated_where_they_are_used() -> None:
@@ -102,7 +121,11 @@ def test_a_region_entered_twice_is_visited_twice() -> None:
             with region(stage=0):
                 return self.a(x)
 
-    assert regions(Back, "skip") == [("stage0", {"stage": 0}), ("stage1", {"stage": 1}), ("stage0.1", {"stage": 0})]
+    assert regions(Back, "skip") == [
+        ("stage0", {"stage": 0}),
+        ("stage1", {"stage": 1}),
+        ("stage0.1", {"stage": 0}),
+    ]
 
 
 def test_operations_between_layers_join_the_layer_before() -> None:
@@ -123,7 +146,9 @@ def test_nested_lists_count_at_the_outermost_and_slices_keep_their_index() -> No
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.groups = nn.ModuleList(nn.ModuleList(nn.Linear(16, 16) for _ in range(2)) for _ in range(3))
+            self.groups = nn.ModuleList(
+                nn.ModuleList(nn.Linear(16, 16) for _ in range(2)) for _ in range(3)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             for group in self.groups[1:]:
@@ -147,9 +172,19 @@ def test_a_value_changed_in_place_is_a_new_value_for_later_readers() -> None:
 
 def test_buffers_that_change_are_outputs_and_say_whether_they_vary() -> None:
     found = captured("buffers").program
-    outputs = {o.ref: (c.coords.get("part"), o.varies) for c in found.chunks for o in c.outputs if o.kind == "buffer"}
+    outputs = {
+        o.ref: (c.coords.get("part"), o.varies)
+        for c in found.chunks
+        for o in c.outputs
+        if o.kind == "buffer"
+    }
     assert outputs == {"count": (1, False), "mean": (1, True)}
-    assert {b.name: b.persistent for b in found.buffers} == {"scale": True, "count": True, "mean": True, "mask": False}
+    assert {b.name: b.persistent for b in found.buffers} == {
+        "scale": True,
+        "count": True,
+        "mean": True,
+        "mask": False,
+    }
     last = [c for c in found.chunks if c.coords.get("part") == 2]
     assert all(not refs(c, "buffer") for c in last)  # they read the new values
 

@@ -1,4 +1,5 @@
-"""Every numbered legality condition of every directive: messages name the directive, the line that wrote it, the condition."""
+"""Every numbered legality condition of every directive: messages name the directive, the line that wrote it, the
+condition."""
 
 from __future__ import annotations
 
@@ -51,9 +52,15 @@ def applied(*directives: Directive, program: Program | None = None, mesh: Mesh =
 
 
 def refused(
-    condition: int, last: Directive, *before: Directive, program: Program | None = None, says: str, mesh: Mesh = MESH
+    condition: int,
+    last: Directive,
+    *before: Directive,
+    program: Program | None = None,
+    says: str,
+    mesh: Mesh = MESH,
 ) -> str:
-    """Check that the last directive is refused by a condition, with its text, its call site and that condition's number."""
+    """Check that the last directive is refused by a condition, with its text, its call site and that condition's
+    number."""
     with pytest.raises(DirectiveError) as caught:
         applied(*before, last, program=program, mesh=mesh)
     message = str(caught.value)
@@ -101,14 +108,26 @@ class TestPartition:
 
     def test_3_layers_exist(self) -> None:
         program = layered(2)
-        bare = replace(program, chunks=tuple(replace(c, coords={"expert": 0}) for c in program.chunks))
+        bare = replace(
+            program, chunks=tuple(replace(c, coords={"expert": 0}) for c in program.chunks)
+        )
         refused(3, partition(stages=2), program=bare, says="piper.region(stage=...)")
 
     def test_4_agrees_with_tags(self) -> None:
-        refused(4, partition(stages=2), program=synthetic(stages=3, F=1, I=1, W=1), says="use partition(stages=3)")
-        refused(4, partition(stages=2), program=stages(0, 2, 2, 2), says="tagged with stages [0, 2]")
+        refused(
+            4,
+            partition(stages=2),
+            program=synthetic(stages=3, F=1, I=1, W=1),
+            says="use partition(stages=3)",
+        )
+        refused(
+            4, partition(stages=2), program=stages(0, 2, 2, 2), says="tagged with stages [0, 2]"
+        )
         refused(4, partition(stages=2), program=stages(0, None, 1, 1), says="stage1.F has none")
-        assert applied(partition(stages=2), program=stages(0, 0, 1, 1)).coordinates()["stage"] == [0, 1]
+        assert applied(partition(stages=2), program=stages(0, 0, 1, 1)).coordinates()["stage"] == [
+            0,
+            1,
+        ]
 
     def test_5_before_place(self) -> None:
         everything = place(where(), on=dict(pp=0))
@@ -117,20 +136,39 @@ class TestPartition:
 
 class TestSplit:
     def test_1_at_least_one(self) -> None:
-        refused(1, split(where(), microbatches=0), says="microbatches is 0; an integer of at least 1")
+        refused(
+            1, split(where(), microbatches=0), says="microbatches is 0; an integer of at least 1"
+        )
 
     def test_2_once(self) -> None:
-        refused(2, split(where(), microbatches=2), split(where(), microbatches=1), says="split into 1 microbatches already")
+        refused(
+            2,
+            split(where(), microbatches=2),
+            split(where(), microbatches=1),
+            says="split into 1 microbatches already",
+        )
 
     def test_3_everything(self) -> None:
-        refused(3, split(where(layer=0), microbatches=2), says="2 of 8 nodes are selected; use where()")
+        refused(
+            3, split(where(layer=0), microbatches=2), says="2 of 8 nodes are selected; use where()"
+        )
 
     def test_4_before_place(self) -> None:
-        refused(4, split(where(), microbatches=2), partition(stages=2), BOTH[0], says="write split before place")
+        refused(
+            4,
+            split(where(), microbatches=2),
+            partition(stages=2),
+            BOTH[0],
+            says="write split before place",
+        )
 
     def test_5_so_many_nodes(self) -> None:
         most = MOST_NODES // 8
-        refused(5, split(where(), microbatches=most + 1), says=f"8 nodes in each microbatch; use at most {most} microbatches")
+        refused(
+            5,
+            split(where(), microbatches=most + 1),
+            says=f"8 nodes in each microbatch; use at most {most} microbatches",
+        )
 
 
 class TestPlace:
@@ -146,16 +184,27 @@ class TestPlace:
             *self.first,
             says="unknown axis 'stage'; the axes are cp, dp, ep, pp, rep, tp",
         )
-        refused(1, place(where(stage=0), on={}), *self.first, says="names no axis; give at least one")
+        refused(
+            1, place(where(stage=0), on={}), *self.first, says="names no axis; give at least one"
+        )
 
     def test_1_a_degree_of_one_is_no_error(self) -> None:
-        lowered = compile_program(layered(4), Strategy(Mesh(), (partition(stages=1), place(where(stage=0), on=dict(pp=0)))))
+        lowered = compile_program(
+            layered(4),
+            Strategy(Mesh(), (partition(stages=1), place(where(stage=0), on=dict(pp=0)))),
+        )
         assert [r.role for r in lowered.plan.roles] == ["pp0"]
 
     def test_2_placed_once(self) -> None:
         says = "stage0.F@0, stage1.F@0, stage0.F@1, stage1.F@1 and 4 more is placed on pp0 already"
         refused(2, place(where(stage=0), on=dict(pp=1)), *self.first, BOTH[0], says=says)
-        refused(2, place(where(stage=0, mb=1), on=dict(pp=1)), *self.first, BOTH[0], says="a node runs in one place")
+        refused(
+            2,
+            place(where(stage=0, mb=1), on=dict(pp=1)),
+            *self.first,
+            BOTH[0],
+            says="a node runs in one place",
+        )
 
     def test_3_the_same_axes(self) -> None:
         says = "it fixes ['dp', 'pp'] but pp0 fixes ['pp']; give every placement the same axes"
@@ -167,30 +216,72 @@ class TestPlace:
 
     def test_5_streams_agree(self) -> None:
         named = place(where(stage=0, mb=0), on=dict(pp=0), send="out")
-        refused(5, place(where(stage=0, mb=1), on=dict(pp=0), send="up"), *self.first, named, says="pp0 sends on 'out'")
-        refused(5, place(where(stage=0), on=dict(pp=0), recv="compute"), *self.first, says="the stream 'compute' is for compute")
-        assert applied(*self.first, named, place(where(stage=0, mb=1), on=dict(pp=0), send="out")).transports["pp0"].send == "out"
+        refused(
+            5,
+            place(where(stage=0, mb=1), on=dict(pp=0), send="up"),
+            *self.first,
+            named,
+            says="pp0 sends on 'out'",
+        )
+        refused(
+            5,
+            place(where(stage=0), on=dict(pp=0), recv="compute"),
+            *self.first,
+            says="the stream 'compute' is for compute",
+        )
+        assert (
+            applied(*self.first, named, place(where(stage=0, mb=1), on=dict(pp=0), send="out"))
+            .transports["pp0"]
+            .send
+            == "out"
+        )
 
     def test_6_a_backward_runs_where_its_forward_does(self) -> None:
         forward = place(where(stage=0, phase="F"), on=dict(pp=0))
-        refused(6, place(where(stage=0, phase="B"), on=dict(pp=1)), *self.first, forward, says=".F@0 is placed on pp0")
+        refused(
+            6,
+            place(where(stage=0, phase="B"), on=dict(pp=1)),
+            *self.first,
+            forward,
+            says=".F@0 is placed on pp0",
+        )
         backward = place(where(stage=0, phase="B"), on=dict(pp=0))
-        refused(6, place(where(stage=0, phase="F"), on=dict(pp=1)), *self.first, backward, says=".B@0 is placed on pp0")
-        assert {n.role for n in applied(*self.first, forward, backward).select(where(stage=0))} == {"pp0"}
+        refused(
+            6,
+            place(where(stage=0, phase="F"), on=dict(pp=1)),
+            *self.first,
+            backward,
+            says=".B@0 is placed on pp0",
+        )
+        assert {n.role for n in applied(*self.first, forward, backward).select(where(stage=0))} == {
+            "pp0"
+        }
 
 
 class TestReplicate:
     def test_1_axes(self) -> None:
         refused(1, replicate(where(), over=()), says="one or more of")
-        refused(1, replicate(where(), over=("data",)), says="over=('data',); one or more of cp, dp, ep, pp, rep, tp are accepted")
+        refused(
+            1,
+            replicate(where(), over=("data",)),
+            says="over=('data',); one or more of cp, dp, ep, pp, rep, tp are accepted",
+        )
 
     def test_1_a_degree_of_one_is_no_error(self) -> None:
-        plan = compile_program(layered(2), Strategy(Mesh(), (replicate(where(), over=("dp", "ep")),))).plan
+        plan = compile_program(
+            layered(2), Strategy(Mesh(), (replicate(where(), over=("dp", "ep")),))
+        ).plan
         assert plan.replicas == 1 and not plan.channels
 
     def test_2_whole_chunks(self) -> None:
-        refused(2, replicate(where(phase="F")), says="1 of 2 nodes of stage0 are selected; select by region")
-        refused(2, replicate(where(mb=0)), split(where(), microbatches=3), says="2 of 6 nodes of stage0")
+        refused(
+            2,
+            replicate(where(phase="F")),
+            says="1 of 2 nodes of stage0 are selected; select by region",
+        )
+        refused(
+            2, replicate(where(mb=0)), split(where(), microbatches=3), says="2 of 6 nodes of stage0"
+        )
 
     def test_3_once(self) -> None:
         says = "stage1 is replicated by replicate(where(layer=1)) (test_directives.py:"
@@ -214,29 +305,60 @@ class TestOrder:
     def test_1_two_selections_that_match(self) -> None:
         refused(1, order(where(mb=0)), *self.first, says="at least two selections")
         with pytest.raises(
-            SelectorError, match=r"order\(where\(mb=0\), where\(mb=7\)\) at test_directives.py:\d+: where\(mb=7\)"
+            SelectorError,
+            match=r"order\(where\(mb=0\), where\(mb=7\)\) at test_directives.py:\d+: where\(mb=7\)",
         ):
             applied(*self.first, order(where(mb=0), where(mb=7)))
 
     def test_1_a_missing_backward_may_be_skipped_and_nothing_else(self) -> None:
-        program = replace(layered(4), chunks=tuple(_forward_only(c) if c.coords["layer"] < 2 else c for c in _after_frozen(4)))
-        sequence = (where(stage=0, mb=0, phase="F"), where(stage=0, mb=0, phase="B"), where(stage=0, mb=1, phase="F"))
+        program = replace(
+            layered(4),
+            chunks=tuple(
+                _forward_only(c) if c.coords["layer"] < 2 else c for c in _after_frozen(4)
+            ),
+        )
+        sequence = (
+            where(stage=0, mb=0, phase="F"),
+            where(stage=0, mb=0, phase="B"),
+            where(stage=0, mb=1, phase="F"),
+        )
         with pytest.raises(SelectorError, match="matches no node"):
             applied(*self.first, order(*sequence), program=program)
         skipped = applied(*self.first, order(*sequence, missing="skip"), program=program)
         assert (("stage1.F", 0), ("stage0.F", 1)) in skipped.order_edges
-        for typo in (where(stage=7, mb=0, phase="B"), where(stage=0, mb=9, phase="B"), where(stage=0, phase="X")):
+        for typo in (
+            where(stage=7, mb=0, phase="B"),
+            where(stage=0, mb=9, phase="B"),
+            where(stage=0, phase="X"),
+        ):
             with pytest.raises(SelectorError, match="matches no node"):
                 applied(*self.first, order(sequence[0], typo, missing="skip"), program=program)
 
     def test_2_disjoint(self) -> None:
-        refused(2, order(where(mb=0), where(phase="F")), *self.first, says="stage0.F@0 is in where(mb=0) and in where(phase='F')")
+        refused(
+            2,
+            order(where(mb=0), where(phase="F")),
+            *self.first,
+            says="stage0.F@0 is in where(mb=0) and in where(phase='F')",
+        )
 
     def test_3_placed(self) -> None:
-        refused(3, order(where(stage=1, mb=0), where(stage=1, mb=1)), *self.first, BOTH[0], says="write place before order")
+        refused(
+            3,
+            order(where(stage=1, mb=0), where(stage=1, mb=1)),
+            *self.first,
+            BOTH[0],
+            says="write place before order",
+        )
 
     def test_4_has_an_effect(self) -> None:
-        refused(4, order(where(stage=0), where(stage=1)), *self.first, *BOTH, says="no two of the selections share a device")
+        refused(
+            4,
+            order(where(stage=0), where(stage=1)),
+            *self.first,
+            *BOTH,
+            says="no two of the selections share a device",
+        )
 
     def test_all_of_a_runs_before_all_of_b(self) -> None:
         graph = applied(*self.first, *BOTH, order(where(stage=1, mb=1), where(stage=1, mb=0)))
@@ -248,43 +370,74 @@ class TestStream:
     first = (partition(stages=2), split(where(), microbatches=2))
 
     def test_1_transfers_exist(self) -> None:
-        with pytest.raises(SelectorError, match=r"stream\(where\(op='send'\), name='p2p'\) at test_directives.py:\d+"):
+        with pytest.raises(
+            SelectorError,
+            match=r"stream\(where\(op='send'\), name='p2p'\) at test_directives.py:\d+",
+        ):
             applied(*self.first, stream(where(op="send"), "p2p"))
 
     def test_2_compute_stays(self) -> None:
         refused(2, stream(where(op="send"), "compute"), *self.first, *BOTH, says="is for compute")
-        refused(2, stream(where(stage=0), "side"), *self.first, *BOTH, says="stage0.F@0 is no transfer")
+        refused(
+            2, stream(where(stage=0), "side"), *self.first, *BOTH, says="stage0.F@0 is no transfer"
+        )
 
     def test_3_whole_channels(self) -> None:
         says = "uses channel pp0>pp1.act too but is not selected"
         refused(3, stream(where(op="send", mb=0, phase="F"), "p2p"), *self.first, *BOTH, says=says)
 
     def test_plans_use_it(self) -> None:
-        strategy = Strategy(Mesh(pp=2), (*self.first, *BOTH, stream(where(op=("send", "recv")), "p2p")))
+        strategy = Strategy(
+            Mesh(pp=2), (*self.first, *BOTH, stream(where(op=("send", "recv")), "p2p"))
+        )
         plan = compile_program(layered(4), strategy).plan
         assert [r.streams for r in plan.roles] == [("compute", "p2p")] * 2
 
     @pytest.mark.parametrize("sms", [-1, 2.5, "8", True, 4097])
     def test_4_a_number_of_sms(self, sms: object) -> None:
         item = stream(where(op="send"), "p2p", sms=sms)  # type: ignore[arg-type]  # what the condition is about
-        refused(4, item, *self.first, *BOTH, says=f"sms is {sms!r}; a whole number from 0 (copy engines) to 4096 is expected")
+        refused(
+            4,
+            item,
+            *self.first,
+            *BOTH,
+            says=f"sms is {sms!r}; a whole number from 0 (copy engines) to 4096 is expected",
+        )
 
     def test_5_one_number_per_stream(self) -> None:
         sends, receives = where(op="send"), where(op="recv")
         says = "stream p2p of pp0 has 8 SMs, by channel pp0>pp1.act; give both the same"
-        refused(5, stream(receives, "p2p", sms=4), *self.first, *BOTH, stream(sends, "p2p", sms=8), says=says)
-        for more in (stream(receives, "p2p", sms=8), stream(receives, "p2p"), stream(receives, "in", sms=4)):
+        refused(
+            5,
+            stream(receives, "p2p", sms=4),
+            *self.first,
+            *BOTH,
+            stream(sends, "p2p", sms=8),
+            says=says,
+        )
+        for more in (
+            stream(receives, "p2p", sms=8),
+            stream(receives, "p2p"),
+            stream(receives, "in", sms=4),
+        ):
             applied(*self.first, *BOTH, stream(sends, "p2p", sms=8), more)
 
     def test_sms_are_in_the_plan(self) -> None:
         sends, receives = where(op="send"), where(op="recv")
         named = (stream(sends, "out", sms=8), stream(receives, "in", sms=0), stream(sends, "out"))
         plan = compile_program(layered(4), Strategy(Mesh(pp=2), (*self.first, *BOTH, *named))).plan
-        assert {c.id: c.sms for c in plan.channels} == {"pp0>pp1.act": (8, 0), "pp1>pp0.grad": (8, 0)}
+        assert {c.id: c.sms for c in plan.channels} == {
+            "pp0>pp1.act": (8, 0),
+            "pp1>pp0.grad": (8, 0),
+        }
         moved = (stream(sends, "out", sms=8), stream(sends, "up"))
         plan = compile_program(layered(4), Strategy(Mesh(pp=2), (*self.first, *BOTH, *moved))).plan
-        assert {c.sms for c in plan.channels} == {()}, "the number is the stream's that they have left"
-        assert "pp0/out on 8 SMs -> pp1/in on 0 SMs" in format_graph(applied(*self.first, *BOTH, *named))
+        assert {c.sms for c in plan.channels} == {()}, (
+            "the number is the stream's that they have left"
+        )
+        assert "pp0/out on 8 SMs -> pp1/in on 0 SMs" in format_graph(
+            applied(*self.first, *BOTH, *named)
+        )
 
 
 @pytest.mark.parametrize(
@@ -296,7 +449,9 @@ class TestStream:
         stream(where(layer=9), "s"),
     ],
 )
-def test_a_selection_that_matches_nothing_is_an_error_that_says_what_there_is(item: Directive) -> None:
+def test_a_selection_that_matches_nothing_is_an_error_that_says_what_there_is(
+    item: Directive,
+) -> None:
     with pytest.raises(SelectorError) as caught:
         applied(item)
     message = str(caught.value)
@@ -305,7 +460,9 @@ def test_a_selection_that_matches_nothing_is_an_error_that_says_what_there_is(it
 
 
 def test_an_unknown_coordinate_is_named() -> None:
-    with pytest.raises(SelectorError, match=r"no coordinate 'expert'; there are chunk, layer, op, phase\."):
+    with pytest.raises(
+        SelectorError, match=r"no coordinate 'expert'; there are chunk, layer, op, phase\."
+    ):
         applied(place(where(expert=0), on=dict(pp=0)))
 
 
@@ -322,8 +479,12 @@ def test_an_unknown_coordinate_is_named() -> None:
         (where(layer=range(4), chunk="stage3"), (3,)),
     ],
 )
-def test_selection_by_value_tuple_range_any_and_none(selection: Where, layers: Iterable[int]) -> None:
-    assert [n.id for n in applied().select(selection) if n.coords["phase"] == "F"] == [f"stage{k}.F" for k in layers]
+def test_selection_by_value_tuple_range_any_and_none(
+    selection: Where, layers: Iterable[int]
+) -> None:
+    assert [n.id for n in applied().select(selection) if n.coords["phase"] == "F"] == [
+        f"stage{k}.F" for k in layers
+    ]
 
 
 # --- a directive in a user's file
@@ -344,7 +505,10 @@ class Reverse:
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
-        turn = [graph.select(Where(self.selection.terms, mb=i, phase=self.phase)) for i in reversed(range(graph.microbatches))]
+        turn = [
+            graph.select(Where(self.selection.terms, mb=i, phase=self.phase))
+            for i in reversed(range(graph.microbatches))
+        ]
         for earlier, later in pairwise(turn):
             edit.order(earlier[-1].id, later[0].id)
         return edit.done()
@@ -352,26 +516,42 @@ class Reverse:
 
 class TestUsersDirective:
     def test_it_works(self) -> None:
-        lowered = compile_program(layered(2), Strategy(Mesh(), (split(where(), microbatches=3), Reverse(where()))))
+        lowered = compile_program(
+            layered(2), Strategy(Mesh(), (split(where(), microbatches=3), Reverse(where())))
+        )
         nodes = [p.node for i in lowered.plan.roles[0].program for p in i.parts]
-        assert [n for n in nodes if n.startswith("stage0.F")] == ["stage0.F@2", "stage0.F@1", "stage0.F@0"]
+        assert [n for n in nodes if n.startswith("stage0.F")] == [
+            "stage0.F@2",
+            "stage0.F@1",
+            "stage0.F@0",
+        ]
 
     def test_it_is_in_the_log_with_its_line(self) -> None:
         line = sys._getframe().f_lineno + 1
         graph = applied(split(where(), microbatches=2), Reverse(where(layer=(0, 1)), phase="B"))
-        assert str(graph.log[-1]) == f"reverse(where(layer=(0, 1)), phase='B') (test_directives.py:{line})"
+        assert (
+            str(graph.log[-1])
+            == f"reverse(where(layer=(0, 1)), phase='B') (test_directives.py:{line})"
+        )
 
     def test_its_condition_is_named(self) -> None:
         refused(1, Reverse(where()), says="write split before it")
 
     def test_json_both_ways(self) -> None:
-        strategy = Strategy(Mesh(pp=2), (split(where(), microbatches=2), Reverse(where(layer=(0, 1)), phase="B")))
+        strategy = Strategy(
+            Mesh(pp=2), (split(where(), microbatches=2), Reverse(where(layer=(0, 1)), phase="B"))
+        )
         assert Strategy.loads(strategy.dumps()) == strategy
 
     def test_a_cycle_through_it_names_it(self) -> None:
         forward_last = order(where(mb=0, phase="F"), where(mb=1, phase="F"))
-        with pytest.raises(CompileError, match=r"ordered by reverse\(where\(\)\) \(test_directives.py"):
-            compile_program(layered(1), Strategy(Mesh(), (split(where(), microbatches=2), forward_last, Reverse(where()))))
+        with pytest.raises(
+            CompileError, match=r"ordered by reverse\(where\(\)\) \(test_directives.py"
+        ):
+            compile_program(
+                layered(1),
+                Strategy(Mesh(), (split(where(), microbatches=2), forward_last, Reverse(where()))),
+            )
 
     def test_two_of_one_name_are_refused(self) -> None:
         with pytest.raises(DirectiveError, match="two directives are called Split"):
@@ -385,12 +565,16 @@ class TestUsersDirective:
             def apply(self, graph: Graph) -> Graph:
                 return None  # type: ignore[return-value]  # the mistake under test
 
-        with pytest.raises(DirectiveError, match=r"nothing\(\): apply returned NoneType; a Graph is needed"):
+        with pytest.raises(
+            DirectiveError, match=r"nothing\(\): apply returned NoneType; a Graph is needed"
+        ):
             applied(Nothing())
 
 
 def test_the_example_of_the_language_document_runs() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[3] / "docs" / "language.md").read_text(
+        encoding="utf-8"
+    )
     blocks = [b.split("```")[0] for b in text.split("```python\n")[1:]]
     assert len(blocks) == 7
     names: dict[str, Any] = {"__name__": __name__}
@@ -400,12 +584,17 @@ def test_the_example_of_the_language_document_runs() -> None:
         exec(compile(block, "language.md", "exec"), names)
     assert names["mixture"].mesh == Mesh(pp=4, dp=2, ep=4)
     assert RECIPES.pop("one_at_a_time").make is names["one_at_a_time"]
-    own = compile_program(layered(4), Strategy(Mesh(pp=2), names["one_at_a_time"](pp=2, microbatches=3))).plan
+    own = compile_program(
+        layered(4), Strategy(Mesh(pp=2), names["one_at_a_time"](pp=2, microbatches=3))
+    ).plan
     assert makespan(own) == 3 * 4 * 9, "3 microbatches through 4 layers, F = 3, B = 6"
     stages = synthetic(stages=4, F=(3, 3, 4, 6), I=(3, 3, 4, 6), W=(2, 3, 3, 4), hop=0.5)
     plan = compile_program(stages, Strategy(Mesh(pp=4), names["uneven"])).plan
     assert max(role.peak_bytes for role in plan.roles) == 5
-    trial = SimpleNamespace(suggest_categorical=lambda name, choices: choices[1], suggest_int=lambda name, low, high: high)
+    trial = SimpleNamespace(
+        suggest_categorical=lambda name, choices: choices[1],
+        suggest_int=lambda name, low, high: high,
+    )
     assert names["strategy"](trial).mesh == Mesh(pp=2)
     last_first = names["LastFirst"](where())
     assert last_first.site.startswith("test_directives.py:")
@@ -423,14 +612,24 @@ def test_directives_apply_strictly_in_the_order_written() -> None:
 
 def test_a_directive_leaves_the_graph_it_was_given_alone() -> None:
     graph = applied(partition(stages=2), split(where(), microbatches=2))
-    before = (dict(graph.nodes), dict(graph.readers), dict(graph.index), dict(graph.roles), graph.log)
-    apply_directives(graph, (*BOTH, order(where(stage=0, mb=1), where(stage=0, mb=0)), replicate(where())))
+    before = (
+        dict(graph.nodes),
+        dict(graph.readers),
+        dict(graph.index),
+        dict(graph.roles),
+        graph.log,
+    )
+    apply_directives(
+        graph, (*BOTH, order(where(stage=0, mb=1), where(stage=0, mb=0)), replicate(where()))
+    )
     assert (graph.nodes, graph.readers, graph.index, graph.roles, graph.log) == before
 
 
 def _forward_only(chunk):  # type: ignore[no-untyped-def]  # a Chunk without its backward
     forward = replace(chunk.steps["F"], writes=("out0",))
-    return replace(chunk, steps={"F": forward}, outputs=(replace(chunk.outputs[0], needs_grad=False),))
+    return replace(
+        chunk, steps={"F": forward}, outputs=(replace(chunk.outputs[0], needs_grad=False),)
+    )
 
 
 def _after_frozen(layers: int):  # type: ignore[no-untyped-def]  # chunks of which the third sends no gradient back

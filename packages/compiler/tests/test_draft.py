@@ -30,7 +30,11 @@ def plain_waits(draft: Draft, waits: WaitEdges) -> list[tuple[int, ...]]:
     wanted = defaultdict(list)
     for i, j in zip(waits.waiter.tolist(), waits.target.tolist(), strict=True):
         wanted[i].append(j)
-    names = [order.streams[nodes[0] - a] for nodes in draft.bare.streams for order, a in [own(draft, nodes[0])]]
+    names = [
+        order.streams[nodes[0] - a]
+        for nodes in draft.bare.streams
+        for order, a in [own(draft, nodes[0])]
+    ]
     known: dict[tuple[int, int], int] = {}
     out = []
     for i, stream in enumerate(draft.bare.stream_of):
@@ -45,7 +49,11 @@ def plain_waits(draft: Draft, waits: WaitEdges) -> list[tuple[int, ...]]:
 
 def own(draft: Draft, i: int) -> tuple[IssueOrder, int]:
     """The issue order that instruction i is in, and where it begins."""
-    return next((o, a) for o, (a, b) in zip(draft.orders, pairwise(draft.offsets), strict=True) if a <= i < b)
+    return next(
+        (o, a)
+        for o, (a, b) in zip(draft.orders, pairwise(draft.offsets), strict=True)
+        if a <= i < b
+    )
 
 
 def plain_releases(draft: Draft, uses: Uses, times: Times) -> Frees:
@@ -79,11 +87,17 @@ def as_dicts(found: Releases) -> Frees:
         frees[part].append(value)
     for value, i in zip(found.early.tolist(), found.before.tolist(), strict=True):
         before[i].append(value)
-    return dict(frees), dict(before), set(zip(found.waits.waiter.tolist(), found.waits.target.tolist(), strict=True))
+    return (
+        dict(frees),
+        dict(before),
+        set(zip(found.waits.waiter.tolist(), found.waits.target.tolist(), strict=True)),
+    )
 
 
 @pytest.mark.parametrize("seed", range(0, 240, 12))
-def test_waits_and_frees_are_those_found_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_and_frees_are_those_found_one_by_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
 
     def compared(draft: Draft, uses: Uses, times: Times, buffers: Any) -> Releases:
@@ -91,23 +105,31 @@ def test_waits_and_frees_are_those_found_one_by_one(seed: int, monkeypatch: pyte
         found = releases(draft, uses, times, buffers)
         assert as_dicts(found) == plain_releases(draft, uses, times)
         for waits in (draft.waits, draft.waits + found.waits):
-            assert list(draft.issue.waits_of(draft.issue.needed(waits))) == plain_waits(draft, waits)
+            assert list(draft.issue.waits_of(draft.issue.needed(waits))) == plain_waits(
+                draft, waits
+            )
         seen.append(len(found.freed))
         return found
 
     monkeypatch.setattr(passes, "releases", compared)
     case = random_case(seed)
-    compile_program(case.program, case.strategy, global_batch=case.global_batch, training=case.training)
+    compile_program(
+        case.program, case.strategy, global_batch=case.global_batch, training=case.training
+    )
     assert seen and seen[0] > 0
 
 
-def test_instructions_run_every_node_once_and_in_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instructions_run_every_node_once_and_in_their_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[Drafted] = []
     original = Drafted._uses
     monkeypatch.setattr(Drafted, "_uses", lambda self: made.append(self) or original(self))
     for seed in range(5, 60, 9):
         case = random_case(seed)
-        graph = compile_program(case.program, case.strategy, global_batch=case.global_batch, training=case.training).graph
+        graph = compile_program(
+            case.program, case.strategy, global_batch=case.global_batch, training=case.training
+        ).graph
         found = made.pop()
         nodes = list(graph.nodes.values())
         assert sorted(i for task in found.draft.tasks for i in task) == list(range(len(nodes)))
@@ -118,7 +140,9 @@ def test_instructions_run_every_node_once_and_in_their_stream(monkeypatch: pytes
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_runs(lengths: list[int]) -> None:
     assert index_in_run(int_array(lengths)).tolist() == [k for n in lengths for k in range(n)]
-    assert run_starts(int_array(lengths)).tolist() == [sum(lengths[:k]) for k in range(len(lengths))]
+    assert run_starts(int_array(lengths)).tolist() == [
+        sum(lengths[:k]) for k in range(len(lengths))
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))

@@ -1,4 +1,5 @@
-"""Random placement x order x microbatches: every plan is verified, runs, peaks where it says, and is the same every time."""
+"""Random placement x order x microbatches: every plan is verified, runs, peaks where it says, and is the same every
+time."""
 
 from __future__ import annotations
 
@@ -37,14 +38,21 @@ ROOT = Path(__file__).resolve().parents[3]
 def compiled(case: Case, fuse: bool = True, recv_ahead: int = 2) -> Plan:
     options = Options(fuse=fuse, recv_ahead=recv_ahead)
     lowered = compile_program(
-        case.program, case.strategy, global_batch=case.global_batch, training=case.training, options=options
+        case.program,
+        case.strategy,
+        global_batch=case.global_batch,
+        training=case.training,
+        options=options,
     )
     return lowered.plan
 
 
 def parts_in_order(plan: Plan) -> list[list[Part]]:
     """Per role what it computes, in order, however it is cut into instructions."""
-    return [[replace(p, frees=()) for i in r.program if i.stream == COMPUTE for p in i.parts] for r in plan.roles]
+    return [
+        [replace(p, frees=()) for i in r.program if i.stream == COMPUTE for p in i.parts]
+        for r in plan.roles
+    ]
 
 
 @pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
@@ -58,7 +66,9 @@ def test_random_plans_are_legal_run_and_peak_where_they_say(first: int) -> None:
 
 
 @pytest.mark.parametrize("first", range(0, CASES, 3 * PER_TEST))
-def test_fusion_changes_no_part_and_frees_cost_no_time(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fusion_changes_no_part_and_frees_cost_no_time(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seed in range(first, first + PER_TEST):
         case = random_case(seed)
         plan, single = compiled(case), compiled(case, fuse=False, recv_ahead=seed % 4)
@@ -81,7 +91,14 @@ def test_a_plan_is_byte_identical_in_every_process() -> None:
     )
     for hash_seed in ("1", "77"):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert run.returncode == 0, run.stderr
         assert run.stdout.strip() == here
 
@@ -114,7 +131,9 @@ def test_the_cases_are_as_varied_as_they_claim() -> None:
     programs = [random_case(seed).program for seed in range(CASES)]
     uses = [[e.ref for c in p.chunks for e in c.inputs if e.kind == "value"] for p in programs]
     assert sum(len(u) > len(set(u)) for u in uses) >= 50, "values with several consumers"
-    assert sum(len(c.steps) == 1 for p in programs for c in p.chunks) >= 20, "chunks without a backward"
+    assert sum(len(c.steps) == 1 for p in programs for c in p.chunks) >= 20, (
+        "chunks without a backward"
+    )
     assert sum(p.loss_kind == "sum" for p in programs) >= 40
     assert sum(o.kind == "buffer" for p in programs for c in p.chunks for o in c.outputs) >= 20
 
@@ -145,15 +164,25 @@ def test_random_cyclic_orders_are_refused_with_the_cycle_and_both_directives(fir
     for seed in range(first, first + PER_TEST):
         case = random_case(1000 + seed, orders=("total",))
         for chosen in (d for d in case.strategy.directives if isinstance(d, order)):
-            pairs = [(a, b) for a, b in pairwise(chosen.selections) if dict(a.terms)["mb"] != dict(b.terms)["mb"]]
+            pairs = [
+                (a, b)
+                for a, b in pairwise(chosen.selections)
+                if dict(a.terms)["mb"] != dict(b.terms)["mb"]
+            ]
             if not pairs:
                 continue
             against = order(pairs[0][1], pairs[0][0])
             with pytest.raises(CompileError, match="cyclic") as caught:
-                compile_program(case.program, Strategy(case.strategy.mesh, (*case.strategy.directives, against)))
+                compile_program(
+                    case.program, Strategy(case.strategy.mesh, (*case.strategy.directives, against))
+                )
             message = str(caught.value)
             assert str(against.selections[0]) in message and against.site in message
-            reasons = {line.split(": ", 1)[1] for line in message.splitlines()[1:] if ": ordered by " in line}
+            reasons = {
+                line.split(": ", 1)[1]
+                for line in message.splitlines()[1:]
+                if ": ordered by " in line
+            }
             assert len(reasons) >= 2, message
             tried += 1
     assert tried >= PER_TEST
@@ -161,7 +190,10 @@ def test_random_cyclic_orders_are_refused_with_the_cycle_and_both_directives(fir
 
 def test_an_order_against_the_data_is_refused_with_the_reason() -> None:
     program = random_case(0).program
-    strategy = Strategy(Mesh(), (split(where(), microbatches=1), order(where(phase="B", mb=0), where(phase="F", mb=0))))
+    strategy = Strategy(
+        Mesh(),
+        (split(where(), microbatches=1), order(where(phase="B", mb=0), where(phase="F", mb=0))),
+    )
     with pytest.raises(CompileError, match="ordered by order") as caught:
         compile_program(program, strategy)
     assert "test_fuzz_plans.py" in str(caught.value)
@@ -170,5 +202,10 @@ def test_an_order_against_the_data_is_refused_with_the_reason() -> None:
 
 def test_no_part_of_a_plan_is_a_joined_backward() -> None:
     for seed in range(0, CASES, 31):
-        ops = [p.op for role in compiled(random_case(seed)).roles for i in role.program for p in i.parts]
+        ops = [
+            p.op
+            for role in compiled(random_case(seed)).roles
+            for i in role.program
+            for p in i.parts
+        ]
         assert not any(isinstance(op, Compute) and op.step == "B" for op in ops)

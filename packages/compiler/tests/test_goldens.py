@@ -94,7 +94,12 @@ channel pp1>pp0.grad: pp1/pp1>pp0.grad -> pp0/pp1>pp0.grad
     "order": (
         1,
         (split(where(), microbatches=2),),
-        order(where(phase="F", mb=0), where(phase="F", mb=1), where(phase="B", mb=0), where(phase="B", mb=1)),
+        order(
+            where(phase="F", mb=0),
+            where(phase="F", mb=1),
+            where(phase="B", mb=0),
+            where(phase="B", mb=1),
+        ),
         """\
 graph on Mesh(pp=2, dp=2), 2 microbatches
 stage0.F@0  layer=0  inputs@0 -> stage0:out0@0
@@ -112,7 +117,11 @@ stage0.B@1  layer=0  stage0:tan0@1              after stage0.B@0
     ),
     "stream": (
         2,
-        (partition(stages=2), place(where(stage=0), on=dict(pp=0)), place(where(stage=1), on=dict(pp=1))),
+        (
+            partition(stages=2),
+            place(where(stage=0), on=dict(pp=0)),
+            place(where(stage=1), on=dict(pp=1)),
+        ),
         stream(where(op=("send", "recv")), "p2p"),
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
@@ -165,7 +174,9 @@ replicated stage1: over dp, buckets of 524288 bytes on sync
 
 
 def text(layers: int, *directives: Directive) -> str:
-    return format_graph(apply_directives(build_graph(layered(layers), Mesh(pp=2, dp=2)), directives), log=False)
+    return format_graph(
+        apply_directives(build_graph(layered(layers), Mesh(pp=2, dp=2)), directives), log=False
+    )
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -199,7 +210,9 @@ def test_what_completion_adds() -> None:
 
 
 def test_the_log_comes_first_with_call_sites() -> None:
-    graph = apply_directives(build_graph(layered(2), Mesh(pp=2)), (partition(stages=2), split(where(), microbatches=2)))
+    graph = apply_directives(
+        build_graph(layered(2), Mesh(pp=2)), (partition(stages=2), split(where(), microbatches=2))
+    )
     head = format_graph(graph).splitlines()[:3]
     assert head[0] == "graph on Mesh(pp=2), 2 microbatches"
     assert head[1].startswith("  1. partition(stages=2) (test_goldens.py:")

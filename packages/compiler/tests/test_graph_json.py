@@ -16,7 +16,9 @@ from piper_ir.program.costs import Costs, Duration
 
 def test_round_trip() -> None:
     program = synthetic(stages=2, F=1, I=1, W=1, params=512)
-    strategy = Strategy(Mesh(pp=2, dp=2), [*recipes.one_f_one_b(pp=2, microbatches=3), *recipes.data_parallel()])
+    strategy = Strategy(
+        Mesh(pp=2, dp=2), [*recipes.one_f_one_b(pp=2, microbatches=3), *recipes.data_parallel()]
+    )
     lowered = compile_program(program, strategy)
     text = dumps(lowered.graph)
     graph = loads(Graph, text)
@@ -26,7 +28,9 @@ def test_round_trip() -> None:
 
 
 def test_unknown_keys_and_truncation_are_errors() -> None:
-    lowered = compile_program(synthetic(stages=1, F=1, I=1, W=1), Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=1)))
+    lowered = compile_program(
+        synthetic(stages=1, F=1, I=1, W=1), Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=1))
+    )
     text = dumps(lowered.graph)
     with pytest.raises(FormatError, match="unknown key 'colour'"):
         loads(Graph, text.replace('"microbatches"', '"colour":1,"microbatches"'))
@@ -35,7 +39,9 @@ def test_unknown_keys_and_truncation_are_errors() -> None:
 
 
 def test_it_is_called_a_graph_and_keeps_the_costs() -> None:
-    lowered = compile_program(synthetic(stages=1, F=1, I=1, W=1), Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=1)))
+    lowered = compile_program(
+        synthetic(stages=1, F=1, I=1, W=1), Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=1))
+    )
     costs = Costs({"stage0": {"F": Duration(2.0, "table")}}, rows=4)
     text = dumps(replace(lowered.graph, costs=costs))
     assert json.loads(text)["format"] == "Graph"

@@ -12,7 +12,9 @@ from piper_ir.graph.graph import At, OverlapGroup
 
 
 def group(*sizes: int) -> OverlapGroup:
-    return OverlapGroup(tuple(tuple((f"m{m}.{k}", 0) for k in range(n)) for m, n in enumerate(sizes)), 0)
+    return OverlapGroup(
+        tuple(tuple((f"m{m}.{k}", 0) for k in range(n)) for m, n in enumerate(sizes)), 0
+    )
 
 
 def orders(sizes: tuple[int, ...], come: tuple[int, ...] = ()) -> Iterator[tuple[MemberPlace, ...]]:
@@ -26,14 +28,19 @@ def orders(sizes: tuple[int, ...], come: tuple[int, ...] = ()) -> Iterator[tuple
                 yield ((m, k), *rest)
 
 
-def finish(order: tuple[MemberPlace, ...], seconds: dict[MemberPlace, float], messages: GroupMessages) -> float | None:
+def finish(
+    order: tuple[MemberPlace, ...], seconds: dict[MemberPlace, float], messages: GroupMessages
+) -> float | None:
     """When a device is done that computes in an order, by hand; None where the order breaks what must come first."""
     if any(order.index(a) > order.index(b) for a, b in messages.first):
         return None
     now = wire = 0.0
     arrival: dict[tuple[MemberPlace, MemberPlace], float] = {}
     for node in order:
-        now = max([now, *(at for (_, reader), at in arrival.items() if reader == node)]) + seconds[node]
+        now = (
+            max([now, *(at for (_, reader), at in arrival.items() if reader == node)])
+            + seconds[node]
+        )
         for (sender, reader), taken in sorted(messages.seconds.items()):
             if sender == node:
                 wire = max(wire, now) + taken
@@ -55,14 +62,22 @@ waits = st.integers(0, 4).map(float)
 
 
 @given(
-    st.lists(st.tuples(durations, waits), min_size=1, max_size=5), st.lists(st.tuples(durations, waits), min_size=1, max_size=5)
+    st.lists(st.tuples(durations, waits), min_size=1, max_size=5),
+    st.lists(st.tuples(durations, waits), min_size=1, max_size=5),
 )
 def test_no_order_ends_earlier(a: list, b: list) -> None:
     found = group(len(a), len(b))
     seconds = {(m, k): d for m, member in enumerate((a, b)) for k, (d, _) in enumerate(member)}
-    messages = GroupMessages({**chain(0, [w for _, w in a[:-1]]), **chain(1, [w for _, w in b[:-1]])}, frozenset())
+    messages = GroupMessages(
+        {**chain(0, [w for _, w in a[:-1]]), **chain(1, [w for _, w in b[:-1]])}, frozenset()
+    )
     order = hidden(
-        found, {at: seconds[p] for at, p in zip(found.nodes, places(found, tuple(found.nodes)), strict=True)}, messages
+        found,
+        {
+            at: seconds[p]
+            for at, p in zip(found.nodes, places(found, tuple(found.nodes)), strict=True)
+        },
+        messages,
     )
     if not messages.seconds:
         assert order is None
@@ -82,8 +97,14 @@ def test_three_members_keep_what_must_come_first() -> None:
     order = hidden(found, dict.fromkeys(found.nodes, 1.0), messages)
     assert order is not None
     mine = finish(places(found, tuple(order)), seconds, messages)
-    assert mine == min(t for o in orders((3, 3, 3)) if (t := finish(o, seconds, messages)) is not None) == 12.0
-    assert finish(places(found, tuple(found.nodes)), seconds, messages) == 19.0, "one after the other"
+    assert (
+        mine
+        == min(t for o in orders((3, 3, 3)) if (t := finish(o, seconds, messages)) is not None)
+        == 12.0
+    )
+    assert finish(places(found, tuple(found.nodes)), seconds, messages) == 19.0, (
+        "one after the other"
+    )
 
 
 def test_messages_that_fit_beside_the_other_member_are_all_hidden() -> None:
@@ -97,4 +118,11 @@ def test_messages_that_fit_beside_the_other_member_are_all_hidden() -> None:
 
 def test_a_group_that_is_too_large_is_left_to_the_other_orders() -> None:
     found = group(150, 150)
-    assert hidden(found, dict.fromkeys(found.nodes, 1.0), GroupMessages(chain(0, [1.0] * 149), frozenset())) is None
+    assert (
+        hidden(
+            found,
+            dict.fromkeys(found.nodes, 1.0),
+            GroupMessages(chain(0, [1.0] * 149), frozenset()),
+        )
+        is None
+    )

@@ -1,4 +1,5 @@
-"""Schedules as CSV files: what torch.distributed.pipelining writes we read, what we write it reads; contradictions are named."""
+"""Schedules as CSV files: what torch.distributed.pipelining writes we read, what we write it reads; contradictions are
+named."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from packages.compiler.tests.canonical import makespan
 from packages.compiler.tests.random_orders import Rows, legal_orders, with_idle
-from piper_compiler import Schedule, Strategy, compile_program, read_schedule_csv, recipes, synthetic, write_schedule_csv
+from piper_compiler import (
+    Schedule,
+    Strategy,
+    compile_program,
+    read_schedule_csv,
+    recipes,
+    synthetic,
+    write_schedule_csv,
+)
 from piper_compiler.actions import Action
 from piper_compiler.interchange import parse_schedule
 from piper_ir.ground.errors import FormatError, OutputError
@@ -26,7 +35,9 @@ IDLE = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=4)
 
 
 @given(legal_orders(), IDLE, st.sampled_from(("\n", "\r\n")))
-def test_reading_gives_back_what_was_written(orders: Rows, idle: list[tuple[int, int]], newline: str) -> None:
+def test_reading_gives_back_what_was_written(
+    orders: Rows, idle: list[tuple[int, int]], newline: str
+) -> None:
     rows = tuple(map(tuple, with_idle(orders, idle)))
     schedule = Schedule(rows, newline=newline)
     text = schedule.dumps()
@@ -52,13 +63,37 @@ def test_directives_run_what_the_file_says(orders: Rows) -> None:
 
 def planned(schedule: Schedule) -> Plan:
     program = synthetic(stages=schedule.stages, F=1, I=1, W=1)
-    return compile_program(program, Strategy(Mesh(pp=len(schedule.rows)), schedule.directives())).plan
+    return compile_program(
+        program, Strategy(Mesh(pp=len(schedule.rows)), schedule.directives())
+    ).plan
 
 
 SET_ORDER = [  # torch reshards stage 4 before stage 3 at one place, in the order of a set
-    *([("F", 0, 1)], [("F", 1, 1)], [("F", 2, 1)], [("F", 3, 1)], [("F", 0, 0)], [("F", 4, 1)], [("B", 4, 1)], [("F", 0, 2)]),
-    *([("F", 1, 0)], [("F", 2, 0)], [("F", 3, 0)], [("F", 1, 2), ("B", 3, 1)], [("B", 2, 1)], [("F", 4, 0), ("B", 1, 1)]),
-    *([("F", 2, 2), ("B", 0, 1)], [("F", 3, 2), ("B", 4, 0)], [("F", 4, 2), ("B", 3, 0)], [("B", 2, 0)], [("B", 1, 0)]),
+    *(
+        [("F", 0, 1)],
+        [("F", 1, 1)],
+        [("F", 2, 1)],
+        [("F", 3, 1)],
+        [("F", 0, 0)],
+        [("F", 4, 1)],
+        [("B", 4, 1)],
+        [("F", 0, 2)],
+    ),
+    *(
+        [("F", 1, 0)],
+        [("F", 2, 0)],
+        [("F", 3, 0)],
+        [("F", 1, 2), ("B", 3, 1)],
+        [("B", 2, 1)],
+        [("F", 4, 0), ("B", 1, 1)],
+    ),
+    *(
+        [("F", 2, 2), ("B", 0, 1)],
+        [("F", 3, 2), ("B", 4, 0)],
+        [("F", 4, 2), ("B", 3, 0)],
+        [("B", 2, 0)],
+        [("B", 1, 0)],
+    ),
     *([("B", 0, 0)], [("B", 4, 2)], [("B", 3, 2)], [("B", 2, 2)], [("B", 1, 2)], [("B", 0, 2)]),
 ]
 
@@ -67,15 +102,24 @@ SET_ORDER = [  # torch reshards stage 4 before stage 3 at one place, in the orde
 @example([[tuple(Action(stage, phase, mb) for phase, stage, mb in slot) for slot in SET_ORDER]])
 def test_communication_is_what_torch_adds(orders: Rows) -> None:
     schedule = Schedule.of_orders(orders)
-    rows = {r: [torch_schedules._Action.from_str(cell) for cell in line.split(",")] for r, line in enumerate(lines(schedule))}
-    home = torch_schedules._validate_schedule(rows, len(rows), schedule.stages, schedule.microbatches)
+    rows = {
+        r: [torch_schedules._Action.from_str(cell) for cell in line.split(",")]
+        for r, line in enumerate(lines(schedule))
+    }
+    home = torch_schedules._validate_schedule(
+        rows, len(rows), schedule.stages, schedule.microbatches
+    )
     lowered = {
-        r: torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(row), schedule.microbatches)
+        r: torch_schedules._add_reduce_grad(
+            torch_schedules._add_unshard_reshard(row), schedule.microbatches
+        )
         for r, row in rows.items()
     }
     theirs = torch_schedules._add_send_recv(lowered, home.__getitem__, schedule.stages)
     ours = [line.split(",") for line in lines(schedule.with_communication())]
-    assert [*map(in_one_order, ours)] == [in_one_order([*map(str, theirs[r])]) for r in range(len(theirs))]
+    assert [*map(in_one_order, ours)] == [
+        in_one_order([*map(str, theirs[r])]) for r in range(len(theirs))
+    ]
 
 
 def in_one_order(cells: list[str]) -> list[str]:
@@ -90,7 +134,9 @@ def lines(schedule: Schedule) -> list[str]:
 
 def torch_orders(kind: str, pp: int, chunks: int, m: int) -> Any:
     """A schedule of torch's own, over stages that are only numbers."""
-    common = dict(num_stages=pp * chunks, group_size=pp, group_rank=0, group=None, submod=nn.Identity())
+    common = dict(
+        num_stages=pp * chunks, group_size=pp, group_rank=0, group=None, submod=nn.Identity()
+    )
     stages = [SimpleNamespace(stage_index=s, **common) for s in range(chunks)]
     return getattr(torch_schedules, kind)(stages, m, loss_fn=lambda y, t: y)
 
@@ -111,7 +157,11 @@ def test_files_that_torch_writes(kind: str, pp: int, chunks: int, m: int, tmp_pa
     for format, lowered in (("compute_only", False), ("compute_comms", True)):
         theirs._dump_csv(tmp_path / "theirs.csv", format=format)
         schedule = read_schedule_csv(tmp_path / "theirs.csv")
-        assert (schedule.stages, schedule.microbatches, schedule.lowered) == (pp * chunks, m, lowered)
+        assert (schedule.stages, schedule.microbatches, schedule.lowered) == (
+            pp * chunks,
+            m,
+            lowered,
+        )
         write_schedule_csv(schedule, tmp_path / "ours.csv")
         assert (tmp_path / "ours.csv").read_bytes() == (tmp_path / "theirs.csv").read_bytes()
         assert Schedule.of_plan(planned(schedule)).orders == schedule.orders
@@ -127,7 +177,9 @@ def test_torchs_dualpipev_takes_what_its_formula_says(tmp_path: Path) -> None:
 
 
 def test_a_strategy_and_a_plan_are_written(tmp_path: Path) -> None:
-    strategy = Strategy(Mesh(pp=2, dp=2), (*recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel()))
+    strategy = Strategy(
+        Mesh(pp=2, dp=2), (*recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel())
+    )
     compiled = compile_program(synthetic(stages=2, F=1, I=1, W=1), strategy)
     for source in (strategy, compiled, compiled.plan, Schedule.of_plan(compiled.plan)):
         write_schedule_csv(source, tmp_path / "s.csv")
@@ -141,8 +193,13 @@ def test_a_strategy_and_a_plan_are_written(tmp_path: Path) -> None:
 
 
 def test_two_way_pipelines_are_refused_by_name() -> None:
-    orders = [[(Action(d if i == 0 else 1 - d, p, i),) for p in "FB" for i in (0, 1)] for d in (0, 1)]
-    with pytest.raises(FormatError, match=r"row 2 \(device 1\), cell 1: stage 1 is on device 0 already; .* \(DualPipe\)"):
+    orders = [
+        [(Action(d if i == 0 else 1 - d, p, i),) for p in "FB" for i in (0, 1)] for d in (0, 1)
+    ]
+    with pytest.raises(
+        FormatError,
+        match=r"row 2 \(device 1\), cell 1: stage 1 is on device 0 already; .* \(DualPipe\)",
+    ):
         Schedule.of_orders(orders)
 
 
@@ -159,21 +216,45 @@ def changed(text: str, old: str, new: str) -> str:
 
 
 FAULTS: dict[str, tuple[str, str]] = {
-    "no action": (changed(SERIAL, "1B0", "1X0"), r"row 2 \(device 1\), cell 2: '1X0' is not an action; accepted are 2F0"),
+    "no action": (
+        changed(SERIAL, "1B0", "1X0"),
+        r"row 2 \(device 1\), cell 2: '1X0' is not an action; accepted are 2F0",
+    ),
     "the old name of B": (changed(SERIAL, "1B0", "1BW0"), "'1BW0' is not an action"),
     "no microbatch": (changed(SERIAL, "0F1", "0F"), "'0F' is not an action"),
-    "two forwards": ("0F0,(0F1;0F2)OVERLAP_F_B\n", r"holds one forward and then one backward, not 0F1; 0F2"),
+    "two forwards": (
+        "0F0,(0F1;0F2)OVERLAP_F_B\n",
+        r"holds one forward and then one backward, not 0F1; 0F2",
+    ),
     "an empty pair": ("()OVERLAP_F_B\n", "is not an action"),
     "empty": ("", "the table is empty"),
-    "an empty line": (SERIAL + "\n", r"row 3 \(device 2\), cell 1: device 2 computes nothing; .* remove an empty line"),
-    "twice": (changed(SERIAL, "0F1", "0F0"), r"row 1 \(device 0\), cell 2: 0F0 stands in cell 1 of this row already"),
-    "a stage on two devices": (changed(SERIAL, "1F1,1B1", "0F1,0B1"), "stage 0 is on device 0 already"),
-    "a missing microbatch": ("0F0,0F2,0B0,0B2\n", "there is no microbatch 1; microbatches count from 0"),
+    "an empty line": (
+        SERIAL + "\n",
+        r"row 3 \(device 2\), cell 1: device 2 computes nothing; .* remove an empty line",
+    ),
+    "twice": (
+        changed(SERIAL, "0F1", "0F0"),
+        r"row 1 \(device 0\), cell 2: 0F0 stands in cell 1 of this row already",
+    ),
+    "a stage on two devices": (
+        changed(SERIAL, "1F1,1B1", "0F1,0B1"),
+        "stage 0 is on device 0 already",
+    ),
+    "a missing microbatch": (
+        "0F0,0F2,0B0,0B2\n",
+        "there is no microbatch 1; microbatches count from 0",
+    ),
     "a missing stage": ("0F0,2F0,2B0,0B0\n", "there is no stage 1"),
-    "no backward": (changed(SERIAL, ",1B1", ""), "stage 1 has 1F1 for microbatch 1; it needs one F and either one B or"),
+    "no backward": (
+        changed(SERIAL, ",1B1", ""),
+        "stage 1 has 1F1 for microbatch 1; it needs one F and either one B or",
+    ),
     "I without W": (changed(SERIAL, "1B1", "1I1"), "stage 1 has 1F1, 1I1 for microbatch 1"),
     "B and W": (changed(SERIAL, "1B1", "1B1,1W1"), "stage 1 has 1F1, 1B1, 1W1 for microbatch 1"),
-    "backward first": (changed(SERIAL, "1F1,1B1", "1B1,1F1"), "cell 3: 1B1 stands before 1F1, whose results it needs"),
+    "backward first": (
+        changed(SERIAL, "1F1,1B1", "1B1,1F1"),
+        "cell 3: 1B1 stands before 1F1, whose results it needs",
+    ),
     "W before I": ("0F0,0W0,0I0\n", "0W0 stands before 0I0"),
     "a forward with its own backward": ("(0F0;0B0)OVERLAP_F_B\n", "0B0 stands before 0F0"),
     "a cycle": (
@@ -181,19 +262,39 @@ FAULTS: dict[str, tuple[str, str]] = {
         "wait for each other: device 0 at 0B0 for 1B0, in cell 4",
     ),
     "a quote": ('0F0,"0B0\n', "schedule is no CSV file"),
-    "idle in a lowered file": (changed(LOWERED, "1B1,", "1B1,,"), "cell 9: this cell is empty, but a lowered schedule"),
-    "no receive": (changed(LOWERED, "1RECV_F1,", ""), "1F1 needs 1RECV_F1, which this device does not have"),
+    "idle in a lowered file": (
+        changed(LOWERED, "1B1,", "1B1,,"),
+        "cell 9: this cell is empty, but a lowered schedule",
+    ),
+    "no receive": (
+        changed(LOWERED, "1RECV_F1,", ""),
+        "1F1 needs 1RECV_F1, which this device does not have",
+    ),
     "no send": (changed(LOWERED, "0SEND_F1,", ""), "device 0 has no 0SEND_F1 for 1RECV_F1"),
-    "a late receive": (changed(LOWERED, "0RECV_B1,0B1", "0B1,0RECV_B1"), "0B1 stands before 0RECV_B1"),
-    "an early send": (changed(LOWERED, "0F1,0SEND_F1", "0SEND_F1,0F1"), "0SEND_F1 stands before 0F1, whose results"),
+    "a late receive": (
+        changed(LOWERED, "0RECV_B1,0B1", "0B1,0RECV_B1"),
+        "0B1 stands before 0RECV_B1",
+    ),
+    "an early send": (
+        changed(LOWERED, "0F1,0SEND_F1", "0SEND_F1,0F1"),
+        "0SEND_F1 stands before 0F1, whose results",
+    ),
     "a transfer too many": (changed(LOWERED, "1B1,", "1B1,1SEND_F1,"), "1SEND_F1 carries nothing"),
-    "a transfer of nothing": (changed(LOWERED, "1B1,", "1B1,1SEND_F7,"), "1SEND_F7 belongs to a stage or microbatch"),
+    "a transfer of nothing": (
+        changed(LOWERED, "1B1,", "1B1,1SEND_F7,"),
+        "1SEND_F7 belongs to a stage or microbatch",
+    ),
     "receives in the wrong order": (
         changed(LOWERED, "1RECV_F0,1F0,1RECV_F1", "1RECV_F1,1RECV_F0,1F0"),
-        r"row 2 \(device 1\), cell 2: 1RECV_F1 stands before 1RECV_F0, whose message device 0 sends first",
+        r"row 2 \(device 1\), cell 2: 1RECV_F1 stands before 1RECV_F0, whose message device 0 "
+        r"sends first",
     ),
     "sends that wait": (
-        changed(changed(LOWERED, "0F0,0SEND_F0,0F1,0SEND_F1", "0F0,0F1"), "0B0,", "0B0,0SEND_F0,0SEND_F1,"),
+        changed(
+            changed(LOWERED, "0F0,0SEND_F0,0F1,0SEND_F1", "0F0,0F1"),
+            "0B0,",
+            "0B0,0SEND_F0,0SEND_F1,",
+        ),
         "wait for each other: device 0 at 0B0 for 1SEND_B0",
     ),
     "sharded": (
@@ -204,10 +305,22 @@ FAULTS: dict[str, tuple[str, str]] = {
         changed(LOWERED, "0F0,", "0UNSHARD,0F0,"),
         "0UNSHARD gathers parameters that are gathered already; remove it",
     ),
-    "given up twice": (changed(LOWERED, "0RESHARD", "0RESHARD,0RESHARD"), "0RESHARD frees parameters that no UNSHARD"),
-    "an early reduction": (changed(LOWERED, "0B1,0REDUCE_GRAD", "0REDUCE_GRAD,0B1"), "stands before the last backward"),
-    "reduced twice": (changed(LOWERED, "0RESHARD", "0REDUCE_GRAD,0RESHARD"), "reduces gradients that cell 10 has"),
-    "one without reduction": (changed(LOWERED, "1REDUCE_GRAD,", ""), "stage 1 has no REDUCE_GRAD after this"),
+    "given up twice": (
+        changed(LOWERED, "0RESHARD", "0RESHARD,0RESHARD"),
+        "0RESHARD frees parameters that no UNSHARD",
+    ),
+    "an early reduction": (
+        changed(LOWERED, "0B1,0REDUCE_GRAD", "0REDUCE_GRAD,0B1"),
+        "stands before the last backward",
+    ),
+    "reduced twice": (
+        changed(LOWERED, "0RESHARD", "0REDUCE_GRAD,0RESHARD"),
+        "reduces gradients that cell 10 has",
+    ),
+    "one without reduction": (
+        changed(LOWERED, "1REDUCE_GRAD,", ""),
+        "stage 1 has no REDUCE_GRAD after this",
+    ),
 }
 
 
@@ -229,7 +342,9 @@ def test_an_error_shows_the_table_with_an_arrow(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as caught:
         read_schedule_csv(path)
     head, *table = str(caught.value).splitlines()
-    assert head.startswith(f"{path}: row 2 (device 1), cell 4: '(1F1;1X0)OVERLAP_F_B' is not an action")
+    assert head.startswith(
+        f"{path}: row 2 (device 1), cell 4: '(1F1;1X0)OVERLAP_F_B' is not an action"
+    )
     assert table == [
         "",
         "          cell 1  cell 2  cell 3  cell 4                cell 5  cell 6  cell 7",

@@ -23,7 +23,9 @@ def test_steps_equal_autograd(name: str) -> None:
 def test_meta_and_real_examples_give_the_same_chunk(name: str) -> None:
     real, meta = trace(CASES[name]), trace(CASES[name], "meta")
     assert (real.ports, real.steps) == (meta.ports, meta.steps)
-    assert {s: c.source for s, c in real.code.items()} == {s: c.source for s, c in meta.code.items()}
+    assert {s: c.source for s, c in real.code.items()} == {
+        s: c.source for s, c in meta.code.items()
+    }
 
 
 def test_a_wrong_gradient_is_noticed() -> None:
@@ -32,6 +34,8 @@ def test_a_wrong_gradient_is_noticed() -> None:
     traced = trace(case)
     wrong = traced.code["I"].source.replace(".add_(tan0)", ".add_(tan0 * 0)")
     assert wrong != traced.code["I"].source
-    broken = dataclasses.replace(traced, code={**traced.code, "I": StepCode(wrong, traced.code["I"].constants)})
+    broken = dataclasses.replace(
+        traced, code={**traced.code, "I": StepCode(wrong, traced.code["I"].constants)}
+    )
     with pytest.raises(AssertionError, match="not close"):
         compare(case, broken)

@@ -72,9 +72,11 @@ def noisy_gradient(x: Tensor, w: Tensor) -> Tensor:
 REFUSED: dict[Callable[..., Any], str] = {
     changes_parameter: "changes its parameter .*w",
     overwrites_saved: r"test_joint_refusals.py:\d+: y = h @ w: .*modified by an inplace operation",
-    mutating_custom_op: r"halve_|auto_functionalized.* test_joint_refusals.py:\d+: torch.ops.pipertest.halve_\(h\)",
+    mutating_custom_op: r"halve_|auto_functionalized.* test_joint_refusals.py:\d+: "
+    r"torch.ops.pipertest.halve_\(h\)",
     checkpointed: r"cannot be cut .* at .*test_joint_refusals.py:\d+|checkpoint",
-    attention: r"_scaled_dot_product.* exists on one kind of device .*test_joint_refusals.py:\d+: return F.scaled_dot",
+    attention: r"_scaled_dot_product.* exists on one kind of device .*test_joint_refusals.py:\d+: "
+    r"return F.scaled_dot",
     noisy_gradient: "aten.rand_like.default draws random numbers in the backward",
 }
 
@@ -104,7 +106,9 @@ def test_a_mask_of_the_wrong_length_is_refused() -> None:
 
 def test_a_changed_value_needs_an_entry_in_the_mask() -> None:
     case = Case(lambda x: x.mul_(2) + 1, ("value",), (rand(4),))
-    with pytest.raises(CaptureError, match="changes 1 of its inputs in place, so tangent_mask needs 2 entries"):
+    with pytest.raises(
+        CaptureError, match="changes 1 of its inputs in place, so tangent_mask needs 2 entries"
+    ):
         trace_chunk(capture(case), case.inputs(), [True])
 
 

@@ -1,4 +1,5 @@
-"""The indexes of real joint graphs: heads, hidden, vocab and experts are found by themselves, whatever way a layer is written."""
+"""The indexes of real joint graphs: heads, hidden, vocab and experts are found by themselves, whatever way a layer is
+written."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ from collections.abc import Iterable
 
 import pytest
 
-from packages.compiler.tests.layout_graphs import HEADS, HIDDEN, KV, SPELLINGS, E, Graph, chunk_of, spelled
+from packages.compiler.tests.layout_graphs import (
+    HEADS,
+    HIDDEN,
+    KV,
+    SPELLINGS,
+    E,
+    Graph,
+    chunk_of,
+    spelled,
+)
 from packages.compiler.tests.test_layout_rules import CASES
 from piper_compiler.capture.layouts.indexes import LoopIndex, OverlappingCuts, indexed
 from tests.helpers.models import CASES as CAPTURED
@@ -25,7 +35,9 @@ def index(graph: Graph, name: str, dim: int, place: int = 0) -> LoopIndex:
 def test_a_llama_has_heads_groups_and_hidden() -> None:
     layer = chunk_of("llama", "layer0")
     heads, groups, *_ = layer.dims("q")[0]
-    assert layer.sizes("q")[0] == [2, 2, 2, 2], "heads of keys, queries of each, and head_dim in the halves that positions rotate"
+    assert layer.sizes("q")[0] == [2, 2, 2, 2], (
+        "heads of keys, queries of each, and head_dim in the halves that positions rotate"
+    )
     assert layer.sizes("v")[0] == [2, 4]
     assert index(layer, "k", 0) == index(layer, "v", 0) == index(layer, "out", 1) == heads
     assert index(layer, "out", 1, 1) == groups
@@ -42,14 +54,23 @@ def test_a_llama_has_rows_tokens_and_width() -> None:
     assert layer.blockers(tokens) == {"piper.attention.default", "piper.attention_dgrad.default"}
     assert layer.blockers(width) == {"piper.rms_norm.default", "piper.rms_norm_dgrad.default"}
     assert index(layer, "cos", 0) == index(layer, "sin", 0) == tokens
-    assert index(layer, "norm1", 0) == index(layer, "q", 1) == index(layer, "out", 0) == index(layer, "down", 0) == width
+    assert (
+        index(layer, "norm1", 0)
+        == index(layer, "q", 1)
+        == index(layer, "out", 0)
+        == index(layer, "down", 0)
+        == width
+    )
 
 
 def test_a_gpt_has_three_of_each_head_in_its_projection() -> None:
     layer = chunk_of("gpt", "layer0")
     assert layer.sizes("qkv")[0] == layer.sizes("qkv.bias")[0] == [3, 2, 8]
     heads, hidden = index(layer, "qkv", 0, 1), index(layer, "up", 0)
-    assert layer.sizes("out")[1] == [2, 8] and index(layer, "out", 1) == index(layer, "qkv.bias", 0, 1) == heads
+    assert (
+        layer.sizes("out")[1] == [2, 8]
+        and index(layer, "out", 1) == index(layer, "qkv.bias", 0, 1) == heads
+    )
     assert layer.dims("up.bias")[0] == layer.dims("down")[1] == (hidden,)
     assert layer.blockers(heads) <= ADDED and layer.blockers(hidden) <= ADDED
     assert layer.unknown() == set()
@@ -70,8 +91,15 @@ def test_a_mixture_has_experts_and_their_hidden() -> None:
     layer = chunk_of("moe", "layer0")
     experts, hidden = (index(layer, "feed_forward.gate", d) for d in (0, 2))
     assert layer.dims("feed_forward.up") == layer.dims("feed_forward.gate")
-    assert (index(layer, "feed_forward.down", 0), index(layer, "feed_forward.down", 1)) == (experts, hidden)
-    assert layer.blockers(experts) == {"aten.gather.default", "aten.scatter_add.default", "aten.slice.Tensor"}
+    assert (index(layer, "feed_forward.down", 0), index(layer, "feed_forward.down", 1)) == (
+        experts,
+        hidden,
+    )
+    assert layer.blockers(experts) == {
+        "aten.gather.default",
+        "aten.scatter_add.default",
+        "aten.slice.Tensor",
+    }
     assert layer.blockers(hidden) == set()
     assert layer.blockers(index(layer, "root:out0", 0)) == set()
     assert layer.unknown() == set()
@@ -89,7 +117,9 @@ def test_a_mixture_has_experts_and_their_hidden() -> None:
         ("normed", "q", [HEADS, E], 0, ("out",)),
     ],
 )
-def test_a_layer_in_other_words(name: str, weight: str, sizes: list[int], place: int, others: tuple[str, ...]) -> None:
+def test_a_layer_in_other_words(
+    name: str, weight: str, sizes: list[int], place: int, others: tuple[str, ...]
+) -> None:
     layer = spelled(name)
     assert layer.sizes(weight)[1] == sizes
     shared = index(layer, weight, 1, place)
@@ -108,7 +138,10 @@ def test_queries_of_one_group_are_an_index_of_their_own() -> None:
 
 def test_parts_of_unequal_sizes_stay_whole() -> None:
     layer = spelled("uneven")
-    assert layer.blockers(index(layer, "all_of_it", 1)) == {"aten.split_with_sizes.default", "aten.cat.default"}
+    assert layer.blockers(index(layer, "all_of_it", 1)) == {
+        "aten.split_with_sizes.default",
+        "aten.cat.default",
+    }
 
 
 def ops_of(graphs: Iterable[Graph]) -> set[str]:
@@ -129,7 +162,11 @@ def test_every_op_of_these_graphs_is_judged() -> None:
 def test_every_op_of_the_suites_models_is_judged_or_unknown(name: str) -> None:
     chunks = {c.code: c.id for c in captured(name).program.chunks if not c.opaque}
     graphs = [chunk_of(name, chunk) for chunk in chunks.values()]
-    unknown = {"aten.native_dropout.default", "piper_tests.soft_clip.default", "piper_tests.soft_clip_backward.default"}
+    unknown = {
+        "aten.native_dropout.default",
+        "piper_tests.soft_clip.default",
+        "piper_tests.soft_clip_backward.default",
+    }
     assert ops_of(graphs) - JUDGED <= unknown
     assert set().union(*(graph.unknown() for graph in graphs)) <= unknown
 

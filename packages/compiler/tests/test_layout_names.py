@@ -20,7 +20,9 @@ def at(found: NamedIndexes, name: str) -> set[str]:
 
 
 def names_at(found: NamedIndexes, param: str, dim: int) -> list[str]:
-    index: tuple[LoopIndex, ...] = found.dims(next(k for k, names in enumerate(found.params) if param in names))[dim]
+    index: tuple[LoopIndex, ...] = found.dims(
+        next(k for k, names in enumerate(found.params) if param in names)
+    )[dim]
     return [found.names[i] for i in index]
 
 
@@ -37,13 +39,21 @@ def test_a_llama() -> None:
 
 def test_a_gpt() -> None:
     layer = named(chunk_of("gpt", "layer0"))
-    assert at(layer, "heads") == {"qkv:0", "qkv.bias:0", "out:1"} and at(layer, "hidden") == {"up:0", "up.bias:0", "down:1"}
-    assert names_at(layer, "qkv", 0) == ["qkv:0", "heads", "head_dim"], "which of the three has no name of its own"
+    assert at(layer, "heads") == {"qkv:0", "qkv.bias:0", "out:1"} and at(layer, "hidden") == {
+        "up:0",
+        "up.bias:0",
+        "down:1",
+    }
+    assert names_at(layer, "qkv", 0) == ["qkv:0", "heads", "head_dim"], (
+        "which of the three has no name of its own"
+    )
 
 
 def test_ends() -> None:
     """A table of positions is looked up by numbers that the chunk makes: its rows are no vocabulary."""
-    embedding, head, gpt = (named(chunk_of(*c)) for c in (("llama", "root"), ("llama", "root.1"), ("gpt", "root")))
+    embedding, head, gpt = (
+        named(chunk_of(*c)) for c in (("llama", "root"), ("llama", "root.1"), ("gpt", "root"))
+    )
     assert at(embedding, "vocab") == {"embed:0"} and at(head, "vocab") == {"head:0"}
     assert at(gpt, "vocab") == {"embed:0"} and names_at(gpt, "position", 0) == ["position:0"]
 
@@ -53,7 +63,11 @@ def test_a_mixture_of_experts() -> None:
     layer = named(chunk_of("moe", "layer0"))
     parts = {f"feed_forward.{name}" for name in ("gate", "up", "down")}
     assert {f"{name}:0" for name in parts} <= at(layer, "experts")
-    assert at(layer, "hidden") == {"feed_forward.gate:2", "feed_forward.up:2", "feed_forward.down:1"}
+    assert at(layer, "hidden") == {
+        "feed_forward.gate:2",
+        "feed_forward.up:2",
+        "feed_forward.down:1",
+    }
 
 
 @pytest.mark.parametrize(
@@ -80,6 +94,10 @@ def test_what_has_no_name_is_a_parameters() -> None:
 def test_why_devices_cannot_share() -> None:
     layer = named(spelled("uneven"))
     refused = list(layer.refusals("all_of_it:1", 2))
-    assert refused and all("split_with_sizes" in text and "(parameters all_of_it:1" in text for text in refused)
-    assert list(named(spelled("gated")).refusals("hidden", 4)) == ["4 devices cannot share 14 evenly; 2 can"]
+    assert refused and all(
+        "split_with_sizes" in text and "(parameters all_of_it:1" in text for text in refused
+    )
+    assert list(named(spelled("gated")).refusals("hidden", 4)) == [
+        "4 devices cannot share 14 evenly; 2 can"
+    ]
     assert list(named(spelled("gated")).refusals("hidden", 7)) == []

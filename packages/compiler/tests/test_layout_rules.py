@@ -13,7 +13,14 @@ import pytest
 import torch
 
 from packages.compiler.tests import layout_calls, layout_calls_elements, layout_calls_moves
-from packages.compiler.tests.layout_judge import Draw, Given, call_of, marks, wrong_parts, wrong_terms
+from packages.compiler.tests.layout_judge import (
+    Draw,
+    Given,
+    call_of,
+    marks,
+    wrong_parts,
+    wrong_terms,
+)
 from piper_compiler.capture.layouts.indexes import of_call
 from piper_compiler.capture.layouts.loops import DimOf, Loops, OpCall
 from piper_compiler.capture.layouts.rules import rules
@@ -31,7 +38,9 @@ TABLES = {
     "reductions": layout_calls_moves.REDUCTIONS, "look-ups": layout_calls_moves.LOOKUPS, "made": layout_calls_moves.MADE,
     "elements": layout_calls_elements.FAMILIES, "single elements": layout_calls_elements.SINGLE,
 }  # fmt: skip
-CASES: dict[str, Given] = {name: given for table in TABLES.values() for name, given in table.items()}
+CASES: dict[str, Given] = {
+    name: given for table in TABLES.values() for name, given in table.items()
+}
 
 
 def found_wrong(call: OpCall) -> list[str]:
@@ -41,7 +50,11 @@ def found_wrong(call: OpCall) -> list[str]:
 def judged(table: Mapping[str, Given], seed: int) -> dict[str, list[str]]:
     """What is wrong with the cases of a table: their marks, parts or terms."""
     calls = {name: given.call(seed) for name, given in table.items()}
-    wrong = {name: [f"{found}, not {table[name].parts}"] for name, c in calls.items() if (found := marks(c)) != table[name].parts}
+    wrong = {
+        name: [f"{found}, not {table[name].parts}"]
+        for name, c in calls.items()
+        if (found := marks(c)) != table[name].parts
+    }
     return wrong | {name: found for name, call in calls.items() if (found := found_wrong(call))}
 
 
@@ -68,9 +81,21 @@ UNINITIALISED = {"aten.empty.memory_format", "aten.empty_like.default", "aten.ne
 """What these hold is nothing to compare."""
 
 
-@pytest.mark.parametrize("op", [aten.native_dropout.default, aten.bernoulli.p, aten.rand_like.default, aten.as_strided.default])
+@pytest.mark.parametrize(
+    "op",
+    [
+        aten.native_dropout.default,
+        aten.bernoulli.p,
+        aten.rand_like.default,
+        aten.as_strided.default,
+    ],
+)
 def test_what_has_no_rule_is_computed_whole(op: OpOverload) -> None:
-    arguments = {aten.native_dropout.default: (0.5, True), aten.bernoulli.p: (0.5,), aten.as_strided.default: ([6, 6], [6, 1])}
+    arguments = {
+        aten.native_dropout.default: (0.5, True),
+        aten.bernoulli.p: (0.5,),
+        aten.as_strided.default: ([6, 6], [6, 1]),
+    }
     call = call_of(op, (Draw(0).f("66"), *arguments.get(op, ())), {})
     found = of_call(call)
     assert not found.known and not rules.known(op)
@@ -109,14 +134,18 @@ def _linear(*terms: int) -> Callable[[Rule], Rule]:
 
 def _freed(*dims: DimOf) -> Callable[[Rule], Rule]:
     """Leave to devices what must be whole: all of it, or some dimensions."""
-    return _edited(lambda loops: replace(loops, whole=loops.whole - set(dims) if dims else frozenset()))
+    return _edited(
+        lambda loops: replace(loops, whole=loops.whole - set(dims) if dims else frozenset())
+    )
 
 
 def _summed(*dims: DimOf) -> Callable[[Rule], Rule]:
     """Add up what must be whole: all of it, or some dimensions."""
     return _edited(
         lambda loops: replace(
-            loops, whole=loops.whole - set(dims) if dims else frozenset(), summed=loops.summed | (set(dims) or loops.whole)
+            loops,
+            whole=loops.whole - set(dims) if dims else frozenset(),
+            summed=loops.summed | (set(dims) or loops.whole),
         )
     )
 
@@ -139,7 +168,8 @@ CONVOLUTION_SUMS = Loops(
     summed=frozenset({DimOf(0, 1)}), whole=frozenset(DimOf(k, d) for k in (0, 1, -1) for d in (2, 3)),
 )  # fmt: skip
 WRONG: dict[str, tuple[str, Callable[[Rule], Rule]]] = {
-    "mm's inner dimension is one of the result": ("mm, square", _of(Loops(_same((DimOf(0, 1), DimOf(-1, 1)))))),
+    "mm's inner dimension is one of the "
+    "result": ("mm, square", _of(Loops(_same((DimOf(0, 1), DimOf(-1, 1)))))),
     "a bias is added with each term": ("addmm", _summed()),
     "a convolution's bias is added with each term": ("convolution, bias", _of(CONVOLUTION_SUMS)),
     "heads lie in groups": ("attention", _edited(_swapped)),
@@ -162,8 +192,10 @@ WRONG: dict[str, tuple[str, Callable[[Rule], Rule]]] = {
     "the shape of the whole weight": ("layer_norm_wgrad", _unmoved),
     "a table in parts": ("embedding", _summed()),
     "rows of experts are apart": ("grouped_mm", _of(Loops(_same((DimOf(0, 0), DimOf(-1, 0)))))),
-    "experts are apart": ("grouped_mm", _of(Loops(_same((DimOf(1, 0), DimOf(2, 0))), summed=frozenset({DimOf(1, 0)})))),
-    "a share's gradient of its own part": ("unroute gradient of shares", _of(Loops(linear=(frozenset({0, 2}),)))),
+    "experts are "
+    "apart": ("grouped_mm", _of(Loops(_same((DimOf(1, 0), DimOf(2, 0))), summed=frozenset({DimOf(1, 0)})))),
+    "a share's gradient of its own "
+    "part": ("unroute gradient of shares", _of(Loops(linear=(frozenset({0, 2}),)))),
     "counts of parts": ("embedding gradient, by count", _summed()),
     "an added tensor with each term": ("scatter_add", _summed()),
     "a repeated part": ("repeat", _freed()),
@@ -184,8 +216,14 @@ NEEDLESS: dict[str, tuple[str, Callable[[Rule], Rule]]] = {
         "attention gradient",
         _edited(lambda loops: replace(loops, summed=frozenset())),
     ),
-    "a weight's gradient is no sum over rows": ("layer_norm_backward", _edited(lambda loops: replace(loops, summed=frozenset()))),
-    "a mask is whole": ("attention, full mask", _edited(lambda loops: replace(loops, whole=loops.whole | {DimOf(3, 1)}))),
+    "a weight's gradient is no sum over rows": (
+        "layer_norm_backward",
+        _edited(lambda loops: replace(loops, summed=frozenset())),
+    ),
+    "a mask is whole": (
+        "attention, full mask",
+        _edited(lambda loops: replace(loops, whole=loops.whole | {DimOf(3, 1)})),
+    ),
 }
 """Rules that are right and computed whole where that is not needed."""
 
@@ -200,7 +238,9 @@ def test_a_wrong_rule_is_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("what", NEEDLESS)
-def test_a_rule_that_is_whole_without_need_is_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_is_whole_without_need_is_caught(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, made = NEEDLESS[what]
     call = CASES[case].call()
     monkeypatch.setitem(rules.RULES, call.op, made(rules.RULES[call.op]))

@@ -32,14 +32,26 @@ from piper_ir.ground.select import where
 from piper_ir.ground.sizes import Affine, TensorSpec
 from piper_ir.plan.plan import COMPUTE, Plan
 from piper_ir.program.ops import Add, Collective, Compute, Recv, Send, SquaredNorm, Update, Zeros
-from piper_ir.program.program import BatchTensor, Buffer, Chunk, Cost, Input, Output, Param, Program, Signature
+from piper_ir.program.program import (
+    BatchTensor,
+    Buffer,
+    Chunk,
+    Cost,
+    Input,
+    Output,
+    Param,
+    Program,
+    Signature,
+)
 from piper_ir.verify import verify
 
 ROW = TensorSpec((Affine(0, 8),), "float32")
 SCALAR = TensorSpec((), "float32")
 
 
-def planned(program: Program, *directives: Directive, training: Training | None = None, **mesh: int) -> Plan:
+def planned(
+    program: Program, *directives: Directive, training: Training | None = None, **mesh: int
+) -> Plan:
     plan = compile_program(program, Strategy(Mesh(**mesh), directives), training=training).plan
     verify(plan)
     assert walk(plan) == {r.role: r.peak_bytes for r in plan.roles}
@@ -64,21 +76,36 @@ STAGES = (partition(stages=2), split(where(), microbatches=2))
             "stage2.F@0 (of 8 such nodes) is not placed, but others",
         ),
         (
-            (*STAGES, place(where(stage=0), on=dict(pp=0)), place(where(stage=1, mb=0), on=dict(pp=1))),
+            (
+                *STAGES,
+                place(where(stage=0), on=dict(pp=0)),
+                place(where(stage=1, mb=0), on=dict(pp=1)),
+            ),
             dict(pp=2),
             "stage2.F@1 (of 4 such nodes) is not placed",
         ),
         (
             STAGES,
             dict(pp=2),
-            "the mesh has pp=2 but no directive uses pp; shard or replicate over it, place on it, or take it out",
+            "the mesh has pp=2 but no directive uses pp; shard or replicate over it, place on it, "
+            "or take it out",
         ),
-        (recipes.gpipe(pp=2, microbatches=2), dict(pp=2, dp=2), "the mesh has dp=2 but no directive uses dp"),
-        (recipes.gpipe(pp=2, microbatches=2), dict(pp=3), "nothing is placed on rank 2 (pp=2) of Mesh(pp=3)"),
+        (
+            recipes.gpipe(pp=2, microbatches=2),
+            dict(pp=2, dp=2),
+            "the mesh has dp=2 but no directive uses dp",
+        ),
+        (
+            recipes.gpipe(pp=2, microbatches=2),
+            dict(pp=3),
+            "nothing is placed on rank 2 (pp=2) of Mesh(pp=3)",
+        ),
         (
             (*recipes.gpipe(pp=2, microbatches=2), *recipes.data_parallel()),
             dict(pp=3, dp=2),
-            "nothing is placed on rank 4 (dp=0, pp=2) of Mesh(pp=3, dp=2); place a stage there or make the mesh smaller",
+            "nothing is placed on rank 4 (dp=0, pp=2) of Mesh(pp=3, dp=2); place a stage there or "
+            "make the mesh "
+            "smaller",
         ),
         (
             (replicate(where(layer=(0, 1))),),
@@ -87,7 +114,9 @@ STAGES = (partition(stages=2), split(where(), microbatches=2))
         ),
     ],
 )
-def test_incomplete_strategies(directives: tuple[Directive, ...], mesh: dict[str, int], says: str) -> None:
+def test_incomplete_strategies(
+    directives: tuple[Directive, ...], mesh: dict[str, int], says: str
+) -> None:
     with pytest.raises(CompileError) as caught:
         compile_program(layered(4), Strategy(Mesh(**mesh), directives))
     assert says in str(caught.value)
@@ -95,16 +124,25 @@ def test_incomplete_strategies(directives: tuple[Directive, ...], mesh: dict[str
 
 def test_a_region_placed_twice_and_more_coordinates_than_the_mesh_has() -> None:
     twice = (*STAGES, place(where(stage=0), on=dict(pp=0)), place(where(layer=1), on=dict(pp=1)))
-    with pytest.raises(DirectiveError, match=r"place\(where\(layer=1\), on=dict\(pp=1\)\) at .*placed on pp0 already"):
+    with pytest.raises(
+        DirectiveError,
+        match=r"place\(where\(layer=1\), on=dict\(pp=1\)\) at .*placed on pp0 already",
+    ):
         compile_program(layered(4), Strategy(Mesh(pp=2), twice))
-    with pytest.raises(DirectiveError, match=r"pp=2 is outside of Mesh\(pp=2\), where pp has 2 coordinates"):
+    with pytest.raises(
+        DirectiveError, match=r"pp=2 is outside of Mesh\(pp=2\), where pp has 2 coordinates"
+    ):
         compile_program(layered(4), Strategy(Mesh(pp=2), recipes.gpipe(pp=3, microbatches=2)))
 
 
 @pytest.mark.parametrize(
     ("batch", "says"),
     [
-        (7, "7 rows does not divide into 4 microbatches x 3 data-parallel replicas; use a multiple of 12, e.g. 12"),
+        (
+            7,
+            "7 rows does not divide into 4 microbatches x 3 data-parallel replicas; use a multiple "
+            "of 12, e.g. 12",
+        ),
         (100, "use a multiple of 12, e.g. 96"),
         (103, "e.g. 108"),
         (0, "e.g. 12"),
@@ -124,13 +162,18 @@ def test_a_batch_that_does_not_divide_names_a_good_one(batch: int, says: str) ->
 # --- programs at the edges
 
 
-def chain(*, loss_reads_forward: bool = True, weight: bool = False, tied: str = "", params: bool = True) -> Program:
-    """Three chunks on stages 0, 1, 2. The loss's backward reads nothing of its forward unless `loss_reads_forward`; `tied`: the
-    last chunk uses the first one's parameter, "trained" or "detached"; the middle one has no parameter."""
+def chain(
+    *, loss_reads_forward: bool = True, weight: bool = False, tied: str = "", params: bool = True
+) -> Program:
+    """Three chunks on stages 0, 1, 2. The loss's backward reads nothing of its forward unless `loss_reads_forward`;
+    `tied`: the last chunk uses the first one's parameter, "trained" or "detached"; the middle one has no parameter."""
     first = Chunk(
         "first",
         {"stage": 0},
-        (Input("batch", "inputs", ROW), *((Input("param", "table", TensorSpec((50,), "float32"), True),) * params)),
+        (
+            Input("batch", "inputs", ROW),
+            *((Input("param", "table", TensorSpec((50,), "float32"), True),) * params),
+        ),
         (Output("value", ROW, needs_grad=True),),
         {"out0": ROW, "saved0": ROW, "tan0": ROW},
         {
@@ -150,7 +193,9 @@ def chain(*, loss_reads_forward: bool = True, weight: bool = False, tied: str = 
             "I": Signature(("in0", "tan0"), ("gin0",), cost=Cost(seconds=1)),
         },
     )
-    shared = (Input("param", "table", TensorSpec((50,), "float32"), tied == "trained"),) if tied else ()
+    shared = (
+        (Input("param", "table", TensorSpec((50,), "float32"), tied == "trained"),) if tied else ()
+    )
     last = Chunk(
         "last",
         {"stage": 2},
@@ -158,18 +203,33 @@ def chain(*, loss_reads_forward: bool = True, weight: bool = False, tied: str = 
         (Output("loss", SCALAR, needs_grad=True), *((Output("weight", SCALAR),) if weight else ())),
         {"out0": SCALAR, "out1": SCALAR, "tan0": SCALAR, "gin0": ROW},
         {
-            "F": Signature(("in0", *(("in1",) if tied else ())), ("out0", "out1")[: 1 + weight], cost=Cost(seconds=1)),
-            "I": Signature(("in0", "tan0") if loss_reads_forward else ("tan0",), ("gin0",), cost=Cost(seconds=1)),
-            "W": Signature(("tan0",), (), (1,), Cost(seconds=1)) if tied == "trained" else Signature((), ()),
+            "F": Signature(
+                ("in0", *(("in1",) if tied else ())),
+                ("out0", "out1")[: 1 + weight],
+                cost=Cost(seconds=1),
+            ),
+            "I": Signature(
+                ("in0", "tan0") if loss_reads_forward else ("tan0",),
+                ("gin0",),
+                cost=Cost(seconds=1),
+            ),
+            "W": Signature(("tan0",), (), (1,), Cost(seconds=1))
+            if tied == "trained"
+            else Signature((), ()),
         },
     )
     manifest = (Param("table", TensorSpec((50,), "float32")),) if params else ()
     batch = (BatchTensor("inputs", ROW),)
-    return Program((first, middle, last), manifest, batch=batch, loss_kind="sum" if weight else "mean")
+    return Program(
+        (first, middle, last), manifest, batch=batch, loss_kind="sum" if weight else "mean"
+    )
 
 
 def pipeline(m: int = 2, **names: str) -> tuple[Directive, ...]:
-    return (split(where(), microbatches=m), *(place(where(stage=s), on=dict(pp=s), **names) for s in range(3)))
+    return (
+        split(where(), microbatches=m),
+        *(place(where(stage=s), on=dict(pp=s), **names) for s in range(3)),
+    )
 
 
 def test_a_backward_that_reads_nothing_of_its_forward_follows_it() -> None:
@@ -179,7 +239,9 @@ def test_a_backward_that_reads_nothing_of_its_forward_follows_it() -> None:
 
 def test_roles_without_parameters_update_nothing() -> None:
     plan = planned(chain(), *pipeline(), *recipes.data_parallel(), pp=3, dp=2)
-    updates = [p.op for r in plan.roles for i in r.program for p in i.parts if isinstance(p.op, Update)]
+    updates = [
+        p.op for r in plan.roles for i in r.program for p in i.parts if isinstance(p.op, Update)
+    ]
     assert [u.buckets for u in updates] == [("bucket0",), (), ()]
     assert [len(r.states) for r in plan.roles] == [2, 0, 0]
 
@@ -188,7 +250,14 @@ def test_a_model_that_trains_nothing_before_the_loss() -> None:
     """Only the loss has a backward; the others only a forward."""
     program = RandomProgram(Random(1), 3).build()
     frozen = [
-        replace(c, steps={"F": replace(c.steps["F"], writes=tuple(w for w in c.steps["F"].writes if w[0] == "o"))})
+        replace(
+            c,
+            steps={
+                "F": replace(
+                    c.steps["F"], writes=tuple(w for w in c.steps["F"].writes if w[0] == "o")
+                )
+            },
+        )
         for c in program.chunks
     ]
     frozen = [
@@ -202,7 +271,11 @@ def test_a_model_that_trains_nothing_before_the_loss() -> None:
     untrained = tuple(replace(p, trained=False) for p in program.params)
     plan = planned(replace(program, chunks=tuple(frozen), params=untrained), *pipeline(m=4), pp=3)
     assert not plan.buckets and {
-        p.op.step for r in plan.roles for i in r.program for p in i.parts if isinstance(p.op, Compute)
+        p.op.step
+        for r in plan.roles
+        for i in r.program
+        for p in i.parts
+        if isinstance(p.op, Compute)
     } == {"F"}
 
 
@@ -225,7 +298,10 @@ def test_a_shared_parameter_on_one_device_needs_no_reduction() -> None:
 
 def test_chunks_that_share_a_parameter_are_replicated_alike() -> None:
     directives = (replicate(where(stage=(0, 1))), replicate(where(stage=2), bucket_mb=1))
-    with pytest.raises(CompileError, match="parameter 'table' is shared by chunks that are replicated in different ways"):
+    with pytest.raises(
+        CompileError,
+        match="parameter 'table' is shared by chunks that are replicated in different ways",
+    ):
         planned(chain(tied="trained"), *directives, dp=2)
 
 
@@ -234,7 +310,9 @@ def test_chunks_that_share_a_parameter_are_replicated_alike() -> None:
 @pytest.mark.parametrize("m", [1, 3])
 def test_the_weight_of_a_pair_loss_reaches_every_role(dp: int, clip: float | None, m: int) -> None:
     replicas = recipes.data_parallel() if dp > 1 else ()
-    plan = planned(chain(weight=True), *pipeline(m), *replicas, training=Training(clip=clip), pp=3, dp=dp)
+    plan = planned(
+        chain(weight=True), *pipeline(m), *replicas, training=Training(clip=clip), pp=3, dp=dp
+    )
     for r, role in enumerate(plan.roles):
         update = role.program[-1].parts[-1]
         assert isinstance(update.op, Update) and update.op.weighted and update.op.clip == clip
@@ -247,7 +325,11 @@ def test_the_weight_of_a_pair_loss_reaches_every_role(dp: int, clip: float | Non
 def test_the_norm_counts_a_bucket_once() -> None:
     plan = planned(chain(tied="trained"), *pipeline(), training=Training(clip=1.0), pp=3)
     assert [ops_of(plan, r, SquaredNorm) for r in range(3)] == [["norm#pp0"], [], []]
-    assert [ops_of(plan, r, Zeros) for r in range(3)] == [[], ["zeros.norm#pp1"], ["zeros.norm#pp2"]]
+    assert [ops_of(plan, r, Zeros) for r in range(3)] == [
+        [],
+        ["zeros.norm#pp1"],
+        ["zeros.norm#pp2"],
+    ]
     assert plan.channel("norm").over == (), "replicas hold equal gradients after their reductions"
 
 
@@ -260,7 +342,9 @@ def test_a_buffer_is_updated_on_one_device_in_order_of_microbatches() -> None:
     spec = TensorSpec((3,), "float32")
     program = chain()
     first = program.chunks[0]
-    forward = replace(first.steps["F"], reads=("in0", "in1", "in2"), writes=("out0", "out1", "saved0"))
+    forward = replace(
+        first.steps["F"], reads=("in0", "in1", "in2"), writes=("out0", "out1", "saved0")
+    )
     first = replace(
         first,
         inputs=(*first.inputs, Input("buffer", "count", spec)),
@@ -268,7 +352,9 @@ def test_a_buffer_is_updated_on_one_device_in_order_of_microbatches() -> None:
         ports={**first.ports, "out1": spec},
         steps={**first.steps, "F": forward},
     )
-    program = replace(program, chunks=(first, *program.chunks[1:]), buffers=(Buffer("count", spec),))
+    program = replace(
+        program, chunks=(first, *program.chunks[1:]), buffers=(Buffer("count", spec),)
+    )
     plan = planned(program, *pipeline(4), pp=3)
     assert [n for n in ops_of(plan, 0, Compute) if ".F@" in n] == [f"first.F@{i}" for i in range(4)]
     assert ops_of(plan, 0, Compute)[:4] != [f"first.F@{i}" for i in range(4)], (
@@ -278,11 +364,16 @@ def test_a_buffer_is_updated_on_one_device_in_order_of_microbatches() -> None:
     with pytest.raises(CompileError, match="microbatches update a buffer in order"):
         planned(program, *pipeline(), backwards, pp=3)
     apart = (split(where(), microbatches=2), *(place(where(mb=i), on=dict(pp=i)) for i in range(2)))
-    with pytest.raises(CompileError, match=r"buffer 'count' is updated .*pp0.*pp1.*; place first on one device"):
+    with pytest.raises(
+        CompileError, match=r"buffer 'count' is updated .*pp0.*pp1.*; place first on one device"
+    ):
         planned(program, *apart, pp=2)
     varying = replace(first, outputs=(first.outputs[0], replace(first.outputs[1], varies=True)))
     program = replace(program, chunks=(varying, *program.chunks[1:]))
-    with pytest.raises(CompileError, match="buffer 'count' is updated from the batch in first, so its replicas would differ"):
+    with pytest.raises(
+        CompileError,
+        match="buffer 'count' is updated from the batch in first, so its replicas would differ",
+    ):
         planned(program, *recipes.data_parallel(), dp=2)
 
 
@@ -299,9 +390,14 @@ def test_one_consumer_needs_no_sum_and_several_are_added_last_first() -> None:
         backward = replace(chunks[k].steps["I"], writes=("gin0", "gin1", "iw0"))
         ports = {**chunks[k].ports, "in1": more[0].spec, "gin1": more[0].spec}
         chunks[k] = replace(
-            chunks[k], inputs=chunks[k].inputs + more, ports=ports, steps={**chunks[k].steps, "F": forward, "I": backward}
+            chunks[k],
+            inputs=chunks[k].inputs + more,
+            ports=ports,
+            steps={**chunks[k].steps, "F": forward, "I": backward},
         )
-    plan = planned(replace(program, chunks=tuple(chunks)), *recipes.gpipe(pp=4, microbatches=1), pp=4)
+    plan = planned(
+        replace(program, chunks=tuple(chunks)), *recipes.gpipe(pp=4, microbatches=1), pp=4
+    )
     add = next(p for i in plan.roles[0].program for p in i.parts if isinstance(p.op, Add))
     assert add.node == "stage0.sum0@0"
     assert add.reads == ("stage3:gin1@0#pp0", "stage2:gin1@0#pp0", "stage1:gin0@0#pp0")
@@ -312,7 +408,9 @@ def test_one_consumer_needs_no_sum_and_several_are_added_last_first() -> None:
 
 def buckets(bucket_mb: float, layers: int = 6, **training: object) -> list[tuple[str, ...]]:
     given = Training(**training)  # type: ignore[arg-type]  # its own fields
-    plan = planned(layered(layers), *recipes.data_parallel(bucket_mb=bucket_mb), training=given, dp=2)
+    plan = planned(
+        layered(layers), *recipes.data_parallel(bucket_mb=bucket_mb), training=given, dp=2
+    )
     return [b.params for b in plan.buckets]
 
 
@@ -320,8 +418,14 @@ def test_buckets_fill_in_the_order_in_which_gradients_become_ready() -> None:
     names = [f"stage{k}.weight" for k in range(6)]
     assert buckets(25) == [tuple(reversed(names))]
     aligned = 256  # bytes of one parameter of 100 bytes in a bucket
-    assert buckets(2 * aligned / 2**20) == [(names[5], names[4]), (names[3], names[2]), (names[1], names[0])]
-    assert buckets(1 / 2**20) == [(n,) for n in reversed(names)], "a parameter larger than a bucket has its own"
+    assert buckets(2 * aligned / 2**20) == [
+        (names[5], names[4]),
+        (names[3], names[2]),
+        (names[1], names[0]),
+    ]
+    assert buckets(1 / 2**20) == [(n,) for n in reversed(names)], (
+        "a parameter larger than a bucket has its own"
+    )
 
 
 def test_buckets_respect_optimizer_groups() -> None:
@@ -340,7 +444,11 @@ def test_without_reduction_a_group_is_one_bucket_whatever_its_size() -> None:
 def test_offsets_are_aligned_and_states_follow() -> None:
     plan = planned(layered(3), training=Training(state_bytes=lambda b: 8 * b.numel))
     assert (plan.buckets[0].offsets, plan.buckets[0].numel) == ((0, 256, 512), 768)
-    assert {s.id: s.nbytes for s in plan.roles[0].states} == {"param:bucket0": 768, "grad:bucket0": 768, "optim:bucket0": 6144}
+    assert {s.id: s.nbytes for s in plan.roles[0].states} == {
+        "param:bucket0": 768,
+        "grad:bucket0": 768,
+        "optim:bucket0": 6144,
+    }
 
 
 # --- program order
@@ -357,12 +465,16 @@ def test_empty_receives_are_posted_at_once_and_others_shortly_before_use() -> No
             if isinstance(instr.parts[0].op, Recv):
                 value = instr.parts[0].writes[0]
                 readers = (
-                    n for n, i in enumerate(role.program) if any(value in p.reads for p in i.parts) and i.stream == COMPUTE
+                    n
+                    for n, i in enumerate(role.program)
+                    if any(value in p.reads for p in i.parts) and i.stream == COMPUTE
                 )
                 out.append(sum(i.stream == COMPUTE for i in role.program[k : next(readers)]))
         return out
 
-    assert ahead(synthetic(stages=3, F=1, I=1, W=1), 2) == [0, 1, 2, 3, 4, 5], "nothing stands before them"
+    assert ahead(synthetic(stages=3, F=1, I=1, W=1), 2) == [0, 1, 2, 3, 4, 5], (
+        "nothing stands before them"
+    )
     sized = random_sized()
     assert ahead(sized, 2) == [0, 1, 2, 2, 2, 2]
     assert ahead(sized, 0) == [0] * 6
@@ -373,7 +485,9 @@ def random_sized() -> Program:
     chunks = []
     for c in program.chunks:
         ports = {
-            p: ROW if p.startswith(("gin", "out", "tan")) and not (c.id == "stage2" and p != "gin0") else s
+            p: ROW
+            if p.startswith(("gin", "out", "tan")) and not (c.id == "stage2" and p != "gin0")
+            else s
             for p, s in c.ports.items()
         }
         inputs = tuple(replace(i, spec=ROW) if i.kind == "value" else i for i in c.inputs)
@@ -384,10 +498,13 @@ def random_sized() -> Program:
 
 
 def test_all_roles_issue_the_transfers_of_one_global_order() -> None:
-    """What NCCL needs: the k-th send of a channel and its receive stand at compatible places among all other transfers."""
+    """What NCCL needs: the k-th send of a channel and its receive stand at compatible places among all other
+    transfers."""
     for seed in range(0, 60, 5):
         case = random_case(seed)
-        plan = compile_program(case.program, case.strategy, global_batch=case.global_batch, training=case.training).plan
+        plan = compile_program(
+            case.program, case.strategy, global_batch=case.global_batch, training=case.training
+        ).plan
         after: dict[str, set[str]] = {}
         for role in plan.roles:
             names = [transfer(i.parts[0]) for i in role.program if i.comm]
@@ -395,7 +512,9 @@ def test_all_roles_issue_the_transfers_of_one_global_order() -> None:
                 after.setdefault(a, set()).add(b)
         seen: dict[str, int] = {}
 
-        def acyclic(name: str, seen: dict[str, int] = seen, after: dict[str, set[str]] = after) -> bool:
+        def acyclic(
+            name: str, seen: dict[str, int] = seen, after: dict[str, set[str]] = after
+        ) -> bool:
             if seen.get(name):
                 return seen[name] == 2
             seen[name] = 1
@@ -413,10 +532,13 @@ def transfer(part: object) -> str:
 
 
 def test_the_default_order_keeps_both_chunks_of_a_v_busy() -> None:
-    """V placement without an order: each device's two stages count as one way through the devices, not as a serial loop."""
+    """V placement without an order: each device's two stages count as one way through the devices, not as a serial
+    loop."""
     p, m = 4, 8
     places = (place(where(stage=s), on=dict(pp=min(s, 2 * p - 1 - s))) for s in range(2 * p))
-    plan = planned(synthetic(stages=2 * p, F=1, I=1, W=1), split(where(), microbatches=m), *places, pp=p)
+    plan = planned(
+        synthetic(stages=2 * p, F=1, I=1, W=1), split(where(), microbatches=m), *places, pp=p
+    )
     busy = m * 2 * 3
     assert makespan(plan) < 1.5 * busy
     assert max(r.peak_bytes for r in plan.roles) <= 2 * p
@@ -424,13 +546,18 @@ def test_the_default_order_keeps_both_chunks_of_a_v_busy() -> None:
 
 def test_an_order_elsewhere_may_ask_for_more_in_flight_than_the_default_allows() -> None:
     """Device 1 wants all forwards first; device 0 has no order and must give them."""
-    directives = (*recipes.pipeline(pp=2, microbatches=5), order(where(stage=1, phase="F"), where(stage=1, phase="B")))
+    directives = (
+        *recipes.pipeline(pp=2, microbatches=5),
+        order(where(stage=1, phase="F"), where(stage=1, phase="B")),
+    )
     plan = planned(synthetic(stages=2, F=1, I=1, W=1), *directives, pp=2)
     assert [r.peak_bytes for r in plan.roles] == [5, 5]
 
 
 def test_the_log_of_the_graph_lists_the_directives() -> None:
-    graph = compile_program(layered(4), Strategy(Mesh(pp=2), recipes.pipeline(pp=2, microbatches=2))).graph
+    graph = compile_program(
+        layered(4), Strategy(Mesh(pp=2), recipes.pipeline(pp=2, microbatches=2))
+    ).graph
     assert [a.text for a in graph.log] == [
         "partition(stages=2)",
         "split(where(), microbatches=2)",

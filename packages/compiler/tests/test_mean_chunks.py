@@ -1,4 +1,5 @@
-"""Means over tokens that devices share: sums of the devices' terms, divided by the number of all that the mean is over."""
+"""Means over tokens that devices share: sums of the devices' terms, divided by the number of all that the mean is
+over."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
 
 
 @cache
@@ -70,7 +73,9 @@ LOSSES: tuple[Loss, ...] = (squared, by_feature, F.mse_loss, F.smooth_l1_loss, F
 def test_a_mean_is_a_sum_of_terms(loss: Loss, degree: int) -> None:
     found = judge(case(loss), degree, stream=True, agreed=WHOLE)
     assert found.error < EXACT
-    assert found.forward == {"all_reduce": 1} and not found.backward["all_gather"], "a sum, and no tokens"
+    assert found.forward == {"all_reduce": 1} and not found.backward["all_gather"], (
+        "a sum, and no tokens"
+    )
 
 
 @pytest.mark.parametrize("degree", [2, 4])

@@ -47,7 +47,9 @@ def test_parameters_gradients_are_made_by_i_and_added_up_by_w() -> None:
 def test_costs_are_those_of_the_operations_that_run() -> None:
     steps = captured("opaque").bind(4).chunk("layer0_opaque1").steps
     assert steps["F"].cost.flops > 0
-    assert 1.5 < steps["I"].cost.flops / steps["F"].cost.flops < 3  # two products for one, attention about twice
+    assert (
+        1.5 < steps["I"].cost.flops / steps["F"].cost.flops < 3
+    )  # two products for one, attention about twice
 
 
 def test_a_tagged_module_is_opaque_and_takes_coordinates_from_around_it() -> None:
@@ -61,8 +63,15 @@ def test_a_tagged_module_is_opaque_and_takes_coordinates_from_around_it() -> Non
                 x = layer(x)
             return x
 
-    found = program(lambda: tag(Plain(), {"layers.1.0": {"opaque": True}, "layers.*": {"stage": 3}}))
-    assert [c.id for c in found.chunks] == ["stage3_layer0", "stage3_layer1_opaque1", "stage3_layer1", "stage3"]
+    found = program(
+        lambda: tag(Plain(), {"layers.1.0": {"opaque": True}, "layers.*": {"stage": 3}})
+    )
+    assert [c.id for c in found.chunks] == [
+        "stage3_layer0",
+        "stage3_layer1_opaque1",
+        "stage3_layer1",
+        "stage3",
+    ]
 
 
 def test_equal_regions_share_code_and_opaque_is_part_of_it() -> None:
@@ -78,7 +87,9 @@ def test_equal_regions_share_code_and_opaque_is_part_of_it() -> None:
             with region(opaque=self.opaque):
                 return self.linear(x)
 
-    assert len({program(functools.partial(Same, flag)).chunks[0].code for flag in (True, False)}) == 2
+    assert (
+        len({program(functools.partial(Same, flag)).chunks[0].code for flag in (True, False)}) == 2
+    )
 
 
 def test_a_region_without_gradient_keeps_nothing() -> None:
@@ -140,7 +151,10 @@ def test_a_forward_that_autograd_cannot_go_back_through_is_refused_with_its_line
                 y[:, 0] = 0
                 return y
 
-    with pytest.raises(CaptureError, match=r"test_opaque.py:\d+ .*: the backward of this opaque region fails: .*inplace"):
+    with pytest.raises(
+        CaptureError,
+        match=r"test_opaque.py:\d+ .*: the backward of this opaque region fails: .*inplace",
+    ):
         program(Overwriting)
 
 
@@ -159,7 +173,9 @@ def test_the_code_of_a_region_gives_what_autograd_gives() -> None:
     with torch.enable_grad():
         expected = body(*leaves)
     wanted = torch.autograd.grad(expected, leaves, tangents)
-    assert all(torch.equal(a, b) for a, b in zip((*outs, *grads), (*expected, *wanted), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip((*outs, *grads), (*expected, *wanted), strict=True)
+    )
     assert len({t.untyped_storage().data_ptr() for t in (*outs, *grads, *tangents, x, y, w)}) == 12
     assert all(t.is_contiguous() and not t.requires_grad for t in (*outs, *grads))
 
@@ -171,7 +187,11 @@ def recurrent(x: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
 
 
 def attended(x: Tensor, qkv: Tensor, out: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-    return (F.multi_head_attention_forward(x, x, x, D, 2, qkv, bias, None, None, False, 0.0, out, None, need_weights=False)[0],)
+    return (
+        F.multi_head_attention_forward(
+            x, x, x, D, 2, qkv, bias, None, None, False, 0.0, out, None, need_weights=False
+        )[0],
+    )
 
 
 def viewed(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -189,7 +209,9 @@ BODIES = {
 def flat_params(shapes: tuple[tuple[int, ...], ...], seed: int) -> list[Tensor]:
     """Parameters that are views of one tensor, as those of a bucket."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.randn(sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    flat = torch.randn(
+        sum(sizes), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     return [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
@@ -204,7 +226,9 @@ def test_parameters_may_die_between_forward_and_backward(name: str) -> None:
         expected = body(*leaves)
     tangent = torch.randn_like(expected[0])
     wanted = torch.autograd.grad(expected, leaves, tangent)
-    forward = forward_step(body, [True] * (1 + count), [True], returns="all", params=range(1, 1 + count))
+    forward = forward_step(
+        body, [True] * (1 + count), [True], returns="all", params=range(1, 1 + count)
+    )
     backward = backward_step(1, [True] * (1 + count), {1 + k: k for k in range(count)})
     for seed in (0, 1):
         params = flat_params(shapes, 0)

@@ -25,5 +25,8 @@ def test_an_order_between_devices_is_refused() -> None:
             return edit.done()
 
     strategy = Strategy(Mesh(pp=2), (*recipes.pipeline(pp=2, microbatches=2), directive(Across)()))
-    with pytest.raises(CompileError, match=r"stage1\.F@0 cannot be ordered before stage0\.F@1 \(by across\(\).*on pp1.*on pp0"):
+    with pytest.raises(
+        CompileError,
+        match=r"stage1\.F@0 cannot be ordered before stage0\.F@1 \(by across\(\).*on pp1.*on pp0",
+    ):
         compile_program(synthetic(stages=2, F=1, I=1, W=1), strategy)

@@ -1,4 +1,5 @@
-"""overlap: pairs of given durations become one instruction, members of captured programs are interleaved by the sweep."""
+"""overlap: pairs of given durations become one instruction, members of captured programs are interleaved by the
+sweep."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def one(stage: int, phase: str, mb: int) -> Where:
     return where(stage=stage, phase=phase, mb=mb)
 
 
-def planned(program: Program, *directives: Directive, pp: int = 2, costs: Costs | None = None) -> Plan:
+def planned(
+    program: Program, *directives: Directive, pp: int = 2, costs: Costs | None = None
+) -> Plan:
     plan = compile_program(program, Strategy(Mesh(pp=pp), directives), costs=costs).plan
     verify(plan)
     return plan
@@ -54,8 +57,21 @@ def nodes(instr: Instr) -> list[str]:
 
 PIPELINE = recipes.pipeline(pp=2, microbatches=3)
 PAIRED = (
-    order(one(0, "F", 0), one(0, "F", 1), overlap(one(0, "B", 0), one(0, "F", 2)), one(0, "B", 1), one(0, "B", 2)),
-    order(one(1, "F", 0), one(1, "B", 0), one(1, "F", 1), one(1, "B", 1), one(1, "F", 2), one(1, "B", 2)),
+    order(
+        one(0, "F", 0),
+        one(0, "F", 1),
+        overlap(one(0, "B", 0), one(0, "F", 2)),
+        one(0, "B", 1),
+        one(0, "B", 2),
+    ),
+    order(
+        one(1, "F", 0),
+        one(1, "B", 0),
+        one(1, "F", 1),
+        one(1, "B", 1),
+        one(1, "F", 2),
+        one(1, "B", 2),
+    ),
 )
 
 
@@ -65,11 +81,14 @@ def test_a_pair_of_a_synthetic_program_is_one_instruction_of_its_given_seconds()
         plan = planned(program, *PIPELINE, *PAIRED)
         (pair,) = [i for i in compute(plan, 0) if i.seconds is not None]
         assert pair.seconds == seconds
-        assert nodes(pair) == ["stage0.F@2", "stage0.I@0", "stage0.W@0"], "forward first, however it was written"
+        assert nodes(pair) == ["stage0.F@2", "stage0.I@0", "stage0.W@0"], (
+            "forward first, however it was written"
+        )
         assert all(i.seconds is None for i in compute(plan, 1))
         assert walk(plan) == {r.role: r.peak_bytes for r in plan.roles}
-    # By hand: device 0 ends its second forward at 6, waits for the gradient of microbatch 0 until 3 + 3 + 6 = 12, and runs the
-    # pair to 17; device 1 has been through with microbatch 1 at 21 and gets microbatch 2 at 17, so it ends at 30, device 0 at 36.
+    # By hand: device 0 ends its second forward at 6, waits for the gradient of microbatch 0 until 3 + 3 + 6 = 12, and
+    # runs the pair to 17; device 1 has been through with microbatch 1 at 21 and gets microbatch 2 at 17, so it ends at
+    # 30, device 0 at 36.
     assert makespan(plan) == 36
     assert makespan(planned(synthetic(stages=2, F=3, I=4, W=2), *PIPELINE, *PAIRED)) == 36
 
@@ -79,7 +98,9 @@ def test_pairs_of_uneven_stages_save_the_mean_of_what_both_save() -> None:
     both = (where(stage=0), where(stage=1))
     places = [place(s, on=dict(pp=0)) for s in both]
     pair = order(one(0, "F", 0), one(1, "F", 0), overlap(one(0, "F", 1), one(1, "B", 0)))
-    plan = planned(program, partition(stages=2), split(where(), microbatches=2), *places, pair, pp=1)
+    plan = planned(
+        program, partition(stages=2), split(where(), microbatches=2), *places, pair, pp=1
+    )
     (found,) = [i for i in compute(plan, 0) if i.seconds is not None]
     assert found.seconds == 3 + 2 - (4 + 0) / 2
 
@@ -90,7 +111,9 @@ def test_a_split_backward_pairs_as_a_whole_one_and_half_of_it_does_not() -> None
     whole = order(one(0, "F", 0), overlap(one(0, "F", 1), one(0, "I", 0), one(0, "W", 0)))
     half = order(one(0, "F", 0), overlap(one(0, "F", 1), one(0, "I", 0)), one(0, "W", 0))
     for item, seconds in ((whole, 5.0), (half, 7.0)):
-        assert [i.seconds for i in compute(planned(program, *first, item, pp=1), 0) if i.seconds] == [seconds]
+        assert [
+            i.seconds for i in compute(planned(program, *first, item, pp=1), 0) if i.seconds
+        ] == [seconds]
 
 
 def test_halves_of_two_backwards_are_no_pair() -> None:
@@ -99,8 +122,18 @@ def test_halves_of_two_backwards_are_no_pair() -> None:
     first = (partition(stages=1), split(where(), microbatches=3), split_backward(where()))
     for i, w in ((1, 0), (0, 1)):
         group = overlap(one(0, "F", 2), one(0, "I", i), one(0, "W", w))
-        item = order(one(0, "F", 0), one(0, "F", 1), one(0, "I", w), group, one(0, "W", i), one(0, "I", 2), one(0, "W", 2))
-        (found,) = [n for n in compute(planned(program, *first, item, pp=1), 0) if n.seconds is not None]
+        item = order(
+            one(0, "F", 0),
+            one(0, "F", 1),
+            one(0, "I", w),
+            group,
+            one(0, "W", i),
+            one(0, "I", 2),
+            one(0, "W", 2),
+        )
+        (found,) = [
+            n for n in compute(planned(program, *first, item, pp=1), 0) if n.seconds is not None
+        ]
         assert sorted(nodes(found)) == sorted(["stage0.F@2", f"stage0.I@{i}", f"stage0.W@{w}"])
         assert found.seconds == 3 + 4 + 2
 
@@ -112,7 +145,9 @@ def test_a_backward_without_a_weight_gradient_is_whole_as_an_I() -> None:
     frozen = replace(program, chunks=(chunk,))
     first = (partition(stages=1), split(where(), microbatches=2), split_backward(where()))
     item = order(one(0, "F", 0), overlap(one(0, "F", 1), one(0, "I", 0)), one(0, "I", 1))
-    assert [i.seconds for i in compute(planned(frozen, *first, item, pp=1), 0) if i.seconds] == [5.0]
+    assert [i.seconds for i in compute(planned(frozen, *first, item, pp=1), 0) if i.seconds] == [
+        5.0
+    ]
 
 
 def test_a_pair_that_waits_for_itself_is_refused_with_the_directives_and_devices() -> None:
@@ -128,7 +163,9 @@ def test_a_pair_that_waits_for_itself_is_refused_with_the_directives_and_devices
 
 def test_an_overlap_has_two_members_inside_of_an_order() -> None:
     with pytest.raises(DirectiveError, match=r"at least two selections \[order condition 5\]"):
-        planned(layered(2), *PIPELINE, order(one(0, "F", 0), overlap(one(0, "F", 1)), one(0, "F", 2)))
+        planned(
+            layered(2), *PIPELINE, order(one(0, "F", 0), overlap(one(0, "F", 1)), one(0, "F", 2))
+        )
     cut = order(selections=(one(0, "F", 0), one(0, "F", 1)), overlaps=((1, 2),))
     with pytest.raises(DirectiveError, match=r"not inside of the order \[order condition 5\]"):
         planned(layered(2), *PIPELINE, cut)
@@ -138,7 +175,9 @@ def test_an_overlap_has_two_members_inside_of_an_order() -> None:
 
 def test_an_order_with_overlaps_says_itself_and_comes_back_from_json() -> None:
     assert describe(PAIRED[0]).startswith(
-        "order(where(mb=0, phase='F', stage=0), where(mb=1, phase='F', stage=0), overlap(where(mb=0, phase='B', stage=0), where("
+        "order(where(mb=0, phase='F', stage=0), where(mb=1, phase='F', stage=0), "
+        "overlap(where(mb=0, phase='B', "
+        "stage=0), where("
     )
     strategy = Strategy(Mesh(pp=2), (*PIPELINE, *PAIRED))
     assert Strategy.loads(strategy.dumps()) == strategy
@@ -149,8 +188,14 @@ def test_what_comes_before_and_after_an_overlap_holds_for_both_members() -> None
     graph = compile_program(layered(4), Strategy(Mesh(pp=2), (*PIPELINE, *PAIRED))).graph
     (group,) = graph.overlaps
     assert group.members == ((("stage1.B", 0), ("stage0.B", 0)), (("stage0.F", 2), ("stage1.F", 2)))
-    assert {(("stage1.F", 1), ("stage1.B", 0)), (("stage1.F", 1), ("stage0.F", 2))} <= graph.order_edges.keys()
-    assert {(("stage0.B", 0), ("stage1.B", 1)), (("stage1.F", 2), ("stage1.B", 1))} <= graph.order_edges.keys()
+    assert {
+        (("stage1.F", 1), ("stage1.B", 0)),
+        (("stage1.F", 1), ("stage0.F", 2)),
+    } <= graph.order_edges.keys()
+    assert {
+        (("stage0.B", 0), ("stage1.B", 1)),
+        (("stage1.F", 2), ("stage1.B", 1)),
+    } <= graph.order_edges.keys()
 
 
 def computed(layers: int) -> Program:
@@ -165,12 +210,20 @@ def computed(layers: int) -> Program:
 
 
 def measured(program: Program, seconds: dict[tuple[str, str], float]) -> Costs:
-    table = {c.id: {s: Duration(seconds.get((c.id, s), 1.0)) for s in c.steps} for c in program.chunks}
+    table = {
+        c.id: {s: Duration(seconds.get((c.id, s), 1.0)) for s in c.steps} for c in program.chunks
+    }
     return Costs(table)
 
 
 FINE = (
-    order(one(0, "F", 0), one(0, "F", 1), overlap(one(0, "F", 2), one(0, "B", 0)), one(0, "B", 1), one(0, "B", 2)),
+    order(
+        one(0, "F", 0),
+        one(0, "F", 1),
+        overlap(one(0, "F", 2), one(0, "B", 0)),
+        one(0, "B", 1),
+        one(0, "B", 2),
+    ),
     PAIRED[1],
 )
 
@@ -181,8 +234,8 @@ def interleaving(plan: Plan) -> list[str]:
 
 
 def test_the_sweep_chooses_the_interleaving_that_ends_first() -> None:
-    """Device 1 idles until microbatch 2 comes when its own steps are quick, so the forward goes first; when device 1 is slow and
-    the last backward is what everybody waits for, nothing is gained by it and the first candidate stays."""
+    """Device 1 idles until microbatch 2 comes when its own steps are quick, so the forward goes first; when device 1 is
+    slow and the last backward is what everybody waits for, nothing is gained by it and the first candidate stays."""
     program = computed(4)
     plans = {}
     for name, seconds in (
@@ -194,14 +247,18 @@ def test_the_sweep_chooses_the_interleaving_that_ends_first() -> None:
         again = planned(program, *PIPELINE, *FINE, costs=costs)
         assert again.key == plans[name].key, "the same every time"
     assert interleaving(plans["forward pays"])[0].startswith("stage0.F")
-    assert all(i.seconds is None for plan in plans.values() for i in compute(plan, 0)), "no span where nothing is given"
+    assert all(i.seconds is None for plan in plans.values() for i in compute(plan, 0)), (
+        "no span where nothing is given"
+    )
 
 
 def test_the_choice_is_no_worse_than_either_order_written_out() -> None:
     program = computed(4)
     for seed in range(12):
         durations = {
-            (c.id, s): float((7 * seed + 3 * k + ord(s)) % 11 + 1) for k, c in enumerate(program.chunks) for s in c.steps
+            (c.id, s): float((7 * seed + 3 * k + ord(s)) % 11 + 1)
+            for k, c in enumerate(program.chunks)
+            for s in c.steps
         }
         costs = measured(program, durations)
         first, second = one(0, "F", 2), one(0, "B", 0)
@@ -215,6 +272,8 @@ def test_the_choice_is_no_worse_than_either_order_written_out() -> None:
 
 
 def test_an_order_is_the_same_in_another_process() -> None:
-    item = order(where(mb=0, phase="F"), overlap(where(mb=1), where(mb=(2, 3), stage=0)), missing="skip")
+    item = order(
+        where(mb=0, phase="F"), overlap(where(mb=1), where(mb=(2, 3), stage=0)), missing="skip"
+    )
     assert pickle.loads(pickle.dumps(item)) == item
     assert pickle.loads(pickle.dumps(item)).site == item.site != ""

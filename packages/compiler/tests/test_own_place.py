@@ -48,12 +48,19 @@ def _connect(edit: Editor, id: str, role: str) -> None:
             edit.reread(id, value, edit.transfer(value, writer.role, role))
     for value in node.writes:
         for reader in edit.readers.get(value, ()):
-            if nodes[reader].role not in ("", role) and nodes[reader].coords["op"] in ("compute", "add"):
+            if nodes[reader].role not in ("", role) and nodes[reader].coords["op"] in (
+                "compute",
+                "add",
+            ):
                 edit.reread(reader, value, edit.transfer(value, role, nodes[reader].role))
 
 
 def copied(item: Directive) -> Directive:
-    return users_place()(item.selection, item.on, item.send, item.recv) if isinstance(item, place) else item
+    return (
+        users_place()(item.selection, item.on, item.send, item.recv)
+        if isinstance(item, place)
+        else item
+    )
 
 
 def by_name(item: Directive) -> Directive:
@@ -66,7 +73,9 @@ def test_a_copy_of_place_in_a_users_file_gives_the_same_plan(name: str) -> None:
     ours = recipe(pp=2, microbatches=4)
     theirs = [copied(d) for d in ours]
     assert any(type(d).__module__ == "a_users_file" for d in theirs)
-    plans = [compile_program(layered(2 * each + 1), Strategy(Mesh(pp=2), d)).plan for d in (ours, theirs)]
+    plans = [
+        compile_program(layered(2 * each + 1), Strategy(Mesh(pp=2), d)).plan for d in (ours, theirs)
+    ]
     assert plans[0].key == plans[1].key
 
 
@@ -81,13 +90,22 @@ def test_a_copy_of_place_by_microbatch_gives_the_same_plan(seed: int) -> None:
 
 def test_a_place_that_goes_by_name_gives_the_same_plan() -> None:
     ours = recipes.one_f_one_b(pp=3, microbatches=3)
-    plans = [compile_program(layered(5), Strategy(Mesh(pp=3), d)).plan for d in (ours, [by_name(d) for d in ours])]
+    plans = [
+        compile_program(layered(5), Strategy(Mesh(pp=3), d)).plan
+        for d in (ours, [by_name(d) for d in ours])
+    ]
     assert plans[0].key == plans[1].key
 
 
 def test_nodes_that_were_split_and_are_alike_again_are_one() -> None:
-    graph = compile_program(layered(2), Strategy(Mesh(pp=2), [by_name(d) for d in recipes.gpipe(pp=2, microbatches=4)])).graph
-    assert all(len(graph.compute(chunk.id, step)) == 1 for chunk in graph.program.chunks for step in ("F", "B"))
+    graph = compile_program(
+        layered(2), Strategy(Mesh(pp=2), [by_name(d) for d in recipes.gpipe(pp=2, microbatches=4)])
+    ).graph
+    assert all(
+        len(graph.compute(chunk.id, step)) == 1
+        for chunk in graph.program.chunks
+        for step in ("F", "B")
+    )
 
 
 def test_orders_by_name_are_orders() -> None:
@@ -99,12 +117,18 @@ def test_orders_by_name_are_orders() -> None:
 
         def apply(self, graph: Graph) -> Graph:
             edit = graph.edit()
-            turns = [graph.select(where(stage=0, phase="F", mb=i)) for i in reversed(range(graph.microbatches))]
+            turns = [
+                graph.select(where(stage=0, phase="F", mb=i))
+                for i in reversed(range(graph.microbatches))
+            ]
             for earlier, later in pairwise(turns):
                 edit.order(earlier[-1].id, later[0].id)
             return edit.done()
 
     first = recipes.pipeline(pp=2, microbatches=3)
     written = order(*[where(stage=0, phase="F", mb=i) for i in (2, 1, 0)])
-    plans = [compile_program(layered(2), Strategy(Mesh(pp=2), (*first, d))).plan for d in (written, LastFirst())]
+    plans = [
+        compile_program(layered(2), Strategy(Mesh(pp=2), (*first, d))).plan
+        for d in (written, LastFirst())
+    ]
     assert plans[0].key == plans[1].key

@@ -28,7 +28,13 @@ def stage_list(program: Program, item: partition) -> list[int]:
 
 @pytest.mark.parametrize(
     ("layers", "stages", "expected"),
-    [(4, 2, [0, 0, 1, 1]), (5, 2, [0, 0, 0, 1, 1]), (7, 3, [0, 0, 0, 1, 1, 2, 2]), (3, 3, [0, 1, 2]), (3, 1, [0, 0, 0])],
+    [
+        (4, 2, [0, 0, 1, 1]),
+        (5, 2, [0, 0, 0, 1, 1]),
+        (7, 3, [0, 0, 0, 1, 1, 2, 2]),
+        (3, 3, [0, 1, 2]),
+        (3, 1, [0, 0, 0]),
+    ],
 )
 def test_even(layers: int, stages: int, expected: list[int]) -> None:
     assert stage_list(layered(layers), partition(stages=stages)) == expected
@@ -39,7 +45,9 @@ def test_given_boundaries_are_first_layers() -> None:
 
 
 def test_both_phases_of_a_chunk_get_the_stage() -> None:
-    graph = apply_directives(build_graph(layered(4), Mesh()), (split(where(), microbatches=2), partition(stages=2)))
+    graph = apply_directives(
+        build_graph(layered(4), Mesh()), (split(where(), microbatches=2), partition(stages=2))
+    )
     by_chunk = {(n.coords["chunk"], n.coords["stage"]) for n in graph.nodes.values()}
     assert by_chunk == {("stage0", 0), ("stage1", 0), ("stage2", 1), ("stage3", 1)}
 
@@ -48,8 +56,18 @@ def test_what_has_no_layer_joins_its_neighbour() -> None:
     """An embedding before the layers, something between two of them, a head behind."""
     program = layered(6)
     layers = [None, 0, None, 1, 2, None]
-    chunks = (replace(c, coords={} if k is None else {"layer": k}) for c, k in zip(program.chunks, layers, strict=True))
-    assert stage_list(replace(program, chunks=tuple(chunks)), partition(stages=3)) == [0, 0, 0, 1, 2, 2]
+    chunks = (
+        replace(c, coords={} if k is None else {"layer": k})
+        for c, k in zip(program.chunks, layers, strict=True)
+    )
+    assert stage_list(replace(program, chunks=tuple(chunks)), partition(stages=3)) == [
+        0,
+        0,
+        0,
+        1,
+        2,
+        2,
+    ]
 
 
 def test_tags_that_agree_are_kept() -> None:
@@ -62,8 +80,16 @@ def test_tags_that_agree_are_kept() -> None:
 
 
 def uneven(seconds: list[float]) -> Program:
-    program = synthetic(stages=len(seconds), F=[s / 4 for s in seconds], I=[s / 4 for s in seconds], W=[s / 2 for s in seconds])
-    return replace(program, chunks=tuple(replace(c, coords={"layer": c.coords["stage"]}) for c in program.chunks))
+    program = synthetic(
+        stages=len(seconds),
+        F=[s / 4 for s in seconds],
+        I=[s / 4 for s in seconds],
+        W=[s / 2 for s in seconds],
+    )
+    return replace(
+        program,
+        chunks=tuple(replace(c, coords={"layer": c.coords["stage"]}) for c in program.chunks),
+    )
 
 
 def slowest(seconds: list[float], stage_of: list[int]) -> float:
@@ -75,10 +101,15 @@ def slowest(seconds: list[float], stage_of: list[int]) -> float:
 
 @settings(max_examples=80)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.data())
-def test_cost_is_optimal_and_cuts_as_early_as_it_can(seconds: list[int], data: st.DataObject) -> None:
+def test_cost_is_optimal_and_cuts_as_early_as_it_can(
+    seconds: list[int], data: st.DataObject
+) -> None:
     n, stages = len(seconds), data.draw(st.integers(1, len(seconds)))
     found = stage_list(uneven([float(s) for s in seconds]), partition(stages=stages, at="cost"))
-    every = [[sum(k >= cut for cut in cuts) for k in range(n)] for cuts in combinations(range(1, n), stages - 1)]
+    every = [
+        [sum(k >= cut for cut in cuts) for k in range(n)]
+        for cuts in combinations(range(1, n), stages - 1)
+    ]
     best = min(slowest(seconds, s) for s in every)  # type: ignore[arg-type]  # ints are floats here
     assert found == sorted(found) and set(found) == set(range(stages))
     assert slowest(seconds, found) == best  # type: ignore[arg-type]  # ints are floats here
@@ -91,16 +122,28 @@ def test_cost_uses_flops_of_what_is_captured() -> None:
     program = layered(4)
     chunks = []
     for c, flops in zip(program.chunks, (10**15, 10**15, 10**15, 3 * 10**15), strict=True):
-        chunks.append(replace(c, steps={k: replace(s, cost=heavy(flops)) for k, s in c.steps.items()}))
-    assert stage_list(replace(program, chunks=tuple(chunks)), partition(stages=2, at="cost")) == [0, 0, 0, 1]
+        chunks.append(
+            replace(c, steps={k: replace(s, cost=heavy(flops)) for k, s in c.steps.items()})
+        )
+    assert stage_list(replace(program, chunks=tuple(chunks)), partition(stages=2, at="cost")) == [
+        0,
+        0,
+        0,
+        1,
+    ]
 
 
 def test_cost_prefers_measured_seconds() -> None:
     program = layered(4)
-    chunks = tuple(replace(c, steps={k: replace(s, cost=Cost()) for k, s in c.steps.items()}) for c in program.chunks)
+    chunks = tuple(
+        replace(c, steps={k: replace(s, cost=Cost()) for k, s in c.steps.items()})
+        for c in program.chunks
+    )
     costs = Costs({"stage0": {s: Duration(5.0) for s in ("F", "I", "W")}})
     program = replace(program, chunks=chunks)
-    plan = compile_program(program, Strategy(Mesh(), (partition(stages=2, at="cost"),)), costs=costs).plan
+    plan = compile_program(
+        program, Strategy(Mesh(), (partition(stages=2, at="cost"),)), costs=costs
+    ).plan
     assert [c.coords["stage"] for c in plan.chunks] == [0, 1, 1, 1]
 
 

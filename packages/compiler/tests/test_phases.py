@@ -51,7 +51,9 @@ def test_views_and_casts_of_parameters_are_not_saved() -> None:
     def layer(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
         return (x.bfloat16() @ w.bfloat16().t()).float() * scale[0]
 
-    traced = trace(Case(layer, ("value", "param", "param"), (rand(4, 8), rand(8, 8), rand(2, 8).float())))
+    traced = trace(
+        Case(layer, ("value", "param", "param"), (rand(4, 8), rand(8, 8), rand(2, 8).float()))
+    )
     saved = {str(s) for p, s in traced.ports.items() if p.startswith("saved")}
     assert saved == {"bfloat16[4,8]", "float32[4,8]"}
     assert {"in1", "in2"} <= set(traced.steps["I"].reads)
@@ -63,9 +65,13 @@ def test_one_storage_is_saved_once_for_its_views() -> None:
 
 
 def test_a_strided_tensor_is_saved_in_the_order_of_its_bytes() -> None:
-    traced = check(Case(lambda x, w: (x @ w).t().exp().sin(), ("value", "param"), (rand(4, 8), rand(8, 6))))
+    traced = check(
+        Case(lambda x, w: (x @ w).t().exp().sin(), ("value", "param"), (rand(4, 8), rand(8, 6)))
+    )
     assert str(traced.ports["saved0"]) == "float64[4,6]"
-    assert traced.code["F"].source.count("clone = ") == 1, "only the output, which must be contiguous, is copied"
+    assert traced.code["F"].source.count("clone = ") == 1, (
+        "only the output, which must be contiguous, is copied"
+    )
 
 
 def test_a_dropout_mask_is_saved_and_not_drawn_again() -> None:
@@ -79,7 +85,11 @@ def test_a_dropout_mask_is_saved_and_not_drawn_again() -> None:
 def test_parameter_gradients_that_i_makes_go_to_w() -> None:
     """A fused layer norm backward returns the gradients of weight and bias with the input's; W only adds them up."""
     traced = trace(CASES["norm"])
-    assert [str(traced.ports[p]) for p in traced.steps["I"].writes] == ["float64[4,8]", "float64[8]", "float64[8]"]
+    assert [str(traced.ports[p]) for p in traced.steps["I"].writes] == [
+        "float64[4,8]",
+        "float64[8]",
+        "float64[8]",
+    ]
     assert not any(s.accumulates for step, s in traced.steps.items() if step != "W")
     assert traced.steps["W"].accumulates == (1, 2, 3)
 
@@ -102,7 +112,9 @@ def test_a_chunk_without_gradient_has_only_f() -> None:
 
 
 def test_a_mask_that_leads_nowhere_is_dropped() -> None:
-    traced = trace(Case(lambda x, w: (x @ w, (x > 0).double()), ("value", "param"), (rand(4, 8), rand(8, 8))))
+    traced = trace(
+        Case(lambda x, w: (x @ w, (x > 0).double()), ("value", "param"), (rand(4, 8), rand(8, 8)))
+    )
     assert traced.output_grads == (True, False)
     assert "tan1" not in traced.ports
 
@@ -151,7 +163,10 @@ def test_a_sum_reuses_a_term_that_dies_but_no_other() -> None:
 def test_element_wise_ops_overwrite_an_argument_that_dies() -> None:
     code = trace(CASES["activations"]).code
     forward = code["F"].source
-    assert all(f"aten_{op}_(" in forward or f"_aten_{op}__" in forward for op in ("tanh", "sigmoid", "relu"))
+    assert all(
+        f"aten_{op}_(" in forward or f"_aten_{op}__" in forward
+        for op in ("tanh", "sigmoid", "relu")
+    )
     inner = code["I"].source
     for op in ("gelu", "silu", "tanh", "sigmoid", "threshold"):
         assert f"_aten_{op}_backward_grad_input(" in inner and f"{op}_backward_default" not in inner
@@ -172,7 +187,9 @@ def test_what_is_needed_later_is_not_overwritten() -> None:
 def test_a_product_is_summed_up_in_its_accumulator() -> None:
     traced = trace(CASES["linear"])
     assert "acc1.addmm_(" in traced.code["W"].source and ".mm(" not in traced.code["W"].source
-    assert traced.steps["W"].liveness.peak({}) == 6 * 8, "the gradient of the bias alone takes memory"
+    assert traced.steps["W"].liveness.peak({}) == 6 * 8, (
+        "the gradient of the bias alone takes memory"
+    )
     (matmul,) = (k for k in traced.steps["W"].cost.kernels if k.kind == "matmul")
     assert matmul.dims == (6, 8, 4)
 
@@ -181,11 +198,17 @@ def test_a_product_that_is_used_again_is_made() -> None:
     def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
         return x @ (w + v)  # one gradient for two accumulators
 
-    assert ".mm(" in check(Case(function, ("value", "param", "param"), (rand(4, 8), rand(8, 8), rand(8, 8)))).code["W"].source
+    assert (
+        ".mm("
+        in check(Case(function, ("value", "param", "param"), (rand(4, 8), rand(8, 8), rand(8, 8))))
+        .code["W"]
+        .source
+    )
 
 
 def test_gpt_block_saves_what_autograd_saves_on_a_real_cpu() -> None:
-    """With a fused attention: the inputs of matmuls and of gelu, q k v, the output and logsumexp, the norms' statistics."""
+    """With a fused attention: the inputs of matmuls and of gelu, q k v, the output and logsumexp, the norms'
+    statistics."""
     tensors = [t.requires_grad_() for t in block_tensors(2, 6, 8)]
     case = Case(gpt_block, ("value", *["param"] * 12), tensors, portable=True)
     storages: dict[int, int] = {}
@@ -197,7 +220,9 @@ def test_gpt_block_saves_what_autograd_saves_on_a_real_cpu() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         out = gpt_block(*tensors)
     given = {t.untyped_storage().data_ptr() for t in (*tensors, out)}
-    assert saved_bytes(trace(case)) == sum(size for storage, size in storages.items() if storage not in given)
+    assert saved_bytes(trace(case)) == sum(
+        size for storage, size in storages.items() if storage not in given
+    )
 
 
 def test_a_bf16_block_on_meta_saves_no_score_matrix() -> None:
@@ -207,7 +232,8 @@ def test_a_bf16_block_on_meta_saves_no_score_matrix() -> None:
 
 
 def test_w_of_a_block_reads_no_matrix_of_weights() -> None:
-    """ZeRO-3 need not gather for W; nor does W keep the norms' inputs, because I makes the gradients of their parameters."""
+    """ZeRO-3 need not gather for W; nor does W keep the norms' inputs, because I makes the gradients of their
+    parameters."""
     traced = trace(CASES["gpt block"])
     assert [p for p in traced.steps["W"].reads if p.startswith("in")] == []
 
@@ -227,7 +253,9 @@ def test_flops_of_a_block() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_sizes_are_affine_in_rows(rows: int) -> None:
     def trace_at(n: int) -> TracedChunk:
-        return trace(Case(F.linear, ("value", "param", "param"), (rand(n, 3, 8), rand(6, 8), rand(6))))
+        return trace(
+            Case(F.linear, ("value", "param", "param"), (rand(n, 3, 8), rand(6, 8), rand(6)))
+        )
 
     one, here = trace_at(3), trace_at(rows)
     assert bind(here.ports["out0"].nbytes, 0) * 3 == bind(one.ports["out0"].nbytes, 0) * rows

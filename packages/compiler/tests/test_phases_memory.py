@@ -26,8 +26,12 @@ def test_measured_peak_is_the_planned_one(name: str, inputs_die: bool) -> None:
         if signature.empty:
             continue
         dying = signature.reads if inputs_die else ()
-        sizes = {i: bind(traced.ports[p].nbytes, 0) for i, p in enumerate(signature.reads) if p in dying}
-        assert measured_peak(traced, step, ports, dying) == max(0, signature.liveness.peak(sizes)), (
+        sizes = {
+            i: bind(traced.ports[p].nbytes, 0) for i, p in enumerate(signature.reads) if p in dying
+        }
+        assert measured_peak(traced, step, ports, dying) == max(
+            0, signature.liveness.peak(sizes)
+        ), (
             step,
             traced.code[step].source,
         )

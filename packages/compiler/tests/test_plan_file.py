@@ -44,21 +44,32 @@ def test_a_large_plan_is_written_as_tables_and_is_the_same_plan(plan: Plan, tabl
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(("schedule", "zero"), [(recipes.dualpipe_v, 0), (recipes.zbv, 3)])
-def test_the_quick_text_of_a_plan_is_that_of_the_codec(microbatches: int, schedule: Any, zero: int) -> None:
+def test_the_quick_text_of_a_plan_is_that_of_the_codec(
+    microbatches: int, schedule: Any, zero: int
+) -> None:
     program = synthetic(stages=4, F=3, I=4, W=2, params=100, activation=8)
-    recipe = (*schedule(pp=2, microbatches=4 * microbatches), *recipes.data_parallel(zero=zero, prefetch=0))
+    recipe = (
+        *schedule(pp=2, microbatches=4 * microbatches),
+        *recipes.data_parallel(zero=zero, prefetch=0),
+    )
     made = compile_program(program, Strategy(Mesh(pp=2, dp=2), recipe)).plan
     pieces = plan_pieces(made)
     assert pieces is not None and "".join(pieces) == dumps(made)
     assert plan_pieces(program) is None
-    named = replace(made, roles=tuple(replace(role, program=tuple(role.program)) for role in made.roles))
+    named = replace(
+        made, roles=tuple(replace(role, program=tuple(role.program)) for role in made.roles)
+    )
     assert plan_pieces(named) is None and named.key == made.key
 
 
-def test_a_small_plan_and_one_without_tables_name_every_instruction(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_plan_and_one_without_tables_name_every_instruction(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert plan_text(plan) == dumps(plan)
     monkeypatch.setattr(plan_file, "MOST_VALUES", 10)
-    named = replace(plan, roles=tuple(replace(role, program=tuple(role.program)) for role in plan.roles))
+    named = replace(
+        plan, roles=tuple(replace(role, program=tuple(role.program)) for role in plan.roles)
+    )
     assert plan_text(named) == dumps(plan)
     assert read_plan(dumps(plan)) == plan
 
@@ -66,17 +77,28 @@ def test_a_small_plan_and_one_without_tables_name_every_instruction(plan: Plan, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d["programs"][0]["used"].__setitem__(1, 9999), r"programs\[0\]\.used: the number 9999 leads out"),
-        (lambda d: d["programs"][1]["mbs"].__setitem__(0, 9999), r"programs\[1\]\.mbs: the number 10000 leads out"),
+        (
+            lambda d: d["programs"][0]["used"].__setitem__(1, 9999),
+            r"programs\[0\]\.used: the number 9999 leads out",
+        ),
+        (
+            lambda d: d["programs"][1]["mbs"].__setitem__(0, 9999),
+            r"programs\[1\]\.mbs: the number 10000 leads out",
+        ),
         (lambda d: d["programs"][0]["mbs"].pop(), r"used, mbs and waits have an entry for each"),
         (lambda d: d["programs"].pop(), r"a program for each of the 2 roles"),
         (lambda d: d["kind"].__setitem__(0, 77), r"\.kind: the number 77 leads out"),
-        (lambda d: d["programs"][0]["templates"][0]["parts"][0].__setitem__("writes", [10**6]), r"programs\[0\]: the number"),
+        (
+            lambda d: d["programs"][0]["templates"][0]["parts"][0].__setitem__("writes", [10**6]),
+            r"programs\[0\]: the number",
+        ),
         (lambda d: d["ids"].pop(), r"ids, tails, whole and kind"),
         (lambda d: d.__setitem__("more", 1), r"unknown key 'more'"),
     ],
 )
-def test_numbers_that_lead_out_of_a_table_are_refused_by_their_place(tables, change, message) -> None:
+def test_numbers_that_lead_out_of_a_table_are_refused_by_their_place(
+    tables, change, message
+) -> None:
     document = json.loads(tables)
     change(document)
     with pytest.raises(FormatError, match=message):

@@ -25,7 +25,9 @@ def planned(program: Program, directives: tuple[Directive, ...], **mesh: int) ->
     return compile_program(program, Strategy(Mesh(**mesh), directives)).plan
 
 
-SIZES = st.tuples(st.integers(2, 8), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
+SIZES = st.tuples(
+    st.integers(2, 8), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5), st.integers(0, 5)
+)
 
 
 @settings(max_examples=60)
@@ -34,7 +36,9 @@ SIZES = st.tuples(st.integers(2, 8), st.integers(1, 12), st.integers(1, 5), st.i
 @example((8, 1, 3, 4, 2), 1)  # fewer microbatches than devices
 def test_gpipe(sizes: tuple[int, int, int, int, int], hop: float) -> None:
     p, m, f, i, w = sizes
-    plan = planned(synthetic(stages=p, F=f, I=i, W=w, hop=hop), recipes.gpipe(pp=p, microbatches=m), pp=p)
+    plan = planned(
+        synthetic(stages=p, F=f, I=i, W=w, hop=hop), recipes.gpipe(pp=p, microbatches=m), pp=p
+    )
     assert makespan(plan) == (m + p - 1) * (f + i + w) + 2 * (p - 1) * hop
     assert [r.peak_bytes for r in plan.roles] == [m] * p
 
@@ -45,14 +49,18 @@ def test_gpipe(sizes: tuple[int, int, int, int, int], hop: float) -> None:
 @example((8, 3, 3, 4, 2))
 def test_1f1b(sizes: tuple[int, int, int, int, int]) -> None:
     p, m, f, i, w = sizes
-    plan = planned(synthetic(stages=p, F=f, I=i, W=w), recipes.one_f_one_b(pp=p, microbatches=m), pp=p)
+    plan = planned(
+        synthetic(stages=p, F=f, I=i, W=w), recipes.one_f_one_b(pp=p, microbatches=m), pp=p
+    )
     assert makespan(plan) == (m + p - 1) * (f + i + w)
     assert [r.peak_bytes for r in plan.roles] == [min(m, p - r) for r in range(p)]
 
 
 @pytest.mark.parametrize(("hop", "expected"), [(0, 99), (1, 115), (2.5, 139)])
 def test_1f1b_with_latency(hop: float, expected: float) -> None:
-    plan = planned(synthetic(stages=4, F=3, I=4, W=2, hop=hop), recipes.one_f_one_b(pp=4, microbatches=8), pp=4)
+    plan = planned(
+        synthetic(stages=4, F=3, I=4, W=2, hop=hop), recipes.one_f_one_b(pp=4, microbatches=8), pp=4
+    )
     assert makespan(plan) == expected
 
 
@@ -68,7 +76,9 @@ def test_gpipe_with_uneven_stages(times: list[tuple[int, int, int]], m: int) -> 
 
 @settings(max_examples=40)
 @given(SIZES)
-def test_the_default_order_is_as_good_as_1f1b_on_a_chain(sizes: tuple[int, int, int, int, int]) -> None:
+def test_the_default_order_is_as_good_as_1f1b_on_a_chain(
+    sizes: tuple[int, int, int, int, int],
+) -> None:
     p, m, f, i, w = sizes
     plan = planned(synthetic(stages=p, F=f, I=i, W=w), recipes.pipeline(pp=p, microbatches=m), pp=p)
     assert [r.peak_bytes for r in plan.roles] == [min(m, p - r) for r in range(p)]
@@ -86,7 +96,11 @@ def test_activation_bytes_scale_the_peak() -> None:
 def test_frozen_first_stages(recipe, frozen: int) -> None:  # type: ignore[no-untyped-def]  # three recipes of one signature
     plan = planned(frozen_first(4, frozen), recipe(pp=4, microbatches=6), pp=4)
     verify(plan)
-    steps = {p.op.step for p in (p for i in plan.roles[0].program for p in i.parts) if isinstance(p.op, Compute)}
+    steps = {
+        p.op.step
+        for p in (p for i in plan.roles[0].program for p in i.parts)
+        if isinstance(p.op, Compute)
+    }
     assert steps == {"F"}
     assert walk(plan) == {r.role: r.peak_bytes for r in plan.roles}
     assert plan.roles[0].peak_bytes == 100, "its parameters; nothing is kept for a backward"
@@ -105,7 +119,12 @@ def test_recipes_compose_with_data_parallelism() -> None:
     assert plan.replicas == 3 and plan.global_batch == 12
     assert [len(r.ranks) for r in plan.roles] == [3, 3]
     assert {b.channel for b in plan.buckets} == {"reduce.pp0/dp.reduce", "reduce.pp1/dp.reduce"}
-    before = planned(layered(4), (*recipes.data_parallel(), *recipes.one_f_one_b(pp=2, microbatches=4)), pp=2, dp=3)
+    before = planned(
+        layered(4),
+        (*recipes.data_parallel(), *recipes.one_f_one_b(pp=2, microbatches=4)),
+        pp=2,
+        dp=3,
+    )
     assert before.roles == plan.roles, "the order of the two makes no difference"
 
 
@@ -113,7 +132,9 @@ def test_a_single_stage_and_microbatch_needs_no_order() -> None:
     for recipe in (recipes.gpipe, recipes.one_f_one_b):
         plan = planned(layered(2), recipe(pp=1, microbatches=1))
         verify(plan)
-        assert [len(i.parts) for i in plan.roles[0].program] == [3, 5, 1], "load F F; seed I W I W; update"
+        assert [len(i.parts) for i in plan.roles[0].program] == [3, 5, 1], (
+            "load F F; seed I W I W; update"
+        )
 
 
 @pytest.mark.parametrize("recipe", [recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
@@ -147,7 +168,11 @@ def test_12_layers_are_reduced_while_the_backward_goes_on() -> None:
     times = sweep(prepared, durations)
     instrs = [instr for _, _, instr in plan.instructions()]
     reductions = [n for n, i in enumerate(instrs) if isinstance(i.parts[0].op, Collective)]
-    backward = [n for n, i in enumerate(instrs) if isinstance(i.parts[-1].op, Compute) and i.parts[-1].op.step == "W"]
+    backward = [
+        n
+        for n, i in enumerate(instrs)
+        if isinstance(i.parts[-1].op, Compute) and i.parts[-1].op.step == "W"
+    ]
     last_backward_ends = max(times.end[n] for n in backward)
     assert len(reductions) == 12
     assert sum(times.start[n] < last_backward_ends for n in reductions) == 11

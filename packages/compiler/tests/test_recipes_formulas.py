@@ -1,5 +1,5 @@
-"""Every recipe against its closed form, over random numbers of the form's domain: through an executor that knows nothing of the
-compiler (many cases), and through the compiler and the timing sweep (fewer)."""
+"""Every recipe against its closed form, over random numbers of the form's domain: through an executor that knows
+nothing of the compiler (many cases), and through the compiler and the timing sweep (fewer)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ def swept(plan: Plan) -> Run:
     times = sweep(prepared, seconds, latency=plan.hop)
     run = Run([], [], [])
     for offset, role in zip(prepared.offsets, plan.roles, strict=False):
-        mine = [offset + k for k, i in enumerate(role.program) if i.stream == COMPUTE and seconds[offset + k]]
+        mine = [
+            offset + k
+            for k, i in enumerate(role.program)
+            if i.stream == COMPUTE and seconds[offset + k]
+        ]
         run.start.append(times.start[mine[0]])
         run.end.append(times.end[mine[-1]])
         run.busy.append(sum(seconds[n] for n in mine))
@@ -51,7 +55,12 @@ def test_the_order_has_its_closed_form(name: str, data: st.DataObject) -> None:
     form = FORMS[name]
     c = data.draw(form.cases)
     orders = orders_of_directives(form.directives(c))
-    check(form, c, execute(orders, stages=form.stages(c), times=c.times, overlap=c.overlap), peaks(orders))
+    check(
+        form,
+        c,
+        execute(orders, stages=form.stages(c), times=c.times, overlap=c.overlap),
+        peaks(orders),
+    )
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -88,8 +97,14 @@ def test_uneven_stages_take_the_time_of_their_order(name: str, data: st.DataObje
     c = data.draw(form.cases.filter(lambda c: form.stages(c) * c.m <= 200))
     stages, directives = form.stages(c), form.directives(c)
     f, i, w = ([data.draw(st.integers(low, 9)) for _ in range(stages)] for low in (1, 1, 0))
-    expected = execute(orders_of_directives(directives), stages=stages, times={"F": f, "I": i, "W": w})
-    run = swept(compile_program(synthetic(stages=stages, F=f, I=i, W=w), Strategy(Mesh(pp=c.p), directives)).plan)
+    expected = execute(
+        orders_of_directives(directives), stages=stages, times={"F": f, "I": i, "W": w}
+    )
+    run = swept(
+        compile_program(
+            synthetic(stages=stages, F=f, I=i, W=w), Strategy(Mesh(pp=c.p), directives)
+        ).plan
+    )
     assert (run.makespan, run.busy, run.start) == (expected.makespan, expected.busy, expected.start)
 
 
@@ -107,8 +122,12 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "c", "makespan", "bubble", "span", "units"), VALUES, ids=[v[0] for v in VALUES])
-def test_the_table(name: str, c: Case, makespan: float, bubble: float, span: float | None, units: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "c", "makespan", "bubble", "span", "units"), VALUES, ids=[v[0] for v in VALUES]
+)
+def test_the_table(
+    name: str, c: Case, makespan: float, bubble: float, span: float | None, units: list[int]
+) -> None:
     plan = planned(FORMS[name], c)
     run = swept(plan)
     assert run.makespan == makespan
@@ -122,4 +141,6 @@ def test_negative_control_the_forms_tell_recipes_apart() -> None:
     with pytest.raises(AssertionError):
         check(FORMS["zb_h1"], c, swept(planned(FORMS["zb_h2"], c)), [4] * 4)
     late = Case(4, 8, 3, 4, 5)
-    assert max(swept(planned(FORMS["zb_h1"], late)).idle) != FORMS["zb_h1"].bubble(late), "outside of the domain it does not hold"
+    assert max(swept(planned(FORMS["zb_h1"], late)).idle) != FORMS["zb_h1"].bubble(late), (
+        "outside of the domain it does not hold"
+    )

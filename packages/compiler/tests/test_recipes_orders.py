@@ -1,4 +1,5 @@
-"""The orders of the recipes: invariants for any numbers, agreement with published tables, refusals, and what registers them."""
+"""The orders of the recipes: invariants for any numbers, agreement with published tables, refusals, and what registers
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 from packages.compiler.tests.compile_cases import frozen_first
 from packages.compiler.tests.order_validator import Did, execute, peaks, validate, validate_plan
 from packages.compiler.tests.recipe_orders import orders_of_directives
-from piper_compiler import Directive, Strategy, compile_program, load_strategy, recipes, save_strategy, synthetic
+from piper_compiler import (
+    Directive,
+    Strategy,
+    compile_program,
+    load_strategy,
+    recipes,
+    save_strategy,
+    synthetic,
+)
 from piper_compiler.recipes import RECIPES, recipe
 from piper_compiler.recipes.dualpipe import dualpipe_v_orders
 from piper_compiler.recipes.zero_bubble_1f1b import late_weight_orders
@@ -42,7 +51,9 @@ ZB1P = ["79916995e1b68e79", "82dbd47b340e5ea6"]
 EXAMPLES = settings().max_examples // 4
 
 
-def drawn(name: str, data: st.DataObject, most: int = 12) -> tuple[tuple[Directive, ...], int, int, int]:
+def drawn(
+    name: str, data: st.DataObject, most: int = 12
+) -> tuple[tuple[Directive, ...], int, int, int]:
     """A recipe with any legal numbers; its p, stages and m."""
     p, m = data.draw(st.integers(1, most)), data.draw(st.integers(1, 2 * most))
     p += p % 2 if name == "dualpipe" else 0
@@ -54,7 +65,9 @@ def drawn(name: str, data: st.DataObject, most: int = 12) -> tuple[tuple[Directi
 
 
 def compiled(directives: tuple[Directive, ...], p: int, stages: int) -> Plan:
-    return compile_program(synthetic(stages=stages, F=1, I=1, W=1, params=4), Strategy(Mesh(pp=p), directives)).plan
+    return compile_program(
+        synthetic(stages=stages, F=1, I=1, W=1, params=4), Strategy(Mesh(pp=p), directives)
+    ).plan
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -81,7 +94,9 @@ def test_every_legal_plan_is_valid(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", CHUNKS)
 def test_frozen_first_stages(name: str) -> None:
     stages = 4 * (CHUNKS[name] or 2)
-    plan = compile_program(frozen_first(stages, 2), Strategy(Mesh(pp=4), getattr(recipes, name)(pp=4, microbatches=8))).plan
+    plan = compile_program(
+        frozen_first(stages, 2), Strategy(Mesh(pp=4), getattr(recipes, name)(pp=4, microbatches=8))
+    ).plan
     verify(plan)
 
 
@@ -89,7 +104,9 @@ def test_frozen_first_stages(name: str) -> None:
 def test_every_recipe_composes_with_data_parallelism(name: str) -> None:
     stages = 2 * (CHUNKS[name] or 2)
     both = (*getattr(recipes, name)(pp=2, microbatches=5), *recipes.data_parallel())
-    plan = compile_program(synthetic(stages=stages, F=1, I=1, W=1, params=4), Strategy(Mesh(pp=2, dp=2), both)).plan
+    plan = compile_program(
+        synthetic(stages=stages, F=1, I=1, W=1, params=4), Strategy(Mesh(pp=2, dp=2), both)
+    ).plan
     verify(plan)
     assert plan.replicas == 2 and all(b.channel for b in plan.buckets)
 
@@ -107,7 +124,9 @@ def test_every_recipe_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
 def test_the_foot_of_a_v_hands_over_without_communication() -> None:
     plan = compiled(recipes.zbv(pp=3, microbatches=4), 3, 6)
     down, up = ["pp0>pp1", "pp1>pp2"], ["pp2>pp1", "pp1>pp0"]
-    assert {c.id for c in plan.channels} == {f"{hop}.{kind}" for hop in (*down, *up) for kind in ("act", "grad")}
+    assert {c.id for c in plan.channels} == {
+        f"{hop}.{kind}" for hop in (*down, *up) for kind in ("act", "grad")
+    }
     sends = [i for _, _, i in plan.instructions() if i.parts[0].node.startswith("send.")]
     assert len(sends) == 4 * 2 * (2 + 2)
 
@@ -133,12 +152,20 @@ def test_dualpipe_has_each_stage_on_two_devices() -> None:
     plan = compiled(recipes.dualpipe(pp=4, microbatches=8), 4, 4)
     holders = {param: set(b.roles) for b in plan.buckets for param in b.params}
     outer, inner = {"pp0", "pp3"}, {"pp1", "pp2"}
-    assert holders == {"stage0.weight": outer, "stage1.weight": inner, "stage2.weight": inner, "stage3.weight": outer}
+    assert holders == {
+        "stage0.weight": outer,
+        "stage1.weight": inner,
+        "stage2.weight": inner,
+        "stage3.weight": outer,
+    }
     assert all(b.channel for b in plan.buckets), "and their gradients are summed"
 
 
 def rows(orders: Any) -> list[str]:
-    return [",".join(str(s[0]) if len(s) == 1 else f"({s[0]};{s[1]})OVERLAP_F_B" for s in slots) for slots in orders]
+    return [
+        ",".join(str(s[0]) if len(s) == 1 else f"({s[0]};{s[1]})OVERLAP_F_B" for s in slots)
+        for slots in orders
+    ]
 
 
 def digests(orders: Any) -> list[str]:
@@ -152,8 +179,8 @@ def test_dualpipe_v_is_the_published_table() -> None:
 
 
 def test_interleaved_zb_is_the_published_table() -> None:
-    """Digests of the rows of zb1p_2rank_2stagep_compute.csv, of PyTorch's tests, without idle slots and with I for what is
-    called B there."""
+    """Digests of the rows of zb1p_2rank_2stagep_compute.csv, of PyTorch's tests, without idle slots and with I for what
+    is called B there."""
     assert digests(late_weight_orders(2, 8, chunks=2)) == ZB1P
 
 
@@ -179,8 +206,18 @@ def test_a_good_order_passes() -> None:
     [
         (0, "0W1", "0I1", "0W1 on device 0 follows F"),
         (2, "2I0", "2F0", "2I0 on device 2 follows nothing"),
-        (2, "2F3", "2I0", "deadlock"),  # which holds back the gradient that device 0 wants before its 0F3
-        (0, "0I2", "0F3", "deadlock"),  # device 2 wants 2F3, of 0F3, before it gives the third gradient
+        (
+            2,
+            "2F3",
+            "2I0",
+            "deadlock",
+        ),  # which holds back the gradient that device 0 wants before its 0F3
+        (
+            0,
+            "0I2",
+            "0F3",
+            "deadlock",
+        ),  # device 2 wants 2F3, of 0F3, before it gives the third gradient
     ],
 )
 def test_a_broken_sequence_is_caught(device: int, what: str, before: str, message: str) -> None:
@@ -195,8 +232,14 @@ def test_a_broken_sequence_is_caught(device: int, what: str, before: str, messag
 def test_a_missing_doubled_or_foreign_action_is_caught() -> None:
     for change, message in (
         (lambda row: row.pop(), r"stage 1, microbatch 3 has \['F', 'I'\]"),
-        (lambda row: row.append((Did(1, "W", 3),)), r"stage 1, microbatch 3 has \['F', 'I', 'W', 'W'\]"),
-        (lambda row: row.append((Did(1, "B", 3),)), r"stage 1, microbatch 3 has \['F', 'I', 'W', 'B'\]"),
+        (
+            lambda row: row.append((Did(1, "W", 3),)),
+            r"stage 1, microbatch 3 has \['F', 'I', 'W', 'W'\]",
+        ),
+        (
+            lambda row: row.append((Did(1, "B", 3),)),
+            r"stage 1, microbatch 3 has \['F', 'I', 'W', 'B'\]",
+        ),
         (lambda row: row.append((Did(1, "F", 4),)), "there is no stage 1 with microbatch 4"),
     ):
         orders = good()
@@ -250,10 +293,22 @@ def test_bad_numbers(name: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: recipes.interleaved(pp=4, microbatches=8, group=3), "group smaller than pp .* use group=4 or more"),
-        (lambda: recipes.interleaved(pp=4, microbatches=8, chunks=0), "chunks=0, group=4.: all must be integers of at least 1"),
-        (lambda: recipes.looped_bfs(pp=4, microbatches=8, chunks=1.5), "chunks=1.5.: all must be integers"),  # type: ignore[arg-type]  # it is the point
-        (lambda: recipes.dualpipe(pp=5, microbatches=8), "dualpipe.pp=5.: .* an even number of devices; use pp=6"),
+        (
+            lambda: recipes.interleaved(pp=4, microbatches=8, group=3),
+            "group smaller than pp .* use group=4 or more",
+        ),
+        (
+            lambda: recipes.interleaved(pp=4, microbatches=8, chunks=0),
+            "chunks=0, group=4.: all must be integers of at least 1",
+        ),
+        (
+            lambda: recipes.looped_bfs(pp=4, microbatches=8, chunks=1.5),
+            "chunks=1.5.: all must be integers",
+        ),  # type: ignore[arg-type]  # it is the point
+        (
+            lambda: recipes.dualpipe(pp=5, microbatches=8),
+            "dualpipe.pp=5.: .* an even number of devices; use pp=6",
+        ),
     ],
 )
 def test_illegal_numbers_are_refused_by_name(call: Any, message: str) -> None:

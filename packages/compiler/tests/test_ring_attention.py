@@ -1,4 +1,5 @@
-"""Attention whose tokens devices share is the attention of one: by a ring or gathered keys, in blocks or in zigzag order.
+"""Attention whose tokens devices share is the attention of one: by a ring or gathered keys, in blocks or in zigzag
+order.
 
 The faults are those that such code has had elsewhere; each gives wrong numbers.
 """
@@ -38,16 +39,26 @@ def layer(tokens: int, causal: bool = True, masked: bool = False) -> Case:
     def function(x: Tensor, q: Tensor, kv: Tensor, out: Tensor, *mask: Tensor) -> Tensor:
         x = x * torch.arange(1, tokens + 1, dtype=torch.float64).unsqueeze(1).cos()
         queries = (x @ q).view(ROWS, tokens, HEADS, ELEMENTS).transpose(1, 2)
-        keys, values = ((x @ w).view(ROWS, tokens, KEYS, ELEMENTS).transpose(1, 2) for w in kv.chunk(2, 1))
+        keys, values = (
+            (x @ w).view(ROWS, tokens, KEYS, ELEMENTS).transpose(1, 2) for w in kv.chunk(2, 1)
+        )
         given = {"attn_mask": mask[0]} if mask else {"is_causal": causal}
-        mixed = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True, scale=0.7, **given)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, enable_gqa=True, scale=0.7, **given
+        )
         return mixed.transpose(1, 2).reshape(ROWS, tokens, WIDTH) @ out
 
-    weights = drawn(WIDTH, WIDTH, seed=1), drawn(WIDTH, 2 * KEYS * ELEMENTS, seed=2), drawn(WIDTH, WIDTH, seed=3)
+    weights = (
+        drawn(WIDTH, WIDTH, seed=1),
+        drawn(WIDTH, 2 * KEYS * ELEMENTS, seed=2),
+        drawn(WIDTH, WIDTH, seed=3),
+    )
     lower = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     masks = [(lower | (drawn(ROWS, 1, tokens, tokens, seed=4) > 1))] if masked else []
     kinds = ("value", "param", "param", "param", *(["batch"] if masked else []))
-    return Case(function, kinds, (drawn(ROWS, tokens, WIDTH, seed=5), *weights, *masks), portable=True)
+    return Case(
+        function, kinds, (drawn(ROWS, tokens, WIDTH, seed=5), *weights, *masks), portable=True
+    )
 
 
 def asked(degree: int, way: str, order: str = "") -> Sharding:
@@ -64,9 +75,12 @@ def work(graph: fx.Graph) -> int:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("way", "degree"), [("ring", 2), ("ring", 4), ("ring", 8), ("gather", 2), ("gather", 8)])
+@pytest.mark.parametrize(
+    ("way", "degree"), [("ring", 2), ("ring", 4), ("ring", 8), ("gather", 2), ("gather", 8)]
+)
 def test_causal_attention(degree: int, way: str, order: str) -> None:
-    """In zigzag order all devices compute what is needed, an equal share each; in blocks as much as the fullest has to."""
+    """In zigzag order all devices compute what is needed, an equal share each; in blocks as much as the fullest has
+    to."""
     case = layer(16)
     found = shared(case, degree, way, order)
     assert found.error < EXACT
@@ -124,39 +138,62 @@ def test_the_order_is_zigzag_where_attention_is_causal() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(DirectiveError, match=r'attention="ring": attention .* has a mask.*use attention="gather" or "heads"'):
+    with pytest.raises(
+        DirectiveError,
+        match=r'attention="ring": attention .* has a mask.*use attention="gather" or "heads"',
+    ):
         shared_by(layer(16, masked=True), [asked(2, "ring")])
     with pytest.raises(
-        DirectiveError, match=r"12 tokens .* by 4 devices along cp in zigzag order.*; 3 devices can share them so, 4 can"
+        DirectiveError,
+        match=r"12 tokens .* by 4 devices along cp in zigzag order.*; 3 devices can share them so, "
+        r"4 can",
     ):
         shared_by(layer(12), [asked(4, "ring")])
-    with pytest.raises(DirectiveError, match=r"12 tokens cannot be shared by 8 devices .cp=8.; 6 can"):
+    with pytest.raises(
+        DirectiveError, match=r"12 tokens cannot be shared by 8 devices .cp=8.; 6 can"
+    ):
         shared_by(layer(12), [asked(8, "ring", "blocks")])
     with pytest.raises(
         DirectiveError,
-        match=r"by 4 devices along cp, with 4 more for each, in zigzag order.*; 2 devices can share them so, 4 can",
+        match=r"by 4 devices along cp, with 4 more for each, in zigzag order.*; 2 devices can "
+        r"share them so, 4 can",
     ):
         shared_by(layer(16), [Sharding("tp", 4, stream="tokens"), asked(4, "ring")])
 
     def without(x: Tensor, w: Tensor) -> Tensor:
         return x @ w
 
-    case = Case(without, ("value", "param"), (drawn(ROWS, 8, WIDTH, seed=1), drawn(WIDTH, WIDTH, seed=2)))
-    with pytest.raises(DirectiveError, match="attention='ring': the model has no attention that could be computed so"):
+    case = Case(
+        without, ("value", "param"), (drawn(ROWS, 8, WIDTH, seed=1), drawn(WIDTH, WIDTH, seed=2))
+    )
+    with pytest.raises(
+        DirectiveError,
+        match="attention='ring': the model has no attention that could be computed so",
+    ):
         shared_by(case, [asked(2, "ring")])
 
 
 @pytest.mark.parametrize(
-    ("degree", "way_out"), [(2, 'use order="blocks" or attention="heads", '), (4, 'use attention="heads", ')]
+    ("degree", "way_out"),
+    [(2, 'use order="blocks" or attention="heads", '), (4, 'use attention="heads", ')],
 )
-def test_tokens_that_an_op_takes_as_too_few_blocks_are_refused_as_such(degree: int, way_out: str) -> None:
-    """The number of tokens is even enough, so another number of devices, or blocks in place of zigzag, need not help."""
+def test_tokens_that_an_op_takes_as_too_few_blocks_are_refused_as_such(
+    degree: int, way_out: str
+) -> None:
+    """The number of tokens is even enough, so another number of devices, or blocks in place of zigzag, need not
+    help."""
     plain = layer(16)
 
     def in_blocks(x: Tensor, *weights: Tensor) -> Tensor:
-        return plain.function((x.view(ROWS, 2, 8, WIDTH) * torch.arange(1, 3).view(2, 1, 1)).view(ROWS, 16, WIDTH), *weights)
+        return plain.function(
+            (x.view(ROWS, 2, 8, WIDTH) * torch.arange(1, 3).view(2, 1, 1)).view(ROWS, 16, WIDTH),
+            *weights,
+        )
 
-    said = f"16 tokens as 2 blocks, which {degree} devices cannot share, two each in zigzag order; {way_out}"
+    said = (
+        f"16 tokens as 2 blocks, which {degree} devices cannot share, two each in zigzag order; "
+        f"{way_out}"
+    )
     with pytest.raises(DirectiveError, match=said):
         shared_by(replace(plain, function=in_blocks), [asked(degree, "gather")])
 

@@ -56,10 +56,16 @@ APART: dict[str, Step] = {
     "windows": _in_windows,
     "both halves at once": lambda m, h: sum(m.first(torch.cat([h, 2 * h])).chunk(2)),
     "recurrence over tokens": lambda m, h: m.lstm(h.transpose(0, 1))[0].transpose(0, 1),
-    "a token of each row": lambda m, h: h[torch.arange(len(h)), h[..., 0].argmax(1)].unsqueeze(1) + h,
-    "a place of each row": lambda m, h: h.index_put((torch.arange(len(h)), h[..., 0].argmax(1)), torch.zeros(WIDTH)),
+    "a token of each row": lambda m, h: (
+        h[torch.arange(len(h)), h[..., 0].argmax(1)].unsqueeze(1) + h
+    ),
+    "a place of each row": lambda m, h: h.index_put(
+        (torch.arange(len(h)), h[..., 0].argmax(1)), torch.zeros(WIDTH)
+    ),
     "places": lambda m, h: h + m.first.weight[torch.arange(h.shape[1]).expand(len(h), -1) % WIDTH],
-    "a library without a rule": lambda m, h: torch.linalg.solve(torch.eye(TOKENS) + 0.1 * h @ h.transpose(1, 2), h),
+    "a library without a rule": lambda m, h: torch.linalg.solve(
+        torch.eye(TOKENS) + 0.1 * h @ h.transpose(1, 2), h
+    ),
 }
 
 
@@ -67,7 +73,11 @@ class Model(nn.Module):
     def __init__(self, steps: dict[str, Step]) -> None:
         super().__init__()
         self.steps = steps
-        self.first, self.last, self.lstm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), nn.LSTM(WIDTH, WIDTH)
+        self.first, self.last, self.lstm = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 3),
+            nn.LSTM(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -83,7 +93,9 @@ def batch(rows: range) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", COMBINED)
 def test_combined_rows_are_refused_by_line(name: str) -> None:
     line = COMBINED[name].__code__.co_firstlineno
-    with pytest.raises(CaptureError, match=rf"(test_row_mixing.py:{line} |combines rows).*loss_over=") as refused:
+    with pytest.raises(
+        CaptureError, match=rf"(test_row_mixing.py:{line} |combines rows).*loss_over="
+    ) as refused:
         capture(lambda: Model({name: COMBINED[name]}), batch, F.cross_entropy)
     assert "combines rows of the batch" in str(refused.value)
     capture(lambda: Model({name: COMBINED[name]}), batch, F.cross_entropy, whole_batch=False)
@@ -107,7 +119,10 @@ def test_a_table_that_counts_tokens_is_refused_by_line(kind: type[nn.Module]) ->
         return torch.arange(12).view(6, 2)[rows.start : rows.stop] % 5, torch.ones(len(rows))
 
     capture(lambda: Counting(False), tokens, F.mse_loss)
-    with pytest.raises(CaptureError, match=r"test_row_mixing.py:\d+ .*how often a token .*scale_grad_by_freq=True.*loss_over="):
+    with pytest.raises(
+        CaptureError,
+        match=r"test_row_mixing.py:\d+ .*how often a token .*scale_grad_by_freq=True.*loss_over=",
+    ):
         capture(lambda: Counting(True), tokens, F.mse_loss)
     capture(lambda: Counting(True), tokens, F.mse_loss, whole_batch=False)
 
@@ -123,7 +138,10 @@ unknown.register_autograd(lambda context, gradient: gradient)
 
 def test_what_is_too_large_to_try_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_trial, "MOST", 0)
-    with pytest.warns(PiperWarning, match=r"test_row_mixing.py:\d+ .*rows of the batch apart is neither known .*piper verify"):
+    with pytest.warns(
+        PiperWarning,
+        match=r"test_row_mixing.py:\d+ .*rows of the batch apart is neither known .*piper verify",
+    ):
         capture(lambda: Model({"": lambda m, h: unknown(h)}), batch, F.cross_entropy)
 
 

@@ -53,7 +53,10 @@ def steps(plan: Plan, role: int) -> list[str]:
     for instr in plan.roles[role].program:
         ops = [p for p in instr.parts if isinstance(p.op, Compute)]
         if ops:
-            out.append("".join(dict.fromkeys(p.op.step for p in ops if isinstance(p.op, Compute))) + str(ops[0].mb))
+            out.append(
+                "".join(dict.fromkeys(p.op.step for p in ops if isinstance(p.op, Compute)))
+                + str(ops[0].mb)
+            )
     return out
 
 
@@ -61,8 +64,16 @@ def steps(plan: Plan, role: int) -> list[str]:
     ("condition", "directives", "says"),
     [
         (1, (*FIRST, split_backward(where(phase="F"))), "is no backward"),
-        (2, (*FIRST, split_backward(where()), split_backward(where(stage=0))), "belongs to a backward that is split already"),
-        (3, (*FIRST, order(where(mb=0), where(mb=1)), split_backward(where())), "is ordered already (order(where(mb=0)"),
+        (
+            2,
+            (*FIRST, split_backward(where()), split_backward(where(stage=0))),
+            "belongs to a backward that is split already",
+        ),
+        (
+            3,
+            (*FIRST, order(where(mb=0), where(mb=1)), split_backward(where())),
+            "is ordered already (order(where(mb=0)",
+        ),
     ],
 )
 def test_conditions(condition: int, directives: tuple[Directive, ...], says: str) -> None:
@@ -74,7 +85,9 @@ def test_conditions(condition: int, directives: tuple[Directive, ...], says: str
 
 
 def test_a_selection_that_matches_nothing_is_an_error() -> None:
-    with pytest.raises(SelectorError, match=r"split_backward\(where\(stage=7\)\) at test_split_backward.py"):
+    with pytest.raises(
+        SelectorError, match=r"split_backward\(where\(stage=7\)\) at test_split_backward.py"
+    ):
         applied(*FIRST, split_backward(where(stage=7)))
 
 
@@ -93,15 +106,23 @@ def test_nothing_of_a_backward_is_left_in_the_graph() -> None:
     assert {n.id for n in graph.select(where(stage=1, mb=0, phase=("I", "W")))} == {
         f"stage{s}.{step}@0" for s in (2, 3) for step in "IW"
     }
-    assert not graph.matching(where(stage=1, mb=0, phase="B")) and graph.matching(where(stage=1, mb=1, phase="B"))
+    assert not graph.matching(where(stage=1, mb=0, phase="B")) and graph.matching(
+        where(stage=1, mb=1, phase="B")
+    )
     gone = {"stage2.B@0", "stage3.B@0"}
     assert not gone & set(graph.nodes)
     assert not gone & {id for ids in graph.index.values() for id in ids}
-    assert not gone & {id for ids in graph.readers.values() for id in ids} and not gone & set(graph.writer.values())
+    assert not gone & {id for ids in graph.readers.values() for id in ids} and not gone & set(
+        graph.writer.values()
+    )
 
 
 def test_a_weight_gradient_may_be_ordered_anywhere_after_its_input_gradient() -> None:
-    late = order(where(stage=0, phase="I", mb=(0, 1)), where(stage=0, phase="W", mb=0), where(stage=0, phase="W", mb=1))
+    late = order(
+        where(stage=0, phase="I", mb=(0, 1)),
+        where(stage=0, phase="W", mb=0),
+        where(stage=0, phase="W", mb=1),
+    )
     plan = planned(*FIRST, split_backward(where(stage=0)), *PLACES, late)
     assert [s for s in steps(plan, 0) if s[0] != "F"] == ["I0", "I1", "W0", "W1"]
     assert [s for s in steps(plan, 1) if s[0] != "F"] == ["IW0", "IW1"]
@@ -120,17 +141,27 @@ def test_by_default_weight_gradients_fill_what_would_be_idle() -> None:
 
 @pytest.mark.parametrize("kept", [0, 3, 10])
 def test_after_the_input_gradient_only_what_w_needs_is_kept(kept: int) -> None:
-    """One stage, all of I before all of W: what is alive after the I of microbatch i is what it had before, less 10 - kept."""
+    """One stage, all of I before all of W: what is alive after the I of microbatch i is what it had before, less 10 -
+    kept."""
     program = synthetic(stages=1, F=1, I=1, W=1, activation=10, kept_after_I=kept)
     m = 3
     late = order(*(where(phase=phase, mb=i) for phase in "FIW" for i in range(m)))
-    plan = planned(partition(stages=1), split(where(), microbatches=m), split_backward(where()), late, program=program, pp=1)
+    plan = planned(
+        partition(stages=1),
+        split(where(), microbatches=m),
+        split_backward(where()),
+        late,
+        program=program,
+        pp=1,
+    )
     (role,) = plan.roles
     assert steps(plan, 0) == [f"{phase}{i}" for phase in "FIW" for i in range(m)]
     alive, live = [], 0
     for instr in role.program:
         for part in instr.parts:
-            live += sum(plan.values[v].nbytes for v in part.writes) - sum(plan.values[v].nbytes for v in part.frees)
+            live += sum(plan.values[v].nbytes for v in part.writes) - sum(
+                plan.values[v].nbytes for v in part.frees
+            )
         alive.append(live)
     assert alive[:9] == [10, 20, 30, 20 + kept, 10 + 2 * kept, 3 * kept, 2 * kept, kept, 0]
     assert role.peak_bytes == max(u.total for u in scan(plan, role)) == 30
@@ -139,12 +170,24 @@ def test_after_the_input_gradient_only_what_w_needs_is_kept(kept: int) -> None:
 @pytest.mark.parametrize("frozen", [1, 2])
 def test_frozen_stages_have_neither(frozen: int) -> None:
     pieces = recipes.pipeline(pp=4, microbatches=3)
-    orders = [order(*(where(stage=s, phase=ph, mb=i) for i in range(3) for ph in "FIW"), missing="skip") for s in range(4)]
-    plan = planned(*pieces[:2], split_backward(where()), *pieces[2:], *orders, program=frozen_first(4, frozen), pp=4)
+    orders = [
+        order(*(where(stage=s, phase=ph, mb=i) for i in range(3) for ph in "FIW"), missing="skip")
+        for s in range(4)
+    ]
+    plan = planned(
+        *pieces[:2],
+        split_backward(where()),
+        *pieces[2:],
+        *orders,
+        program=frozen_first(4, frozen),
+        pp=4,
+    )
     assert steps(plan, 0) == ["F0", "F1", "F2"]
     assert steps(plan, 3) == [f"{ph}{i}" for i in range(3) for ph in "FIW"]
     assert walk(plan) == {r.role: r.peak_bytes for r in plan.roles}
-    assert apply_directives(build_graph(frozen_first(4, frozen), Mesh(pp=4)), (split_backward(where(stage=0)),)).nodes
+    assert apply_directives(
+        build_graph(frozen_first(4, frozen), Mesh(pp=4)), (split_backward(where(stage=0)),)
+    ).nodes
 
 
 def test_a_chunk_without_parameters_has_no_w_and_one_without_input_gradient_may_have_no_i() -> None:
@@ -152,7 +195,9 @@ def test_a_chunk_without_parameters_has_no_w_and_one_without_input_gradient_may_
     bare, first = program.chunks[2], program.chunks[0]
     nothing = Signature((), ())
     bare = replace(
-        bare, inputs=bare.inputs[:1], steps={**bare.steps, "I": replace(bare.steps["I"], writes=("gin0",)), "W": nothing}
+        bare,
+        inputs=bare.inputs[:1],
+        steps={**bare.steps, "I": replace(bare.steps["I"], writes=("gin0",)), "W": nothing},
     )
     alone = replace(first.steps["W"], reads=("saved0", "saved1", "tan0"))
     first = replace(first, steps={"F": first.steps["F"], "I": nothing, "W": alone})

@@ -32,7 +32,10 @@ EVERY = Strategy(
     Mesh(pp=2, dp=2),
     [
         partition(stages=2, at=(3,)),
-        [split(where(), microbatches=4), (place(where(stage=0, expert=NONE), on=dict(pp=0), send="out", recv="in"),)],
+        [
+            split(where(), microbatches=4),
+            (place(where(stage=0, expert=NONE), on=dict(pp=0), send="out", recv="in"),),
+        ],
         place(where(stage=(1,), layer=ANY), on={"pp": 1}),
         order(where(mb=range(2)), (where(mb=(2, 3), phase="F"),), missing="skip"),
         replicate(where(), over=("dp",), bucket_mb=0.5, reduce="sync"),
@@ -53,7 +56,10 @@ def test_json_both_ways() -> None:
 def test_a_loaded_strategy_gives_the_same_plan(seed: int) -> None:
     case = random_case(seed)
     loaded = Strategy.loads(case.strategy.dumps())
-    plans = [compile_program(case.program, s, global_batch=case.global_batch).plan.key for s in (case.strategy, loaded)]
+    plans = [
+        compile_program(case.program, s, global_batch=case.global_batch).plan.key
+        for s in (case.strategy, loaded)
+    ]
     assert plans[0] == plans[1]
 
 
@@ -68,7 +74,9 @@ def test_files(tmp_path: Path) -> None:
 
 def test_an_error_in_a_loaded_strategy_points_into_the_file(tmp_path: Path) -> None:
     path = tmp_path / "best.json"
-    save_strategy(Strategy(Mesh(), (split(where(), microbatches=2), split(where(), microbatches=3))), path)
+    save_strategy(
+        Strategy(Mesh(), (split(where(), microbatches=2), split(where(), microbatches=3))), path
+    )
     with pytest.raises(DirectiveError, match=r"best\.json\.directives\[1\]: the batch is split"):
         compile_program(layered(2), load_strategy(path))
 
@@ -89,7 +97,10 @@ def changed(**fields: object) -> str:
         (changed(version=None), '"version" is None'),
         (changed(note=""), "f.json: unknown key 'note'; known are mesh, directives"),
         (changed(mesh=[2]), '"mesh" must be an object'),
-        (changed(mesh={"data": 2}), "f.json.mesh: unknown axis 'data'; the axes are cp, dp, ep, pp, rep, tp"),
+        (
+            changed(mesh={"data": 2}),
+            "f.json.mesh: unknown axis 'data'; the axes are cp, dp, ep, pp, rep, tp",
+        ),
         (changed(mesh={"sizes": 2}), "unknown axis 'sizes'"),
         (changed(mesh={"pp": 0}), "f.json.mesh.pp: a positive integer is expected, found 0"),
         (changed(mesh={"pp": True}), "f.json.mesh.pp: a positive integer"),
@@ -99,13 +110,31 @@ def changed(**fields: object) -> str:
             "f.json.directives[0]: unknown directive 'Fuse'; known are ",
         ),
         (changed(directives=[{"is": "Fuse"}]), "Import the file that defines yours"),
-        (changed(directives=[{"is": ["Split"]}]), "f.json.directives[0]: unknown directive ['Split']"),
+        (
+            changed(directives=[{"is": ["Split"]}]),
+            "f.json.directives[0]: unknown directive ['Split']",
+        ),
         (changed(directives=["Split"]), "f.json.directives[0]: unknown directive 'Split'"),
-        (changed(directives=[{"is": "Split", "selection": {"terms": []}}]), "f.json.directives[0]: Split lacks microbatches"),
-        (changed(directives=[{"is": "Partition", "stages": 2, "by": 1}]), "unknown key 'by' in Partition; known are stages, at"),
-        (changed(directives=[{"is": "Partition", "stages": "2"}]), "f.json.directives[0].stages: an integer is expected"),
-        (changed(directives=[{"is": "Partition", "stages": 2, "at": "wide"}]), "f.json.directives[0].at"),
-        (changed(directives=[{"is": "Order", "selections": [{"terms": [["mb", 1.5]]}]}]), "directives[0].selections[0].terms[0]"),
+        (
+            changed(directives=[{"is": "Split", "selection": {"terms": []}}]),
+            "f.json.directives[0]: Split lacks microbatches",
+        ),
+        (
+            changed(directives=[{"is": "Partition", "stages": 2, "by": 1}]),
+            "unknown key 'by' in Partition; known are stages, at",
+        ),
+        (
+            changed(directives=[{"is": "Partition", "stages": "2"}]),
+            "f.json.directives[0].stages: an integer is expected",
+        ),
+        (
+            changed(directives=[{"is": "Partition", "stages": 2, "at": "wide"}]),
+            "f.json.directives[0].at",
+        ),
+        (
+            changed(directives=[{"is": "Order", "selections": [{"terms": [["mb", 1.5]]}]}]),
+            "directives[0].selections[0].terms[0]",
+        ),
         (changed(directives=[{"is": "Partition", "stages": 2, "site": "x"}]), "unknown key 'site'"),
     ],
 )
@@ -116,7 +145,9 @@ def test_a_bad_file_is_refused_by_name(text: str, says: str) -> None:
 
 
 def test_what_is_no_directive_is_refused() -> None:
-    with pytest.raises(DirectiveError, match="'gpipe' is no directive; it needs to be a frozen dataclass"):
+    with pytest.raises(
+        DirectiveError, match="'gpipe' is no directive; it needs to be a frozen dataclass"
+    ):
         Strategy(Mesh(), ["gpipe"])
     with pytest.raises(DirectiveError, match="is no directive"):
         Strategy(Mesh(), [split])
@@ -153,7 +184,9 @@ def test_the_values_that_made_a_strategy_travel_with_it() -> None:
     made = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4)).with_params(params)
     again = Strategy.loads(made.dumps())
     assert again.params == params
-    assert again == made == Strategy(made.mesh, made.directives)  # where a strategy comes from does not change it
+    assert (
+        again == made == Strategy(made.mesh, made.directives)
+    )  # where a strategy comes from does not change it
     with pytest.raises(DirectiveError, match=r"params\['x'\]"):
         made.with_params({"x": (1, 2)})
     with pytest.raises(FormatError, match="params"):

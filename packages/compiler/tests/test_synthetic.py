@@ -20,14 +20,26 @@ def test_a_tagged_chain() -> None:
     program = synthetic(**GOOD)
     assert [c.coords for c in program.chunks] == [{"stage": 0}, {"stage": 1}, {"stage": 2}]
     assert [c.outputs[0].kind for c in program.chunks] == ["value", "value", "loss"]
-    assert [[i.ref for i in c.inputs] for c in program.chunks] == [["inputs"], ["stage0:out0"], ["stage1:out0"]]
+    assert [[i.ref for i in c.inputs] for c in program.chunks] == [
+        ["inputs"],
+        ["stage0:out0"],
+        ["stage1:out0"],
+    ]
     assert program.source == "synthetic" and not program.params
     assert loads(Program, dumps(program)) == program
 
 
 def test_per_stage_values() -> None:
     program = synthetic(
-        stages=2, F=[1, 2], I=3, W=[4, 5], activation=[10, 20], kept_after_I=[4, 0], params=[0, 8], overlap=7, hop=0.5
+        stages=2,
+        F=[1, 2],
+        I=3,
+        W=[4, 5],
+        activation=[10, 20],
+        kept_after_I=[4, 0],
+        params=[0, 8],
+        overlap=7,
+        hop=0.5,
     )
     seconds = [[c.steps[s].cost.seconds for s in ("F", "I", "W")] for c in program.chunks]
     assert seconds == [[1, 3, 4], [2, 3, 5]]
@@ -43,7 +55,9 @@ def test_what_W_keeps_is_all_by_default() -> None:
 
 
 def test_boundary_values_and_seeds_have_no_bytes() -> None:
-    plan = compile_program(synthetic(**GOOD, activation=9), Strategy(Mesh(pp=3), recipes.gpipe(pp=3, microbatches=2))).plan
+    plan = compile_program(
+        synthetic(**GOOD, activation=9), Strategy(Mesh(pp=3), recipes.gpipe(pp=3, microbatches=2))
+    ).plan
     sizes = {v.category: 0 for v in plan.values.values()}
     for name, value in plan.values.items():
         sizes[value.category] += 0 if ":saved" in name else value.nbytes
@@ -54,7 +68,10 @@ def test_boundary_values_and_seeds_have_no_bytes() -> None:
     ("changed", "says"),
     [
         ({"stages": 0}, "synthetic(stages=0): at least one stage"),
-        ({"F": [1, 2]}, "synthetic(F=...): 2 values for 3 stages; give one number, or one per stage"),
+        (
+            {"F": [1, 2]},
+            "synthetic(F=...): 2 values for 3 stages; give one number, or one per stage",
+        ),
         ({"F": float("nan")}, "synthetic(F=nan): seconds and bytes are finite"),
         ({"W": -1}, "synthetic(W=-1): seconds and bytes are finite numbers that are not negative"),
         ({"params": [1, 2, -3]}, "not negative"),

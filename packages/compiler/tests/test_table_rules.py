@@ -25,7 +25,10 @@ Columns = dict[str, Any]
 
 @cache
 def good() -> Plan:
-    strategy = Strategy(Mesh(pp=2, dp=2), (*recipes.one_f_one_b(pp=2, microbatches=4), *recipes.data_parallel(bucket_mb=0.0004)))
+    strategy = Strategy(
+        Mesh(pp=2, dp=2),
+        (*recipes.one_f_one_b(pp=2, microbatches=4), *recipes.data_parallel(bucket_mb=0.0004)),
+    )
     return compile_program(layered(4), strategy, global_batch=8, training=Training(clip=1.0)).plan
 
 
@@ -57,7 +60,9 @@ def broken(role: int, change: Callable[[Columns], None], **fields: Any) -> Judge
     programs = [r.program for r in roles if isinstance(r.program, InstrTable)]
     as_tables = replace(plan, roles=tuple(roles), values=Values(TableKinds(programs)))
     named = tuple([replace(r, program=tuple(r.program)) for r in roles])
-    return Judged(check(as_tables), check(replace(plan, roles=named, values=dict(as_tables.values))))
+    return Judged(
+        check(as_tables), check(replace(plan, roles=named, values=dict(as_tables.values)))
+    )
 
 
 def seen(judged: Judged) -> set[str]:
@@ -98,7 +103,8 @@ def test_a_table_of_another_number_of_microbatches_is_found(role: int, microbatc
     def change(columns: Columns) -> None:
         """Start the gradients of losses as such a plan does, so that no other rule finds it."""
         columns["templates"] = [
-            replace(t, parts=tuple([replace(p, op=_started(p.op, microbatches)) for p in t.parts])) for t in columns["templates"]
+            replace(t, parts=tuple([replace(p, op=_started(p.op, microbatches)) for p in t.parts]))
+            for t in columns["templates"]
         ]
 
     expected = "R07-signature" if microbatches < 4 else "R21-steps"
@@ -123,7 +129,9 @@ def test_a_template_that_says_something_wrong_is_found(kind: str) -> None:
         template: InstrTemplate = columns["templates"][k]
         part = next(p for p in template.parts if getattr(p, kind))
         less = replace(part, **{kind: getattr(part, kind)[1:]})
-        columns["templates"][k] = replace(template, parts=tuple([less if p is part else p for p in template.parts]))
+        columns["templates"][k] = replace(
+            template, parts=tuple([less if p is part else p for p in template.parts])
+        )
 
     assert seen(broken(0, change)) & {"R06-names", "R07-signature"}
 

@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, frozen_first, layered, random_case
+from packages.compiler.tests.compile_cases import (
+    SCHEDULES,
+    RandomProgram,
+    frozen_first,
+    layered,
+    random_case,
+)
 from piper_compiler import Lowered, Options, Strategy, Training, compile_program, recipes
 from piper_compiler.passes.steps import templates
 from piper_ir.fold.memory import with_peaks
@@ -24,7 +30,12 @@ from piper_ir.program.program import Program
 
 def by_name(plan: Plan) -> Plan:
     """The plan with nothing but instructions by name, and the peaks of those."""
-    roles = tuple([replace(r, program=tuple(r.program), peak_bytes=0, peak_at=0, peak_by_category={}) for r in plan.roles])
+    roles = tuple(
+        [
+            replace(r, program=tuple(r.program), peak_bytes=0, peak_at=0, peak_by_category={})
+            for r in plan.roles
+        ]
+    )
     return with_peaks(replace(plan, roles=roles, values=dict(plan.values)))
 
 
@@ -49,18 +60,30 @@ def alike_strategies(draw: st.DrawFn) -> tuple[Program, Strategy, dict[str, Any]
     elif kind == "frozen":
         program = frozen_first(stages, 1) if stages > 1 else layered(2)
     else:
-        program = RandomProgram(draw(st.randoms(use_true_random=False)), stages, buffers=False).build()
+        program = RandomProgram(
+            draw(st.randoms(use_true_random=False)), stages, buffers=False
+        ).build()
     bucket_mb = draw(st.sampled_from((25, 0.0004, 0.001)))
-    training = Training(clip=draw(st.sampled_from((None, 1.0))), state_bytes=lambda bucket: 8 * bucket.numel)
-    more: dict[str, Any] = {"training": training, "options": Options(draw(st.booleans()), draw(st.integers(0, 3)))}
+    training = Training(
+        clip=draw(st.sampled_from((None, 1.0))), state_bytes=lambda bucket: 8 * bucket.numel
+    )
+    more: dict[str, Any] = {
+        "training": training,
+        "options": Options(draw(st.booleans()), draw(st.integers(0, 3))),
+    }
     more["global_batch"] = draw(st.integers(1, 3)) * microbatches * mesh.size("dp")
-    directives = (*recipe(pp=devices, microbatches=microbatches), *recipes.data_parallel(bucket_mb=bucket_mb))
+    directives = (
+        *recipe(pp=devices, microbatches=microbatches),
+        *recipes.data_parallel(bucket_mb=bucket_mb),
+    )
     return program, Strategy(mesh, directives), more
 
 
 @settings(max_examples=80, deadline=None)
 @given(alike_strategies())
-def test_tables_say_what_their_instructions_say(case: tuple[Program, Strategy, dict[str, Any]]) -> None:
+def test_tables_say_what_their_instructions_say(
+    case: tuple[Program, Strategy, dict[str, Any]],
+) -> None:
     program, strategy, more = case
     compare(compile_program(program, strategy, **more))
 
@@ -69,19 +92,31 @@ def test_tables_say_what_their_instructions_say(case: tuple[Program, Strategy, d
 @given(st.integers(0, 100_000))
 def test_tables_of_random_strategies_say_what_their_instructions_say(seed: int) -> None:
     case = random_case(seed)
-    compare(compile_program(case.program, case.strategy, global_batch=case.global_batch, training=case.training))
+    compare(
+        compile_program(
+            case.program, case.strategy, global_batch=case.global_batch, training=case.training
+        )
+    )
 
 
 def test_a_plan_of_many_microbatches_is_little_larger_to_send() -> None:
     few, many = (
-        len(pickle.dumps(compile_program(layered(8), Strategy(Mesh(pp=4), recipes.one_f_one_b(pp=4, microbatches=m))).plan))
+        len(
+            pickle.dumps(
+                compile_program(
+                    layered(8), Strategy(Mesh(pp=4), recipes.one_f_one_b(pp=4, microbatches=m))
+                ).plan
+            )
+        )
         for m in (16, 128)
     )
     assert many < 2 * few
 
 
 def test_instructions_can_be_taken_as_from_a_tuple() -> None:
-    plan = compile_program(layered(2), Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=3))).plan
+    plan = compile_program(
+        layered(2), Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=3))
+    ).plan
     program = plan.roles[0].program
     listed = tuple(program)
     assert program == listed and listed == program and program != listed[:-1]
@@ -96,7 +131,11 @@ def test_negative_control_a_value_that_never_dies_is_seen(monkeypatch: pytest.Mo
     program, strategy = case.build(), Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))
     good = compile_program(program, strategy).plan
     original = templates._with_frees
-    monkeypatch.setattr(templates, "_with_frees", lambda template, kind, traces, dying: original(template, kind, traces, ()))
+    monkeypatch.setattr(
+        templates,
+        "_with_frees",
+        lambda template, kind, traces, dying: original(template, kind, traces, ()),
+    )
     assert compile_program(program, strategy).plan != good
 
 
@@ -106,5 +145,14 @@ def test_negative_control_a_table_in_another_microbatch_is_another_plan() -> Non
     table = role.program
     assert isinstance(table, InstrTable)
     mbs = [min(mb, 1) for mb in table.mbs]
-    moved = InstrTable(table.values, table.templates, table.used, mbs, table.waits, table.early, table.made, table.first)
+    moved = InstrTable(
+        table.values,
+        table.templates,
+        table.used,
+        mbs,
+        table.waits,
+        table.early,
+        table.made,
+        table.first,
+    )
     assert moved != table

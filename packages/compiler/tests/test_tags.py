@@ -15,11 +15,16 @@ from tests.helpers.models import TinyGPT
 
 
 def coords(model: nn.Module) -> dict[str, dict[str, int]]:
-    return {name: found for name, module in model.named_modules() if (found := module_coords(module))}
+    return {
+        name: found for name, module in model.named_modules() if (found := module_coords(module))
+    }
 
 
 def test_ranges_are_inclusive_and_patterns_match_dotted_names() -> None:
-    model = tag(TinyGPT(layers=4), {"layers.0-1": {"stage": 0}, "layers.[23]": {"stage": 1}, "head*": {"stage": 1, "last": 1}})
+    model = tag(
+        TinyGPT(layers=4),
+        {"layers.0-1": {"stage": 0}, "layers.[23]": {"stage": 1}, "head*": {"stage": 1, "last": 1}},
+    )
     assert coords(model) == {
         "layers.0": {"stage": 0},
         "layers.1": {"stage": 0},
@@ -36,13 +41,16 @@ def test_a_star_also_matches_dots() -> None:
 
 
 def test_a_pattern_without_match_is_an_error_that_lists_modules() -> None:
-    with pytest.raises(SelectorError, match=r"no module matches 'layer\.0'; the model has embed, position, layers"):
+    with pytest.raises(
+        SelectorError, match=r"no module matches 'layer\.0'; the model has embed, position, layers"
+    ):
         tag(TinyGPT(), {"layer.0": {"stage": 0}})
 
 
 def test_two_patterns_that_disagree_are_both_named() -> None:
     with pytest.raises(
-        SelectorError, match=r"'layers\.0-1' and 'layers\.1' disagree for module 'layers\.1': stage=0 and stage=1"
+        SelectorError,
+        match=r"'layers\.0-1' and 'layers\.1' disagree for module 'layers\.1': stage=0 and stage=1",
     ):
         tag(TinyGPT(), {"layers.0-1": {"stage": 0}, "layers.1": {"stage": 1}})
     tag(TinyGPT(), {"layers.0-1": {"stage": 0}, "layers.1": {"stage": 0, "part": 1}})
@@ -54,7 +62,9 @@ def test_a_second_call_must_agree_with_the_first() -> None:
         tag(model, {"layers.*": {"stage": 1}})
 
 
-@pytest.mark.parametrize(("pattern", "value"), [("layers.0", "a"), ("layers.0", True), ("layers.0", -1)])
+@pytest.mark.parametrize(
+    ("pattern", "value"), [("layers.0", "a"), ("layers.0", True), ("layers.0", -1)]
+)
 def test_values_are_integers(pattern: str, value: object) -> None:
     with pytest.raises(CaptureError, match="not a non-negative integer"):
         tag(TinyGPT(), {pattern: {"stage": value}})  # type: ignore[dict-item]  # on purpose
@@ -84,11 +94,20 @@ def test_sibling_lists_are_numbered_consecutively_in_the_order_of_registration()
     model = nn.Module()
     model.encoder, model.bridge, model.decoder = nn.Module(), nn.Linear(2, 2), nn.Module()
     model.encoder.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-    model.decoder.layers = nn.ModuleList([*(nn.Linear(2, 2) for _ in range(2)), model.encoder.layers[0]])
+    model.decoder.layers = nn.ModuleList(
+        [*(nn.Linear(2, 2) for _ in range(2)), model.encoder.layers[0]]
+    )
     model.again = model.encoder  # the same module under a second name adds no layers
     model.last = nn.ModuleList([nn.Linear(2, 2)])
     found = layer_indexes(model)
-    assert [found[id(m)] for m in (*model.encoder.layers, *model.decoder.layers, *model.last)] == [0, 1, 2, 3, 0, 5]
+    assert [found[id(m)] for m in (*model.encoder.layers, *model.decoder.layers, *model.last)] == [
+        0,
+        1,
+        2,
+        3,
+        0,
+        5,
+    ]
     assert id(model.bridge) not in found
 
 

@@ -27,7 +27,9 @@ def interleaved(rows: tuple[Row, ...]) -> Iterator[Row]:
 def orders_of_device(one: Case, device: int) -> list[Row]:
     """All orders of a device, with F, I and W of each stage and microbatch in turn, within the limit."""
     stages = [device] if one.chunks == 1 else [device, 2 * one.pp - 1 - device]
-    rows = tuple([tuple([Did(s, x, k) for x in "FIW"]) for s in stages for k in range(one.microbatches)])
+    rows = tuple(
+        [tuple([Did(s, x, k) for x in "FIW"]) for s in stages for k in range(one.microbatches)]
+    )
     return [order for order in interleaved(rows) if peaks([[(x,) for x in order]])[0] <= one.units]
 
 
@@ -37,7 +39,12 @@ def best(one: Case) -> float:
     out = float("inf")
     for orders in product(*[orders_of_device(one, r) for r in range(one.pp)]):
         try:
-            run = execute([[(x,) for x in order] for order in orders], stages=one.pp * one.chunks, times=times, hop=one.hop)
+            run = execute(
+                [[(x,) for x in order] for order in orders],
+                stages=one.pp * one.chunks,
+                times=times,
+                hop=one.hop,
+            )
         except AssertionError:  # they block each other
             continue
         out = min(out, run.makespan)
@@ -45,14 +52,19 @@ def best(one: Case) -> float:
 
 
 @pytest.mark.parametrize(
-    ("pp", "microbatches", "chunks", "cases", "at_least"), [(2, 2, 1, 16, 4), (2, 1, 2, 16, 4), (3, 2, 1, 3, 0)]
+    ("pp", "microbatches", "chunks", "cases", "at_least"),
+    [(2, 2, 1, 16, 4), (2, 1, 2, 16, 4), (3, 2, 1, 3, 0)],
 )
-def test_no_order_ends_before_the_bound(pp: int, microbatches: int, chunks: int, cases: int, at_least: int) -> None:
+def test_no_order_ends_before_the_bound(
+    pp: int, microbatches: int, chunks: int, cases: int, at_least: int
+) -> None:
     draw = Random(f"{pp} {microbatches} {chunks}")
     met = 0
     for _ in range(cases):
         times = [tuple([draw.randint(1, 9) for _ in range(pp * chunks)]) for _ in range(3)]
-        one = Case(pp, microbatches, chunks, draw.randint(chunks, 2 * chunks), draw.randint(0, 2), *times)
+        one = Case(
+            pp, microbatches, chunks, draw.randint(chunks, 2 * chunks), draw.randint(0, 2), *times
+        )
         least = best(one)
         assert one.bound() <= least < float("inf"), one
         met += one.bound() == least

@@ -1,4 +1,5 @@
-"""Embeddings, output heads and losses that devices have in parts of the vocabulary: all of them together make what one makes."""
+"""Embeddings, output heads and losses that devices have in parts of the vocabulary: all of them together make what one
+makes."""
 
 from __future__ import annotations
 
@@ -48,7 +49,13 @@ def head(reduction: str, bias: bool, vocabulary: int = VOCABULARY) -> Case:
         loss = F.cross_entropy(logits, target.flatten(), reduction=reduction, ignore_index=IGNORED)
         return (loss * loss).sum()
 
-    given = drawn(ROWS, TOKENS, WIDTH), drawn(WIDTH), drawn(vocabulary, WIDTH), *([drawn(vocabulary)] if bias else []), targets()
+    given = (
+        drawn(ROWS, TOKENS, WIDTH),
+        drawn(WIDTH),
+        drawn(vocabulary, WIDTH),
+        *([drawn(vocabulary)] if bias else []),
+        targets(),
+    )
     kinds = ("value", "param", "param", *(["param"] if bias else []), "batch")
     return Case(function, kinds, given, portable=True)
 
@@ -61,7 +68,11 @@ def table(padding: int | None, places: bool, vocabulary: int = VOCABULARY) -> Ca
         found = F.embedding(tokens, weight, padding_idx=padding)
         return found + F.embedding(torch.arange(TOKENS), *rest) if places else found
 
-    given = numbers(vocabulary), drawn(vocabulary, WIDTH), *([drawn(TOKENS, WIDTH)] if places else [])
+    given = (
+        numbers(vocabulary),
+        drawn(vocabulary, WIDTH),
+        *([drawn(TOKENS, WIDTH)] if places else []),
+    )
     return Case(function, ("batch", "param", "param")[: len(given)], given)
 
 
@@ -73,7 +84,12 @@ def tied() -> Case:
         logits = torch.tanh(F.embedding(tokens, weight)) @ weight.t()
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
-    return Case(function, ("batch", "param", "batch"), (numbers(), drawn(VOCABULARY, WIDTH), targets()), portable=True)
+    return Case(
+        function,
+        ("batch", "param", "batch"),
+        (numbers(), drawn(VOCABULARY, WIDTH), targets()),
+        portable=True,
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -84,9 +100,15 @@ def test_a_head_and_its_loss(reduction: str, bias: bool, degree: int, stream: bo
     found = judge(head(reduction, bias), degree, stream=stream)
     assert found.error < EXACT
     parts = [bool(found.shared.layout_of(k)) for k in range(3 + bias)]
-    assert parts == [stream, False, True, *([True] if bias else [])], "the input and its gradient are parts of the stream"
-    assert found.forward == {"all_gather": 2 if stream else 1}, "two numbers per token, and the tokens of the stream"
-    assert found.backward == ({"reduce_scatter": 1, "all_gather": 1} if stream else {"all_reduce": 1})
+    assert parts == [stream, False, True, *([True] if bias else [])], (
+        "the input and its gradient are parts of the stream"
+    )
+    assert found.forward == {"all_gather": 2 if stream else 1}, (
+        "two numbers per token, and the tokens of the stream"
+    )
+    assert found.backward == (
+        {"reduce_scatter": 1, "all_gather": 1} if stream else {"all_reduce": 1}
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -98,7 +120,9 @@ def test_an_embedding(places: bool, padding: int | None, degree: int, stream: bo
     found = judge(table(padding, places), degree, stream=stream)
     assert found.error < EXACT
     assert all(found.shared.layout_of(k) for k in range(1, 2 + places))
-    assert found.forward == {"reduce_scatter" if stream else "all_reduce": 1}, "both embeddings are terms of one sum"
+    assert found.forward == {"reduce_scatter" if stream else "all_reduce": 1}, (
+        "both embeddings are terms of one sum"
+    )
     assert found.backward["all_gather"] == (1 + places if stream else 0)
     assert not found.backward.keys() - {"all_gather"}
 
@@ -109,7 +133,11 @@ def test_an_embedding_that_is_the_head_of_the_same_chunk(degree: int, stream: bo
     """The gradient of its rows is not made whole to be cut into parts then."""
     found = judge(tied(), degree, stream=stream)
     assert found.error < EXACT
-    made = [n.meta["val"].shape for n in found.shared.joint.graph.nodes if n.target is vocabulary.embedding_part_dgrad]
+    made = [
+        n.meta["val"].shape
+        for n in found.shared.joint.graph.nodes
+        if n.target is vocabulary.embedding_part_dgrad
+    ]
     assert made == [(VOCABULARY // degree, WIDTH)]
 
 
@@ -121,7 +149,9 @@ def test_two_numbers_per_token_are_all_that_a_loss_sends(degree: Any) -> None:
     (sent,) = [n for n in found.shared.joint.graph.nodes if n.target is all_gather]
     assert sent.meta["val"].shape == (2 if degree == 2 else 4, vocabulary.STATISTICS, ROWS * TOKENS)
     names = [axis.name for axis in found.shared.axes]
-    assert [(p.axis, p.dim, p.outer) for p in found.shared.layout_of(2)] == [(name, 0, 1) for name in names]
+    assert [(p.axis, p.dim, p.outer) for p in found.shared.layout_of(2)] == [
+        (name, 0, 1) for name in names
+    ]
 
 
 def test_an_embedding_along_a_split_axis() -> None:
@@ -143,7 +173,9 @@ def test_parameters_stay_whole_and_gradients_are_sums_where_other_chunks_need_it
     for stream in (False, True):
         whole = judge(head("mean", True), 2, stream=stream, agreed=Agreed(whole=frozenset({2})))
         assert whole.error < EXACT
-        assert not whole.shared.layout_of(2) and not whole.shared.layout_of(3), "the bias has the same index"
+        assert not whole.shared.layout_of(2) and not whole.shared.layout_of(3), (
+            "the bias has the same index"
+        )
     places = frozenset({2})
     alone = judge(table(None, True), 2, agreed=Agreed(whole=places))
     terms = judge(table(None, True), 2, agreed=Agreed(whole=places, terms=places))
@@ -162,7 +194,9 @@ def no_mask(weight: Tensor, indices: Tensor, place: Any, degree: Any, rest: Any)
     return F.embedding(local, weight)
 
 
-def logit_of_another(logits: Tensor, target: Tensor, place: Any, degree: Any, rest: Any, **options: Any) -> Tensor:
+def logit_of_another(
+    logits: Tensor, target: Tensor, place: Any, degree: Any, rest: Any, **options: Any
+) -> Tensor:
     made = OP_KERNELS[vocabulary.cross_entropy_part](logits, target, place, degree, rest, **options)
     made[1] = logits.gather(1, (target % logits.shape[1]).unsqueeze(1)).squeeze(1)
     return made
@@ -181,7 +215,11 @@ def sum_of_one_part(statistics: Tensor, target: Tensor, **options: Any) -> tuple
         (head("mean", False), vocabulary.cross_entropy_part, logit_of_another),
         (head("mean", False), vocabulary.cross_entropy_joined, sum_of_one_part),
     ],
-    ids=["a mask forgotten", "the logit of another device's class", "the logsumexp of one part only"],
+    ids=[
+        "a mask forgotten",
+        "the logit of another device's class",
+        "the logsumexp of one part only",
+    ],
 )
 def test_the_judge_sees_a_wrong_part(case: Case, op: Any, kernel: Any) -> None:
     assert judge(case, 2, instead={op: kernel}).error > 1e-3

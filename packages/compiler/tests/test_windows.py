@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from piper_compiler.passes.steps.windows import windows
 
 SIZES = {"a": 4, "b": 4, "c": 8}
-USES = st.lists(st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=2, unique=True), max_size=24)
+USES = st.lists(
+    st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=2, unique=True), max_size=24
+)
 
 
 def runs(uses: list[list[str]], room: int | None) -> list[tuple[str, list[int]]]:
@@ -36,7 +38,9 @@ def test_windows_cover_all_uses_within_the_room(uses: list[list[str]], room: int
     covered = sorted((use, w.bucket) for w in found for use in w.uses)
     assert covered == sorted((k, b) for k, needed in enumerate(uses) for b in needed)
     for k, _ in enumerate(uses[:-1]):
-        between = [w.bucket for w in found if w.uses[0] <= k < w.uses[-1] and w.bucket not in uses[k + 1]]
+        between = [
+            w.bucket for w in found if w.uses[0] <= k < w.uses[-1] and w.bucket not in uses[k + 1]
+        ]
         assert room is None or sum(SIZES[b] for b in between) <= room
     for bucket in SIZES:
         own = [w for w in found if w.bucket == bucket]

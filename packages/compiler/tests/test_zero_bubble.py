@@ -53,14 +53,23 @@ def little_effort() -> Iterator[None]:
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of zero_bubble: a few devices, per-stage times (zero included) and activations, a limit that one microbatch
-    fits."""
+    """Arguments of zero_bubble: a few devices, per-stage times (zero included) and activations, a limit that one
+    microbatch fits."""
     p, m, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 2))
     n = p * chunks
     f, i, w = (draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)) for _ in range(3))
     keep = draw(st.lists(st.integers(1, 4), min_size=n, max_size=n))
     least = max(keep[r] + (keep[2 * p - 1 - r] if chunks == 2 else 0) for r in range(p))
-    out = dict(pp=p, microbatches=m, chunks=chunks, F=f, I=i, W=w, hop=draw(st.integers(0, 3)), activation=keep)
+    out = dict(
+        pp=p,
+        microbatches=m,
+        chunks=chunks,
+        F=f,
+        I=i,
+        W=w,
+        hop=draw(st.integers(0, 3)),
+        activation=keep,
+    )
     if draw(st.booleans()):
         out["kept_after_I"] = [draw(st.integers(0, k)) for k in keep]
     return {**out, "memory_limit": draw(st.none() | st.integers(least, least + 9))}
@@ -68,7 +77,9 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 
 def planned(given: dict[str, Any], directives: tuple[Directive, ...]) -> Plan:
     names = ("F", "I", "W", "hop", "activation", "kept_after_I")
-    program = synthetic(stages=given["pp"] * given["chunks"], **{k: given[k] for k in names if k in given})
+    program = synthetic(
+        stages=given["pp"] * given["chunks"], **{k: given[k] for k in names if k in given}
+    )
     return compile_program(program, Strategy(Mesh(pp=given["pp"]), directives)).plan
 
 
@@ -79,7 +90,9 @@ def test_any_problem_gives_valid_orders_within_the_limit(given: dict[str, Any]) 
         directives = recipes.zero_bubble(**given)
     plan = planned(given, directives)
     validate(orders_of(plan), given["pp"] * given["chunks"], given["microbatches"])
-    assert given["memory_limit"] is None or all(r.peak_bytes <= given["memory_limit"] for r in plan.roles)
+    assert given["memory_limit"] is None or all(
+        r.peak_bytes <= given["memory_limit"] for r in plan.roles
+    )
     verify(plan)
 
 
@@ -92,7 +105,10 @@ def stages_of(given: dict[str, Any]) -> Stages:
 
 def operations(problem: Problem, orders: Table) -> list[list[int]]:
     n = len(problem.stages.seconds)
-    return [["FIW".index(s[0].phase) + 3 * (s[0].stage + n * s[0].mb) for s in slots] for slots in orders]
+    return [
+        ["FIW".index(s[0].phase) + 3 * (s[0].stage + n * s[0].mb) for s in slots]
+        for slots in orders
+    ]
 
 
 @settings(max_examples=EXAMPLES)
@@ -123,15 +139,23 @@ def test_orders_that_block_each_other_have_no_times() -> None:
     good = operations(problem, find_orders(even(2, 1), 2, (2.0, 2.0)))
     assert problem.sweep(good) is not None
     last = good[1]
-    last.sort(key=lambda op: (op // 6 != 1, op))  # device 1 wants the second microbatch first; device 0 has to
-    good[0].sort(key=lambda op: (op // 6, op % 3))  # finish the first one before it begins the second
+    last.sort(
+        key=lambda op: (op // 6 != 1, op)
+    )  # device 1 wants the second microbatch first; device 0 has to
+    good[0].sort(
+        key=lambda op: (op // 6, op % 3)
+    )  # finish the first one before it begins the second
     assert problem.sweep(good) is None
 
 
 def test_the_same_arguments_give_the_same_orders() -> None:
-    stages = Stages(3, 2, tuple((1.0 + 0.3 * s, 1.1, 0.7) for s in range(6)), (1.0,) * 6, (1.0,) * 6, 0.25)
+    stages = Stages(
+        3, 2, tuple((1.0 + 0.3 * s, 1.1, 0.7) for s in range(6)), (1.0,) * 6, (1.0,) * 6, 0.25
+    )
     with little_effort():
-        first, again, other = (find_orders.__wrapped__(stages, 6, (units,) * 3) for units in (5.0, 5.0, 4.0))
+        first, again, other = (
+            find_orders.__wrapped__(stages, 6, (units,) * 3) for units in (5.0, 5.0, 4.0)
+        )
     assert again == first
     assert other != first, "negative control"
 
@@ -148,7 +172,19 @@ class Thorough(Search):
 
 
 @settings(max_examples=EXAMPLES)
-@example(dict(pp=4, microbatches=8, chunks=1, F=[3] * 4, I=[4] * 4, W=[2] * 4, hop=0, activation=[1] * 4, memory_limit=None))
+@example(
+    dict(
+        pp=4,
+        microbatches=8,
+        chunks=1,
+        F=[3] * 4,
+        I=[4] * 4,
+        W=[2] * 4,
+        hop=0,
+        activation=[1] * 4,
+        memory_limit=None,
+    )
+)
 @given(problems())
 def test_what_is_not_carried_out_would_have_changed_nothing(given: dict[str, Any]) -> None:
     limit = (inf if given["memory_limit"] is None else float(given["memory_limit"]),) * given["pp"]
@@ -165,7 +201,11 @@ def test_as_good_as_zb_h1_and_zb_h2_in_their_memory(p: int, times: tuple[int, in
     f, i, w = times
     m, per_phase = 2 * p, {"F": f, "I": i, "W": w}
     for units, make in ((p, recipes.zb_h1), (2 * p - 1, recipes.zb_h2)):
-        run, most = ran(recipes.zero_bubble(pp=p, microbatches=m, **per_phase, memory_limit=units), p, **per_phase)
+        run, most = ran(
+            recipes.zero_bubble(pp=p, microbatches=m, **per_phase, memory_limit=units),
+            p,
+            **per_phase,
+        )
         known, allowed = ran(make(pp=p, microbatches=m), p, **per_phase)
         assert run.makespan <= known.makespan and run.span <= known.span, make
         assert max(most) <= max(allowed) == units
@@ -173,7 +213,13 @@ def test_as_good_as_zb_h1_and_zb_h2_in_their_memory(p: int, times: tuple[int, in
 
 @pytest.mark.parametrize("p", [2, 4, 7, 16])
 def test_as_good_as_zbv_in_its_memory(p: int) -> None:
-    run, most = ran(recipes.zero_bubble(pp=p, microbatches=2 * p, chunks=2, memory_limit=2 * p), 2 * p, F=1, I=1, W=1)
+    run, most = ran(
+        recipes.zero_bubble(pp=p, microbatches=2 * p, chunks=2, memory_limit=2 * p),
+        2 * p,
+        F=1,
+        I=1,
+        W=1,
+    )
     assert (run.makespan, run.span) == (6 * 2 * p + p - 1, 0)
     assert max(most) <= 2 * p
 
@@ -187,7 +233,11 @@ def test_the_v_frontier(p: int, units: int) -> None:
     expected = FRONTIER[p][units - p]
     assert v_frontier(p, units) == expected
     # For p = 4 the search runs to its end, so that it would show a smaller span; for p = 6 it ends at the expected one.
-    goal = OrderScore(6.0 * 2 * p + max(expected, 7 if units == 10 else p), expected, 0.0) if p == 6 else None
+    goal = (
+        OrderScore(6.0 * 2 * p + max(expected, 7 if units == 10 else p), expected, 0.0)
+        if p == 6
+        else None
+    )
     orders = find_orders(even(p, 2), 2 * p, (float(units),) * p, goal)
     assert execute(orders, stages=2 * p).span == expected
     assert max(peaks(orders)) <= units
@@ -195,20 +245,33 @@ def test_the_v_frontier(p: int, units: int) -> None:
 
 @pytest.mark.parametrize(
     ("p", "m", "units", "more"),
-    [(4, 24, 4, 0), (4, 24, 5, 0), (4, 36, 6, 0), (6, 24, 6, 0), (6, 36, 8, 0), (6, 24, 12, 0), (6, 24, 10, 3), (6, 36, 11, 3)],
+    [
+        (4, 24, 4, 0),
+        (4, 24, 5, 0),
+        (4, 36, 6, 0),
+        (6, 24, 6, 0),
+        (6, 36, 8, 0),
+        (6, 24, 12, 0),
+        (6, 24, 10, 3),
+        (6, 36, 11, 3),
+    ],
 )
 def test_the_v_frontier_with_more_microbatches(p: int, m: int, units: int, more: int) -> None:
-    """`more`: how much larger docs/language.md says that the span bubble may be. Where it is 0 the search may end there."""
+    """`more`: how much larger docs/language.md says that the span bubble may be. Where it is 0 the search may end
+    there."""
     expected = v_frontier(p, units)
     goal = None if more else OrderScore(6.0 * m + max(expected, p), expected, 0.0)
-    limit = units * (1 + ROUNDING)  # as the recipe gives it: where the search comes to depends on it
+    limit = units * (
+        1 + ROUNDING
+    )  # as the recipe gives it: where the search comes to depends on it
     orders = find_orders(even(p, 2), m, (limit,) * p, goal)
     assert expected <= execute(orders, stages=2 * p).span <= expected + more
     assert max(peaks(orders)) <= units
 
 
 @pytest.mark.parametrize(
-    ("make", "share"), [(recipes.v_half, lambda p: 2 * ((p + 2) // 2)), (recipes.v_min, lambda p: 2 * ((p + 4) // 3))]
+    ("make", "share"),
+    [(recipes.v_half, lambda p: 2 * ((p + 2) // 2)), (recipes.v_min, lambda p: 2 * ((p + 4) // 3))],
 )
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, 12])
 def test_presets(make: Any, share: Any, p: int) -> None:
@@ -217,19 +280,24 @@ def test_presets(make: Any, share: Any, p: int) -> None:
     assert run.span <= max(0, v_frontier(p, share(p)))
     if p > 3:
         assert max(run.idle) == run.span == 3 * (2 * p - share(p)) - 1
-        assert run.span < (0.6 if make is recipes.v_half else 0.75) * 6 * (p - 1), "of the bubble of 1F1B"
+        assert run.span < (0.6 if make is recipes.v_half else 0.75) * 6 * (p - 1), (
+            "of the bubble of 1F1B"
+        )
 
 
 @pytest.mark.parametrize("make", [recipes.v_half, recipes.v_min])
 def test_few_or_odd_microbatches(make: Any) -> None:
     for p, m in ((1, 1), (2, 1), (3, 1), (3, 2), (4, 3), (4, 7)):
-        plan = compile_program(synthetic(stages=2 * p, F=1, I=1, W=1), Strategy(Mesh(pp=p), make(pp=p, microbatches=m))).plan
+        plan = compile_program(
+            synthetic(stages=2 * p, F=1, I=1, W=1), Strategy(Mesh(pp=p), make(pp=p, microbatches=m))
+        ).plan
         validate(orders_of(plan), 2 * p, m)
 
 
 def judge(number: int) -> bool:
-    """Whether the searched schedule of a case is better than every named one; if not, none is better than it: it ends at a bound
-    that no schedule of the case can beat (`Case.bound`, see test_uneven_bound). The limit is checked on the plan."""
+    """Whether the searched schedule of a case is better than every named one; if not, none is better than it: it ends
+    at a bound that no schedule of the case can beat (`Case.bound`, see test_uneven_bound). The limit is checked on the
+    plan."""
     one = case(number)
     makespan, peak = one.measured(one.found())
     best = min(s for s, _ in named(one).values())
@@ -247,7 +315,9 @@ def test_uneven_stages(number: int) -> None:
 @pytest.mark.long
 def test_all_20_uneven_cases() -> None:
     better = [judge(number) for number in range(CASES)]
-    assert [number for number in range(CASES) if not better[number]] == [8, 10, 12, 14], "where a named one is as good as can be"
+    assert [number for number in range(CASES) if not better[number]] == [8, 10, 12, 14], (
+        "where a named one is as good as can be"
+    )
 
 
 def test_less_kept_after_I_leaves_room_for_more() -> None:
@@ -259,10 +329,14 @@ def test_less_kept_after_I_leaves_room_for_more() -> None:
 
 
 def test_what_I_frees_is_not_promised_twice() -> None:
-    """On the V placement a device's second stage can always get the memory for one more microbatch: what it holds itself counts
-    for that only as far as it comes back, and after I that is `kept_after_I`."""
+    """On the V placement a device's second stage can always get the memory for one more microbatch: what it holds
+    itself counts for that only as far as it comes back, and after I that is `kept_after_I`."""
     given: dict[str, Any] = dict(
-        F=(5, 2, 1, 4), I=(3, 2, 3, 5), W=(5, 4, 2, 3), activation=(4, 4, 1, 2), kept_after_I=(0, 1, 1, 0)
+        F=(5, 2, 1, 4),
+        I=(3, 2, 3, 5),
+        W=(5, 4, 2, 3),
+        activation=(4, 4, 1, 2),
+        kept_after_I=(0, 1, 1, 0),
     )
     given |= dict(pp=2, microbatches=3, chunks=2, memory_limit=9, hop=0)
     problem = Problem(stages_of(given), 3, (9.0, 9.0))
@@ -276,16 +350,27 @@ def test_what_I_frees_is_not_promised_twice() -> None:
 
 
 def test_a_limit_per_device() -> None:
-    _, most = ran(recipes.zero_bubble(pp=3, microbatches=6, memory_limit=(4, 3, 1)), 3, F=1, I=1, W=1)
+    _, most = ran(
+        recipes.zero_bubble(pp=3, microbatches=6, memory_limit=(4, 3, 1)), 3, F=1, I=1, W=1
+    )
     assert [n <= limit for n, limit in zip(most, (4, 3, 1), strict=True)] == [True] * 3
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(memory_limit=0.5), r"memory_limit=0.5\): no schedule fits. Device 0 .* stage 0, .* the smallest .* is 1"),
-        (dict(chunks=2, activation=(1, 2, 2, 5), memory_limit=4), "Device 0 keeps 6 .* of stage 0 and 3, .* smallest .* is 6"),
-        (dict(activation=(1, 3), memory_limit=(1, 2)), "Device 1 keeps 3 .* may keep 2; the smallest limit that fits is 3"),
+        (
+            dict(memory_limit=0.5),
+            r"memory_limit=0.5\): no schedule fits. Device 0 .* stage 0, .* the smallest .* is 1",
+        ),
+        (
+            dict(chunks=2, activation=(1, 2, 2, 5), memory_limit=4),
+            "Device 0 keeps 6 .* of stage 0 and 3, .* smallest .* is 6",
+        ),
+        (
+            dict(activation=(1, 3), memory_limit=(1, 2)),
+            "Device 1 keeps 3 .* may keep 2; the smallest limit that fits is 3",
+        ),
         (dict(F=(1, 2, 3)), r"F=...\): 3 values for 2 stages; give one number, or one per stage"),
         (dict(W=-1), "W=-1.: every value must be a finite number that is not negative"),
         (dict(hop=inf), "hop=inf.: every value must be a finite number"),
@@ -301,5 +386,7 @@ def test_refusals(given: dict[str, Any], message: str) -> None:
 
 
 def test_the_smallest_limit_that_is_named_works() -> None:
-    run, most = ran(recipes.zero_bubble(pp=2, microbatches=3, chunks=2, memory_limit=2), 4, F=1, I=1, W=1)
+    run, most = ran(
+        recipes.zero_bubble(pp=2, microbatches=3, chunks=2, memory_limit=2), 4, F=1, I=1, W=1
+    )
     assert max(most) == 2 and run.makespan > 0

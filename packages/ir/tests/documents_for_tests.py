@@ -53,7 +53,9 @@ def documents(kind: Any) -> st.SearchStrategy[Any]:
     if origin is not None and issubclass(origin, Mapping):
         return st.dictionaries(documents(args[0]), documents(args[1]), max_size=2)
     if kind is Mesh:
-        return st.dictionaries(st.sampled_from(AXES), st.integers(1, 3)).map(lambda sizes: Mesh(**sizes))
+        return st.dictionaries(st.sampled_from(AXES), st.integers(1, 3)).map(
+            lambda sizes: Mesh(**sizes)
+        )
     if kind is Affine:
         return st.builds(Affine, st.integers(), st.integers().filter(bool))
     if is_dataclass(kind):
@@ -70,7 +72,9 @@ def documents(kind: Any) -> st.SearchStrategy[Any]:
 
 def _built(kind: Any) -> st.SearchStrategy[Any]:
     hints = get_type_hints(kind)
-    made = {f.name: documents(hints[f.name]) for f in fields(kind) if f.init and f.name != "version"}
+    made = {
+        f.name: documents(hints[f.name]) for f in fields(kind) if f.init and f.name != "version"
+    }
     if kind is TensorSpec:
         made["dtype"] = st.sampled_from(list(ITEM_BYTES))
     if kind is Collective:  # the text of a plan names the kinds of the table only

@@ -10,8 +10,32 @@ from piper_ir.fold.memory import with_peaks
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.plan.plan import Bucket, Category, Channel, Instr, Part, Plan, RolePlan, State, Value
-from piper_ir.program.ops import Add, Collective, Compute, ComputeStep, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.program.program import BatchTensor, Buffer, Chunk, Cost, Input, Kernel, Liveness, Output, Param, Signature
+from piper_ir.program.ops import (
+    Add,
+    Collective,
+    Compute,
+    ComputeStep,
+    Load,
+    Op,
+    Recv,
+    Seed,
+    Send,
+    SquaredNorm,
+    Update,
+    Zeros,
+)
+from piper_ir.program.program import (
+    BatchTensor,
+    Buffer,
+    Chunk,
+    Cost,
+    Input,
+    Kernel,
+    Liveness,
+    Output,
+    Param,
+    Signature,
+)
 
 ROWS = 2
 HIDDEN = TensorSpec((ROWS, 8), "float32")
@@ -28,13 +52,19 @@ def chunks() -> tuple[Chunk, Chunk]:
     embed = Chunk(
         "embed",
         {"stage": 0},
-        (Input("batch", "inputs", IDS), Input("param", "table", TABLE, True), Input("buffer", "scale", FROZEN)),
+        (
+            Input("batch", "inputs", IDS),
+            Input("param", "table", TABLE, True),
+            Input("buffer", "scale", FROZEN),
+        ),
         (Output("value", HIDDEN, needs_grad=True), Output("value", HIDDEN, needs_grad=True)),
         {"out0": HIDDEN, "out1": HIDDEN, "tan0": HIDDEN, "tan1": HIDDEN, "saved0": HIDDEN},
         {
             "F": Signature(("in0", "in1", "in2"), ("out0", "out1", "saved0"), cost=Cost((kernel,))),
             "I": Signature((), ()),
-            "W": Signature(("saved0", "tan0", "tan1"), (), (1,), liveness=Liveness((1,), ((128,), (64,)))),
+            "W": Signature(
+                ("saved0", "tan0", "tan1"), (), (1,), liveness=Liveness((1,), ((128,), (64,)))
+            ),
         },
     )
     value = (Input("value", "embed:out0", HIDDEN, True), Input("value", "embed:out1", HIDDEN, True))
@@ -49,9 +79,19 @@ def chunks() -> tuple[Chunk, Chunk]:
             Input("param", "bias", BIAS, True),
         ),
         (Output("loss", SCALAR, needs_grad=True),),
-        {"out0": SCALAR, "tan0": SCALAR, "saved0": HIDDEN, "iw0": HIDDEN, "gin0": HIDDEN, "gin1": HIDDEN, "gin2": HIDDEN},
         {
-            "F": Signature(("in0", "in1", "in2", "in3", "in4", "in5"), ("out0", "saved0"), cost=Cost((kernel,))),
+            "out0": SCALAR,
+            "tan0": SCALAR,
+            "saved0": HIDDEN,
+            "iw0": HIDDEN,
+            "gin0": HIDDEN,
+            "gin1": HIDDEN,
+            "gin2": HIDDEN,
+        },
+        {
+            "F": Signature(
+                ("in0", "in1", "in2", "in3", "in4", "in5"), ("out0", "saved0"), cost=Cost((kernel,))
+            ),
             "I": Signature(("saved0", "tan0", "in4"), ("gin0", "gin1", "gin2", "iw0")),
             "W": Signature(("saved0", "iw0"), (), (4, 5)),
         },
@@ -74,11 +114,24 @@ class Builder:
         self.program.append(Instr(stream, parts, **fields))
 
 
-def step(chunk: str, kind: ComputeStep, mb: int, reads: tuple[str, ...], writes: tuple[str, ...], frees: tuple[str, ...]) -> Part:
+def step(
+    chunk: str,
+    kind: ComputeStep,
+    mb: int,
+    reads: tuple[str, ...],
+    writes: tuple[str, ...],
+    frees: tuple[str, ...],
+) -> Part:
     return Part(f"{chunk}.{kind}@{mb}", Compute(chunk, kind), mb, reads, writes, frees)
 
 
-def whole(node: str, op: Op, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), frees: tuple[str, ...] = ()) -> Part:
+def whole(
+    node: str,
+    op: Op,
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    frees: tuple[str, ...] = (),
+) -> Part:
     return Part(node, op, -1, reads, writes, frees)
 
 
@@ -89,21 +142,44 @@ def _first(b: Builder) -> None:
         b.make("activation", HIDDEN, f"a@{mb}", f"b@{mb}", f"s@{mb}")
         b.make("gradient", HIDDEN, f"ga@{mb}#pp0", f"gb@{mb}#pp0")
         load = Part(f"load@{mb}", Load("inputs"), mb, (), (f"x@{mb}",))
-        forward = step("embed", "F", mb, (f"x@{mb}",), (f"a@{mb}", f"b@{mb}", f"s@{mb}"), (f"x@{mb}",))
+        forward = step(
+            "embed", "F", mb, (f"x@{mb}",), (f"a@{mb}", f"b@{mb}", f"s@{mb}"), (f"x@{mb}",)
+        )
         allocs = tuple(f"{g}@{k}#pp0" for k in range(2) for g in ("ga", "gb")) if mb == 1 else ()
         b.add("compute", load, forward, allocs_after=allocs)
         for v in ("a", "b"):
-            b.add("send", Part(f"send.{v}@{mb}", Send("act"), mb, (f"{v}@{mb}",)), waits=(("compute", mb + 1),))
+            b.add(
+                "send",
+                Part(f"send.{v}@{mb}", Send("act"), mb, (f"{v}@{mb}",)),
+                waits=(("compute", mb + 1),),
+            )
     for mb in range(2):
         for v in ("ga", "gb"):
-            b.add("recv", Part(f"recv.{v}@{mb}", Recv("grad"), mb, (), (f"{v}@{mb}#pp0",)), waits=(("compute", 2),))
+            b.add(
+                "recv",
+                Part(f"recv.{v}@{mb}", Recv("grad"), mb, (), (f"{v}@{mb}#pp0",)),
+                waits=(("compute", 2),),
+            )
         dying = (f"s@{mb}", f"ga@{mb}#pp0", f"gb@{mb}#pp0")
         waits = (("recv", 2 * mb + 2), ("send", 2 * mb + 2))
-        b.add("compute", step("embed", "W", mb, dying, (), dying), waits=waits, frees_before=(f"a@{mb}", f"b@{mb}"))
+        b.add(
+            "compute",
+            step("embed", "W", mb, dying, (), dying),
+            waits=waits,
+            frees_before=(f"a@{mb}", f"b@{mb}"),
+        )
     b.make("scalar", SCALAR, "zero", "norm#pp0")
-    b.add("reduce", whole("reduce.tied", Collective("all_reduce", "tied", "tied")), waits=(("compute", 4),))
+    b.add(
+        "reduce",
+        whole("reduce.tied", Collective("all_reduce", "tied", "tied")),
+        waits=(("compute", 4),),
+    )
     b.add("compute", whole("zero", Zeros("float32"), (), ("zero",)), allocs_after=("norm#pp0",))
-    b.add("reduce", whole("reduce.norm", Collective("all_reduce", "norm"), ("zero",), ("norm#pp0",)), waits=(("compute", 5),))
+    b.add(
+        "reduce",
+        whole("reduce.norm", Collective("all_reduce", "norm"), ("zero",), ("norm#pp0",)),
+        waits=(("compute", 5),),
+    )
     update = whole("update", Update(("tied",), clip=1.0), ("norm#pp0",), (), ("norm#pp0",))
     b.add("compute", update, waits=(("reduce", 2),), frees_before=("zero",))
 
@@ -117,7 +193,9 @@ def _second(b: Builder) -> None:
         b.make("scalar", SCALAR, f"loss@{mb}", f"seed@{mb}")
         for v in ("a", "b"):
             waits = (("compute", 1),) if mb else ()
-            b.add("recv", Part(f"recv.{v}@{mb}", Recv("act"), mb, (), (f"{v}@{mb}#pp1",)), waits=waits)
+            b.add(
+                "recv", Part(f"recv.{v}@{mb}", Recv("act"), mb, (), (f"{v}@{mb}#pp1",)), waits=waits
+            )
         load = Part(f"load.t@{mb}", Load("targets"), mb, (), (f"t@{mb}",))
         reads = (f"a@{mb}#pp1", f"b@{mb}#pp1", f"a@{mb}#pp1", f"t@{mb}")
         dying = (f"a@{mb}#pp1", f"b@{mb}#pp1", f"t@{mb}", f"loss@{mb}")
@@ -128,32 +206,67 @@ def _second(b: Builder) -> None:
         b.add(
             "compute",
             Part(f"seed@{mb}", Seed(0.25, "float32"), mb, (), (f"seed@{mb}",)),
-            step("head", "I", mb, (f"h@{mb}", f"seed@{mb}"), (f"g0@{mb}", f"g1@{mb}", f"g2@{mb}", f"iw@{mb}"), (f"seed@{mb}",)),
+            step(
+                "head",
+                "I",
+                mb,
+                (f"h@{mb}", f"seed@{mb}"),
+                (f"g0@{mb}", f"g1@{mb}", f"g2@{mb}", f"iw@{mb}"),
+                (f"seed@{mb}",),
+            ),
             step("head", "W", mb, (f"h@{mb}", f"iw@{mb}"), (), (f"h@{mb}", f"iw@{mb}")),
-            Part(f"sum@{mb}", Add(), mb, (f"g2@{mb}", f"g0@{mb}"), (f"ga@{mb}",), (f"g0@{mb}", f"g2@{mb}")),
+            Part(
+                f"sum@{mb}",
+                Add(),
+                mb,
+                (f"g2@{mb}", f"g0@{mb}"),
+                (f"ga@{mb}",),
+                (f"g0@{mb}", f"g2@{mb}"),
+            ),
         )
         for v in ("ga", "g1"):
-            b.add("send", Part(f"send.{v}@{mb}", Send("grad"), mb, (f"{v}@{mb}",)), waits=(("compute", mb + 3),))
+            b.add(
+                "send",
+                Part(f"send.{v}@{mb}", Send("grad"), mb, (f"{v}@{mb}",)),
+                waits=(("compute", mb + 3),),
+            )
     b.make("scalar", SCALAR, "squares", "norm#pp1")
     for n, bucket in enumerate(("tied", "own")):
         waits = (("compute", 4),) if n == 0 else ()
-        b.add("reduce", whole(f"reduce.{bucket}", Collective("all_reduce", bucket, bucket)), waits=waits)
+        b.add(
+            "reduce",
+            whole(f"reduce.{bucket}", Collective("all_reduce", bucket, bucket)),
+            waits=waits,
+        )
     norm = whole("squares", SquaredNorm(("tied", "own"), "float32"), (), ("squares",))
     b.add("compute", norm, waits=(("reduce", 2),), allocs_after=("norm#pp1",))
-    b.add("reduce", whole("reduce.norm", Collective("all_reduce", "norm"), ("squares",), ("norm#pp1",)), waits=(("compute", 5),))
+    b.add(
+        "reduce",
+        whole("reduce.norm", Collective("all_reduce", "norm"), ("squares",), ("norm#pp1",)),
+        waits=(("compute", 5),),
+    )
     update = whole("update", Update(("tied", "own"), clip=1.0), ("norm#pp1",), (), ("norm#pp1",))
     dead = ("squares", *(f"{g}@{mb}" for mb in range(2) for g in ("ga", "g1")))
     b.add("compute", update, waits=(("reduce", 3), ("send", 4)), frees_before=dead)
 
 
 def good_plan() -> Plan:
-    """Return GPipe on pp=2 x dp=2 with two microbatches, a table of both stages, a parameter of the second, clipping."""
+    """Return GPipe on pp=2 x dp=2 with two microbatches, a table of both stages, a parameter of the second,
+    clipping."""
     values: dict[str, Value] = {}
     first, second = Builder(values), Builder(values)
     _first(first)
     _second(second)
-    tied = (State("param", "tied", 512, True), State("grad", "tied", 512, True), State("optim", "tied", 1024, True))
-    own = (State("param", "own", 256, True), State("grad", "own", 256, True), State("optim", "own", 512, True))
+    tied = (
+        State("param", "tied", 512, True),
+        State("grad", "tied", 512, True),
+        State("optim", "tied", 1024, True),
+    )
+    own = (
+        State("param", "own", 256, True),
+        State("grad", "own", 256, True),
+        State("optim", "own", 512, True),
+    )
     scale = State("buffer", "scale", 32)
     streams = ("compute", "send", "recv", "reduce")
     plan = Plan(
@@ -164,7 +277,15 @@ def good_plan() -> Plan:
         replicated=("dp",),
         roles=(
             RolePlan("pp0", {"pp": 0}, (0, 1), tuple(first.program), streams, (*tied, scale)),
-            RolePlan("pp1", {"pp": 1}, (2, 3), tuple(second.program), streams, (*tied, *own), ("a@0#pp1", "b@0#pp1")),
+            RolePlan(
+                "pp1",
+                {"pp": 1},
+                (2, 3),
+                tuple(second.program),
+                streams,
+                (*tied, *own),
+                ("a@0#pp1", "b@0#pp1"),
+            ),
         ),
         channels=(
             Channel("act", "p2p", ("pp0", "pp1"), ("send", "recv")),
@@ -202,7 +323,9 @@ def lone_plan() -> Plan:
 
 
 def change_role(plan: Plan, role: str, **fields: Any) -> Plan:
-    return replace(plan, roles=tuple(replace(r, **fields) if r.role == role else r for r in plan.roles))
+    return replace(
+        plan, roles=tuple(replace(r, **fields) if r.role == role else r for r in plan.roles)
+    )
 
 
 def change_program(plan: Plan, role: str, edit: Callable[[list[Instr]], Any]) -> Plan:
@@ -214,7 +337,11 @@ def change_program(plan: Plan, role: str, edit: Callable[[list[Instr]], Any]) ->
 
 def find(plan: Plan, role: str, node: str) -> int:
     """Return the index of the instruction that has a part of this node."""
-    return next(i for i, instr in enumerate(plan.role(role).program) if any(p.node == node for p in instr.parts))
+    return next(
+        i
+        for i, instr in enumerate(plan.role(role).program)
+        if any(p.node == node for p in instr.parts)
+    )
 
 
 def change_instr(plan: Plan, role: str, node: str, **fields: Any) -> Plan:
@@ -229,8 +356,12 @@ def change_part(plan: Plan, role: str, node: str, **fields: Any) -> Plan:
 
 
 def change_bucket(plan: Plan, bucket: str, **fields: Any) -> Plan:
-    return replace(plan, buckets=tuple(replace(b, **fields) if b.id == bucket else b for b in plan.buckets))
+    return replace(
+        plan, buckets=tuple(replace(b, **fields) if b.id == bucket else b for b in plan.buckets)
+    )
 
 
 def change_channel(plan: Plan, channel: str, **fields: Any) -> Plan:
-    return replace(plan, channels=tuple(replace(c, **fields) if c.id == channel else c for c in plan.channels))
+    return replace(
+        plan, channels=tuple(replace(c, **fields) if c.id == channel else c for c in plan.channels)
+    )

@@ -48,7 +48,11 @@ def test_values_made_on_demand_are_those_of_a_dict() -> None:
     assert values == plan.values and plan.values == values and list(values) == list(plan.values)
     assert "nothing" not in values and values.get("nothing") is None
     lazy = replace(plan, values=values)
-    assert lazy.key == plan.key and lazy == plan == pickle.loads(pickle.dumps(lazy)) and repr(lazy) == repr(plan)
+    assert (
+        lazy.key == plan.key
+        and lazy == plan == pickle.loads(pickle.dumps(lazy))
+        and repr(lazy) == repr(plan)
+    )
     first = next(iter(values))
     assert values != {**values, first: replace(values[first], category="workspace")}
 
@@ -73,7 +77,9 @@ def test_defaults_are_left_out_and_come_back() -> None:
         "version": 1,
         "plan_key": "k",
         "kind": "simulated",
-        "spans": [{"rank": 0, "stream": "compute", "instr": 1, "name": "F", "start": 0.0, "end": 1.0}],
+        "spans": [
+            {"rank": 0, "stream": "compute", "instr": 1, "name": "F", "start": 0.0, "end": 1.0}
+        ],
     }
     assert loads(Trace, dumps(trace)).spans[0].source == "measured"
 
@@ -82,7 +88,9 @@ def test_a_member_of_a_union_carries_its_class() -> None:
     part = json.loads(TEXT)["roles"][1]["program"][-1]["parts"][0]
     assert part["op"] == {"is": "Update", "buckets": ["tied", "own"], "clip": 1.0}
     assert decode(Op, part["op"], "op") == Update(("tied", "own"), clip=1.0)
-    assert decode(Op, {"is": "Collective", "kind": "all_reduce", "channel": "c"}, "op") == Collective("all_reduce", "c")
+    assert decode(
+        Op, {"is": "Collective", "kind": "all_reduce", "channel": "c"}, "op"
+    ) == Collective("all_reduce", "c")
 
 
 def test_sizes_and_selections() -> None:
@@ -107,21 +115,36 @@ def _changed(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (_changed(colour="red"), "p.json: unknown key 'colour' in Plan; known are program_key, mesh"),
+        (
+            _changed(colour="red"),
+            "p.json: unknown key 'colour' in Plan; known are program_key, mesh",
+        ),
         (_changed(rows="2"), "p.json.rows: an integer is expected, found a string"),
         (_changed(rows=2.5), "p.json.rows: an integer is expected, found the number 2.5"),
         (_changed(replicated="dp"), "p.json.replicated: an array is expected, found a string"),
         (_changed(values=[]), "p.json.values: an object is expected, found an array"),
         (_changed(loss_kind="median"), "p.json.loss_kind: 'median' is not one of 'mean', 'sum'"),
-        (_changed(chunks=[3]), "p.json.chunks[0]: an object (Chunk) is expected, found the number 3"),
-        (_changed(mesh={"sizes": [["xx", 2]]}), "p.json.mesh: Mesh: unknown axis 'xx'; the axes are cp, dp, ep, pp, rep, tp"),
-        (_changed(mesh={"sizes": [["pp", 2, 3]]}), "p.json.mesh.sizes[0]: 2 items are expected, found 3"),
+        (
+            _changed(chunks=[3]),
+            "p.json.chunks[0]: an object (Chunk) is expected, found the number 3",
+        ),
+        (
+            _changed(mesh={"sizes": [["xx", 2]]}),
+            "p.json.mesh: Mesh: unknown axis 'xx'; the axes are cp, dp, ep, pp, rep, tp",
+        ),
+        (
+            _changed(mesh={"sizes": [["pp", 2, 3]]}),
+            "p.json.mesh.sizes[0]: 2 items are expected, found 3",
+        ),
         (_changed(params=[{"name": "w"}]), "p.json.params[0]: Param lacks spec"),
         (
             _changed(params=[{"name": "w", "spec": {"shape": [], "dtype": "float31"}}]),
             "p.json.params[0].spec: unknown dtype 'float31'; known are float64",
         ),
-        (_changed(params=[{"name": "w", "spec": {"shape": [[1]], "dtype": "bool"}}]), "shape[0]: a size [a, b] is expected"),
+        (
+            _changed(params=[{"name": "w", "spec": {"shape": [[1]], "dtype": "bool"}}]),
+            "shape[0]: a size [a, b] is expected",
+        ),
         (
             _changed(params=[{"name": "w", "spec": {"shape": ["1"], "dtype": "bool"}}]),
             "shape[0]: an integer or a size [a, b] is expected, found a string",
@@ -132,7 +155,11 @@ def _changed(**changes: Any) -> str:
         (_changed(format="Trace"), "p.json: \"format\" is 'Trace'; a Plan is expected here"),
         ("[]", "p.json: a JSON object is expected, found an array"),
         ("", "p.json: not JSON: Expecting value at line 1 column 1 (is the file truncated?)"),
-        ("{'format': 1}", "p.json: not JSON: Expecting property name enclosed in double quotes at line 1 column 2"),
+        (
+            "{'format': 1}",
+            "p.json: not JSON: Expecting property name enclosed in double quotes at line 1 column "
+            "2",
+        ),
         ("[" * 100_000, "p.json: not JSON that this Piper writes"),
         ("9" * 10_000, "p.json: not JSON that this Piper writes"),
     ],
@@ -145,7 +172,9 @@ def test_bad_text_is_refused_with_the_place_and_what_is_expected(text: str, mess
 
 
 def test_an_unknown_op_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(FormatError, match=r"op: .is. is 'Gather'; one of Add, Collective, Compute, .* is expected"):
+    with pytest.raises(
+        FormatError, match=r"op: .is. is 'Gather'; one of Add, Collective, Compute, .* is expected"
+    ):
         decode(Op, {"is": "Gather", "channel": "c"}, "op")
     with pytest.raises(FormatError, match=r"op: unknown key 'bucket' in Send; known are channel"):
         decode(Op, {"is": "Send", "channel": "c", "bucket": "b"}, "op")
@@ -182,10 +211,15 @@ class DistancesDocument:
     rows: tuple[tuple[str, str, int], ...]
 
 
-def test_a_class_that_json_cannot_hold_needs_a_registered_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_json_cannot_hold_needs_a_registered_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(codec, "_DOCUMENT_FORMS", {})
     distances = Distances({("a", "b"): 3})
-    with pytest.raises(TypeError, match=r"the keys of its field between are no strings; import the module that registers"):
+    with pytest.raises(
+        TypeError,
+        match=r"the keys of its field between are no strings; import the module that registers",
+    ):
         dumps(distances)
     with pytest.raises(TypeError, match="no JSON form for Distances"):
         loads(Distances, '{"format": "Distances", "version": 1, "between": {}}')
@@ -195,11 +229,17 @@ def test_a_class_that_json_cannot_hold_needs_a_registered_document(monkeypatch: 
         lambda d: DistancesDocument(tuple((a, b, n) for (a, b), n in d.between.items())),
         lambda d: Distances({(a, b): n for a, b, n in d.rows}),
     )
-    assert json.loads(dumps(distances)) == {"format": "Distances", "version": 1, "rows": [["a", "b", 3]]}
+    assert json.loads(dumps(distances)) == {
+        "format": "Distances",
+        "version": 1,
+        "rows": [["a", "b", 3]],
+    }
     assert loads(Distances, dumps(distances)) == distances
 
 
-def test_a_graph_has_a_document_only_where_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_has_a_document_only_where_it_is_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert codec._DOCUMENT_FORMS[Graph].document is GraphDocument
     monkeypatch.delitem(codec._DOCUMENT_FORMS, Graph)
     with pytest.raises(TypeError, match="no JSON form for Graph"):
@@ -209,5 +249,8 @@ def test_a_graph_has_a_document_only_where_it_is_registered(monkeypatch: pytest.
 @pytest.mark.parametrize("inside", [(), ((Inside(1),),)])
 def test_a_step_whose_entries_are_missing_says_so(inside: Any) -> None:
     consumed = (0, 1) if not inside else (0,)
-    with pytest.raises(PlanError, match=r"2 segments and . entries of inside, and . inputs consumed; one segment more"):
+    with pytest.raises(
+        PlanError,
+        match=r"2 segments and . entries of inside, and . inputs consumed; one segment more",
+    ):
         Liveness(consumed, ((1,), (2,)), inside).peak({}, "cuda")

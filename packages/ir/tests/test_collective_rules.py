@@ -7,7 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from packages.ir.tests.plans_for_tests import change_instr, change_part, change_program, change_role, find
+from packages.ir.tests.plans_for_tests import (
+    change_instr,
+    change_part,
+    change_program,
+    change_role,
+    find,
+)
 from piper_ir.fold.timing import prepare
 from piper_ir.ground.codec import dumps, loads
 from piper_ir.ground.errors import PlanError
@@ -45,10 +51,14 @@ def test_what_is_written_follows_from_what_is_read() -> None:
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_what_cannot_be_taken_apart_is_refused(kind: str) -> None:
-    with pytest.raises(PlanError, match=f"{COLLECTIVES[kind].name} takes a tensor apart along its first dimension"):
+    with pytest.raises(
+        PlanError, match=f"{COLLECTIVES[kind].name} takes a tensor apart along its first dimension"
+    ):
         law_of(kind).written(spec(), 2)
     if COLLECTIVES[kind].reads == "whole":
-        with pytest.raises(PlanError, match=r"of 4 members needs a first dimension that divides by 4, found 6"):
+        with pytest.raises(
+            PlanError, match=r"of 4 members needs a first dimension that divides by 4, found 6"
+        ):
             law_of(kind).written(spec(6), 4)
 
 
@@ -61,7 +71,9 @@ def test_bytes_on_the_wire() -> None:
 
 
 def test_unknown_kinds_are_named() -> None:
-    with pytest.raises(PlanError, match="there is no collective 'gossip'; known are all_reduce, all_gather"):
+    with pytest.raises(
+        PlanError, match="there is no collective 'gossip'; known are all_reduce, all_gather"
+    ):
         law_of("gossip")
     assert kind_named("AllGather") == "all_gather" and kind_named("Gossip") is None
 
@@ -71,7 +83,11 @@ def test_a_plan_with_every_collective_is_good(n: int) -> None:
     made = PLANS[n]
     assert check(made) == []
     assert parse_plan(format_plan(made)) == made and loads(Plan, dumps(made)) == made
-    used = {i.parts[0].op.kind for _, _, i in made.instructions() if isinstance(i.parts[0].op, Collective)}
+    used = {
+        i.parts[0].op.kind
+        for _, _, i in made.instructions()
+        if isinstance(i.parts[0].op, Collective)
+    }
     assert used == {"all_gather", "reduce_scatter", "all_to_all"}
     groups = [g for g, p2p in zip(prepare(made).groups, prepare(made).p2p, strict=True) if not p2p]
     assert len(groups) == 2 * 4 and all(len(g) == n for g in groups), "all members start together"
@@ -105,24 +121,41 @@ def everywhere(made: Plan, node: str, op: Collective) -> Plan:
     return made
 
 
-@breaks("R06-names", "there is no collective gossip (known are all_reduce, all_gather, reduce_scatter, all_to_all, shift)")
+@breaks(
+    "R06-names",
+    "there is no collective gossip (known are all_reduce, all_gather, reduce_scatter, all_to_all, "
+    "shift)",
+)
 def _unknown(made: Plan) -> Plan:
     return everywhere(made, "all_to_all.held@0#{}", Collective("gossip", "swap"))
 
 
 @breaks("R07-signature", "AllToAll works on values, and it names the bucket b0")
 def _bucket(made: Plan) -> Plan:
-    return change_part(made, "r0", "all_gather.whole@0#r0", op=Collective("all_to_all", "sum", "b0"), reads=(), writes=())
+    return change_part(
+        made,
+        "r0",
+        "all_gather.whole@0#r0",
+        op=Collective("all_to_all", "sum", "b0"),
+        reads=(),
+        writes=(),
+    )
 
 
 @breaks("R07-signature", "AllToAll of 2 members needs a first dimension that divides by 2, found 3")
 def _odd(made: Plan) -> Plan:
-    return replace(made, values={**made.values, "h@0": Value("h@0", TensorSpec((3, 4), "float64"), "activation")})
+    return replace(
+        made,
+        values={**made.values, "h@0": Value("h@0", TensorSpec((3, 4), "float64"), "activation")},
+    )
 
 
 @breaks("R07-signature", "it writes part@0#r0, a float64[4,4]; float64[2,4] is expected")
 def _too_large(made: Plan) -> Plan:
-    return replace(made, values={**made.values, "part@0#r0": replace(made.values["whole@0#r0"], id="part@0#r0")})
+    return replace(
+        made,
+        values={**made.values, "part@0#r0": replace(made.values["whole@0#r0"], id="part@0#r0")},
+    )
 
 
 @breaks("R10-channel-use", "channel h.1 is p2p; AllToAll needs group")
@@ -149,7 +182,9 @@ def _freed_early(made: Plan) -> Plan:
     return change_instr(made, "r1", "update#1", waits=waits)
 
 
-@breaks("R18-group-match", "AllGather of float64[2,4] on role r0, AllReduce of float64[2,4] on role r1")
+@breaks(
+    "R18-group-match", "AllGather of float64[2,4] on role r0, AllReduce of float64[2,4] on role r1"
+)
 def _other_kind(made: Plan) -> Plan:
     values = {**made.values, "whole@0#r1": replace(made.values["part@0#r1"], id="whole@0#r1")}
     op = Collective("all_reduce", "sum")
@@ -164,7 +199,11 @@ def _missing(made: Plan) -> Plan:
         del program[find(made, "r0", "all_gather.whole@1#r0")]
         k = next(k for k, i in enumerate(program) if i.name.startswith("stem.W@1"))
         last = program[k].parts[0]
-        program[k] = replace(program[k], parts=(replace(last, reads=(*last.reads[:2], "whole@0#r0")),), waits=(("group", 7),))
+        program[k] = replace(
+            program[k],
+            parts=(replace(last, reads=(*last.reads[:2], "whole@0#r0")),),
+            waits=(("group", 7),),
+        )
         frees = tuple(v for v in program[-1].frees_before if v != "whole@1#r0")
         waits = tuple((s, 7 if s == "group" else n) for s, n in program[-1].waits)
         program[-1] = replace(program[-1], waits=waits, frees_before=frees)
@@ -190,7 +229,9 @@ def _crossed(made: Plan) -> Plan:
 
 
 @breaks(
-    "R27-dataflow", "branch0.F@0 reads swapped@0#r0 as in0: missing stem:out0@0; not asked for blocks of AllToAll of stem:out0@0"
+    "R27-dataflow",
+    "branch0.F@0 reads swapped@0#r0 as in0: missing stem:out0@0; not asked for blocks of AllToAll "
+    "of stem:out0@0",
 )
 def _not_put_together(made: Plan) -> Plan:
     return change_part(made, "r0", "branch0.F@0", reads=("swapped@0#r0",))
@@ -200,14 +241,26 @@ def _not_put_together(made: Plan) -> Plan:
 def _other_members(made: Plan) -> Plan:
     """Let the second exchange go over replicas too, whose members are not those that took the tensor apart."""
     wide = replace(made.channel("swap"), id="wide", over=("dp",))
-    return everywhere(replace(made, channels=(*made.channels, wide)), "all_to_all.held@0#{}", Collective("all_to_all", "wide"))
+    return everywhere(
+        replace(made, channels=(*made.channels, wide)),
+        "all_to_all.held@0#{}",
+        Collective("all_to_all", "wide"),
+    )
 
 
 @breaks("R27-dataflow", "stem.W@0 reads whole@0#r0 as tan0: missing branch0:gin0@0, branch1:gin0@0")
 def _gathered_only(made: Plan) -> Plan:
     """Gather what one member gives, where a sum is asked for."""
-    small = {id: replace(v, spec=TensorSpec((2, 4), "float64")) for id, v in made.values.items() if id.startswith("part@0")}
-    return everywhere(replace(made, values={**made.values, **small}), "reduce_scatter.part@0#{}", Collective("first_part", "sum"))
+    small = {
+        id: replace(v, spec=TensorSpec((2, 4), "float64"))
+        for id, v in made.values.items()
+        if id.startswith("part@0")
+    }
+    return everywhere(
+        replace(made, values={**made.values, **small}),
+        "reduce_scatter.part@0#{}",
+        Collective("first_part", "sum"),
+    )
 
 
 @breaks("R29-spoiled", "gh0@0 is undefined after ReduceScatter, and instruction")
@@ -219,8 +272,12 @@ def _read_again(made: Plan) -> Plan:
 FIRST_PART = Law("FirstPart", "whole", "part", "first")
 
 
-@pytest.mark.parametrize(("rule", "message", "change"), BREAKS, ids=[f.__name__.lstrip("_") for _, _, f in BREAKS])
-def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rule", "message", "change"), BREAKS, ids=[f.__name__.lstrip("_") for _, _, f in BREAKS]
+)
+def test_one_fault_breaks_one_rule(
+    rule: str, message: str, change: Break, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(COLLECTIVES, "first_part", FIRST_PART) if change is _gathered_only else None
     found = check(change(GOOD))
     assert {v.rule for v in found} == {rule}, [str(v) for v in found]
@@ -249,13 +306,20 @@ def test_what_reads_before_a_spoiling_collective_is_fine() -> None:
         program.insert(reduce, program.pop(at))
         program[reduce + 1] = replace(program[reduce + 1], waits=(("compute", count),))
 
-    moved = change_part(change_program(GOOD, "r0", edit), "r0", "branch0.W@0", reads=("held@0#r0", "gh0@0"))
-    assert {v.rule for v in check(moved)} == {"R27-dataflow"}, "it is not what the branch asks for, but it is there"
+    moved = change_part(
+        change_program(GOOD, "r0", edit), "r0", "branch0.W@0", reads=("held@0#r0", "gh0@0")
+    )
+    assert {v.rule for v in check(moved)} == {"R27-dataflow"}, (
+        "it is not what the branch asks for, but it is there"
+    )
 
 
 def test_a_channel_may_carry_collectives_of_several_kinds() -> None:
     ops = [i.parts[0].op for i in GOOD.roles[0].program]
-    assert {op.kind for op in ops if isinstance(op, Collective) and op.channel == "sum"} == {"reduce_scatter", "all_gather"}
+    assert {op.kind for op in ops if isinstance(op, Collective) and op.channel == "sum"} == {
+        "reduce_scatter",
+        "all_gather",
+    }
 
 
 def shifted(made: Plan) -> Plan:
@@ -266,7 +330,11 @@ def shifted(made: Plan) -> Plan:
             part, copy = f"part@{mb}#{role}", f"part@{mb}#{role}#{other}"
             name = f"p.{role}"
             channel = Channel(name, "p2p", (role, other), ("send", "recv"))
-            channels = made.channels if any(c.id == name for c in made.channels) else (*made.channels, channel)
+            channels = (
+                made.channels
+                if any(c.id == name for c in made.channels)
+                else (*made.channels, channel)
+            )
             values = {**made.values, copy: replace(made.values[part], id=copy)}
             made = replace(made, channels=channels, values=values)
     for role in ("r0", "r1"):
@@ -280,19 +348,28 @@ def shifted(made: Plan) -> Plan:
 def _send_parts(program: list[Instr], role: str) -> None:
     other = "r1" if role == "r0" else "r0"
     for mb in range(2):
-        at = next(k for k, i in enumerate(program) if i.parts[0].node == f"all_gather.whole@{mb}#{role}")
+        at = next(
+            k for k, i in enumerate(program) if i.parts[0].node == f"all_gather.whole@{mb}#{role}"
+        )
         mine, theirs = f"part@{mb}#{role}", f"part@{mb}#{other}#{role}"
         before = {s: sum(i.stream == s for i in program[:at]) for s in ("send", "recv", "group")}
         gather = program[at]
         waits = (("recv", before["recv"] + 1), *gather.waits)
-        send = Instr("send", (Part(f"send.{mine}", Send(f"p.{role}"), mb, (mine,)),), (("group", before["group"]),))
+        send = Instr(
+            "send",
+            (Part(f"send.{mine}", Send(f"p.{role}"), mb, (mine,)),),
+            (("group", before["group"]),),
+        )
         receive = Instr("recv", (Part(f"recv.{theirs}", Recv(f"p.{other}"), mb, (), (theirs,)),))
         gather = replace(gather, parts=(replace(gather.parts[0], reads=(theirs,)),), waits=waits)
         program[at : at + 1] = [send, receive, gather] if role == "r0" else [receive, send, gather]
         for k in range(at + 3, len(program)):
             more = {"send": 1, "recv": 1}
             program[k] = replace(
-                program[k], waits=tuple((s, n + more.get(s, 0) * (n > before.get(s, 0))) for s, n in program[k].waits)
+                program[k],
+                waits=tuple(
+                    (s, n + more.get(s, 0) * (n > before.get(s, 0))) for s, n in program[k].waits
+                ),
             )
     last = program[-1]
     full = {s: sum(i.stream == s for i in program) for s in ("send", "recv", "group")}
@@ -307,17 +384,35 @@ def test_parts_that_change_their_rank_are_not_the_whole_again() -> None:
     assert "not asked for blocks of AllGather of blocks of ReduceScatter" in str(found[0])
 
 
-def test_what_the_first_member_has_is_not_what_each_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_first_member_has_is_not_what_each_replica_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(COLLECTIVES, "broadcast", Law("Broadcast", "whole", "whole", "first"))
-    wide = replace(everywhere(GOOD, "all_to_all.swapped@0#{}", Collective("broadcast", "swap")), mesh=GOOD.mesh)
-    assert {v.rule for v in check(everywhere(wide, "all_to_all.held@0#{}", Collective("broadcast", "swap")))} == set()
-    flow = _Dataflow(Findings(replace(GOOD, mesh=Mesh(pp=2, dp=2), channels=(replace(GOOD.channel("swap"), over=("dp",)),))))
-    made = flow._collected(Collective("broadcast", "swap"), {"r0": (("stem", "out0"), 0), "r1": (("stem", "out0"), 0)})
+    wide = replace(
+        everywhere(GOOD, "all_to_all.swapped@0#{}", Collective("broadcast", "swap")), mesh=GOOD.mesh
+    )
+    assert {
+        v.rule
+        for v in check(everywhere(wide, "all_to_all.held@0#{}", Collective("broadcast", "swap")))
+    } == set()
+    flow = _Dataflow(
+        Findings(
+            replace(
+                GOOD, mesh=Mesh(pp=2, dp=2), channels=(replace(GOOD.channel("swap"), over=("dp",)),)
+            )
+        )
+    )
+    made = flow._collected(
+        Collective("broadcast", "swap"), {"r0": (("stem", "out0"), 0), "r1": (("stem", "out0"), 0)}
+    )
     assert all(not isinstance(origin, tuple) for origin in made.values())
 
 
 def test_a_group_of_roles_that_place_different_axes_is_refused() -> None:
-    roles = (replace(GOOD.roles[0], placed={"pp": 0}), replace(GOOD.roles[1], placed={"pp": 1, "cp": 0}, ranks=(1,)))
+    roles = (
+        replace(GOOD.roles[0], placed={"pp": 0}),
+        replace(GOOD.roles[1], placed={"pp": 1, "cp": 0}, ranks=(1,)),
+    )
     found = check(replace(GOOD, mesh=Mesh(pp=2, cp=2), roles=roles))
     assert any(v.rule == "R09-channels" and "place different axes" in str(v) for v in found)
 

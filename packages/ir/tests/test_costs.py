@@ -21,12 +21,29 @@ COSTS = Costs(
     rows=8,
 )
 MEASURED = Costs(
-    comm=tuple(CommDuration("p2p", n, 2, Duration(1e-6 * n, spread=1e-7 * n), busy_s=1e-7 * n) for n in (16, 64)),
-    steps=tuple(StepDuration("code", "F", rows, Duration(seconds)) for rows, seconds in ((8, 4.0), (2, 1.0))),
+    comm=tuple(
+        CommDuration("p2p", n, 2, Duration(1e-6 * n, spread=1e-7 * n), busy_s=1e-7 * n)
+        for n in (16, 64)
+    ),
+    steps=tuple(
+        StepDuration("code", "F", rows, Duration(seconds)) for rows, seconds in ((8, 4.0), (2, 1.0))
+    ),
     parts=(PartDuration("Update", 100, Duration(2.0)), PartDuration("Update", 400, Duration(4.0))),
     host=HostCosts(1e-6, 2e-6),
     allocator=AllocatorCosts(1 << 20, 1.5),
-    origin=Origin("a processor, 2 cores", "cpu-local", "gloo", "processes", 2, 1, "3.11", "2.13", "key", "2026-01-01", 7),
+    origin=Origin(
+        "a processor, 2 cores",
+        "cpu-local",
+        "gloo",
+        "processes",
+        2,
+        1,
+        "3.11",
+        "2.13",
+        "key",
+        "2026-01-01",
+        7,
+    ),
 )
 
 
@@ -34,23 +51,42 @@ def test_lookup_is_exact() -> None:
     assert COSTS.of_compute("layer0", "F") == Duration(0.5, "measured")
     assert COSTS.of_compute("layer0", "W") is COSTS.of_compute("layer1", "F") is None
     assert COSTS.of_comm("all_reduce", 1024, 4) == Duration(1e-4, "interpolated")
-    assert COSTS.of_comm("all_reduce", 1025, 4) is COSTS.of_comm("p2p", 1024, 4) is COSTS.of_comm("all_reduce", 1024, 2) is None
+    assert (
+        COSTS.of_comm("all_reduce", 1025, 4)
+        is COSTS.of_comm("p2p", 1024, 4)
+        is COSTS.of_comm("all_reduce", 1024, 2)
+        is None
+    )
 
 
 def test_steps_are_found_by_code_at_their_rows_and_between() -> None:
     """Return costs measured at 2 and 8 rows, proportional to them."""
     assert MEASURED.of_compute("any chunk", "F", "code", 2) == Duration(1.0)
     between = MEASURED.of_compute("any chunk", "F", "code", 4)
-    assert between is not None and between.source == "interpolated" and between.seconds == pytest.approx(2.0)
-    assert MEASURED.of_compute("any chunk", "W", "code", 2) is MEASURED.of_compute("any chunk", "F", "other", 2) is None
-    assert MEASURED.of_compute("any chunk", "F", "code") == Duration(4.0), "for weights: at the most rows"
+    assert (
+        between is not None
+        and between.source == "interpolated"
+        and between.seconds == pytest.approx(2.0)
+    )
+    assert (
+        MEASURED.of_compute("any chunk", "W", "code", 2)
+        is MEASURED.of_compute("any chunk", "F", "other", 2)
+        is None
+    )
+    assert MEASURED.of_compute("any chunk", "F", "code") == Duration(4.0), (
+        "for weights: at the most rows"
+    )
     assert MEASURED.rows_of("code", "F") == (2, 8) and MEASURED.rows_of("code", "W") == ()
 
 
 def test_nothing_is_known_more_than_a_factor_of_2_outside() -> None:
     for rows, seconds in ((1, 0.5), (16, 8.0)):
         found = MEASURED.of_compute("c", "F", "code", rows)
-        assert found is not None and found.source == "interpolated" and found.seconds == pytest.approx(seconds)
+        assert (
+            found is not None
+            and found.source == "interpolated"
+            and found.seconds == pytest.approx(seconds)
+        )
     assert MEASURED.of_compute("c", "F", "code", 17) is None
     assert MEASURED.of_comm("p2p", 128, 2) is not None
     assert MEASURED.of_comm("p2p", 129, 2) is None
@@ -90,7 +126,9 @@ def test_json_both_ways() -> None:
     assert loads(Costs, dumps(MEASURED)) == MEASURED
     assert loads(Costs, dumps(MEASURED)).of_compute("c", "F", "code", 8) == Duration(4.0)
     assert loads(Costs, dumps(COSTS)) == COSTS
-    assert loads(Costs, dumps(COSTS)).of_comm("all_reduce", 1024, 4) == Duration(1e-4, "interpolated")
+    assert loads(Costs, dumps(COSTS)).of_comm("all_reduce", 1024, 4) == Duration(
+        1e-4, "interpolated"
+    )
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])

@@ -1,4 +1,5 @@
-"""A fault in a file that a user may write is a FormatError, and sizes at the edge of what can be measured are looked up."""
+"""A fault in a file that a user may write is a FormatError, and sizes at the edge of what can be measured are looked
+up."""
 
 from __future__ import annotations
 
@@ -34,14 +35,20 @@ def test_a_kind_that_is_no_name() -> None:
 def test_a_duration_that_is_too_large() -> None:
     document = json.loads(dumps(Costs(comm=(CommDuration("p2p", 8, 2, Duration(1.0)),))))
     document["comm"][0]["duration"]["seconds"] = 10**400
-    with pytest.raises(FormatError, match="seconds: an integer of 401 digits is too large for a number"):
+    with pytest.raises(
+        FormatError, match="seconds: an integer of 401 digits is too large for a number"
+    ):
         loads(Costs, json.dumps(document))
 
 
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("   0 compute", f"   {DIGITS} compute", "the number of an instruction is expected, found '999"),
+        (
+            "   0 compute",
+            f"   {DIGITS} compute",
+            "the number of an instruction is expected, found '999",
+        ),
         ('"microbatches":2', f'"microbatches":{DIGITS}', "not JSON that this Piper writes"),
         ('"microbatches":2', '"microbatches":' + "[" * 100_000, "not JSON that this Piper writes"),
     ],
@@ -66,24 +73,35 @@ def test_a_dtype_that_does_not_exist() -> None:
     ],
 )
 def test_a_size_that_nobody_measured(costs: dict[str, Any]) -> None:
-    with pytest.raises(FormatError, match=r"Costs: the duration of .* has \w+ -?\d; a number from [01] is expected"):
+    with pytest.raises(
+        FormatError, match=r"Costs: the duration of .* has \w+ -?\d; a number from [01] is expected"
+    ):
         Costs(**costs)
 
 
 def test_a_message_of_no_bytes_stands_for_itself() -> None:
-    comm = [CommDuration("p2p", nbytes, 2, Duration(seconds)) for nbytes, seconds in ((0, 1.0), (8, 2.0), (16, 4.0))]
+    comm = [
+        CommDuration("p2p", nbytes, 2, Duration(seconds))
+        for nbytes, seconds in ((0, 1.0), (8, 2.0), (16, 4.0))
+    ]
     found = [Costs(comm=tuple(comm)).of_comm("p2p", nbytes, 2) for nbytes in (0, 1, 4, 8, 12)]
     assert [None if f is None else round(f.seconds, 6) for f in found] == [1.0, None, 1.0, 2.0, 3.0]
     assert Costs(comm=tuple(comm[:2])).of_comm("p2p", 4, 2) is None
 
 
 def test_points_that_are_too_near_are_no_line() -> None:
-    parts = tuple(PartDuration("Add", amount, Duration(seconds)) for amount, seconds in ((1000, 1e-9), (1001, 1.0)))
+    parts = tuple(
+        PartDuration("Add", amount, Duration(seconds))
+        for amount, seconds in ((1000, 1e-9), (1001, 1.0))
+    )
     assert Costs(parts=parts).of_part("Add", 2002) is None
 
 
 def test_a_graph_with_microbatches_of_fewer_nodes() -> None:
     document = GraphDocument(PLAN.mesh, Program((), (), (), ()), {}, (), mbs=((0,),))
-    with pytest.raises(FormatError, match="0 nodes and the microbatches of 1; one entry of mbs for each node is expected"):
+    with pytest.raises(
+        FormatError,
+        match="0 nodes and the microbatches of 1; one entry of mbs for each node is expected",
+    ):
         from_document(document)
     assert not from_document(replace(document, mbs=())).sequence

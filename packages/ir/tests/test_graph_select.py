@@ -38,7 +38,9 @@ def graph_of(nodes: list[tuple[dict[str, int], str]]) -> Graph:
         op = "compute" if k % 4 else "add"
         edit.add(
             Node(
-                f"c{k}.{phase}", Compute(f"c{k}", "F") if k % 4 else Add(), {**coords, "phase": phase, "chunk": f"c{k}", "op": op}
+                f"c{k}.{phase}",
+                Compute(f"c{k}", "F") if k % 4 else Add(),
+                {**coords, "phase": phase, "chunk": f"c{k}", "op": op},
             )
         )
     return edit.done()
@@ -54,10 +56,16 @@ def fits(value: Any, asked: Any) -> bool:
 
 
 @given(st.lists(st.tuples(coordinates, st.sampled_from("FB")), min_size=1, max_size=14), selections)
-def test_select_equals_brute_force(nodes: list[tuple[dict[str, int], str]], terms: dict[str, Any]) -> None:
+def test_select_equals_brute_force(
+    nodes: list[tuple[dict[str, int], str]], terms: dict[str, Any]
+) -> None:
     graph = graph_of(nodes)
     meant = {"op": "compute", **terms}
-    expected = {n.id for n in graph.nodes.values() if all(fits(n.coords.get(name), asked) for name, asked in meant.items())}
+    expected = {
+        n.id
+        for n in graph.nodes.values()
+        if all(fits(n.coords.get(name), asked) for name, asked in meant.items())
+    }
     selection = Where(**terms)
     assert {n.id for n in graph.matching(selection)} == expected
     if expected:
@@ -69,7 +77,10 @@ def test_select_equals_brute_force(nodes: list[tuple[dict[str, int], str]], term
             graph.select(selection)
 
 
-@given(st.lists(st.tuples(coordinates, st.sampled_from("FB")), min_size=1, max_size=10), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(coordinates, st.sampled_from("FB")), min_size=1, max_size=10),
+    st.integers(0, 3),
+)
 def test_the_index_follows_edits(nodes: list[tuple[dict[str, int], str]], stage: int) -> None:
     """Selections that were made before an edit are not served from an old index after it."""
     graph = graph_of(nodes)
@@ -77,11 +88,23 @@ def test_the_index_follows_edits(nodes: list[tuple[dict[str, int], str]], stage:
     edit = graph.edit()
     for k, node in enumerate(graph.nodes.values()):
         if k % 2 == 0:
-            edit.update(Node(node.id, node.op, {**node.coords, "part": stage}, node.reads, node.writes, node.role))
+            edit.update(
+                Node(
+                    node.id,
+                    node.op,
+                    {**node.coords, "part": stage},
+                    node.reads,
+                    node.writes,
+                    node.role,
+                )
+            )
     edit.add(Node("new", Add(), {"part": stage, "op": "add"}))
     after = edit.done()
     assert before == set()
-    assert {n.id for n in after.matching(Where(part=stage, op=ANY))} == {"new", *list(graph.nodes)[::2]}
+    assert {n.id for n in after.matching(Where(part=stage, op=ANY))} == {
+        "new",
+        *list(graph.nodes)[::2],
+    }
     assert {n.id for n in graph.matching(Where(part=stage, op=ANY))} == set()
 
 
@@ -112,7 +135,10 @@ def test_one_transfer_per_value_and_destination() -> None:
     edit = small().edit()
     assert edit.transfer("v", "pp0", "pp1") == edit.transfer("v", "pp0", "pp1") == "v#pp1"
     graph = edit.done()
-    assert [n for n in graph.nodes if n.startswith(("send", "recv"))] == ["send.v#pp1", "recv.v#pp1"]
+    assert [n for n in graph.nodes if n.startswith(("send", "recv"))] == [
+        "send.v#pp1",
+        "recv.v#pp1",
+    ]
     assert graph.channels["pp0>pp1.act"].streams == ("pp0>pp1.act", "in")
 
 

@@ -31,7 +31,11 @@ def test_nothing_is_known_beyond_the_reach_or_between_no_two_points() -> None:
     points = [(10, 1.0), (20, 2.0)]
     assert [log_log(points, x) for x in (4, 41)] == [None, None]
     assert log_log(points, 5) == pytest.approx(0.5) and log_log(points, 40) == pytest.approx(4.0)
-    assert log_log([(10, 1.0)], 11) is None and log_log([(10, 1.0)], 10) == 1.0 and log_log([], 1) is None
+    assert (
+        log_log([(10, 1.0)], 11) is None
+        and log_log([(10, 1.0)], 10) == 1.0
+        and log_log([], 1) is None
+    )
 
 
 def test_the_reach_keeps_the_error_of_an_affine_time_below_what_is_said() -> None:

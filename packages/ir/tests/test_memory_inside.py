@@ -24,7 +24,11 @@ LOSS = Liveness((0,), ((Affine(0, 10),), ()), ((Inside(Affine(2, 10), Affine(0, 
 @pytest.mark.parametrize(("rows", "wanted"), [(1, 16), (5, 72), (6, 82), (100, 1022)])
 def test_what_comes_in_slices_stops_growing(rows: int, wanted: int) -> None:
     bound = LOSS.bind(rows)
-    assert (bound.peak({}), bound.peak({}, "cpu"), bound.peak({}, "cuda")) == (10 * rows, 10 * rows, wanted)
+    assert (bound.peak({}), bound.peak({}, "cpu"), bound.peak({}, "cuda")) == (
+        10 * rows,
+        10 * rows,
+        wanted,
+    )
 
 
 def test_an_input_that_dies_before_gives_its_bytes_back() -> None:
@@ -37,7 +41,11 @@ def with_inside(plan: Plan, chunk: str, nbytes: int) -> Plan:
 
     chunks = []
     for c in plan.chunks:
-        made = sum(bind(c.ports[port].nbytes, 0) for port in c.steps["I"].writes) if "I" in c.steps else 0
+        made = (
+            sum(bind(c.ports[port].nbytes, 0) for port in c.steps["I"].writes)
+            if "I" in c.steps
+            else 0
+        )
         known = Liveness((), ((made,),), ((Inside(made, nbytes, nbytes),),))
         steps = {s: replace(sig, liveness=known) if s == "I" else sig for s, sig in c.steps.items()}
         chunks.append(replace(c, steps=steps) if c.id == chunk else c)
@@ -45,7 +53,11 @@ def with_inside(plan: Plan, chunk: str, nbytes: int) -> Plan:
 
 
 def runs(role: RolePlan, chunk: str) -> bool:
-    return any(isinstance(p.op, Compute) and p.op == Compute(chunk, "I") for i in role.program for p in i.parts)
+    return any(
+        isinstance(p.op, Compute) and p.op == Compute(chunk, "I")
+        for i in role.program
+        for p in i.parts
+    )
 
 
 def test_peaks_for_a_kind_of_device() -> None:
@@ -56,12 +68,18 @@ def test_peaks_for_a_kind_of_device() -> None:
     plan = with_inside(plain, chunk, 10**6)
     assert on_device(plan, "") is plan
     found = on_device(plan, "cuda")
-    assert found.device == "cuda" and loads(Plan, dumps(found)) == found and parse_plan(format_plan(found)) == found
+    assert (
+        found.device == "cuda"
+        and loads(Plan, dumps(found)) == found
+        and parse_plan(format_plan(found)) == found
+    )
     for before, after in zip(plan.roles, found.roles, strict=True):
         if runs(before, chunk):
             assert after.peak_bytes >= 10**6 and after.peak_by_category["workspace"] >= 10**6
             assert (
-                sum(h.bytes for h in held_at_peak(found, after)) == after.peak_bytes == max(u.total for u in scan(found, after))
+                sum(h.bytes for h in held_at_peak(found, after))
+                == after.peak_bytes
+                == max(u.total for u in scan(found, after))
             )
             extra = next(o for o in owners(found, after) if o.category == "workspace")
             assert extra.name.startswith(f"{chunk}.I@")
@@ -78,7 +96,11 @@ def test_an_update_holds_its_temporaries() -> None:
     assert isinstance(part.op, Update)
     more = replace(part, op=replace(part.op, workspace=10**6))
     assert part_peak(plan, more, {}) - part_peak(plan, part, {}) == 10**6
-    program = (*role.program[:at], replace(role.program[at], parts=(more,)), *role.program[at + 1 :])
+    program = (
+        *role.program[:at],
+        replace(role.program[at], parts=(more,)),
+        *role.program[at + 1 :],
+    )
     changed = replace(plan, roles=(replace(role, program=program), *plan.roles[1:]))
     most = peak(changed, changed.roles[0])
     assert most.instr == at and most.bytes["workspace"] == 10**6
@@ -87,7 +109,11 @@ def test_an_update_holds_its_temporaries() -> None:
 
 def test_an_owner_in_words() -> None:
     assert (
-        MemoryOwner("activation", "layers.3", 8, (0, 1, 2, 3), 13 << 30).text == "layers.3: activation 13 GiB of 4 microbatches"
+        MemoryOwner("activation", "layers.3", 8, (0, 1, 2, 3), 13 << 30).text
+        == "layers.3: activation 13 GiB of 4 microbatches"
     )
-    assert MemoryOwner("activation", "layers.3", 8, (2,), 1 << 20).text == "layers.3: activation 1 MiB of 1 microbatch"
+    assert (
+        MemoryOwner("activation", "layers.3", 8, (2,), 1 << 20).text
+        == "layers.3: activation 1 MiB of 1 microbatch"
+    )
     assert MemoryOwner("param", "bucket0: w", 1, (), 5).text == "bucket0: w: param 5 B"

@@ -19,15 +19,21 @@ MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4)).map(lambda si
 def test_ranks_and_coordinates_are_a_bijection(mesh: Mesh) -> None:
     coords = [mesh.coords(r) for r in range(mesh.world)]
     assert [mesh.rank(c) for c in coords] == list(range(mesh.world))
-    every = {tuple(sorted(zip(mesh.axes, c))) for c in product(*(range(mesh.size(a)) for a in mesh.axes))}
+    every = {
+        tuple(sorted(zip(mesh.axes, c))) for c in product(*(range(mesh.size(a)) for a in mesh.axes))
+    }
     assert {tuple(sorted(c.items())) for c in coords} == every
 
 
 @given(MESHES, st.data())
-def test_ranks_at_fixed_coordinates_are_those_that_have_them(mesh: Mesh, data: st.DataObject) -> None:
+def test_ranks_at_fixed_coordinates_are_those_that_have_them(
+    mesh: Mesh, data: st.DataObject
+) -> None:
     axes = data.draw(st.sets(st.sampled_from(mesh.axes))) if mesh.axes else set[str]()
     fixed = {a: data.draw(st.integers(0, mesh.size(a) - 1)) for a in axes}
-    expected = [r for r in range(mesh.world) if all(mesh.coords(r)[a] == c for a, c in fixed.items())]
+    expected = [
+        r for r in range(mesh.world) if all(mesh.coords(r)[a] == c for a, c in fixed.items())
+    ]
     assert list(mesh.ranks(fixed)) == expected
     assert len(expected) == prod(mesh.size(a) for a in mesh.axes if a not in fixed)
 

@@ -18,7 +18,9 @@ GOOD = good_plan()
 def _plan(mesh: Mesh, replicated: tuple[str, ...]) -> Plan:
     """Return a plan with one role per pipeline stage, without programs."""
     stages = range(mesh.size("pp"))
-    roles = tuple(RolePlan(f"pp{s}", {"pp": s}, mesh.ranks({"pp": s}), (), ("compute",)) for s in stages)
+    roles = tuple(
+        RolePlan(f"pp{s}", {"pp": s}, mesh.ranks({"pp": s}), (), ("compute",)) for s in stages
+    )
     return replace(GOOD, mesh=mesh, replicated=replicated, roles=roles, rows=3, microbatches=5)
 
 
@@ -62,14 +64,22 @@ def test_peers_of_a_group_agree_on_what_is_neither_placed_nor_reduced_over() -> 
 def test_every_member_sees_the_same_group() -> None:
     for channel in GOOD.channels:
         groups = {
-            plan_peers for r in range(4) if GOOD.role_of(r).role in channel.roles for plan_peers in [GOOD.peers(channel, r)]
+            plan_peers
+            for r in range(4)
+            if GOOD.role_of(r).role in channel.roles
+            for plan_peers in [GOOD.peers(channel, r)]
         }
         members = [r for g in groups for r in g]
-        assert sorted(members) == [r for role in GOOD.roles if role.role in channel.roles for r in role.ranks]
+        assert sorted(members) == [
+            r for role in GOOD.roles if role.role in channel.roles for r in role.ranks
+        ]
 
 
 def test_streams_names_and_communication() -> None:
-    assert GOOD.channel("act").stream_on("pp0") == "send" and GOOD.channel("act").stream_on("pp1") == "recv"
+    assert (
+        GOOD.channel("act").stream_on("pp0") == "send"
+        and GOOD.channel("act").stream_on("pp1") == "recv"
+    )
     send = Instr("send", (Part("s", Send("act"), 0, ("v",)),))
     two = Instr("compute", (Part("layer3.I@2", Add(), 2), Part("layer3.W@2", Add(), 2)))
     assert send.comm and not two.comm
@@ -78,6 +88,11 @@ def test_streams_names_and_communication() -> None:
 
 def test_value_ports_skip_parameters_and_buffers() -> None:
     forward = next(p for _, _, i in GOOD.instructions() for p in i.parts if p.node == "head.F@1")
-    assert value_ports(GOOD.chunk("head"), forward) == {0: "a@1#pp1", 1: "b@1#pp1", 2: "a@1#pp1", 3: "t@1"}
+    assert value_ports(GOOD.chunk("head"), forward) == {
+        0: "a@1#pp1",
+        1: "b@1#pp1",
+        2: "a@1#pp1",
+        3: "t@1",
+    }
     backward = next(p for _, _, i in GOOD.instructions() for p in i.parts if p.node == "head.I@1")
     assert value_ports(GOOD.chunk("head"), backward) == {0: "h@1", 1: "seed@1"}

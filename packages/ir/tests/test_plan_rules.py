@@ -148,7 +148,10 @@ def _accumulates_targets(plan: Plan) -> Plan:
 @breaks("R06-names", "F of chunk head uses in9, inn0, saved7, which the chunk does not have")
 def _unknown_ports(plan: Plan) -> Plan:
     head = plan.chunks[1]
-    steps = {**head.steps, "F": replace(head.steps["F"], reads=("in0", "in9", "inn0"), writes=("out0", "saved7"))}
+    steps = {
+        **head.steps,
+        "F": replace(head.steps["F"], reads=("in0", "in9", "inn0"), writes=("out0", "saved7")),
+    }
     return replace(plan, chunks=(plan.chunks[0], replace(head, steps=steps)))
 
 
@@ -180,7 +183,9 @@ def _step_b(plan: Plan) -> Plan:
 
 @breaks("R08-states", "it uses grad:tied and has no such state")
 def _missing_state(plan: Plan) -> Plan:
-    return change_role(plan, "pp0", states=tuple(s for s in plan.role("pp0").states if s.id != "grad:tied"))
+    return change_role(
+        plan, "pp0", states=tuple(s for s in plan.role("pp0").states if s.id != "grad:tied")
+    )
 
 
 @breaks("R08-states", "the state buffer:scale has 33 bytes; 32 are expected")
@@ -194,7 +199,10 @@ def _state_twice(plan: Plan) -> Plan:
     return change_role(plan, "pp0", states=(plan.role("pp0").states[0], *plan.role("pp0").states))
 
 
-@breaks("R30-shards", "is replicated along ('dp',) and shared along Shards(params=(), grads=(), optim=('pp',))")
+@breaks(
+    "R30-shards",
+    "is replicated along ('dp',) and shared along Shards(params=(), grads=(), optim=('pp',))",
+)
 def _shared_along_another_axis(plan: Plan) -> Plan:
     first, *others = plan.buckets
     return replace(plan, buckets=(replace(first, shard=Shards(optim=("pp",))), *others))
@@ -210,7 +218,9 @@ def _channel_of_one(plan: Plan) -> Plan:
     return change_channel(plan, "act", roles=("pp0",), streams=("send",))
 
 
-@breaks("R09-channels", "its sms are (8,); per role none or a number that is not negative is expected")
+@breaks(
+    "R09-channels", "its sms are (8,); per role none or a number that is not negative is expected"
+)
 def _channel_without_sms(plan: Plan) -> Plan:
     return change_channel(plan, "act", sms=(8,))
 
@@ -224,7 +234,9 @@ def _channel_of_negative_sms(plan: Plan) -> Plan:
 def _channel_across(plan: Plan) -> Plan:
     roles = (plan.roles[0], replace(plan.roles[1], placed={"dp": 1, "pp": 1}, ranks=(3,)))
     return replace(
-        plan, mesh=Mesh(pp=2, dp=2), roles=(*roles, replace(roles[1], role="rest", placed={"dp": 0, "pp": 1}, ranks=(2,)))
+        plan,
+        mesh=Mesh(pp=2, dp=2),
+        roles=(*roles, replace(roles[1], role="rest", placed={"dp": 0, "pp": 1}, ranks=(2,))),
     )
 
 
@@ -272,7 +284,9 @@ def _no_buffer(plan: Plan) -> Plan:
     return change_instr(plan, "pp1", "head.F@0", allocs_after=("a@1#pp1",))
 
 
-@breaks("R12-allocated", "is allocated by the part that writes it, and by the start of the step too")
+@breaks(
+    "R12-allocated", "is allocated by the part that writes it, and by the start of the step too"
+)
 def _allocated_twice(plan: Plan) -> Plan:
     return change_role(plan, "pp0", allocs_first=("a@0",))
 
@@ -285,7 +299,12 @@ def _read_too_early(plan: Plan) -> Plan:
 @breaks("R13-read-after-write", "writes only later")
 def _parts_swapped(plan: Plan) -> Plan:
     seed, first, second, total = plan.role("pp1").program[find(plan, "pp1", "head.I@0")].parts
-    parts = (seed, replace(second, frees=()), replace(first, frees=("seed@0", "h@0", "iw@0")), total)
+    parts = (
+        seed,
+        replace(second, frees=()),
+        replace(first, frees=("seed@0", "h@0", "iw@0")),
+        total,
+    )
     return change_instr(plan, "pp1", "head.I@0", parts=parts)
 
 
@@ -299,7 +318,9 @@ def _double_free(plan: Plan) -> Plan:
     return change_instr(plan, "pp0", "embed.W@1", frees_before=("a@1", "b@1", "s@0"))
 
 
-@breaks("R15-use-after-free", "it uses a@0, which instruction 0 (compute: embed.F@0+1) frees before")
+@breaks(
+    "R15-use-after-free", "it uses a@0, which instruction 0 (compute: embed.F@0+1) frees before"
+)
 def _sent_after_free(plan: Plan) -> Plan:
     early = change_part(plan, "pp0", "embed.F@0", frees=("x@0", "a@0"))
     return change_instr(early, "pp0", "embed.W@0", frees_before=("b@0",))
@@ -326,7 +347,9 @@ def _one_send_more(plan: Plan) -> Plan:
     return change_program(plan, "pp0", edit)
 
 
-@breaks("R17-p2p-match", "number 0 on channel grad is float32[] on role pp1, float32[2,8] on role pp0")
+@breaks(
+    "R17-p2p-match", "number 0 on channel grad is float32[] on role pp1, float32[2,8] on role pp0"
+)
 def _wrong_shape_sent(plan: Plan) -> Plan:
     sent = change_part(plan, "pp1", "send.ga@0", reads=("seed@0",))
     kept = change_part(sent, "pp1", "head.I@0", frees=())
@@ -335,7 +358,9 @@ def _wrong_shape_sent(plan: Plan) -> Plan:
 
 
 @breaks(
-    "R18-group-match", "number 0 on channel tied is AllReduce of bucket tied on role pp0, AllReduce of bucket own on role pp1"
+    "R18-group-match",
+    "number 0 on channel tied is AllReduce of bucket tied on role pp0, AllReduce of bucket own on "
+    "role pp1",
 )
 def _other_bucket(plan: Plan) -> Plan:
     return change_part(plan, "pp1", "reduce.tied", op=Collective("all_reduce", "tied", "own"))
@@ -348,7 +373,9 @@ def _deadlock(plan: Plan) -> Plan:
     def edit(program: list[Instr]) -> None:
         receives = [replace(program.pop(6), waits=(("compute", 1),)) for _ in range(2)]
         program[0] = replace(program[0], allocs_after=("ga@0#pp0", "gb@0#pp0"))
-        program[3] = replace(program[3], allocs_after=("ga@1#pp0", "gb@1#pp0"), waits=(("recv", 2),))
+        program[3] = replace(
+            program[3], allocs_after=("ga@1#pp0", "gb@1#pp0"), waits=(("recv", 2),)
+        )
         program[3:3] = receives
 
     return change_program(plan, "pp0", edit)
@@ -372,7 +399,9 @@ def _step_twice(plan: Plan) -> Plan:
 @breaks("R21-steps", "the plan has 1000000000000 microbatches, and runs 10 steps in all")
 def _far_too_few_steps(plan: Plan) -> Plan:
     seed = change_part(plan, "pp1", "seed@0", op=Seed(0.5e-12, "float32"))
-    return replace(change_part(seed, "pp1", "seed@1", op=Seed(0.5e-12, "float32")), microbatches=10**12)
+    return replace(
+        change_part(seed, "pp1", "seed@1", op=Seed(0.5e-12, "float32")), microbatches=10**12
+    )
 
 
 @breaks("R22-buckets", "table starts at byte 4, which is no multiple of 256")
@@ -468,7 +497,9 @@ def _not_weighted(plan: Plan) -> Plan:
 
 @breaks("R27-dataflow", "reads a@0#pp1 as in0: missing embed:out0@0; not asked for embed:out1@0")
 def _wrong_tensor_sent(plan: Plan) -> Plan:
-    return change_part(change_part(plan, "pp0", "send.a@0", reads=("b@0",)), "pp0", "send.b@0", reads=("a@0",))
+    return change_part(
+        change_part(plan, "pp0", "send.a@0", reads=("b@0",)), "pp0", "send.b@0", reads=("a@0",)
+    )
 
 
 @breaks("R27-dataflow", "as tan0: missing head:gin0@1; not asked for head:gin2@1")
@@ -476,7 +507,10 @@ def _tangent_counted_twice(plan: Plan) -> Plan:
     return change_part(plan, "pp1", "sum@1", reads=("g2@1", "g2@1"))
 
 
-@breaks("R27-dataflow", "the norm that it clips by is not the sum over each bucket, once: missing norm own")
+@breaks(
+    "R27-dataflow",
+    "the norm that it clips by is not the sum over each bucket, once: missing norm own",
+)
 def _norm_of_one(plan: Plan) -> Plan:
     return change_part(plan, "pp1", "squares", op=SquaredNorm(("tied",), "float32"))
 
@@ -518,32 +552,48 @@ def _no_microbatches(plan: Plan) -> Plan:
 
 @breaks("R08-states", "the state optim:ghost has 512 bytes; the plan has no such tensor")
 def _optimizer_of_no_bucket(plan: Plan) -> Plan:
-    states = tuple(replace(s, name="ghost") if s.id == "optim:own" else s for s in plan.role("pp1").states)
+    states = tuple(
+        replace(s, name="ghost") if s.id == "optim:own" else s for s in plan.role("pp1").states
+    )
     return with_peaks(change_role(plan, "pp1", states=states))
 
 
 @breaks("R08-states", "it has the state optim:own of a bucket that it does not use")
 def _optimizer_of_another_role(plan: Plan) -> Plan:
-    return with_peaks(change_role(plan, "pp0", states=(*plan.role("pp0").states, State("optim", "own", 512, True))))
+    return with_peaks(
+        change_role(
+            plan, "pp0", states=(*plan.role("pp0").states, State("optim", "own", 512, True))
+        )
+    )
 
 
 def _change_head(plan: Plan, **fields: Any) -> Plan:
     return replace(plan, chunks=(plan.chunks[0], replace(plan.chunks[1], **fields)))
 
 
-@breaks("R07-signature", "input 5 of chunk head is the param bias as a float32[8]; it is a float32[16]")
+@breaks(
+    "R07-signature", "input 5 of chunk head is the param bias as a float32[8]; it is a float32[16]"
+)
 def _parameter_of_another_shape(plan: Plan) -> Plan:
     head = plan.chunks[1]
-    return _change_head(plan, inputs=(*head.inputs[:5], replace(head.inputs[5], spec=TensorSpec((8,), "float32"))))
+    return _change_head(
+        plan, inputs=(*head.inputs[:5], replace(head.inputs[5], spec=TensorSpec((8,), "float32")))
+    )
 
 
-@breaks("R34-accumulation", "chunk head adds 0 times to the gradient of bias in a microbatch; 1 is expected")
+@breaks(
+    "R34-accumulation",
+    "chunk head adds 0 times to the gradient of bias in a microbatch; 1 is expected",
+)
 def _accumulation_dropped(plan: Plan) -> Plan:
     steps = plan.chunks[1].steps
     return _change_head(plan, steps={**steps, "W": replace(steps["W"], accumulates=(4,))})
 
 
-@breaks("R34-accumulation", "chunk head adds 2 times to the gradient of table in a microbatch; 1 is expected")
+@breaks(
+    "R34-accumulation",
+    "chunk head adds 2 times to the gradient of table in a microbatch; 1 is expected",
+)
 def _accumulation_doubled(plan: Plan) -> Plan:
     steps = plan.chunks[1].steps
     return _change_head(plan, steps={**steps, "I": replace(steps["I"], accumulates=(4,))})
@@ -568,15 +618,24 @@ def test_the_good_plans_are_good() -> None:
 def test_microbatches_may_run_in_any_order_unless_they_update_a_buffer() -> None:
     swapped = GOOD
     for role in GOOD.roles:
-        program = [replace(i, parts=tuple(replace(p, mb=1 - p.mb if p.mb >= 0 else -1) for p in i.parts)) for i in role.program]
+        program = [
+            replace(i, parts=tuple(replace(p, mb=1 - p.mb if p.mb >= 0 else -1) for p in i.parts))
+            for i in role.program
+        ]
         swapped = change_role(swapped, role.role, program=tuple(program))
     assert check(swapped) == []
     embed = GOOD.chunks[0]
-    counting = (replace(embed, outputs=(*embed.outputs, Output("buffer", embed.inputs[2].spec, "scale"))), GOOD.chunks[1])
+    counting = (
+        replace(embed, outputs=(*embed.outputs, Output("buffer", embed.inputs[2].spec, "scale"))),
+        GOOD.chunks[1],
+    )
     assert check(replace(GOOD, chunks=counting)) == []
     (found,) = check(replace(swapped, chunks=counting))
     assert found.rule == "R21-steps" and found.index == 0
-    assert "F of chunk embed, which updates a buffer, for microbatch 1: runs before instruction 3" in found.message
+    assert (
+        "F of chunk embed, which updates a buffer, for microbatch 1: runs before instruction 3"
+        in found.message
+    )
 
 
 def test_a_buffer_is_read_after_its_update_of_the_microbatch_before() -> None:
@@ -584,32 +643,46 @@ def test_a_buffer_is_read_after_its_update_of_the_microbatch_before() -> None:
     embed, head = GOOD.chunks
     read = Input("buffer", "scale", embed.inputs[2].spec)
     update = Output("buffer", embed.inputs[2].spec, "scale")
-    uses = {("embed", mb): mb * 2 for mb in range(2)} | {("head", mb): mb * 2 + 1 for mb in range(2)}
+    uses = {("embed", mb): mb * 2 for mb in range(2)} | {
+        ("head", mb): mb * 2 + 1 for mb in range(2)
+    }
     chunks = (embed, replace(head, inputs=(*head.inputs, read), outputs=(*head.outputs, update)))
 
     def found(places: dict[tuple[str, int], int]) -> list[str]:
         findings = Findings(replace(GOOD, chunks=chunks))
         role = GOOD.roles[0]
-        verify_training._check_buffers(findings, {(c, mb, "F"): [(role, (at, 0))] for (c, mb), at in places.items()})
+        verify_training._check_buffers(
+            findings, {(c, mb, "F"): [(role, (at, 0))] for (c, mb), at in places.items()}
+        )
         return [v.message for v in findings.violations]
 
     assert found(uses) == []
     (early,) = found({**uses, ("embed", 1): 0, ("embed", 0): -1, ("head", 0): 1})
-    assert "F of chunk embed, which reads the buffer scale, which others update, for microbatch 1: runs before" in early
+    assert (
+        "F of chunk embed, which reads the buffer scale, which others update, for microbatch 1: "
+        "runs before" in early
+    )
     (late,) = found({**uses, ("embed", 0): 1, ("head", 0): 0})
-    assert "F of chunk head, which updates a buffer, for microbatch 0: runs before instruction 1" in late
+    assert (
+        "F of chunk head, which updates a buffer, for microbatch 0: runs before instruction 1"
+        in late
+    )
 
 
 def test_an_update_before_the_last_use_is_found_where_nothing_is_reduced() -> None:
     plan = lone_plan()
     parts = plan.role("pp1").program[find(plan, "pp1", "head.I@0")].parts
-    early = change_instr(plan, "pp1", "head.I@0", parts=(*parts, Part("early", Update(("own",), clip=None))))
+    early = change_instr(
+        plan, "pp1", "head.I@0", parts=(*parts, Part("early", Update(("own",), clip=None)))
+    )
     found = check(change_part(early, "pp1", "update", op=Update(("tied",), clip=1.0)))
     assert {v.rule for v in found} >= {"R25-update"}
     assert "bucket own has its update here, before instruction 9 uses it" in found[0].message
 
 
-@pytest.mark.parametrize(("rule", "message", "change"), BREAKS, ids=[f.__name__.strip("_") for _, _, f in BREAKS])
+@pytest.mark.parametrize(
+    ("rule", "message", "change"), BREAKS, ids=[f.__name__.strip("_") for _, _, f in BREAKS]
+)
 def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> None:
     found = check(change(GOOD))
     assert {v.rule for v in found} == {rule}
@@ -617,15 +690,24 @@ def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> No
 
 
 def test_every_rule_has_a_negative_control() -> None:
-    elsewhere = {"R31-gathered", "R32-contributions", "R37-experts"}  # test_sharding.py and test_experts_faults.py of tests/
-    assert {rule for rule, _, _ in BREAKS + COLLECTIVE_BREAKS + RECOMPUTE_BREAKS + SHARING_BREAKS} | elsewhere == set(RULES)
+    elsewhere = {
+        "R31-gathered",
+        "R32-contributions",
+        "R37-experts",
+    }  # test_sharding.py and test_experts_faults.py of tests/
+    assert {
+        rule for rule, _, _ in BREAKS + COLLECTIVE_BREAKS + RECOMPUTE_BREAKS + SHARING_BREAKS
+    } | elsewhere == set(RULES)
 
 
 def test_verify_names_rule_role_ranks_instruction_and_stream() -> None:
     with pytest.raises(PlanError) as error:
         verify(_read_too_early(GOOD))
     text = str(error.value)
-    assert "R13-read-after-write: role pp1 (ranks 2, 3), instruction 2 on compute: head.F@0+1: it reads a@0#pp1" in text
+    assert (
+        "R13-read-after-write: role pp1 (ranks 2, 3), instruction 2 on compute: head.F@0+1: it "
+        "reads a@0#pp1" in text
+    )
     assert "instruction 0 (recv: recv.a@0)" in text
     assert RULES["R13-read-after-write"] in text
     assert "2 more violations" in text
@@ -639,14 +721,29 @@ def test_a_deadlock_is_shown_as_a_cycle_of_waiting() -> None:
     chain = [(m[1], m[3]) for m in waiting if m]
     assert len(chain) == len(lines) >= 4
     assert [needed for _, needed in chain] == [waiter for waiter, _ in chain[1:] + chain[:1]]
-    assert {m[2] for m in waiting if m} <= {"waits for", "meets", "is issued after", "is next on its stream after"}
+    assert {m[2] for m in waiting if m} <= {
+        "waits for",
+        "meets",
+        "is issued after",
+        "is next on its stream after",
+    }
 
 
 def test_order_is_transitive_and_ignores_program_order_across_streams() -> None:
     order = HappensBefore(GOOD.role("pp0"))
-    first, sent, received, last = (find(GOOD, "pp0", n) for n in ("embed.F@0", "send.b@0", "recv.ga@1", "update"))
-    assert order.precedes(first, sent) and order.precedes(first, last) and order.precedes(received, last)
-    assert not order.precedes(sent, received) and not order.precedes(last, first) and not order.precedes(first, first)
+    first, sent, received, last = (
+        find(GOOD, "pp0", n) for n in ("embed.F@0", "send.b@0", "recv.ga@1", "update")
+    )
+    assert (
+        order.precedes(first, sent)
+        and order.precedes(first, last)
+        and order.precedes(received, last)
+    )
+    assert (
+        not order.precedes(sent, received)
+        and not order.precedes(last, first)
+        and not order.precedes(first, first)
+    )
 
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
@@ -660,8 +757,14 @@ def test_a_plan_that_makes_no_sense_is_refused_and_does_not_crash(data: st.DataO
 
 def _redrawn(item: Any, hint: Any, data: st.DataObject) -> Any:
     """Return the item with one field, at a random depth, drawn anew."""
-    if is_dataclass(item) and not isinstance(item, Mesh | TensorSpec) and data.draw(st.integers(0, 9)):
-        field = data.draw(st.sampled_from([f for f in fields(item) if f.init and f.name != "version"]))
+    if (
+        is_dataclass(item)
+        and not isinstance(item, Mesh | TensorSpec)
+        and data.draw(st.integers(0, 9))
+    ):
+        field = data.draw(
+            st.sampled_from([f for f in fields(item) if f.init and f.name != "version"])
+        )
         kind = get_type_hints(type(item))[field.name]
         return replace(item, **{field.name: _redrawn(getattr(item, field.name), kind, data)})
     if isinstance(item, tuple) and item and is_dataclass(item[0]) and data.draw(st.integers(0, 9)):
@@ -677,7 +780,11 @@ def _without_one_wait(plan: Plan) -> Iterator[tuple[Plan, str, int, int]]:
         for k, (stream, count) in enumerate(instr.waits):
             waits = instr.waits[:k] + instr.waits[k + 1 :]
             on_stream = [i for i, other in enumerate(role.program) if other.stream == stream]
-            changed = change_program(plan, role.role, lambda p, i=index, w=waits: p.__setitem__(i, replace(p[i], waits=w)))
+            changed = change_program(
+                plan,
+                role.role,
+                lambda p, i=index, w=waits: p.__setitem__(i, replace(p[i], waits=w)),
+            )
             yield changed, role.role, on_stream[count - 1], index
 
 
@@ -696,11 +803,16 @@ def test_any_instruction_free_or_allocation_that_is_dropped_is_noticed() -> None
         thinner = [()]  # without the instruction itself
         for name in ("frees_before", "allocs_after"):
             values = getattr(instr, name)
-            thinner += [(replace(instr, **{name: values[:k] + values[k + 1 :]}),) for k in range(len(values))]
+            thinner += [
+                (replace(instr, **{name: values[:k] + values[k + 1 :]}),)
+                for k in range(len(values))
+            ]
         for p, part in enumerate(instr.parts):
             for k in range(len(part.frees)):
                 less = replace(part, frees=part.frees[:k] + part.frees[k + 1 :])
-                thinner.append((replace(instr, parts=(*instr.parts[:p], less, *instr.parts[p + 1 :])),))
+                thinner.append(
+                    (replace(instr, parts=(*instr.parts[:p], less, *instr.parts[p + 1 :])),)
+                )
         for kept in thinner:
             program = (*role.program[:index], *kept, *role.program[index + 1 :])
             assert check(change_role(GOOD, role.role, program=program)), (role.role, index, kept)

@@ -83,7 +83,11 @@ def _plans(draw: st.DrawFn) -> Plan:
     stream = st.sampled_from(STREAMS[1:])
     channels = [Channel(f"{x}>{y}", "p2p", (x, y), (draw(stream), draw(stream))) for x, y in pairs]
     channels.append(Channel("all", "group", ROLES, (draw(stream), draw(stream), draw(stream))))
-    steps = draw(st.lists(st.one_of(st.sampled_from(channels), st.sampled_from(ROLES)), min_size=4, max_size=12))
+    steps = draw(
+        st.lists(
+            st.one_of(st.sampled_from(channels), st.sampled_from(ROLES)), min_size=4, max_size=12
+        )
+    )
     programs: dict[str, list[Instr]] = {r: [] for r in ROLES}
     for k, step in enumerate(steps):
         if isinstance(step, str):
@@ -94,7 +98,11 @@ def _plans(draw: st.DrawFn) -> Plan:
                 programs[role].append(Instr(step.stream_on(role), (met,)))
         else:
             for role, op in zip(
-                step.roles, (Part(f"n{k}", Send(step.id), -1, ("v",)), Part(f"n{k}", Recv(step.id), -1, (), ("v",)))
+                step.roles,
+                (
+                    Part(f"n{k}", Send(step.id), -1, ("v",)),
+                    Part(f"n{k}", Recv(step.id), -1, (), ("v",)),
+                ),
             ):
                 programs[role].append(Instr(step.stream_on(role), (op,)))
     roles = tuple(RolePlan(r, {}, (), tuple(_disturbed(draw, programs[r])), STREAMS) for r in ROLES)
@@ -103,14 +111,22 @@ def _plans(draw: st.DrawFn) -> Plan:
 
 def _disturbed(draw: st.DrawFn, program: list[Instr]) -> list[Instr]:
     """Swap neighbours on different channels, then add waits for earlier instructions."""
-    for k in draw(st.lists(st.integers(0, max(0, len(program) - 2)), max_size=6 if len(program) > 1 else 0)):
+    for k in draw(
+        st.lists(st.integers(0, max(0, len(program) - 2)), max_size=6 if len(program) > 1 else 0)
+    ):
         program[k], program[k + 1] = program[k + 1], program[k]
     findings: list[Instr] = []
     counts: Counter[str] = Counter()
     for instr in program:
         others = [s for s in STREAMS if counts[s] and s != instr.stream]
         chosen = draw(st.lists(st.sampled_from(others), unique=True, max_size=2)) if others else []
-        findings.append(Instr(instr.stream, instr.parts, tuple((s, draw(st.integers(1, counts[s]))) for s in chosen)))
+        findings.append(
+            Instr(
+                instr.stream,
+                instr.parts,
+                tuple((s, draw(st.integers(1, counts[s]))) for s in chosen),
+            )
+        )
         counts[instr.stream] += 1
     return findings
 

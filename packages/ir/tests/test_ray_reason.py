@@ -19,20 +19,30 @@ ValueError: a bad space
 
 
 def test_a_worker_that_was_killed_for_memory_is_said_to_be() -> None:
-    told = "Task was killed due to the node running low on memory (15.2GB / 16.0GB (0.95)); put fewer ranks on a node, or"
+    told = (
+        "Task was killed due to the node running low on memory (15.2GB / 16.0GB (0.95)); put fewer "
+        "ranks on a node, or"
+    )
     assert ray_reason(RuntimeError(LOW)).startswith(told)
     assert ray_reason(RuntimeError(DEAD + LOW)).startswith(told)
     worker = (
-        "The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: " + LOW
+        "The actor is dead because its worker process has died. Worker exit type: "
+        "NODE_OUT_OF_MEMORY Worker exit "
+        "detail: " + LOW
     )
     assert ray_reason(RuntimeError(DEAD + worker)).startswith(f"NODE_OUT_OF_MEMORY: {told}")
 
 
 def test_other_reasons_stand_first_and_those_of_code_last() -> None:
-    assert ray_reason(RuntimeError(DEAD + "The actor is dead because its node has died.\nSee the logs")).endswith(
-        "its node has died."
+    assert ray_reason(
+        RuntimeError(DEAD + "The actor is dead because its node has died.\nSee the logs")
+    ).endswith("its node has died.")
+    assert (
+        ray_reason(RuntimeError("Failed to set up runtime environment.\nno such file: env.yml\n"))
+        == "no such file: env.yml"
     )
-    assert ray_reason(RuntimeError("Failed to set up runtime environment.\nno such file: env.yml\n")) == "no such file: env.yml"
     assert ray_reason(RuntimeError(TRACEBACK)) == "ValueError: a bad space"
-    assert ray_reason(RuntimeError("The actor died unexpectedly before finishing this task.")).startswith("The actor died")
+    assert ray_reason(
+        RuntimeError("The actor died unexpectedly before finishing this task.")
+    ).startswith("The actor died")
     assert ray_reason(TimeoutError()) == "TimeoutError"

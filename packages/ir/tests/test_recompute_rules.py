@@ -60,7 +60,9 @@ def change_variant(plan: Plan, step: Step, **fields: Any) -> Plan:
 @breaks("R33-recompute", "runs under the policy all, its forward under inputs")
 def _two_policies(plan: Plan) -> Plan:
     parts = plan.role("pp0").program[find(plan, "pp0", "embed.R@0")].parts
-    return change_instr(plan, "pp0", "embed.R@0", parts=(parts[0], replace(parts[1], op=Compute("embed", "W"))))
+    return change_instr(
+        plan, "pp0", "embed.R@0", parts=(parts[0], replace(parts[1], op=Compute("embed", "W")))
+    )
 
 
 @breaks("R33-recompute", "embed.R@0 reads y@0 as in0; its forward read x@0")
@@ -94,7 +96,13 @@ def _too_late(plan: Plan) -> Plan:
 @breaks("R33-recompute", "its inputs or outputs are not those of the chunk")
 def _other_inputs(plan: Plan) -> Plan:
     (variant,) = plan.variants
-    return replace(plan, variants=(variant, replace(variant, keep="other", inputs=(*variant.inputs, variant.inputs[0]))))
+    return replace(
+        plan,
+        variants=(
+            variant,
+            replace(variant, keep="other", inputs=(*variant.inputs, variant.inputs[0])),
+        ),
+    )
 
 
 @breaks("R06-names", "the variant ghost~inputs is under no policy, or of no chunk of the plan")
@@ -115,7 +123,11 @@ def _unknown_variant(plan: Plan) -> Plan:
 @breaks("R21-steps", "R of chunk embed runs 0 times for microbatch 0; 1 expected")
 def _nothing_again(plan: Plan) -> Plan:
     """The other variant keeps all that the first does not, and asks for R nonetheless."""
-    steps = {**plan.variants[0].steps, "F": plan.chunks[0].steps["F"], "R": Signature(("in0",), ("saved1",))}
+    steps = {
+        **plan.variants[0].steps,
+        "F": plan.chunks[0].steps["F"],
+        "R": Signature(("in0",), ("saved1",)),
+    }
     ports = {**plan.chunks[0].ports, "saved1": plan.chunks[0].ports["saved0"]}
     good = good_plan()
     good = replace(good, variants=(replace(plan.variants[0], steps=steps, ports=ports),))
@@ -129,7 +141,9 @@ def test_the_plan_is_good_and_can_be_written() -> None:
     assert "R embed keeping inputs @0 reads x@0 writes s@0" in format_plan(GOOD)
 
 
-@pytest.mark.parametrize(("rule", "message", "change"), BREAKS, ids=[f.__name__.strip("_") for _, _, f in BREAKS])
+@pytest.mark.parametrize(
+    ("rule", "message", "change"), BREAKS, ids=[f.__name__.strip("_") for _, _, f in BREAKS]
+)
 def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> None:
     found = check(change(GOOD))
     assert {v.rule for v in found} == {rule}, [v.message for v in found]

@@ -40,7 +40,10 @@ def test_all_terms_must_match(terms: dict[str, Any], matched: bool) -> None:
     assert where(**terms).matches(NODE) is matched
 
 
-@given(st.dictionaries(st.sampled_from("abc"), st.integers(0, 2)), st.dictionaries(st.sampled_from("abc"), st.integers(0, 2)))
+@given(
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 2)),
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 2)),
+)
 def test_exact_terms_match_supersets_only(terms: dict[str, int], coords: dict[str, int]) -> None:
     assert where(**terms).matches(coords) == (terms.items() <= coords.items())
 
@@ -48,11 +51,17 @@ def test_exact_terms_match_supersets_only(terms: dict[str, int], coords: dict[st
 def test_selections_are_values() -> None:
     assert where(mb=1, stage=0) == where(stage=0, mb=1) == Where((("stage", 0),), mb=1)
     assert len({where(mb=range(2)), where(mb=(0, 1)), where(mb=(1, 0))}) == 2
-    assert str(where(stage=(0, 2), phase="F", mb=ANY, expert=NONE)) == "where(expert=NONE, mb=ANY, phase='F', stage=(0, 2))"
+    assert (
+        str(where(stage=(0, 2), phase="F", mb=ANY, expert=NONE))
+        == "where(expert=NONE, mb=ANY, phase='F', stage=(0, 2))"
+    )
     assert str(where()) == "where()"
 
 
 @pytest.mark.parametrize("value", [(), range(0), None, 1.5, True, {"a": 1}, (1, None), b"F"])
 def test_other_values_are_refused(value: object) -> None:
-    with pytest.raises(SelectorError, match=r"^where\(stage=.*\): a value is an int, a name, a non-empty tuple or range"):
+    with pytest.raises(
+        SelectorError,
+        match=r"^where\(stage=.*\): a value is an int, a name, a non-empty tuple or range",
+    ):
         where(stage=value)

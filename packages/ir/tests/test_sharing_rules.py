@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from packages.ir.tests.plans_for_tests import change_bucket, change_channel, change_part, change_role, good_plan
+from packages.ir.tests.plans_for_tests import (
+    change_bucket,
+    change_channel,
+    change_part,
+    change_role,
+    good_plan,
+)
 from piper_ir.fold.memory import with_peaks
 from piper_ir.ground.codec import dumps, loads
 from piper_ir.ground.mesh import Mesh
@@ -33,13 +39,21 @@ def sharing_plan() -> Plan:
     plan = change_channel(plan, "norm", over=("tp",))
     norm = SquaredNorm(("tied", "own"), "float32", ("tied",), ("tp",))
     plan = change_part(plan, "pp1", "squares", op=norm)
-    plan = replace(plan, channels=(*plan.channels, Channel("tp.pp1", "group", ("pp1",), ("compute",), ("tp",), "tensor")))
+    plan = replace(
+        plan,
+        channels=(
+            *plan.channels,
+            Channel("tp.pp1", "group", ("pp1",), ("compute",), ("tp",), "tensor"),
+        ),
+    )
     return with_peaks(change_step(plan, "F", (SUM,)))
 
 
 def change_param(plan: Plan, name: str, **fields: Any) -> Plan:
     """Return the plan with other facts of a parameter."""
-    return replace(plan, params=tuple(replace(p, **fields) if p.name == name else p for p in plan.params))
+    return replace(
+        plan, params=tuple(replace(p, **fields) if p.name == name else p for p in plan.params)
+    )
 
 
 def change_step(plan: Plan, step: Step, collectives: tuple[StepCollective, ...]) -> Plan:
@@ -77,7 +91,9 @@ def _other_programs(plan: Plan) -> Plan:
     return replace(plan, shared=("tp", "pp"))
 
 
-@breaks("R35-parts", "parameter bias is in parts along tp, tp; devices share chunks along tp, each once")
+@breaks(
+    "R35-parts", "parameter bias is in parts along tp, tp; devices share chunks along tp, each once"
+)
 def _twice(plan: Plan) -> Plan:
     return change_param(plan, "bias", layout=(DimPart("tp", 0), DimPart("tp", 0)))
 
@@ -92,12 +108,18 @@ def _uneven(plan: Plan) -> Plan:
     return change_param(plan, "bias", layout=(DimPart("tp", 0, 3),))
 
 
-@breaks("R35-parts", "parameter table has gradients that are terms along dp; devices share chunks along tp")
+@breaks(
+    "R35-parts",
+    "parameter table has gradients that are terms along dp; devices share chunks along tp",
+)
 def _terms_elsewhere(plan: Plan) -> Plan:
     return change_param(plan, "table", summed=("dp",))
 
 
-@breaks("R35-parts", "parameter bias is in parts along tp, and gradients of parts are no terms of a sum there")
+@breaks(
+    "R35-parts",
+    "parameter bias is in parts along tp, and gradients of parts are no terms of a sum there",
+)
 def _terms_of_parts(plan: Plan) -> Plan:
     return change_param(plan, "bias", summed=("tp",))
 
@@ -117,7 +139,10 @@ def _unknown(plan: Plan) -> Plan:
     return change_step(plan, "F", (SUM, replace(SUM, kind="gossip")))
 
 
-@breaks("R36-inside", "F of chunk head has an all_gather of 7 bytes, which 2 devices cannot share equally")
+@breaks(
+    "R36-inside",
+    "F of chunk head has an all_gather of 7 bytes, which 2 devices cannot share equally",
+)
 def _uneven_blocks(plan: Plan) -> Plan:
     return change_step(plan, "F", (SUM, replace(SUM, kind="all_gather", nbytes=7)))
 
@@ -132,26 +157,41 @@ def _no_channel(plan: Plan) -> Plan:
     return replace(plan, channels=tuple(c for c in plan.channels if c.purpose != "tensor"))
 
 
-@breaks("R36-inside", "channel tp.pp1 is for steps, and joins ranks along dp; devices share chunks along tp")
+@breaks(
+    "R36-inside",
+    "channel tp.pp1 is for steps, and joins ranks along dp; devices share chunks along tp",
+)
 def _channel_of_replicas(plan: Plan) -> Plan:
     return change_channel(plan, "tp.pp1", over=("dp",))
 
 
-@breaks("R36-inside", "channel tp.pp1 is for steps, and joins pp0, pp1 on compute, compute; one role on compute is needed")
+@breaks(
+    "R36-inside",
+    "channel tp.pp1 is for steps, and joins pp0, pp1 on compute, compute; one role on compute is "
+    "needed",
+)
 def _channel_of_two_roles(plan: Plan) -> Plan:
     return change_channel(plan, "tp.pp1", roles=("pp0", "pp1"), streams=("compute", "compute"))
 
 
-@breaks("R36-inside", "F of chunk head exchanges something else than in embed, which has the same code")
+@breaks(
+    "R36-inside", "F of chunk head exchanges something else than in embed, which has the same code"
+)
 def _code_of_another(plan: Plan) -> Plan:
     return replace(plan, chunks=tuple(replace(c, code="x") for c in plan.chunks))
 
 
 def test_the_plan_is_good_and_its_text_says_everything() -> None:
-    assert check(GOOD) == [] and loads(Plan, dumps(GOOD)) == GOOD and parse_plan(format_plan(GOOD)) == GOOD
+    assert (
+        check(GOOD) == []
+        and loads(Plan, dumps(GOOD)) == GOOD
+        and parse_plan(format_plan(GOOD)) == GOOD
+    )
 
 
-@pytest.mark.parametrize(("rule", "message", "change"), BREAKS, ids=[f.__name__.strip("_") for _, _, f in BREAKS])
+@pytest.mark.parametrize(
+    ("rule", "message", "change"), BREAKS, ids=[f.__name__.strip("_") for _, _, f in BREAKS]
+)
 def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> None:
     found = check(change(GOOD))
     assert {v.rule for v in found} == {rule}
@@ -162,9 +202,14 @@ def test_parameters_of_a_bucket_are_sums_along_the_same_axes() -> None:
     """Two parameters of one bucket: one reduction cannot leave one of them out."""
     plan = change_bucket(GOOD, "tied", params=("table", "bias"), offsets=(0, 128), numel=192)
     plan = change_param(change_param(plan, "bias", layout=()), "table", summed=("tp",))
-    assert any("table and bias, whose gradients are sums along different axes" in v.message for v in check(plan))
+    assert any(
+        "table and bias, whose gradients are sums along different axes" in v.message
+        for v in check(plan)
+    )
 
 
 def test_the_norm_counts_once_along_the_axes_over_which_it_is_summed() -> None:
-    plan = change_part(GOOD, "pp1", "squares", op=SquaredNorm(("tied", "own"), "float32", ("tied",), ()))
+    plan = change_part(
+        GOOD, "pp1", "squares", op=SquaredNorm(("tied", "own"), "float32", ("tied",), ())
+    )
     assert [v.rule for v in check(plan)] == ["R27-dataflow"] * 2

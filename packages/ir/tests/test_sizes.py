@@ -48,11 +48,15 @@ def test_specs_count_elements_and_bytes() -> None:
     assert spec.bind(4) == TensorSpec((8, 3, 5), "bfloat16") and spec.bind(4).nbytes == 240
     assert TensorSpec((), "float64").nbytes == 8 and TensorSpec((0, 7), "int64").numel == 0
     assert str(spec) == "bfloat16[2r,3,5]"
-    assert {d: TensorSpec((3,), d).nbytes for d in ITEM_BYTES} == {d: 3 * n for d, n in ITEM_BYTES.items()}
+    assert {d: TensorSpec((3,), d).nbytes for d in ITEM_BYTES} == {
+        d: 3 * n for d, n in ITEM_BYTES.items()
+    }
 
 
 def test_unknown_dtypes_are_refused() -> None:
-    with pytest.raises(FormatError, match=r"unknown dtype 'torch\.float32'; known are float64, float32"):
+    with pytest.raises(
+        FormatError, match=r"unknown dtype 'torch\.float32'; known are float64, float32"
+    ):
         TensorSpec((1,), "torch.float32")
 
 

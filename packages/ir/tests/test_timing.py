@@ -159,8 +159,14 @@ def test_a_deadlock_names_the_cycle() -> None:
         prepare(swapped(plan, 0, 0, 1))
     lines = str(found.value).splitlines()
     assert lines[0] == "deadlock: these instructions wait for each other"
-    assert lines[1].split(" comes ")[0].split(" meets")[0] == lines[-1], "the last line is the first again"
-    for part in ("role pp0, stream 'comm', instruction 1 0>1.send@0 (Send)", "role pp1", "1>0.send@0 (Send)"):
+    assert lines[1].split(" comes ")[0].split(" meets")[0] == lines[-1], (
+        "the last line is the first again"
+    )
+    for part in (
+        "role pp0, stream 'comm', instruction 1 0>1.send@0 (Send)",
+        "role pp1",
+        "1>0.send@0 (Send)",
+    ):
         assert part in str(found.value)
 
 
@@ -176,7 +182,10 @@ def test_a_send_without_receive_is_refused() -> None:
     build.transfer(0, 1)
     build.transfer(0, 1)
     build.programs[1].pop()
-    with pytest.raises(PlanError, match="channel 0>1: use 2 has no counterpart; the channel is used 2 on pp0, 1 on pp1 times"):
+    with pytest.raises(
+        PlanError,
+        match="channel 0>1: use 2 has no counterpart; the channel is used 2 on pp0, 1 on pp1 times",
+    ):
         prepare(build.plan())
 
 

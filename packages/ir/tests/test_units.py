@@ -26,7 +26,14 @@ def test_seconds(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5 GiB"), (-(3 << 20), "-3 MiB"), (20 << 40, "20480 GiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (5 << 30, "5 GiB"),
+        (-(3 << 20), "-3 MiB"),
+        (20 << 40, "20480 GiB"),
+    ],
 )
 def test_sizes(value: int, text: str) -> None:
     assert size_text(value) == text
@@ -34,14 +41,27 @@ def test_sizes(value: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(1023, "1023 B"), (1536, "1.5 KiB"), (1537, "1.501 KiB"), ((10 << 30) - 1, "10 GiB"), ((20 << 40) + 1, "20481 GiB")],
+    [
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (1537, "1.501 KiB"),
+        ((10 << 30) - 1, "10 GiB"),
+        ((20 << 40) + 1, "20481 GiB"),
+    ],
 )
 def test_a_size_that_is_to_be_enough_is_rounded_up(value: int, text: str) -> None:
     assert enough_text(value) == text
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 FLOP"), (999, "999 FLOP"), (98304, "98.3 kFLOP"), (1.5e12, "1.5 TFLOP"), (3e18, "3000 PFLOP")]
+    ("value", "text"),
+    [
+        (0, "0 FLOP"),
+        (999, "999 FLOP"),
+        (98304, "98.3 kFLOP"),
+        (1.5e12, "1.5 TFLOP"),
+        (3e18, "3000 PFLOP"),
+    ],
 )
 def test_flops(value: float, text: str) -> None:
     assert flops_text(value) == text

@@ -27,7 +27,9 @@ def _one_thread() -> Iterator[None]:
 def capture() -> Capture:
     """capture(fn, *args) -> (the forward graph that Dynamo makes of it, the graph's example inputs)."""
 
-    def run(fn: Callable[..., Any], *args: Any, dynamic: bool = False) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    def run(
+        fn: Callable[..., Any], *args: Any, dynamic: bool = False
+    ) -> tuple[fx.GraphModule, list[torch.Tensor]]:
         torch._dynamo.reset()
         caught: list[tuple[fx.GraphModule, list[torch.Tensor]]] = []
 

@@ -1,4 +1,5 @@
-"""Experts by ops equal a plain loop over experts: values and gradients, an expert without tokens, rows behind the last group."""
+"""Experts by ops equal a plain loop over experts: values and gradients, an expert without tokens, rows behind the last
+group."""
 
 from __future__ import annotations
 
@@ -56,12 +57,19 @@ def by_loop(x: Tensor, chosen: Tensor, share: Tensor, up: Tensor, down: Tensor) 
 
 def by_ops(x: Tensor, chosen: Tensor, share: Tensor, up: Tensor, down: Tensor) -> Tensor:
     rows, counts = route(x, chosen, up.shape[0])
-    made: Tensor = unroute(grouped_mm(F.silu(grouped_mm(rows, counts, up)), counts, down), chosen, share)
+    made: Tensor = unroute(
+        grouped_mm(F.silu(grouped_mm(rows, counts, up)), counts, down), chosen, share
+    )
     return made
 
 
 def inputs(top: int = TOP) -> list[Tensor]:
-    return [drawn(TOKENS, WIDTH), drawn(TOKENS, top), drawn(EXPERTS, WIDTH, HIDDEN), drawn(EXPERTS, HIDDEN, WIDTH)]
+    return [
+        drawn(TOKENS, WIDTH),
+        drawn(TOKENS, top),
+        drawn(EXPERTS, WIDTH, HIDDEN),
+        drawn(EXPERTS, HIDDEN, WIDTH),
+    ]
 
 
 def difference(top: int = TOP) -> float:
@@ -85,7 +93,10 @@ WRONG: dict[str, tuple[str, Any]] = {
         "unroute",
         lambda right: lambda rows, chosen, share: right(rows, chosen, share.abs().sign()),
     ),
-    "rows in the order of choices": ("places", lambda right: lambda chosen: torch.arange(chosen.numel())),
+    "rows in the order of choices": (
+        "places",
+        lambda right: lambda chosen: torch.arange(chosen.numel()),
+    ),
     "sorted the other way around": (
         "order",
         lambda right: lambda chosen, *_: torch.sort(chosen.flatten(), descending=True).indices,
@@ -108,7 +119,9 @@ def test_rows_are_sorted_by_expert_then_by_token() -> None:
     x = torch.tensor([[1.0], [2.0], [3.0]])
     rows, counts = route(x, chosen, 4)
     assert rows.flatten().tolist() == [1, 2, 3, 1, 2, 3] and counts.tolist() == [2, 1, 3, 0]
-    assert unroute(rows, chosen, torch.tensor([[1.0, 0.5], [0.25, 0], [2, 1]])).flatten().tolist() == [1.5, 0.5, 9]
+    assert unroute(
+        rows, chosen, torch.tensor([[1.0, 0.5], [0.25, 0], [2, 1]])
+    ).flatten().tolist() == [1.5, 0.5, 9]
 
 
 def test_a_token_may_choose_an_expert_twice() -> None:
@@ -148,7 +161,10 @@ def test_other_dtypes_are_near_float64(dtype: torch.dtype) -> None:
 
 def test_sums_over_choices_are_in_float32() -> None:
     """Eight shares of which each is less than half a digit of the first: bfloat16 would lose seven."""
-    chosen, share = torch.arange(8).view(1, 8), torch.tensor([[1.0, *[2**-9] * 7]], dtype=torch.bfloat16)
+    chosen, share = (
+        torch.arange(8).view(1, 8),
+        torch.tensor([[1.0, *[2**-9] * 7]], dtype=torch.bfloat16),
+    )
     rows, _ = route(torch.ones(1, 4, dtype=torch.bfloat16), chosen, 8)
     assert unroute(rows, chosen, share)[0, 0] == torch.tensor(1 + 7 * 2**-9).bfloat16() > 1
 
@@ -158,7 +174,11 @@ def test_shares_of_another_dtype_have_gradients_in_theirs() -> None:
     rows = drawn(TOKENS * TOP, WIDTH, dtype=torch.bfloat16)
     out = unroute(rows, chosen, share)
     of_rows, of_share = torch.autograd.grad(out.sum(), (rows, share))
-    assert (out.dtype, of_rows.dtype, of_share.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (out.dtype, of_rows.dtype, of_share.dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
 
 
 CALLS: dict[str, Any] = {
@@ -173,12 +193,16 @@ CALLS: dict[str, Any] = {
 }
 
 
-def call(name: str, dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> tuple[Any, tuple[Any, ...]]:
+def call(
+    name: str, dtype: torch.dtype = torch.float32, tokens: int = TOKENS
+) -> tuple[Any, tuple[Any, ...]]:
     x, share, up, _ = (t.detach().to(dtype) for t in inputs())
     x, share, chosen = (t.repeat(tokens // TOKENS, 1) for t in (x, share, choices()))
     rows, counts = route(x, chosen, EXPERTS)
     grad = torch.randn(len(rows), HIDDEN).to(dtype)
-    return getattr(torch.ops.piper, name).default, CALLS[name](x, chosen, share, rows, counts, up, grad)
+    return getattr(torch.ops.piper, name).default, CALLS[name](
+        x, chosen, share, rows, counts, up, grad
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -187,19 +211,31 @@ def test_fake_and_real_results_look_alike(name: str, dtype: torch.dtype) -> None
     op, args = call(name, dtype)
     real = op(*args)
     fake = op(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
-    for a, b in zip(*((made if isinstance(made, tuple) else (made,)) for made in (real, fake)), strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()) and a.is_contiguous()
+    for a, b in zip(
+        *((made if isinstance(made, tuple) else (made,)) for made in (real, fake)), strict=True
+    ):
+        assert (a.shape, a.dtype, a.stride()) == (
+            b.shape,
+            b.dtype,
+            b.stride(),
+        ) and a.is_contiguous()
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_called_directly_give_what_the_ops_give(name: str) -> None:
     op, args = call(name)
-    ours, theirs = (made if isinstance(made, tuple) else (made,) for made in (DIRECT[op](*args), op(*args)))
-    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True))
+    ours, theirs = (
+        made if isinstance(made, tuple) else (made,) for made in (DIRECT[op](*args), op(*args))
+    )
+    assert all(
+        torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def test_calls_cover_the_ops_of_experts() -> None:
-    ops = {f.op._schema.name for n in ("route", "grouped_mm", "unroute") for f in PORTABLE[n].formulas}
+    ops = {
+        f.op._schema.name for n in ("route", "grouped_mm", "unroute") for f in PORTABLE[n].formulas
+    }
     assert ops == {f"piper::{name}" for name in CALLS}
 
 
@@ -212,7 +248,9 @@ def test_kernels_hold_what_is_counted(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", [n for n in CALLS if "route" in n])
-def test_a_gpu_holds_what_its_kernel_holds_here(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_holds_what_its_kernel_holds_here(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experts, "_refuse_unknown", lambda chosen, experts: None)  # asks a GPU
     op, args = call(name, dtype)
     held = peak_bytes_inside(getattr(experts, f"_{name}_picked"), *args)
@@ -222,12 +260,16 @@ def test_a_gpu_holds_what_its_kernel_holds_here(name: str, dtype: torch.dtype, m
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [n for n in CALLS if "route" in n])
-def test_sums_in_bags_are_those_of_rows_one_by_one(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_in_bags_are_those_of_rows_one_by_one(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: places that are off by one."""
     monkeypatch.setattr(experts, "_refuse_unknown", lambda chosen, experts: None)
     args = tuple(dtype if isinstance(a, torch.dtype) else a for a in call(name, dtype)[1])
     exact = 64 * torch.finfo(dtype).eps
-    ours, theirs = (k(*args) for k in (experts.CPU_KERNELS[name], getattr(experts, f"_{name}_picked")))
+    ours, theirs = (
+        k(*args) for k in (experts.CPU_KERNELS[name], getattr(experts, f"_{name}_picked"))
+    )
     torch.testing.assert_close(ours, theirs, rtol=exact, atol=exact)
     right = bags.order
     monkeypatch.setattr(bags, "order", lambda *args: right(*args).roll(1))
@@ -244,7 +286,9 @@ def test_choices_are_sorted_as_torch_sorts_them(experts_of: int) -> None:
 
 @pytest.mark.parametrize("name", [n for n in CALLS if "grouped" not in n])
 def test_what_kernels_hold_is_affine_in_the_tokens(name: str) -> None:
-    one, two, three = (cpu_workspace(*(c := call(name, tokens=n * TOKENS)), c[0](*c[1])) for n in (1, 2, 3))
+    one, two, three = (
+        cpu_workspace(*(c := call(name, tokens=n * TOKENS)), c[0](*c[1])) for n in (1, 2, 3)
+    )
     assert three - two == two - one > 0
 
 
@@ -256,22 +300,37 @@ def test_flops_are_those_of_all_rows_once() -> None:
     }.items():
         op, args = call(name)
         info = kernel_of(op, args, made := op(*args))
-        assert (info.kind, info.dims, info.flops) == ("matmul", dims, 2 * TOKENS * TOP * WIDTH * HIDDEN)
+        assert (info.kind, info.dims, info.flops) == (
+            "matmul",
+            dims,
+            2 * TOKENS * TOP * WIDTH * HIDDEN,
+        )
         tensors = [*args, made]
         assert info.bytes == sum(t.nbytes for t in tensors) and info.formula
     elements = TOKENS * TOP * WIDTH
-    flops = {"route": 0, "route_dgrad": elements // 2, "unroute": 2 * elements, "unroute_dgrad": elements}
+    flops = {
+        "route": 0,
+        "route_dgrad": elements // 2,
+        "unroute": 2 * elements,
+        "unroute_dgrad": elements,
+    }
     for name, count in {**flops, "unroute_wgrad": 2 * elements}.items():
         op, args = call(name)
         assert kernel_of(op, args, op(*args)).flops == count, name
 
 
 BAD: dict[str, tuple[str, str]] = {
-    "choices of another number of tokens": ("route(x, chosen[1:], 5)", "a row for each of the tokens"),
+    "choices of another number of tokens": (
+        "route(x, chosen[1:], 5)",
+        "a row for each of the tokens",
+    ),
     "choices in int32": ("route(x, chosen.int(), 5)", "int64"),
     "no experts": ("route(x, chosen, 0)", "experts=0"),
     "rows of three dimensions": ("route(x[None], chosen, 5)", "not \\(N, W\\)"),
-    "counts for other experts": ("grouped_mm(rows, counts[1:], up)", "one for each of the 5 experts"),
+    "counts for other experts": (
+        "grouped_mm(rows, counts[1:], up)",
+        "one for each of the 5 experts",
+    ),
     "two dtypes": ("grouped_mm(rows.float(), counts, up)", "one floating-point dtype"),
     "other columns": ("grouped_mm(rows[:, 1:], counts, up)", "\\(M, K\\) and \\(E, K, N\\)"),
     "too few shares": ("unroute(rows, chosen, share[:, 1:])", "a share for each choice"),
@@ -286,7 +345,18 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     rows, counts = route(x, chosen, EXPERTS)
     expression, reason = BAD[name]
     with pytest.raises(UnsupportedVariant, match=reason):
-        eval(expression, {**globals(), "x": x, "share": share, "up": up, "chosen": chosen, "rows": rows, "counts": counts})
+        eval(
+            expression,
+            {
+                **globals(),
+                "x": x,
+                "share": share,
+                "up": up,
+                "chosen": chosen,
+                "rows": rows,
+                "counts": counts,
+            },
+        )
 
 
 @pytest.mark.parametrize("expert", [-1, EXPERTS])
@@ -308,13 +378,16 @@ def test_a_wgrad_that_nobody_wants_is_not_computed() -> None:
     assert torch.allclose(grad, up[0].sum(1).expand(4, -1))
     share = torch.ones(2, 2, dtype=torch.float64)
     assert unroute(rows, choices(2), share).grad_fn.next_functions[2][0] is None
-    assert unroute_wgrad(drawn(2, WIDTH).detach(), choices(2), rows.detach(), torch.float64).shape == (2, 2)
+    assert unroute_wgrad(
+        drawn(2, WIDTH).detach(), choices(2), rows.detach(), torch.float64
+    ).shape == (2, 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_cuda_computes_what_the_cpu_computes(dtype: torch.dtype) -> None:
-    """Torch's grouped kernel in bfloat16, with an empty expert and rows behind the last one; else a product per expert."""
+    """Torch's grouped kernel in bfloat16, with an empty expert and rows behind the last one; else a product per
+    expert."""
     counts, sizes = torch.tensor([40, 0, 24]), (3, 16, 32)
     rows, grad = torch.randn(80, 16).to(dtype), torch.randn(80, 32).to(dtype)
     weight = torch.randn(sizes).to(dtype)
@@ -325,7 +398,9 @@ def test_cuda_computes_what_the_cpu_computes(dtype: torch.dtype) -> None:
         (grouped_mm_wgrad, (rows, counts, grad)),
     ):
         here, there = op(*args), op(*(t.cuda() for t in args)).cpu()
-        torch.testing.assert_close(here, there, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+        torch.testing.assert_close(
+            here, there, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2
+        )
         if op is not grouped_mm_wgrad:
             assert not there[64:].any()
         else:
@@ -336,18 +411,29 @@ def test_cuda_computes_what_the_cpu_computes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_are_added_while_they_are_made(dtype: torch.dtype) -> None:
     """An expert without rows adds nothing, and rows behind the last group neither."""
-    rows, grad, counts = drawn(9, 4, dtype=dtype).detach(), drawn(9, 8, dtype=dtype).detach(), torch.tensor([3, 0, 4])
+    rows, grad, counts = (
+        drawn(9, 4, dtype=dtype).detach(),
+        drawn(9, 8, dtype=dtype).detach(),
+        torch.tensor([3, 0, 4]),
+    )
     total = drawn(3, 4, 8, dtype=dtype).detach()
     right = total + grouped_mm_wgrad(rows, counts, grad)
     assert grouped_mm_wgrad_(rows, counts, grad, total) is total
     torch.testing.assert_close(total, right)
 
 
-def test_torchs_grouped_kernel_on_a_cpu_gives_what_products_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_grouped_kernel_on_a_cpu_gives_what_products_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows, counts = drawn(9, 4, dtype=torch.float32).detach(), torch.tensor([3, 0, 4])
     matrices = drawn(3, 4, 8, dtype=torch.float32).detach()
-    taken = [grouped_mm(rows, counts, w) for w in (matrices, matrices.transpose(1, 2).contiguous().transpose(1, 2))]
-    assert experts._has_cpu_kernel(rows, matrices) and not experts._has_cpu_kernel(rows.double(), matrices.double())
+    taken = [
+        grouped_mm(rows, counts, w)
+        for w in (matrices, matrices.transpose(1, 2).contiguous().transpose(1, 2))
+    ]
+    assert experts._has_cpu_kernel(rows, matrices) and not experts._has_cpu_kernel(
+        rows.double(), matrices.double()
+    )
     monkeypatch.setattr(experts, "_has_cpu_kernel", lambda *_: False)
     one = grouped_mm(rows, counts, matrices)
     for found in taken:

@@ -50,7 +50,13 @@ def test_attention(causal: bool) -> None:
     flops = 4 * B * H * T * 6 * D // (2 if causal else 1)
     small, large = 2 * k.numel(), 2 * q.numel()
     assert forward == KernelInfo(
-        "attention", (B, H, T, 6, D), flops, 2 * large + 2 * small + 4 * B * H * T, "bfloat16", "flash", "attention"
+        "attention",
+        (B, H, T, 6, D),
+        flops,
+        2 * large + 2 * small + 4 * B * H * T,
+        "bfloat16",
+        "flash",
+        "attention",
     )
     dgrad = cost(piper.attention_dgrad.default, out, q, k, k, out, lse, None, causal)
     assert dgrad.flops == 2.5 * flops and dgrad.dims == forward.dims
@@ -66,12 +72,16 @@ def test_norms() -> None:
     x, w, stat = meta(B, T, D, dtype=BF16), meta(D, dtype=BF16), meta(B, T, 1)
     n = x.numel()
     layer = cost(piper.layer_norm.default, x, [D], w, w, 1e-5)
-    assert layer == KernelInfo("norm", (), 8 * n, 2 * 2 * n + 2 * 2 * D + 2 * 4 * B * T, "bfloat16", op="layer_norm")
+    assert layer == KernelInfo(
+        "norm", (), 8 * n, 2 * 2 * n + 2 * 2 * D + 2 * 4 * B * T, "bfloat16", op="layer_norm"
+    )
     assert cost(piper.layer_norm.default, x, [D], None, None, 1e-5).flops == 6 * n
     assert cost(piper.layer_norm_dgrad.default, x, x, [D], stat, stat, w).flops == 10 * n
     wgrad = cost(piper.layer_norm_wgrad.default, x, x, [D], stat, stat, BF16, [True, True])
     assert (wgrad.flops, wgrad.bytes) == (5 * n, 2 * 2 * n + 2 * 4 * B * T + 2 * 2 * D)
-    assert cost(piper.layer_norm_wgrad.default, x, x, [D], stat, stat, BF16, [False, True]).flops == n
+    assert (
+        cost(piper.layer_norm_wgrad.default, x, x, [D], stat, stat, BF16, [False, True]).flops == n
+    )
     both = cost(piper.layer_norm_backward.default, x, x, [D], stat, stat, w, [True, True])
     assert both.flops == (10 + 3) * n and both.bytes == 3 * 2 * n + 2 * 4 * B * T + 3 * 2 * D
     rms = cost(piper.rms_norm.default, x, [D], w, None)
@@ -83,7 +93,9 @@ def test_norms() -> None:
 def test_cross_entropy() -> None:
     logits, target, lse = meta(T, V), meta(T, dtype=torch.int64), meta(T)
     forward = cost(piper.cross_entropy.default, logits, target)
-    assert forward == KernelInfo("loss", (T, V), 4 * T * V, 4 * T * V + 8 * T + 4 + 4 * T, "float32", op="cross_entropy")
+    assert forward == KernelInfo(
+        "loss", (T, V), 4 * T * V, 4 * T * V + 8 * T + 4 + 4 * T, "float32", op="cross_entropy"
+    )
     dgrad = cost(piper.cross_entropy_dgrad.default, meta(), logits, target, lse)
     assert (dgrad.op, dgrad.dims, dgrad.flops) == ("cross_entropy_dgrad", (T, V), 3 * T * V)
 
@@ -91,25 +103,42 @@ def test_cross_entropy() -> None:
 def test_matmuls() -> None:
     left, right = meta(T, D), meta(D, V)
     moved = 4 * (T * D + D * V + T * V)
-    assert cost(aten.mm.default, left, right) == KernelInfo("matmul", (T, V, D), 2 * T * V * D, moved, "float32", op="mm")
+    assert cost(aten.mm.default, left, right) == KernelInfo(
+        "matmul", (T, V, D), 2 * T * V * D, moved, "float32", op="mm"
+    )
     added = cost(aten.addmm.default, meta(V), left, right, beta=1)
     assert (added.dims, added.flops, added.bytes) == ((T, V, D), 2 * T * V * D, moved + 4 * V)
     into = meta(T, V)
     summed = cost(aten.addmm_.default, into, left, right)
     assert (summed.kind, summed.dims, summed.bytes) == ("matmul", (T, V, D), moved + 4 * T * V)
     batched = cost(aten.bmm.default, meta(B, T, D), meta(B, D, V))
-    assert (batched.dims, batched.flops, batched.bytes) == ((B, T, V, D), 2 * B * T * V * D, B * moved)
-    assert cost(aten.baddbmm.default, meta(B, T, V), meta(B, T, D), meta(B, D, V)).dims == (B, T, V, D)
+    assert (batched.dims, batched.flops, batched.bytes) == (
+        (B, T, V, D),
+        2 * B * T * V * D,
+        B * moved,
+    )
+    assert cost(aten.baddbmm.default, meta(B, T, V), meta(B, T, D), meta(B, D, V)).dims == (
+        B,
+        T,
+        V,
+        D,
+    )
 
 
 def test_matmuls_of_vectors_and_of_other_libraries_forms() -> None:
     left, right = meta(T, D), meta(D, V)
-    assert cost(aten.mv.default, left, meta(D)).flops == cost(aten.addmv.default, meta(T), left, meta(D)).flops == 2 * T * D
+    assert (
+        cost(aten.mv.default, left, meta(D)).flops
+        == cost(aten.addmv.default, meta(T), left, meta(D)).flops
+        == 2 * T * D
+    )
     assert cost(aten.dot.default, meta(D), meta(D)).flops == 2 * D
     assert cost(aten.addbmm.default, meta(T, V), meta(B, T, D), meta(B, D, V)).dims == (B, T, V, D)
     assert cost(aten._addmm_activation.default, meta(V), left, right).flops == 2 * T * V * D
     bytes_ = torch.int8
-    assert cost(aten._int_mm.default, meta(32, 16, dtype=bytes_), meta(16, 8, dtype=bytes_)).dims == (32, 8, 16)
+    assert cost(
+        aten._int_mm.default, meta(32, 16, dtype=bytes_), meta(16, 8, dtype=bytes_)
+    ).dims == (32, 8, 16)
 
 
 GROUPED = {
@@ -126,12 +155,19 @@ def test_grouped_products_are_products_whatever_the_groups_are(name: str) -> Non
     left, right, out, dims = GROUPED[name]
     args = (meta(*left, dtype=BF16), meta(*right, dtype=BF16), meta(4, dtype=torch.int32))
     info = kernel_of(aten._grouped_mm.default, args, meta(*out, dtype=BF16))
-    assert (info.kind, info.dims, info.flops, info.formula) == ("matmul", dims, 2 * prod(dims), True)
+    assert (info.kind, info.dims, info.flops, info.formula) == (
+        "matmul",
+        dims,
+        2 * prod(dims),
+        True,
+    )
     if name == "rows are grouped":
         found = torch.empty(out)
         ends = [2, 5, 5, T]
         a, b = torch.randn(left), torch.randn(right)
-        with FlopCounterMode(display=False) as counter:  # an independent witness: one product per group
+        with FlopCounterMode(
+            display=False
+        ) as counter:  # an independent witness: one product per group
             for g, (start, end) in enumerate(pairwise([0, *ends])):
                 found[start:end] = a[start:end] @ b[g]
         assert counter.get_total_flops() == info.flops
@@ -150,9 +186,18 @@ def test_grouped_products_of_hugging_face_have_a_formula() -> None:
 
 def test_what_torch_has_a_count_for_has_a_formula() -> None:
     """torch.utils.flop_counter as the list of what does many FLOPs; what is left out cannot be in a captured graph."""
-    internal = {"cudnn_convolution", "_slow_conv2d_forward", "_flash_attention_forward", "_flash_attention_backward"}
+    internal = {
+        "cudnn_convolution",
+        "_slow_conv2d_forward",
+        "_flash_attention_forward",
+        "_flash_attention_backward",
+    }
     internal |= {"_efficient_attention_forward", "_efficient_attention_backward"}
-    packets = {str(p).removeprefix("aten."): p for p in flop_registry if isinstance(p, torch._ops.OpOverloadPacket)}
+    packets = {
+        str(p).removeprefix("aten."): p
+        for p in flop_registry
+        if isinstance(p, torch._ops.OpOverloadPacket)
+    }
     assert {name for name, p in packets.items() if p not in PRODUCTS} == internal
 
 
@@ -161,7 +206,11 @@ def test_attention_of_torch_counts_as_ours() -> None:
     args = (q, q, q, 0.0, True)
     out = aten._scaled_dot_product_flash_attention_for_cpu.default(*args)
     forward = kernel_of(aten._scaled_dot_product_flash_attention_for_cpu.default, args, out)
-    assert (forward.kind, forward.dims, forward.flops) == ("attention", (B, H, T, T, D), 4 * B * H * T * T * D // 2)
+    assert (forward.kind, forward.dims, forward.flops) == (
+        "attention",
+        (B, H, T, T, D),
+        4 * B * H * T * T * D // 2,
+    )
     back = (out[0], q, q, q, *out, 0.0, True)
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     assert cost(op, *back).flops == 2.5 * forward.flops
@@ -176,13 +225,22 @@ def test_other_ops_that_do_many_flops_per_element() -> None:
     assert cost(aten._fft_c2c.default, complex_, [1], 0, True).flops == B * 5 * 8 * 3
     assert cost(aten._fft_r2c.default, half, [1], 0, True).flops == B * 5 * 8 * 3 // 2
     three = (meta(T, D), meta(V, D, 6), meta(T, 6))
-    assert kernel_of(aten._trilinear.default, (*three, [1, 3], [0], [1, 2], [2, 3]), meta(T, V)).flops == 3 * T * V * D * 6
+    assert (
+        kernel_of(aten._trilinear.default, (*three, [1, 3], [0], [1, 2], [2, 3]), meta(T, V)).flops
+        == 3 * T * V * D * 6
+    )
 
 
 def test_a_running_sum_has_the_elements_around_its_dimension() -> None:
     x = meta(B, T, V)
-    assert [cost(aten.cumsum.default, x, dim).dims for dim in (0, 1, -1)] == [(1, B, T * V), (B, T, V), (B * T, V, 1)]
-    assert cost(aten.cumsum.default, x, 1).flops == B * T * V and cost(aten.cumsum.default, meta(), 0).dims == (1, 1, 1)
+    assert [cost(aten.cumsum.default, x, dim).dims for dim in (0, 1, -1)] == [
+        (1, B, T * V),
+        (B, T, V),
+        (B * T, V, 1),
+    ]
+    assert cost(aten.cumsum.default, x, 1).flops == B * T * V and cost(
+        aten.cumsum.default, meta(), 0
+    ).dims == (1, 1, 1)
 
 
 def test_an_op_that_nothing_knows_says_so() -> None:
@@ -196,7 +254,9 @@ def test_an_op_that_nothing_knows_says_so() -> None:
         assert known.formula, known.op
     assert not cost(aten.linalg_qr.default, x).formula
     assert cost(aten.linalg_qr.default, x).flops == T * D
-    assert {name for name in NAMES if not hasattr(aten, name)} == set(), "a name on the list that torch does not have"
+    assert {name for name in NAMES if not hasattr(aten, name)} == set(), (
+        "a name on the list that torch does not have"
+    )
 
 
 @pytest.mark.parametrize(("groups", "transposed"), [(1, False), (2, False), (1, True), (2, True)])
@@ -209,7 +269,19 @@ def test_convolution_flops_equal_torchs_counter(groups: int, transposed: bool) -
     ours = cost(aten.convolution.default, *args)
     assert ours.kind == "matmul" and ours.flops == 2 * prod(ours.dims)
     assert ours.flops == conv_flop(*args, out_val=out)
-    grads = (out, x, weight, None, [1, 1], [1, 1], [1, 1], transposed, [0, 0], groups, [True, True, False])
+    grads = (
+        out,
+        x,
+        weight,
+        None,
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        transposed,
+        [0, 0],
+        groups,
+        [True, True, False],
+    )
     assert cost(aten.convolution_backward.default, *grads).flops == 2 * ours.flops
 
 
@@ -219,19 +291,27 @@ def test_embedding_reads_rows_not_the_table() -> None:
         "embedding", (), 0, 2 * 4 * T * D + 8 * T, "float32", op="embedding"
     )
     backward = cost(aten.embedding_dense_backward.default, meta(T, D), index, 1000, -1, False)
-    assert (backward.kind, backward.flops, backward.bytes) == ("embedding", T * D, 2 * 4 * T * D + 8 * T + 4 * 1000 * D)
+    assert (backward.kind, backward.flops, backward.bytes) == (
+        "embedding",
+        T * D,
+        2 * 4 * T * D + 8 * T + 4 * 1000 * D,
+    )
     picked = cost(aten.index.Tensor, table, [index])
     assert (picked.flops, picked.bytes) == (0, 2 * 4 * T * D + 8 * T)
 
 
 def test_elementwise_reductions_moves_and_views() -> None:
     x = meta(T, D)
-    assert cost(aten.add.Tensor, x, x) == KernelInfo("elementwise", (), T * D, 3 * 4 * T * D, "float32", op="add")
+    assert cost(aten.add.Tensor, x, x) == KernelInfo(
+        "elementwise", (), T * D, 3 * 4 * T * D, "float32", op="add"
+    )
     assert cost(aten.add.Tensor, x, meta(1, D).expand(T, D)).bytes == 4 * (2 * T * D + D)
     backward = cost(aten.gelu_backward.default, x, x, approximate="tanh")
     assert cost(aten.gelu_backward.grad_input, x, x, approximate="tanh", grad_input=x) == backward
     assert cost(aten.sum.dim_IntList, x, [0]).flops == T * D
-    assert cost(aten.clone.default, x) == KernelInfo("elementwise", (), 0, 2 * 4 * T * D, "float32", op="clone")
+    assert cost(aten.clone.default, x) == KernelInfo(
+        "elementwise", (), 0, 2 * 4 * T * D, "float32", op="clone"
+    )
     assert cost(aten.cat.default, [x, x]).bytes == 4 * 4 * T * D
     assert cost(aten._to_copy.default, x, dtype=BF16).bytes == 6 * T * D
     for view in (
@@ -239,7 +319,9 @@ def test_elementwise_reductions_moves_and_views() -> None:
         cost(aten.t.default, x),
         cost(aten.expand.default, meta(1, D), [T, D]),
         cost(aten._unsafe_view.default, x, [D * T]),
-        cost(torch.ops.prim.device.default, x),  # asks where a tensor is, as a library's attention does
+        cost(
+            torch.ops.prim.device.default, x
+        ),  # asks where a tensor is, as a library's attention does
         cost(aten.split.Tensor, x, 5),
         kernel_of(operator.getitem, ((x, x), 0), x),
     ):
@@ -253,9 +335,15 @@ def test_only_ops_have_a_cost() -> None:
 
 def test_registry_is_complete() -> None:
     """Every op in the namespace with a kernel has a formula, of the kind that its record says."""
-    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("piper::")}
-    collectives = {op.name() for op in (all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift)}
-    assert {f.op.name() for record in PORTABLE.values() for f in record.formulas} == registered - collectives
+    registered = {
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("piper::")
+    }
+    collectives = {
+        op.name() for op in (all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift)
+    }
+    assert {
+        f.op.name() for record in PORTABLE.values() for f in record.formulas
+    } == registered - collectives
     for record in PORTABLE.values():
         assert set(record.saved) <= set(record.outputs)
         assert len(record.forward.op._schema.returns) == len(record.outputs)
@@ -272,23 +360,32 @@ def test_saved_outputs_are_those_of_autograd() -> None:
     }
     for name, args in calls.items():
         kept: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.data_ptr()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(t.data_ptr()) or t, lambda t: t
+        ):
             outs = PORTABLE[name].forward.op(*args)
         saved = {o for o, t in zip(PORTABLE[name].outputs, outs) if t.data_ptr() in kept}
         assert saved == set(PORTABLE[name].saved)
 
 
 def test_joint_graph_of_a_block_counts_by_hand(capture: Any, joint: Any) -> None:
-    """Matmul FLOPs: forward 2 N per token and backward twice that; attention 4 T per token and width, halved, times 3.5."""
+    """Matmul FLOPs: forward 2 N per token and backward twice that; attention 4 T per token and width, halved, times
+    3.5."""
     width, tokens = H * D, B * T
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.qkv, self.up = nn.RMSNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.norm, self.qkv, self.up = (
+                nn.RMSNorm(width),
+                nn.Linear(width, 3 * width),
+                nn.Linear(width, width),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (t.view(B, T, H, D).transpose(1, 2) for t in self.qkv(self.norm(x)).split(width, 2))
+            q, k, v = (
+                t.view(B, T, H, D).transpose(1, 2) for t in self.qkv(self.norm(x)).split(width, 2)
+            )
             a = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             out: Tensor = self.up(a.transpose(1, 2).reshape(B, T, width))
             return out

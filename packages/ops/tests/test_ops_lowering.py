@@ -1,4 +1,5 @@
-"""Which attention kernel is chosen where; the CUDA calls against torch's meta kernels, which know their schemas and shapes."""
+"""Which attention kernel is chosen where; the CUDA calls against torch's meta kernels, which know their schemas and
+shapes."""
 
 from __future__ import annotations
 
@@ -26,11 +27,21 @@ GROUPED, DEEP, ODD, ONE_KEY = (2, 64, 2, 32), (2, 64, 4, 256), (2, 64, 4, 20), (
         ("cuda", torch.bfloat16, {}, "cuda_flash"),
         ("cuda", torch.bfloat16, {"capability": (9, 0)}, "cuda_cudnn"),
         ("cuda", torch.bfloat16, {"capability": (9, 0), "k": GROUPED, "v": GROUPED}, "cuda_flash"),
-        ("cuda", torch.bfloat16, {"capability": (9, 0), "q": DEEP, "k": DEEP, "v": DEEP}, "cuda_flash"),
+        (
+            "cuda",
+            torch.bfloat16,
+            {"capability": (9, 0), "q": DEEP, "k": DEEP, "v": DEEP},
+            "cuda_flash",
+        ),
         ("cuda", torch.bfloat16, {"capability": (9, 0), "k": ONE_KEY, "v": ONE_KEY}, "cuda_flash"),
         ("cuda", torch.bfloat16, {"capability": (7, 5)}, "cuda_efficient"),
         ("cuda", torch.bfloat16, {"masked": True}, "cuda_efficient"),
-        ("cuda", torch.bfloat16, {"is_causal": True, "k": (2, 80, 4, 32), "v": (2, 80, 4, 32)}, "cuda_efficient"),
+        (
+            "cuda",
+            torch.bfloat16,
+            {"is_causal": True, "k": (2, 80, 4, 32), "v": (2, 80, 4, 32)},
+            "cuda_efficient",
+        ),
         ("cuda", torch.float32, {}, "cuda_efficient"),
         ("cuda", torch.float64, {}, "math"),
         ("cuda", torch.bfloat16, {"q": ODD, "k": ODD, "v": ODD}, "math"),
@@ -45,7 +56,10 @@ def test_choice(device: str, dtype: torch.dtype, changes: dict[str, Any], name: 
 
 def test_fallback_says_what_kept_each_kernel() -> None:
     reason = attention_lowering("cuda", torch.float64, SHAPE, SHAPE, SHAPE).reason
-    assert all(f"{name}: " in reason for name in ("cuda_cudnn", "cuda_flash", "cuda_efficient")) and "float64" in reason
+    assert (
+        all(f"{name}: " in reason for name in ("cuda_cudnn", "cuda_flash", "cuda_efficient"))
+        and "float64" in reason
+    )
 
 
 def test_other_devices_are_refused() -> None:
@@ -64,7 +78,9 @@ def test_other_devices_are_refused() -> None:
         ("cuda_efficient", 4, (2, 1, 1, 65)),
     ],
 )
-def test_cuda_lowerings_fit_torchs_schemas(name: LoweringName, kv_heads: int, mask: tuple[int, ...] | None) -> None:
+def test_cuda_lowerings_fit_torchs_schemas(
+    name: LoweringName, kv_heads: int, mask: tuple[int, ...] | None
+) -> None:
     """Schema and shapes only: none of these has been run on a GPU."""
 
     def t(heads: int) -> Tensor:
@@ -76,19 +92,28 @@ def test_cuda_lowerings_fit_torchs_schemas(name: LoweringName, kv_heads: int, ma
     forward, backward = KERNELS[name]
     out, lse = forward(q, k, v, options)
     assert out.shape == q.shape and lse.shape == (2, 4, 65) and lse.dtype == torch.float32
-    assert [g.shape for g in backward(out, q, k, v, out, lse, options)] == [q.shape, k.shape, v.shape]
+    assert [g.shape for g in backward(out, q, k, v, out, lse, options)] == [
+        q.shape,
+        k.shape,
+        v.shape,
+    ]
 
 
 def test_efficient_operands_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of bias and logsumexp start at multiples of what the kernel reads at once, and padding rows contribute nothing."""
+    """Rows of bias and logsumexp start at multiples of what the kernel reads at once, and padding rows contribute
+    nothing."""
     seen: dict[str, Tensor] = {}
 
     class Recorder:
-        def _scaled_dot_product_efficient_attention(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        def _scaled_dot_product_efficient_attention(
+            self, *args: Any, **kwargs: Any
+        ) -> tuple[Any, ...]:
             seen["bias"] = args[3]
             return args[0], torch.zeros(2, 4, 96), None, None
 
-        def _scaled_dot_product_efficient_attention_backward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        def _scaled_dot_product_efficient_attention_backward(
+            self, *args: Any, **kwargs: Any
+        ) -> tuple[Any, ...]:
             seen["lse"] = args[6]
             return *args[1:4], None
 
@@ -98,5 +123,9 @@ def test_efficient_operands_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None
     out, lse = cuda_efficient(q, q, q, options)
     KERNELS["cuda_efficient"][1](out, q, q, q, out, lse, options)
     assert options.mask is not None
-    assert seen["bias"].stride(-2) % BIAS_ALIGNMENT == 0 and torch.equal(seen["bias"][1, 2], options.mask)
-    assert seen["lse"].shape[-1] % LSE_ALIGNMENT == 0 and (seen["lse"][..., 65:] == float("inf")).all()
+    assert seen["bias"].stride(-2) % BIAS_ALIGNMENT == 0 and torch.equal(
+        seen["bias"][1, 2], options.mask
+    )
+    assert (
+        seen["lse"].shape[-1] % LSE_ALIGNMENT == 0 and (seen["lse"][..., 65:] == float("inf")).all()
+    )

@@ -1,5 +1,5 @@
-"""The kernels that only a CUDA device has, against float64: attention by every lowering, norms and cross-entropy. Skipped where
-there is none."""
+"""The kernels that only a CUDA device has, against float64: attention by every lowering, norms and cross-entropy.
+Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,13 @@ def away(found: Tensor, wanted: Tensor) -> float:
     ],
 )
 def test_attention_and_its_gradients(
-    name: LoweringName, dtype: torch.dtype, kv_heads: int, length: int, dim: int, causal: bool, mask: tuple[int, ...] | None
+    name: LoweringName,
+    dtype: torch.dtype,
+    kv_heads: int,
+    length: int,
+    dim: int,
+    causal: bool,
+    mask: tuple[int, ...] | None,
 ) -> None:
     if name == "cuda_cudnn" and torch.cuda.get_device_capability() not in ((9, 0), (10, 0)):
         pytest.skip("cuDNN's attention is chosen on sm90 and sm100 only")
@@ -71,7 +77,11 @@ def through(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     """The output and the gradients of the inputs, for an uneven gradient of the output."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     out = function(*leaves)
-    out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape) if out.dim() else None)
+    out.backward(
+        torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+        if out.dim()
+        else None
+    )
     return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
 
 
@@ -90,7 +100,9 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], int]] = {
 @pytest.mark.parametrize("name", OPS)
 def test_norms_and_cross_entropy(name: str, dtype: torch.dtype) -> None:
     ours, torchs, count = OPS[name]
-    inputs = [drawn(*shape, dtype=dtype) for shape in ((64, CLASSES), (CLASSES,), (CLASSES,))[:count]]
+    inputs = [
+        drawn(*shape, dtype=dtype) for shape in ((64, CLASSES), (CLASSES,), (CLASSES,))[:count]
+    ]
     wanted = through(torchs, *inputs)
     found: list[Any] = through(ours, *[t.to(dtype) for t in inputs])
     # The uneven gradient is rounded too, and columns of it nearly cancel in the gradient of a bias.

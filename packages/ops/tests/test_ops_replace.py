@@ -29,7 +29,11 @@ def heads(count: int = 4) -> Tensor:
 
 
 def ops(gm: fx.GraphModule) -> list[str]:
-    return [n.target.name().removeprefix("piper::") for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    return [
+        n.target.name().removeprefix("piper::")
+        for n in gm.graph.nodes
+        if isinstance(n.target, torch._ops.OpOverload)
+    ]
 
 
 TARGET = torch.tensor([[0, 5, -1, 3, 15, 2, 2, -1], [1, 1, -1, 9, 0, 4, 7, 8]])
@@ -38,11 +42,19 @@ f64 = torch.float64
 
 REPLACED: dict[str, tuple[str, Callable[..., Tensor], Callable[[], tuple[Any, ...]]]] = {
     "nn.LayerNorm": ("layer_norm", nn.LayerNorm(16, dtype=f64), lambda: (x(),)),
-    "nn.LayerNorm plain": ("layer_norm", nn.LayerNorm((8, 16), elementwise_affine=False), lambda: (x(),)),
+    "nn.LayerNorm plain": (
+        "layer_norm",
+        nn.LayerNorm((8, 16), elementwise_affine=False),
+        lambda: (x(),),
+    ),
     "F.layer_norm eps": ("layer_norm", lambda a: F.layer_norm(a, (16,), eps=1e-2), lambda: (x(),)),
     "torch.layer_norm": ("layer_norm", lambda a: torch.layer_norm(a, (16,)), lambda: (x(),)),
     "nn.RMSNorm": ("rms_norm", nn.RMSNorm(16, dtype=f64), lambda: (x(),)),
-    "nn.RMSNorm eps": ("rms_norm", nn.RMSNorm(16, eps=0.1, elementwise_affine=False), lambda: (x(),)),
+    "nn.RMSNorm eps": (
+        "rms_norm",
+        nn.RMSNorm(16, eps=0.1, elementwise_affine=False),
+        lambda: (x(),),
+    ),
     "F.rms_norm": ("rms_norm", lambda a: F.rms_norm(a, (16,)), lambda: (x(),)),
     "torch.rms_norm": ("rms_norm", lambda a: torch.rms_norm(a, (16,), eps=0.1), lambda: (x(),)),
     "sdpa": ("attention", F.scaled_dot_product_attention, lambda: (heads(), heads(), heads())),
@@ -61,7 +73,11 @@ REPLACED: dict[str, tuple[str, Callable[..., Tensor], Callable[[], tuple[Any, ..
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.0, True, enable_gqa=True),
         lambda: (heads(), heads(2), heads(2)),
     ),
-    "sdpa one head of keys": ("attention", F.scaled_dot_product_attention, lambda: (heads(), heads(1), heads(1))),
+    "sdpa one head of keys": (
+        "attention",
+        F.scaled_dot_product_attention,
+        lambda: (heads(), heads(1), heads(1)),
+    ),
     "F.cross_entropy": (
         "cross_entropy",
         lambda a, t: F.cross_entropy(a.view(-1, 16), t.view(-1), ignore_index=-1),
@@ -69,7 +85,9 @@ REPLACED: dict[str, tuple[str, Callable[..., Tensor], Callable[[], tuple[Any, ..
     ),
     "nn.CrossEntropyLoss": (
         "cross_entropy",
-        lambda a, t: nn.CrossEntropyLoss(ignore_index=-1, reduction="sum")(a.view(-1, 16), t.view(-1)),
+        lambda a, t: nn.CrossEntropyLoss(ignore_index=-1, reduction="sum")(
+            a.view(-1, 16), t.view(-1)
+        ),
         lambda: (x(), TARGET),
     ),
     "cross_entropy classes second": (
@@ -87,12 +105,18 @@ REPLACED: dict[str, tuple[str, Callable[..., Tensor], Callable[[], tuple[Any, ..
 
 WEIGHTS = torch.linspace(0.5, 2, 16, dtype=f64)
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "class weights": lambda a, t: F.cross_entropy(a.view(-1, 16), t.view(-1), WEIGHTS.to(a), ignore_index=-1),
-    "smoothing": lambda a, t: F.cross_entropy(a.view(-1, 16), t.view(-1), ignore_index=-1, label_smoothing=0.1),
+    "class weights": lambda a, t: F.cross_entropy(
+        a.view(-1, 16), t.view(-1), WEIGHTS.to(a), ignore_index=-1
+    ),
+    "smoothing": lambda a, t: F.cross_entropy(
+        a.view(-1, 16), t.view(-1), ignore_index=-1, label_smoothing=0.1
+    ),
     "both": lambda a, t: F.cross_entropy(
         a.transpose(1, 2), t, WEIGHTS.to(a), ignore_index=-1, reduction="none", label_smoothing=0.1
     ),
-    "probabilities": lambda a, t: nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.2)(a[:, 0], (a[:, 1] * 2).softmax(1)),
+    "probabilities": lambda a, t: nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.2)(
+        a[:, 0], (a[:, 1] * 2).softmax(1)
+    ),
 }
 
 
@@ -120,7 +144,9 @@ def split(a: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def flex_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses gradients of flex_attention on a CPU, in eager mode and in what it traces."""
-    monkeypatch.setattr(sys.modules["torch.nn.attention.flex_attention"], "_validate_device", lambda *_: None)
+    monkeypatch.setattr(
+        sys.modules["torch.nn.attention.flex_attention"], "_validate_device", lambda *_: None
+    )
 
 
 sdpa = F.scaled_dot_product_attention
@@ -136,11 +162,20 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]] 
         lambda q, k, v: sdpa(q, k, v, NOTHING_SEEN, 0.4, enable_gqa=True),
         lambda: (heads(), heads(2), heads(2)),
     ),
-    "learned bias": (sdpa, lambda: (heads(), heads(), heads(), torch.randn(4, 8, 8, dtype=f64, requires_grad=True))),
-    "keys of one row": (sdpa, lambda: (heads(), *(torch.randn(1, 4, 3, 16, dtype=f64, requires_grad=True) for _ in "kv"))),
+    "learned bias": (
+        sdpa,
+        lambda: (heads(), heads(), heads(), torch.randn(4, 8, 8, dtype=f64, requires_grad=True)),
+    ),
+    "keys of one row": (
+        sdpa,
+        lambda: (heads(), *(torch.randn(1, 4, 3, 16, dtype=f64, requires_grad=True) for _ in "kv")),
+    ),
     "one head of keys alone": (sdpa, lambda: (heads(), heads(1), heads())),
     "one head of queries": (sdpa, lambda: (heads(1), heads(), heads())),
-    "of two dimensions": (sdpa, lambda: tuple(torch.randn(8, 16, dtype=f64, requires_grad=True) for _ in range(3))),
+    "of two dimensions": (
+        sdpa,
+        lambda: tuple(torch.randn(8, 16, dtype=f64, requires_grad=True) for _ in range(3)),
+    ),
 }
 
 
@@ -158,7 +193,13 @@ def test_attention_written_out_equals_eager_with_the_same_dropout(name: str, cap
     eager, ours = (seeded(call) for call in (lambda: fn(*args), lambda: gm(*given)[0]))
     tangent = torch.randn(eager.shape, dtype=f64)
     grads = [torch.autograd.grad(out, args, tangent) for out in (ours, eager)]
-    assert max(float((a - b).detach().abs().max()) for a, b in zip((ours, *grads[0]), (eager, *grads[1]))) < TOLERANCE
+    assert (
+        max(
+            float((a - b).detach().abs().max())
+            for a, b in zip((ours, *grads[0]), (eager, *grads[1]))
+        )
+        < TOLERANCE
+    )
     if name.startswith("dropout"):
         assert float((seeded(lambda: gm(*given)[0], 7) - eager).detach().abs().max()) > 0.01
 
@@ -173,7 +214,9 @@ def test_attention_of_three_dimensions_is_one_operation(capture: Any) -> None:
     gm, inputs = capture(lambda q, k, v: sdpa(q, k, v, EVERY_OTHER[None].expand(2, 8, 8)), q, k, v)
     replace_portable(gm)
     assert ops(gm) == ["attention"]
-    torch.testing.assert_close(gm(*inputs)[0], sdpa(q, k, v, EVERY_OTHER), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(
+        gm(*inputs)[0], sdpa(q, k, v, EVERY_OTHER), rtol=TOLERANCE, atol=TOLERANCE
+    )
 
 
 def test_half_precision_is_computed_in_float32_inside(capture: Any) -> None:
@@ -181,10 +224,14 @@ def test_half_precision_is_computed_in_float32_inside(capture: Any) -> None:
     gm, inputs = capture(lambda q, k, v: sdpa(q, k, v, dropout_p=0.4), q, k, v)
     replace_portable(gm)
     ours = seeded(lambda: gm(*inputs)[0])
-    assert ours.dtype == torch.bfloat16 and torch.equal(ours, seeded(lambda: sdpa(q, k, v, dropout_p=0.4)))
+    assert ours.dtype == torch.bfloat16 and torch.equal(
+        ours, seeded(lambda: sdpa(q, k, v, dropout_p=0.4))
+    )
 
 
-BLOCKS = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 3), None, None, 8, 8, device="cpu")
+BLOCKS = create_block_mask(
+    lambda b, h, i, j: (i >= j) & (i - j < 3), None, None, 8, 8, device="cpu"
+)
 SLOPES = torch.linspace(0.1, 0.9, 4, dtype=f64)
 
 
@@ -204,7 +251,9 @@ def sunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     place = torch.arange(8)
     distance, rows = place[:, None] - place, torch.arange(2).view(2, 1, 1, 1)
     scores = q @ k.mT * 0.25
-    scores = torch.where(rows == 0, 5 * torch.tanh((scores - SLOPES.view(4, 1, 1) * distance) / 5), scores)
+    scores = torch.where(
+        rows == 0, 5 * torch.tanh((scores - SLOPES.view(4, 1, 1) * distance) / 5), scores
+    )
     scores = scores.masked_fill(~((distance >= 0) & (distance < 3)), float("-inf"))
     return scores.softmax(-1) @ v * torch.sigmoid(scores.logsumexp(-1))[..., None]
 
@@ -217,11 +266,18 @@ WINDOW = (torch.arange(8)[:, None] - torch.arange(8) < 3) & MASK
     [
         (windowed, lambda q, k, v: sdpa(q, k, v, WINDOW, enable_gqa=True), 2, ["attention"]),
         (capped, sunk, 4, []),
-        (lambda q, k, v: flex_attention(q, k, v, scale=0.3), lambda q, k, v: sdpa(q, k, v, scale=0.3), 4, ["attention"]),
+        (
+            lambda q, k, v: flex_attention(q, k, v, scale=0.3),
+            lambda q, k, v: sdpa(q, k, v, scale=0.3),
+            4,
+            ["attention"],
+        ),
     ],
     ids=["block mask", "scores and statistics", "plain"],
 )
-def test_flex_attention_equals_what_it_means(fn: Any, same: Any, kv: int, found: list[str], capture: Any) -> None:
+def test_flex_attention_equals_what_it_means(
+    fn: Any, same: Any, kv: int, found: list[str], capture: Any
+) -> None:
     args = heads(), heads(kv), heads(kv)
     gm, inputs = capture(fn, *args)
     replace_portable(gm)
@@ -229,7 +285,13 @@ def test_flex_attention_equals_what_it_means(fn: Any, same: Any, kv: int, found:
     ours, eager = gm(*inputs)[0], same(*args)
     tangent = torch.randn(eager.shape, dtype=f64)
     grads = [torch.autograd.grad(out, args, tangent) for out in (ours, eager)]
-    assert max(float((a - b).detach().abs().max()) for a, b in zip((ours, *grads[0]), (eager, *grads[1]))) < TOLERANCE
+    assert (
+        max(
+            float((a - b).detach().abs().max())
+            for a, b in zip((ours, *grads[0]), (eager, *grads[1]))
+        )
+        < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -242,10 +304,18 @@ def test_replaced_graph_equals_eager(name: str, capture: Any) -> None:
     (ours,) = gm(*graph_inputs)
     eager = fn(*args)
     assert ours.shape == eager.shape and ours.dtype == eager.dtype
-    leaves = [a for a in args if a.is_floating_point()] + (list(fn.parameters()) if isinstance(fn, nn.Module) else [])
+    leaves = [a for a in args if a.is_floating_point()] + (
+        list(fn.parameters()) if isinstance(fn, nn.Module) else []
+    )
     tangent = torch.randn(eager.shape, dtype=eager.dtype)
     grads = [torch.autograd.grad(out, leaves, tangent) for out in (ours, eager)]
-    assert max(float((a - b).detach().abs().max()) for a, b in zip((ours, *grads[0]), (eager, *grads[1]))) < TOLERANCE
+    assert (
+        max(
+            float((a - b).detach().abs().max())
+            for a, b in zip((ours, *grads[0]), (eager, *grads[1]))
+        )
+        < TOLERANCE
+    )
 
 
 class Attention(nn.Module):
@@ -260,7 +330,8 @@ class Attention(nn.Module):
 
 
 def test_attention_block_has_no_copy_left(capture: Any, joint: Any) -> None:
-    """The exchanges of heads and positions cancel against the model's own: no clone of the attention's output is saved."""
+    """The exchanges of heads and positions cancel against the model's own: no clone of the attention's output is
+    saved."""
     gm, inputs = capture(Attention(), x())
     replace_portable(gm)
     targets = [n.target for n in joint(gm, inputs).graph.nodes]
@@ -273,7 +344,12 @@ def test_captured_with_dynamic_rows(capture: Any) -> None:
 
     def fn(a: Tensor, t: Tensor) -> Tensor:
         loss = F.cross_entropy(a.transpose(1, 2), t, ignore_index=-1, reduction="none")
-        return loss + F.scaled_dot_product_attention(*[F.layer_norm(a, (16,)).unflatten(2, (4, 4)).transpose(1, 2)] * 3).sum()
+        return (
+            loss
+            + F.scaled_dot_product_attention(
+                *[F.layer_norm(a, (16,)).unflatten(2, (4, 4)).transpose(1, 2)] * 3
+            ).sum()
+        )
 
     a = x()
     torch._dynamo.mark_dynamic(a, 0)
@@ -284,7 +360,10 @@ def test_captured_with_dynamic_rows(capture: Any) -> None:
     assert ops(gm) == ["cross_entropy", "layer_norm", "attention"]
     wide = torch.randn(3, 8, 16, dtype=f64)
     target = torch.randint(16, (3, 8))
-    new = [3 if isinstance(i, (int, torch.SymInt)) else target if i.dtype == torch.int64 else wide for i in inputs]
+    new = [
+        3 if isinstance(i, (int, torch.SymInt)) else target if i.dtype == torch.int64 else wide
+        for i in inputs
+    ]
     torch.testing.assert_close(gm(*new)[0], fn(wide, target), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -308,7 +387,9 @@ def test_meta_of_the_call_stays(capture: Any) -> None:
     for node in new[:2]:  # piper.layer_norm and its getitem
         assert node.meta["nn_module_stack"] == norm_meta["nn_module_stack"]
         assert node.meta["stack_trace"] == norm_meta["stack_trace"]
-    assert isinstance(new[0].meta["example_value"], tuple) and new[1].meta["example_value"].shape == (2, 8, 16)
+    assert isinstance(new[0].meta["example_value"], tuple) and new[1].meta[
+        "example_value"
+    ].shape == (2, 8, 16)
     assert new[-1].meta["example_value"].shape == (2, 4, 8, 4)
 
 
@@ -319,7 +400,10 @@ def test_disabled_autocast_is_dropped(capture: Any) -> None:
 
     gm, _ = capture(fn, x())
     replace_portable(gm)
-    assert [n.target.__name__ for n in gm.graph.nodes if n.op == "call_function"] == ["getattr", "matmul"]
+    assert [n.target.__name__ for n in gm.graph.nodes if n.op == "call_function"] == [
+        "getattr",
+        "matmul",
+    ]
 
 
 def test_nested_graphs_are_rewritten(capture: Any) -> None:
@@ -354,12 +438,16 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
         "Put the causal part into the mask",
     ),
     "flex_attention that looks up a row of a table": (
-        lambda a: flex_attention(*[split(a)] * 3, score_mod=lambda score, b, h, i, j: score + TABLE[h][j]),
+        lambda a: flex_attention(
+            *[split(a)] * 3, score_mod=lambda score, b, h, i, j: score + TABLE[h][j]
+        ),
         "flex_attention: getitem in its score_mod or mask_mod",
         r"table\[b, q_idx\]",
     ),
     "flex_attention with a sum": (
-        lambda a: flex_attention(*[split(a)] * 3, score_mod=lambda score, b, h, i, j: score + score.sum()),
+        lambda a: flex_attention(
+            *[split(a)] * 3, score_mod=lambda score, b, h, i, j: score + score.sum()
+        ),
         "flex_attention: sum in its score_mod or mask_mod",
         "element-wise operations",
     ),
@@ -374,18 +462,31 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
         "reduction='mean'",
     ),
     "fused attention of inference": (
-        lambda a: torch._native_multi_head_attention(a, a, a, 16, 4, *(p.detach() for p in MHA.parameters()))[0] * a,
+        lambda a: (
+            torch._native_multi_head_attention(
+                a, a, a, 16, 4, *(p.detach() for p in MHA.parameters())
+            )[0]
+            * a
+        ),
         "_native_multi_head_attention: ",
         "nn.MultiheadAttention",
     ),
     "nn.LSTM": (lstm, "lstm: fused recurrent", r"region\(opaque=True\)"),
-    "batch norm in training": (nn.BatchNorm1d(8, dtype=f64), "batch_norm: batch statistics", "LayerNorm"),
+    "batch norm in training": (
+        nn.BatchNorm1d(8, dtype=f64),
+        "batch_norm: batch statistics",
+        "LayerNorm",
+    ),
     "batch norm without running statistics": (
         nn.BatchNorm1d(8, track_running_stats=False, dtype=f64).eval(),
         "batch_norm: batch statistics",
         "LayerNorm",
     ),
-    "instance norm": (nn.InstanceNorm1d(8, track_running_stats=True, dtype=f64), "instance_norm: ", "track_running_stats=False"),
+    "instance norm": (
+        nn.InstanceNorm1d(8, track_running_stats=True, dtype=f64),
+        "instance_norm: ",
+        "track_running_stats=False",
+    ),
     "native layer norm": (
         lambda a: torch.native_layer_norm(a, (16,), None, None, 1e-5)[0],
         "native_layer_norm: ",

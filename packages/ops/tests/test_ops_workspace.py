@@ -1,4 +1,5 @@
-"""What kernels hold inside on CUDA: formulas against kernels that run here, against an H200's allocator, and by hand."""
+"""What kernels hold inside on CUDA: formulas against kernels that run here, against an H200's allocator, and by
+hand."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper_ops import attention, attention_dgrad, cross_entropy, cross_entropy_dgrad, layer_norm, rms_norm
+from piper_ops import (
+    attention,
+    attention_dgrad,
+    cross_entropy,
+    cross_entropy_dgrad,
+    layer_norm,
+    rms_norm,
+)
 from piper_ops.attention import sdpa
 from piper_ops.attention.sdpa_kernels import KERNELS
 from piper_ops.costing.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
@@ -19,7 +27,9 @@ from piper_ops.ground.library import OP_KERNELS
 from piper_ops.pointwise import losses
 
 CLASSES, SLICE = 50, 1000
-MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "measured" / "gpu-check-h200-last.txt"
+MEASURED = (
+    Path(__file__).resolve().parents[3] / "benchmarks" / "measured" / "gpu-check-h200-last.txt"
+)
 
 
 @pytest.fixture
@@ -39,9 +49,15 @@ def loss_bytes(rows: int, dtype: torch.dtype, reduction: str) -> list[tuple[int,
     """(by formula, held here) of cross-entropy and of its gradient."""
     logits, target = torch.randn(rows, CLASSES).to(dtype), torch.arange(rows) % CLASSES
     loss, lse = cross_entropy(logits, target, reduction)
-    forward, backward = (logits, target, reduction), (torch.ones_like(loss), logits, target, lse, reduction)
+    forward, backward = (
+        (logits, target, reduction),
+        (torch.ones_like(loss), logits, target, lse, reduction),
+    )
     return [
-        (bytes_of(cuda_workspace(cross_entropy, forward, (loss, lse))), peak_bytes_inside(OP_KERNELS[cross_entropy], *forward)),
+        (
+            bytes_of(cuda_workspace(cross_entropy, forward, (loss, lse))),
+            peak_bytes_inside(OP_KERNELS[cross_entropy], *forward),
+        ),
         (
             bytes_of(cuda_workspace(cross_entropy_dgrad, backward, logits)),
             peak_bytes_inside(OP_KERNELS[cross_entropy_dgrad], *backward),
@@ -53,7 +69,9 @@ def loss_bytes(rows: int, dtype: torch.dtype, reduction: str) -> list[tuple[int,
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [10, 20, 40, 100])
-def test_the_loss_holds_what_its_formula_says(rows: int, dtype: torch.dtype, reduction: str) -> None:
+def test_the_loss_holds_what_its_formula_says(
+    rows: int, dtype: torch.dtype, reduction: str
+) -> None:
     (forward, held), dgrad = loss_bytes(rows, dtype, reduction)
     assert dgrad[0] == dgrad[1]
     # of more than one slice, the formula leaves out what the last one's picked logits take
@@ -68,21 +86,27 @@ def test_a_loss_in_slices_does_not_grow_with_its_rows_beyond_a_few_bytes_each() 
 
 
 def test_the_gradient_of_the_loss_took_as_much_on_an_h200() -> None:
-    """Each of six models of `make gpu-check` asked the allocator for so much more than the plan that knew tensors alone; they
-    have 4,096 or 8,192 tokens per microbatch and 32,768 classes."""
+    """Each of six models of `make gpu-check` asked the allocator for so much more than the plan that knew tensors
+    alone; they have 4,096 or 8,192 tokens per microbatch and 32,768 classes."""
     found = re.findall(
-        r"(\d) x 1024 tokens.*: peak memory .* predicted (\d+) bytes, the allocator was asked for (\d+)", MEASURED.read_text()
+        r"(\d) x 1024 tokens.*: peak memory .* predicted (\d+) bytes, the allocator was asked for "
+        r"(\d+)",
+        MEASURED.read_text(),
     )
     assert len(found) == 6
     for sequences, planned, asked in found:
         tokens = 1024 * int(sequences)
         logits = torch.empty(tokens, 32_768, dtype=torch.bfloat16, device="meta")
-        own = cuda_workspace(cross_entropy_dgrad, (logits.sum(), logits, logits.new_empty(tokens), None), logits)
+        own = cuda_workspace(
+            cross_entropy_dgrad, (logits.sum(), logits, logits.new_empty(tokens), None), logits
+        )
         assert own == Workspace(13 * tokens + 4, 4 * 32_768 * tokens, 64 << 20)
         assert own.bytes == int(asked) - int(planned)
 
 
-def shapes(dtype: torch.dtype, length: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def shapes(
+    dtype: torch.dtype, length: int, heads: int, kv_heads: int, dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.randn(2, length, heads, dim).to(dtype),
         torch.randn(2, length, kv_heads, dim).to(dtype),
@@ -103,7 +127,10 @@ def test_written_out_attention_holds_what_it_holds_here(kv_heads: int, causal: b
         peak_bytes_inside(partial(sdpa.run_forward, forward), *given),
         peak_bytes_inside(partial(sdpa.run_backward, backward), *both),
     )
-    formulas = cuda_workspace(attention, given, (out, lse)), cuda_workspace(attention_dgrad, both, (q, k, v))
+    formulas = (
+        cuda_workspace(attention, given, (out, lse)),
+        cuda_workspace(attention_dgrad, both, (q, k, v)),
+    )
     assert tuple(map(bytes_of, formulas)) == here
     assert min(here) > 2 * 4 * 8 * 8 * 8, "at least a T x T matrix"
 
@@ -117,14 +144,19 @@ def test_written_out_attention_holds_what_it_holds_here(kv_heads: int, causal: b
         (torch.bfloat16, 100, 4, 136, 4 * 8 * 128 * (192 + 1)),
         # grouped heads: cuDNN is not chosen; gradients of keys and values of every query head, in bfloat16
         (torch.bfloat16, 128, 2, 64, 4 * 8 * 128 * (64 + 1) + 2 * 8 * 128 * (64 + 64)),
-        # the efficient kernel in float32: the product of output and gradient, a number per row, and the padded logsumexp
+        # the efficient kernel in float32: the product of output and gradient, a number per row, and the padded
+        # logsumexp
         (torch.float32, 100, 4, 64, 4 * 8 * 100 * 64 + 4 * 8 * (100 + 128)),
     ],
 )
-def test_the_gradient_of_attention_by_hand(dtype: torch.dtype, length: int, kv_heads: int, dim: int, wanted: int) -> None:
+def test_the_gradient_of_attention_by_hand(
+    dtype: torch.dtype, length: int, kv_heads: int, dim: int, wanted: int
+) -> None:
     q, k, v = shapes(dtype, length, 4, kv_heads, dim)
     lse = torch.empty(2, 4, length)
-    assert cuda_workspace(attention_dgrad, (q, q, k, v, q, lse, None, True), (q, k, v)) == Workspace(wanted)
+    assert cuda_workspace(
+        attention_dgrad, (q, q, k, v, q, lse, None, True), (q, k, v)
+    ) == Workspace(wanted)
     assert cuda_workspace(attention, (q, k, v, None, True), (q, lse)) == Workspace(0)
 
 
@@ -151,11 +183,17 @@ def test_a_mask_made_for_the_kernel_is_counted_on_a_cpu(name: str, dtype: torch.
     forward, backward = (q, k, v, mask), (out, q, k, v, out, lse, mask)
     needs = mask is not None and (mask.dtype == torch.bool or dtype == torch.float64)
     wanted = mask.numel() * dtype.itemsize if mask is not None and needs else 0
-    assert cpu_workspace(attention, forward, (out, lse)) == cpu_workspace(attention_dgrad, backward, (q, k, v)) == wanted
+    assert (
+        cpu_workspace(attention, forward, (out, lse))
+        == cpu_workspace(attention_dgrad, backward, (q, k, v))
+        == wanted
+    )
     assert peak_bytes_inside(OP_KERNELS[attention_dgrad], *backward) == wanted
     plain = peak_bytes_inside(OP_KERNELS[attention], q, k, v)  # the logsumexp is made contiguous
     until_the_end = mask is not None and mask.dtype == torch.bool
-    assert peak_bytes_inside(OP_KERNELS[attention], *forward) == (wanted + plain if until_the_end else max(wanted, plain))
+    assert peak_bytes_inside(OP_KERNELS[attention], *forward) == (
+        wanted + plain if until_the_end else max(wanted, plain)
+    )
 
 
 @pytest.mark.parametrize(("keys", "padded"), [(40, 48), (64, 64)])
@@ -182,8 +220,12 @@ def test_copies_around_attention_are_counted_on_a_cpu(how: str, kv_heads: int) -
     out, lse = OP_KERNELS[attention](*forward)
     backward = (laid_out(how, 2), q, k, v, out, lse, None, True)
     own = cpu_workspace(attention, forward, (out, lse))
-    assert max(own, lse.nbytes) == peak_bytes_inside(OP_KERNELS[attention], *forward), "its second logsumexp is not counted"
-    assert cpu_workspace(attention_dgrad, backward, (q, k, v)) == peak_bytes_inside(OP_KERNELS[attention_dgrad], *backward)
+    assert max(own, lse.nbytes) == peak_bytes_inside(OP_KERNELS[attention], *forward), (
+        "its second logsumexp is not counted"
+    )
+    assert cpu_workspace(attention_dgrad, backward, (q, k, v)) == peak_bytes_inside(
+        OP_KERNELS[attention_dgrad], *backward
+    )
     copied = {"dense": 0, "heads": q.nbytes, "elements": q.nbytes + k.nbytes + v.nbytes}[how]
     assert own == copied
 
@@ -200,6 +242,10 @@ def test_attention_that_a_cpu_writes_out_is_counted() -> None:
 def test_norms_copy_what_is_not_dense(norm: torch._ops.OpOverload) -> None:
     dense, apart = torch.randn(3, 5, 4), torch.randn(3, 4, 5).transpose(1, 2)
     options = ([4], None, None, 1e-5) if norm is layer_norm else ([4], None, 1e-5)
-    asked = cpu_workspace if norm is layer_norm else lambda *call: bytes_of(cuda_workspace(*call) or Workspace(0))
+    asked = (
+        cpu_workspace
+        if norm is layer_norm
+        else lambda *call: bytes_of(cuda_workspace(*call) or Workspace(0))
+    )
     assert asked(norm, (dense, *options), norm(dense, *options)) == 0
     assert asked(norm, (apart, *options), norm(apart, *options)) == apart.nbytes

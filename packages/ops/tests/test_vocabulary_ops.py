@@ -40,7 +40,10 @@ class Split:
     @property
     def rest(self) -> list[int]:
         done = [self.shared[:n] for n in range(len(self.shared))]
-        return [prod(s for j, s in enumerate(self.sizes) if j > k and j not in gone) for k, gone in zip(self.shared, done)]
+        return [
+            prod(s for j, s in enumerate(self.sizes) if j > k and j not in gone)
+            for k, gone in zip(self.shared, done)
+        ]
 
     def own(self, whole: Tensor, dim: int, place: tuple[int, ...]) -> Tensor:
         """Takes a device's part of a tensor, by indexing alone."""
@@ -74,17 +77,25 @@ def numbers(*shape: int) -> Tensor:
     return torch.randint(0, SIZE, shape)
 
 
-def joined(split: Split, logits: Tensor, target: Tensor, reduction: str, ignore: int) -> list[Tensor]:
+def joined(
+    split: Split, logits: Tensor, target: Tensor, reduction: str, ignore: int
+) -> list[Tensor]:
     """The loss and the logsumexp, from the numbers that the devices gather."""
     parts = [
-        piper_ops.cross_entropy_part(split.own(logits, 1, p), target, p, split.degree, split.rest, ignore) for p in split.places
+        piper_ops.cross_entropy_part(
+            split.own(logits, 1, p), target, p, split.degree, split.rest, ignore
+        )
+        for p in split.places
     ]
     return list(piper_ops.cross_entropy_joined(torch.stack(parts), target, reduction, ignore))
 
 
 def test_what_all_devices_look_up_adds_up_to_the_rows(split: Split) -> None:
     weight, indices = drawn(SIZE, WIDTH), numbers(3, TOKENS)
-    found = [piper_ops.embedding_part(split.own(weight, 0, p), indices, p, split.degree, split.rest) for p in split.places]
+    found = [
+        piper_ops.embedding_part(split.own(weight, 0, p), indices, p, split.degree, split.rest)
+        for p in split.places
+    ]
     assert torch.equal(sum(found[1:], found[0]), F.embedding(indices, weight))
     assert sum(int((f != 0).any(-1).sum()) for f in found) == indices.numel()
 
@@ -96,12 +107,16 @@ def test_the_gradient_of_the_own_rows_is_a_part_of_the_tables(split: Split, padd
     for p in split.places:
         wanted = split.own(whole, 0, p)
         given = grad, indices, wanted.shape[0], p, split.degree, split.rest, padding
-        torch.testing.assert_close(piper_ops.embedding_part_dgrad(*given), wanted, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(
+            piper_ops.embedding_part_dgrad(*given), wanted, rtol=1e-14, atol=1e-14
+        )
 
 
 @pytest.mark.parametrize("ignore", [-100, IGNORED])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_loss_over_parts_is_that_over_all_classes(split: Split, reduction: str, ignore: int) -> None:
+def test_a_loss_over_parts_is_that_over_all_classes(
+    split: Split, reduction: str, ignore: int
+) -> None:
     logits, target = drawn(TOKENS, SIZE) * 5, numbers(TOKENS)
     target[::3] = ignore
     loss, lse = joined(split, logits, target, reduction, ignore)
@@ -110,22 +125,43 @@ def test_a_loss_over_parts_is_that_over_all_classes(split: Split, reduction: str
     grad_loss = drawn(*loss.shape)
     whole = piper_ops.cross_entropy_dgrad(grad_loss, logits, target, lse, reduction, ignore)
     for p in split.places:
-        given = grad_loss, split.own(logits, 1, p), target, lse, p, split.degree, split.rest, reduction, ignore
-        torch.testing.assert_close(piper_ops.cross_entropy_part_dgrad(*given), split.own(whole, 1, p), rtol=1e-12, atol=1e-14)
+        given = (
+            grad_loss,
+            split.own(logits, 1, p),
+            target,
+            lse,
+            p,
+            split.degree,
+            split.rest,
+            reduction,
+            ignore,
+        )
+        torch.testing.assert_close(
+            piper_ops.cross_entropy_part_dgrad(*given),
+            split.own(whole, 1, p),
+            rtol=1e-12,
+            atol=1e-14,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_loss_in_half_precision_is_computed_in_single(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_in_half_precision_is_computed_in_single(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(losses.SLICE_ELEMENTS, "cpu", 7 * SIZE)
     split, exact, target = SPLITS["halves"], drawn(TOKENS, SIZE), numbers(TOKENS)
     logits = exact.to(dtype)
     loss, lse = joined(split, logits, target, "mean", -100)
     assert loss.dtype == lse.dtype == torch.float32
-    torch.testing.assert_close(loss.double(), F.cross_entropy(logits.double(), target), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        loss.double(), F.cross_entropy(logits.double(), target), rtol=1e-5, atol=1e-6
+    )
     whole = piper_ops.cross_entropy_dgrad(torch.ones(()), logits, target, lse)
     for p in split.places:
         given = torch.ones(()), split.own(logits, 1, p), target, lse, p, split.degree, split.rest
-        torch.testing.assert_close(piper_ops.cross_entropy_part_dgrad(*given), split.own(whole, 1, p))
+        torch.testing.assert_close(
+            piper_ops.cross_entropy_part_dgrad(*given), split.own(whole, 1, p)
+        )
 
 
 def test_classes_of_no_weight_make_no_difference() -> None:
@@ -134,7 +170,15 @@ def test_classes_of_no_weight_make_no_difference() -> None:
     logits[:, 12:] = -torch.inf
     loss, lse = joined(split, logits, target, "mean", -100)
     torch.testing.assert_close(loss, F.cross_entropy(logits, target), rtol=1e-13, atol=1e-13)
-    given = torch.ones((), dtype=torch.float64), logits[:, 12:].contiguous(), target, lse, (1,), split.degree, split.rest
+    given = (
+        torch.ones((), dtype=torch.float64),
+        logits[:, 12:].contiguous(),
+        target,
+        lse,
+        (1,),
+        split.degree,
+        split.rest,
+    )
     assert not piper_ops.cross_entropy_part_dgrad(*given).any()
 
 
@@ -158,7 +202,9 @@ def test_a_number_outside_of_the_vocabulary_is_refused_by_every_device(wrong: in
                 call()
 
 
-def calls(dtype: torch.dtype, size: int = SIZE, reduction: str = "mean") -> dict[str, tuple[Any, ...]]:
+def calls(
+    dtype: torch.dtype, size: int = SIZE, reduction: str = "mean"
+) -> dict[str, tuple[Any, ...]]:
     """Arguments of each op, on the first of two devices with `size` numbers each."""
     logits, target, at = drawn(TOKENS, size, dtype=dtype), numbers(TOKENS), ([0], [2], [size])
     lse = torch.zeros(TOKENS, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -166,7 +212,11 @@ def calls(dtype: torch.dtype, size: int = SIZE, reduction: str = "mean") -> dict
         "embedding_part": (drawn(size, WIDTH, dtype=dtype), target, *at),
         "embedding_part_dgrad": (drawn(TOKENS, WIDTH, dtype=dtype), target, size, *at),
         "cross_entropy_part": (logits, target, *at),
-        "cross_entropy_joined": (torch.stack([lse, lse]).expand(2, 2, TOKENS).contiguous(), target, reduction),
+        "cross_entropy_joined": (
+            torch.stack([lse, lse]).expand(2, 2, TOKENS).contiguous(),
+            target,
+            reduction,
+        ),
         "cross_entropy_part_dgrad": (lse.sum(), logits, target, lse, *at, reduction),
     }
 
@@ -177,7 +227,9 @@ NAMES = tuple(calls(torch.float32))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_results_are_like_real_ones(name: str, dtype: torch.dtype) -> None:
-    torch.library.opcheck(getattr(piper_ops, name), calls(dtype)[name], test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        getattr(piper_ops, name), calls(dtype)[name], test_utils=("test_schema", "test_faketensor")
+    )
 
 
 @pytest.mark.parametrize("slices", [1, 4])
@@ -205,8 +257,15 @@ def test_costs_by_hand() -> None:
     assert (part.kind, part.dims, part.flops) == ("loss", (TOKENS, SIZE), 4 * TOKENS * SIZE)
     assert part.bytes == item * TOKENS * SIZE + 8 * TOKENS + 2 * item * TOKENS
     assert (dgrad.kind, dgrad.dims, dgrad.flops) == ("loss", (TOKENS, SIZE), 3 * TOKENS * SIZE)
-    assert (found["cross_entropy_joined"].kind, found["cross_entropy_joined"].flops) == ("loss", 4 * 4 * TOKENS)
+    assert (found["cross_entropy_joined"].kind, found["cross_entropy_joined"].flops) == (
+        "loss",
+        4 * 4 * TOKENS,
+    )
     looked, table = found["embedding_part"], found["embedding_part_dgrad"]
-    assert (looked.kind, looked.flops, looked.bytes) == ("embedding", 0, 8 * TOKENS + 2 * item * TOKENS * WIDTH)
+    assert (looked.kind, looked.flops, looked.bytes) == (
+        "embedding",
+        0,
+        8 * TOKENS + 2 * item * TOKENS * WIDTH,
+    )
     assert (table.kind, table.flops) == ("embedding", TOKENS * WIDTH)
     assert table.bytes == 8 * TOKENS + 2 * item * TOKENS * WIDTH + item * SIZE * WIDTH

@@ -1,7 +1,7 @@
 """Headless Chromium over its debugging pipe: what a page looks like to a reader, and what it asks for.
 
-Protocol: "Chrome DevTools Protocol"; with --remote-debugging-pipe, JSON messages ended by a zero byte on file descriptors 3 (to
-the browser) and 4 (from it). No library and no port is needed.
+Protocol: "Chrome DevTools Protocol"; with --remote-debugging-pipe, JSON messages ended by a zero byte on file
+descriptors 3 (to the browser) and 4 (from it). No library and no port is needed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def chromium() -> str | None:
 
 @dataclass(frozen=True)
 class View:
-    """A page at one size. `errors`: messages of the console and exceptions; `requests`: addresses beside the page's own and data;
-    `overflow`: pixels by which the page is wider than its window; `images`, `anchors`: whether each was drawn, or leads
-    somewhere; `unnamed`: images without a text for those who cannot see them."""
+    """A page at one size. `errors`: messages of the console and exceptions; `requests`: addresses beside the page's own
+    and data; `overflow`: pixels by which the page is wider than its window; `images`, `anchors`: whether each was
+    drawn, or leads somewhere; `unnamed`: images without a text for those who cannot see them."""
 
     errors: list[str]
     requests: list[str]
@@ -73,19 +73,34 @@ class Browser:
         self._ask("Target.closeTarget", targetId=target)
         requests = [e["request"]["url"] for e in self._seen("Network.requestWillBeSent")]
         outside = [u for u in requests if u != page.as_uri() and not u.startswith("data:")]
-        return View(self._errors(), outside, **answer["result"]["value"], screenshot=base64.b64decode(shot["data"]))
+        return View(
+            self._errors(),
+            outside,
+            **answer["result"]["value"],
+            screenshot=base64.b64decode(shot["data"]),
+        )
 
     def _errors(self) -> list[str]:
-        said = [str(e["args"]) for e in self._seen("Runtime.consoleAPICalled") if e["type"] in ("error", "warning", "assert")]
+        said = [
+            str(e["args"])
+            for e in self._seen("Runtime.consoleAPICalled")
+            if e["type"] in ("error", "warning", "assert")
+        ]
         said += [e["exceptionDetails"]["text"] for e in self._seen("Runtime.exceptionThrown")]
-        return said + [e["entry"]["text"] for e in self._seen("Log.entryAdded") if e["entry"]["level"] in ("error", "warning")]
+        return said + [
+            e["entry"]["text"]
+            for e in self._seen("Log.entryAdded")
+            if e["entry"]["level"] in ("error", "warning")
+        ]
 
     def _seen(self, method: str) -> list[dict[str, Any]]:
         return [e["params"] for e in self._events if e["method"] == method]
 
     def _ask(self, method: str, session: str = "", /, **params: Any) -> dict[str, Any]:
         self._number += 1
-        message = {"id": self._number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        message = {"id": self._number, "method": method, "params": params} | (
+            {"sessionId": session} if session else {}
+        )
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while True:
             found = self._read()
@@ -119,7 +134,10 @@ def browser(profile: Path) -> Iterator[Browser]:
     assert path is not None
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update"
+    flags = (
+        "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+        "--disable-component-update"
+    )
     pipes = f"3<&{theirs_in} 4>&{theirs_out}"
     command = f'exec "$0" {flags} --remote-debugging-pipe --host-resolver-rules="MAP * ~NOTFOUND" --user-data-dir="$1" {pipes}'
     process = subprocess.Popen(

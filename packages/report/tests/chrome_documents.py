@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-PHASES = {"M": ("name", "pid", "args"), "X": ("name", "pid", "tid", "ts", "dur"), "C": ("name", "pid", "ts", "args")}
+PHASES = {
+    "M": ("name", "pid", "args"),
+    "X": ("name", "pid", "tid", "ts", "dur"),
+    "C": ("name", "pid", "ts", "args"),
+}
 """The kinds of events that Piper writes, and the keys that each must have."""
 
 
@@ -28,13 +32,18 @@ def problems(document: object) -> list[str]:
         elif event["ph"] == "M":
             named.add((event["name"], event["pid"], event.get("tid", 0)))
         elif event["ph"] == "X":
-            used.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            used.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
     for (pid, tid), spans in used.items():
         if ("process_name", pid, 0) not in named or ("thread_name", pid, tid) not in named:
             out.append(f"process {pid}, thread {tid}: no name")
         spans.sort(key=lambda s: (s[0], -s[1]))
         slack = 1e-9 * max(end for _, end in spans)  # ts + dur is rounded
-        if any(start < before - slack and before < end - slack for (_, before), (start, end) in pairwise(spans)):
+        if any(
+            start < before - slack and before < end - slack
+            for (_, before), (start, end) in pairwise(spans)
+        ):
             out.append(f"process {pid}, thread {tid}: events overlap")
     return out
 
@@ -53,7 +62,9 @@ def _wrong(event: object) -> str:
         elif key in ("ts", "dur"):
             good = type(value) in (int, float) and 0 <= value < float("inf")
         elif key == "args":
-            good = isinstance(value, Mapping) and (event["ph"] == "M" or all(type(v) is int for v in value.values()))
+            good = isinstance(value, Mapping) and (
+                event["ph"] == "M" or all(type(v) is int for v in value.values())
+            )
         else:
             good = isinstance(value, str) and value != ""
         if not good:

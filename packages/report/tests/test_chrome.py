@@ -34,25 +34,41 @@ def test_a_written_trace_has_no_problems(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     assert problems(document) == []
     assert document == chrome_trace(TRACE)
-    assert document["otherData"] == {"plan": "key", "kind": "simulated", "step": 2, "cluster": "h100-80g-sxm:8"}
+    assert document["otherData"] == {
+        "plan": "key",
+        "kind": "simulated",
+        "step": 2,
+        "cluster": "h100-80g-sxm:8",
+    }
 
 
 def test_spans_are_microseconds_on_rank_and_stream() -> None:
     first, second, send, recv = events("X")
     assert (second["ts"], second["dur"], second["pid"], second["tid"]) == (1000.0, 2000.0, 0, 0)
     assert send["args"] == {"instr": 2, "ready_us": 500.0, "source": "measured", "bytes": 7}
-    assert first["args"]["flops"] == 10 and first["cat"] == "compute" and send["cat"] == "communication"
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events("M") if e["name"] == "thread_name"}
+    assert (
+        first["args"]["flops"] == 10
+        and first["cat"] == "compute"
+        and send["cat"] == "communication"
+    )
+    names = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events("M") if e["name"] == "thread_name"
+    }
     assert names == {(0, 0): "compute", (0, 1): "0>1", (1, 0): "0>1"}
     assert (send["pid"], send["tid"]) == (0, 1) and (recv["pid"], recv["tid"]) == (1, 0)
 
 
 def test_each_counter_has_all_categories_of_its_rank() -> None:
-    assert [e["args"] for e in events("C")] == [{"activation": 3, "param": 0}, {"activation": 0, "param": 4}]
+    assert [e["args"] for e in events("C")] == [
+        {"activation": 3, "param": 0},
+        {"activation": 0, "param": 4},
+    ]
 
 
 def test_measured_memory_is_a_counter_of_one_category() -> None:
-    executed = Trace("key", "executed", (TRACE.spans[0],), (MemSample(0, 0, 1e-3, {"measured": 5}),))
+    executed = Trace(
+        "key", "executed", (TRACE.spans[0],), (MemSample(0, 0, 1e-3, {"measured": 5}),)
+    )
     document = chrome_trace(executed)
     assert problems(document) == []
     (counter,) = [e for e in document["traceEvents"] if e["ph"] == "C"]
@@ -83,5 +99,9 @@ def test_the_schema_check_finds(phase: str, index: int, change: dict[str, Any], 
 
 
 def test_the_schema_check_finds_what_is_no_trace() -> None:
-    assert problems([]) == problems({"traceEvents": {}}) == ["an object with a list traceEvents is expected"]
+    assert (
+        problems([])
+        == problems({"traceEvents": {}})
+        == ["an object with a list traceEvents is expected"]
+    )
     assert problems({"traceEvents": [3]}) == ["event 0: an object is expected"]

@@ -33,15 +33,28 @@ def test_they_add_up_to_the_peak_in_every_category(plan: Plan) -> None:
 
 def test_an_input_given_back_before_the_peak_counts_for_what_is_left_of_it() -> None:
     """The chunk's code frees its input of 100 bytes while it makes its output of 40: at most 110 bytes at once."""
-    x, y = (Value(v, TensorSpec((n,), "uint8"), "activation") for v, n in (("x:out0@0", 100), ("y:out0@0", 40)))
+    x, y = (
+        Value(v, TensorSpec((n,), "uint8"), "activation")
+        for v, n in (("x:out0@0", 100), ("y:out0@0", 40))
+    )
     signature = Signature(("in0",), ("out0",), liveness=Liveness((0,), ((10,), (40,))))
     ports = {"in0": x.spec, "out0": y.spec}
-    chunk = Chunk("y", {}, (Input("value", "x:out0", x.spec),), (Output("value", y.spec),), ports, {"F": signature})
+    chunk = Chunk(
+        "y",
+        {},
+        (Input("value", "x:out0", x.spec),),
+        (Output("value", y.spec),),
+        ports,
+        {"F": signature},
+    )
     part = Part("y.F@0", Compute("y", "F"), 0, (x.id,), (y.id,), (x.id,))
     role = RolePlan("r", {}, (0,), (Instr("compute", (part,)),), ("compute",), allocs_first=(x.id,))
     plan = Plan("k", Mesh(), 1, 1, (), (role,), (), (), {v.id: v for v in (x, y)}, (chunk,))
     assert peak(plan, role).total == 110
-    assert [(o.name, o.bytes) for o in owners(plan, role)] == [("x:out0@0", 70), ("y", 40)]  # nothing writes x
+    assert [(o.name, o.bytes) for o in owners(plan, role)] == [
+        ("x:out0@0", 70),
+        ("y", 40),
+    ]  # nothing writes x
 
 
 def test_a_pipelines_first_stage_holds_its_microbatches_in_flight() -> None:

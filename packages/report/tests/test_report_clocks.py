@@ -22,7 +22,9 @@ WORLD = PLAN.mesh.world
 def shifted(trace: Trace, by: dict[int, float]) -> Trace:
     """As if the clock of a rank went ahead by so many seconds."""
     move = {r: by.get(r, 0.0) for r in range(WORLD)}
-    spans = tuple(replace(s, start=s.start + move[s.rank], end=s.end + move[s.rank]) for s in trace.spans)
+    spans = tuple(
+        replace(s, start=s.start + move[s.rank], end=s.end + move[s.rank]) for s in trace.spans
+    )
     memory = tuple(replace(m, time=m.time + move[m.rank]) for m in trace.memory)
     return replace(trace, spans=spans, memory=memory)
 
@@ -45,7 +47,10 @@ def test_a_shifted_clock_is_found_within_its_error(by: list[float], waits: list[
 def test_negative_control_the_error_shrinks_with_the_waits() -> None:
     """The stated error is as long as a transfer and what both ends wait beside it, not more."""
     for wait in (1e-3, 1e-5):
-        spans = tuple(replace(s, start=s.start - wait, end=s.end + wait) for s in samples.simulation().trace.spans)
+        spans = tuple(
+            replace(s, start=s.start - wait, end=s.end + wait)
+            for s in samples.simulation().trace.spans
+        )
         found = offsets(PLAN, shifted(replace(TRACE, spans=spans), {1: 4.0}))
         assert found[1].error <= 7e-4 + 3 * wait
 
@@ -56,7 +61,10 @@ def test_an_aligned_trace_keeps_every_transfer_in_order() -> None:
         assert max(s.start for s in group) <= min(s.end for s in group) + 1e-9
     assert min(s.start for s in moved.spans) == 0
     assert problems(chrome_trace(moved)) == []
-    assert moved.notes[NOTE.format(1)].startswith("offset -5 s +- ") and NOTE.format(0) not in moved.notes
+    assert (
+        moved.notes[NOTE.format(1)].startswith("offset -5 s +- ")
+        and NOTE.format(0) not in moved.notes
+    )
     assert chrome_trace(moved)["otherData"][NOTE.format(2)].startswith("offset +3 s +- ")
 
 
@@ -72,7 +80,10 @@ def test_transfers_that_contradict_each_other_say_by_how_much() -> None:
     first, last = p2p[0], p2p[-1]
     late, early = next(s for s in first if s.rank == 2), next(s for s in last if s.rank == 2)
     start, end = min(s.start for s in first), max(s.end for s in last)
-    changed = {late: replace(late, start=start - 3e-3, end=start - 2e-3), early: replace(early, start=end + 2e-3, end=end + 3e-3)}
+    changed = {
+        late: replace(late, start=start - 3e-3, end=start - 2e-3),
+        early: replace(early, start=end + 2e-3, end=end + 3e-3),
+    }
     found = offsets(PLAN, replace(TRACE, spans=tuple(changed.get(s, s) for s in TRACE.spans)))
     assert found[2].slack == pytest.approx(2e-3, rel=0.5) and found[2].error >= found[2].slack
     assert "contradict each other by" in str(found[2])
@@ -81,7 +92,11 @@ def test_transfers_that_contradict_each_other_say_by_how_much() -> None:
 def test_a_rank_without_transfers_is_unknown() -> None:
     plan = samples.plan_of(pp=1, dp=1)
     two = samples.plan_of(pp=2, microbatches=1)
-    lonely = Trace(two.key, "executed", tuple(s for s in samples.executed(_simulated(two)).spans if s.stream == "compute"))
+    lonely = Trace(
+        two.key,
+        "executed",
+        tuple(s for s in samples.executed(_simulated(two)).spans if s.stream == "compute"),
+    )
     found = offsets(two, lonely)
     assert found[1].error == inf and "unknown" in str(found[1]) and not found[1].needed
     assert aligned(two, lonely).spans == lonely.spans

@@ -39,13 +39,18 @@ def test_all_figures_and_tables_are_written_beside_the_page(report: Report) -> N
     assert report.html.name == "report.html" and report.html.parent.name == "report"
     assert {p.stem for p in report.figures} == FIGURES and {p.stem for p in report.tables} == TABLES
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in report.figures)
-    assert {p.name for p in report.html.parent.iterdir()} == {p.name for p in (report.html, *report.figures, *report.tables)}
+    assert {p.name for p in report.html.parent.iterdir()} == {
+        p.name for p in (report.html, *report.figures, *report.tables)
+    }
     for path in report.tables:
         assert len(pandas.read_csv(path)) > 0, path
 
 
 def test_the_page_holds_everything_and_asks_for_nothing(html: str) -> None:
-    assert set(re.findall(r'id="figure-(\w+)"', html)) == FIGURES and set(re.findall(r'id="table-(\w+)"', html)) == TABLES
+    assert (
+        set(re.findall(r'id="figure-(\w+)"', html)) == FIGURES
+        and set(re.findall(r'id="table-(\w+)"', html)) == TABLES
+    )
     sources = re.findall(r'(?:src|href)="([^"]{1,40})', html)
     assert all(s.startswith(("data:image/", "data:,", "#")) for s in sources), sources
     assert "<script" not in html and "@import" not in html and "url(" not in html
@@ -70,11 +75,16 @@ def test_the_page_says_where_durations_and_clocks_come_from(html: str) -> None:
         (samples.write_costs, ["costs"]),
     ],
 )
-def test_a_part_of_the_results_makes_a_part_of_the_page(write, sections: list[str], tmp_path: Path) -> None:
+def test_a_part_of_the_results_makes_a_part_of_the_page(
+    write, sections: list[str], tmp_path: Path
+) -> None:
     write(tmp_path)
     made = write_report(tmp_path, out=tmp_path / "there")
     text = made.html.read_text(encoding="utf-8")
-    assert made.html.parent == tmp_path / "there" and re.findall(r'<section id="(\w+)">', text) == sections
+    assert (
+        made.html.parent == tmp_path / "there"
+        and re.findall(r'<section id="(\w+)">', text) == sections
+    )
     assert text.count("<img") == len(made.figures) and text.count("<table") == len(made.tables)
 
 
@@ -105,7 +115,10 @@ def test_a_run_that_hung_says_so(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_written_leaves_the_results_alone(tmp_path: Path) -> None:
     samples.write_costs(tmp_path)
     (tmp_path / "report").write_text("a file is in the way")
-    with pytest.raises(OutputError, match=r"cannot write the report to .*report: File exists; the results are untouched"):
+    with pytest.raises(
+        OutputError,
+        match=r"cannot write the report to .*report: File exists; the results are untouched",
+    ):
         write_report(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"costs.json", "report"}
 
@@ -129,7 +142,9 @@ def test_a_drawing_with_many_marks_goes_in_as_pixels() -> None:
     assert kinds == ["data:image/svg+xml", "data:image/png"]
 
 
-needs_chromium = pytest.mark.skipif(chromium() is None, reason="no chromium on PATH (Debian: apt-get install chromium)")
+needs_chromium = pytest.mark.skipif(
+    chromium() is None, reason="no chromium on PATH (Debian: apt-get install chromium)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +155,9 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @needs_chromium
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_a_browser_shows_the_page_without_complaint(size: tuple[int, int], chrome: Browser, report: Report) -> None:
+def test_a_browser_shows_the_page_without_complaint(
+    size: tuple[int, int], chrome: Browser, report: Report
+) -> None:
     view = chrome.look(report.html, *size)
     (report.html.parent.parent / f"seen-{size[0]}.png").write_bytes(view.screenshot)
     assert view.errors == [] and view.requests == []
@@ -157,13 +174,27 @@ def test_negative_control_a_browser_sees_what_is_wrong(chrome: Browser, tmp_path
         '<img src="https://example.invalid/x.png"><script>console.error("oh")</script>'
     )
     view = chrome.look(bad, 390, 844)
-    assert any("oh" in e for e in view.errors) and view.requests == ["https://example.invalid/x.png"]
-    assert view.overflow > 0 and view.images == [False] and view.unnamed == 1 and view.anchors == [False]
+    assert any("oh" in e for e in view.errors) and view.requests == [
+        "https://example.invalid/x.png"
+    ]
+    assert (
+        view.overflow > 0
+        and view.images == [False]
+        and view.unnamed == 1
+        and view.anchors == [False]
+    )
 
 
 @needs_chromium
-def test_negative_control_the_policy_of_the_page_forbids_to_load(chrome: Browser, tmp_path: Path) -> None:
+def test_negative_control_the_policy_of_the_page_forbids_to_load(
+    chrome: Browser, tmp_path: Path
+) -> None:
     found = sheet("x", "X", [Column("a", "A")], [("1",)])
     text = page("t", [], [PageSection("s", "S", items=[found])])
-    (tmp_path / "page.html").write_text(text.replace("</main>", '<img alt="x" src="https://example.invalid/x.png"></main>'))
-    assert any("Content Security Policy" in e for e in chrome.look(tmp_path / "page.html", 1280, 800).errors)
+    (tmp_path / "page.html").write_text(
+        text.replace("</main>", '<img alt="x" src="https://example.invalid/x.png"></main>')
+    )
+    assert any(
+        "Content Security Policy" in e
+        for e in chrome.look(tmp_path / "page.html", 1280, 800).errors
+    )

@@ -8,12 +8,24 @@ from packages.report.tests import samples
 from piper_ir.ground.trace import Span, Trace
 from piper_ir.plan.phases import instr_label
 from piper_ir.plan.plan import Instr, Part
-from piper_ir.program.ops import Collective, Compute, ComputeStep, Fold, Fresh, Load, Seed, SquaredNorm, Update
+from piper_ir.program.ops import (
+    Collective,
+    Compute,
+    ComputeStep,
+    Fold,
+    Fresh,
+    Load,
+    Seed,
+    SquaredNorm,
+    Update,
+)
 from piper_report.facts.phases import kinds
 
 
 def instr(*steps: tuple[ComputeStep, int], first: Iterable[Part] = ()) -> Instr:
-    return Instr("compute", (*first, *(Part(f"c.{s}@{mb}", Compute("c", s), mb) for s, mb in steps)))
+    return Instr(
+        "compute", (*first, *(Part(f"c.{s}@{mb}", Compute("c", s), mb) for s, mb in steps))
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,10 +38,23 @@ def instr(*steps: tuple[ComputeStep, int], first: Iterable[Part] = ()) -> Instr:
         (instr(("I", 0), ("F", 3), ("W", 0)), "F3&B0", "pair"),
         (instr(("F", 3), ("W", 0)), "F3&W0", "pair"),
         (instr(("F", 0), ("F", 1)), "F0", "F"),
-        (Instr("compute", (Part("norm", SquaredNorm(("b",), "float32")), Part("update", Update(("b",))))), "U", "U"),
+        (
+            Instr(
+                "compute",
+                (Part("norm", SquaredNorm(("b",), "float32")), Part("update", Update(("b",)))),
+            ),
+            "U",
+            "U",
+        ),
         (Instr("compute", (Part("norm", SquaredNorm(("b",), "float32")),)), "", "other"),
         (Instr("compute", (Part("fold", Fold("b"), 1), Part("fresh", Fresh("c"), 2))), "1", "fold"),
-        (Instr("compute", (Part("fold", Fold("b")), Part("norm", SquaredNorm(("b",), "float32")))), "", "other"),
+        (
+            Instr(
+                "compute", (Part("fold", Fold("b")), Part("norm", SquaredNorm(("b",), "float32")))
+            ),
+            "",
+            "other",
+        ),
         (instr(("W", 3), first=[Part("fresh@3", Fresh("b"), 3)]), "W3", "W"),
         (Instr("gather", (Part("gather", Collective("all_gather", "g", "b"), 2),)), "2", "gather"),
         (Instr("scatter", (Part("scatter", Collective("reduce_scatter", "s")),)), "", "scatter"),

@@ -1,4 +1,5 @@
-"""The page by role: ranks that are alike once, stages and directives, what a device holds in all, where results are from."""
+"""The page by role: ranks that are alike once, stages and directives, what a device holds in all, where results are
+from."""
 
 import json
 import re
@@ -40,8 +41,13 @@ def test_simulated_ranks_are_alike_by_role_and_measured_ones_never() -> None:
     groups = {0: (0, 1), 2: (2, 3)}
     assert alike_ranks([made.trace], plan) == groups == alike_ranks([made.role_trace], plan)
     assert list(alike_ranks([made.trace, samples.executed(made.trace)], plan)) == [0, 1, 2, 3]
-    late = replace(made.trace, spans=tuple(replace(s, end=s.end + 1e-6 * (s.rank == 1)) for s in made.trace.spans))
-    assert alike_ranks([late], plan) == {0: (0,), 1: (1,), 2: (2, 3)}, "one that is slower is not like the others"
+    late = replace(
+        made.trace,
+        spans=tuple(replace(s, end=s.end + 1e-6 * (s.rank == 1)) for s in made.trace.spans),
+    )
+    assert alike_ranks([late], plan) == {0: (0,), 1: (1,), 2: (2, 3)}, (
+        "one that is slower is not like the others"
+    )
 
 
 def test_measured_ranks_are_drawn_beside_the_prediction_of_one_that_is_alike() -> None:
@@ -57,14 +63,22 @@ def test_of_many_roles_the_first_and_the_last_are_drawn() -> None:
 
 def test_schedules_and_traces_name_ranks_that_are_alike_together() -> None:
     made, plan = samples.simulation(), samples.plan()
-    assert [line[:9] for line in schedule_table(made.role_trace, plan, width=80).splitlines()[:2]] == ["ranks 0-1", "ranks 2-3"]
-    names = [e["args"]["name"] for e in chrome_trace(made.role_trace)["traceEvents"] if e["name"] == "process_name"]
+    assert [
+        line[:9] for line in schedule_table(made.role_trace, plan, width=80).splitlines()[:2]
+    ] == ["ranks 0-1", "ranks 2-3"]
+    names = [
+        e["args"]["name"]
+        for e in chrome_trace(made.role_trace)["traceEvents"]
+        if e["name"] == "process_name"
+    ]
     assert names == ["ranks 0-1", "ranks 2-3"]
 
 
 def test_stages_and_directives(tmp_path: Path) -> None:
     samples.write_simulation(tmp_path)
-    places = [{"is": "Place", "selection": {"terms": [["stage", s]]}, "on": [["pp", s]]} for s in range(5)]
+    places = [
+        {"is": "Place", "selection": {"terms": [["stage", s]]}, "on": [["pp", s]]} for s in range(5)
+    ]
     split = {"is": "SplitBackward", "selection": {"terms": []}}
     document = {"format": "Strategy", "version": 1, "params": {}, "directives": [*places, split]}
     (tmp_path / "strategy.json").write_text(json.dumps(document))
@@ -84,7 +98,9 @@ def test_stages_and_directives(tmp_path: Path) -> None:
 
 def test_a_slow_stage_is_seen(tmp_path: Path) -> None:
     plan = samples.plan_of(pp=2, dp=2, F=(1e-3, 3e-3), I=(1e-3, 3e-3), W=(1e-3, 3e-3))
-    samples.write_simulation(tmp_path, simulate(plan, "h100x8", costs=samples.comm_costs(plan)), plan)
+    samples.write_simulation(
+        tmp_path, simulate(plan, "h100x8", costs=samples.comm_costs(plan)), plan
+    )
     stages = stage_sheet(load(tmp_path))
     assert stages is not None
     seconds = [plan.microbatches * per_microbatch for per_microbatch in (3e-3, 9e-3)]
@@ -100,16 +116,42 @@ def test_the_page_says_what_a_device_holds_and_where_results_are_from(tmp_path: 
         rank["limit_bytes"] = 80 << 30
     (tmp_path / "predicted.json").write_text(json.dumps(predicted))
     made_by = "2026-01-01 00:00 UTC", "piper simulate x.py"
-    origin = ResultOrigin("Abacus, 2 cores", {"piper": "1.2.3"}, "0123abcd with changes", 7, *made_by)
+    origin = ResultOrigin(
+        "Abacus, 2 cores", {"piper": "1.2.3"}, "0123abcd with changes", 7, *made_by
+    )
     (tmp_path / "origin.json").write_text(json.dumps(origin.__dict__))
-    why = {"tables": [{"title": "what if", "columns": ["", "step"], "rows": [["no <launch> cost", "1 s"]], "notes": ["a note"]}]}
+    why = {
+        "tables": [
+            {
+                "title": "what if",
+                "columns": ["", "step"],
+                "rows": [["no <launch> cost", "1 s"]],
+                "notes": ["a note"],
+            }
+        ]
+    }
     (tmp_path / "why.json").write_text(json.dumps(why | {"numbers": {}}))
     html = write_report(tmp_path).html.read_text()
-    said = ("Abacus, 2 cores", "piper 1.2.3", "0123abcd with changes", "piper simulate x.py", "no &lt;launch&gt; cost", "a note")
+    said = (
+        "Abacus, 2 cores",
+        "piper 1.2.3",
+        "0123abcd with changes",
+        "piper simulate x.py",
+        "no &lt;launch&gt; cost",
+        "a note",
+    )
     assert all(text in html for text in said)
     assert "in all" in html and "the device has 80 GiB" in html and "what the device has" in html
-    assert load(tmp_path).why == WhyTables((WhyTable("what if", ("", "step"), (("no <launch> cost", "1 s"),), ("a note",)),))
-    assert re.findall(r'<section id="(\w+)">', html) == ["summary", "strategy", "timeline", "why", "memory"]
+    assert load(tmp_path).why == WhyTables(
+        (WhyTable("what if", ("", "step"), (("no <launch> cost", "1 s"),), ("a note",)),)
+    )
+    assert re.findall(r'<section id="(\w+)">', html) == [
+        "summary",
+        "strategy",
+        "timeline",
+        "why",
+        "memory",
+    ]
 
 
 def test_a_plan_that_does_not_fit_is_said_first(tmp_path: Path) -> None:
@@ -125,13 +167,23 @@ def test_lines_near_the_curve_are_drawn_and_far_ones_are_not() -> None:
     with house_style():
         (ax,) = panels(new_figure(2.0), 1)
         found = [
-            set(_device_lines(ax, RankPrediction(0.0, 10 << 30, total << 30, {}, limit << 30), 10 << 30, size_unit(10 << 30)))
+            set(
+                _device_lines(
+                    ax,
+                    RankPrediction(0.0, 10 << 30, total << 30, {}, limit << 30),
+                    10 << 30,
+                    size_unit(10 << 30),
+                )
+            )
             for total, limit in ((12, 80), (12, 14), (40, 80), (12, 4))
         ]
     assert found == [{IN_ALL}, {IN_ALL, HAS}, set(), {IN_ALL, HAS}]
 
 
-@pytest.mark.parametrize(("change", "text"), [(-0.5, "-50.0 %"), (8.9, "+890.0 %"), (9.0, "10 times"), (249.4, "250 times")])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(-0.5, "-50.0 %"), (8.9, "+890.0 %"), (9.0, "10 times"), (249.4, "250 times")],
+)
 def test_large_changes_are_factors(change: float, text: str) -> None:
     assert _told(change) == text
 
@@ -141,7 +193,9 @@ def test_two_folders_beside_each_other(tmp_path: Path) -> None:
     for folder, times in ((a, {}), (b, {"microbatches": 6})):
         folder.mkdir()
         plan = samples.plan_of(pp=2, dp=2, **times)
-        samples.write_simulation(folder, simulate(plan, "h100x8", costs=samples.comm_costs(plan)), plan)
+        samples.write_simulation(
+            folder, simulate(plan, "h100x8", costs=samples.comm_costs(plan)), plan
+        )
     made = write_beside(a, b)
     assert made.html.parent == b / "report-beside-first"
     figures = pandas.read_csv(made.html.parent / "headline.csv", index_col="figure")
@@ -149,9 +203,20 @@ def test_two_folders_beside_each_other(tmp_path: Path) -> None:
     assert step["b_predicted"] > step["a_predicted"]
     assert step["change_predicted"] == pytest.approx(step["b_predicted"] / step["a_predicted"] - 1)
     html = made.html.read_text()
-    assert "What differs" in html and "the same in both" in html and "12 rows" in html and "6 rows" in html
+    assert (
+        "What differs" in html
+        and "the same in both" in html
+        and "12 rows" in html
+        and "6 rows" in html
+    )
     assert {p.stem for p in made.figures} == {"timeline_a", "timeline_b"}
-    assert {p.stem for p in made.tables} == {"differences", "headline", "stages_a", "stages_b", "memory_lines"}
+    assert {p.stem for p in made.tables} == {
+        "differences",
+        "headline",
+        "stages_a",
+        "stages_b",
+        "memory_lines",
+    }
 
 
 def test_two_runs_have_their_losses_on_one_axis(tmp_path: Path) -> None:
@@ -159,9 +224,17 @@ def test_two_runs_have_their_losses_on_one_axis(tmp_path: Path) -> None:
         samples.whole_folder(tmp_path / name)
     made = write_beside(tmp_path / "a", tmp_path / "b", out=tmp_path / "there")
     assert "loss" in {p.stem for p in made.figures} and made.html.parent == tmp_path / "there"
-    changes = pandas.read_csv(tmp_path / "there" / "headline.csv")[["change_predicted", "change_measured"]].stack().dropna()
+    changes = (
+        pandas.read_csv(tmp_path / "there" / "headline.csv")[
+            ["change_predicted", "change_measured"]
+        ]
+        .stack()
+        .dropna()
+    )
     assert len(changes) > 8 and (changes == 0).all(), "a folder is equal to its copy"
 
 
 def test_a_trace_without_spans_has_no_groups() -> None:
-    assert alike_ranks([Trace("k", "simulated", ())], None) == {} and dumps(Trace("k", "simulated", ()))
+    assert alike_ranks([Trace("k", "simulated", ())], None) == {} and dumps(
+        Trace("k", "simulated", ())
+    )

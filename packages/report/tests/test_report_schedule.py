@@ -60,7 +60,9 @@ def paired() -> tuple[Trace, Plan]:
     backs = [i.parts for i in role.program if i.parts[-1].node.startswith("stage0.W")]
     program = tuple(Instr("compute", parts) for parts in (first, (*second, *backs[0]), backs[1]))
     spans = tuple(Span(0, "compute", i, "x", 1.0 * i, 1.0 * i + 1) for i in range(3))
-    return Trace(plan.key, "simulated", spans), replace(plan, roles=(replace(role, program=program),))
+    return Trace(plan.key, "simulated", spans), replace(
+        plan, roles=(replace(role, program=program),)
+    )
 
 
 def test_an_overlapped_pair_is_told_apart(tmp_path: Path) -> None:
@@ -74,7 +76,9 @@ def test_an_overlapped_pair_is_told_apart(tmp_path: Path) -> None:
 def tabulated(chunks: int, width: int, microbatches: int = 2) -> str:
     """Interleaved on two ranks."""
     program = synthetic(stages=2 * chunks, **UNITS)
-    strategy = Strategy(Mesh(pp=2), recipes.interleaved(pp=2, microbatches=microbatches, chunks=chunks))
+    strategy = Strategy(
+        Mesh(pp=2), recipes.interleaved(pp=2, microbatches=microbatches, chunks=chunks)
+    )
     plan = compile_program(program, strategy).plan
     return schedule_table(simulate(plan).trace, plan, width=width)
 
@@ -84,7 +88,11 @@ def test_the_second_chunk_is_in_lower_case() -> None:
     assert lines[0] == "rank 0  F0 F1 f0 f1 .  .  b0==  .  b1==  B0==  B1=="
     assert "lower case: the device's second chunk" in lines[3]
     narrow = tabulated(2, 40, microbatches=4).splitlines()
-    assert narrow[1] == "rank 1  .FFfb=fb=FB=FB=fb=fb=B=B=.." and "lower case: the device's second" in "".join(narrow)
+    assert narrow[
+        1
+    ] == "rank 1  .FFfb=fb=FB=FB=fb=fb=B=B=.." and "lower case: the device's second" in "".join(
+        narrow
+    )
 
 
 def test_of_more_chunks_each_has_a_letter() -> None:
@@ -92,16 +100,22 @@ def test_of_more_chunks_each_has_a_letter() -> None:
     assert lines[0].startswith("rank 0  F0a F1a F0b F1b F0c F1c .   .   B0c==   .")
     assert "a, b, ...: the chunk of the device" in lines[3]
     narrow = tabulated(3, 45).splitlines()
-    assert narrow[0].startswith("rank 0  FFffFF..B=.B=b=") and "lower case: every other chunk of the device" in "".join(narrow)
+    assert narrow[0].startswith(
+        "rank 0  FFffFF..B=.B=b="
+    ) and "lower case: every other chunk of the device" in "".join(narrow)
 
 
 def test_the_halves_of_a_pair_are_of_their_own_chunks() -> None:
-    plan = compile_program(synthetic(stages=4, **UNITS), Strategy(Mesh(pp=2), recipes.dualpipe_v(pp=2, microbatches=4))).plan
+    plan = compile_program(
+        synthetic(stages=4, **UNITS), Strategy(Mesh(pp=2), recipes.dualpipe_v(pp=2, microbatches=4))
+    ).plan
     text = schedule_table(simulate(plan).trace, plan, width=200)
     assert re.search(r"F\d&b\d", text) and re.search(r"f\d&B\d", text)
 
 
-@pytest.mark.parametrize(("start", "shown"), [(16.0, "rank 0  F0 .  F1="), (14.0, "rank 0  F0 F1===")])
+@pytest.mark.parametrize(
+    ("start", "shown"), [(16.0, "rank 0  F0 .  F1="), (14.0, "rank 0  F0 F1===")]
+)
 def test_a_column_shows_what_fills_most_of_it(start: float, shown: str) -> None:
     """Ten columns of 10.07 s: the second is idle for more than half of its time, or not."""
     spans = Span(0, "compute", 0, "c.F@0", 0.0, 10.0), Span(0, "compute", 1, "c.F@1", start, 100.7)
@@ -112,8 +126,16 @@ def test_a_trace_without_compute() -> None:
     assert schedule_table(Trace("k", "simulated", ())) == "nothing is computed in this trace"
 
 
-@given(st.integers(1, 5), st.integers(1, 12), st.floats(0.1, 10), st.floats(0.1, 10), st.integers(40, 200))
-def test_no_line_is_wider_than_asked(pp: int, microbatches: int, forward: float, backward: float, width: int) -> None:
+@given(
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.floats(0.1, 10),
+    st.floats(0.1, 10),
+    st.integers(40, 200),
+)
+def test_no_line_is_wider_than_asked(
+    pp: int, microbatches: int, forward: float, backward: float, width: int
+) -> None:
     plan = samples.plan_of(pp=pp, microbatches=microbatches, F=forward, I=backward, W=backward)
     lines = schedule_table(simulate(plan).trace, plan, width=width).splitlines()
     assert max(map(len, lines)) <= width
@@ -132,7 +154,10 @@ def test_columns_lose_their_space_before_their_unit() -> None:
     """29 columns of one second do not fit into 72 characters with three each; with two they do."""
     plan = samples.plan_of(pp=2, microbatches=9, **UNITS)
     text = schedule_table(simulate(plan).trace, plan, width=80)
-    assert text.splitlines()[0].startswith("rank 0  F0F1. . B0= F2B1= F3B2= F4") and "a column is 1 s" in text
+    assert (
+        text.splitlines()[0].startswith("rank 0  F0F1. . B0= F2B1= F3B2= F4")
+        and "a column is 1 s" in text
+    )
 
 
 def test_colours_of_a_terminal_change_no_letter() -> None:
@@ -151,7 +176,9 @@ def colours(path: Path) -> Counter[tuple[int, ...]]:
 def test_later_chunks_are_paler_and_schedules_share_an_axis(tmp_path: Path) -> None:
     def planned(chunks: int) -> Plan:
         program = synthetic(stages=2 * chunks, F=1, I=1, W=1)
-        return compile_program(program, Strategy(Mesh(pp=2), recipes.interleaved(pp=2, microbatches=2, chunks=chunks))).plan
+        return compile_program(
+            program, Strategy(Mesh(pp=2), recipes.interleaved(pp=2, microbatches=2, chunks=chunks))
+        ).plan
 
     drawings = []
     for chunks in (1, 2):

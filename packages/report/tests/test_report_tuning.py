@@ -13,19 +13,35 @@ from piper_ir.study.study import Row, StudyDocument
 from piper_report import load, write_report
 from piper_report.figures import tuning_figures
 from piper_report.figures.parallel_figure import UNSET, Axis, parallel_figure
-from piper_report.figures.tuning_figures import goal_of, history_figure, pareto_figure, pareto_front, scored
-from piper_report.tables.tables import Sheet, tuning_sheets
+from piper_report.figures.tuning_figures import (
+    goal_of,
+    history_figure,
+    pareto_figure,
+    pareto_front,
+    scored,
+)
+from piper_report.tables.tables import Sheet
+from piper_report.tables.tuning_tables import tuning_sheets
 
 POINTS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8).map(float)), max_size=20)
 
 
 @given(POINTS)
 def test_the_front_is_what_no_other_beats(points: list[tuple[int, float]]) -> None:
-    beaten = {(b, p) for b, p in points if any((x, y) != (b, p) and x <= b and y <= p for x, y in points)}
+    beaten = {
+        (b, p) for b, p in points if any((x, y) != (b, p) and x <= b and y <= p for x, y in points)
+    }
     assert pareto_front(points) == sorted(set(points) - beaten)
 
 
-@given(st.lists(st.one_of(st.none(), st.integers(-5, 99), st.floats(0.5, 1e4), st.text(max_size=3), st.booleans()), min_size=1))
+@given(
+    st.lists(
+        st.one_of(
+            st.none(), st.integers(-5, 99), st.floats(0.5, 1e4), st.text(max_size=3), st.booleans()
+        ),
+        min_size=1,
+    )
+)
 def test_every_value_has_a_place_on_its_axis(values: list[Any]) -> None:
     axis = Axis(values)
     assert all((v is None) == (axis.place(v) < 0) and axis.place(v) <= 1 + 1e-9 for v in values)
@@ -37,7 +53,9 @@ def test_few_numbers_stand_at_equal_distances_and_many_to_scale() -> None:
     many = Axis([*range(1, 12), 1000])
     assert many.place(1000) == 1 and many.place(10) == pytest.approx(1 / 3)
     assert [t for _, t in many.ticks()] == ["1", "5.62", "31.6", "178", "1e+03"]
-    assert [t for _, t in Axis(["step", 500, 0, 25.5]).ticks()] == ["0", "25.5", "500", "step"], "names follow on numbers"
+    assert [t for _, t in Axis(["step", 500, 0, 25.5]).ticks()] == ["0", "25.5", "500", "step"], (
+        "names follow on numbers"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +67,16 @@ def sheets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sheet]:
 
 def test_confirmed_candidates_by_measurement(sheets: dict[str, Sheet]) -> None:
     rows = sheets["confirmed"].table.rows
-    assert rows[0] == ("1", "schedule=1f1b, m=4", "110 ms", "100 ms", "+10.0 %", "50 MiB", "50 MiB", "+0.0 %")
+    assert rows[0] == (
+        "1",
+        "schedule=1f1b, m=4",
+        "110 ms",
+        "100 ms",
+        "+10.0 %",
+        "50 MiB",
+        "50 MiB",
+        "+0.0 %",
+    )
     assert [r[0] for r in rows] == ["1", "2"]
     assert sheets["confirmed"].frame["error"][1] == pytest.approx(-0.2)
 
@@ -71,7 +98,9 @@ def test_a_study_in_which_nothing_fits_has_no_figures_but_its_reasons(tmp_path: 
     (tmp_path / "study.json").write_text(json.dumps(document | {"best": None}))
     results = load(tmp_path)
     assert results.study is not None and scored(results.study) == []
-    assert [f(results.study) for f in (history_figure, pareto_figure, parallel_figure)] == [None] * 3
+    assert [f(results.study) for f in (history_figure, pareto_figure, parallel_figure)] == [
+        None
+    ] * 3
     assert [s.name for s in tuning_sheets(results)] == ["rejected", "rules", "trials"]
 
 
@@ -90,7 +119,10 @@ def test_a_single_candidate_with_names_of_any_kind_is_drawn(tmp_path: Path) -> N
 
 def priced(objective: str, values: list[float]) -> StudyDocument:
     """Return a study whose quickest candidate is the worst by another objective."""
-    rows = tuple(Row(k, "complete", params={"m": k}, period_s=1.0 + k, value=v, peak_bytes=2**20) for k, v in enumerate(values))
+    rows = tuple(
+        Row(k, "complete", params={"m": k}, period_s=1.0 + k, value=v, peak_bytes=2**20)
+        for k, v in enumerate(values)
+    )
     late = Row(9, "rejected", period_s=0.5, peak_bytes=2**21, kind="memory")
     return StudyDocument("c", None, 0, (*rows, late), 2, (), objective=objective)
 
@@ -98,21 +130,44 @@ def priced(objective: str, values: list[float]) -> StudyDocument:
 @pytest.mark.parametrize(
     ("objective", "values", "shown", "label", "said"),
     [
-        ("tokens_per_s_per_device", [0.01, 5e-3, 2e-3], [100, 200, 500], "tokens per second", "rises from 100 tokens/s to 500"),
-        ("dollars_per_token", [4e-6, 3e-6, 1e-6], [4, 3, 1], "dollars per million tokens", "falls from 4 dollars to 1 dollars"),
+        (
+            "tokens_per_s_per_device",
+            [0.01, 5e-3, 2e-3],
+            [100, 200, 500],
+            "tokens per second",
+            "rises from 100 tokens/s to 500",
+        ),
+        (
+            "dollars_per_token",
+            [4e-6, 3e-6, 1e-6],
+            [4, 3, 1],
+            "dollars per million tokens",
+            "falls from 4 dollars to 1 dollars",
+        ),
         ("period", [1.0, 2.0, 3.0], [1, 2, 3], "period (s)", "falls from 1 s to 1 s"),
     ],
 )
 def test_figures_draw_what_the_search_is_for(
-    objective: str, values: list[float], shown: list[float], label: str, said: str, monkeypatch: pytest.MonkeyPatch
+    objective: str,
+    values: list[float],
+    shown: list[float],
+    label: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(tuning_figures, "picture", lambda figure, *texts, **_: drawn.append((figure.axes[0], texts)))
+    monkeypatch.setattr(
+        tuning_figures, "picture", lambda figure, *texts, **_: drawn.append((figure.axes[0], texts))
+    )
     study = priced(objective, values)
     history_figure(study), pareto_figure(study)
     (history, texts), (pareto, others) = drawn
-    assert list(history.lines[0].get_ydata()) == pytest.approx(shown) and label in history.get_ylabel()
-    assert list(pareto.lines[0].get_ydata()) == pytest.approx(shown) and label in pareto.get_ylabel()
+    assert (
+        list(history.lines[0].get_ydata()) == pytest.approx(shown) and label in history.get_ylabel()
+    )
+    assert (
+        list(pareto.lines[0].get_ydata()) == pytest.approx(shown) and label in pareto.get_ylabel()
+    )
     assert said in texts[2] and ("period" in others[2]) == (objective == "period")
     parallel = parallel_figure(study)
     assert parallel is not None and goal_of(study).name in parallel.alt

@@ -66,13 +66,24 @@ def test_the_headline_of_a_prediction() -> None:
 
 def test_predicted_beside_measured() -> None:
     text = beside_table(Predicted(), Run(), title="t").plain()
-    row = {name: [c.strip() for c in cells(text, name)] for name in ("step in steady", "first step", "compute, rank 0")}
+    row = {
+        name: [c.strip() for c in cells(text, name)]
+        for name in ("step in steady", "first step", "compute, rank 0")
+    }
     assert row["step in steady"][-3:] == ["100 ms", "200 ms", "0.50"]
-    assert row["first step"][-3:] == ["200 ms", "400 ms", "-"] and "with all warm-up, which is not predicted" in text
+    assert (
+        row["first step"][-3:] == ["200 ms", "400 ms", "-"]
+        and "with all warm-up, which is not predicted" in text
+    )
     assert row["compute, rank 0"] == ["80 ms", "160 ms", "0.50"]
     assert [c.strip() for c in cells(text, "peak memory, rank 1")] == ["1 KiB", "2 KiB", "0.50"]
-    assert text.endswith("predicted durations from: measured 75 %, formula 25 %\nwarning: h100x8: not calibrated")
-    assert "compute is of the last step, the one that was traced, which took 200 ms" in text.splitlines()[-3]
+    assert text.endswith(
+        "predicted durations from: measured 75 %, formula 25 %\nwarning: h100x8: not calibrated"
+    )
+    assert (
+        "compute is of the last step, the one that was traced, which took 200 ms"
+        in text.splitlines()[-3]
+    )
     assert len({len(line) for line in text.splitlines()[1:-4]}) == 1, "columns are aligned"
 
 
@@ -84,7 +95,9 @@ def test_a_busy_machine_is_named() -> None:
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
-    text = beside_table(Predicted(), Run(step_s=[], period_s=None, peak_bytes={}, trace=NO_SPANS), title="t").plain()
+    text = beside_table(
+        Predicted(), Run(step_s=[], period_s=None, peak_bytes={}, trace=NO_SPANS), title="t"
+    ).plain()
     assert [c.strip() for c in cells(text, "step in steady state")] == ["100 ms", "-", "-"]
     assert [c.strip() for c in cells(text, "peak memory, rank 0")] == ["2 KiB", "-", "-"]
     assert "first step" not in text and "compute" not in text
@@ -100,8 +113,13 @@ def test_compute_seconds_counts_the_compute_stream_only() -> None:
 
 
 def test_a_text_summary_needs_no_drawing() -> None:
-    script = "import sys, piper_report, piper_report.facts.summary, piper_report.pages.chrome; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    script = (
+        "import sys, piper_report, piper_report.facts.summary, piper_report.pages.chrome; "
+        "print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert not {"pandas", "numpy", "matplotlib"} & set(done.stdout.split())
 
 
@@ -111,7 +129,10 @@ def test_a_prediction_that_is_far_off_and_not_measured_says_what_to_do() -> None
             return {**super().summary(), "sources": {"formula": 1.0}}
 
     text = beside_table(Formula(period_s=0.022), Run(), title="t").plain()
-    assert "warning: predicted / measured is 0.11, and 100% of the predicted durations were not measured" in text
+    assert (
+        "warning: predicted / measured is 0.11, and 100% of the predicted durations were not "
+        "measured" in text
+    )
     assert "piper profile FILE.py --out costs.json" in text
     for fine in (
         beside_table(Formula(period_s=0.2), Run(), title="t"),

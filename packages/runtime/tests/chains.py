@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from packages.runtime.tests.handmade import CODE, Reference, chain_job, chain_program, masked_loss, mean_loss
+from packages.runtime.tests.handmade import (
+    CODE,
+    Reference,
+    chain_job,
+    chain_program,
+    masked_loss,
+    mean_loss,
+)
 from piper_compiler import Options, Strategy, Training, compile_program, recipes, split
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
@@ -21,26 +28,42 @@ def chain(
     tied: bool = False, drop: bool = False, masked: bool = False, fuse: bool = True, zero: int = 0, rep: int = 1,
     sharing: Mapping[str, Any] | None = None, **fields: Any,
 ) -> tuple[Plan, Job]:  # fmt: skip
-    """A plan and its job. `fields` go to the job; with `rep` the states of `zero` are shared along dp alone; `sharing` are
-    more arguments of data_parallel."""
+    """A plan and its job. `fields` go to the job; with `rep` the states of `zero` are shared along dp alone; `sharing`
+    are more arguments of data_parallel."""
     loss = masked_loss if masked else mean_loss
-    job = chain_job(layers, rows * microbatches * dp * rep, tied=tied, drop=drop, **{"loss": loss, **fields})
+    job = chain_job(
+        layers, rows * microbatches * dp * rep, tied=tied, drop=drop, **{"loss": loss, **fields}
+    )
     program = chain_program(layers, tied=tied, drop=drop, masked=masked)
-    cut = getattr(recipes, schedule)(pp=pp, microbatches=microbatches) if pp > 1 else (split(where(), microbatches=microbatches),)
+    cut = (
+        getattr(recipes, schedule)(pp=pp, microbatches=microbatches)
+        if pp > 1
+        else (split(where(), microbatches=microbatches),)
+    )
     over = ("dp", "rep") if rep > 1 else ("dp",)
     shard = {kind: ("dp",) for kind in ("optim", "grads", "params")[:zero]} if rep > 1 else None
-    replicas = recipes.data_parallel(**dict(over=over, zero=0 if shard else zero, shard=shard) | dict(sharing or {}))
+    replicas = recipes.data_parallel(
+        **dict(over=over, zero=0 if shard else zero, shard=shard) | dict(sharing or {})
+    )
     directives = (*cut, *(replicas if dp * rep > 1 else ()))
     spec = optimizer_spec(job, program.params)
     training = Training(spec.group_of, spec.state_bytes, job.clip_norm)
     strategy = Strategy(Mesh(pp=pp, dp=dp, rep=rep), directives)
-    lowered = compile_program(program, strategy, global_batch=job.global_batch, training=training, options=Options(fuse=fuse))
+    lowered = compile_program(
+        program,
+        strategy,
+        global_batch=job.global_batch,
+        training=training,
+        options=Options(fuse=fuse),
+    )
     return lowered.plan, job
 
 
 def run(plan: Plan, job: Job, **options: Any) -> Run:
     """Execute it inline for three steps unless told otherwise, with the gradients of every step."""
-    return execute(plan, CODE, job, **{"steps": 3, "launcher": "inline", "gradients": True, **options})
+    return execute(
+        plan, CODE, job, **{"steps": 3, "launcher": "inline", "gradients": True, **options}
+    )
 
 
 def distance(found: Run, plan: Plan, job: Job) -> float:
@@ -49,7 +72,11 @@ def distance(found: Run, plan: Plan, job: Job) -> float:
     steps = range(len(found.losses))
     out = [abs(found.losses[step] - reference.step(step)) for step in steps]
     for gradients in found.rank_gradients.values():
-        out += [float((g - reference.gradients[step][n]).norm()) for step in steps for n, g in gradients[step].items()]
+        out += [
+            float((g - reference.gradients[step][n]).norm())
+            for step in steps
+            for n, g in gradients[step].items()
+        ]
     wanted = {n: p.detach() for n, p in reference.model.named_parameters()}
     for states in found.rank_states.values():
         out += [float((t - wanted[n]).norm()) for n, t in states.items() if n in wanted]

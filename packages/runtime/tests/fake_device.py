@@ -1,7 +1,7 @@
 """Devices made up for tests, with the interface that the CUDA engine asks of torch.cuda.
 
-`Machine`: streams of one device per rank, which hold back what they are given and later run it in a legal order that is drawn at
-random, the worst ones among them. As on CUDA, a wait for an event that was not recorded yet is no wait.
+`Machine`: streams of one device per rank, which hold back what they are given and later run it in a legal order that is
+drawn at random, the worst ones among them. As on CUDA, a wait for an event that was not recorded yet is no wait.
 `HostDevice`: runs everything at once, and fails when an event is waited for that was not recorded in this step."""
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ class Machine:
 
     def communicate(self, rank: int) -> Callable[[BoundComm], Thunk]:
         """The communicators of a rank."""
-        return lambda comm: self._boxes.setdefault((comm.channel, comm.peers), Box()).bind(rank, comm)
+        return lambda comm: self._boxes.setdefault((comm.channel, comm.peers), Box()).bind(
+            rank, comm
+        )
 
 
 class Device:
@@ -165,14 +167,19 @@ class Box:
                 raise NotYet
             tensor = comm.operand()
             target = tensor if comm.result is None else comm.result()
-            self.given[rank] = target, tensor.clone()  # a collective may read as soon as it has started
+            self.given[rank] = (
+                target,
+                tensor.clone(),
+            )  # a collective may read as soon as it has started
             if law.spoils:
                 tensor.fill_(float("nan"))
         if not self.results:
             if len(self.given) < len(comm.peers):
                 raise NotYet
             members = sorted(self.given)
-            self.results = dict(zip(members, collected(law, [self.given[r][1] for r in members]), strict=True))
+            self.results = dict(
+                zip(members, collected(law, [self.given[r][1] for r in members]), strict=True)
+            )
         self.given.pop(rank)[0].copy_(self.results[rank])
         if not self.given:
             self.results = {}
@@ -187,7 +194,9 @@ class HostEvent:
         self._recorded = self._device.step
 
     def wait(self, stream: object = None) -> None:
-        assert self._recorded == self._device.step or self._device.between_steps, "a wait for an event before it is recorded"
+        assert self._recorded == self._device.step or self._device.between_steps, (
+            "a wait for an event before it is recorded"
+        )
 
     synchronize = wait
 

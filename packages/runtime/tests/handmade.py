@@ -10,7 +10,17 @@ from torch import nn
 
 from piper_ir.ground.draws import Draw
 from piper_ir.ground.sizes import Affine, TensorSpec
-from piper_ir.program.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program, Signature, Step
+from piper_ir.program.program import (
+    BatchTensor,
+    Buffer,
+    Chunk,
+    Input,
+    Output,
+    Param,
+    Program,
+    Signature,
+    Step,
+)
 from piper_runtime.rank.job.job import Job
 from piper_runtime.rank.job.precision import Precision
 from piper_runtime.rank.values.code import ShippedCode
@@ -26,7 +36,9 @@ class Chain(nn.Module):
 
     def __init__(self, layers: int, tied: bool = False, drop: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5) for _ in range(layers)])
+        self.layers = nn.ParameterList(
+            [nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5) for _ in range(layers)]
+        )
         self.head = self.layers[0] if tied else nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.5)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("count", torch.zeros(()))
@@ -70,10 +82,14 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     head = [p for n, p in named if n == "head"]
     rest = [p for n, p in named if n != "head"]
-    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.1}, {"params": head, "lr": 0.02}], lr=0.01)
+    return torch.optim.AdamW(
+        [{"params": rest, "weight_decay": 0.1}, {"params": head, "lr": 0.02}], lr=0.01
+    )
 
 
-def chain_job(layers: int, global_batch: int, *, tied: bool = False, drop: bool = False, **more: Any) -> Job:
+def chain_job(
+    layers: int, global_batch: int, *, tied: bool = False, drop: bool = False, **more: Any
+) -> Job:
     fields: dict[str, Any] = {
         "loss": mean_loss,
         "optimizer": sgd,
@@ -82,17 +98,34 @@ def chain_job(layers: int, global_batch: int, *, tied: bool = False, drop: bool 
         "batch": batch,
         "draws": "microbatches",
     }
-    return Job(model=lambda: Chain(layers, tied, drop), global_batch=global_batch, **{**fields, **more})
+    return Job(
+        model=lambda: Chain(layers, tied, drop), global_batch=global_batch, **{**fields, **more}
+    )
 
 
-def chain_program(layers: int, *, tied: bool = False, drop: bool = False, masked: bool = False) -> Program:
+def chain_program(
+    layers: int, *, tied: bool = False, drop: bool = False, masked: bool = False
+) -> Program:
     """The program of a Chain in float64."""
     weight, act = _spec(WIDTH, WIDTH), _spec(_R, WIDTH)
     chunks = [_layer(k, drop, "head" if tied and k == 0 else f"layers.{k}") for k in range(layers)]
     source = f"layer{layers - 1}:out0"
-    inputs = (Input("value", source, act, True), Input("param", "head", weight, True), Input("batch", "targets", act))
-    outputs = [Output("loss", _spec(), needs_grad=True)] + ([Output("weight", _spec())] if masked else [])
-    ports = {"in0": act, "in1": weight, "in2": act, "out0": _spec(), "out1": _spec(), "tan0": _spec()}
+    inputs = (
+        Input("value", source, act, True),
+        Input("param", "head", weight, True),
+        Input("batch", "targets", act),
+    )
+    outputs = [Output("loss", _spec(), needs_grad=True)] + (
+        [Output("weight", _spec())] if masked else []
+    )
+    ports = {
+        "in0": act,
+        "in1": weight,
+        "in2": act,
+        "out0": _spec(),
+        "out1": _spec(),
+        "tan0": _spec(),
+    }
     ports |= {"saved0": act, "gin0": act, "iw0": act}
     out = ("out0", "out1", "saved0") if masked else ("out0", "saved0")
     steps: dict[Step, Signature] = {
@@ -102,10 +135,19 @@ def chain_program(layers: int, *, tied: bool = False, drop: bool = False, masked
     }
     code = "head.sum" if masked else "head.mean"
     chunks.append(Chunk("head", {"layer": layers}, inputs, tuple(outputs), ports, steps, code))
-    params = [Param("head", weight, ("layers.0",) if tied else ()), Param("frozen", _spec(3), trained=False)]
+    params = [
+        Param("head", weight, ("layers.0",) if tied else ()),
+        Param("frozen", _spec(3), trained=False),
+    ]
     params += [Param(f"layers.{k}", weight) for k in range(tied, layers)]
     tensors = (BatchTensor("inputs", act), BatchTensor("targets", act))
-    return Program(tuple(chunks), tuple(params), (Buffer("count", _spec()),), tensors, loss_kind="sum" if masked else "mean")
+    return Program(
+        tuple(chunks),
+        tuple(params),
+        (Buffer("count", _spec()),),
+        tensors,
+        loss_kind="sum" if masked else "mean",
+    )
 
 
 def _spec(*shape: Any) -> TensorSpec:
@@ -114,10 +156,20 @@ def _spec(*shape: Any) -> TensorSpec:
 
 def _layer(k: int, drop: bool, param: str) -> Chunk:
     weight, act = _spec(WIDTH, WIDTH), _spec(_R, WIDTH)
-    first = Input("batch", "inputs", act) if k == 0 else Input("value", f"layer{k - 1}:out0", act, True)
+    first = (
+        Input("batch", "inputs", act) if k == 0 else Input("value", f"layer{k - 1}:out0", act, True)
+    )
     inputs = [first, Input("param", param, weight, True)]
     outputs = [Output("value", act, needs_grad=True)]
-    ports = {"in0": act, "in1": weight, "out0": act, "tan0": act, "saved0": act, "gin0": act, "iw0": act}
+    ports = {
+        "in0": act,
+        "in1": weight,
+        "out0": act,
+        "tan0": act,
+        "saved0": act,
+        "gin0": act,
+        "iw0": act,
+    }
     kept = ("saved0",) if drop else ()
     steps: dict[Step, Signature] = {
         "F": Signature(("in0", "in1"), ("out0", *kept)),
@@ -134,7 +186,17 @@ def _layer(k: int, drop: bool, param: str) -> Chunk:
         steps["W"] = Signature(("in0", "out0", *kept, "tan0"), (), (1,))
         code += ".first"
     draws = (Draw(f"{k}#0", (1, 0)),) if drop else ()
-    return Chunk(f"layer{k}", {"layer": k}, tuple(inputs), tuple(outputs), ports, steps, code, random=drop, draws=draws)
+    return Chunk(
+        f"layer{k}",
+        {"layer": k},
+        tuple(inputs),
+        tuple(outputs),
+        ports,
+        steps,
+        code,
+        random=drop,
+        draws=draws,
+    )
 
 
 _HEAD = """
@@ -146,7 +208,9 @@ def step(args):
 """
 _SOURCES: dict[str, dict[str, str]] = {
     "plain": {
-        "F": "def step(args):\n    x, w = args\n    args.clear()\n    y = torch.mm(x, w); del x\n    return (y.tanh_(),)",
+        "F": "def step(args):\n    x, w = args\n    args.clear()\n    y = torch.mm(x, w); del x\n  "
+        "  return "
+        "(y.tanh_(),)",
         "I": """
 def step(args):
     w, y, g = args
@@ -154,7 +218,8 @@ def step(args):
     dz = torch.ops.aten.tanh_backward(g, y); del g, y
     return (torch.mm(dz, w.t()), dz)
 """,
-        "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), dz)\n    return ()",
+        "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), "
+        "dz)\n    return ()",
     },
     "plain.first": {
         "F": """
@@ -189,7 +254,8 @@ def step(args):
     dz = torch.ops.aten.tanh_backward(g * mask, y)
     return (torch.mm(dz, w.t()), dz)
 """,
-        "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), dz)\n    return ()",
+        "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), "
+        "dz)\n    return ()",
     },
     "drop.first": {
         "F": f"""
@@ -218,7 +284,8 @@ def step(args):
     d = diff * (2 * g / diff.numel()); del diff
     return (torch.mm(d, w.t()), d)
 """,
-        "W": "def step(args):\n    x, d, acc = args\n    args.clear()\n    acc.addmm_(x.t(), d)\n    return ()",
+        "W": "def step(args):\n    x, d, acc = args\n    args.clear()\n    acc.addmm_(x.t(), d)\n  "
+        "  return ()",
     },
     "head.sum": {
         "F": _HEAD
@@ -235,11 +302,15 @@ def step(args):
     d = diff * (2 * g); del diff
     return (torch.mm(d, w.t()), d)
 """,
-        "W": "def step(args):\n    x, d, acc = args\n    args.clear()\n    acc.addmm_(x.t(), d)\n    return ()",
+        "W": "def step(args):\n    x, d, acc = args\n    args.clear()\n    acc.addmm_(x.t(), d)\n  "
+        "  return ()",
     },
 }
 
-CODE = {code: {step: ShippedCode(text) for step, text in steps.items()} for code, steps in _SOURCES.items()}
+CODE = {
+    code: {step: ShippedCode(text) for step, text in steps.items()}
+    for code, steps in _SOURCES.items()
+}
 
 
 class Reference:
@@ -261,7 +332,9 @@ class Reference:
         for k in range(parts):
             first = k * self._rows
             x, t = job.batch(step, range(first, first + self._rows))
-            self.model.seed_layer = lambda layer, first=first: torch.manual_seed(rng_seed(job.seed, step, first, f"{layer}#0"))
+            self.model.seed_layer = lambda layer, first=first: torch.manual_seed(
+                rng_seed(job.seed, step, first, f"{layer}#0")
+            )
             loss = job.loss(self.model(x.to(job.precision.dtype)), t.to(job.precision.dtype))
             if isinstance(loss, tuple):
                 losses.append(loss[0].item())

@@ -35,7 +35,13 @@ def step(args):
     fault()
 """
 # Step functions of which one rank of a pipeline of two has all calls, with that rank.
-_VICTIMS = [("plain.first", "F", 0), ("plain.first", "W", 0), ("head.mean", "F", 1), ("head.mean", "I", 1), ("head.mean", "W", 1)]
+_VICTIMS = [
+    ("plain.first", "F", 0),
+    ("plain.first", "W", 0),
+    ("head.mean", "F", 1),
+    ("head.mean", "I", 1),
+    ("head.mean", "W", 1),
+]
 
 
 def faulty_code(kind: str, seed: int) -> tuple[dict[str, dict[str, ShippedCode]], int]:
@@ -87,11 +93,22 @@ def named_and_ended(workers: Any, kind: str, seed: int, launcher: Any) -> None:
     workers.start()
     pids = workers.pids
     with pytest.raises(ExecutionError) as caught:
-        execute(plan, code, job, steps=1000, launcher=launcher, pool=workers, timeout_s=TIMEOUT_S if kind == "hang" else 60)
+        execute(
+            plan,
+            code,
+            job,
+            steps=1000,
+            launcher=launcher,
+            pool=workers,
+            timeout_s=TIMEOUT_S if kind == "hang" else 60,
+        )
     says = {
-        "kill": rf"^rank {rank} (was killed by SIGKILL|has died .*): rank {rank}.* instruction \d+ \(.* in step \d+",
+        "kill": rf"^rank {rank} (was killed by SIGKILL|has died .*): rank {rank}.* instruction \d+ "
+        rf"\(.* in step \d+",
         "raise": rf"^rank {rank}, step \d+, instruction \d+ \(.* on compute\): ValueError: a fault",
-        "hang": rf"^no rank made progress for 2 s \(timeout_s\); rank {rank}( on node \S+)? ran instruction .*rank {1 - rank}",
+        "hang": rf"^no rank made progress for 2 s \(timeout_s\); rank {rank}( on node \S+)? ran "
+        rf"instruction .*rank "
+        rf"{1 - rank}",
     }
     assert re.search(says[kind], str(caught.value)), caught.value
     if kind == "hang":

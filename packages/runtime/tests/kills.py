@@ -42,12 +42,18 @@ SAVING: tuple[Instant, ...] = ("save", "step", "step", "save", "step", "start")
 COPYING: tuple[Instant, ...] = ("copy", "step", "copy", "step", "save", "copy", "step", "start")
 
 
-def random_kills(seed: int, count: int, world: int, most_s: float, instants: Sequence[Instant] = SAVING) -> list[Kill]:
+def random_kills(
+    seed: int, count: int, world: int, most_s: float, instants: Sequence[Instant] = SAVING
+) -> list[Kill]:
     """Kills at random instants: a third of them in a save, or in a copy, a few at the start."""
     chance = random.Random(seed)
     kinds = [instants[n % len(instants)] for n in range(count)]
     return [
-        Kill(chance.randrange(world), k, chance.randrange(3) if k in ("save", "copy") else chance.uniform(0, most_s))
+        Kill(
+            chance.randrange(world),
+            k,
+            chance.randrange(3) if k in ("save", "copy") else chance.uniform(0, most_s),
+        )
         for k in kinds
     ]
 
@@ -74,7 +80,9 @@ class Killer:
 
     def done(self) -> list[tuple[Kill, float]]:
         """The kills that were done, each with its instant on the machine's clock."""
-        lines = (self.folder / "log").read_text().splitlines() if (self.folder / "log").exists() else []
+        lines = (
+            (self.folder / "log").read_text().splitlines() if (self.folder / "log").exists() else []
+        )
         return [(self.kills[int(n)], float(at)) for n, at in (line.split() for line in lines)]
 
     def batch(self, step: int, rows: range) -> Any:
@@ -95,7 +103,11 @@ class Killer:
         if os.getpid() == self._launcher or not sys.argv[1:] or not sys.argv[1].startswith("{"):
             return None
         number, rank = int(self._number.read_text()), json.loads(sys.argv[1])["rank"]
-        return self.kills[number] if number < len(self.kills) and self.kills[number].rank == rank else None
+        return (
+            self.kills[number]
+            if number < len(self.kills) and self.kills[number].rank == rank
+            else None
+        )
 
     def _arm(self) -> None:
         kill = self._mine()

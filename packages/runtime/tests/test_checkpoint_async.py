@@ -28,7 +28,9 @@ from piper_runtime.weights.dcp_tensors import read_range
 WRITE = rank_saver.write_boxes
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_go_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The write of step 1 is held up until step 3 is done; what it writes is the state after step 1 all the same."""
     plan, job = chain(pp=2, optimizer=adamw)
     first = run(plan, job, steps=1)
@@ -55,7 +57,9 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: 
         assert torch.equal(found.view(tensor.shape), tensor), name
 
 
-def test_control_without_a_copy_the_later_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_a_copy_the_later_state_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, job = chain(pp=1, microbatches=1, optimizer=adamw)
     first = run(plan, job, steps=1).state_dict()
     gate = threading.Event()
@@ -67,13 +71,21 @@ def test_control_without_a_copy_the_later_state_is_written(tmp_path: Path, monke
     monkeypatch.setattr(rank_saver, "write_boxes", held_up)
     monkeypatch.setattr(HostCopies, "copy", lambda self, states: [s.tensor for s in states])
     monkeypatch.setattr(Checkpoints, "due", lambda self, done: done == 1)
-    run(plan, job, steps=3, checkpoint=Checkpoints(tmp_path), on_step=lambda r: gate.set() if r.step == 2 else None)
+    run(
+        plan,
+        job,
+        steps=3,
+        checkpoint=Checkpoints(tmp_path),
+        on_step=lambda r: gate.set() if r.step == 2 else None,
+    )
     saved = open_checkpoint(tmp_path / "step-00000001")
     found = read_range(saved.path, saved.tensors["model.head"], 0, 16).view(4, 4)
     assert not torch.equal(found, first["head"])
 
 
-def test_a_checkpoint_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_waits_for_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The memory of the copies is used again: never while it is still written."""
     writing: list[int] = []
     most = 0
@@ -93,7 +105,9 @@ def test_a_checkpoint_waits_for_the_one_before_it(tmp_path: Path, monkeypatch: p
     assert most == 1 and list(complete_checkpoints(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_synchronous_save_ends_before_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_synchronous_save_ends_before_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
 
     def noted(path: Path, *more: Any) -> Any:
@@ -108,7 +122,9 @@ def test_a_synchronous_save_ends_before_the_next_step(tmp_path: Path, monkeypatc
     assert order == ["step 0", "written 1", "step 1", "written 2", "step 2", "written 3"]
 
 
-def test_a_rank_that_waits_for_its_write_shows_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_its_write_shows_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The watcher takes a rank that shows no progress for one that hangs."""
 
     def slow(path: Path, contents: Any, wrote: Any) -> Any:
@@ -136,7 +152,12 @@ def test_the_memory_of_copies_is_made_once() -> None:
     first = copies.copy(states)
     states[0].tensor.add_(1)
     again = copies.copy(states)
-    assert [a.data_ptr() for a in first] == [a.data_ptr() for a in again] and again[0].tolist() == [1, 2, 3, 4]
+    assert [a.data_ptr() for a in first] == [a.data_ptr() for a in again] and again[0].tolist() == [
+        1,
+        2,
+        3,
+        4,
+    ]
     grown = copies.copy([FlatState(torch.zeros(9), ()), states[1]])
     assert grown[0].numel() == 9 and grown[1].data_ptr() == again[1].data_ptr()
 
@@ -181,8 +202,11 @@ class Slot:
         self.log.append(f"copy {self.name}{' beside' if non_blocking else ''}")
 
 
-def test_on_a_device_only_the_next_update_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers are copied in order with compute, which writes them first in the next step; the rest on a stream beside it."""
+def test_on_a_device_only_the_next_update_waits_for_the_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Buffers are copied in order with compute, which writes them first in the next step; the rest on a stream beside
+    it."""
     log: list[str] = []
     compute, beside = FakeStream("compute", log), FakeStream("copies", log)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: beside)
@@ -190,12 +214,16 @@ def test_on_a_device_only_the_next_update_waits_for_the_copies(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     copies = HostCopies(torch.device("cuda", 0))
-    monkeypatch.setattr(HostCopies, "_slot", lambda self, k, tensor: Slot("buffer" if k else "weight", log))
+    monkeypatch.setattr(
+        HostCopies, "_slot", lambda self, k, tensor: Slot("buffer" if k else "weight", log)
+    )
     copies.hold()
     assert log == []
     copies.copy([FlatState(torch.zeros(1), ()), FlatState(torch.zeros(1), (), early=True)])
     assert log == [
-        "copy buffer beside", "copies waits for compute", "on copies", "copy weight beside", "copies records", "back",
+        "copy buffer "
+        "beside", "copies waits for "
+                  "compute", "on copies", "copy weight beside", "copies records", "back",
     ]  # fmt: skip
     log.clear()
     copies.hold()

@@ -37,12 +37,15 @@ from piper_runtime.weights.boxes import boxes_of_range
 from piper_runtime.weights.dcp_tensors import DCP_METADATA, read_metadata, read_range
 from piper_runtime.weights.marker import MARKER, META, digest_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated"
+)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """Return a checkpoint of a pipeline of two stages with tied weights, a frozen parameter and a buffer, and its run."""
+    """Return a checkpoint of a pipeline of two stages with tied weights, a frozen parameter and a buffer, and its
+    run."""
     folder = tmp_path_factory.mktemp("saved")
     plan, job = chain(pp=2, dp=2, tied=True, optimizer=adamw)
     return folder / "step-00000002", run(plan, job, steps=2, checkpoint=Checkpoints(folder))
@@ -75,16 +78,24 @@ def test_torch_converts_all_of_it(saved: tuple[Path, Run], tmp_path: Path) -> No
     assert all(torch.equal(t, found.state_dict()[n]) for n, t in state["model"].items())
     kept = state["optim"]["state"]
     assert kept.keys() == {"head", "layers.1", "layers.2"}
-    assert all(k.keys() == {"step", "exp_avg", "exp_avg_sq"} and k["step"] == 2 for k in kept.values())
+    assert all(
+        k.keys() == {"step", "exp_avg", "exp_avg_sq"} and k["step"] == 2 for k in kept.values()
+    )
     assert all(k["exp_avg"].shape == (4, 4) and k["exp_avg"].abs().sum() > 0 for k in kept.values())
 
 
-def test_each_tensor_is_written_once_and_replicas_share_the_writing(saved: tuple[Path, Run]) -> None:
+def test_each_tensor_is_written_once_and_replicas_share_the_writing(
+    saved: tuple[Path, Run],
+) -> None:
     path, _ = saved
     tensors = open_checkpoint(path).tensors
-    places = {(b.file, b.at) for key, t in tensors.items() for b in t.boxes if key != "model.layers.0"}
+    places = {
+        (b.file, b.at) for key, t in tensors.items() for b in t.boxes if key != "model.layers.0"
+    }
     assert len(places) == sum(len(t.boxes) for key, t in tensors.items() if key != "model.layers.0")
-    assert tensors["model.layers.0"].boxes[0].at == tensors["model.head"].boxes[0].at, "tied names are one tensor"
+    assert tensors["model.layers.0"].boxes[0].at == tensors["model.head"].boxes[0].at, (
+        "tied names are one tensor"
+    )
     plan, _ = chain(layers=7, pp=1, dp=4, microbatches=1)
     portions = [saved_portion(plan, rank) for rank in range(4)]
     assert sorted(b for p in portions for b in p.buckets) == sorted(b.id for b in plan.buckets)
@@ -96,9 +107,18 @@ def test_each_tensor_is_written_once_and_replicas_share_the_writing(saved: tuple
 def test_what_a_checkpoint_says_of_its_run(saved: tuple[Path, Run]) -> None:
     meta = open_checkpoint(saved[0]).meta
     assert (meta.step, meta.seed, meta.global_batch, meta.optimizer) == (2, 3, 16, "AdamW")
-    assert meta.counters == {"head": 2, "layers.1": 2, "layers.2": 2} and meta.tied == {"layers.0": "head"}
-    assert meta.strategy["mesh"] == {"pp": 2, "dp": 2} and meta.trained == ("head", "layers.1", "layers.2")
-    assert meta.versions["torch"] == str(torch.__version__) and [g["lr"] for g in meta.groups] == [0.01, 0.02]
+    assert meta.counters == {"head": 2, "layers.1": 2, "layers.2": 2} and meta.tied == {
+        "layers.0": "head"
+    }
+    assert meta.strategy["mesh"] == {"pp": 2, "dp": 2} and meta.trained == (
+        "head",
+        "layers.1",
+        "layers.2",
+    )
+    assert meta.versions["torch"] == str(torch.__version__) and [g["lr"] for g in meta.groups] == [
+        0.01,
+        0.02,
+    ]
 
 
 def test_shards_of_flat_buffers_are_read_by_torch_and_as_other_shards(tmp_path: Path) -> None:
@@ -115,7 +135,9 @@ def test_shards_of_flat_buffers_are_read_by_torch_and_as_other_shards(tmp_path: 
     complete(partial, tmp_path / "step-00000000", CheckpointMeta(0), boxes)
     opened = open_checkpoint(tmp_path / "step-00000000")
     for a, b in ((0, 20), (20, 40), (40, 60), (3, 58)):
-        assert torch.equal(read_range(opened.path, opened.tensors["model.w"], a, b - a), whole.view(-1)[a:b])
+        assert torch.equal(
+            read_range(opened.path, opened.tensors["model.w"], a, b - a), whole.view(-1)[a:b]
+        )
     state = {"model": {"w": torch.zeros_like(whole)}}
     dcp.load(state, checkpoint_id=opened.path)
     assert torch.equal(state["model"]["w"], whole)
@@ -144,7 +166,9 @@ def test_an_archive_is_that_of_torch_save_but_for_its_identity(name: str) -> Non
         assert a.testzip() is None and [(r.filename, r.header_offset) for r in a.infolist()] == [
             (r.filename, r.header_offset) for r in b.infolist()
         ]
-        assert {r.filename for r in a.infolist() if a.read(r) != b.read(r.filename)} <= {"archive/.data/serialization_id"}
+        assert {r.filename for r in a.infolist() if a.read(r) != b.read(r.filename)} <= {
+            "archive/.data/serialization_id"
+        }
     ours.seek(0)
     assert torch.equal(torch.load(ours, weights_only=True), tensor)
 
@@ -156,21 +180,35 @@ def test_scalars_and_tensors_without_elements(tmp_path: Path) -> None:
         (torch.tensor([7]), [NamedRange("model.n", (), 0, 0, 1)]),
         (torch.ones(0), [NamedRange("model.e", (2, 0), 0, 0, 0)]),
     ]
-    complete(partial, tmp_path / "a", CheckpointMeta(0), write_boxes(partial / rank_file(0), content)[0])
+    complete(
+        partial, tmp_path / "a", CheckpointMeta(0), write_boxes(partial / rank_file(0), content)[0]
+    )
     state = {"model": {"n": torch.tensor(0), "e": torch.ones(2, 0)}}
     dcp.load(state, checkpoint_id=tmp_path / "a")
     opened = open_checkpoint(tmp_path / "a")
-    assert state["model"]["n"] == 7 and read_range(opened.path, opened.tensors["model.n"], 0, 1) == 7
+    assert (
+        state["model"]["n"] == 7 and read_range(opened.path, opened.tensors["model.n"], 0, 1) == 7
+    )
     assert read_range(opened.path, opened.tensors["model.e"], 0, 0).numel() == 0
 
 
-def test_a_checkpoint_of_torch_is_no_checkpoint_of_ours_but_its_metadata_is_read(tmp_path: Path) -> None:
-    state = {"model": {"w": torch.ones(2, 3), "half": torch.ones(4, dtype=torch.bfloat16)}, "epoch": 3}
+def test_a_checkpoint_of_torch_is_no_checkpoint_of_ours_but_its_metadata_is_read(
+    tmp_path: Path,
+) -> None:
+    state = {
+        "model": {"w": torch.ones(2, 3), "half": torch.ones(4, dtype=torch.bfloat16)},
+        "epoch": 3,
+    }
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
-    with pytest.raises(JobError, match=r"theirs is no checkpoint of Piper's: it has no complete.json"):
+    with pytest.raises(
+        JobError, match=r"theirs is no checkpoint of Piper's: it has no complete.json"
+    ):
         resume(tmp_path / "theirs")
     found = read_metadata((tmp_path / "theirs" / DCP_METADATA).read_bytes(), "theirs")
-    assert {k: (t.dtype, t.shape) for k, t in found.items()} == {"model.w": ("float32", (2, 3)), "model.half": ("bfloat16", (4,))}
+    assert {k: (t.dtype, t.shape) for k, t in found.items()} == {
+        "model.w": ("float32", (2, 3)),
+        "model.half": ("bfloat16", (4,)),
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -189,9 +227,14 @@ class Sneaky:
         return torch.load, ("x",)
 
 
-@pytest.mark.parametrize("thing", [Evil(), Sneaky(), eval, pickle.loads, torch.nn.Linear, dcp.load], ids=range(6))
+@pytest.mark.parametrize(
+    "thing", [Evil(), Sneaky(), eval, pickle.loads, torch.nn.Linear, dcp.load], ids=range(6)
+)
 def test_metadata_that_names_anything_else_runs_nothing(thing: Any) -> None:
-    with pytest.raises(FormatError, match=r"here is no metadata of a checkpoint, or was changed \(it names .*take another"):
+    with pytest.raises(
+        FormatError,
+        match=r"here is no metadata of a checkpoint, or was changed \(it names .*take another",
+    ):
         read_metadata(pickle.dumps(thing), "here")
     assert not Path("piper-was-here").exists()
 
@@ -269,12 +312,17 @@ def _swapped(metadata: Any) -> None:
         (_huge, r"has 16 of 1152921504606846976 elements for model.head"),
         (_gone, "has no parameter 'head', which the model has"),
         (_no_place, "was changed"),
-        (_other_dtype, "has parameter 'head' in float32, the model in float64; use the same precision"),
+        (
+            _other_dtype,
+            "has parameter 'head' in float32, the model in float64; use the same precision",
+        ),
         (_no_dtype, "'model.head' has no dtype"),
         (_swapped, "does not hold .* as the metadata says"),
     ],
 )
-def test_metadata_that_describes_what_cannot_be(change: Callable[[Any], None], says: str, copied: Path) -> None:
+def test_metadata_that_describes_what_cannot_be(
+    change: Callable[[Any], None], says: str, copied: Path
+) -> None:
     changed_metadata(copied, change)
     with pytest.raises((FormatError, JobError), match=says):
         resume(copied)
@@ -288,7 +336,10 @@ def _shorter(path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [DCP_METADATA, META, "__0_0.distcp"])
 def test_a_truncated_or_missing_file_is_named(name: str, copied: Path) -> None:
     _shorter(copied, name)
-    with pytest.raises(FormatError, match=rf"{name} has \d+ bytes, \d+ bytes were written; copy the whole folder again"):
+    with pytest.raises(
+        FormatError,
+        match=rf"{name} has \d+ bytes, \d+ bytes were written; copy the whole folder again",
+    ):
         resume(copied)
     (copied / name).unlink()
     with pytest.raises(FormatError, match=rf"{name} is missing, \d+ bytes were written"):
@@ -300,13 +351,33 @@ def test_a_truncated_or_missing_file_is_named(name: str, copied: Path) -> None:
     [
         (META, b"{", "not JSON"),
         (META, b"\xff\xfe", "is no text"),
-        (META, b'{"format": "piper-checkpoint", "version": 1, "step": "two"}', "step: an integer is expected"),
-        (META, b'{"format": "piper-checkpoint", "version": 1, "step": -2}', "step -2 is before the first one"),
-        (META, b'{"format": "piper-checkpoint", "version": 9, "step": 2}', "this Piper reads version 1"),
+        (
+            META,
+            b'{"format": "piper-checkpoint", "version": 1, "step": "two"}',
+            "step: an integer is expected",
+        ),
+        (
+            META,
+            b'{"format": "piper-checkpoint", "version": 1, "step": -2}',
+            "step -2 is before the first one",
+        ),
+        (
+            META,
+            b'{"format": "piper-checkpoint", "version": 9, "step": 2}',
+            "this Piper reads version 1",
+        ),
         (META, b'{"format": "piper-checkpoint", "version": 1, "step": 2, "extra": 2}', "extra"),
         (MARKER, b"[]", "a JSON object is expected"),
-        (MARKER, b'{"format": "piper-checkpoint-files", "version": 1, "files": {"../x": 3}}', "names of files with their sizes"),
-        (MARKER, b'{"format": "piper-checkpoint-files", "version": 1, "files": {}}', "does not list run.json"),
+        (
+            MARKER,
+            b'{"format": "piper-checkpoint-files", "version": 1, "files": {"../x": 3}}',
+            "names of files with their sizes",
+        ),
+        (
+            MARKER,
+            b'{"format": "piper-checkpoint-files", "version": 1, "files": {}}',
+            "does not list run.json",
+        ),
     ],
 )
 def test_texts_that_are_something_else(name: str, content: bytes, says: str, copied: Path) -> None:
@@ -341,14 +412,20 @@ def test_a_changed_byte_of_a_tensor_is_an_error_of_ours_or_changes_nothing(copie
 
     def tensors() -> dict[str, torch.Tensor]:
         opened = open_checkpoint(copied)
-        return {key: read_range(copied, t, 0, prod(t.shape)) for key, t in opened.tensors.items() if "model" in key}
+        return {
+            key: read_range(copied, t, 0, prod(t.shape))
+            for key, t in opened.tensors.items()
+            if "model" in key
+        }
 
     generator, files, good, refused = Random(4), sorted(copied.glob("*.distcp")), tensors(), 0
     for _ in range(80):
         path = generator.choice(files)
         content = path.read_bytes()
         at = generator.randrange(len(content))
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << generator.randrange(8)]) + content[at + 1 :])
+        path.write_bytes(
+            content[:at] + bytes([content[at] ^ 1 << generator.randrange(8)]) + content[at + 1 :]
+        )
         try:
             assert all(torch.equal(t, good[key]) for key, t in tensors().items())
         except FormatError as e:
@@ -360,7 +437,9 @@ def test_a_changed_byte_of_a_tensor_is_an_error_of_ours_or_changes_nothing(copie
 
 @settings(max_examples=60)
 @given(st.data())
-def test_any_changed_byte_is_an_error_of_ours_or_changes_nothing(saved: tuple[Path, Run], data: st.DataObject) -> None:
+def test_any_changed_byte_is_an_error_of_ours_or_changes_nothing(
+    saved: tuple[Path, Run], data: st.DataObject
+) -> None:
     """Metadata with bytes changed, cut and added is refused, or describes tensors; nothing else comes of it."""
     original = (saved[0] / DCP_METADATA).read_bytes()
     changed = bytearray(original)

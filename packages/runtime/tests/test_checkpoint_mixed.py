@@ -37,7 +37,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("other")
     plan, job = chain(**FIELDS)  # type: ignore[arg-type]  # fields of several types
     for folder, scale in zip(folders, (1.0, 2.0), strict=True):
-        scaled = replace(job, batch=lambda step, rows, scale=scale: tuple(scale * part for part in job.batch(step, rows)))
+        scaled = replace(
+            job,
+            batch=lambda step, rows, scale=scale: tuple(
+                scale * part for part in job.batch(step, rows)
+            ),
+        )
         run(plan, scaled, steps=4, checkpoint=Checkpoints(folder, every=2))
     return folders
 
@@ -80,26 +85,48 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         put(RANK, 0),
         rf"{RANK} does not hold .* of another step, rank or run .* copy the whole",
     ),
-    "a rank's file of another run": (put(RANK, 1), rf"{RANK} does not hold .* of another step, rank or run .* copy the whole"),
-    "files of two ranks exchanged": (exchanged, r"__\d_0.distcp does not hold .* of another step, rank or run"),
+    "a rank's file of another run": (
+        put(RANK, 1),
+        rf"{RANK} does not hold .* of another step, rank or run .* copy the whole",
+    ),
+    "files of two ranks exchanged": (
+        exchanged,
+        r"__\d_0.distcp does not hold .* of another step, rank or run",
+    ),
     "a file twice": (
         lambda here, *_: shutil.copy(here / OTHER_RANK, here / RANK),
         rf"{RANK} does not hold .* of another step, rank or run",
     ),
-    "metadata of another run": (put(META, 1), rf"{META} does not belong to {MARKER}: that is of step 4 of run \w{{8}}, and"),
+    "metadata of another run": (
+        put(META, 1),
+        rf"{META} does not belong to {MARKER}: that is of step 4 of run \w{{8}}, and",
+    ),
     "metadata of an earlier step": (
         put(META, 0),
         rf"{META} .*bytes were written|{META} does not belong to .*{META} of step 2 of run",
     ),
     "another mark": (
         put(MARKER, 0),
-        rf"{META} .*bytes were written|{META} does not belong to {MARKER}: that is of step 2 of run",
+        rf"{META} .*bytes were written|{META} does not belong to {MARKER}: that is of step 2 of "
+        rf"run",
     ),
     "a mark of another run": (put(MARKER, 1), rf"{META} does not belong to {MARKER}"),
-    "all but the tensors of an earlier step": (older_marker_and_sizes, r"holds step 2, and not the one of its name; rename"),
-    "a folder with another name": (renamed, r"holds step 2, and not the one of its name; rename the folder"),
-    "a file that is cut": (cut, rf"{RANK} has \d+ bytes, \d+ bytes were written; copy the whole folder again"),
-    "a missing file": (lambda here, *_: (here / RANK).unlink(), rf"{RANK} is missing, \d+ bytes were written"),
+    "all but the tensors of an earlier step": (
+        older_marker_and_sizes,
+        r"holds step 2, and not the one of its name; rename",
+    ),
+    "a folder with another name": (
+        renamed,
+        r"holds step 2, and not the one of its name; rename the folder",
+    ),
+    "a file that is cut": (
+        cut,
+        rf"{RANK} has \d+ bytes, \d+ bytes were written; copy the whole folder again",
+    ),
+    "a missing file": (
+        lambda here, *_: (here / RANK).unlink(),
+        rf"{RANK} is missing, \d+ bytes were written",
+    ),
 }
 
 
@@ -113,7 +140,9 @@ def test_what_does_not_belong_is_named(name: str, runs: tuple[Path, Path], tmp_p
         run(plan, job, steps=1, resume=here)
 
 
-def test_it_is_refused_in_processes_and_by_other_strategies(runs: tuple[Path, Path], tmp_path: Path, pool: Pool) -> None:
+def test_it_is_refused_in_processes_and_by_other_strategies(
+    runs: tuple[Path, Path], tmp_path: Path, pool: Pool
+) -> None:
     here = Path(shutil.copytree(runs[0] / STEP, tmp_path / STEP))
     exchanged(here)
     plan, job = chain(**FIELDS | dict(pp=1, dp=1, zero=0, microbatches=4))  # type: ignore[arg-type]  # fields of several types
@@ -122,19 +151,25 @@ def test_it_is_refused_in_processes_and_by_other_strategies(runs: tuple[Path, Pa
             run(plan, job, steps=1, resume=here, **how)
 
 
-def test_a_copy_and_checkpoints_of_earlier_versions_are_read(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_copy_and_checkpoints_of_earlier_versions_are_read(
+    runs: tuple[Path, Path], tmp_path: Path
+) -> None:
     here = Path(shutil.copytree(runs[0] / STEP, tmp_path / STEP))
     (here / "notes.txt").write_text("the best one")
     plan, job = chain(**FIELDS)  # type: ignore[arg-type]  # fields of several types
     after = run(plan, job, steps=1, resume=here).state_dict()
     marker = json.loads((here / MARKER).read_text())
-    (here / MARKER).write_text(json.dumps({name: marker[name] for name in ("format", "version", "step", "files")}))
+    (here / MARKER).write_text(
+        json.dumps({name: marker[name] for name in ("format", "version", "step", "files")})
+    )
     again = run(plan, job, steps=1, resume=here).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in after.items())
 
 
 def test_every_box_of_a_checkpoint_has_a_checksum(runs: tuple[Path, Path]) -> None:
     opened = open_checkpoint(runs[0] / STEP)
-    assert all(box.checksum is not None for tensor in opened.tensors.values() for box in tensor.boxes)
+    assert all(
+        box.checksum is not None for tensor in opened.tensors.values() for box in tensor.boxes
+    )
     assert opened.meta.run and opened.meta.run != open_checkpoint(runs[1] / STEP).meta.run
     assert read_range(opened.path, opened.tensors["model.head"], 0, 4).numel() == 4

@@ -28,7 +28,11 @@ TENSORS = {
 
 
 def written(path: Path, tensors: dict[str, torch.Tensor] = TENSORS, **texts: str) -> Path:
-    write_safetensors(path, [ToWrite(n, t.dtype, tuple(t.shape), lambda t=t: t) for n, t in tensors.items()], texts)
+    write_safetensors(
+        path,
+        [ToWrite(n, t.dtype, tuple(t.shape), lambda t=t: t) for n, t in tensors.items()],
+        texts,
+    )
     return path
 
 
@@ -48,12 +52,25 @@ def test_the_bytes_are_those_of_the_format(tmp_path: Path) -> None:
     data = written(tmp_path / "a.safetensors", {"w": TENSORS["w"]}).read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    assert length % 8 == 0 and header["w"] == {"dtype": "F64", "shape": [2, 3], "data_offsets": [0, 48]}
-    assert torch.frombuffer(bytearray(data[8 + length :]), dtype=torch.float64).tolist() == [0, 1, 2, 3, 4, 5]
+    assert length % 8 == 0 and header["w"] == {
+        "dtype": "F64",
+        "shape": [2, 3],
+        "data_offsets": [0, 48],
+    }
+    assert torch.frombuffer(bytearray(data[8 + length :]), dtype=torch.float64).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"w is torch.complex128, which safetensors files do not know; known are F64"):
+    with pytest.raises(
+        JobError, match=r"w is torch.complex128, which safetensors files do not know; known are F64"
+    ):
         written(tmp_path / "a.safetensors", {"w": torch.ones(1, dtype=torch.complex128)})
     assert set(STORED_DTYPES.values()) >= {torch.float32, torch.bfloat16, torch.float64}
 
@@ -65,9 +82,9 @@ def test_a_checkpoint_goes_out_and_comes_in_again(tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     assert convert(tmp_path / "c", file) == f"5 tensors of step 2 are in {file}; layers.0 is head"
     parts, texts = read_headers(file)
-    assert parts.keys() == {"head", "layers.1", "layers.2", "frozen", "count"} and json.loads(texts["tied"]) == {
-        "layers.0": "head"
-    }
+    assert parts.keys() == {"head", "layers.1", "layers.2", "frozen", "count"} and json.loads(
+        texts["tied"]
+    ) == {"layers.0": "head"}
     convert(file, tmp_path / "begin")
     assert open_checkpoint(tmp_path / "begin" / "step-00000000").weights_only
     found = run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path / "begin"), resume="latest")
@@ -80,7 +97,10 @@ def test_a_checkpoint_goes_out_and_comes_in_again(tmp_path: Path) -> None:
 
 def test_conversions_that_cannot_be(tmp_path: Path) -> None:
     file = written(tmp_path / "a.safetensors")
-    with pytest.raises(JobError, match=r"one of them is a checkpoint, the other one a file whose name ends in .safetensors"):
+    with pytest.raises(
+        JobError,
+        match=r"one of them is a checkpoint, the other one a file whose name ends in .safetensors",
+    ):
         convert(file, tmp_path / "b.safetensors")
     with pytest.raises(JobError, match=r"nowhere: there is no such folder"):
         convert(tmp_path / "nowhere", tmp_path / "b.safetensors")
@@ -92,7 +112,9 @@ def test_conversions_that_cannot_be(tmp_path: Path) -> None:
         convert(written(tmp_path / "t.safetensors", tied='{"a": "b"}'), tmp_path / "new")
     plan, job = chain(pp=1, microbatches=1)
     run(plan, job, steps=1, checkpoint=Checkpoints(tmp_path / "c"))
-    with pytest.raises(OutputError, match=r"cannot be written: No such file or directory; choose another place"):
+    with pytest.raises(
+        OutputError, match=r"cannot be written: No such file or directory; choose another place"
+    ):
         convert(tmp_path / "c", tmp_path / "no" / "folder" / "b.safetensors")
     convert(file, tmp_path / "begin")
     with pytest.raises(JobError, match="has no parameter 'head', which the model has"):

@@ -74,16 +74,37 @@ def saved(tmp_path: Path, every: int = NEVER, snapshot: int | None = 1) -> Check
         (2, None, 4, "the checkpoint "),
     ],
 )
-def test_a_run_goes_on_from_what_is_newest(every: int, snapshot: int | None, resumed: int, source: str, tmp_path: Path) -> None:
-    plan, job = chain(pp=2, drop=True, optimizer=adamw, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5))
+def test_a_run_goes_on_from_what_is_newest(
+    every: int, snapshot: int | None, resumed: int, source: str, tmp_path: Path
+) -> None:
+    plan, job = chain(
+        pp=2,
+        drop=True,
+        optimizer=adamw,
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    )
     told: list[Restart] = []
-    with pytest.warns(PiperWarning, match=rf"in step 4. Restart 1 of 2: the run goes on with step {resumed}, from {source}"):
-        found = run(plan, replace(job, batch=flaky(4)), checkpoint=saved(tmp_path, every, snapshot), on_restart=told.append)
-    assert same(found, run(plan, job)) and told[0].source.startswith(source) and found.restarts[0].resumed == resumed
+    with pytest.warns(
+        PiperWarning,
+        match=rf"in step 4. Restart 1 of 2: the run goes on with step {resumed}, from {source}",
+    ):
+        found = run(
+            plan,
+            replace(job, batch=flaky(4)),
+            checkpoint=saved(tmp_path, every, snapshot),
+            on_restart=told.append,
+        )
+    assert (
+        same(found, run(plan, job))
+        and told[0].source.startswith(source)
+        and found.restarts[0].resumed == resumed
+    )
     assert found.restarts[0].source == told[0].source
 
 
-def test_what_was_gone_on_from_counts_until_there_is_something_newer(memory: Path, tmp_path: Path) -> None:
+def test_what_was_gone_on_from_counts_until_there_is_something_newer(
+    memory: Path, tmp_path: Path
+) -> None:
     plan, job = chain(pp=2, optimizer=adamw)
     there: list[list[str]] = []
     with pytest.warns(PiperWarning):
@@ -111,20 +132,29 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_that_died_do_not_count(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_died_do_not_count(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the others have the whole state the run goes on from them, else from the checkpoint of step 3."""
     fields, dead, resumed = CASES[name]
     plan, job = chain(**fields, optimizer=adamw)
     monkeypatch.setattr(attempts, "lost", lambda error: dead)
     alive = [rank for rank in range(plan.mesh.world) if rank not in dead]
     with pytest.warns(PiperWarning, match=f"the run goes on with step {resumed}"):
-        found = run(plan, replace(job, batch=flaky(4)), checkpoint=saved(tmp_path, 3 if resumed == 3 else NEVER, 1), steps=5)
+        found = run(
+            plan,
+            replace(job, batch=flaky(4)),
+            checkpoint=saved(tmp_path, 3 if resumed == 3 else NEVER, 1),
+            steps=5,
+        )
     if resumed == 4:
         assert found.restarts[0].source.endswith(f"{', '.join(map(str, alive))} after 4 steps")
     assert same(found, run(plan, job, steps=5))
 
 
-def test_a_strategy_for_fewer_devices_reads_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_for_fewer_devices_reads_them_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, job = chain(pp=1, dp=2, zero=3, optimizer=adamw)
     other, _ = chain(pp=2, microbatches=8, optimizer=adamw)
     monkeypatch.setattr(attempts.Recovery, "replanned", lambda self, error, *more: (other, CODE))
@@ -132,7 +162,11 @@ def test_a_strategy_for_fewer_devices_reads_them_too(tmp_path: Path, monkeypatch
         found = run(plan, replace(job, batch=flaky(4)), checkpoint=saved(tmp_path))
     whole = run(plan, job)
     assert found.losses == pytest.approx(whole.losses, rel=1e-12)
-    assert all(torch.allclose(t, whole.state_dict()[n], rtol=1e-12) for n, t in found.state_dict().items() if n != "count")
+    assert all(
+        torch.allclose(t, whole.state_dict()[n], rtol=1e-12)
+        for n, t in found.state_dict().items()
+        if n != "count"
+    )
 
 
 def dies_in_the_copy(call: int, seal: bool) -> Any:
@@ -161,28 +195,41 @@ def dies_in_the_copy(call: int, seal: bool) -> Any:
 
 
 @pytest.mark.parametrize("seal", [False, True], ids=["", "control"])
-def test_a_copy_that_is_not_complete_is_never_used(seal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_is_not_complete_is_never_used(
+    seal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, job = chain(pp=2, optimizer=adamw)
     whole = run(plan, job)
     torn, take = dies_in_the_copy(8, seal)  # of rank 1, after step 4
     monkeypatch.setattr(host_snapshots, "copy_states", torn)
     monkeypatch.setattr(SnapshotWriter, "_take", take)
-    with pytest.warns(PiperWarning, match=f"goes on with step {4 if seal else 3}, from the host snapshots of ranks 0, 1"):
+    with pytest.warns(
+        PiperWarning,
+        match=f"goes on with step {4 if seal else 3}, from the host snapshots of ranks 0, 1",
+    ):
         found = run(plan, job, checkpoint=saved(tmp_path))
     assert same(found, whole) is not seal
 
 
-def test_steps_of_which_nothing_is_known_are_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_which_nothing_is_known_are_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank may die before it says that a step is done which another one has copied."""
     plan, job = chain(pp=1, dp=2, optimizer=adamw)
     found = run(plan, job)
     known = survivors.Survivors.newest
-    monkeypatch.setattr(survivors.Survivors, "newest", lambda self, plan, lost, most, least: known(self, plan, lost, 3, least))
+    monkeypatch.setattr(
+        survivors.Survivors,
+        "newest",
+        lambda self, plan, lost, most, least: known(self, plan, lost, 3, least),
+    )
     with pytest.warns(PiperWarning, match="goes on with step 3, from the host snap"):
         assert same(found, run(plan, replace(job, batch=flaky(4)), checkpoint=saved(tmp_path)))
 
 
-def test_without_room_the_run_goes_on_from_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_the_run_goes_on_from_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -191,18 +238,30 @@ def test_without_room_the_run_goes_on_from_checkpoints(tmp_path: Path, monkeypat
     with pytest.warns(PiperWarning) as caught:
         found = run(plan, replace(job, batch=flaky(3)), checkpoint=saved(tmp_path, 2))
     said = [str(w.message) for w in caught]
-    assert "rank 0 keeps no host snapshots:" in said[0] and said[0].endswith("No space left on device") and len(said) == 3
-    assert "the run goes on with step 2, from the checkpoint" in said[1] and same(found, run(plan, job))
+    assert (
+        "rank 0 keeps no host snapshots:" in said[0]
+        and said[0].endswith("No space left on device")
+        and len(said) == 3
+    )
+    assert "the run goes on with step 2, from the checkpoint" in said[1] and same(
+        found, run(plan, job)
+    )
 
 
-def test_a_rank_elsewhere_makes_all_copies_useless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_elsewhere_makes_all_copies_useless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     announce = host_snapshots.announce
     from piper_runtime.launch.running import inline_run
 
-    monkeypatch.setattr(inline_run, "announce", lambda rank, options: rank == 0 and announce(rank, options))
+    monkeypatch.setattr(
+        inline_run, "announce", lambda rank, options: rank == 0 and announce(rank, options)
+    )
     plan, job = chain(pp=1, dp=2, optimizer=adamw)
     with pytest.warns(PiperWarning, match="goes on with step 2, from the checkpoint"):
-        assert same(run(plan, replace(job, batch=flaky(3)), checkpoint=saved(tmp_path, 2)), run(plan, job))
+        assert same(
+            run(plan, replace(job, batch=flaky(3)), checkpoint=saved(tmp_path, 2)), run(plan, job)
+        )
 
 
 class Counted:
@@ -238,11 +297,17 @@ def test_folders_that_nobody_uses_are_deleted(memory: Path, tmp_path: Path) -> N
     lock.acquire()
     with survivors.survivors(saved(tmp_path), 1) as kept:
         assert kept.options() is not None and not left.exists() and used.exists()
-        assert [p.name.split("-")[2] for p in memory.iterdir() if p.is_dir() and p != used] == [str(os.getpid())]
+        assert [p.name.split("-")[2] for p in memory.iterdir() if p.is_dir() and p != used] == [
+            str(os.getpid())
+        ]
     lock.release()
     with survivors.survivors(saved(tmp_path), 1):
         assert not used.exists()
-    for settings, restarts in ((saved(tmp_path), 0), (saved(tmp_path, snapshot=None), 1), (None, 1)):
+    for settings, restarts in (
+        (saved(tmp_path), 0),
+        (saved(tmp_path, snapshot=None), 1),
+        (None, 1),
+    ):
         with survivors.survivors(settings, restarts) as kept:
             assert kept.options() is None and not [*memory.iterdir()], "nobody asked for it"
 
@@ -258,14 +323,18 @@ def test_pieces_are_put_together(tmp_path: Path) -> None:
     for start, stop in ((0, 20), (3, 10), (9, 20), (15, 15)):
         assert torch.equal(tensor.flats([(start, stop)]), whole[start:stop])
     assert torch.equal(tensor.flats([(3, 10), (15, 17)]), torch.cat([whole[3:10], whole[15:17]]))
-    assert NamedRange("x", (0,), 0, 0, 0).numel == CopiedTensor(torch.float32, (0,), ()).missing() == 0
+    assert (
+        NamedRange("x", (0,), 0, 0, 0).numel == CopiedTensor(torch.float32, (0,), ()).missing() == 0
+    )
 
 
 def test_a_killed_replica_costs_no_step(tmp_path: Path, memory: Path) -> None:
     """Of two processes one dies; the other's copy is at most one step old, and there is no checkpoint."""
     plan, job = chain(pp=1, dp=2, optimizer=adamw)
     killer = Killer(tmp_path / "kills", [Kill(1, "step", 0.1)], 0.002)
-    with pytest.warns(PiperWarning, match="rank 1 was killed .* from the host snapshot of rank 0 after"):
+    with pytest.warns(
+        PiperWarning, match="rank 1 was killed .* from the host snapshot of rank 0 after"
+    ):
         found = execute(
             plan, CODE, replace(job, batch=killer.batch, optimizer=killer.optimizer), steps=60, launcher="processes",
             checkpoint=saved(tmp_path), restarts=1, on_restart=killer.attempt,
@@ -276,5 +345,8 @@ def test_a_killed_replica_costs_no_step(tmp_path: Path, memory: Path) -> None:
 
 
 def test_a_number_of_steps_is_needed() -> None:
-    with pytest.raises(JobError, match=r"Checkpoints\(snapshot=0\): an integer of at least 1 is needed, or None for no snap"):
+    with pytest.raises(
+        JobError,
+        match=r"Checkpoints\(snapshot=0\): an integer of at least 1 is needed, or None for no snap",
+    ):
         Checkpoints("x", snapshot=0)

@@ -249,10 +249,16 @@ DEEPER: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
-    f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker": lambda m: setattr(m, "SCALE", 3.0),
+    f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker": lambda m: setattr(
+        m, "SCALE", 3.0
+    ),
     f"{NAME}.SCALE is 4.0 ": lambda m: m.set_scale(4.0),
-    f"{NAME}.OPTIONS['noise']['scale'] is 0.9 in the launcher and 0.5 ": lambda m: m.OPTIONS["noise"].update(scale=0.9),
-    f"{NAME}.OPTIONS['more'] is 1 in the launcher and not set in": lambda m: m.OPTIONS.update(more=1),
+    f"{NAME}.OPTIONS['noise']['scale'] is 0.9 in the launcher and 0.5 ": lambda m: m.OPTIONS[
+        "noise"
+    ].update(scale=0.9),
+    f"{NAME}.OPTIONS['more'] is 1 in the launcher and not set in": lambda m: m.OPTIONS.update(
+        more=1
+    ),
     f"{NAME}.ARGUMENTS.station is 'south' ": lambda m: setattr(m.ARGUMENTS, "station", "south"),
     f"{NAME}.MEANS (a tensor of torch.float32 [2]) is another one": lambda m: m.MEANS.add_(1.0),
     f"{NAME}.TABLE (a ndarray of 'l' [4]) is another one": lambda m: m.TABLE.__setitem__(0, 7),
@@ -262,7 +268,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     f"{NAME}.Stations.height is 2.0 ": lambda m: setattr(m.Stations, "height", 2.0),
     f"{NAME}.STATIONS.unit is 2.0 ": lambda m: m.STATIONS.set_unit(2.0),
     f"{NAME}.cached is the function {__name__}.replaced ": lambda m: setattr(m, "cached", replaced),
-    f"{NAME}.Stations.load is the function {__name__}.": lambda m: setattr(m.Stations, "load", lambda self: [5.0]),
+    f"{NAME}.Stations.load is the function {__name__}.": lambda m: setattr(
+        m.Stations, "load", lambda self: [5.0]
+    ),
 }
 
 
@@ -316,11 +324,17 @@ def test_a_module_that_makes_its_names_by_code_is_not_asked(stations: Any) -> No
     pack(stations.batch)
 
 
-def test_a_replaced_function_of_torch_is_refused(weather: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_function_of_torch_is_refused(
+    weather: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(torch.nn.functional, "one_hot", lambda x, n: torch.zeros(n))
         parcel = pack(weather.batch)
-    with pytest.raises(JobError, match=r"torch.nn.functional.one_hot is the function .*lambda> in the launcher and the function"):
+    with pytest.raises(
+        JobError,
+        match=r"torch.nn.functional.one_hot is the function .*lambda> in the launcher and the "
+        r"function",
+    ):
         opened(parcel)
 
 
@@ -329,7 +343,9 @@ def test_a_file_that_has_changed_since_it_was_imported_is_refused(weather: Any) 
     path = Path(str(weather.__file__))
     path.write_text(SOURCE.replace("return x / 2", "return x / 3"))
     os.utime(path, (1, 1))
-    with pytest.raises(JobError, match=rf"{NAME}.normed \(the function {NAME}.normed\) is another one"):
+    with pytest.raises(
+        JobError, match=rf"{NAME}.normed \(the function {NAME}.normed\) is another one"
+    ):
         opened(parcel)
 
 
@@ -337,9 +353,17 @@ def test_caches_counters_and_what_nobody_reads_are_not_compared(weather: Any) ->
     weather.UNREAD = 2
     for step in range(3):
         weather.batch(step, range(2))
-    assert weather._CACHE and weather._LOADED and weather.CALLS == 3 and weather.STATIONS.rows and vars(weather.STATIONS)["table"]
+    assert (
+        weather._CACHE
+        and weather._LOADED
+        and weather.CALLS == 3
+        and weather.STATIONS.rows
+        and vars(weather.STATIONS)["table"]
+    )
     again = opened(pack(weather.batch))
-    assert again is not weather.batch and torch.equal(again(0, range(2))[0]["x"], weather.batch(0, range(2))[0]["x"])
+    assert again is not weather.batch and torch.equal(
+        again(0, range(2))[0]["x"], weather.batch(0, range(2))[0]["x"]
+    )
 
 
 def test_what_travels_whole_is_not_compared(weather: Any) -> None:
@@ -379,7 +403,9 @@ def test_a_run_in_processes_is_refused(weather: Any) -> None:
         x, y = job.batch(step, rows)
         return x, y * weather.SCALE
 
-    with pytest.raises(JobError, match=f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker"):
+    with pytest.raises(
+        JobError, match=f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker"
+    ):
         run(plan, replace(job, batch=scaled), launcher="processes")
 
 
@@ -392,9 +418,20 @@ def test_every_callable_that_ranks_call_is_looked_at(field: str, weather: Any) -
     if field == "optimizer":
         job = replace(job, optimizer=lambda named: (weather.SCALE, make(named))[1])
     elif field == "scheduler":
-        job = replace(job, scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, weather.SCALE))
+        job = replace(
+            job,
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(
+                optimizer, weather.SCALE
+            ),
+        )
     else:
-        evaluation = Evaluation(plan, {**CODE}, lambda step, rows: weather.SCALE, every=1, batches=1)
-    requests = make_requests(plan, {**CODE}, job, materialize(job), RunOptions(steps=1), evaluation=evaluation)
-    with pytest.raises(JobError, match=f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker"):
+        evaluation = Evaluation(
+            plan, {**CODE}, lambda step, rows: weather.SCALE, every=1, batches=1
+        )
+    requests = make_requests(
+        plan, {**CODE}, job, materialize(job), RunOptions(steps=1), evaluation=evaluation
+    )
+    with pytest.raises(
+        JobError, match=f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker"
+    ):
         opened(pickle.loads(requests[0].callables))

@@ -1,4 +1,5 @@
-"""Settings of a process travel to workers, or are refused by name, and so are methods of torch that someone has replaced."""
+"""Settings of a process travel to workers, or are refused by name, and so are methods of torch that someone has
+replaced."""
 
 from __future__ import annotations
 
@@ -24,7 +25,11 @@ def opened(parcel: Parcel) -> Any:
 PATCHED: dict[str, tuple[type, str, Callable[[], object]]] = {
     "torch.Tensor.mean is the function": (torch.Tensor, "mean", lambda: torch.ones(2).mean()),
     "torch.optim.sgd.SGD.step is the function": (torch.optim.SGD, "step", lambda: torch.optim.SGD),
-    "torch.optim.optimizer.Optimizer.zero_grad is": (torch.optim.Optimizer, "zero_grad", lambda: torch.optim.Adam),
+    "torch.optim.optimizer.Optimizer.zero_grad is": (
+        torch.optim.Optimizer,
+        "zero_grad",
+        lambda: torch.optim.Adam,
+    ),
 }
 
 
@@ -38,11 +43,15 @@ def test_a_replaced_method_of_torch_is_refused(said: str, monkeypatch: pytest.Mo
         opened(parcel)
 
 
-def test_what_a_script_has_put_among_the_built_in_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_script_has_put_among_the_built_in_names_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(builtins, "sunshine", 3, raising=False)
         parcel = pack(lambda: sunshine)  # type: ignore[name-defined]  # noqa: F821 - it is among the built-in names
-    with pytest.raises(JobError, match=r"builtins.sunshine is 3 in the launcher and not set in the worker"):
+    with pytest.raises(
+        JobError, match=r"builtins.sunshine is 3 in the launcher and not set in the worker"
+    ):
         opened(parcel)
 
 
@@ -75,5 +84,7 @@ def test_settings_of_a_process_travel(name: str) -> None:
 def test_another_default_device_is_refused() -> None:
     with torch.device("meta"):
         parcel = pack(len)
-    with pytest.raises(JobError, match="default device is meta in the launcher and cpu in the worker"):
+    with pytest.raises(
+        JobError, match="default device is meta in the launcher and cpu in the worker"
+    ):
         opened(parcel)

@@ -1,4 +1,5 @@
-"""A run that is started again after a failure does what it would have done without; who is started again, and how often."""
+"""A run that is started again after a failure does what it would have done without; who is started again, and how
+often."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import torch
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.chains import run as run_with_gradients
 from packages.runtime.tests.handmade import CODE, adamw, batch
-from piper_ir.ground.errors import ExecutionError, HangError, JobError, NonFiniteLossError, PiperWarning, RankError
+from piper_ir.ground.errors import (
+    ExecutionError,
+    HangError,
+    JobError,
+    NonFiniteLossError,
+    PiperWarning,
+    RankError,
+)
 from piper_runtime import Checkpoints, Run
 from piper_runtime.checkpoint import rank_saver
 from piper_runtime.launch.ground import report
@@ -47,20 +55,33 @@ def failing_in(*steps: int) -> Callable[[int, range], Any]:
 
 def same(a: Run, b: Run) -> bool:
     x, y = a.state_dict(), b.state_dict()
-    return a.losses == b.losses and a.first_step == b.first_step and all(torch.equal(x[n], y[n]) for n in x)
+    return (
+        a.losses == b.losses
+        and a.first_step == b.first_step
+        and all(torch.equal(x[n], y[n]) for n in x)
+    )
 
 
 @pytest.mark.parametrize(
-    ("every", "resumed"), [(2, (2, 4)), (5, (0, 0)), (None, (0, 0))], ids=["saved", "saved too late", "never saved"]
+    ("every", "resumed"),
+    [(2, (2, 4)), (5, (0, 0)), (None, (0, 0))],
+    ids=["saved", "saved too late", "never saved"],
 )
 def test_a_run_that_was_started_again_has_the_bits_of_one_that_was_not(
     every: int | None, resumed: tuple[int, int], tmp_path: Path
 ) -> None:
-    plan, job = chain(dp=2, drop=True, optimizer=adamw, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5))
+    plan, job = chain(
+        dp=2,
+        drop=True,
+        optimizer=adamw,
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    )
     heard: list[StepRecord] = []
     told: list[Restart] = []
     saved = None if every is None else Checkpoints(tmp_path, every=every)
-    with pytest.warns(PiperWarning, match=rf"the disk went away in step 3. Restart 1 of 2: {AGAIN} {resumed[0]}"):
+    with pytest.warns(
+        PiperWarning, match=rf"the disk went away in step 3. Restart 1 of 2: {AGAIN} {resumed[0]}"
+    ):
         found = run(
             plan, replace(job, batch=failing_in(3, 4)), checkpoint=saved, restarts=2, on_step=heard.append,
             on_restart=told.append, memory=True, trace=True,
@@ -70,19 +91,28 @@ def test_a_run_that_was_started_again_has_the_bits_of_one_that_was_not(
     assert [(r.step, r.resumed, r.lost, r.error) for r in found.restarts] == [
         (3, resumed[0], (), "RankError"), (4, resumed[1], (), "RankError"),
     ]  # fmt: skip
-    assert [replace(r, seconds=None) for r in found.restarts] == told and all(r.seconds for r in found.restarts)
+    assert [replace(r, seconds=None) for r in found.restarts] == told and all(
+        r.seconds for r in found.restarts
+    )
     assert [r.step for r in heard] == list(range(6)), "no step twice"
     assert [r.loss for r in heard] == found.losses and [r.step_s for r in heard] == found.step_s
     assert whole.restarts == ()
 
 
-def test_control_a_run_that_goes_on_with_another_state_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_run_that_goes_on_with_another_state_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from piper_runtime.launch.running import inline_run
 
     plan, job = chain(optimizer=adamw)
     monkeypatch.setattr(inline_run, "restore", lambda rank, state: None)
     with pytest.warns(PiperWarning, match=AGAIN):
-        found = run(plan, replace(job, batch=failing_in(3)), checkpoint=Checkpoints(tmp_path, every=2), restarts=1)
+        found = run(
+            plan,
+            replace(job, batch=failing_in(3)),
+            checkpoint=Checkpoints(tmp_path, every=2),
+            restarts=1,
+        )
     assert not same(found, run(plan, job))
 
 
@@ -98,18 +128,35 @@ def test_a_resumed_run_goes_on_from_its_own_beginning(tmp_path: Path) -> None:
             plan, replace(job, batch=failing_in(3)), steps=4, checkpoint=own, resume=tmp_path / "other" / "step-00000002",
             restarts=1,
         )  # fmt: skip
-    assert found.losses == whole.losses[2:] and (found.first_step, found.restarts[0].resumed) == (2, 2)
+    assert found.losses == whole.losses[2:] and (found.first_step, found.restarts[0].resumed) == (
+        2,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
     ("steps", "restarts", "kept", "says"),
     [
-        ((3, 3), 9, 1, r"went away in step 3\. It came again in step 3, and no step was finished .* again once, .* from step 2$"),
-        ((3, 4, 5), 2, 2, r"in step 5\. No more restarts are allowed \(restarts=2\).* started again 2 times, .* from step 4$"),
+        (
+            (3, 3),
+            9,
+            1,
+            r"went away in step 3\. It came again in step 3, and no step was finished .* again "
+            r"once, .* from step 2$",
+        ),
+        (
+            (3, 4, 5),
+            2,
+            2,
+            r"in step 5\. No more restarts are allowed \(restarts=2\).* started again 2 times, .* "
+            r"from step 4$",
+        ),
         ((3,), 0, 0, r"the disk went away in step 3$"),
     ],
 )
-def test_a_run_is_not_started_again_for_ever(steps: tuple[int, ...], restarts: int, kept: int, says: str, tmp_path: Path) -> None:
+def test_a_run_is_not_started_again_for_ever(
+    steps: tuple[int, ...], restarts: int, kept: int, says: str, tmp_path: Path
+) -> None:
     plan, job = chain()
     told: list[Restart] = []
     with warnings.catch_warnings():
@@ -136,7 +183,9 @@ def test_what_would_come_again_is_not_tried_again() -> None:
     assert told == []
 
 
-def test_a_run_that_fails_behind_its_last_step_brings_its_state_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_behind_its_last_step_brings_its_state_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everything is done and saved; only the reports of the ranks are lost."""
     plan, job = chain(optimizer=adamw)
     close, calls = report.RankReport.close, list[int]()
@@ -151,11 +200,15 @@ def test_a_run_that_fails_behind_its_last_step_brings_its_state_back(tmp_path: P
     saved = Checkpoints(tmp_path, every=2)
     with pytest.warns(PiperWarning, match=f"{AGAIN} 6"):
         found = run(plan, job, checkpoint=saved, restarts=1, trace=True, memory=True)
-    assert same(found, run(plan, job)) and found.restarts[0].seconds is None and not found.trace.spans
+    assert (
+        same(found, run(plan, job)) and found.restarts[0].seconds is None and not found.trace.spans
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{n:08d}" for n in (2, 4, 6)]
 
 
-def test_a_save_that_a_failure_cuts_off_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_a_failure_cuts_off_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, job = chain(optimizer=adamw)
     write, calls = rank_saver.write_boxes, list[int]()
 
@@ -167,7 +220,12 @@ def test_a_save_that_a_failure_cuts_off_does_not_count(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(rank_saver, "write_boxes", broken_once)
     with pytest.warns(PiperWarning, match=f"{AGAIN} 2"):
-        found = run(plan, replace(job, batch=failing_in(5)), checkpoint=Checkpoints(tmp_path, every=2), restarts=1)
+        found = run(
+            plan,
+            replace(job, batch=failing_in(5)),
+            checkpoint=Checkpoints(tmp_path, every=2),
+            restarts=1,
+        )
     assert same(found, run(plan, job))
 
 
@@ -182,11 +240,16 @@ def test_a_run_that_finds_nothing_to_go_on_from_says_what_had_failed(tmp_path: P
         return batch(step, rows)
 
     plan, job = chain()
-    with pytest.raises(RankError, match=r"the disk went away\. The run cannot go on: the checkpoints in .* cannot be read"):
+    with pytest.raises(
+        RankError,
+        match=r"the disk went away\. The run cannot go on: the checkpoints in .* cannot be read",
+    ):
         run(plan, replace(job, batch=losing), checkpoint=Checkpoints(saved, every=2), restarts=1)
 
 
-def test_a_pool_has_its_size_again_when_a_run_ended_on_fewer_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_has_its_size_again_when_a_run_ended_on_fewer_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     closed: list[int] = []
     workers = Pool(3)
     monkeypatch.setattr(workers, "close", lambda: closed.append(workers.world))
@@ -199,7 +262,11 @@ def test_a_pool_has_its_size_again_when_a_run_ended_on_fewer_devices(monkeypatch
     assert (closed, workers.world) == ([1], 3)
 
 
-KILLED, RAISED, HUNG = RankError("rank 1 was killed", (1,)), RankError("rank 1 raised"), HangError("no rank made progress")
+KILLED, RAISED, HUNG = (
+    RankError("rank 1 was killed", (1,)),
+    RankError("rank 1 raised"),
+    HangError("no rank made progress"),
+)
 NO_ROOM = ExecutionError("no room")
 
 
@@ -215,7 +282,9 @@ def tries(recovery: Recovery, *events: ExecutionError | int) -> str:
             recovery.heard(StepRecord(event, 0.0, 0.0))
             continue
         try:
-            recovery.check(type(event)(*event.args, *([event.lost] if isinstance(event, RankError) else [])))
+            recovery.check(
+                type(event)(*event.args, *([event.lost] if isinstance(event, RankError) else []))
+            )
         except ExecutionError as e:
             return str(e)
         with warnings.catch_warnings():
@@ -225,11 +294,15 @@ def tries(recovery: Recovery, *events: ExecutionError | int) -> str:
 
 
 def test_who_is_started_again() -> None:
-    assert tries(policy(), KILLED, KILLED, KILLED) == "", "machines may fail at one place; the number of restarts is the limit"
+    assert tries(policy(), KILLED, KILLED, KILLED) == "", (
+        "machines may fail at one place; the number of restarts is the limit"
+    )
     assert "No more restarts" in tries(policy(2), KILLED, KILLED, KILLED)
     assert tries(policy(), RAISED, 0, RAISED, KILLED, RAISED) == ""
     assert "It came again in step 1" in tries(policy(), 0, RAISED, HUNG)
-    assert "It came again in step 1" in tries(policy(), 0, RAISED, 0, RAISED), "a step that is done again is no progress"
+    assert "It came again in step 1" in tries(policy(), 0, RAISED, 0, RAISED), (
+        "a step that is done again is no progress"
+    )
     assert tries(policy(), NO_ROOM) == "no room", "it has never run"
     assert tries(policy(), KILLED, NO_ROOM) == ""
 
@@ -244,26 +317,38 @@ def test_devices_are_lost_with_their_ranks() -> None:
         return smaller, CODE
 
     recovery, infinite = policy(replan=replan, devices=4), lambda: float("inf")
-    assert recovery.replanned(RankError("", (0, 1)), plan, CODE, infinite)[0] is plan, "two of four are left, for two ranks"
+    assert recovery.replanned(RankError("", (0, 1)), plan, CODE, infinite)[0] is plan, (
+        "two of four are left, for two ranks"
+    )
     assert recovery.replanned(RAISED, plan, CODE, infinite)[0] is plan, "nobody died"
     assert recovery.replanned(KILLED, plan, CODE, infinite)[0] is smaller and asked == [1]
     with pytest.raises(RankError, match=r"On 0 devices the run cannot go on: no device is left"):
         recovery.replanned(KILLED, smaller, CODE, infinite)
     cramped = policy(replan=replan, devices=4)
-    assert cramped.replanned(KILLED, plan, CODE, lambda: 1.0)[0] is smaller, "the cluster has room for one rank only"
+    assert cramped.replanned(KILLED, plan, CODE, lambda: 1.0)[0] is smaller, (
+        "the cluster has room for one rank only"
+    )
     crowded = policy(replan=replan, devices=8)
-    assert crowded.replanned(NO_ROOM, plan, CODE, lambda: 2.0)[0] is plan, "Ray knows its room, and none is taken off for a guess"
+    assert crowded.replanned(NO_ROOM, plan, CODE, lambda: 2.0)[0] is plan, (
+        "Ray knows its room, and none is taken off for a guess"
+    )
     guessed = policy(replan=replan, devices=2)
-    assert guessed.replanned(NO_ROOM, plan, CODE, infinite)[0] is smaller, "nobody knows: one fewer is tried"
+    assert guessed.replanned(NO_ROOM, plan, CODE, infinite)[0] is smaller, (
+        "nobody knows: one fewer is tried"
+    )
     assert policy(devices=2).replanned(KILLED, plan, CODE, lambda: 1.0)[0] is plan, (
         "on_loss='restart': the device is taken to be there"
     )
 
 
-def test_torchrun_starts_ranks_again_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_starts_ranks_again_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options, saved = RecoveryOptions(3), Checkpoints(tmp_path)
     alone = RecoveryOptions(0)
-    assert under_torchrun(options, saved, None, None, 6) == (alone, None, 6), "they have been started for the first time"
+    assert under_torchrun(options, saved, None, None, 6) == (alone, None, 6), (
+        "they have been started for the first time"
+    )
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert under_torchrun(options, saved, None, None, 6) == (alone, None, 6), "nothing is saved yet"
     plan, job = chain()
@@ -279,7 +364,10 @@ def test_torchrun_starts_ranks_again_by_itself(tmp_path: Path, monkeypatch: pyte
     [
         (dict(restarts=-1), "restarts=-1: an integer of at least 0 is needed"),
         (dict(restarts=True), "restarts=True: an integer"),
-        (dict(restarts=1, gradients=True), "restarts=1 and gradients=True: the gradients of the steps before"),
+        (
+            dict(restarts=1, gradients=True),
+            "restarts=1 and gradients=True: the gradients of the steps before",
+        ),
         (dict(spares=1), 'spares=1: launcher "inline" runs on this machine'),
         (dict(spares=-1, launcher="ray"), "spares=-1: an integer of at least 0"),
         (dict(restarts=1, on_restart=3), "on_restart=3: a function is needed"),

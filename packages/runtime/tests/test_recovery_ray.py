@@ -52,7 +52,10 @@ class Cluster:
 
     def nodes(self) -> list[dict[str, Any]]:
         now = self.looks[0]
-        return [{"NodeID": n, "Alive": n in now, "NodeManagerAddress": n, "NodeManagerPort": 1} for n in "abc"]
+        return [
+            {"NodeID": n, "Alive": n in now, "NodeManagerAddress": n, "NodeManagerPort": 1}
+            for n in "abc"
+        ]
 
     def available_resources_per_node(self) -> dict[str, dict[str, float]]:
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
@@ -63,19 +66,32 @@ def test_room_is_counted_in_whole_ranks_that_living_nodes_have_free() -> None:
     assert free_ranks(ray, 0) == 5 and free_ranks(ray, 1) == 2
 
 
-def test_room_is_what_is_free_when_killed_actors_have_given_theirs_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_what_is_free_when_killed_actors_have_given_theirs_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ray_placement, "PLACE_S", 0.5)
     monkeypatch.setattr(ray_placement, "LOOK_S", 0.01)
     answers: Any = lambda host, port: None  # noqa: E731 - typed Any, as a def cannot be
-    late = Cluster({"a": {}, "b": {"CPU": 2.0}}, {"a": {}, "b": {"CPU": 2.0}}, {"a": {"CPU": 2.0}, "b": {"CPU": 2.0}})
+    late = Cluster(
+        {"a": {}, "b": {"CPU": 2.0}},
+        {"a": {}, "b": {"CPU": 2.0}},
+        {"a": {"CPU": 2.0}, "b": {"CPU": 2.0}},
+    )
     assert await_room(late, 4, 0, answers) == 4
     assert await_room(Cluster({"a": {"CPU": 3.0}}), 4, 0, answers) == 3, "others have the rest"
     room = SpareRoom(1)
-    room._group, room._hosts = "kept", [RankHost(b, node, node, node, False) for b, node in enumerate("abb")]
-    assert await_room(Cluster({"b": {"CPU": 1.0}}), 4, 0, answers, room) == 3, "two bundles of the group and one beside it"
+    room._group, room._hosts = (
+        "kept",
+        [RankHost(b, node, node, node, False) for b, node in enumerate("abb")],
+    )
+    assert await_room(Cluster({"b": {"CPU": 1.0}}), 4, 0, answers, room) == 3, (
+        "two bundles of the group and one beside it"
+    )
 
 
-def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ray_placement, "LOOK_S", 0.01)
     both = {"a": {"CPU": 2.0}, "b": {"CPU": 2.0}}
     ray, looks = Cluster(both), iter(range(5))
@@ -87,19 +103,27 @@ def test_a_node_that_does_not_answer_is_waited_for_until_ray_gives_it_up(monkeyp
 
     monkeypatch.setattr(ray, "nodes", nodes)
     assert await_room(ray, 2, 0, lambda host, port: "no route" if host == "b" else None) == 2
-    assert next(looks, None) is None, "without the wait it would count as room for four, and take ranks"
+    assert next(looks, None) is None, (
+        "without the wait it would count as room for four, and take ranks"
+    )
 
 
-def test_a_pool_whose_ranks_had_devices_looks_for_room_with_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_whose_ranks_had_devices_looks_for_room_with_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(device, "default", "cuda")
     pool = RayPool(4)
     gpus = iter((4.0, 2.0))
     ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 64.0, "GPU": next(gpus)})
     assert pool._gpus_per_rank(ray) == 1
-    assert pool._gpus_per_rank(ray) == 1, "a node was lost with two of them: 62 CPUs are no room for four ranks"
+    assert pool._gpus_per_rank(ray) == 1, (
+        "a node was lost with two of them: 62 CPUs are no room for four ranks"
+    )
 
 
-def test_a_spare_bundle_takes_the_place_of_one_whose_rank_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spare_bundle_takes_the_place_of_one_whose_rank_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hosts = [RankHost(b, node, node, node, False) for b, node in enumerate(("a", "a", "b", "b"))]
     alive, removed, asked = {"a", "b"}, list[str](), list[int]()
 
@@ -124,7 +148,9 @@ def test_a_spare_bundle_takes_the_place_of_one_whose_rank_died(monkeypatch: pyte
     assert bundles() == [0, 1], "too few are unhurt: the process died, its node lives"
     assert asked == [3] and removed == []
     alive.discard("a")
-    assert bundles() == [2, 3] and asked == [3, 2] and removed == ["group 1"], "a node is gone: room anew, without spares"
+    assert bundles() == [2, 3] and asked == [3, 2] and removed == ["group 1"], (
+        "a node is gone: room anew, without spares"
+    )
     room.release(ray)
     assert removed == ["group 1", "group 2"]
 
@@ -134,7 +160,9 @@ def test_a_killed_actor_is_replaced_on_a_spare_bundle(ray_address: str, tmp_path
     plan, job = chain(pp=2, optimizer=adamw)
     with RayPool(2, cluster=ray_address, spares=1) as pool:
         pids = pool.start().pids
-        with pytest.warns(PiperWarning, match=r"rank \d has died .*Restart 1 of 1: the run goes on with step [24]"):
+        with pytest.warns(
+            PiperWarning, match=r"rank \d has died .*Restart 1 of 1: the run goes on with step [24]"
+        ):
             found = execute(
                 plan, CODE, replace(job, batch=killed_in(5, tmp_path)), steps=8, launcher="ray", pool=pool, restarts=1,
                 checkpoint=Checkpoints(tmp_path / "saved", every=2, asynchronous=False),
@@ -142,7 +170,9 @@ def test_a_killed_actor_is_replaced_on_a_spare_bundle(ray_address: str, tmp_path
         assert not pids_alive(pids)
         assert 2 in {place.bundle for place in pool.start().places}
         last = pool.pids
-    assert found.losses == pytest.approx(execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9)
+    assert found.losses == pytest.approx(
+        execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9
+    )
     assert len(found.restarts) == 1 and len(found.restarts[0].lost) == 1 and not pids_alive(last)
     assert read_all(tmp_path / "saved") == 3
 
@@ -151,12 +181,17 @@ def test_a_killed_actor_is_replaced_on_a_spare_bundle(ray_address: str, tmp_path
 def test_actors_go_on_from_host_snapshots(ray_address: str, tmp_path: Path) -> None:
     plan, job = chain(pp=1, dp=2, optimizer=adamw)
     saved = Checkpoints(tmp_path / "saved", every=100, snapshot=2)
-    with RayPool(2, cluster=ray_address) as pool, pytest.warns(PiperWarning, match=r"step 4, from the host snapshot of rank \d "):
+    with (
+        RayPool(2, cluster=ray_address) as pool,
+        pytest.warns(PiperWarning, match=r"step 4, from the host snapshot of rank \d "),
+    ):
         found = execute(
             plan, CODE, replace(job, batch=killed_in(5, tmp_path)), steps=8, launcher="ray", pool=pool, restarts=1,
             checkpoint=saved,
         )  # fmt: skip
-    assert found.losses == pytest.approx(execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9)
+    assert found.losses == pytest.approx(
+        execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9
+    )
     assert not list(IN_MEMORY.glob(f"{PREFIX}{os.getpid()}-*"))
 
 
@@ -165,14 +200,19 @@ def test_actors_go_on_with_fewer_ranks(ray_address: str, tmp_path: Path) -> None
     plan, job = chain(pp=2, dp=2, microbatches=4, optimizer=adamw)
     fewer, _ = chain(pp=2, microbatches=8, optimizer=adamw)
     asked: list[int] = []
-    with RayPool(4, cluster=ray_address) as pool, pytest.warns(PiperWarning, match=r"goes on with step [24] on Mesh\(pp=2\)"):
+    with (
+        RayPool(4, cluster=ray_address) as pool,
+        pytest.warns(PiperWarning, match=r"goes on with step [24] on Mesh\(pp=2\)"),
+    ):
         found = execute(
             plan, CODE, replace(job, batch=killed_in(5, tmp_path)), steps=8, launcher="ray", pool=pool, restarts=1,
             checkpoint=Checkpoints(tmp_path / "saved", every=2, asynchronous=False),
             replan=lambda devices: (asked.append(devices), (fewer, CODE))[1],
         )  # fmt: skip
         assert asked == [3] and pool.world == 4, "the pool has its size back"
-    assert found.losses == pytest.approx(execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9)
+    assert found.losses == pytest.approx(
+        execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9
+    )
     assert found.restarts[0].ranks == 2
 
 
@@ -196,9 +236,14 @@ def killing_ray(step: int, folder: Path) -> Callable[[int, range], Any]:
 @pytest.mark.long
 def test_a_run_goes_on_in_another_ray_when_its_own_has_died(tmp_path: Path) -> None:
     plan, job = chain(pp=2, optimizer=adamw)
-    with RayPool(2, cluster="local") as pool, pytest.warns(PiperWarning, match=r"Restart 1 of 1: the run goes on with step [24]"):
+    with (
+        RayPool(2, cluster="local") as pool,
+        pytest.warns(PiperWarning, match=r"Restart 1 of 1: the run goes on with step [24]"),
+    ):
         found = execute(
             plan, CODE, replace(job, batch=killing_ray(5, tmp_path)), steps=8, launcher="ray", pool=pool, restarts=1,
             checkpoint=Checkpoints(tmp_path / "saved", every=2, asynchronous=False),
         )  # fmt: skip
-    assert found.losses == pytest.approx(execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9)
+    assert found.losses == pytest.approx(
+        execute(plan, CODE, job, steps=8, launcher="inline").losses, rel=1e-9
+    )

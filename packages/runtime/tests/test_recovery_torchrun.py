@@ -38,8 +38,19 @@ with open(os.path.join({out!r}, os.environ["RANK"]), "w") as file:
 def test_torchrun_starts_killed_ranks_again(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(FILE.format(path=sys.path, out=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=400, cwd=tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "1",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, str(file)], capture_output=True, text=True, timeout=400, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     plan, job = chain(pp=2, optimizer=adamw)
     whole = execute(plan, CODE, job, steps=8, launcher="inline").losses

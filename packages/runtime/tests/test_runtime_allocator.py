@@ -37,11 +37,16 @@ def test_memory_that_was_freed_is_used_again(kept: bool) -> None:
     import piper_runtime.rank.values.allocator as module
 
     said = subprocess.run(
-        [sys.executable, "-S", "-c", PROGRAM, str(module.__file__) if kept else ""], capture_output=True, text=True, check=True
+        [sys.executable, "-S", "-c", PROGRAM, str(module.__file__) if kept else ""],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert int(said.stdout) < 100 if kept else int(said.stdout) > 4000
 
 
-@pytest.mark.parametrize("said", [{"MALLOC_TRIM_THRESHOLD_": "0"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=0"}])
+@pytest.mark.parametrize(
+    "said", [{"MALLOC_TRIM_THRESHOLD_": "0"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=0"}]
+)
 def test_what_a_user_has_set_stays(said: dict[str, str]) -> None:
     assert not keep_freed_memory(said)

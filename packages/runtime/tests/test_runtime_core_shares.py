@@ -27,7 +27,10 @@ from piper_runtime.launch.worker.worker import WorkerContext
 from piper_runtime.rank.values.device import CPU
 from piper_runtime.transport.gloo import GlooCommunicators
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not let a process choose its cores")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"),
+    reason="the system does not let a process choose its cores",
+)
 
 
 class Cores:
@@ -72,7 +75,9 @@ def shares(usable: set[int], world: int) -> list[list[int]]:
 def test_shares_have_each_core_once_and_are_equal(usable: set[int], world: int) -> None:
     world = min(world, len(usable))
     found = shares(usable, world)
-    assert [core for share in found for core in share] == sorted(usable), "no core is left, or in two shares"
+    assert [core for share in found for core in share] == sorted(usable), (
+        "no core is left, or in two shares"
+    )
     sizes = {len(share) for share in found}
     assert max(sizes) - min(sizes) <= 1
 
@@ -95,7 +100,9 @@ def test_ranks_stay_where_they_are(
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_ranks_compute_where_a_sandbox_refuses_them_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compute_where_a_sandbox_refuses_them_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -116,14 +123,18 @@ def test_cores_are_divided_among_the_ranks_that_share_them(monkeypatch: pytest.M
 
     def joined(rank: int, place: tuple[str, set[int]]) -> WorkerContext:
         here.node, here.cores = place
-        return WorkerContext(rank, *[cast(Any, None)] * 3, core_sharers=core_sharers(store, rank, len(places)))
+        return WorkerContext(
+            rank, *[cast(Any, None)] * 3, core_sharers=core_sharers(store, rank, len(places))
+        )
 
     places = [("bound", {0}), ("bound", {1}), ("free", {0, 1}), ("free", {1, 0}), ("bound", {0, 1})]
     with ThreadPoolExecutor(len(places)) as pool:
         found = list(pool.map(joined, range(len(places)), places))
     assert [context.on_cores(5) for context in found] == [(0, 1), (0, 1), (0, 2), (1, 2), (0, 1)]
     assert found[2].on_cores(3) == (0, 1), "a plan of three ranks leaves the last of the team out"
-    assert replace(found[2], core_sharers=None).on_cores(5) == (2, 5), "processes of one launcher are on the same cores"
+    assert replace(found[2], core_sharers=None).on_cores(5) == (2, 5), (
+        "processes of one launcher are on the same cores"
+    )
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -152,10 +163,16 @@ def test_each_rank_of_a_run_has_its_share(pool: Pool, tmp_path: Path) -> None:
     assert found == [cores[: len(cores) // 2], cores[len(cores) // 2 :]]
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no policy for threads that displace no other")
+@pytest.mark.skipif(
+    not hasattr(os, "SCHED_BATCH"),
+    reason="the system has no policy for threads that displace no other",
+)
 def test_threads_that_read_sockets_displace_no_other() -> None:
     def policies() -> dict[int, int]:
-        return {int(thread): os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+        return {
+            int(thread): os.sched_getscheduler(int(thread))
+            for thread in os.listdir("/proc/self/task")
+        }
 
     before = policies()
     ranks = GlooCommunicators(dist.HashStore(), 0)
@@ -167,8 +184,13 @@ def test_threads_that_read_sockets_displace_no_other() -> None:
     del group
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no policy for threads that displace no other")
-def test_a_system_that_allows_no_other_policy_still_has_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not hasattr(os, "SCHED_BATCH"),
+    reason="the system has no policy for threads that displace no other",
+)
+def test_a_system_that_allows_no_other_policy_still_has_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 

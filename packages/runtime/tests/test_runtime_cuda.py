@@ -78,7 +78,9 @@ def bound(plan: Plan, job: Job, rank: int, report: RankReport | None = None) -> 
     )
 
 
-def results(plan: Plan, job: Job, engine: Callable[[Rank, Any], tuple[Engine, Any]], steps: int = STEPS) -> Run:
+def results(
+    plan: Plan, job: Job, engine: Callable[[Rank, Any], tuple[Engine, Any]], steps: int = STEPS
+) -> Run:
     """A run of every rank in a thread of its own."""
     reports = {r: RankReport() for r in range(plan.mesh.world)}
     ranks = {r: bound(plan, job, r, report) for r, report in reports.items()}
@@ -94,7 +96,9 @@ def results(plan: Plan, job: Job, engine: Callable[[Rank, Any], tuple[Engine, An
         reports[r].close(ranks[r], [], None)
 
     together(plan.mesh.world, body)
-    attempts = Attempts(job, materialize(job), Beginning(0, None, None), RunOptions(steps), None, Survivors(None, 0))
+    attempts = Attempts(
+        job, materialize(job), Beginning(0, None, None), RunOptions(steps), None, Survivors(None, 0)
+    )
     return attempts._result(plan, reports, Recovery(RecoveryOptions(), 0, None, plan.mesh.world))
 
 
@@ -114,7 +118,9 @@ CASES: dict[str, dict[str, Any]] = {
     "1f1b": dict(pp=2, microbatches=4),
     "gpipe": dict(pp=3, layers=4, schedule="gpipe", microbatches=3, clip_norm=0.01, fuse=False),
     "masked": dict(dp=2, tied=True, masked=True, clip_norm=0.01, optimizer=adamw),
-    "shared states": dict(pp=2, dp=2, microbatches=2, optimizer=adamw, sharing=dict(zero=3, bucket_mb=1e-4)),
+    "shared states": dict(
+        pp=2, dp=2, microbatches=2, optimizer=adamw, sharing=dict(zero=3, bucket_mb=1e-4)
+    ),
 }
 
 
@@ -138,7 +144,9 @@ def without_wait(plan: Plan, role: int, index: int, wait: int) -> Plan:
     instr = found.program[index]
     less = replace(instr, waits=instr.waits[:wait] + instr.waits[wait + 1 :])
     program = (*found.program[:index], less, *found.program[index + 1 :])
-    return replace(plan, roles=(*plan.roles[:role], replace(found, program=program), *plan.roles[role + 1 :]))
+    return replace(
+        plan, roles=(*plan.roles[:role], replace(found, program=program), *plan.roles[role + 1 :])
+    )
 
 
 def is_wrong(plan: Plan, job: Job, right: Run, seed: int) -> bool:
@@ -160,8 +168,8 @@ def refusal(plan: Plan) -> str:
 
 
 def test_every_wait_that_verify_misses_is_missed_by_some_order() -> None:
-    """And none that it does not miss. It knows no causes that go through other ranks, so it also asks for a wait for a send
-    before its tensor is freed (R16) where the answer of the peer says already that it has come."""
+    """And none that it does not miss. It knows no causes that go through other ranks, so it also asks for a wait for a
+    send before its tensor is freed (R16) where the answer of the peer says already that it has come."""
     plan, job = chain(layers=2, pp=2, microbatches=2, tied=True)
     right, missed = run(plan, job, steps=STEPS), 0
     for r, role in enumerate(plan.roles):
@@ -186,9 +194,15 @@ def test_the_streams_of_a_step_start_behind_the_step_before(seed: int) -> None:
     for step in range(3):
         streams.begin()
         for e in entries:
-            streams.bind(e.index, e.stream, e.waits, lambda e=e, step=step: done.append(f"{e.stream}{step}"))()
+            streams.bind(
+                e.index, e.stream, e.waits, lambda e=e, step=step: done.append(f"{e.stream}{step}")
+            )()
     streams.synchronize()
-    assert [sorted(done[i : i + 2]) for i in (0, 2, 4)] == [["a0", "compute0"], ["a1", "compute1"], ["a2", "compute2"]]
+    assert [sorted(done[i : i + 2]) for i in (0, 2, 4)] == [
+        ["a0", "compute0"],
+        ["a1", "compute1"],
+        ["a2", "compute2"],
+    ]
 
 
 def entry(index: int, stream: str, waits: tuple[tuple[str, int], ...]) -> BoundInstr:
@@ -258,7 +272,12 @@ def test_the_heart_says_in_what_the_device_is(monkeypatch: pytest.MonkeyPatch) -
 def test_events_are_made_once_and_only_where_somebody_looks() -> None:
     device = Slow()
     entries = [entry(i, COMPUTE, ()) for i in range(20)]
-    entries += [entry(20, "a", ((COMPUTE, 3),)), entry(21, "a", ()), entry(22, COMPUTE, (("a", 1),)), entry(23, COMPUTE, ())]
+    entries += [
+        entry(20, "a", ((COMPUTE, 3),)),
+        entry(21, "a", ()),
+        entry(22, COMPUTE, (("a", 1),)),
+        entry(23, COMPUTE, ()),
+    ]
     streams = CudaStreams(entries, ["a"], array("q", [0] * 16), device)
     made = len(device.made)
     # Two of begin; compute: a wait for it, every 16th, before it waits itself, the last; every communication.
@@ -299,7 +318,9 @@ def test_staged_communication_gives_the_numbers_of_one_device(case: dict[str, An
 def test_a_staged_stream_that_fails_wakes_the_others_and_is_named() -> None:
     plan, job = chain()
     rank = bound(plan, job, 1)
-    streams = StagedStreams(rank.entries, rank.role.streams, array("q", [0] * 16), device := HostDevice())
+    streams = StagedStreams(
+        rank.entries, rank.role.streams, array("q", [0] * 16), device := HostDevice()
+    )
 
     def broken(comm: BoundComm) -> Callable[[], None]:
         def fail() -> None:
@@ -308,7 +329,10 @@ def test_a_staged_stream_that_fails_wakes_the_others_and_is_named() -> None:
         return fail
 
     engine = Engine(rank, streams, broken, array("q", [0] * 16))
-    with pytest.raises(ExecutionError, match=r"rank 1, step 0, instruction 0 \(recv.* failed: ValueError: broken wire"):
+    with pytest.raises(
+        ExecutionError,
+        match=r"rank 1, step 0, instruction 0 \(recv.* failed: ValueError: broken wire",
+    ):
         engine.step(0)
     assert device.between_steps
     streams.close()
@@ -321,7 +345,9 @@ def failing_batch(step: int, rows: range) -> Any:
 
 def test_a_loss_that_is_not_finite_is_named_at_the_end_of_its_step() -> None:
     plan, job = chain(pp=1, batch=failing_batch)
-    with pytest.raises(NonFiniteLossError, match=r"the loss is nan in step 1 on rank 0, microbatch 2"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"the loss is nan in step 1 on rank 0, microbatch 2"
+    ):
         staged(plan, job)
 
 
@@ -331,7 +357,9 @@ def test_a_scale_that_is_no_number_is_named_at_the_end_of_its_step() -> None:
         return x, -t.abs() if step else t
 
     plan, job = chain(pp=1, dp=2, masked=True, batch=masked)
-    with pytest.raises(NonFiniteLossError, match=r"^step 1, rank \d: the loss weights of the global batch sum to 0"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"^step 1, rank \d: the loss weights of the global batch sum to 0"
+    ):
         staged(plan, job)
 
 
@@ -355,7 +383,11 @@ def test_a_device_that_is_not_there_ends_a_run_with_one_line() -> None:
 
 def test_a_host_that_waits_for_a_communication_shows_what_the_device_is_in() -> None:
     device, beat, gate = Slow(), array("q", [0] * 16), threading.Event()
-    entries = [entry(0, COMPUTE, ()), entry(1, "a", ()), entry(2, COMPUTE, ((COMPUTE, 1), ("a", 1)))]
+    entries = [
+        entry(0, COMPUTE, ()),
+        entry(1, "a", ()),
+        entry(2, COMPUTE, ((COMPUTE, 1), ("a", 1))),
+    ]
     streams = StagedStreams(entries, ["a"], beat, device)
     seen: list[tuple[int, int]] = []
 
@@ -401,7 +433,11 @@ def test_a_staged_communication_starts_when_what_it_waits_for_is_done() -> None:
 
 
 def test_late_numbers_are_handed_over_once_in_order_and_as_they_were() -> None:
-    numbers, seen, tensor = LateNumbers(CPU), list[tuple[str, float]](), torch.tensor(1.0, dtype=torch.bfloat16)
+    numbers, seen, tensor = (
+        LateNumbers(CPU),
+        list[tuple[str, float]](),
+        torch.tensor(1.0, dtype=torch.bfloat16),
+    )
     first = numbers.reader(tensor.dtype, lambda n: seen.append(("first", n)))
     second = numbers.reader(tensor.dtype, lambda n: seen.append(("second", n)))
     for _ in range(2):

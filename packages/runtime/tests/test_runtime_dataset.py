@@ -35,12 +35,16 @@ def numbers(batch: Any, step: int, rows: range) -> list[int]:
 def test_a_row_is_the_sample_that_the_formula_says() -> None:
     batch = from_dataset(NUMBERS, seed=5).bound(ROWS)
     for step in range(3 * N):
-        wanted = [Permutation(N, 5, (step * ROWS + r) // N)((step * ROWS + r) % N) for r in range(ROWS)]
+        wanted = [
+            Permutation(N, 5, (step * ROWS + r) // N)((step * ROWS + r) % N) for r in range(ROWS)
+        ]
         assert numbers(batch, step, range(ROWS)) == wanted
 
 
 @given(n=st.integers(1, 60), rows=st.integers(1, 40), seed=st.integers(0, 9), shuffle=st.booleans())
-def test_every_epoch_goes_once_through_all_samples(n: int, rows: int, seed: int, shuffle: bool) -> None:
+def test_every_epoch_goes_once_through_all_samples(
+    n: int, rows: int, seed: int, shuffle: bool
+) -> None:
     batch = from_dataset([(i, -i) for i in range(n)], seed=seed, shuffle=shuffle).bound(rows)
     read = [i for step in range(-(-3 * n // rows)) for i in numbers(batch, step, range(rows))]
     for epoch in range(3):
@@ -63,7 +67,9 @@ def test_replicas_and_microbatches_share_the_same_rows(dp: int, microbatches: in
 
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 4), (2, 2), (4, 1)])
 def test_a_run_trains_as_one_device(dp: int, microbatches: int) -> None:
-    samples = TensorDataset(*torch.randn(2, N, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    samples = TensorDataset(
+        *torch.randn(2, N, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    )
     plan, job = chain(pp=2, dp=dp, microbatches=microbatches, batch=from_dataset(samples, seed=2))
     assert isinstance(job.batch, DatasetBatch) and job.batch.global_batch == 8
     found = run(plan, job, steps=4)
@@ -86,7 +92,10 @@ def test_a_resume_at_every_step_of_three_epochs_reads_what_comes_next() -> None:
 
 def test_an_order_that_depends_on_more_would_be_found() -> None:
     """The controls: another seed, another number of rows, and an order of each step's own."""
-    read = [numbers(from_dataset(NUMBERS, seed=s).bound(g), 1, range(ROWS)) for s, g in ((3, ROWS), (4, ROWS), (3, ROWS + 1))]
+    read = [
+        numbers(from_dataset(NUMBERS, seed=s).bound(g), 1, range(ROWS))
+        for s, g in ((3, ROWS), (4, ROWS), (3, ROWS + 1))
+    ]
     assert read[0] != read[1] and read[0] != read[2]
     of_step = [Permutation(N, 3, step)(r) for step in range(5) for r in range(ROWS)]
     assert max(Counter(of_step[:N]).values()) > 1
@@ -95,7 +104,13 @@ def test_an_order_that_depends_on_more_would_be_found() -> None:
 def test_a_fingerprint_tells_other_data() -> None:
     stored = from_dataset(NUMBERS, seed=3).bound(ROWS).fingerprint()
     assert json.loads(json.dumps(stored)) == stored
-    assert stored == {"kind": "dataset", "samples": N, "seed": 3, "shuffle": True, "global_batch": ROWS}
+    assert stored == {
+        "kind": "dataset",
+        "samples": N,
+        "seed": 3,
+        "shuffle": True,
+        "global_batch": ROWS,
+    }
     for other in (
         from_dataset(NUMBERS[:-1], seed=3).bound(ROWS),
         from_dataset(NUMBERS, seed=4).bound(ROWS),
@@ -116,13 +131,22 @@ class Dicts(Dataset[Any]):
 def test_batches_are_collated_as_by_a_dataloader() -> None:
     for step, (inputs, targets) in enumerate(DataLoader(Dicts(), batch_size=7)):
         found = from_dataset(Dicts(), shuffle=False).bound(7)(step, range(7))
-        assert found[0].keys() == inputs.keys() and all(torch.equal(found[0][k], inputs[k]) for k in inputs)
-        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found[1], targets, strict=True))
+        assert found[0].keys() == inputs.keys() and all(
+            torch.equal(found[0][k], inputs[k]) for k in inputs
+        )
+        assert all(
+            torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found[1], targets, strict=True)
+        )
 
 
 def test_inputs_that_are_a_tuple_stay_positional() -> None:
-    inputs, targets = from_dataset([((i, 2 * i), 3 * i) for i in range(4)], shuffle=False).bound(4)(0, range(4))
-    assert isinstance(inputs, tuple) and [t.tolist() for t in inputs] == [[0, 1, 2, 3], [0, 2, 4, 6]]
+    inputs, targets = from_dataset([((i, 2 * i), 3 * i) for i in range(4)], shuffle=False).bound(4)(
+        0, range(4)
+    )
+    assert isinstance(inputs, tuple) and [t.tolist() for t in inputs] == [
+        [0, 1, 2, 3],
+        [0, 2, 4, 6],
+    ]
     assert targets.tolist() == [0, 3, 6, 9]
 
 
@@ -176,11 +200,17 @@ def test_what_is_no_dataset_is_refused(dataset: Any, options: Any, says: str) ->
 
 def test_samples_that_are_dicts_are_inputs_alone() -> None:
     inputs, targets = from_dataset([{"x": 1, "y": 2}] * 2, shuffle=False).bound(2)(0, range(2))
-    assert targets is None and {name: tensor.tolist() for name, tensor in inputs.items()} == {"x": [1, 1], "y": [2, 2]}
+    assert targets is None and {name: tensor.tolist() for name, tensor in inputs.items()} == {
+        "x": [1, 1],
+        "y": [2, 2],
+    }
 
 
 def test_samples_that_are_no_pairs_and_rows_that_are_not_known_are_refused() -> None:
-    with pytest.raises(JobError, match=r"collated to a Tensor; a pair \(inputs, targets\) is needed, or a dict .*collate="):
+    with pytest.raises(
+        JobError,
+        match=r"collated to a Tensor; a pair \(inputs, targets\) is needed, or a dict .*collate=",
+    ):
         from_dataset([1, 2]).bound(2)(0, range(2))
     with pytest.raises(JobError, match=r"rows per step are not known yet.*piper\.Job"):
         from_dataset(NUMBERS)(0, range(2))

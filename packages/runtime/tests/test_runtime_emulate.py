@@ -18,7 +18,13 @@ from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams
 from piper_runtime.launch.processes.emulation import Durations, emulate, time_scale
 from piper_runtime.launch.worker import timed_rank
-from piper_runtime.launch.worker.timed_rank import HOST_S, LONGEST_S, SHORTEST_S, EmulationRequest, TimedRank
+from piper_runtime.launch.worker.timed_rank import (
+    HOST_S,
+    LONGEST_S,
+    SHORTEST_S,
+    EmulationRequest,
+    TimedRank,
+)
 from piper_runtime.rank.binding.rank import Rank
 
 
@@ -43,7 +49,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def alone(plan: Plan, clock: Clock, seconds: Sequence[float], issue: float = 0.0) -> tuple[TimedRank, Engine]:
+def alone(
+    plan: Plan, clock: Clock, seconds: Sequence[float], issue: float = 0.0
+) -> tuple[TimedRank, Engine]:
     """The one rank of a plan without communication, bound to streams of this process."""
     timed = TimedRank(plan, 0, EmulationRequest(b"", tuple(seconds), 0.0, issue, 1, ""), Mock())
     timed.now = clock.now
@@ -83,7 +91,9 @@ def test_what_the_machine_sleeps_too_long_does_not_add_up(clock: Clock, overshoo
 
 
 @pytest.mark.parametrize(("held_up", "counts"), [(0.9 * HOST_S, 0), (1.1 * HOST_S, 1)])
-def test_negative_control_a_wait_that_the_plan_does_not_show_counts(clock: Clock, held_up: float, counts: int) -> None:
+def test_negative_control_a_wait_that_the_plan_does_not_show_counts(
+    clock: Clock, held_up: float, counts: int
+) -> None:
     plan = single()
     n = len(plan.roles[0].program)
     timed, engine = alone(plan, clock, [0.02] * n)
@@ -112,19 +122,27 @@ def test_the_time_scale_makes_the_shortest_instruction_that_matters_long_enough(
     n = len(plan.roles[0].program)
     role = plan.roles[0].role
     assert time_scale(plan, Durations({role: [1e-4] * n})) == pytest.approx(SHORTEST_S / 1e-4)
-    assert time_scale(plan, Durations({role: [10.0] * n})) == pytest.approx(LONGEST_S / 10), "also downwards"
+    assert time_scale(plan, Durations({role: [10.0] * n})) == pytest.approx(LONGEST_S / 10), (
+        "also downwards"
+    )
     assert time_scale(plan, Durations({role: [0.05] * n})) == 1.0
     short = [1e-4] * (n - 1) + [1e-9]
-    assert time_scale(plan, Durations({role: short})) == pytest.approx(SHORTEST_S / 1e-4), "a negligible one does not count"
+    assert time_scale(plan, Durations({role: short})) == pytest.approx(SHORTEST_S / 1e-4), (
+        "a negligible one does not count"
+    )
     assert time_scale(plan, Durations({role: [0.0] * n})) == 1.0
 
 
 def test_durations_are_scaled_with_latency_and_issue() -> None:
-    assert Durations({"a": (1.0, 2.0)}, 0.5, 0.25).scaled(4) == Durations({"a": (4.0, 8.0)}, 2.0, 1.0)
+    assert Durations({"a": (1.0, 2.0)}, 0.5, 0.25).scaled(4) == Durations(
+        {"a": (4.0, 8.0)}, 2.0, 1.0
+    )
 
 
 @pytest.mark.parametrize("numbers", [{"steps": 0}, {"steps": True}, {"steps": 1, "timeout_s": 0}])
 def test_numbers_that_no_run_can_have(numbers: dict[str, Any]) -> None:
     plan = single()
     with pytest.raises(JobError, match="is needed"):
-        emulate(plan, Durations({plan.roles[0].role: [0.0] * len(plan.roles[0].program)}), **numbers)
+        emulate(
+            plan, Durations({plan.roles[0].role: [0.0] * len(plan.roles[0].program)}), **numbers
+        )

@@ -10,7 +10,10 @@ from packages.runtime.tests.handmade import WIDTH
 from piper_ir.ground.errors import JobError
 from piper_runtime.rank.batches.feed import Feed
 
-INPUTS, TARGETS = torch.zeros(2, WIDTH, dtype=torch.float64), torch.zeros(2, WIDTH, dtype=torch.float64)
+INPUTS, TARGETS = (
+    torch.zeros(2, WIDTH, dtype=torch.float64),
+    torch.zeros(2, WIDTH, dtype=torch.float64),
+)
 
 
 def refilled(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,7 +29,9 @@ def test_a_refilled_tensor_does_not_change_what_is_taken_later() -> None:
     assert [float(feed.take("targets", mb)[0, 0]) for mb in range(3)] == [-1, -3, -5]
 
 
-def test_the_function_is_called_once_per_microbatch_and_only_what_comes_later_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_function_is_called_once_per_microbatch_and_only_what_comes_later_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[int] = []
     copies: list[torch.Tensor] = []
 
@@ -50,5 +55,7 @@ def test_the_function_is_called_once_per_microbatch_and_only_what_comes_later_is
 
 def test_all_tensors_of_a_rank_are_checked_when_the_function_returns() -> None:
     plan, job = chain(pp=1, batch=lambda step, rows: (INPUTS, TARGETS[:1]))
-    with pytest.raises(JobError, match=r"returned targets of shape \(1, 4\); the plan was made for \(2, 4\)"):
+    with pytest.raises(
+        JobError, match=r"returned targets of shape \(1, 4\); the plan was made for \(2, 4\)"
+    ):
         run(plan, job)

@@ -21,12 +21,27 @@ def test_a_folder_of_the_runtime_imports_what_it_says(folder: str) -> None:
 
 
 def test_a_forbidden_import_in_the_runtime_is_found() -> None:
-    wrong = {Path("x.py"): ["piper_runtime.launch.running.run", "piper_runtime", "piper_runtime.rank.job.job"]}
+    wrong = {
+        Path("x.py"): [
+            "piper_runtime.launch.running.run",
+            "piper_runtime",
+            "piper_runtime.rank.job.job",
+        ]
+    }
     assert len(RUNTIME.violations("engine", wrong)) == 2
 
 
 def test_no_folders_of_the_runtime_are_in_a_circle() -> None:
-    assert RUNTIME.folders == ["checkpoint", "data", "engine", "launch", "profile", "rank", "transport", "weights"]
+    assert RUNTIME.folders == [
+        "checkpoint",
+        "data",
+        "engine",
+        "launch",
+        "profile",
+        "rank",
+        "transport",
+        "weights",
+    ]
     TopologicalSorter({folder: RUNTIME.allowed(folder) for folder in RUNTIME.folders}).prepare()
 
 
@@ -34,4 +49,6 @@ def test_other_packages_import_from_the_runtime_or_its_folders() -> None:
     faces = {RUNTIME.name, *(f"{RUNTIME.name}.{folder}" for folder in RUNTIME.folders)}
     used = RUNTIME.imports_of_others()
     assert [f"{path}: {name}" for path, name in used if name not in faces] == []
-    assert any(path.is_relative_to(RUNTIME.homes_of_others[0]) for path, _ in used), "nobody imports it"
+    assert any(path.is_relative_to(RUNTIME.homes_of_others[0]) for path, _ in used), (
+        "nobody imports it"
+    )

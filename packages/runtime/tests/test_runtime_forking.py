@@ -67,7 +67,11 @@ def noted_in(folder: Path, threads: int = 1) -> list[dict[str, Any]]:
 @contextmanager
 def fewer_rights() -> Iterator[tuple[int, int]]:
     """One core, fewer files, and new files for nobody else: the core and the number."""
-    mask, cores, files = os.umask(0o077), os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    mask, cores, files = (
+        os.umask(0o077),
+        os.sched_getaffinity(0),
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+    )
     core = min(cores)
     os.sched_setaffinity(0, {core})
     resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
@@ -84,7 +88,9 @@ def test_a_worker_finds_the_launchers_surroundings_of_now(
     (second := tmp_path / "second").mkdir()
     assert [n["mine"] for n in noted_in(first)] == [None, None]
     server, before = server_pid(), capfd.readouterr().out
-    heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # a shell's background job ignores it
+    heard = (
+        signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    )  # a shell's background job ignores it
     monkeypatch.setenv("PIPER_TEST_MINE", "yes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("/nowhere/at/all")
@@ -94,7 +100,12 @@ def test_a_worker_finds_the_launchers_surroundings_of_now(
     assert [(n["cores"], n["files"]) for n in found] == [([core], files)] * 2
     assert {file.stat().st_mode & 0o777 for file in second.iterdir()} == {0o600}
     for n in found:
-        assert (n["mine"], n["folder"], n["path"][0], n["threads"]) == ("yes", str(tmp_path), "/nowhere/at/all", 1)
+        assert (n["mine"], n["folder"], n["path"][0], n["threads"]) == (
+            "yes",
+            str(tmp_path),
+            "/nowhere/at/all",
+            1,
+        )
         assert n["session"] and n["interrupt"] == heard
     assert found[0]["numpy"] != found[1]["numpy"], "numpy's numbers would be equal in all forks"
     assert before.count("out of a worker") == capfd.readouterr().out.count("out of a worker") == 2
@@ -145,13 +156,18 @@ def test_a_server_that_was_killed_is_started_again() -> None:
             others.start()
             assert server_pid() != server and pids_alive([worker]), "its workers go on"
         os.kill(worker, signal.SIGTERM)
-        assert workers.start().exit_reason(0).startswith("ended; how is not known"), "nobody has reaped it for us"
+        assert workers.start().exit_reason(0).startswith("ended; how is not known"), (
+            "nobody has reaped it for us"
+        )
     assert ended([worker])
 
 
 def test_a_server_that_cannot_start_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking, "_SERVER", "raise SystemExit(7)  # {channel}")
-    with pytest.raises(ExecutionError, match=r"the process that forks workers has ended with exit code 7; its output"):
+    with pytest.raises(
+        ExecutionError,
+        match=r"the process that forks workers has ended with exit code 7; its output",
+    ):
         Pool(1).start()
     monkeypatch.undo()
     monkeypatch.setattr(forking, "_server", None)

@@ -36,7 +36,9 @@ class Noting:
 def together(work: Callable[[int, GlooCommunicators], Any]) -> list[Any]:
     """Return what each rank makes, each in a thread of its own with communicators of its own."""
     store = dist.HashStore()
-    held = [GlooCommunicators(dist.PrefixStore("ranks", store), rank) for rank in range(RANKS)]  # until all are done
+    held = [
+        GlooCommunicators(dist.PrefixStore("ranks", store), rank) for rank in range(RANKS)
+    ]  # until all are done
 
     def one(rank: int) -> Any:
         ranks = held[rank]
@@ -48,7 +50,8 @@ def together(work: Callable[[int, GlooCommunicators], Any]) -> list[Any]:
 
 
 def rows_of(sizes: Sequence[int], rank: int) -> torch.Tensor:
-    """Return rows of a rank, each with the numbers of its source and its place, and rows that nobody gets behind them."""
+    """Return rows of a rank, each with the numbers of its source and its place, and rows that nobody gets behind
+    them."""
     place = torch.arange(float(ROWS))
     rows = torch.stack([torch.full_like(place, float(rank)), place], 1)
     rows[sum(sizes) :] = torch.nan
@@ -62,7 +65,16 @@ def exchanged(cut: bool) -> list[torch.Tensor]:
         into = torch.full((ROWS, WIDTH), UNTOUCHED)
         cuts = Cuts(into, SENT[rank], [sizes[rank] for sizes in SENT])
         given, peers = rows_of(SENT[rank], rank), tuple(range(RANKS))
-        ranks.bind(BoundComm("all_to_all", "0,1,2", peers, lambda: given, lambda: into, lambda: cuts if cut else None))()
+        ranks.bind(
+            BoundComm(
+                "all_to_all",
+                "0,1,2",
+                peers,
+                lambda: given,
+                lambda: into,
+                lambda: cuts if cut else None,
+            )
+        )()
         return into
 
     return together(work)
@@ -70,7 +82,10 @@ def exchanged(cut: bool) -> list[torch.Tensor]:
 
 def wanted(rank: int) -> torch.Tensor:
     """Return what a rank should have: its part of each one's rows behind each other, and behind them what was there."""
-    parts = [rows_of(sizes, source).split([*sizes, ROWS - sum(sizes)])[rank] for source, sizes in enumerate(SENT)]
+    parts = [
+        rows_of(sizes, source).split([*sizes, ROWS - sum(sizes)])[rank]
+        for source, sizes in enumerate(SENT)
+    ]
     got = torch.cat(parts)
     return torch.cat([got, torch.full((ROWS - got.shape[0], WIDTH), UNTOUCHED)])
 
@@ -82,7 +97,9 @@ def test_messages_are_as_long_as_their_rows() -> None:
 
 
 def test_messages_of_equal_length_are_told_from_those() -> None:
-    assert not any(torch.equal(into, wanted(rank)) for rank, into in enumerate(exchanged(cut=False)))
+    assert not any(
+        torch.equal(into, wanted(rank)) for rank, into in enumerate(exchanged(cut=False))
+    )
 
 
 def gathered(numbers: int) -> list[tuple[torch.Tensor, set[str]]]:
@@ -92,7 +109,9 @@ def gathered(numbers: int) -> list[tuple[torch.Tensor, set[str]]]:
         key = ranks._keys["0,1,2"]
         ranks._groups[key] = noting = Noting(ranks._groups[key])
         given, got = torch.full((numbers,), float(rank)), torch.empty(RANKS, numbers)
-        ranks.bind(BoundComm("all_gather", "0,1,2", tuple(range(RANKS)), lambda: given, lambda: got, None))()
+        ranks.bind(
+            BoundComm("all_gather", "0,1,2", tuple(range(RANKS)), lambda: given, lambda: got, None)
+        )()
         return got, noting.called
 
     return together(work)
@@ -102,10 +121,15 @@ SPINNING = {"recv", "send"}
 """The methods after which gloo's thread spins until a message comes."""
 
 
-def test_small_gathers_do_not_spin_and_large_ones_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_gathers_do_not_spin_and_large_ones_are_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     few = gloo.COPIED // (RANKS * 4)
     for numbers, called in ((1, {"alltoall_base"}), (few, {"alltoall_base"}), (few + 1, SPINNING)):
         for got, asked in gathered(numbers):
-            assert torch.equal(got, torch.arange(float(RANKS)).unsqueeze(1).expand(RANKS, numbers)) and asked == called, numbers
+            assert (
+                torch.equal(got, torch.arange(float(RANKS)).unsqueeze(1).expand(RANKS, numbers))
+                and asked == called
+            ), numbers
     monkeypatch.setattr(gloo, "COPIED", 0)
     assert all(asked == SPINNING for _, asked in gathered(1)), "the check sees a gather that spins"

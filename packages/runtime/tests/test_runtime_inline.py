@@ -27,7 +27,9 @@ CASES: dict[str, dict[str, Any]] = {
     "tied over stages": dict(tied=True, dp=2),
     "uneven weights": dict(masked=True, dp=2),
     "clipped": dict(dp=2, clip_norm=0.05),
-    "clipped and weighted and tied": dict(tied=True, dp=2, masked=True, clip_norm=0.01, schedule="gpipe"),
+    "clipped and weighted and tied": dict(
+        tied=True, dp=2, masked=True, clip_norm=0.01, schedule="gpipe"
+    ),
     "dropout": dict(drop=True, dp=2),
     "adamw in two groups": dict(optimizer=adamw, dp=2),
     "learning rates": dict(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)),
@@ -52,14 +54,18 @@ def test_buffers_count_microbatches_in_order_and_the_state_dict_has_every_name()
     state = run(plan, job).state_dict()
     assert float(state["count"]) == 3 * 4
     assert state.keys() == job.model().state_dict().keys()
-    assert torch.equal(state["head"], state["layers.0"]) and torch.equal(state["frozen"], torch.ones(3, dtype=torch.float64))
+    assert torch.equal(state["head"], state["layers.0"]) and torch.equal(
+        state["frozen"], torch.ones(3, dtype=torch.float64)
+    )
 
 
 def test_a_run_tells_times_and_spans() -> None:
     plan, job = chain()
     found = run(plan, job, steps=5, trace=True)
     assert len(found.step_s) == 5 and found.period_s is not None and found.peak_bytes == {}
-    assert len(found.trace.spans) == sum(len(r.program) for r in plan.roles) and found.trace.losses == tuple(found.losses)
+    assert len(found.trace.spans) == sum(
+        len(r.program) for r in plan.roles
+    ) and found.trace.losses == tuple(found.losses)
     assert all(s.end >= s.start >= 0 and s.start >= s.ready for s in found.trace.spans)
     assert any(s.bytes for s in found.trace.spans)
     assert run(plan, job).trace.spans == () and run(plan, job).period_s is None
@@ -69,7 +75,12 @@ def with_waits(plan: Plan, role: str, index: int, waits: tuple[tuple[str, int], 
     def changed(r: Any) -> Any:
         if r.role != role:
             return r
-        return replace(r, program=tuple(replace(x, waits=waits) if i == index else x for i, x in enumerate(r.program)))
+        return replace(
+            r,
+            program=tuple(
+                replace(x, waits=waits) if i == index else x for i, x in enumerate(r.program)
+            ),
+        )
 
     return replace(plan, roles=tuple(changed(r) for r in plan.roles))
 
@@ -78,7 +89,10 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
     plan, job = chain(schedule="gpipe")
     role = plan.roles[1]
     index, stream = next((i, x.stream) for i, x in enumerate(role.program) if x.stream != COMPUTE)
-    with pytest.raises(ExecutionError, match=r"deadlock; rank 0 is at .* its peers 1 on channel .*rank 1 is at .*99 of compute"):
+    with pytest.raises(
+        ExecutionError,
+        match=r"deadlock; rank 0 is at .* its peers 1 on channel .*rank 1 is at .*99 of compute",
+    ):
         run(with_waits(plan, role.role, index, ((COMPUTE, 99),)), job)
     assert stream != COMPUTE
 
@@ -91,7 +105,8 @@ def test_a_failure_names_rank_step_and_instruction() -> None:
 
     plan, job = chain(batch=broken)
     with pytest.raises(
-        ExecutionError, match=r"rank 0, step 1, instruction 0 \(load\.inputs@0.* on compute\): OSError: disk full"
+        ExecutionError,
+        match=r"rank 0, step 1, instruction 0 \(load\.inputs@0.* on compute\): OSError: disk full",
     ):
         run(plan, job)
 
@@ -103,7 +118,9 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_microbatch() -> None:
 
     plan, job = chain(batch=poisoned)
     with pytest.raises(
-        NonFiniteLossError, match="the loss is nan in step 1 on rank 1, microbatch 2; check the batch and the learning rate"
+        NonFiniteLossError,
+        match="the loss is nan in step 1 on rank 1, microbatch 2; check the batch and the learning "
+        "rate",
     ):
         run(plan, job)
 
@@ -116,7 +133,9 @@ def test_the_advice_for_what_is_not_finite_is_no_setting_that_is_there() -> None
     plan, job = chain(pp=1, batch=poison, clip_norm=0.5)
     with pytest.raises(NonFiniteLossError) as found:
         run(plan, job)
-    assert "gradients are clipped already (Job(clip_norm=0.5))" in str(found.value) and "clip gradients" not in str(found.value)
+    assert "gradients are clipped already (Job(clip_norm=0.5))" in str(
+        found.value
+    ) and "clip gradients" not in str(found.value)
 
 
 def test_a_batch_of_another_shape_is_told_the_ways_out() -> None:
@@ -168,7 +187,9 @@ def test_what_does_not_fit_is_refused_before_anything_runs() -> None:
         run(plan, replace(job, global_batch=9))
     with pytest.raises(JobError, match="steps=0"):
         run(plan, job, steps=0)
-    with pytest.raises(ExecutionError, match='launcher "emulated" needs the durations of a cluster'):
+    with pytest.raises(
+        ExecutionError, match='launcher "emulated" needs the durations of a cluster'
+    ):
         execute(plan, CODE, job, steps=1, launcher="emulated")
     with pytest.raises(ExecutionError, match="'mpi' is not known"):
         run(plan, job, launcher="mpi")
@@ -189,8 +210,8 @@ NEEDS_MORE = (
     *("mask_of_other_rows", "places_by_cut", "rows_of_the_microbatch", "step_that_draws"),
     *("skip_fold", "dirty_buffer", "stale_gather", "recompute_other_dropout", "recompute_stale"),
 )
-"""A chain has no sums, its ranks load the tensors of a microbatch together, its optimizer is fused, all is in one dtype, no
-states are shared and nothing is recomputed; tests/faults/mutants.py tries these."""
+"""A chain has no sums, its ranks load the tensors of a microbatch together, its optimizer is fused, all is in one
+dtype, no states are shared and nothing is recomputed; tests/faults/mutants.py tries these."""
 
 
 @pytest.mark.parametrize("fault", [f for f in faults.FAULTS if f not in NEEDS_MORE])

@@ -48,9 +48,15 @@ def test_precision_names_what_is_accepted() -> None:
 
 def test_precision_has_one_dtype_unless_told_otherwise() -> None:
     plain = Precision(params="bfloat16")
-    assert plain.dtype is plain.compute_dtype is plain.reduce_dtype is torch.bfloat16 and plain.sums_in is None
+    assert (
+        plain.dtype is plain.compute_dtype is plain.reduce_dtype is torch.bfloat16
+        and plain.sums_in is None
+    )
     mixed = Precision(params="float32", compute="bfloat16")
-    assert mixed.compute_dtype is torch.bfloat16 and mixed.dtype is mixed.reduce_dtype is mixed.sums_in is torch.float32
+    assert (
+        mixed.compute_dtype is torch.bfloat16
+        and mixed.dtype is mixed.reduce_dtype is mixed.sums_in is torch.float32
+    )
     assert Precision(params="float32", keep={"a.*": "bfloat16"}).sums_in is torch.float32
 
 
@@ -58,7 +64,11 @@ def test_batches_are_named_by_their_paths() -> None:
     t = torch.zeros(2)
     pair = namedtuple("pair", ["a", "b"])
     assert list(flatten_batch((t, t))[0]) == ["inputs", "targets"]
-    assert list(flatten_batch(((t, t), {"y": [t, None]}))[0]) == ["inputs.0", "inputs.1", "targets.y.0"]
+    assert list(flatten_batch(((t, t), {"y": [t, None]}))[0]) == [
+        "inputs.0",
+        "inputs.1",
+        "targets.y.0",
+    ]
     named = OrderedDict(x=t, mask=t), pair(t, t)
     assert list(flatten_batch(named)[0]) == ["inputs.x", "inputs.mask", "targets.a", "targets.b"]
     assert list(flatten_batch(UserDict(x=t))[0]) == ["inputs.x"]
@@ -99,17 +109,23 @@ def test_the_initial_state_has_every_tensor_once_in_its_dtype() -> None:
 def test_buffers_are_cast_to_float64_only() -> None:
     for dtype, compute in ((torch.bfloat16, None), (torch.float64, torch.float32)):
         state = initial_state(Odd(), dtype, compute)
-        assert state.params["a.weight"].dtype is dtype and state.buffers["mask"].dtype is torch.float32
+        assert (
+            state.params["a.weight"].dtype is dtype and state.buffers["mask"].dtype is torch.float32
+        )
     assert initial_state(Odd(), torch.float64).buffers["mask"].dtype is torch.float64
 
 
 def test_a_state_dict_has_the_names_of_the_module_and_leaves_it_alone() -> None:
     model = Odd()
-    model.register_state_dict_post_hook(lambda module, found, prefix, _: found.update({"cast": found.pop("a.bias").half()}))
+    model.register_state_dict_post_hook(
+        lambda module, found, prefix, _: found.update({"cast": found.pop("a.bias").half()})
+    )
     state = initial_state(model, torch.float64)
     before = {n: t.clone() for n, t in model.state_dict().items()}
     found = state.state_dict({n: t + 1 for n, t in {**state.params, **state.buffers}.items()})
-    assert list(found) == list(before) == ["steps", "turns", "a.weight", "b.weight", "b.bias", "cast"]
+    assert (
+        list(found) == list(before) == ["steps", "turns", "a.weight", "b.weight", "b.bias", "cast"]
+    )
     assert all(torch.equal(found[n], before[n] + 1) for n in before if n != "cast")
     assert found["cast"].dtype is torch.float16
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
@@ -153,7 +169,10 @@ def broken(*_: Any) -> Any:
 
 def test_exceptions_of_the_users_functions_are_named_with_their_line() -> None:
     where = rf"test_runtime_job.py:{broken.__code__.co_firstlineno + 1}\)$"
-    with pytest.raises(JobError, match=r"^Job\.batch\(step=0, rows=range\(0, 2\)\) raised ValueError: no data \(.*" + where):
+    with pytest.raises(
+        JobError,
+        match=r"^Job\.batch\(step=0, rows=range\(0, 2\)\) raised ValueError: no data \(.*" + where,
+    ):
         call_batch(broken, 0, range(2))
     job = Job(broken, broken, broken, broken, global_batch=4)
     with pytest.raises(JobError, match=r"^Job\.model\(\) raised ValueError: no data \(.*" + where):
@@ -161,7 +180,9 @@ def test_exceptions_of_the_users_functions_are_named_with_their_line() -> None:
 
 
 def test_a_call_that_does_not_fit_has_no_line_of_the_users_and_our_errors_pass() -> None:
-    with pytest.raises(JobError, match=r"raised TypeError: .* takes 0 positional arguments but 2 were given$"):
+    with pytest.raises(
+        JobError, match=r"raised TypeError: .* takes 0 positional arguments but 2 were given$"
+    ):
         call_batch(lambda: None, 0, range(2))  # type: ignore[arg-type, misc]  # on purpose
 
     def refuse(step: int, rows: range) -> Any:

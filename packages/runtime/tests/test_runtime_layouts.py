@@ -42,18 +42,30 @@ def test_parts_make_the_whole(case: tuple[tuple[int, ...], Layout]) -> None:
     assert {tuple(p.shape) for p in parts.values()} == {shape}
     for rank in range(MESH.world):
         assert torch.equal(whole_of(parts, layout, MESH, rank), whole)
-    held = torch.cat([parts[MESH.rank(dict(tp=t, cp=c, dp=0))].flatten() for t in range(2) for c in range(3)])
+    held = torch.cat(
+        [parts[MESH.rank(dict(tp=t, cp=c, dp=0))].flatten() for t in range(2) for c in range(3)]
+    )
     assert set(held.tolist()) == set(whole.flatten().tolist())
 
 
 @given(layouts(), st.data())
-def test_runs_say_where_elements_lie_in_the_whole(case: tuple[tuple[int, ...], Layout], data: st.DataObject) -> None:
+def test_runs_say_where_elements_lie_in_the_whole(
+    case: tuple[tuple[int, ...], Layout], data: st.DataObject
+) -> None:
     shape, layout = case
-    whole = torch.arange(prod(whole_shape(shape, layout, dict(MESH.sizes)))).reshape(whole_shape(shape, layout, dict(MESH.sizes)))
+    whole = torch.arange(prod(whole_shape(shape, layout, dict(MESH.sizes)))).reshape(
+        whole_shape(shape, layout, dict(MESH.sizes))
+    )
     rank, begin = data.draw(st.integers(0, MESH.world - 1)), data.draw(st.integers(0, prod(shape)))
     end = data.draw(st.integers(begin, prod(shape)))
-    found = [torch.arange(run.whole, run.whole + run.numel) for run in runs(shape, layout, MESH, rank, begin, end)]
-    assert torch.cat([torch.arange(0), *found]).tolist() == part_of(whole, layout, MESH, rank).flatten()[begin:end].tolist()
+    found = [
+        torch.arange(run.whole, run.whole + run.numel)
+        for run in runs(shape, layout, MESH, rank, begin, end)
+    ]
+    assert (
+        torch.cat([torch.arange(0), *found]).tolist()
+        == part_of(whole, layout, MESH, rank).flatten()[begin:end].tolist()
+    )
 
 
 def test_the_heads_of_a_fused_weight_are_in_each_third() -> None:
@@ -63,26 +75,37 @@ def test_the_heads_of_a_fused_weight_are_in_each_third() -> None:
 
 
 def test_parameters_are_taken_when_they_are_asked_for() -> None:
-    own = OwnParts({"a": torch.arange(4.0), "b": torch.zeros(2)}, {"a": (DimPart("tp", 0),)}, Mesh(tp=2), 1)
+    own = OwnParts(
+        {"a": torch.arange(4.0), "b": torch.zeros(2)}, {"a": (DimPart("tp", 0),)}, Mesh(tp=2), 1
+    )
     assert own["a"].tolist() == [2, 3] and own["b"].tolist() == [0, 0]
     assert list(own) == ["a", "b"] and len(own) == 2 and "c" not in own
 
 
-def test_a_device_reads_its_own_bytes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_reads_its_own_bytes_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Columns of a weight are many small ranges, and heads of a fused one are three."""
     state = {"columns": torch.randn(6, 8), "fused": torch.randn(12, 2)}
     path = write_safetensors(tmp_path / "x.safetensors", state)
-    layouts: dict[str, Layout] = {"columns": (DimPart("tp", 1),), "fused": (DimPart("tp", 0, outer=3),)}
+    layouts: dict[str, Layout] = {
+        "columns": (DimPart("tp", 1),),
+        "fused": (DimPart("tp", 0, outer=3),),
+    }
     job = unusual_job(Two, init=path)
     given = materialize(job).params
     read: list[int] = []
     flat = LazyTensors.flat
-    monkeypatch.setattr(LazyTensors, "flat", lambda s, n, a, b: (read.append(b - a), flat(s, n, a, b))[1])
+    monkeypatch.setattr(
+        LazyTensors, "flat", lambda s, n, a, b: (read.append(b - a), flat(s, n, a, b))[1]
+    )
     for rank in range(2):
         own = OwnParts(given, layouts, Mesh(tp=2), rank)
         for name, tensor in state.items():
             found = own[name]
-            assert torch.equal(found, part_of(tensor, layouts[name], Mesh(tp=2), rank).to(found.dtype))
+            assert torch.equal(
+                found, part_of(tensor, layouts[name], Mesh(tp=2), rank).to(found.dtype)
+            )
     assert sum(read) == sum(t.numel() for t in state.values())
 
 

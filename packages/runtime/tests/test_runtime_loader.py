@@ -1,5 +1,5 @@
-"""A batch function that takes its time is called beside compute: a step ahead at most, with the numbers, the errors and the
-memory of the issuing thread, and nothing goes on afterwards."""
+"""A batch function that takes its time is called beside compute: a step ahead at most, with the numbers, the errors and
+the memory of the issuing thread, and nothing goes on afterwards."""
 
 from __future__ import annotations
 
@@ -51,19 +51,31 @@ class Calls:
         return self._of(step, rows)
 
 
-def fed(plan: Plan, of: Batch, loader: str | int, steps: int, each: Callable[[int], object] = lambda step: None) -> list[Any]:
+def fed(
+    plan: Plan,
+    of: Batch,
+    loader: str | int,
+    steps: int,
+    each: Callable[[int], object] = lambda step: None,
+) -> list[Any]:
     """Take every tensor of every step from a feed as rank 0 does; return what was taken."""
     feed, taken = Feed(plan, 0, of), []
     with feed.ahead(loader, range(steps)):
         for step in range(steps):
             feed.begin(step)
-            taken += [feed.take(name, mb).clone() for mb in range(plan.microbatches) for name in ("inputs", "targets")]
+            taken += [
+                feed.take(name, mb).clone()
+                for mb in range(plan.microbatches)
+                for name in ("inputs", "targets")
+            ]
             each(step)
     return taken
 
 
 def same(found: list[Any], wanted: list[Any]) -> bool:
-    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    return len(found) == len(wanted) and all(
+        torch.equal(a, b) for a, b in zip(found, wanted, strict=True)
+    )
 
 
 def trained(
@@ -100,13 +112,17 @@ def one() -> tuple[Plan, Job]:
     return chain(pp=1, microbatches=3)
 
 
-def test_a_thread_calls_what_is_slow_from_the_third_step_on_and_never_what_is_quick(one: tuple[Plan, Job]) -> None:
+def test_a_thread_calls_what_is_slow_from_the_third_step_on_and_never_what_is_quick(
+    one: tuple[Plan, Job],
+) -> None:
     for of, by_thread in ((slow, [2, 3, 4, 5]), (lambda step, rows: READY[step, rows.start], [])):
         calls = Calls(of)
         wanted = fed(one[0], of, "none", 6)
         assert same(fed(one[0], calls, "thread", 6), wanted)
         assert [step for step, name in calls.threads.items() if name == LOADER_THREAD] == by_thread
-        assert calls.steps == [step for step in range(6) for _ in range(3)], "once each, in order, and none behind the last"
+        assert calls.steps == [step for step in range(6) for _ in range(3)], (
+            "once each, in order, and none behind the last"
+        )
 
 
 READY = {(step, row): batch(step, range(row, row + 2)) for step in range(6) for row in (0, 2, 4)}
@@ -118,9 +134,16 @@ def test_a_run_that_goes_on_asks_for_its_own_steps_only(one: tuple[Plan, Job]) -
     with feed.ahead("thread", range(5, 10)):
         for step in range(5, 10):
             feed.begin(step)
-            found = [feed.take(name, mb).clone() for mb in range(3) for name in ("inputs", "targets")]
-            assert same(found, [t for mb in range(3) for t in batch(step, range(2 * mb, 2 * mb + 2))])
-    assert calls.steps == [step for step in range(5, 10) for _ in range(3)] and calls.threads[9] == LOADER_THREAD
+            found = [
+                feed.take(name, mb).clone() for mb in range(3) for name in ("inputs", "targets")
+            ]
+            assert same(
+                found, [t for mb in range(3) for t in batch(step, range(2 * mb, 2 * mb + 2))]
+            )
+    assert (
+        calls.steps == [step for step in range(5, 10) for _ in range(3)]
+        and calls.threads[9] == LOADER_THREAD
+    )
 
 
 def test_without_a_loader_nothing_is_called_beside(one: tuple[Plan, Job]) -> None:
@@ -149,8 +172,12 @@ def test_a_refilled_tensor_is_copied_before_the_next_call(one: tuple[Plan, Job])
         time.sleep(NAP_S)
         return held[0].fill_(step), held[1].fill_(rows.start)
 
-    taken = fed(one[0], refilled, "thread", 6, lambda step: time.sleep(6 * NAP_S))  # in which the loader gets ahead
-    assert [float(t[0, 0]) for t in taken] == [x for step in range(6) for row in (0, 2, 4) for x in (step, row)]
+    taken = fed(
+        one[0], refilled, "thread", 6, lambda step: time.sleep(6 * NAP_S)
+    )  # in which the loader gets ahead
+    assert [float(t[0, 0]) for t in taken] == [
+        x for step in range(6) for row in (0, 2, 4) for x in (step, row)
+    ]
 
 
 def failing(step: int, rows: range) -> Any:
@@ -161,7 +188,9 @@ def failing(step: int, rows: range) -> Any:
 
 
 @pytest.mark.parametrize("loader", ["none", "thread"])
-def test_an_error_is_raised_where_its_microbatch_is_loaded(loader: str, one: tuple[Plan, Job]) -> None:
+def test_an_error_is_raised_where_its_microbatch_is_loaded(
+    loader: str, one: tuple[Plan, Job]
+) -> None:
     done: list[int] = []
     with pytest.raises(ValueError, match="no such file") as caught:
         fed(one[0], failing, loader, 6, done.append)
@@ -172,7 +201,9 @@ def test_an_error_behind_the_end_of_a_run_is_nobodys(one: tuple[Plan, Job]) -> N
     assert len(fed(one[0], failing, "thread", 4)) == 4 * 6
 
 
-def test_a_run_that_fails_does_not_wait_for_a_call_that_hangs(one: tuple[Plan, Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_does_not_wait_for_a_call_that_hangs(
+    one: tuple[Plan, Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loader_thread, "JOIN_S", 0.05)
     woken = threading.Event()
 
@@ -193,7 +224,8 @@ def test_a_run_that_fails_does_not_wait_for_a_call_that_hangs(one: tuple[Plan, J
 
 
 def drawing(late: bool) -> Calls:
-    """A batch function that draws from torch's global generator: always, with a seed, or in its fifth step for the first time."""
+    """A batch function that draws from torch's global generator: always, with a seed, or in its fifth step for the
+    first time."""
 
     def draws(step: int, rows: range) -> Any:
         if not late:
@@ -207,7 +239,9 @@ def drawing(late: bool) -> Calls:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_function_that_draws_from_the_generator_of_dropout_is_not_called_beside_it(late: bool) -> None:
+def test_a_function_that_draws_from_the_generator_of_dropout_is_not_called_beside_it(
+    late: bool,
+) -> None:
     plan, job = chain(pp=1, drop=True, batch=drawing(late))
     assert any(c.random for c in plan.chunks)
     losses, _ = trained(plan, job, "thread", 7)
@@ -216,10 +250,14 @@ def test_a_function_that_draws_from_the_generator_of_dropout_is_not_called_besid
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_negative_control_beside_dropout_it_would_change_the_numbers(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_beside_dropout_it_would_change_the_numbers(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, job = chain(pp=1, drop=True, batch=drawing(late))
     monkeypatch.setattr(loader_thread, "NoGlobalDraws", nullcontext)
-    monkeypatch.setattr(torch, "equal", lambda a, b: True)  # what a feed asks of two states of the generator
+    monkeypatch.setattr(
+        torch, "equal", lambda a, b: True
+    )  # what a feed asks of two states of the generator
     losses, _ = trained(plan, job, "thread", 7, nap_s=8 * NAP_S)
     assert losses != run(plan, job, steps=7).losses
 
@@ -255,14 +293,18 @@ def test_tensors_of_an_accelerator_are_made_when_they_are_loaded(one: tuple[Plan
 
 def test_memory_of_a_step_beside_a_loader_is_that_without(one: tuple[Plan, Job]) -> None:
     plan, job = chain(pp=1, microbatches=3, batch=Calls(slow))
-    with_loader, without = (trained(plan, job, loader, 5, measured=4) for loader in ("thread", "none"))
+    with_loader, without = (
+        trained(plan, job, loader, 5, measured=4) for loader in ("thread", "none")
+    )
     assert with_loader == without and len(with_loader[1]) > 3
 
 
 def test_other_words_and_no_process_for_a_loader_are_refused(one: tuple[Plan, Job]) -> None:
     plan, job = one
     for wrong in ("threads", 0, -1, True, 1.5, None):
-        with pytest.raises(JobError, match=r"execute\(loader=.*\): \"thread\", \"processes\", \"none\" or a number"):
+        with pytest.raises(
+            JobError, match=r"execute\(loader=.*\): \"thread\", \"processes\", \"none\" or a number"
+        ):
             run(plan, job, loader=wrong)
     for wrong in ("processes", 2):
         with pytest.raises(JobError, match='launcher "inline" runs all ranks in one thread'):

@@ -59,10 +59,14 @@ def narrow(step: int, rows: range) -> Any:
     return tuple(t.float() for t in batch(step, rows))
 
 
-def test_processes_hand_over_what_the_function_returns_in_the_plans_dtype_and_end(tmp_path: Path) -> None:
+def test_processes_hand_over_what_the_function_returns_in_the_plans_dtype_and_end(
+    tmp_path: Path,
+) -> None:
     plan, _ = chain(pp=1, microbatches=3)
     found = fed(plan, noting(tmp_path, narrow), 2, 4)
-    assert {t.dtype for t in found} == {torch.float64} and same(found, [t.double() for t in fed(plan, narrow, "none", 4)])
+    assert {t.dtype for t in found} == {torch.float64} and same(
+        found, [t.double() for t in fed(plan, narrow, "none", 4)]
+    )
     assert len(list(tmp_path.iterdir())) == 2
     assert os.getpid() not in {int(p.name) for p in tmp_path.iterdir()} and all_ended(tmp_path)
 
@@ -70,7 +74,10 @@ def test_processes_hand_over_what_the_function_returns_in_the_plans_dtype_and_en
 @pytest.mark.long
 def test_a_stream_is_read_in_a_process() -> None:
     def pairs(shard: int) -> Iterator[Any]:
-        return ((torch.full((4,), float(shard), dtype=torch.float64), torch.full((4,), float(n))) for n in range(100))
+        return (
+            (torch.full((4,), float(shard), dtype=torch.float64), torch.full((4,), float(n)))
+            for n in range(100)
+        )
 
     plan, _ = chain(pp=1, microbatches=3)
     stream = from_stream(pairs, shards=3).bound(6)
@@ -106,7 +113,10 @@ def killed(step: int, rows: range) -> Any:
 
 def test_a_loader_that_is_killed_is_named() -> None:
     plan, _ = chain(pp=1, microbatches=1)
-    with pytest.raises(ExecutionError, match=r"rank 0: a loader process, which calls Job\.batch, was killed by SIGKILL"):
+    with pytest.raises(
+        ExecutionError,
+        match=r"rank 0: a loader process, which calls Job\.batch, was killed by SIGKILL",
+    ):
         fed(plan, killed, 1, 2)
 
 
@@ -125,16 +135,27 @@ def test_a_function_that_cannot_be_sent_is_refused_and_no_process_stays() -> Non
 
 
 @pytest.mark.parametrize("loader", [pytest.param("thread", marks=pytest.mark.long), 1])
-def test_a_run_in_workers_trains_as_one_device_with_the_planned_memory(loader: Any, pair: Pool, tmp_path: Path) -> None:
+def test_a_run_in_workers_trains_as_one_device_with_the_planned_memory(
+    loader: Any, pair: Pool, tmp_path: Path
+) -> None:
     plan, job = chain(pp=2, microbatches=3, drop=True, batch=noting(tmp_path, slow))
-    there = run(plan, job, launcher="processes", pool=pair, loader=loader, steps=6, memory=True, trace=True)
+    there = run(
+        plan, job, launcher="processes", pool=pair, loader=loader, steps=6, memory=True, trace=True
+    )
     here = run(plan, job, memory=True, steps=6)
-    assert distance(there, plan, job) < TOLERANCE and there.losses == pytest.approx(here.losses, rel=1e-14)
-    assert {r: m.points for r, m in there.memory.items()} == {r: m.points for r, m in here.memory.items()}
+    assert distance(there, plan, job) < TOLERANCE and there.losses == pytest.approx(
+        here.losses, rel=1e-14
+    )
+    assert {r: m.points for r, m in there.memory.items()} == {
+        r: m.points for r, m in here.memory.items()
+    }
     assert len(there.trace.waits) == 2 * 3, "each rank waits for each of its microbatches"
     if loader == 1:
         (mine := tmp_path / str(os.getpid())).unlink()  # of the run here, and of the reference
-        assert not {int(p.name) for p in tmp_path.iterdir()} & {*pair.pids, int(mine.name)} and all_ended(tmp_path)
+        assert not {int(p.name) for p in tmp_path.iterdir()} & {
+            *pair.pids,
+            int(mine.name),
+        } and all_ended(tmp_path)
 
 
 @pytest.mark.long
@@ -163,7 +184,10 @@ def bad(what: str, folder: Path) -> Callable[[int, range], Any]:
 def test_an_error_in_a_worker_is_the_same_whoever_called(loader: Any, tmp_path: Path) -> None:
     plan, job = chain(pp=2, batch=bad("raise", tmp_path))
     with Pool(2) as workers:
-        with pytest.raises(ExecutionError, match=r"rank [01], step 4, instruction \d+ \(.*load.*\): ValueError: no such file"):
+        with pytest.raises(
+            ExecutionError,
+            match=r"rank [01], step 4, instruction \d+ \(.*load.*\): ValueError: no such file",
+        ):
             run(plan, job, launcher="processes", pool=workers, loader=loader, steps=8)
         assert workers.pids == []
     assert all_ended(tmp_path)
@@ -249,7 +273,15 @@ def test_loaders_of_torchruns_processes_end_with_the_run(tmp_path: Path) -> None
     file, out = tmp_path / "train.py", tmp_path / "out"
     out.mkdir()
     file.write_text(UNDER_TORCHRUN.format(path=sys.path, out=str(out)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(file),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     plan, job = chain(pp=2)

@@ -1,4 +1,5 @@
-"""Memory truth: a counter that knows nothing of the plan finds the bytes that the plan says, instruction by instruction."""
+"""Memory truth: a counter that knows nothing of the plan finds the bytes that the plan says, instruction by
+instruction."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +38,9 @@ def test_the_counter_sees_what_lives_and_forgets_what_died() -> None:
 
 def planned_after(plan: Plan, role: RolePlan) -> Iterator[tuple[int, int]]:
     """(instruction, bytes of states and values alive when it is done) of the compute stream, from the plan alone."""
-    live = sum(s.nbytes for s in role.states) + sum(plan.values[v].nbytes for v in role.allocs_first)
+    live = sum(s.nbytes for s in role.states) + sum(
+        plan.values[v].nbytes for v in role.allocs_first
+    )
     for index, instr in enumerate(role.program):
         if instr.stream != COMPUTE:
             continue
@@ -48,7 +51,13 @@ def planned_after(plan: Plan, role: RolePlan) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "case", [dict(), dict(dp=2, tied=True, optimizer=adamw), dict(masked=True, clip_norm=0.1), dict(drop=True, fuse=False)]
+    "case",
+    [
+        dict(),
+        dict(dp=2, tied=True, optimizer=adamw),
+        dict(masked=True, clip_norm=0.1),
+        dict(drop=True, fuse=False),
+    ],
 )
 def test_value_bytes_equal_the_plan_after_every_instruction(case: dict[str, Any]) -> None:
     plan, job = chain(**case)
@@ -57,7 +66,9 @@ def test_value_bytes_equal_the_plan_after_every_instruction(case: dict[str, Any]
         for rank in role.ranks:
             record = found.memory[rank]
             assert record.states == sum(s.nbytes for s in role.states)
-            assert [(p.instr, p.after) for p in record.points if p.instr >= 0] == list(planned_after(plan, role))
+            assert [(p.instr, p.after) for p in record.points if p.instr >= 0] == list(
+                planned_after(plan, role)
+            )
             assert found.peak_bytes[rank] == record.peak >= max(p.after for p in record.points)
 
 
@@ -67,14 +78,20 @@ def test_the_trace_has_what_was_measured_at_the_start_of_each_instruction() -> N
     starts = {(s.rank, s.instr): s.start for s in found.trace.spans}
     samples = [(m.rank, m.instr, m.bytes) for m in found.trace.memory]
     points = {r: [p for p in record.points if p.instr >= 0] for r, record in found.memory.items()}
-    assert samples == [(r, p.instr, {"measured": p.within}) for r in sorted(points) for p in points[r]] != []
+    assert (
+        samples
+        == [(r, p.instr, {"measured": p.within}) for r in sorted(points) for p in points[r]]
+        != []
+    )
     assert all(m.time == starts[m.rank, m.instr] for m in found.trace.memory)
     assert execute(plan, CODE, job, steps=1, launcher="inline", memory=True).trace.memory == ()
 
 
 def test_negative_control_a_leaked_tensor_shows() -> None:
     leak: list[torch.Tensor] = []
-    source = CODE["plain"]["F"].source.replace("y = torch.mm(x, w); del x", "y = torch.mm(x, w); LEAK.append(x + 1); del x")
+    source = CODE["plain"]["F"].source.replace(
+        "y = torch.mm(x, w); del x", "y = torch.mm(x, w); LEAK.append(x + 1); del x"
+    )
     assert "LEAK" in source
     code = CODE | {"plain": CODE["plain"] | {"F": ShippedCode(source, {"LEAK": leak})}}
     plan, job = chain()
@@ -85,9 +102,18 @@ def test_negative_control_a_leaked_tensor_shows() -> None:
 
 
 @pytest.mark.parametrize("name", ["RMSprop", "Adamax"])
-def test_state_that_an_optimizer_makes_in_its_first_step_is_measured_in_the_second(name: str) -> None:
-    plan, job = chain(optimizer=lambda named: getattr(torch.optim, name)([p for _, p in named], lr=0.01))
-    planned = {rank: sum(s.nbytes for s in role.states) for role in plan.roles for rank in role.ranks}
+def test_state_that_an_optimizer_makes_in_its_first_step_is_measured_in_the_second(
+    name: str,
+) -> None:
+    plan, job = chain(
+        optimizer=lambda named: getattr(torch.optim, name)([p for _, p in named], lr=0.01)
+    )
+    planned = {
+        rank: sum(s.nbytes for s in role.states) for role in plan.roles for rank in role.ranks
+    }
     found = run(plan, job, memory=True, steps=2)
     assert {rank: record.states for rank, record in found.memory.items()} == planned
-    assert all(planned[rank] > record.states for rank, record in run(plan, job, memory=True, steps=1).memory.items())
+    assert all(
+        planned[rank] > record.states
+        for rank, record in run(plan, job, memory=True, steps=1).memory.items()
+    )

@@ -54,8 +54,17 @@ def test_a_wait_makes_the_difference(device: torch.device, name: str, waits: boo
 
 
 def test_spans_are_of_the_device(device: torch.device) -> None:
-    entries = [communication(0), compute(1, lambda: torch.cuda._sleep(CYCLES)), compute(2, lambda: None, ("a", 1))]
-    found = {i: (start, end) for i, start, end in step(entries, [lambda: torch.cuda._sleep(2 * CYCLES)], trace=True).spans}
+    entries = [
+        communication(0),
+        compute(1, lambda: torch.cuda._sleep(CYCLES)),
+        compute(2, lambda: None, ("a", 1)),
+    ]
+    found = {
+        i: (start, end)
+        for i, start, end in step(
+            entries, [lambda: torch.cuda._sleep(2 * CYCLES)], trace=True
+        ).spans
+    }
     assert found.keys() == {0, 1, 2}
     assert found[0][0] < found[1][1] and found[1][0] < found[0][1], "they ran beside each other"
     assert found[2][0] >= found[0][1] - 1e-4
@@ -132,7 +141,10 @@ def test_the_allocator_was_asked_for_what_the_plan_says(pool: Pool, name: str) -
     for rank, record in found.memory.items():
         role = plan.role_of(rank)
         assert record.states == sum(s.nbytes for s in role.states)
-        live, points = sum(plan.values[v].nbytes for v in role.allocs_first), {p.instr: p for p in record.points}
+        live, points = (
+            sum(plan.values[v].nbytes for v in role.allocs_first),
+            {p.instr: p for p in record.points},
+        )
         for index, instr in enumerate(role.program):
             if instr.stream == COMPUTE:
                 values = lambda ids: sum(plan.values[v].nbytes for v in ids)  # noqa: E731 - one line, used in the next three
@@ -140,7 +152,11 @@ def test_the_allocator_was_asked_for_what_the_plan_says(pool: Pool, name: str) -
                 live += sum(values(p.writes) - values(p.frees) for p in instr.parts)
                 assert points[index].after - record.states == live, f"rank {rank}, {instr.name}"
         # Temporaries of the code by hand are in no plan; tests/runs/test_cuda.py compares the peaks of generated code.
-        assert record.peak == max(p.within for p in record.points) >= max(p.after for p in record.points)
+        assert (
+            record.peak
+            == max(p.within for p in record.points)
+            >= max(p.after for p in record.points)
+        )
 
 
 def test_the_allocator_counter_counts_what_is_asked_for(device: torch.device) -> None:
@@ -157,7 +173,11 @@ def test_the_allocator_counter_counts_what_is_asked_for(device: torch.device) ->
     with counter.during(2):
         pass
     assert [(p.within, p.after) for p in counter.points] == [(456, 424), (424, 424), (400, 400)]
-    assert counter.record().peak == 456 and counter.record().peak_at == 0 and counter.record().states == 400
+    assert (
+        counter.record().peak == 456
+        and counter.record().peak_at == 0
+        and counter.record().states == 400
+    )
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -175,7 +195,10 @@ def poisoned(step: int, rows: range) -> Any:
 @pytest.mark.usefixtures("on_cuda")
 def test_a_device_that_hangs_is_noticed_and_its_instruction_named(pool: Pool) -> None:
     plan, job = chain(batch=hanging)
-    with pytest.raises(ExecutionError, match=r"no rank made progress for 4 s.*rank 0 ran instruction \d+ .* in step 1"):
+    with pytest.raises(
+        ExecutionError,
+        match=r"no rank made progress for 4 s.*rank 0 ran instruction \d+ .* in step 1",
+    ):
         run(plan, job, launcher="processes", pool=pool, timeout_s=4.0)
 
 
@@ -232,7 +255,9 @@ def joined_without(step: int, rows: range) -> Any:
 @pytest.mark.usefixtures("on_cuda")
 def test_a_rank_that_raises_is_named_while_its_peer_waits_for_it(pool: Pool) -> None:
     plan, job = chain(batch=raising)
-    with pytest.raises(ExecutionError, match=r"rank 1, step 1, instruction \d+ .*ValueError: no such rows"):
+    with pytest.raises(
+        ExecutionError, match=r"rank 1, step 1, instruction \d+ .*ValueError: no such rows"
+    ):
         run(plan, job, launcher="processes", pool=pool)
 
 

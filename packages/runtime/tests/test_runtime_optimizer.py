@@ -33,13 +33,22 @@ def test_the_function_sees_every_parameter_with_its_full_shape_on_meta() -> None
     spec_of(spy)
     assert [n for n, _ in seen] == ["head", "frozen", "layers.0", "layers.1"]
     assert all(p.is_meta and p.dtype is torch.float64 for _, p in seen)
-    assert [tuple(p.shape) for _, p in seen] == [(WIDTH, WIDTH), (3,), (WIDTH, WIDTH), (WIDTH, WIDTH)]
+    assert [tuple(p.shape) for _, p in seen] == [
+        (WIDTH, WIDTH),
+        (3,),
+        (WIDTH, WIDTH),
+        (WIDTH, WIDTH),
+    ]
     assert [p.requires_grad for _, p in seen] == [True, False, True, True]
 
 
 def test_groups_follow_the_user() -> None:
     spec = spec_of(adamw)
-    assert spec.group_of == {"layers.0": 0, "layers.1": 0, "head": 1} and spec.kind == "AdamW" and spec.flat
+    assert (
+        spec.group_of == {"layers.0": 0, "layers.1": 0, "head": 1}
+        and spec.kind == "AdamW"
+        and spec.flat
+    )
 
 
 def adam(**options: Any) -> Any:
@@ -55,7 +64,9 @@ def other(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
 
 
 def by_name(named: Named) -> torch.optim.Optimizer:
-    return torch.optim.Adam(named, lr=0.01)  # (name, parameter) pairs as they are: torch keeps the names in its groups
+    return torch.optim.Adam(
+        named, lr=0.01
+    )  # (name, parameter) pairs as they are: torch keeps the names in its groups
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -97,7 +108,12 @@ def test_a_rank_without_parameters_follows_the_schedule() -> None:
 
     plan, job = chain(2, optimizer=adamw, scheduler=watched)
     assert distance(run(plan, job), plan, job) < TOLERANCE
-    assert rates[:4] == [0.01, 0.02, 0.01, 0.02]  # both groups on both ranks, though each rank holds one
+    assert rates[:4] == [
+        0.01,
+        0.02,
+        0.01,
+        0.02,
+    ]  # both groups on both ranks, though each rank holds one
 
 
 def incomplete(named: Named) -> torch.optim.Optimizer:
@@ -114,9 +130,15 @@ def foreign(named: Named) -> torch.optim.Optimizer:
         (incomplete, r"layers\.1 in no parameter group"),
         (foreign, "group 0 holds a tensor that it was not given"),
         (lambda named: None, "returned a NoneType"),
-        (lambda named: torch.optim.LBFGS([p for _, p in named]), "LBFGS, which cannot run on a plan"),
+        (
+            lambda named: torch.optim.LBFGS([p for _, p in named]),
+            "LBFGS, which cannot run on a plan",
+        ),
         (adam(differentiable=True), "differentiable"),
-        (lambda named: torch.optim.SGD([p for _, p in named], lr=torch.tensor(0.1)), "group 0 has a tensor as lr; give a float"),
+        (
+            lambda named: torch.optim.SGD([p for _, p in named], lr=torch.tensor(0.1)),
+            "group 0 has a tensor as lr; give a float",
+        ),
         (lambda named: named[0][2], r"raised IndexError: .*test_runtime_optimizer.py:\d+\)"),
     ],
 )
@@ -147,7 +169,10 @@ def test_the_scale_is_torchs_clipping_after_division() -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau, which cannot run on a plan"),
+        (
+            torch.optim.lr_scheduler.ReduceLROnPlateau,
+            "ReduceLROnPlateau, which cannot run on a plan",
+        ),
         (lambda optimizer: None, "returned a NoneType"),
         (lambda optimizer: 1 // 0, r"raised ZeroDivisionError: .*test_runtime_optimizer.py:\d+\)"),
     ],

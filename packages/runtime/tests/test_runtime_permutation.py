@@ -1,4 +1,5 @@
-"""The order of an epoch is a permutation, without a table: every sample once, differently in every epoch, all orders equally."""
+"""The order of an epoch is a permutation, without a table: every sample once, differently in every epoch, all orders
+equally."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_every_number_is_hit_once(n: int, seed: int, epoch: int) -> None:
 
 
 @given(st.integers(1, 2**60), st.integers(0, 99), st.data())
-def test_images_lie_in_range_and_differ_where_no_table_could_be_held(n: int, seed: int, data: st.DataObject) -> None:
+def test_images_lie_in_range_and_differ_where_no_table_could_be_held(
+    n: int, seed: int, data: st.DataObject
+) -> None:
     permuted = Permutation(n, seed, 0)
     asked = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=20))
     images = {permuted(k) for k in asked}
@@ -36,7 +39,11 @@ def test_negative_control_a_hash_is_no_bijection() -> None:
 
 
 def test_seeds_and_epochs_give_other_orders() -> None:
-    orders = [[Permutation(64, seed, epoch)(k) for k in range(64)] for seed in range(4) for epoch in range(4)]
+    orders = [
+        [Permutation(64, seed, epoch)(k) for k in range(64)]
+        for seed in range(4)
+        for epoch in range(4)
+    ]
     assert len(set(map(tuple, orders))) == 16
 
 
@@ -55,7 +62,9 @@ def test_all_orders_come_equally_often(n: int) -> None:
     found = Counter(tuple(Permutation(n, 7, e)(k) for k in range(n)) for e in range(epochs))
     orders = {2: 2, 3: 6, 4: 24}[n]
     fair = epochs / orders
-    assert len(found) == orders and sum((count - fair) ** 2 / fair for count in found.values()) < limit
+    assert (
+        len(found) == orders and sum((count - fair) ** 2 / fair for count in found.values()) < limit
+    )
 
 
 @pytest.mark.parametrize("n", [4, 9, 25])

@@ -47,17 +47,25 @@ def alive(pid: int) -> bool:
         dict(drop=True, schedule="gpipe", fuse=False),
     ],
 )
-def test_processes_compute_what_one_device_computes_and_inline_does(pool: Pool, case: dict[str, Any]) -> None:
+def test_processes_compute_what_one_device_computes_and_inline_does(
+    pool: Pool, case: dict[str, Any]
+) -> None:
     plan, job = chain(**case)
     steps: list[StepRecord] = []
-    there = run(plan, job, launcher="processes", pool=pool, trace=True, memory=True, on_step=steps.append)
+    there = run(
+        plan, job, launcher="processes", pool=pool, trace=True, memory=True, on_step=steps.append
+    )
     here = run(plan, job, memory=True)
     assert distance(there, plan, job) < TOLERANCE
     assert there.losses == pytest.approx(here.losses, rel=1e-14)
     plain = [replace(s, gradient_norm=None, learning_rates=()) for s in steps]
-    assert plain == [StepRecord(i, there.losses[i], there.step_s[i], there.batch_s[i]) for i in range(3)]
+    assert plain == [
+        StepRecord(i, there.losses[i], there.step_s[i], there.batch_s[i]) for i in range(3)
+    ]
     assert there.peak_bytes == here.peak_bytes
-    assert {r: m.points for r, m in there.memory.items()} == {r: m.points for r, m in here.memory.items()}
+    assert {r: m.points for r, m in there.memory.items()} == {
+        r: m.points for r, m in here.memory.items()
+    }
     assert len(there.trace.spans) == sum(len(r.program) * len(r.ranks) for r in plan.roles)
     assert all(s.end >= s.start >= 0 for s in there.trace.spans)
     assert there.state_dict().keys() == here.state_dict().keys()
@@ -72,7 +80,13 @@ def test_steps_are_told_while_the_run_goes_on(pool: Pool, tmp_path: Path) -> Non
         return batch(step, rows)
 
     plan, job = chain(batch=patient)
-    run(plan, job, launcher="processes", pool=pool, on_step=lambda record: told.touch() if record.step == 0 else None)
+    run(
+        plan,
+        job,
+        launcher="processes",
+        pool=pool,
+        on_step=lambda record: told.touch() if record.step == 0 else None,
+    )
     assert told.exists()
 
 
@@ -113,12 +127,23 @@ def failing(what: str) -> Any:
 
 NAMED = {
     "poison": (NonFiniteLossError, "step 1 on rank 1, microbatch 1"),
-    "kill": (ExecutionError, r"rank 0 was killed by SIGKILL: rank 0 ran instruction \d+ \(load\.inputs@1.* in step 1"),
-    "exit": (ExecutionError, r"rank 0, step 1: SystemExit: no more data was raised in the job's code .*Raise an exception"),
-    "interrupt": (ExecutionError, r"rank 0, step 1: KeyboardInterrupt was raised in the job's code"),
+    "kill": (
+        ExecutionError,
+        r"rank 0 was killed by SIGKILL: rank 0 ran instruction \d+ \(load\.inputs@1.* in step 1",
+    ),
+    "exit": (
+        ExecutionError,
+        r"rank 0, step 1: SystemExit: no more data was raised in the job's code .*Raise an "
+        r"exception",
+    ),
+    "interrupt": (
+        ExecutionError,
+        r"rank 0, step 1: KeyboardInterrupt was raised in the job's code",
+    ),
     "hang": (
         ExecutionError,
-        r"no rank made progress for 4 s.*rank 0 ran instruction \d+ \(load\.inputs@1.*rank 1 .* for rank 0 in instr",
+        r"no rank made progress for 4 s.*rank 0 ran instruction \d+ \(load\.inputs@1.*rank 1 .* "
+        r"for rank 0 in instr",
     ),
 }
 
@@ -127,7 +152,9 @@ LONG = ("interrupt", "exit", "poison")
 """They go the way of "kill"."""
 
 
-@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.long] * (what in LONG)) for what in NAMED])
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.long] * (what in LONG)) for what in NAMED]
+)
 def test_every_failure_ends_in_time_and_names_its_rank(what: str) -> None:
     kind, says = NAMED[what]
     plan, job = chain(batch=failing(what))
@@ -137,7 +164,9 @@ def test_every_failure_ends_in_time_and_names_its_rank(what: str) -> None:
         start = time.monotonic()
         with pytest.raises(kind, match=says):
             run(plan, job, launcher="processes", pool=workers, timeout_s=TIMEOUT_S)
-        assert time.monotonic() - start < TIMEOUT_S + 10  # a shared machine; without a limit it would be 1000 s
+        assert (
+            time.monotonic() - start < TIMEOUT_S + 10
+        )  # a shared machine; without a limit it would be 1000 s
         assert len(pids) == 2 and not any(map(alive, pids)) and workers.pids == []
 
 
@@ -245,14 +274,18 @@ def model():
 """
 
 
-def test_the_file_that_defines_the_model_is_run_where_an_operator_is_missing(tmp_path: Path) -> None:
+def test_the_file_that_defines_the_model_is_run_where_an_operator_is_missing(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "my_operator.py"
     file.write_text(OPERATOR)
     code = {"c": {"F": ShippedCode("_double = torch.ops.piper_runtime_test.double.default\n")}}
     assert missing_operators(code) == {"piper_runtime_test.double"}
     module = load(file, "operator_of_test", **{RECIPE_MARK: str(file)})
     parcel = pack(batch, [module.model])
-    assert parcel.recipes == {"operator_of_test": str(file)} and parcel.definers == ("operator_of_test",)
+    assert parcel.recipes == {"operator_of_test": str(file)} and parcel.definers == (
+        "operator_of_test",
+    )
     assert missing_operators(code) == set()
     del sys.modules["operator_of_test"]
 
@@ -275,9 +308,14 @@ def load(path: Path, name: str, **marks: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_functions_of_a_file_travel_by_its_path_if_it_is_marked_and_else_by_value(tmp_path: Path, marked: bool) -> None:
+def test_functions_of_a_file_travel_by_its_path_if_it_is_marked_and_else_by_value(
+    tmp_path: Path, marked: bool
+) -> None:
     file = tmp_path / "my_recipe.py"
-    file.write_text("DATA = list(range(10_000))\nLOADED = []\ndef batch(step, rows):\n    return DATA[rows.start], step\n")
+    file.write_text(
+        "DATA = list(range(10_000))\nLOADED = []\ndef batch(step, rows):\n    return "
+        "DATA[rows.start], step\n"
+    )
     module = load(file, "recipe_of_test", **({RECIPE_MARK: str(file)} if marked else {}))
     parcel = pack(module.batch)
     del sys.modules["recipe_of_test"]

@@ -70,7 +70,11 @@ def test_on_the_cpu_the_host_has_the_time() -> None:
     clock = clock_of(torch.device("cpu"))
     ran: list[int] = []
     assert isinstance(clock, HostClock) and not clock.ahead
-    assert all(s >= 0 for s in clock.each([partial(ran.append, k) for k in range(3)])) and ran == [0, 1, 2]
+    assert all(s >= 0 for s in clock.each([partial(ran.append, k) for k in range(3)])) and ran == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_device_sleeps_at_least_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +96,9 @@ def test_messages_between_all_ranks_are_measured(world: int) -> None:
     store, found, sizes = dist.HashStore(), {}, [4, 1 << 20, 1 << 21]
 
     def rank(r: int) -> None:
-        messages = Messages(r, world, GlooCommunicators(store, r), HostClock(), torch.device("cpu"), lambda: None)
+        messages = Messages(
+            r, world, GlooCommunicators(store, r), HostClock(), torch.device("cpu"), lambda: None
+        )
         found[r] = messages.measure(sizes, 2)
 
     threads = [threading.Thread(target=rank, args=(r,), daemon=True) for r in range(world)]
@@ -102,15 +108,26 @@ def test_messages_between_all_ranks_are_measured(world: int) -> None:
         thread.join(60)
     pair = {0: (0, 1), 1: (0, 1)}
     for r in range(world):
-        kinds = [*(["p2p"] if world > 1 and r in pair else []), *(["all_reduce", "shift"] if world > 1 else [])]
+        kinds = [
+            *(["p2p"] if world > 1 and r in pair else []),
+            *(["all_reduce", "shift"] if world > 1 else []),
+        ]
         ring, pairs = (["all_gather", "reduce_scatter"], ["all_to_all"]) if world > 1 else ([], [])
-        blocks = [(k, whole(n, world)) for n, some in ((1 << 20, ring + pairs), (1 << 21, ring)) for k in some]
-        assert [(s.op, s.bytes) for s in found[r] if s.op not in ring + pairs] == [(k, n) for n in sizes for k in kinds]
+        blocks = [
+            (k, whole(n, world))
+            for n, some in ((1 << 20, ring + pairs), (1 << 21, ring))
+            for k in some
+        ]
+        assert [(s.op, s.bytes) for s in found[r] if s.op not in ring + pairs] == [
+            (k, n) for n in sizes for k in kinds
+        ]
         assert [(s.op, s.bytes) for s in found[r] if s.op in ring + pairs] == blocks, (
             "not those of 4 bytes, nor large ones of pairs"
         )
         assert all(len(s.seconds) == len(s.busy) == 2 and min(s.seconds) > 0 for s in found[r])
-        assert all(s.members == (pair[r] if s.op == "p2p" else tuple(range(world))) for s in found[r])
+        assert all(
+            s.members == (pair[r] if s.op == "p2p" else tuple(range(world))) for s in found[r]
+        )
 
 
 def test_on_a_device_the_ranks_have_met_and_the_host_is_ahead_when_messages_are_timed(
@@ -125,7 +142,14 @@ def test_on_a_device_the_ranks_have_met_and_the_host_is_ahead_when_messages_are_
 
     asleep: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", asleep.append)
-    messages = Messages(0, 1, GlooCommunicators(dist.HashStore(), 0), clock_of(torch.device("cuda", 0)), CPU, lambda: None)
+    messages = Messages(
+        0,
+        1,
+        GlooCommunicators(dist.HashStore(), 0),
+        clock_of(torch.device("cuda", 0)),
+        CPU,
+        lambda: None,
+    )
     (sample,) = messages._blocks("p2p", (0, 1), torch.zeros(1 << 20), [message], 3)
     assert sample.seconds == (0.5, 0.5, 0.5) and sample.busy == (0.0, 0.0, 0.0)
     turns = 4 * (1 + 64)  # 256 MiB of 4 MiB
@@ -150,7 +174,9 @@ def test_with_a_core_of_its_own_waits_for_it_do_not_count(monkeypatch: pytest.Mo
     alone, shared = clock_of(CPU, own_core=True), clock_of(CPU)
     runs = [partial(run, 2.0, 0.0), partial(run, 1.0, 5.0)]
     assert (alone.each(runs), shared.each(runs)) == ([2.0, 1.0], [2.0, 6.0])
-    assert alone.all(partial(run, -1e-9, 1.0)) == 0.0, "waits are counted by another clock than the host's"
+    assert alone.all(partial(run, -1e-9, 1.0)) == 0.0, (
+        "waits are counted by another clock than the host's"
+    )
 
 
 @pytest.fixture
@@ -171,13 +197,26 @@ def crowded_core() -> Iterator[None]:
             other.kill()
 
 
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not count waits for a core")
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(),
+    reason="the system does not count waits for a core",
+)
 def test_waits_for_a_core_are_what_a_thread_did_not_compute(crowded_core: None) -> None:
     waits = core_waits()
-    begin, computed, before, before_of_all = time.perf_counter(), time.thread_time(), waits(), core_waits_of_all()
+    begin, computed, before, before_of_all = (
+        time.perf_counter(),
+        time.thread_time(),
+        waits(),
+        core_waits_of_all(),
+    )
     while time.thread_time() - computed < 0.2:
         pass
-    after_of_all, after, computed, took = core_waits_of_all(), waits(), time.thread_time() - computed, time.perf_counter() - begin
+    after_of_all, after, computed, took = (
+        core_waits_of_all(),
+        waits(),
+        time.thread_time() - computed,
+        time.perf_counter() - begin,
+    )
     assert after - before > 0.03, "the other process had its turns"
     assert took - (after - before) == pytest.approx(computed, abs=0.02)
     assert after_of_all - before_of_all > 0.03
@@ -185,9 +224,19 @@ def test_waits_for_a_core_are_what_a_thread_did_not_compute(crowded_core: None) 
 
 def test_a_run_says_when_its_ranks_waited_for_cores() -> None:
     """Steps of the warm-up do not count, and little is not worth a word."""
-    reports = {rank: RankReport(core_s=[9.0, 9.0, 9.0, s, s, 10 * s], threads_s=4 * s) for rank, s in enumerate((0.02, 0.03))}
+    reports = {
+        rank: RankReport(core_s=[9.0, 9.0, 9.0, s, s, 10 * s], threads_s=4 * s)
+        for rank, s in enumerate((0.02, 0.03))
+    }
     (said,) = busy_note(reports, 0.2).values()
     assert "ranks waited 20 ms to 30 ms for a core" in said and "up to 120 ms" in said
     carried = {0: RankReport(core_s=[0.0] * 9, threads_s=0.11)}
-    assert "110 ms" in busy_note(carried, 0.2)[BUSY_MACHINE] and busy_note(carried, 0.3) == {}, "threads of messages count, too"
-    assert busy_note(reports, 0.4) == busy_note(reports, None) == busy_note({0: RankReport()}, 0.2) == {}
+    assert "110 ms" in busy_note(carried, 0.2)[BUSY_MACHINE] and busy_note(carried, 0.3) == {}, (
+        "threads of messages count, too"
+    )
+    assert (
+        busy_note(reports, 0.4)
+        == busy_note(reports, None)
+        == busy_note({0: RankReport()}, 0.2)
+        == {}
+    )

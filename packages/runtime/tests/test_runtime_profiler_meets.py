@@ -62,22 +62,32 @@ def test_passes_exchange_as_many_bytes_as_the_run_wherever_it_communicates() -> 
     parts = [p for instr in plan.role_of(0).program for p in instr.parts if isinstance(p.op, COMM)]
     traffic = PlanBytes(plan)
     assert parts and keys == [None] * len(parts), "no time of a message counts as a step's"
-    assert [call.args[0] for call in between.between.call_args_list] == [traffic.message_bytes(p.op, p) for p in parts]
-    assert len(list(profiler._clocked(bound, None, None))) == len(clocked) - len(parts), "a device's host runs ahead of it"
+    assert [call.args[0] for call in between.between.call_args_list] == [
+        traffic.message_bytes(p.op, p) for p in parts
+    ]
+    assert len(list(profiler._clocked(bound, None, None))) == len(clocked) - len(parts), (
+        "a device's host runs ahead of it"
+    )
 
 
 @pytest.mark.parametrize("total", [16, 18, 21])
 def test_experts_are_measured_with_as_many_rows_as_on_average(total: int) -> None:
     counts = torch.tensor([total, 0, 0, 0, 0, 0, 0, 0])
     even = profiler._evenly(counts, 4)
-    assert even.dtype == counts.dtype and int(even.sum()) == total and int(even.max() - even.min()) <= 1
+    assert (
+        even.dtype == counts.dtype
+        and int(even.sum()) == total
+        and int(even.max() - even.min()) <= 1
+    )
     by_device = even.view(4, 2).sum(1)
     assert int(by_device.max() - by_device.min()) <= 1
 
 
 @pytest.mark.parametrize("counts", [[20, 0, 0, 0], [0, 0, 0, 20], [5, 4, 1, 10], [0, 0, 10, 10]])
 @pytest.mark.parametrize("further", [False, True])
-def test_a_profile_computes_with_numbers_whatever_tokens_choose(counts: list[int], further: bool) -> None:
+def test_a_profile_computes_with_numbers_whatever_tokens_choose(
+    counts: list[int], further: bool
+) -> None:
     """Places that no device fills are no numbers, here as torch fills memory for deterministic algorithms."""
     plan: Any = Mock(experts=("ep",), mesh=Mesh(ep=2))
     exchange: Any = partial(profiler._copied, plan)

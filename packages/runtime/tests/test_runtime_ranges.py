@@ -64,14 +64,16 @@ def spying(step: int, rows: range) -> Any:
     if step == 1 and RUNNING:
         profiler = RUNNING.pop()
         profiler.stop()
-        Path(os.environ[RESULT], f"{os.getpid()}.txt").write_text("\n".join({event.name for event in profiler.events()}))
+        Path(os.environ[RESULT], f"{os.getpid()}.txt").write_text(
+            "\n".join({event.name for event in profiler.events()})
+        )
     return batch(step, rows)
 
 
 @pytest.mark.long
 def test_a_worker_has_them_too(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of its compute: torch.profiler sees the thread that has started it. Of the range that is open when it starts, that of
-    the first load, torch 2.13 tells and 2.11 does not."""
+    """Those of its compute: torch.profiler sees the thread that has started it. Of the range that is open when it
+    starts, that of the first load, torch 2.13 tells and 2.11 does not."""
     monkeypatch.setenv(RESULT, str(tmp_path))
     plan, job = chain(batch=spying)
     run(plan, job, steps=2, launcher="processes", pool=pool, ranges=True)
@@ -80,7 +82,9 @@ def test_a_worker_has_them_too(pool: Pool, tmp_path: Path, monkeypatch: pytest.M
     assert first == "load.inputs@0#pp0+2" and set(others) <= set(found)
 
 
-def test_nvtx_ranges_are_pushed_and_popped_where_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvtx_ranges_are_pushed_and_popped_where_cuda_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Faked: the two calls of torch.cuda.nvtx, which need a CUDA build."""
     calls: list[object] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)

@@ -1,4 +1,5 @@
-"""from_stream: rows come from shards, a shard is read by one replica, and a resumed run goes on where the last one ended."""
+"""from_stream: rows come from shards, a shard is read by one replica, and a resumed run goes on where the last one
+ended."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_shards_give_their_samples_in_order_and_equally_many(sizes: tuple[int, i
 
 
 @given(SIZES, st.integers(1, 6))
-def test_a_shard_belongs_to_one_replica_of_those_that_divide_rows_and_shards(sizes: tuple[int, int], replicas: int) -> None:
+def test_a_shard_belongs_to_one_replica_of_those_that_divide_rows_and_shards(
+    sizes: tuple[int, int], replicas: int
+) -> None:
     rows, shards = sizes[0] * replicas, sizes[1] * replicas
     layout = ShardLayout(rows, shards)
     owner: dict[int, int] = {}
@@ -76,7 +79,9 @@ def test_negative_control_row_mod_shards_gives_a_shard_to_several_replicas() -> 
 def test_where_rows_divide_shards_the_shards_take_turns(rows: int, times: int) -> None:
     layout = ShardLayout(rows, rows * times)
     for step in range(2 * times):
-        assert [layout.place(step, r)[0] for r in range(rows)] == [(step * rows + r) % (rows * times) for r in range(rows)]
+        assert [layout.place(step, r)[0] for r in range(rows)] == [
+            (step * rows + r) % (rows * times) for r in range(rows)
+        ]
 
 
 @pytest.mark.parametrize("rows", [4, 6, 8, 16, 32])
@@ -95,7 +100,10 @@ def test_a_resume_at_every_step_reads_what_comes_next(rows: int) -> None:
 
 def test_the_rows_per_step_may_change_in_a_resumed_run() -> None:
     """Nothing is repeated and nothing left out, and the state after that counts all of it."""
-    first, second = from_stream(numbered, shards=6).bound(4), from_stream(numbered, shards=6).bound(9)
+    first, second = (
+        from_stream(numbered, shards=6).bound(4),
+        from_stream(numbered, shards=6).bound(9),
+    )
     before = [s for step in range(5) for s in read(first, step, range(4))]
     second.load_state_dict(first.state_dict(5))
     after = [s for step in range(5, 9) for s in read(second, step, range(9))]
@@ -107,7 +115,10 @@ def test_the_rows_per_step_may_change_in_a_resumed_run() -> None:
 
 
 def test_negative_control_without_the_state_samples_are_left_out() -> None:
-    first, second = from_stream(numbered, shards=6).bound(4), from_stream(numbered, shards=6).bound(9)
+    first, second = (
+        from_stream(numbered, shards=6).bound(4),
+        from_stream(numbered, shards=6).bound(9),
+    )
     before = {s for step in range(5) for s in read(first, step, range(4))}
     after = {s for step in range(5, 9) for s in read(second, step, range(9))}
     assert {(k, n) for k in range(6) for n in range(8)} - before - after
@@ -145,7 +156,9 @@ def test_an_open_stream_stays_where_it_is_read() -> None:
 def test_replicas_open_their_own_shards_only() -> None:
     opened: dict[int, set[int]] = {0: set(), 1: set()}
     for replica in (0, 1):
-        batch = from_stream(lambda k, r=replica: opened[r].add(k) or numbered(k), shards=8).bound(32)
+        batch = from_stream(lambda k, r=replica: opened[r].add(k) or numbered(k), shards=8).bound(
+            32
+        )
         for step in range(3):
             batch(step, range(16 * replica, 16 * replica + 16))
     assert opened[0] | opened[1] == set(range(8)) and not opened[0] & opened[1]
@@ -167,8 +180,12 @@ class Skipping:
         return ((self.shard, n) for n in range(self.start, self.length))
 
 
-@pytest.mark.parametrize(("step", "opened"), [(7, [(0, 7)]), (25, [(0, 25), (0, 0), (0, 0), (0, 0)])])
-def test_a_stream_that_can_skip_is_not_read_through(step: int, opened: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("step", "opened"), [(7, [(0, 7)]), (25, [(0, 25), (0, 0), (0, 0), (0, 0)])]
+)
+def test_a_stream_that_can_skip_is_not_read_through(
+    step: int, opened: list[tuple[int, int]]
+) -> None:
     """But where it ends before: then its length must be learnt."""
     Skipping.opened.clear()
     assert read(from_stream(Skipping, shards=1).bound(1), step, range(1)) == [(0, step % 10)]
@@ -177,7 +194,9 @@ def test_a_stream_that_can_skip_is_not_read_through(step: int, opened: list[tupl
 
 def test_a_stream_that_ends_begins_again_and_an_empty_one_is_refused() -> None:
     batch = from_stream(lambda k: islice(numbered(k), 3), shards=2).bound(2)
-    assert [read(batch, step, range(2)) for step in range(7)] == [[(0, n % 3), (1, n % 3)] for n in range(7)]
+    assert [read(batch, step, range(2)) for step in range(7)] == [
+        [(0, n % 3), (1, n % 3)] for n in range(7)
+    ]
     assert read(batch, 1, range(2)) == [(0, 1), (1, 1)], "a step again"
     with pytest.raises(JobError, match="stream of shard 1 gave no sample"):
         from_stream(lambda k: numbered(k) if k == 0 else iter(()), shards=2).bound(2)(0, range(2))
@@ -197,7 +216,11 @@ def test_wrong_arguments_and_states_are_refused() -> None:
     for shards in (0, True, 2.0):
         with pytest.raises(JobError, match="an integer of at least 1"):
             from_stream(numbered, shards=shards)  # type: ignore[arg-type]  # what is refused
-    assert from_stream(numbered, shards=8).bound(4).fingerprint() == {"kind": "stream", "shards": 8, "global_batch": 4}
+    assert from_stream(numbered, shards=8).bound(4).fingerprint() == {
+        "kind": "stream",
+        "shards": 8,
+        "global_batch": 4,
+    }
     with pytest.raises(JobError, match="the state is that of 3 shards at step 2"):
         from_stream(numbered, shards=4).load_state_dict({"step": 2, "consumed": [1, 1, 1]})
 
@@ -210,7 +233,10 @@ def tensors(shard: int) -> Iterator[Any]:
 
 def test_replicas_that_do_not_divide_the_shards_are_refused_by_name() -> None:
     plan, job = chain(pp=1, dp=4, microbatches=1, batch=from_stream(tensors, shards=6))
-    with pytest.raises(JobError, match=r"from_stream\(shards=6\): the 4 data-parallel replicas.*give a multiple of 4"):
+    with pytest.raises(
+        JobError,
+        match=r"from_stream\(shards=6\): the 4 data-parallel replicas.*give a multiple of 4",
+    ):
         run(plan, job)
     model = lambda: torch.nn.Linear(WIDTH, WIDTH)  # noqa: E731 - a job's model
     wrong = piper.Job(
@@ -224,6 +250,10 @@ def test_replicas_that_do_not_divide_the_shards_are_refused_by_name() -> None:
 def test_a_run_trains_the_same_for_every_mesh() -> None:
     losses = []
     for pp, dp, microbatches in ((1, 1, 4), (2, 2, 2), (1, 4, 1)):
-        plan, job = chain(pp=pp, dp=dp, microbatches=microbatches, batch=from_stream(tensors, shards=4))
+        plan, job = chain(
+            pp=pp, dp=dp, microbatches=microbatches, batch=from_stream(tensors, shards=4)
+        )
         losses.append(run(plan, job, steps=5).losses)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12) and losses[0] == pytest.approx(losses[2], rel=1e-12)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12) and losses[0] == pytest.approx(
+        losses[2], rel=1e-12
+    )

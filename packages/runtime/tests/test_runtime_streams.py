@@ -14,7 +14,14 @@ from piper_ir.ground.errors import ExecutionError
 from piper_ir.plan.plan import COMPUTE, Instr, Part
 from piper_ir.program.ops import Collective, Recv, Send
 from piper_runtime.engine.engine import Engine, PeerError
-from piper_runtime.engine.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Posted, StreamAborted
+from piper_runtime.engine.streams import (
+    FIRST_STREAM,
+    PHASE,
+    WAITING,
+    CpuStreams,
+    Posted,
+    StreamAborted,
+)
 from piper_runtime.rank.binding.parts import Thunk
 from piper_runtime.rank.binding.rank import BoundComm, BoundInstr, own_waits
 from piper_runtime.transport.gloo import void
@@ -114,10 +121,14 @@ def test_a_traced_step_posts_as_any_other_and_sees_the_end_when_it_comes() -> No
         over[1].set()
 
     works = iter([communication(0), communication(1)])
-    entries = [BoundInstr(k, "a", (), f"recv{k}", comm=communication_with_a_peer()) for k in range(2)]
+    entries = [
+        BoundInstr(k, "a", (), f"recv{k}", comm=communication_with_a_peer()) for k in range(2)
+    ]
     entries.append(BoundInstr(2, COMPUTE, (), "compute", work=compute))
     streams = CpuStreams(["a"], heart())
-    rank = SimpleNamespace(entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None)
+    rank = SimpleNamespace(
+        entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None
+    )
     traced = Engine(rank, streams, lambda comm: next(works), heart(), trace=True)  # type: ignore[arg-type]  # a rank without tensors
     traced.step(0, traced=True)
     streams.close()
@@ -170,8 +181,12 @@ def test_a_failing_stream_wakes_all_that_wait(kind: str) -> None:
     streams.close()
 
 
-def engine(entries: list[BoundInstr], streams: CpuStreams, work: Thunk, *, trace: bool = False) -> Engine:
-    rank = SimpleNamespace(entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None)
+def engine(
+    entries: list[BoundInstr], streams: CpuStreams, work: Thunk, *, trace: bool = False
+) -> Engine:
+    rank = SimpleNamespace(
+        entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None
+    )
     return Engine(rank, streams, lambda comm: work, heart(), trace=trace)  # type: ignore[arg-type]  # a rank without tensors
 
 
@@ -189,7 +204,11 @@ def test_an_error_of_a_communication_names_the_peer(traced: bool) -> None:
         BoundInstr(0, "a", (), "recv.x", comm=communication_with_a_peer()),
         BoundInstr(1, COMPUTE, (("a", 1),), "f", work=lambda: None),
     ]
-    with pytest.raises(PeerError, match=r"rank 3, step 0, instruction 0 \(recv\.x on a\): recv with rank 1 on channel 0>1\.act"):
+    with pytest.raises(
+        PeerError,
+        match=r"rank 3, step 0, instruction 0 \(recv\.x on a\): recv with rank 1 on channel "
+        r"0>1\.act",
+    ):
         engine(entries, streams, Posted(lambda: fail), trace=True).step(0, traced=traced)
     streams.close()
 
@@ -199,17 +218,26 @@ def test_an_error_of_compute_names_the_instruction() -> None:
         raise RuntimeError("no memory")
 
     streams = CpuStreams([], heart())
-    entries = [BoundInstr(0, COMPUTE, (), "f", work=lambda: None), BoundInstr(1, COMPUTE, (), "g", work=fail)]
-    with pytest.raises(ExecutionError, match=r"instruction 1 \(g on compute\): RuntimeError: no memory"):
+    entries = [
+        BoundInstr(0, COMPUTE, (), "f", work=lambda: None),
+        BoundInstr(1, COMPUTE, (), "g", work=fail),
+    ]
+    with pytest.raises(
+        ExecutionError, match=r"instruction 1 \(g on compute\): RuntimeError: no memory"
+    ):
         engine(entries, streams, fail).step(0)
 
 
 def test_issuing_costs_microseconds() -> None:
-    """The goal (benchmarks) is 3 us per instruction; a bound of 50 us catches an accidental rebinding or scan, and nothing
-    else."""
+    """The goal (benchmarks) is 3 us per instruction; a bound of 50 us catches an accidental rebinding or scan, and
+    nothing else."""
     count = 4000
     streams = CpuStreams([], heart())
-    loop = engine([BoundInstr(i, COMPUTE, (), "n", work=lambda: None) for i in range(count)], streams, lambda: None)
+    loop = engine(
+        [BoundInstr(i, COMPUTE, (), "n", work=lambda: None) for i in range(count)],
+        streams,
+        lambda: None,
+    )
     best = float("inf")
     for step in range(3):
         start = time.perf_counter()
@@ -219,7 +247,12 @@ def test_issuing_costs_microseconds() -> None:
 
 
 def test_a_communication_waits_for_one_on_its_own_stream_only_when_it_takes_its_result() -> None:
-    def comm(op: Send | Recv | Collective, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), stream: str = "s") -> Instr:
+    def comm(
+        op: Send | Recv | Collective,
+        reads: tuple[str, ...] = (),
+        writes: tuple[str, ...] = (),
+        stream: str = "s",
+    ) -> Instr:
         return Instr(stream, (Part("n", op, 0, reads, writes),))
 
     program = [
@@ -246,4 +279,6 @@ def test_what_a_collective_leaves_undefined_is_sent_first() -> None:
         comm(Collective("all_gather", "g"), ("v",), ("w",)),
         comm(Collective("reduce_scatter", "g"), ("v",), ("p",)),
     ]
-    assert own_waits(program) == {2: (("s", 2),)}, "the gather reads, and the reduction overwrites, what was read last"
+    assert own_waits(program) == {2: (("s", 2),)}, (
+        "the gather reads, and the reduction overwrites, what was read last"
+    )

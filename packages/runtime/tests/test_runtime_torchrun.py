@@ -51,7 +51,13 @@ with open(name, "w") as file:
 def start(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run a file, with options of torchrun under torchrun."""
     way = ["-m", "torch.distributed.run", *options] if options else []
-    return subprocess.run([sys.executable, *way, str(file)], capture_output=True, text=True, timeout=200, cwd=file.parent)
+    return subprocess.run(
+        [sys.executable, *way, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=file.parent,
+    )
 
 
 def test_the_same_file_under_python_and_under_torchrun(tmp_path: Path) -> None:
@@ -65,7 +71,8 @@ def test_the_same_file_under_python_and_under_torchrun(tmp_path: Path) -> None:
     assert zero[1] == one[1], "one Run for all"
     assert 2 * plain[3] == zero[3] == [0, 1, 2, 0, 1, 2] and one[3] == []
     assert plain[4] == 2
-    # One of gloo's that then lets go of a tensor would end the process with SIGABRT (`torchrun._leave`). CUDA keeps its own.
+    # One of gloo's that then lets go of a tensor would end the process with SIGABRT (`torchrun._leave`). CUDA keeps its
+    # own.
     if not torch.cuda.is_available():
         assert [(tmp_path / f"{rank}.threads").read_text() for rank in "01"] == ["1", "1"]
 
@@ -130,8 +137,14 @@ def test_a_failure_is_one_error_and_ends_torchrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        ("raise SystemExit(0)", r"RankError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+"),
-        ("time.sleep(1000)", r"HangError: no rank made progress for 2 s .*rank 0 ran instruction .*rank 1 "),
+        (
+            "raise SystemExit(0)",
+            r"RankError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+",
+        ),
+        (
+            "time.sleep(1000)",
+            r"HangError: no rank made progress for 2 s .*rank 0 ran instruction .*rank 1 ",
+        ),
     ],
 )
 def test_a_failure_is_one_error_on_every_rank(tmp_path: Path, action: str, says: str) -> None:
@@ -141,10 +154,18 @@ def test_a_failure_is_one_error_on_every_rank(tmp_path: Path, action: str, says:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    same = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    same = os.environ | {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     ranks = [
-        subprocess.Popen([sys.executable, str(file)], env=same | {"RANK": rank, "LOCAL_RANK": rank}, **pipes) for rank in "01"
+        subprocess.Popen(
+            [sys.executable, str(file)], env=same | {"RANK": rank, "LOCAL_RANK": rank}, **pipes
+        )
+        for rank in "01"
     ]
     for rank, process in enumerate(ranks):
         said = process.communicate(timeout=200)[0]
@@ -155,7 +176,12 @@ def test_a_failure_is_one_error_on_every_rank(tmp_path: Path, action: str, says:
 def ranked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The environment of rank 0 of two, as somebody other than torchrun may have set it."""
     monkeypatch.setattr(torchrun, "_member", None)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     return monkeypatch
 
@@ -163,7 +189,10 @@ def ranked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.usefixtures("ranked")
 def test_another_number_of_processes_than_ranks() -> None:
     plan, job = chain(pp=2, dp=2)
-    with pytest.raises(ExecutionError, match=r"4 ranks, but 2 processes were started \(WORLD_SIZE\); use --nproc-per-node 4"):
+    with pytest.raises(
+        ExecutionError,
+        match=r"4 ranks, but 2 processes were started \(WORLD_SIZE\); use --nproc-per-node 4",
+    ):
         run(plan, job, launcher="processes")
 
 
@@ -175,7 +204,9 @@ def test_a_port_that_is_in_use(ranked: pytest.MonkeyPatch) -> None:
         port = str(taken.getsockname()[1])
         ranked.setenv("MASTER_PORT", port)
         with pytest.raises(
-            ExecutionError, match=rf"cannot meet at 127\.0\.0\.1:{port} .*in use: choose another with --master-port"
+            ExecutionError,
+            match=rf"cannot meet at 127\.0\.0\.1:{port} .*in use: choose another with "
+            rf"--master-port",
         ):
             run(plan, job, launcher="processes")
 
@@ -200,7 +231,9 @@ def test_clocks_of_ranks_are_compared_by_round_trips() -> None:
     for thread in threads:
         thread.join(60)
     assert found[0] == (0.0, 0.0) and len(found) == 3
-    assert all(abs(ahead) <= error > 0 for r, (ahead, error) in found.items() if r), "they all have one clock"
+    assert all(abs(ahead) <= error > 0 for r, (ahead, error) in found.items() if r), (
+        "they all have one clock"
+    )
 
 
 LINES = """\
@@ -231,7 +264,10 @@ ray stop  # on each machine, afterwards
 
 
 def test_launch_lines() -> None:
-    assert launch_text(launch_sections("my train.py", 8, nodes=2, gpus=True, arguments=["-p", "m=4"])) == LINES
+    assert (
+        launch_text(launch_sections("my train.py", 8, nodes=2, gpus=True, arguments=["-p", "m=4"]))
+        == LINES
+    )
     odd = launch_text(launch_sections("f.py", 3))
     assert "# Ray, 1 machine\n" in odd and "--address" not in odd and "gpus" not in odd
     with pytest.raises(JobError, match="8 ranks do not divide over 3 nodes"):
@@ -243,12 +279,18 @@ def test_the_lines_are_lines_of_a_shell_and_torchrun_knows_its_options() -> None
 
     known = get_args_parser()
     lines = [
-        line for line in launch_text(launch_sections("f.py", 4)).splitlines() if "torchrun" in line and not line.startswith("#")
+        line
+        for line in launch_text(launch_sections("f.py", 4)).splitlines()
+        if "torchrun" in line and not line.startswith("#")
     ]
     for line in lines:
         words = shlex.split(line)
         options = known.parse_args(words[words.index("torchrun") + 1 :])
-        assert options.module and options.training_script == "piper" and options.training_script_args[:2] == ["run", "f.py"]
+        assert (
+            options.module
+            and options.training_script == "piper"
+            and options.training_script_args[:2] == ["run", "f.py"]
+        )
     assert len(lines) == 3 and os.environ.get("RANK") is None
 
 
@@ -264,7 +306,9 @@ sys.stdin.read()
 @pytest.fixture
 def served() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process with a store, and its port."""
-    with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         yield process, int(process.stdout.readline())
         process.kill()
@@ -277,18 +321,27 @@ def test_a_store_that_stops_or_ends_is_given_up(served: tuple[subprocess.Popen[s
     mail.put("plan", b"x")
     assert mail.get("plan") == b"x" and mail.tell(1, [], b"") == (None, None)
     process.send_signal(signal.SIGSTOP)
-    with pytest.raises(HangError, match=r"^the store at HOST does not answer: that machine has ended.*\(waited 0\.5 s\)$"):
+    with pytest.raises(
+        HangError,
+        match=r"^the store at HOST does not answer: that machine has ended.*\(waited 0\.5 s\)$",
+    ):
         mail.get("plan")
     mail.last_word(b"", [1])
     process.kill()
-    with pytest.raises(ExecutionError, match=r"^the store at HOST has closed the connection: the process there"):
+    with pytest.raises(
+        ExecutionError, match=r"^the store at HOST has closed the connection: the process there"
+    ):
         Mail(store, 0, Patient("piper store"), "the store at HOST", patience_s=30.0).get("plan")
 
 
-def test_one_rank_says_what_all_have_to_say(ranked: pytest.MonkeyPatch, served: tuple[subprocess.Popen[str], int]) -> None:
+def test_one_rank_says_what_all_have_to_say(
+    ranked: pytest.MonkeyPatch, served: tuple[subprocess.Popen[str], int]
+) -> None:
     process, port = served
     ranked.setenv("MASTER_PORT", str(port))
-    assert torchrun.is_first_to_say("without the store of torchrun") and torchrun.is_first_to_say("without the store of torchrun")
+    assert torchrun.is_first_to_say("without the store of torchrun") and torchrun.is_first_to_say(
+        "without the store of torchrun"
+    )
     ranked.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     said = [torchrun.is_first_to_say(text) for text in ("no such file", "no such file", "another")]
     assert said == [True, False, True]
@@ -298,9 +351,15 @@ def test_one_rank_says_what_all_have_to_say(ranked: pytest.MonkeyPatch, served: 
 
 
 def test_other_ranks_repeat_the_beginning_of_rank_zeros_error() -> None:
-    short = torchrun._ended_by_first(Failure("HangError", "no rank made progress", "", False), ["a (10.0.0.1)", "b (10.0.0.2)"])
-    long = torchrun._ended_by_first(Failure("RankError", "rank 3 " * 100, "", False), ["a (10.0.0.1)", "b (10.0.0.2)"])
-    assert type(short) is HangError and str(short) == "no rank made progress" and short.told_by_another
+    short = torchrun._ended_by_first(
+        Failure("HangError", "no rank made progress", "", False), ["a (10.0.0.1)", "b (10.0.0.2)"]
+    )
+    long = torchrun._ended_by_first(
+        Failure("RankError", "rank 3 " * 100, "", False), ["a (10.0.0.1)", "b (10.0.0.2)"]
+    )
+    assert (
+        type(short) is HangError and str(short) == "no rank made progress" and short.told_by_another
+    )
     assert (
         type(long) is RankError
         and str(long).endswith(" ... (rank 0 on node a (10.0.0.1) says the rest)")

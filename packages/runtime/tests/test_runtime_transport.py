@@ -19,11 +19,19 @@ from piper_runtime.rank.binding.rank import BoundComm
 from piper_runtime.rank.values.device import CPU, choose_device
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
-from piper_runtime.transport.transport import SHARED_DEVICE, agreed_transport, choose_transport, nccl_of
+from piper_runtime.transport.transport import (
+    SHARED_DEVICE,
+    agreed_transport,
+    choose_transport,
+    nccl_of,
+)
 
 
 def test_devices_are_chosen_by_rule_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ExecutionError, match='device "gpu" is not known; use "auto", "cpu" or "cuda"'.replace('"gpu"', "'gpu'")):
+    with pytest.raises(
+        ExecutionError,
+        match='device "gpu" is not known; use "auto", "cpu" or "cuda"'.replace('"gpu"', "'gpu'"),
+    ):
         choose_device("gpu", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto", 3) == choose_device("cpu", 3) == CPU
@@ -32,12 +40,18 @@ def test_devices_are_chosen_by_rule_and_refused_by_name(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert [choose_device("auto", r).index for r in range(4)] == [0, 1, 0, 1] and choose_device("cpu", 1) == CPU
+    assert [choose_device("auto", r).index for r in range(4)] == [0, 1, 0, 1] and choose_device(
+        "cpu", 1
+    ) == CPU
     device = torch.device("cuda", 1)
-    assert [choose_transport(d, 2) for d in (CPU, device)] == ["gloo", "nccl"] and choose_transport(device, 3) == "staged"
+    assert [choose_transport(d, 2) for d in (CPU, device)] == ["gloo", "nccl"] and choose_transport(
+        device, 3
+    ) == "staged"
 
 
-def test_the_environment_says_what_joins_ranks_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_what_joins_ranks_that_share_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setenv("NCCL_HOSTID", "ours")  # put back in the end
@@ -52,16 +66,23 @@ def test_the_environment_says_what_joins_ranks_that_share_a_device(monkeypatch: 
     for rank in range(3):
         assert nccl_of(GlooCommunicators(dist.HashStore(), rank), device).name == "nccl by sockets"
         hosts.add(os.environ["NCCL_HOSTID"])
-    assert len(hosts) == 3 and all(platform.node() in h for h in hosts), "each rank is a host of its own to NCCL"
+    assert len(hosts) == 3 and all(platform.node() in h for h in hosts), (
+        "each rank is a host of its own to NCCL"
+    )
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert choose_transport(device, 3) == choose_transport(device, 2) == "staged"
     monkeypatch.setenv(SHARED_DEVICE, "mpi")
-    with pytest.raises(ExecutionError, match='the environment has PIPER_SHARED_DEVICE=\'mpi\'; "gloo" and "nccl" are accepted'):
+    with pytest.raises(
+        ExecutionError,
+        match='the environment has PIPER_SHARED_DEVICE=\'mpi\'; "gloo" and "nccl" are accepted',
+    ):
         choose_transport(device, 3)
     assert choose_transport(CPU, 3) == "gloo"
 
 
-def test_ranks_that_would_communicate_otherwise_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_that_would_communicate_otherwise_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Two nodes, one without a device per rank; before that, a run on the CPU, and one of fewer ranks."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -70,7 +91,10 @@ def test_ranks_that_would_communicate_otherwise_are_named(monkeypatch: pytest.Mo
     assert [agreed_transport(r, 3, CPU, 3, ranks[r]) for r in range(3)] == ["gloo"] * 3
     assert [agreed_transport(r, 2, device, 2, ranks[r]) for r in range(2)] == ["nccl"] * 2
     assert [agreed_transport(r, 3, device, 2, ranks[r]) for r in (2, 0)] == ["nccl"] * 2
-    with pytest.raises(ExecutionError, match="rank 1 would communicate over staged, another rank over nccl: every node"):
+    with pytest.raises(
+        ExecutionError,
+        match="rank 1 would communicate over staged, another rank over nccl: every node",
+    ):
         agreed_transport(1, 3, device, 3, ranks[1])
 
 
@@ -96,16 +120,24 @@ class NcclGroup:
         self.asked.append(("allreduce", -1, options.asyncOp))
 
 
-def test_over_nccl_a_message_is_a_broadcast_of_its_source_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_nccl_a_message_is_a_broadcast_of_its_source_to_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a group of NCCL's own, and nothing is issued on a stream that is not the plan's."""
-    assert NcclCommunicators.group is not GlooCommunicators.group, "gloo's would wait here for ranks that do not come"
+    assert NcclCommunicators.group is not GlooCommunicators.group, (
+        "gloo's would wait here for ranks that do not come"
+    )
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
     monkeypatch.setattr(NcclGroup, "made", [])
     device, tensor = torch.device("cuda", 0), torch.zeros(3)
     nccl = NcclCommunicators(GlooCommunicators(dist.HashStore(), 1), device)
     nccl.connect(channels_plan(3, ((0, 1, 2),)))
     asked = {}
-    for kind, channel, peers in (("send", "1>0", (1, 0)), ("recv", "0>1", (0, 1)), ("all_reduce", "0,1,2", (0, 1, 2))):
+    for kind, channel, peers in (
+        ("send", "1>0", (1, 0)),
+        ("recv", "0>1", (0, 1)),
+        ("all_reduce", "0,1,2", (0, 1, 2)),
+    ):
         before = [len(g.asked) for g in NcclGroup.made]
         nccl.bind(BoundComm(kind, channel, peers, lambda: tensor))()  # type: ignore[arg-type]  # a string of the three
         (group,) = (g for g, n in zip(NcclGroup.made, before, strict=True) if len(g.asked) > n)
@@ -127,11 +159,24 @@ def test_messages_cut_to_their_rows_bring_a_single_row_whole() -> None:
     def run(rank: int) -> None:
         gloo = GlooCommunicators(store, rank)
         gloo.connect(channels_plan(2, ((0, 1),)))
-        gloo.bind(BoundComm("all_to_all", "0,1", (0, 1), lambda: sent[rank], lambda: got[rank], lambda: cuts[rank]))()
+        gloo.bind(
+            BoundComm(
+                "all_to_all",
+                "0,1",
+                (0, 1),
+                lambda: sent[rank],
+                lambda: got[rank],
+                lambda: cuts[rank],
+            )
+        )()
 
     ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(20)
-    assert got[0].tolist() == [[3, 4], [5, 6], [0, 0]] and got[1].tolist() == [[1, 2], [0, 0], [0, 0]]
+    assert got[0].tolist() == [[3, 4], [5, 6], [0, 0]] and got[1].tolist() == [
+        [1, 2],
+        [0, 0],
+        [0, 0],
+    ]

@@ -56,7 +56,10 @@ def test_a_step_is_handed_on_in_order_when_its_last_rank_is_done_with_it() -> No
 
 def test_a_loss_does_not_depend_on_which_rank_came_first() -> None:
     plan, _ = chain(pp=2)
-    said = [StepDone(0, 0.0, 1.0, {"loss": {0: a, 1: b}, "weight": {}}) for a, b in ((1e16, 1.0), (1.0, -1e16))]
+    said = [
+        StepDone(0, 0.0, 1.0, {"loss": {0: a, 1: b}, "weight": {}})
+        for a, b in ((1e16, 1.0), (1.0, -1e16))
+    ]
     found: list[StepRecord] = []
     for order in ((0, 1), (1, 0)):
         progress = Progress(plan, found.append)
@@ -73,7 +76,10 @@ def test_on_step_may_fail_training_may_not() -> None:
         seen.append(record.step)
         raise OSError(28, "No space left on device")
 
-    with pytest.warns(RuntimeWarning, match=r"on_step failed in step 0: OSError: .*No space left.*training goes on") as warned:
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"on_step failed in step 0: OSError: .*No space left.*training goes on",
+    ) as warned:
         found = run(plan, job, on_step=full)
     assert seen == [0, 1, 2] and len(found.losses) == 3 and len(warned) == 1
 
@@ -138,7 +144,10 @@ def watch(says: list[tuple[int, Any]], *hearts: list[int]) -> Watch:
 
 def test_the_rank_that_is_gone_is_blamed_before_its_victims() -> None:
     victim = Failure("ExecutionError", "rank 0 lost its peer", "", True)
-    with pytest.raises(ExecutionError, match=r"^rank 1 was killed by SIGKILL: rank 1 on .* instruction 3 .*in step 2; rank 0"):
+    with pytest.raises(
+        ExecutionError,
+        match=r"^rank 1 was killed by SIGKILL: rank 1 on .* instruction 3 .*in step 2; rank 0",
+    ):
         watch([(0, victim), (1, None)], heart(), heart(2, 3)).collect(progress())
     cause = Failure("NonFiniteLossError", "the loss is nan", "", False)
     with pytest.raises(NonFiniteLossError, match=r"^the loss is nan \(rank 1 on node n1\)$"):
@@ -150,7 +159,9 @@ def test_a_machine_that_has_fallen_silent_is_named_first() -> None:
     assert isinstance(lost.team, Dummies)
     lost.team.unheard = (1,)
     with pytest.raises(
-        HangError, match=r"\(timeout_s\); node n1 with rank 1 is not heard from any more: it has ended, or .*; rank 0"
+        HangError,
+        match=r"\(timeout_s\); node n1 with rank 1 is not heard from any more: it has ended, or "
+        r".*; rank 0",
     ):
         lost.collect(progress())
 
@@ -169,17 +180,25 @@ def test_a_hang_shows_the_last_instructions_of_every_rank() -> None:
     plan, _ = chain(pp=2)
     program = plan.role_of(1).program
     receive = next(i for i, instr in enumerate(program) if instr.comm)
-    waiting = next(i for i, instr in enumerate(program) if instr.waits and not instr.comm and i > receive)
+    waiting = next(
+        i for i, instr in enumerate(program) if instr.waits and not instr.comm and i > receive
+    )
     with pytest.raises(HangError) as caught:
         watch([], heart(1, 6, RUNNING), heart(1, waiting, WAITING, receive + 1)).collect(progress())
     short, report = str(caught.value), caught.value.report
     assert re.match(
-        r"no rank made progress for 0\.2 s \(timeout_s\); rank 0 on node n0 ran instruction 6 .*rank 1 on node n1 waited", short
+        r"no rank made progress for 0\.2 s \(timeout_s\); rank 0 on node n0 ran instruction 6 "
+        r".*rank 1 on node n1 "
+        r"waited",
+        short,
     )
     zero, one = report.split("\nrank 1 ")
     assert [int(n) for n in re.findall(r"^  [> ] (\d+) ", zero, re.M)] == [2, 3, 4, 5, 6]
     assert f"  > {waiting} ({program[waiting].name} on compute)" in one
-    assert f"  in flight with rank 0: {receive} ({program[receive].name}" in one and "  waits for " in one
+    assert (
+        f"  in flight with rank 0: {receive} ({program[receive].name}" in one
+        and "  waits for " in one
+    )
 
 
 def test_a_hang_while_loading_is_said_as_it_is() -> None:
@@ -198,7 +217,10 @@ def test_what_ranks_have_saved_is_handed_on_before_their_answers() -> None:
     found: list[SaveDone] = []
     said = [SaveDone(0, 3), SaveDone(1, 3)]
     watched = watch([(0, said[0]), (1, said[1]), (0, "answer"), (1, "answer")], heart(), heart())
-    assert watched.collect(Progress(chain(pp=2)[0], None, found.append)) == {0: "answer", 1: "answer"} and found == said
+    assert (
+        watched.collect(Progress(chain(pp=2)[0], None, found.append)) == {0: "answer", 1: "answer"}
+        and found == said
+    )
 
 
 def test_steps_are_counted_from_the_first_of_the_run() -> None:
@@ -216,8 +238,13 @@ def progress() -> Progress:
 def test_nodes_that_differ_are_named_with_both_versions() -> None:
     ours = environment()
     check_environments(ours, "here", {"node a": dict(ours)})
-    with pytest.raises(ExecutionError, match=rf"node b has torch 1\.0, here has {re.escape(ours['torch'])}; node b has NCCL 9"):
-        check_environments(ours, "here", {"node a": dict(ours), "node b": {**ours, "torch": "1.0", "NCCL": "9"}})
+    with pytest.raises(
+        ExecutionError,
+        match=rf"node b has torch 1\.0, here has {re.escape(ours['torch'])}; node b has NCCL 9",
+    ):
+        check_environments(
+            ours, "here", {"node a": dict(ours), "node b": {**ours, "torch": "1.0", "NCCL": "9"}}
+        )
 
 
 def test_a_rank_that_evaluates_is_named_so_and_its_streams_are_of_another_plan() -> None:
@@ -231,8 +258,13 @@ def test_a_rank_that_evaluates_is_named_so_and_its_streams_are_of_another_plan()
 def test_no_stream_has_a_slot_of_another_meaning() -> None:
     slots = [0] * HEART_SLOTS
     streams = CpuStreams([COMPUTE, *(f"comm{k}" for k in range(MOST_STREAMS - 1))], slots)
-    places = {name: progress.place for name, progress in streams._progress.items() if name != COMPUTE}
-    assert min(places.values()) == FIRST_STREAM and max(places.values()) + 1 == EVALUATES == LAST_STEP - 1
+    places = {
+        name: progress.place for name, progress in streams._progress.items() if name != COMPUTE
+    }
+    assert (
+        min(places.values()) == FIRST_STREAM
+        and max(places.values()) + 1 == EVALUATES == LAST_STEP - 1
+    )
 
 
 class Hearts(list[int]):
@@ -249,7 +281,9 @@ class Hearts(list[int]):
         if place % HEART_SLOTS == LAST_STEP and self.jump:
             jump, self.jump = self.jump, 0
             for rank in range(len(self) // HEART_SLOTS):
-                super().__setitem__(rank * HEART_SLOTS + STEP, self[rank * HEART_SLOTS + STEP] + jump)
+                super().__setitem__(
+                    rank * HEART_SLOTS + STEP, self[rank * HEART_SLOTS + STEP] + jump
+                )
 
     @property
     def last(self) -> list[int]:

@@ -83,7 +83,9 @@ def test_every_dtype_of_the_format(name: str, tmp_path: Path) -> None:
     dtype = STORED_DTYPES[name]
     tensor = torch.tensor([0, 1, 2, 3]).to(dtype)
     stored = read_header(write_safetensors(tmp_path / "x.safetensors", {"t": tensor}))["t"]
-    assert stored.dtype == dtype and torch.equal(stored.flat(1, 3).view(torch.uint8), tensor[1:3].view(torch.uint8))
+    assert stored.dtype == dtype and torch.equal(
+        stored.flat(1, 3).view(torch.uint8), tensor[1:3].view(torch.uint8)
+    )
 
 
 def test_a_folder_has_the_tensors_of_its_shards(tmp_path: Path) -> None:
@@ -109,20 +111,40 @@ def change_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], No
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "names 'model-00002.*not in the folder"),
+        (
+            lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
+            "names 'model-00002.*not in the folder",
+        ),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json is no JSON"),
-        (lambda f: (f / "model.safetensors.index.json").write_text("[" * 100_000), "index.json is no JSON .RecursionError"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text("[" * 100_000),
+            "index.json is no JSON .RecursionError",
+        ),
         (change_index(lambda c: []), "has no weight_map"),
         (change_index(lambda c: {"weight_map": {}}), "has no weight_map"),
         (change_index(lambda c: {"weight_map": {"a": 3}}), "has no weight_map"),
-        (change_index(lambda c: c["weight_map"].update(a="../x.safetensors")), "which is no file of the folder"),
-        (change_index(lambda c: c["weight_map"].update(more="model-00001-of-00002.safetensors")), "the shard lacks 'more'"),
+        (
+            change_index(lambda c: c["weight_map"].update(a="../x.safetensors")),
+            "which is no file of the folder",
+        ),
+        (
+            change_index(lambda c: c["weight_map"].update(more="model-00001-of-00002.safetensors")),
+            "the shard lacks 'more'",
+        ),
         (change_index(lambda c: c["weight_map"].pop("a") and None), "the index does not name 'a'"),
-        (change_index(lambda c: c["weight_map"].update(a="model-00002-of-00002.safetensors")), "do not agree"),
-        (lambda f: (f / "model.safetensors.index.json").unlink(), "has neither .* it has model-00001"),
+        (
+            change_index(lambda c: c["weight_map"].update(a="model-00002-of-00002.safetensors")),
+            "do not agree",
+        ),
+        (
+            lambda f: (f / "model.safetensors.index.json").unlink(),
+            "has neither .* it has model-00001",
+        ),
     ],
 )
-def test_damaged_folders_are_refused_by_name(damage: Callable[[Path], Any], says: str, tmp_path: Path) -> None:
+def test_damaged_folders_are_refused_by_name(
+    damage: Callable[[Path], Any], says: str, tmp_path: Path
+) -> None:
     folder = write_folder(tmp_path / "model", tensors())
     stored_tensors(folder)
     damage(folder)
@@ -152,7 +174,10 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "negative shape": (entry(shape=[-4, -6]), "a list of integers"),
     "shape of floats": (entry(shape=[4.0, 6]), "a list of integers"),
     "shape of bools": (entry(shape=[True, 24]), "a list of integers"),
-    "no shape": (lambda h: h["a"].pop("shape") and None, "something else than dtype, shape and data_offsets"),
+    "no shape": (
+        lambda h: h["a"].pop("shape") and None,
+        "something else than dtype, shape and data_offsets",
+    ),
     "more fields": (entry(strides=[6, 1]), "something else than"),
     "no entry": (lambda h: h.update(a=None), "something else than"),
     "offsets reversed": (entry(data_offsets=[96, 0]), "begin and end"),
@@ -189,7 +214,10 @@ def test_damaged_headers_are_refused_by_name(name: str, tmp_path: Path) -> None:
         ((200_000).to_bytes(8, "little") + b"[" * 200_000, "no JSON .RecursionError"),
         ((12).to_bytes(8, "little") + b'{"a":1,"a":2}'[:12], "no JSON"),
         ((13).to_bytes(8, "little") + b'{"a":1,"a":2}', "a name twice"),
-        ((2).to_bytes(8, "little") + b"{}more", "has 4 bytes of tensors, and its header describes 0"),
+        (
+            (2).to_bytes(8, "little") + b"{}more",
+            "has 4 bytes of tensors, and its header describes 0",
+        ),
     ],
 )
 def test_other_files_are_refused_by_name(content: bytes, says: str, tmp_path: Path) -> None:
@@ -204,7 +232,11 @@ def fuzzed(content: bytes, generator: random.Random, length: int) -> bytes:
     at = generator.randrange(8 + length)
     match generator.randrange(5):
         case 0:  # a bit of the length or of the header
-            return content[:at] + bytes([content[at] ^ (1 << generator.randrange(8))]) + content[at + 1 :]
+            return (
+                content[:at]
+                + bytes([content[at] ^ (1 << generator.randrange(8))])
+                + content[at + 1 :]
+            )
         case 1:  # the file ends early
             return content[: generator.randrange(len(content))]
         case 2:  # a byte more, anywhere but in a text
@@ -232,8 +264,14 @@ def test_two_hundred_damaged_files_give_two_hundred_clear_errors(tmp_path: Path)
             refused += 1
             continue
         # What reads as a file says something else than the old one, which the model then refuses, or the same.
-        same = {n: (s.dtype, s.shape) for n, s in found.items()} == {n: (t.dtype, tuple(t.shape)) for n, t in source.items()}
-        assert same or found.keys() != source.keys() or any(found[n].dtype != t.dtype for n, t in source.items())
+        same = {n: (s.dtype, s.shape) for n, s in found.items()} == {
+            n: (t.dtype, tuple(t.shape)) for n, t in source.items()
+        }
+        assert (
+            same
+            or found.keys() != source.keys()
+            or any(found[n].dtype != t.dtype for n, t in source.items())
+        )
     assert refused >= 300
 
 

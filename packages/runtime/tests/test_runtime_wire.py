@@ -52,7 +52,11 @@ MESSAGES: list[Any] = [
         ("AdamW", None),
         [{"lr": 0.1, "betas": [0.9, 0.99]}],
     ),
-    RankReport(memory=MemoryRecord(9, 1, 3, (MemoryPoint(0, 4, 5),)), spans=[(0, 0.5, 1.5)], waits=[(0, 0.1, 0.2)]),
+    RankReport(
+        memory=MemoryRecord(9, 1, 3, (MemoryPoint(0, 4, 5),)),
+        spans=[(0, 0.5, 1.5)],
+        waits=[(0, 0.1, 0.2)],
+    ),
 ]
 
 
@@ -68,10 +72,17 @@ def test_floats_come_back_to_the_bit() -> None:
 
 
 def test_tensors_come_back_in_their_dtype() -> None:
-    sent = {"a": torch.randn(3, 2, dtype=torch.bfloat16), "b": torch.tensor([1 + 2j]), "c": torch.zeros((), dtype=torch.int64)}
+    sent = {
+        "a": torch.randn(3, 2, dtype=torch.bfloat16),
+        "b": torch.tensor([1 + 2j]),
+        "c": torch.zeros((), dtype=torch.int64),
+    }
     found = wire.decode(wire.encode(RankReport(states=sent, gradients=[{"a": sent["a"]}])))
     assert found.states.keys() == sent.keys() and torch.equal(found.gradients[0]["a"], sent["a"])
-    assert all(torch.equal(found.states[n], t) and found.states[n].dtype is t.dtype for n, t in sent.items())
+    assert all(
+        torch.equal(found.states[n], t) and found.states[n].dtype is t.dtype
+        for n, t in sent.items()
+    )
 
 
 def test_a_report_of_a_real_run_comes_back() -> None:
@@ -80,7 +91,9 @@ def test_a_report_of_a_real_run_comes_back() -> None:
     for rank, states in found.rank_states.items():
         report = RankReport(states=dict(states), memory=found.memory[rank], finished=found.step_s)
         again = wire.decode(wire.encode(report))
-        assert again.memory == report.memory and all(torch.equal(again.states[n], t) for n, t in states.items())
+        assert again.memory == report.memory and all(
+            torch.equal(again.states[n], t) for n, t in states.items()
+        )
 
 
 class Evil:
@@ -103,10 +116,16 @@ def test_a_pickle_is_no_message_and_runs_nothing(how: str, tmp_path: Path) -> No
     blob = pickle.dumps(Evil(mark))
     file = io.BytesIO()
     torch.save([Evil(mark)], file)
-    data = {"alone": blob, "as tensors": framed("null", blob), "in a file of torch": framed("null", file.getvalue())}[how]
+    data = {
+        "alone": blob,
+        "as tensors": framed("null", blob),
+        "in a file of torch": framed("null", file.getvalue()),
+    }[how]
     mail = Mail(dist.HashStore(), 0, Patient("store"), "the store", 10.0)
     mail.store.set("0/1/0", data)
-    with pytest.raises(ExecutionError, match=r"not one of Piper's .*does nobody else reach MASTER_PORT"):
+    with pytest.raises(
+        ExecutionError, match=r"not one of Piper's .*does nobody else reach MASTER_PORT"
+    ):
         mail.visit([1], [])
     assert not mark.exists()
     pickle.loads(blob)
@@ -115,8 +134,10 @@ def test_a_pickle_is_no_message_and_runs_nothing(how: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "text",
-    ['{"record": ["Popen", {"args": "true"}]}', '{"record": ["StepDone", {"path": 1}]}', '{"tensor": 0}', "[1]", "{}", "nul",
-     json.dumps({"a": 1, "b": 2}), '{"object": 1}', '{"dict": [[{"list": []}, 1]]}', '{"list": ' * 5000],
+    ['{"record": ["Popen", {"args": '
+     '"true"}]}', '{"record": ["StepDone", {"path": 1}]}', '{"tensor": 0}', "[1]", "{}", "nul",
+     json.dumps({"a": 1, "b": 2}), '{"object": 1}', '{"dict": [[{"list": []}, '
+                                                    '1]]}', '{"list": ' * 5000],
 )  # fmt: skip
 def test_what_is_not_known_is_refused(text: str) -> None:
     with pytest.raises(ExecutionError, match="not one of Piper's"):
@@ -131,5 +152,8 @@ def test_other_objects_are_not_sent() -> None:
 def test_ranks_of_torchrun_read_no_pickles() -> None:
     trees = [ast.parse(inspect.getsource(module)) for module in (torchrun, mailing)]
     assert not [
-        n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and "pickle" in ast.dump(n)
+        n
+        for tree in trees
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Import | ast.ImportFrom) and "pickle" in ast.dump(n)
     ]

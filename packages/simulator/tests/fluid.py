@@ -32,7 +32,9 @@ def water_levels(flows: Sequence[Flow]) -> list[float]:
         stuck = [i for i in rising if wants(flows[i]) <= low + 1e-9]
         for i in rising:
             if i not in stuck and not fits(
-                flows, {**level, **{j: min(low, wants(flows[j])) for j in rising if j != i}}, low + 1e-7
+                flows,
+                {**level, **{j: min(low, wants(flows[j])) for j in rising if j != i}},
+                low + 1e-7,
             ):
                 stuck.append(i)
         for i in stuck:
@@ -115,7 +117,9 @@ class Fluid:
                 if head not in self.start and self.ready(*head):
                     heads.add(head)
         return [
-            (step, x) for step, x in sorted(heads) if self.members(x)[0] == x and all((step, m) in heads for m in self.members(x))
+            (step, x)
+            for step, x in sorted(heads)
+            if self.members(x)[0] == x and all((step, m) in heads for m in self.members(x))
         ]
 
     def ready(self, step: int, node: int) -> bool:
@@ -136,7 +140,14 @@ class Fluid:
         first = p.streams[p.stream_of[node]][0] == node
         if not first or p.group_of[node] < 0 or self.is_transfer(node) or p.waits[node]:
             return None
-        return next((nodes[-1] for nodes in p.streams if p.group_of[nodes[0]] < 0 and self.role(nodes[0]) == role), None)
+        return next(
+            (
+                nodes[-1]
+                for nodes in p.streams
+                if p.group_of[nodes[0]] < 0 and self.role(nodes[0]) == role
+            ),
+            None,
+        )
 
     def role(self, node: int) -> int:
         return next(r for r, after in enumerate(self.prepared.offsets[1:]) if node < after)
@@ -145,7 +156,9 @@ class Fluid:
         """When a node and all before it on its stream have arrived."""
         nodes = self.prepared.streams[self.prepared.stream_of[node]]
         before = [(k, x) for k in range(step + 1) for x in nodes if k < step or x <= node]
-        return max(self.end.get(x, inf) + (self.latency if self.is_transfer(x[1]) else 0.0) for x in before)
+        return max(
+            self.end.get(x, inf) + (self.latency if self.is_transfer(x[1]) else 0.0) for x in before
+        )
 
     def is_transfer(self, node: int) -> bool:
         g = self.prepared.group_of[node]
@@ -153,10 +166,19 @@ class Fluid:
 
     def moments(self) -> list[float]:
         """When something that is not under way changes what can begin."""
-        arrivals = [t + self.latency for (_, x), t in self.end.items() if self.latency and self.is_transfer(x)]
+        arrivals = [
+            t + self.latency
+            for (_, x), t in self.end.items()
+            if self.latency and self.is_transfer(x)
+        ]
         if not self.issue:
             return arrivals
-        left = ((s, x) for s in range(self.steps) for x in range(len(self.prepared)) if (s, x) not in self.start)
+        left = (
+            (s, x)
+            for s in range(self.steps)
+            for x in range(len(self.prepared))
+            if (s, x) not in self.start
+        )
         return arrivals + [self.issued(*k) for k in left]
 
     def rates(self, running: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
@@ -168,6 +190,10 @@ class Fluid:
         for k in running:
             if k not in rates:
                 role = self.role(k[1])
-                taken = [(f.takes[role], rates[m]) for m, f in zip(messages, flows) if role in f.takes]
-                rates[k] = max(1 / 8, 1 - sum(f_sm + f_memory * rate for (f_sm, f_memory), rate in taken))
+                taken = [
+                    (f.takes[role], rates[m]) for m, f in zip(messages, flows) if role in f.takes
+                ]
+                rates[k] = max(
+                    1 / 8, 1 - sum(f_sm + f_memory * rate for (f_sm, f_memory), rate in taken)
+                )
         return rates

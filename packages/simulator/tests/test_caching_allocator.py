@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_simulator.memory.caching_allocator import MIN_BLOCK, CachedBlock, CachingAllocator, rounded, segment_size
+from piper_simulator.memory.caching_allocator import (
+    MIN_BLOCK,
+    CachedBlock,
+    CachingAllocator,
+    rounded,
+    segment_size,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -27,7 +33,9 @@ def test_sizes(nbytes: int, block: int, segment: int) -> None:
     assert (rounded(nbytes), segment_size(rounded(nbytes))) == (block, segment)
     memory = CachingAllocator()
     found, made = memory.allocate(nbytes)
-    assert made is not None and made.size == memory.reserved == segment and found.requested == nbytes
+    assert (
+        made is not None and made.size == memory.reserved == segment and found.requested == nbytes
+    )
     # what is left of a large segment becomes a block only beyond 1 MiB
     split = segment - block >= MIN_BLOCK if block <= MIB else segment - block > MIB
     assert found.size == (block if split else segment)
@@ -40,7 +48,9 @@ def test_the_smallest_block_that_fits_is_taken_and_neighbours_join() -> None:
     memory.free(blocks[0])
     memory.free(blocks[2])
     again, made = memory.allocate(8 * KIB)
-    assert made is None and again.address == blocks[0].address, "8 KiB fit exactly; the 16 stay whole"
+    assert made is None and again.address == blocks[0].address, (
+        "8 KiB fit exactly; the 16 stay whole"
+    )
     memory.free(blocks[1])
     memory.free(again)
     memory.free(blocks[3])
@@ -55,15 +65,21 @@ def walk(memory: CachingAllocator) -> list[CachedBlock]:
     for first in memory.segments.values():
         block: CachedBlock | None = first
         while block is not None:
-            assert block.after is None or (block.after.before is block and block.after.address == block.address + block.size)
-            assert block.requested or block.after is None or block.after.requested, "two free neighbours"
+            assert block.after is None or (
+                block.after.before is block and block.after.address == block.address + block.size
+            )
+            assert block.requested or block.after is None or block.after.requested, (
+                "two free neighbours"
+            )
             out.append(block)
             block = block.after
     return out
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40 * MIB)), max_size=40))
-def test_blocks_tile_their_segments_and_none_is_given_twice(requests: list[tuple[bool, int]]) -> None:
+def test_blocks_tile_their_segments_and_none_is_given_twice(
+    requests: list[tuple[bool, int]],
+) -> None:
     memory, live = CachingAllocator(), list[CachedBlock]()
     for give_back, n in requests:
         if give_back and live:
@@ -76,4 +92,6 @@ def test_blocks_tile_their_segments_and_none_is_given_twice(requests: list[tuple
         assert all(b.size >= rounded(b.requested) for b in live)
     for block in live:
         memory.free(block)
-    assert all(b is memory.segments[b.segment] for b in walk(memory)), "each segment is one free block again"
+    assert all(b is memory.segments[b.segment] for b in walk(memory)), (
+        "each segment is one free block again"
+    )

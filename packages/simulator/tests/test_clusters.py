@@ -64,8 +64,12 @@ def test_a_device_by_the_name_that_its_driver_has() -> None:
     h200 = product_cluster("NVIDIA H200", 2)
     assert h200 == load_cluster("h200x2") and h200.name == "h200-141g-sxm:2"
     other = product_cluster("Some GPU, 24 GB", 1)
-    assert other.name == "some-gpu-24-gb:1" and other.device.peak("bfloat16") == load_cluster("a100x1").device.peak("bfloat16")
-    assert other.warnings == ("some-gpu-24-gb:1: nothing is known of a Some GPU, 24 GB; computed as a100-80g-sxm",)
+    assert other.name == "some-gpu-24-gb:1" and other.device.peak("bfloat16") == load_cluster(
+        "a100x1"
+    ).device.peak("bfloat16")
+    assert other.warnings == (
+        "some-gpu-24-gb:1: nothing is known of a Some GPU, 24 GB; computed as a100-80g-sxm",
+    )
 
 
 def test_ranks_fill_nodes_in_order() -> None:
@@ -74,12 +78,20 @@ def test_ranks_fill_nodes_in_order() -> None:
 
 def test_cpu_local_says_what_was_measured() -> None:
     assert load_cluster("cpu-local").name == "cpu-local"
-    assert "assumed, not measured: matmul_flops, memory_bandwidth, link_bandwidth" in load_cluster("cpu-local").device.notes
+    assert (
+        "assumed, not measured: matmul_flops, memory_bandwidth, link_bandwidth"
+        in load_cluster("cpu-local").device.notes
+    )
     some = cpu_local(matmul_flops=1e9, launch_s=1e-6)
     assert some.device.peak("float32") == 1e9 and some.device.launch_s == 1e-6
     assert "matmul_flops" not in some.device.notes and "link_latency" in some.device.notes
     whole = cpu_local(
-        matmul_flops=1e9, memory_bandwidth=2e9, link_bandwidth=3e9, link_latency=0.0, launch_s=0.0, host_issue_s=0.0
+        matmul_flops=1e9,
+        memory_bandwidth=2e9,
+        link_bandwidth=3e9,
+        link_latency=0.0,
+        launch_s=0.0,
+        host_issue_s=0.0,
     )
     assert whole.device.notes == "" and whole.warnings == ()
 
@@ -98,7 +110,11 @@ def test_constants_are_those_of_their_sources(
 ) -> None:
     """The sources are named in the devices' files."""
     c = DEVICES[name]
-    assert (c.device.peak("bfloat16") / 1e12, c.device.memory_bandwidth / 1e12, c.device.sms) == (bf16, memory, sms)
+    assert (c.device.peak("bfloat16") / 1e12, c.device.memory_bandwidth / 1e12, c.device.sms) == (
+        bf16,
+        memory,
+        sms,
+    )
     assert c.device.matmul_fraction * bf16 == pytest.approx(matmul, rel=2e-3)
     assert (c.links.intra_bandwidth / 1e9, c.links.inter_bandwidth / 1e9) == (intra, between)
 
@@ -130,7 +146,10 @@ def test_peaks_by_dtype() -> None:
         ({"communication": "fast"}, "communication: 'fast' stands here; one of 'ring', 'nccl'"),
         ({"slow_ranks": {1: float("nan")}}, "slow_ranks.1: nan stands here; a number from 1 on"),
         ({"slow_ranks": {8: 2.0}}, "slow_ranks: rank 8 is not there; the ranks are 0 to 7"),
-        ({"slow_links": (SlowLink(0, 1, 2.0),)}, "slow_links: node 1 is not there; the nodes are 0 to 0"),
+        (
+            {"slow_links": (SlowLink(0, 1, 2.0),)},
+            "slow_links: node 1 is not there; the nodes are 0 to 0",
+        ),
         ({"oversubscription": 0.5}, "oversubscription: 0.5 stands here; a number from 1 on"),
     ],
 )

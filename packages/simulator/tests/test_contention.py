@@ -1,4 +1,5 @@
-"""Contention from a plan and a cluster to times, on plans of a few instructions where every number can be told by hand."""
+"""Contention from a plan and a cluster to times, on plans of a few instructions where every number can be told by
+hand."""
 
 import cProfile
 import pstats
@@ -26,7 +27,9 @@ from piper_simulator.durations.device_model import Work
 from piper_simulator.times import engine
 from tests.helpers.random_plans import PlanBuilder, random_plan
 
-TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
+TOY = toy(
+    "toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100
+)
 """1 FLOP/s, 1000 bytes/s of memory, 10 bytes/s per port and 2 per NIC, without latency."""
 
 
@@ -72,7 +75,9 @@ def test_two_flows_on_one_link_take_twice_as_long() -> None:
 def test_three_staggered_flows() -> None:
     """10 s of work each, beginning at 0, 2 and 4: after 4 s they have done 3, 1 and 0. Thirds: the first ends at 4 + 3
     x 7 = 25. The others have 2 and 3 left, halves: the second ends at 29, the third alone at 30."""
-    assert ends(fan(0, 2, 4), "0>1.recv@0", "0>2.recv@0", "0>3.recv@0") == pytest.approx([25.0, 29.0, 30.0])
+    assert ends(fan(0, 2, 4), "0>1.recv@0", "0>2.recv@0", "0>3.recv@0") == pytest.approx(
+        [25.0, 29.0, 30.0]
+    )
 
 
 def test_directions_of_a_link_are_apart() -> None:
@@ -104,7 +109,9 @@ def test_a_reduction_and_a_transfer_share_a_port() -> None:
     (times,) = engine.run_engine(prepared, [10.0] * len(prepared), flows=found)
     assert times.end == [20.0, 20.0, 20.0]
     memory = {members[0]: f.takes[0][1] for f, members in zip(found, prepared.groups, strict=True)}
-    assert sorted(memory.values()) == pytest.approx([0.01, 0.02]), "a transfer reads or writes on a rank, a reduction does both"
+    assert sorted(memory.values()) == pytest.approx([0.01, 0.02]), (
+        "a transfer reads or writes on a rank, a reduction does both"
+    )
 
 
 def test_compute_beside_a_message_is_slowed_by_sms_and_memory() -> None:
@@ -126,14 +133,19 @@ def test_memory_is_taken_at_the_rate_of_the_message() -> None:
     """Two transfers at half speed take as much memory bandwidth as one, and the SMs of two."""
     build = fan(0, 0)
     build.compute(0, 10.0, name="c")
-    assert spans(simulate(captured(build), TOY), "c")[0][1] == pytest.approx(10 / (1 - 2 * 0.15 - 0.01))
+    assert spans(simulate(captured(build), TOY), "c")[0][1] == pytest.approx(
+        10 / (1 - 2 * 0.15 - 0.01)
+    )
 
 
 def with_sms(plan: Plan, *sms: int | None) -> Plan:
     return replace(plan, channels=tuple(replace(c, sms=sms) for c in plan.channels))
 
 
-@pytest.mark.parametrize(("sms", "rate", "arrives"), [(20, 0.79, 10.0), (10, 0.89, 10.0), (5, 0.945, 20.0), (0, 0.99, 10.0)])
+@pytest.mark.parametrize(
+    ("sms", "rate", "arrives"),
+    [(20, 0.79, 10.0), (10, 0.89, 10.0), (5, 0.945, 20.0), (0, 0.99, 10.0)],
+)
 def test_sms_of_a_stream(sms: int, rate: float, arrives: float) -> None:
     """They are taken from compute; half of what saturates a port halves the speed and the memory; none are copy
     engines."""
@@ -157,7 +169,9 @@ def test_a_reduction_takes_the_sms_of_its_stream_but_no_copy_engine() -> None:
         changed = replace(plan, channels=(replace(transfer, sms=sms), reduce))
         prepared = prepare(changed)
         found = message_flows(changed, prepared, work, wiring(TOY))
-        return next(f.takes[0][0] for f, members in zip(found, prepared.groups) if len(members) == 1)
+        return next(
+            f.takes[0][0] for f, members in zip(found, prepared.groups) if len(members) == 1
+        )
 
     assert (f_sm((32, None)), f_sm((None, 32)), f_sm((0, None))) == (0.32, 0.15, 0.15)
 
@@ -172,7 +186,9 @@ class OneStream(PlanBuilder):
 def test_a_device_needs_more_sms_than_its_messages() -> None:
     plan = with_sms(captured(fan(0)), 100, None)
     for contention in (True, False):
-        with pytest.raises(ClusterError, match=r"stream 0>1 of role pp0 takes 100 SMs; toy:8\*2 has 100 per device"):
+        with pytest.raises(
+            ClusterError, match=r"stream 0>1 of role pp0 takes 100 SMs; toy:8\*2 has 100 per device"
+        ):
             simulate(plan, TOY, contention=contention)
     with pytest.raises(ClusterError, match="does not say how many"):
         simulate(with_sms(plan, 1, None), changed(TOY, sms=0))
@@ -192,7 +208,9 @@ def test_ranks_of_a_role_count_on_the_nics_of_their_node() -> None:
     work = [Work(50.0, "formula", bytes=100)] * 2
 
     def takes(nics: int) -> float:
-        return engine.run_engine(prepared, [50.0, 50.0], flows=message_flows(plan, prepared, work, wires(nics)))[0].makespan
+        return engine.run_engine(
+            prepared, [50.0, 50.0], flows=message_flows(plan, prepared, work, wires(nics))
+        )[0].makespan
 
     assert (takes(8), takes(2), takes(1)) == (50.0, 200.0, 400.0)
 
@@ -206,8 +224,16 @@ def test_a_ring_over_two_nodes_uses_the_nics_of_all_its_ranks() -> None:
     build.all_reduce((0, 1), {})
     plan = captured(build)
     prepared = prepare(plan)
-    ring = {m for members in prepared.groups if not prepared.p2p[prepared.group_of[members[0]]] for m in members}
-    work = [Work(30.0, "formula", 160) if n in ring else Work(50.0, "formula", 100) for n in range(len(prepared))]
+    ring = {
+        m
+        for members in prepared.groups
+        if not prepared.p2p[prepared.group_of[members[0]]]
+        for m in members
+    }
+    work = [
+        Work(30.0, "formula", 160) if n in ring else Work(50.0, "formula", 100)
+        for n in range(len(prepared))
+    ]
     transfer, reduce = message_flows(plan, prepared, work, wires(8))
     (nic,) = {r for r in transfer.shares if r in reduce.shares and transfer.shares[r] == 1.0}
     assert reduce.shares[nic] == pytest.approx(37.5 / 60)
@@ -218,7 +244,9 @@ def test_where_nothing_slows_anything_results_are_those_without() -> None:
     """Compute and messages take turns here; on a CPU, and where durations are given, there is nothing to share."""
     build = PlanBuilder(2)
     for _ in range(3):
-        build.compute(0, 3.0, waits=(("1>0", build.count(0, "1>0")),) if build.count(0, "1>0") else ())
+        build.compute(
+            0, 3.0, waits=(("1>0", build.count(0, "1>0")),) if build.count(0, "1>0") else ()
+        )
         build.transfer(0, 1, waits=(("compute", build.count(0, "compute")),), nbytes=70)
         build.compute(1, 2.0, waits=(("0>1", build.count(1, "0>1")),))
         build.transfer(1, 0, waits=(("compute", build.count(1, "compute")),), nbytes=70)
@@ -275,7 +303,11 @@ def test_no_more_steps_run_than_show_that_they_repeat() -> None:
         return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]  # typeshed leaves it out
 
     step = calls(lambda: engine.run_engine(prepared, durations, flows=found))
-    assert 2.5 * step < calls(lambda: engine.period(prepared, durations, found, latency=0.0, issue=0.0)) < 4.2 * step
+    assert (
+        2.5 * step
+        < calls(lambda: engine.period(prepared, durations, found, latency=0.0, issue=0.0))
+        < 4.2 * step
+    )
 
 
 @given(seed=st.integers(0, 1 << 30))
@@ -295,7 +327,15 @@ def random_flows(seed: int) -> tuple[Plan, list[float], list[Flow]]:
         roles = {next(r for r, b in enumerate(prepared.offsets[1:]) if m < b) for m in members}
         shares = {(seed + g) % 3: 0.5 + (g % 2) / 2} if g % 5 else {}
         largest = max(shares.values(), default=0.0)
-        out.append(Flow(g, durations[members[0]], shares, largest, dict.fromkeys(sorted(roles), (0.1, 0.2 * largest))))
+        out.append(
+            Flow(
+                g,
+                durations[members[0]],
+                shares,
+                largest,
+                dict.fromkeys(sorted(roles), (0.1, 0.2 * largest)),
+            )
+        )
     return plan, durations, out
 
 
@@ -305,13 +345,19 @@ def test_without_shares_the_engine_equals_the_sweep(seed: int, steps: int) -> No
     alone = [replace(f, shares={}, takes={}) for f in found]
     prepared, before = prepare(plan), None
     assert not slows_anything(alone)
-    for times in engine.run_engine(prepared, durations, latency=plan.hop, issue=0.13, steps=steps, flows=alone):
+    for times in engine.run_engine(
+        prepared, durations, latency=plan.hop, issue=0.13, steps=steps, flows=alone
+    ):
         before = sweep(prepared, durations, latency=plan.hop, issue=0.13, after=before)
         assert near(times, before)
 
 
 def near(a: Times, b: Times) -> bool:
-    return a.start == pytest.approx(b.start) and a.end == pytest.approx(b.end) and a.done == pytest.approx(b.done)
+    return (
+        a.start == pytest.approx(b.start)
+        and a.end == pytest.approx(b.end)
+        and a.done == pytest.approx(b.done)
+    )
 
 
 @given(seed=st.integers(0, 1 << 30))
@@ -325,12 +371,22 @@ def test_links_carry_no_more_than_they_can_and_nothing_is_earlier(seed: int) -> 
     lasted = [end - start for start, end in zip(times.start, times.end, strict=True)]
     assert all(took >= d - 1e-9 for took, d in zip(lasted, durations, strict=True) if d)
     for resource in range(3):
-        users = [(m[0], f) for m, f in zip(prepared.groups, found, strict=True) if resource in f.shares and f.seconds]
+        users = [
+            (m[0], f)
+            for m, f in zip(prepared.groups, found, strict=True)
+            if resource in f.shares and f.seconds
+        ]
         moments = sorted({t for m, _ in users for t in (times.start[m], times.end[m])})
         for a in moments:
             for b in (x for x in moments if x > a):
-                inside = sum(f.shares[resource] * f.seconds for m, f in users if a <= times.start[m] and times.end[m] <= b)
-                assert inside <= b - a + 1e-6, "what begins and ends within a span fits through the link in that span"
+                inside = sum(
+                    f.shares[resource] * f.seconds
+                    for m, f in users
+                    if a <= times.start[m] and times.end[m] <= b
+                )
+                assert inside <= b - a + 1e-6, (
+                    "what begins and ends within a span fits through the link in that span"
+                )
 
 
 @settings(max_examples=200)
@@ -356,7 +412,9 @@ def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
     members = tuple(sorted(rng.sample(range(16), 2 if p2p else rng.randint(1, 16))))
     where = rank_group(on, members)
     wires = wiring(on)
-    slowest = max((n / wires.capacity(r) for r, n in passes(wires, members, p2p).items()), default=0.0)
+    slowest = max(
+        (n / wires.capacity(r) for r, n in passes(wires, members, p2p).items()), default=0.0
+    )
     wire = 1.0 if p2p else 2 * (len(members) - 1) / len(members)
     seconds = by_formula(on, "p2p" if p2p else "all_reduce", 1000, where)
     if p2p or (where.least == where.most and not (slow and kinds)):
@@ -394,7 +452,10 @@ def test_what_changes_rails_shares_the_spine_and_leaves_the_rail_free() -> None:
     build.transfer(0, 9, nbytes=100)
     build.transfer(0, 8, nbytes=100)
     on = changed(TOY, oversubscription=2.0, rails=8)
-    assert ends(build, "0>9.recv@0", "0>8.recv@0", on=on) == [pytest.approx(125.0), pytest.approx(75.0)]
+    assert ends(build, "0>9.recv@0", "0>8.recv@0", on=on) == [
+        pytest.approx(125.0),
+        pytest.approx(75.0),
+    ]
 
 
 def test_a_slow_link_within_a_node() -> None:
@@ -402,7 +463,10 @@ def test_a_slow_link_within_a_node() -> None:
     build.transfer(0, 1, nbytes=100)
     build.transfer(0, 2, nbytes=100)
     on = changed(TOY, slow_links=(SlowLink(0, 0, 4.0),))
-    assert ends(build, "0>1.recv@0", "0>2.recv@0", on=on) == [pytest.approx(80.0), pytest.approx(80.0)]
+    assert ends(build, "0>1.recv@0", "0>2.recv@0", on=on) == [
+        pytest.approx(80.0),
+        pytest.approx(80.0),
+    ]
 
 
 class TwoStreams(PlanBuilder):
@@ -410,15 +474,24 @@ class TwoStreams(PlanBuilder):
 
     second = ""
 
-    def transfer(self, source: int, target: int, waits: Any = (), to: Any = (), nbytes: int = 0) -> None:
+    def transfer(
+        self, source: int, target: int, waits: Any = (), to: Any = (), nbytes: int = 0
+    ) -> None:
         before = dict(self.channels)
         super().transfer(source, target, waits, to, nbytes)
         if not self.second:
             return
         name, again = f"{source}>{target}", f"{source}>{target}{self.second}"
-        self.channels = {**before, again: replace(self.channels[name], id=again, streams=(again, again))}
+        self.channels = {
+            **before,
+            again: replace(self.channels[name], id=again, streams=(again, again)),
+        }
         for r in (source, target):
             last = self.programs[r].pop()
             part = last.parts[0]
             assert isinstance(part.op, Send | Recv)
-            self.programs[r].append(replace(last, stream=again, parts=(replace(part, op=replace(part.op, channel=again)),)))
+            self.programs[r].append(
+                replace(
+                    last, stream=again, parts=(replace(part, op=replace(part.op, channel=again)),)
+                )
+            )

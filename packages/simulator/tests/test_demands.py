@@ -20,17 +20,34 @@ from piper_simulator.durations.device_model import Work
 from piper_simulator.times import engine
 from tests.helpers.random_plans import PlanBuilder
 
-TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=4, nodes=2, sms=100)
+TOY = toy(
+    "toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=4, nodes=2, sms=100
+)
 """10 bytes/s per port and 2 per NIC, 1000 of memory, without latency."""
 NODE = ((0, 1, 2, 3),)
 
 
-def message(channel: str, op: str, nbytes: int, instances: tuple[tuple[int, ...], ...] = NODE, on: Cluster = TOY) -> Message:
+def message(
+    channel: str,
+    op: str,
+    nbytes: int,
+    instances: tuple[tuple[int, ...], ...] = NODE,
+    on: Cluster = TOY,
+) -> Message:
     """Return a message with the duration that the formula gives it."""
-    return Message(channel, op, nbytes, by_formula(on, op, nbytes, rank_group(on, instances[0])), instances, {0: None})
+    return Message(
+        channel,
+        op,
+        nbytes,
+        by_formula(on, op, nbytes, rank_group(on, instances[0])),
+        instances,
+        {0: None},
+    )
 
 
-def ends(messages: Sequence[Message], after: Sequence[float], on: Cluster = TOY, computing: bool = False) -> list[float]:
+def ends(
+    messages: Sequence[Message], after: Sequence[float], on: Cluster = TOY, computing: bool = False
+) -> list[float]:
     """When messages of one role are over, each on a stream of its own, that begin after so many seconds (of compute
     that nothing slows, unless `computing`)."""
     names = [m.channel for m in messages]
@@ -77,7 +94,10 @@ def test_an_all_to_all_over_two_nodes_takes_nics_and_ports() -> None:
     """Two ranks on each of two nodes: 30 of 90 wire bytes stay on the node, 60 leave it at 2 bytes/s. The 30 take a
     tenth of the port, all of which a ring on the node wants: both slow down to 1 / 1.1."""
     on = changed(TOY, per_node=2)
-    across, near = message("a", "all_to_all", 120, ((0, 1, 2, 3),), on), message("r", "all_reduce", 400, ((0, 1), (2, 3)), on)
+    across, near = (
+        message("a", "all_to_all", 120, ((0, 1, 2, 3),), on),
+        message("r", "all_reduce", 400, ((0, 1), (2, 3)), on),
+    )
     assert across.seconds == pytest.approx(30.0)
     assert ends([across], [0.0], on) == [pytest.approx(30.0)]
     assert fair_rates(demands([across, near], wiring(on))) == pytest.approx([1 / 1.1, 1 / 1.1])
@@ -97,7 +117,9 @@ def test_an_all_to_all_slows_compute_as_a_reduction_does() -> None:
     before the second message, 4.15 s alone, runs beside it."""
     found = demands([message("a", "all_to_all", 80)], wiring(TOY))
     assert found[0].takes == {0: (0.15, pytest.approx(0.02))}
-    late = ends([message("a", "all_to_all", 80), message("b", "all_to_all", 0)], [0.0, 4.15], computing=True)
+    late = ends(
+        [message("a", "all_to_all", 80), message("b", "all_to_all", 0)], [0.0, 4.15], computing=True
+    )
     assert late == [6.0, pytest.approx(4.15 / 0.83)]
 
 
@@ -110,9 +132,14 @@ def test_the_route_of_a_message_to_single_members_agrees_with_its_formula(
     on = changed(TOY, per_node=per_node, nodes=nodes)
     everyone = tuple(range(per_node * nodes))
     found = route(op, [everyone], wiring(on))
-    assert found.wire * nbytes * found.slowest == pytest.approx(by_formula(on, op, nbytes, rank_group(on, everyone)))
+    assert found.wire * nbytes * found.slowest == pytest.approx(
+        by_formula(on, op, nbytes, rank_group(on, everyone))
+    )
     for link in ("port", "nic"):
-        out, into = (sum(n for (kind, *_), n in found.passes.items() if kind == f"{link} {way}") for way in ("out", "in"))
+        out, into = (
+            sum(n for (kind, *_), n in found.passes.items() if kind == f"{link} {way}")
+            for way in ("out", "in")
+        )
         assert out == pytest.approx(into)
     total = sum(n for (kind, *_), n in found.passes.items() if kind.endswith("out"))
     assert total == pytest.approx(len(everyone) if len(everyone) > 1 else 0)
@@ -135,7 +162,9 @@ def test_messages_of_a_plan_ask_for_the_same() -> None:
 
 def test_halves_of_a_reduction_take_half_of_its_wire() -> None:
     wires = wiring(TOY)
-    assert [route(op, NODE, wires).wire for op in ("all_reduce", "all_gather", "reduce_scatter")] == [1.5, 0.75, 0.75]
+    assert [
+        route(op, NODE, wires).wire for op in ("all_reduce", "all_gather", "reduce_scatter")
+    ] == [1.5, 0.75, 0.75]
     assert route("all_reduce", NODE, wires).passes == route("all_gather", NODE, wires).passes
 
 
@@ -146,11 +175,17 @@ def test_messages_of_one_rank_ask_for_nothing() -> None:
 
 def test_bad_groups_are_named() -> None:
     wires = wiring(TOY)
-    with pytest.raises(ClusterError, match=r"all_to_all of groups of \[1, 2\] ranks; instances of one group have the same"):
+    with pytest.raises(
+        ClusterError,
+        match=r"all_to_all of groups of \[1, 2\] ranks; instances of one group have the same",
+    ):
         route("all_to_all", [(0, 1), (2,)], wires)
     with pytest.raises(ClusterError, match=r"all_reduce of groups of \[\] ranks"):
         route("all_reduce", [], wires)
     with pytest.raises(ClusterError, match="p2p of 3 ranks; it has a source and a destination"):
         route("p2p", [(0, 1, 2)], wires)
-    with pytest.raises(ClusterError, match=r"channel 'a' has all_to_all of .* and all_reduce of .*channels of their own"):
+    with pytest.raises(
+        ClusterError,
+        match=r"channel 'a' has all_to_all of .* and all_reduce of .*channels of their own",
+    ):
         demands([message("a", "all_to_all", 80), message("a", "all_reduce", 80)], wires)

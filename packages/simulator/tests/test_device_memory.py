@@ -37,10 +37,17 @@ def heavy(nbytes: int, role: int = 0) -> Plan:
     computation, at 3 s."""
     plan = two_devices().plan()
     first, second = plan.roles
-    program = [replace(i, allocs_after=("v0>1@0",)) if i.stream == COMPUTE else i for i in second.program]
+    program = [
+        replace(i, allocs_after=("v0>1@0",)) if i.stream == COMPUTE else i for i in second.program
+    ]
     roles = (first, replace(second, program=tuple(program)))
     state = State("param", "w", nbytes)
-    return with_peaks(replace(plan, roles=tuple(replace(r, states=(state,) * (k == role)) for k, r in enumerate(roles))))
+    return with_peaks(
+        replace(
+            plan,
+            roles=tuple(replace(r, states=(state,) * (k == role)) for k, r in enumerate(roles)),
+        )
+    )
 
 
 def test_communicators_by_nccls_defaults() -> None:
@@ -55,7 +62,9 @@ def test_communicators_by_nccls_defaults() -> None:
     assert pair_bytes == 294 << 20
     for device in (kind.device for kind in DEVICES.values()):
         assert device.p2p_bytes == pair_bytes
-        assert pair_bytes * RECEIVED == pytest.approx(device.group_bytes, rel=0.1), "measured: 1.27 GiB"
+        assert pair_bytes * RECEIVED == pytest.approx(device.group_bytes, rel=0.1), (
+            "measured: 1.27 GiB"
+        )
 
 
 def test_the_totals_apart() -> None:
@@ -75,7 +84,10 @@ def test_a_memory_has_a_line_for_everything() -> None:
     for rank in range(2):
         found = s.memory(rank)
         assert tuple(found) == (*LINES, *BESIDE)
-        assert sum(found[line] for line in LINES) == s.peak_bytes[rank] and sum(found.values()) == s.device_bytes[rank]
+        assert (
+            sum(found[line] for line in LINES) == s.peak_bytes[rank]
+            and sum(found.values()) == s.device_bytes[rank]
+        )
     assert s.memory(0)["parameters"] == 1000 and s.memory(1)["activations"] == 16
     assert s.summary()["memory"] == s.memory(0) and s.summary()["oom"] is None
     with pytest.raises(IndexError):
@@ -83,7 +95,11 @@ def test_a_memory_has_a_line_for_everything() -> None:
 
 
 def test_whose_kernels_hold_memory() -> None:
-    assert (device_type(None), device_type(load_cluster("cpu-local")), device_type(H100)) == ("", "", "cuda")
+    assert (device_type(None), device_type(load_cluster("cpu-local")), device_type(H100)) == (
+        "",
+        "",
+        "cuda",
+    )
 
 
 def test_what_fits_to_the_byte_fits() -> None:
@@ -99,7 +115,9 @@ def test_a_verdict_says_where_when_and_how_much() -> None:
     """Rank 1 has room for its parameter, and not for the buffer beside it."""
     cluster = changed(H100, allocator_factor=1.0)
     fixed = simulate(heavy(0, role=1), cluster)
-    plan = heavy(cluster.device.memory_bytes - fixed.device_bytes[1] + fixed.peak_bytes[1] - 15, role=1)
+    plan = heavy(
+        cluster.device.memory_bytes - fixed.device_bytes[1] + fixed.peak_bytes[1] - 15, role=1
+    )
     s = simulate(plan, cluster)
     verdict = s.oom
     assert not s.fits and verdict is not None and s.ooms == (verdict,)
@@ -107,18 +125,34 @@ def test_a_verdict_says_where_when_and_how_much() -> None:
     assert (verdict.needs, verdict.limit) == (s.device_bytes[1], cluster.device.memory_bytes)
     span = next(x for x in s.trace.spans if x.rank == 1 and x.instr == verdict.instr)
     assert verdict.time_s == span.start == 3.0 and span.name == "b.F@0" and span.name in verdict.at
-    assert verdict.owners[0].category == "param" and sum(o.bytes for o in verdict.owners) == s.peak_bytes[1]
-    assert verdict.text.startswith(
-        f"out of memory {verdict.time_s:g} s into the step, in instruction {verdict.instr} {span.name}"
+    assert (
+        verdict.owners[0].category == "param"
+        and sum(o.bytes for o in verdict.owners) == s.peak_bytes[1]
     )
-    assert "rank 1" in verdict.text and "1 B more than the limit" in verdict.text and "w: param" in verdict.text
+    assert verdict.text.startswith(
+        f"out of memory {verdict.time_s:g} s into the step, in instruction {verdict.instr} "
+        f"{span.name}"
+    )
+    assert (
+        "rank 1" in verdict.text
+        and "1 B more than the limit" in verdict.text
+        and "w: param" in verdict.text
+    )
     data = s.summary()["oom"]
-    assert data["over_bytes"] == 1 and data["owners"][0]["category"] == "param" and data["text"] == verdict.text
+    assert (
+        data["over_bytes"] == 1
+        and data["owners"][0]["category"] == "param"
+        and data["text"] == verdict.text
+    )
 
 
 def test_what_is_there_before_the_step_is_too_much_at_its_start() -> None:
     verdict = simulate(heavy(100 * GIB), H100).oom
-    assert verdict is not None and (verdict.instr, verdict.time_s, verdict.at) == (-1, 0.0, "its start")
+    assert verdict is not None and (verdict.instr, verdict.time_s, verdict.at) == (
+        -1,
+        0.0,
+        "its start",
+    )
     assert verdict.text.startswith("out of memory before the step begins: rank 0")
 
 

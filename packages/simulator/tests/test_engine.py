@@ -12,7 +12,9 @@ from piper_simulator.times.engine import run_engine
 from tests.helpers.random_plans import PlanBuilder, random_plan
 
 
-@given(seed=st.integers(0, 1 << 30), issue=st.sampled_from([0.0, 0.13, 1.0]), steps=st.integers(1, 3))
+@given(
+    seed=st.integers(0, 1 << 30), issue=st.sampled_from([0.0, 0.13, 1.0]), steps=st.integers(1, 3)
+)
 def test_the_engine_equals_the_sweep_exactly(seed: int, issue: float, steps: int) -> None:
     plan, durations = random_plan(seed)
     prepared = prepare(plan)
@@ -49,7 +51,12 @@ def test_the_result_does_not_depend_on_the_order_of_roles() -> None:
         first = [sum(ends[:r]) for r in range(len(ends))]
         pieces = [durations[f : f + n] for f, n in zip(first, ends)]
         (times,) = run_engine(prepare(plan), durations, latency=plan.hop, issue=0.1)
-        (other,) = run_engine(prepare(turned), [d for piece in pieces[::-1] for d in piece], latency=plan.hop, issue=0.1)
+        (other,) = run_engine(
+            prepare(turned),
+            [d for piece in pieces[::-1] for d in piece],
+            latency=plan.hop,
+            issue=0.1,
+        )
         starts = [times.start[f : f + n] for f, n in zip(first, ends)]
         assert other.start == [t for piece in starts[::-1] for t in piece]
 

@@ -30,7 +30,9 @@ def in_a_row(n: int, *, dp: int = 1, reduced: bool = False) -> Plan:
     return build.plan()
 
 
-def spread(plan: Plan, c: float, repetitions: int = 400, on: Cluster | None = None, seed: int = 7) -> Distribution:
+def spread(
+    plan: Plan, c: float, repetitions: int = 400, on: Cluster | None = None, seed: int = 7
+) -> Distribution:
     return simulate(plan, on).distribution(c, seed=seed, repetitions=repetitions)
 
 
@@ -93,7 +95,13 @@ def test_the_seed_decides() -> None:
     plan = in_a_row(5, dp=2, reduced=True)
     assert spread(plan, 0.1, 20) == spread(plan, 0.1, 20)
     assert spread(plan, 0.1, 20) != spread(plan, 0.1, 20, seed=8)
-    assert spread(plan, 0.1, 20).as_dict()["step_s"].keys() == {"p5", "median", "p95", "mean", "std"}
+    assert spread(plan, 0.1, 20).as_dict()["step_s"].keys() == {
+        "p5",
+        "median",
+        "p95",
+        "mean",
+        "std",
+    }
 
 
 def test_of_many_replicas_some_draw_and_one_of_each_sort(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +114,9 @@ def test_of_many_replicas_some_draw_and_one_of_each_sort(monkeypatch: pytest.Mon
     assert some.note.startswith("4 of 8 replicas drew durations")
     monkeypatch.setattr(jitter, "MOST", 0)
     two = spread(plan, 0.01, 20, on)
-    assert two.ranks == 2 and two.step_s.median == pytest.approx(8, rel=0.02), "rank 6 is one of them"
+    assert two.ranks == 2 and two.step_s.median == pytest.approx(8, rel=0.02), (
+        "rank 6 is one of them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,10 @@ def test_of_many_replicas_some_draw_and_one_of_each_sort(monkeypatch: pytest.Mon
         ({"jitter": -0.1}, "jitter is -0.1; a coefficient of variation from 0 to 10 is needed"),
         ({"jitter": float("nan")}, "jitter is nan"),
         ({"jitter": "much"}, "jitter is 'much'"),
-        ({"jitter": 0.1, "repetitions": 0}, "repetitions is 0; a whole number from 1 to 100000 is needed"),
+        (
+            {"jitter": 0.1, "repetitions": 0},
+            "repetitions is 0; a whole number from 1 to 100000 is needed",
+        ),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -9,12 +9,36 @@ from piper_ir.ground.errors import ClusterError
 from piper_ir.program.program import Cost, Kernel
 from piper_simulator import load_cluster
 from piper_simulator.cluster.stacks import STACKS, read_stacks
-from piper_simulator.durations.kernels import by_kind, filled, launched, memory_fraction, plain, step_seconds
+from piper_simulator.durations.kernels import (
+    by_kind,
+    filled,
+    launched,
+    memory_fraction,
+    plain,
+    step_seconds,
+)
 
-H100, STARTED, A100 = load_cluster("h100x8").device, load_cluster("h100x8@eager").device, load_cluster("a100x8@eager").device
+H100, STARTED, A100 = (
+    load_cluster("h100x8").device,
+    load_cluster("h100x8@eager").device,
+    load_cluster("a100x8@eager").device,
+)
 EAGER, A100 = replace(STARTED, kernel_s=0.0), replace(A100, kernel_s=0.0)
-MATMUL = Kernel("matmul", (8192, 8192, 2048), "bfloat16", 2 * 8192 * 8192 * 2048, 2 * (2 * 8192 * 2048 + 8192 * 8192))
-ATTENTION = Kernel("attention", (8, 16, 1024, 1024, 128), "bfloat16", 4 * 8 * 16 * 1024**2 * 128 // 2, 10**8, lowering="flash")
+MATMUL = Kernel(
+    "matmul",
+    (8192, 8192, 2048),
+    "bfloat16",
+    2 * 8192 * 8192 * 2048,
+    2 * (2 * 8192 * 2048 + 8192 * 8192),
+)
+ATTENTION = Kernel(
+    "attention",
+    (8, 16, 1024, 1024, 128),
+    "bfloat16",
+    4 * 8 * 16 * 1024**2 * 128 // 2,
+    10**8,
+    lowering="flash",
+)
 
 
 def moving(nbytes: int, kind: str = "elementwise", count: int = 1) -> Kernel:
@@ -27,7 +51,9 @@ def test_tiles_come_in_waves() -> None:
     assert filled((133 * 128, 128, 64), 132) == pytest.approx(133 / 264)
     assert filled((66 * 128, 128, 64), 132) == 0.5, "half of the SMs have nothing to do"
     assert filled((2, 66 * 128, 128, 64), 132) == 1.0, "two products side by side"
-    assert filled((132 * 128 - 64, 128, 64), 132) == pytest.approx(131.5 / 132), "a tile that is not full takes as long"
+    assert filled((132 * 128 - 64, 128, 64), 132) == pytest.approx(131.5 / 132), (
+        "a tile that is not full takes as long"
+    )
 
 
 def test_a_sum_takes_whole_steps_of_k() -> None:
@@ -48,18 +74,24 @@ def test_a_matrix_product_reaches_what_was_measured_at_best() -> None:
 def test_attention_reaches_what_its_kernel_does() -> None:
     """FlashAttention-2: 35 % of an H100, 73 % forward and 63 % backward of an A100."""
     reached = [
-        ATTENTION.flops / by_kind(c, ATTENTION, backward=b) / c.peak("bfloat16") for c in (EAGER, A100) for b in (False, True)
+        ATTENTION.flops / by_kind(c, ATTENTION, backward=b) / c.peak("bfloat16")
+        for c in (EAGER, A100)
+        for b in (False, True)
     ]
     assert reached == pytest.approx([0.35, 0.35, 0.73, 0.63])
     for c in (EAGER, replace(load_cluster("b200x8@eager").device, kernel_s=0.0)):
         other = replace(ATTENTION, dtype="float32" if c is EAGER else "bfloat16")
         rate = other.flops / by_kind(c, other, backward=True) / c.peak(other.dtype)
-        assert rate == pytest.approx(c.matmul_fraction), "nothing is published of it: a matrix product"
+        assert rate == pytest.approx(c.matmul_fraction), (
+            "nothing is published of it: a matrix product"
+        )
 
 
 def test_small_transfers_reach_less_of_the_memory() -> None:
     """Calculon's H100: from 100, 10 and 1 MB on 0.90, 0.75 and 0.60, else 0.30."""
-    assert [memory_fraction(EAGER, b) for b in (200_000_000, 100_000_000, 20_000_000, 2_000_000, 999)] == [
+    assert [
+        memory_fraction(EAGER, b) for b in (200_000_000, 100_000_000, 20_000_000, 2_000_000, 999)
+    ] == [
         0.9,
         0.9,
         0.75,
@@ -68,66 +100,104 @@ def test_small_transfers_reach_less_of_the_memory() -> None:
     ]
     assert memory_fraction(A100, 1) == 0.91
     for kind in ("norm", "elementwise", "embedding", "loss", "other"):
-        assert by_kind(EAGER, moving(20_000_000, kind), backward=False) == pytest.approx(20e6 / (3.35e12 * 0.75))
+        assert by_kind(EAGER, moving(20_000_000, kind), backward=False) == pytest.approx(
+            20e6 / (3.35e12 * 0.75)
+        )
 
 
 def test_a_kernel_starts_before_it_moves_anything() -> None:
     """2.5 us, then its bytes at 90 % of the bandwidth; or the part that few bytes reach, where that is longer."""
-    nothing, some, many = (by_kind(STARTED, moving(n), backward=False) for n in (0, 20_000_000, 2_000_000_000))
+    nothing, some, many = (
+        by_kind(STARTED, moving(n), backward=False) for n in (0, 20_000_000, 2_000_000_000)
+    )
     assert nothing == 2.5e-6 and some == pytest.approx(2.5e-6 + 20e6 / (3.35e12 * 0.9))
     assert many == pytest.approx(2.5e-6 + 2e9 / (3.35e12 * 0.9)) and plain(STARTED, moving(0)) == 0
-    assert by_kind(STARTED, MATMUL, backward=False) == pytest.approx(2.5e-6 + by_kind(EAGER, MATMUL, backward=False))
+    assert by_kind(STARTED, MATMUL, backward=False) == pytest.approx(
+        2.5e-6 + by_kind(EAGER, MATMUL, backward=False)
+    )
     few = replace(STARTED, memory_steps=((0, 0.1),))
-    assert by_kind(few, moving(20_000_000), backward=False) == pytest.approx(20e6 / 3.35e11), "not both"
+    assert by_kind(few, moving(20_000_000), backward=False) == pytest.approx(20e6 / 3.35e11), (
+        "not both"
+    )
     one = replace(STARTED, stack=STACKS["inductor"])
-    assert by_kind(one, moving(0), backward=False) == 0 < by_kind(one, moving(0, "other"), backward=False), "one for all"
+    assert (
+        by_kind(one, moving(0), backward=False)
+        == 0
+        < by_kind(one, moving(0, "other"), backward=False)
+    ), "one for all"
 
 
 def test_a_step_is_bound_by_its_kernels_or_by_its_launches() -> None:
     busy = launched(EAGER, 100e-6, 20)
     assert busy == pytest.approx(100e-6 * 2**0.25), "both take 100 us"
-    assert launched(EAGER, 1.0, 20) == pytest.approx(1.0) and launched(EAGER, 1e-9, 20) == pytest.approx(100e-6)
+    assert launched(EAGER, 1.0, 20) == pytest.approx(1.0) and launched(
+        EAGER, 1e-9, 20
+    ) == pytest.approx(100e-6)
     assert launched(EAGER, 0.0, 20) == launched(H100, 0.0, 20) == 100e-6
     assert launched(H100, 100e-6, 20) == 100e-6 and launched(H100, 150e-6, 20) == 150e-6
 
 
 def test_a_stack_may_launch_several_kernels_as_one() -> None:
     cost = Cost((moving(1, "elementwise", 30), moving(1, "norm", 10), moving(1, "other", 4)))
-    times = {name: step_seconds(replace(H100, stack=stack, kernel_s=0.0), cost, "F") for name, stack in STACKS.items()}
+    times = {
+        name: step_seconds(replace(H100, stack=stack, kernel_s=0.0), cost, "F")
+        for name, stack in STACKS.items()
+    }
     assert times["eager"] == pytest.approx(44 * 5e-6, rel=1e-3)
-    assert times["inductor"] == pytest.approx(6 * 5e-6, rel=1e-3), "one of each fused kind and 4 others"
+    assert times["inductor"] == pytest.approx(6 * 5e-6, rel=1e-3), (
+        "one of each fused kind and 4 others"
+    )
 
 
 def test_without_a_stack_kinds_do_not_differ() -> None:
     cost = Cost((MATMUL, ATTENTION, moving(20_000_000)))
     for step in ("F", "I"):
         seconds = step_seconds(H100, cost, step)
-        assert seconds == pytest.approx((MATMUL.flops + ATTENTION.flops) / (989e12 * 0.803) + 20e6 / (3.35e12 * 0.9))
+        assert seconds == pytest.approx(
+            (MATMUL.flops + ATTENTION.flops) / (989e12 * 0.803) + 20e6 / (3.35e12 * 0.9)
+        )
         assert seconds < step_seconds(EAGER, cost, step)
 
 
 def test_every_stack_has_its_source_and_its_kernel() -> None:
     assert {*STACKS} == {"eager", "inductor", "megatron"}
     for stack in STACKS.values():
-        assert stack.source and stack.saved and {"ampere", "hopper"} == stack.attention_fraction.keys()
+        assert (
+            stack.source and stack.saved and {"ampere", "hopper"} == stack.attention_fraction.keys()
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[stacks.mine]\nattention = "flash-2"\n', "stacks.mine: lowering, optimizer, fused, saved, overlap, source missing"),
         (
-            '[stacks.mine]\nattention = "own"\nfused = []\nsaved = "all"\noverlap = []\nsource = "me"\n'
+            '[stacks.mine]\nattention = "flash-2"\n',
+            "stacks.mine: lowering, optimizer, fused, saved, overlap, source missing",
+        ),
+        (
+            '[stacks.mine]\nattention = "own"\nfused = []\nsaved = "all"\noverlap = []\nsource = '
+            '"me"\n'
             'lowering = "torch"\noptimizer = "fused"\n',
             "stacks.mine.attention: no kernel 'own'; known: flash-2",
         ),
-        ('[stacks.mine]\nfused = ["gemm"]\n', r"stacks.mine.fused\[0\]: 'gemm' stands here; one of 'matmul', 'attention'"),
-        ('[stacks.mine]\nlowering = "jax"\n', "lowering: 'jax' stands here; one of 'torch', 'one kernel' is needed"),
-        ("[attention.flash-2]\nhopper = [0.3]\n", "attention.flash-2.hopper: 1 of them; 2 are needed"),
+        (
+            '[stacks.mine]\nfused = ["gemm"]\n',
+            r"stacks.mine.fused\[0\]: 'gemm' stands here; one of 'matmul', 'attention'",
+        ),
+        (
+            '[stacks.mine]\nlowering = "jax"\n',
+            "lowering: 'jax' stands here; one of 'torch', 'one kernel' is needed",
+        ),
+        (
+            "[attention.flash-2]\nhopper = [0.3]\n",
+            "attention.flash-2.hopper: 1 of them; 2 are needed",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_stack_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "stacks.toml"
-    path.write_text(('[attention.flash-2]\nsource = "s"\n' if "[attention" not in text else "") + text)
+    path.write_text(
+        ('[attention.flash-2]\nsource = "s"\n' if "[attention" not in text else "") + text
+    )
     with pytest.raises(ClusterError, match=message):
         read_stacks(path)

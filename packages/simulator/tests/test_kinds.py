@@ -25,7 +25,10 @@ def test_names() -> None:
     assert MIXED.name == "a100-80g-sxm:4+h100-80g-sxm:4*2"
     assert load_cluster("h100x8+a100x8@eager").name == "h100-80g-sxm:8+a100-80g-sxm:8@eager"
     assert load_cluster(MIXED.name) == MIXED
-    assert load_cluster("h100x4+h100x4").name == "h100-80g-sxm:4*2" and len(load_cluster("h100x4+h100x4").kinds) == 1
+    assert (
+        load_cluster("h100x4+h100x4").name == "h100-80g-sxm:4*2"
+        and len(load_cluster("h100x4+h100x4").kinds) == 1
+    )
     assert [k.device.name for k in MIXED.kinds] == ["a100-80g-sxm", "h100-80g-sxm"]
     assert [MIXED.of(rank).name[:4] for rank in (0, 3, 4, 11)] == ["a100", "a100", "h100", "h100"]
     for wrong in ("a100x8+", "a100x8+h900x8", "a100x8@eager+h100x8", "h100x8@"):
@@ -38,27 +41,45 @@ def test_names() -> None:
 def test_what_cannot_be_beside_each_other() -> None:
     with pytest.raises(ClusterError, match="nodes: none stand here; at least one is needed"):
         replace(H100, nodes=())
-    with pytest.raises(ClusterError, match=r"nodes\[1\]: 0 stands here; a whole number from 1 on is needed"):
+    with pytest.raises(
+        ClusterError, match=r"nodes\[1\]: 0 stands here; a whole number from 1 on is needed"
+    ):
         replace(H100, nodes=((1, H100.device), (0, A100.device)))
-    with pytest.raises(ClusterError, match="links: 2 of them for 3 runs of nodes; one for all, or one for each, is needed"):
+    with pytest.raises(
+        ClusterError,
+        match="links: 2 of them for 3 runs of nodes; one for all, or one for each, is needed",
+    ):
         replace(H100, nodes=((1, H100.device),) * 3, network=MIXED.network)
     with pytest.raises(ClusterError, match="devices beside a CPU"):
         beside(H100, 0, 1, load_cluster("cpu-local"))
 
 
 def test_messages_between_two_types_take_what_the_slower_one_takes() -> None:
-    near, far, between = rank_group(MIXED, (0, 1)), rank_group(MIXED, (4, 8)), rank_group(MIXED, (3, 4))
+    near, far, between = (
+        rank_group(MIXED, (0, 1)),
+        rank_group(MIXED, (4, 8)),
+        rank_group(MIXED, (3, 4)),
+    )
     assert between.kinds == (0, 1)
-    assert by_formula(MIXED, "p2p", 1e9, near) == by_formula(A100, "p2p", 1e9, rank_group(A100, (0, 1)))
-    assert by_formula(MIXED, "p2p", 1e9, far) == by_formula(H100, "p2p", 1e9, rank_group(H100, (0, 4)))
+    assert by_formula(MIXED, "p2p", 1e9, near) == by_formula(
+        A100, "p2p", 1e9, rank_group(A100, (0, 1))
+    )
+    assert by_formula(MIXED, "p2p", 1e9, far) == by_formula(
+        H100, "p2p", 1e9, rank_group(H100, (0, 4))
+    )
     assert by_formula(MIXED, "p2p", 1e9, between) == pytest.approx(4e-6 + 1 / 23.5), "an A100's NIC"
     ring = by_formula(MIXED, "all_reduce", 1e9, rank_group(MIXED, range(8)))
-    assert ring == by_formula(load_cluster("a100x4*2"), "all_reduce", 1e9, rank_group(H100, range(8)))
+    assert ring == by_formula(
+        load_cluster("a100x4*2"), "all_reduce", 1e9, rank_group(H100, range(8))
+    )
 
 
 def test_a_table_holds_for_its_own_type() -> None:
     both = load_cluster("h100x8+a100-40gx8")
-    assert duration(both, "all_reduce", 1 << 20, rank_group(both, range(8, 16))).source in ("table", "interpolated")
+    assert duration(both, "all_reduce", 1 << 20, rank_group(both, range(8, 16))).source in (
+        "table",
+        "interpolated",
+    )
     assert duration(both, "all_reduce", 1 << 20, rank_group(both, range(8))).source == "formula"
     assert duration(both, "all_reduce", 1 << 20, rank_group(both, range(16))).source == "formula"
 
@@ -93,11 +114,16 @@ def test_a_stack_without_a_number_for_a_device_says_so() -> None:
     asked = replace(plan, chunks=(replace(plan.chunks[0], steps=attention), *plan.chunks[1:]))
     said = "the stack eager has no number for its attention kernel flash-2 on blackwell devices"
     found = {
-        name: [n for n in simulate(asked, name).notes if "no number" in n] for name in ("b200x8@eager", "h100x8@eager", "b200x8")
+        name: [n for n in simulate(asked, name).notes if "no number" in n]
+        for name in ("b200x8@eager", "h100x8@eager", "b200x8")
     }
     assert len(found["b200x8@eager"]) == 1 and said in found["b200x8@eager"][0]
-    assert found["h100x8@eager"] == found["b200x8"] == [], "it has one there; without a stack no kernel has numbers of its own"
-    assert not any("no number" in note for note in simulate(plan, "b200x8@eager").notes), "no attention runs"
+    assert found["h100x8@eager"] == found["b200x8"] == [], (
+        "it has one there; without a stack no kernel has numbers of its own"
+    )
+    assert not any("no number" in note for note in simulate(plan, "b200x8@eager").notes), (
+        "no attention runs"
+    )
 
 
 def test_utilisation_is_of_the_sum_of_peaks() -> None:
@@ -110,21 +136,45 @@ def test_utilisation_is_of_the_sum_of_peaks() -> None:
 def test_memory_is_that_of_each_ranks_own_device() -> None:
     small = changed(A100, context_bytes=7 * GIB, allocator_factor=1.5)
     mixed = Cluster.joined((small, H100))
-    s, plain = simulate(pipeline(nbytes=GIB), mixed), simulate(pipeline(nbytes=GIB), load_cluster("h100x4*3"))
+    s, plain = (
+        simulate(pipeline(nbytes=GIB), mixed),
+        simulate(pipeline(nbytes=GIB), load_cluster("h100x4*3")),
+    )
     assert s.peak_bytes == plain.peak_bytes and s.device_bytes[4:] == plain.device_bytes[4:]
-    communicators = plain.device_bytes[0] - H100.device.context_bytes - round(plain.peak_bytes[0] * H100.device.allocator_factor)
+    communicators = (
+        plain.device_bytes[0]
+        - H100.device.context_bytes
+        - round(plain.peak_bytes[0] * H100.device.allocator_factor)
+    )
     assert s.device_bytes[0] == 7 * GIB + round(s.peak_bytes[0] * 1.5) + communicators
-    assert [mixed.of(rank).memory_bytes for rank in (0, 11)] == [A100.device.memory_bytes, H100.device.memory_bytes]
+    assert [mixed.of(rank).memory_bytes for rank in (0, 11)] == [
+        A100.device.memory_bytes,
+        H100.device.memory_bytes,
+    ]
 
 
 def test_costs_hold_for_the_type_on_which_they_were_taken() -> None:
     plan = pipeline()
-    origin = Origin("an H100", "h100-80g-sxm:1", "nccl", "processes", 8, 1, "3", "2", plan.program_key, "2026-11-20", 3)
+    origin = Origin(
+        "an H100",
+        "h100-80g-sxm:1",
+        "nccl",
+        "processes",
+        8,
+        1,
+        "3",
+        "2",
+        plan.program_key,
+        "2026-11-20",
+        3,
+    )
     steps = {c.id: {k: Duration(1.0) for k in c.steps} for c in plan.chunks}
     model = DeviceModel(plan, MIXED, Costs(compute=steps, origin=origin))
     computes = [[model.work(r, i) for i in r.program if not i.comm] for r in plan.roles]
     assert [any(w.source == "measured" for w in of) for of in computes] == [False, True]
-    elsewhere = DeviceModel(plan, MIXED, Costs(compute=steps, origin=replace(origin, cluster="b200-sxm:1")))
+    elsewhere = DeviceModel(
+        plan, MIXED, Costs(compute=steps, origin=replace(origin, cluster="b200-sxm:1"))
+    )
     computes = [[elsewhere.work(r, i) for i in r.program if not i.comm] for r in plan.roles]
     assert [any(w.source == "measured" for w in of) for of in computes] == [True, True]
 
@@ -133,7 +183,9 @@ def test_what_if_and_sensitivities_reach_every_type() -> None:
     plan, slow = pipeline(), changed(MIXED, slow_ranks={1: 1.5, 2: 1.5})
     found = why(plan, slow)
     by_name = {w.name: w.step_s for w in found.what_if}
-    faster = slow.each_device(lambda d: replace(d, peak_flops={k: 2 * v for k, v in d.peak_flops.items()}))
+    faster = slow.each_device(
+        lambda d: replace(d, peak_flops={k: 2 * v for k, v in d.peak_flops.items()})
+    )
     assert by_name["twice the peak FLOP/s"] == pytest.approx(simulate(plan, faster).step_s)
     assert found.step_s == pytest.approx(simulate(plan, slow).step_s)
     parts = {s.name: s.per_percent for s in found.sensitivities}
@@ -154,7 +206,10 @@ def test_the_step_is_sensitive_to_the_slow_links_that_it_waits_for() -> None:
     found = why(plan, slow)
     parts = {s.name: s.per_percent for s in found.sensitivities}
     for link, matters in links.items():
-        more = changed(slow, slow_links=tuple(replace(x, factor=1.01 * x.factor) if x == link else x for x in links))
+        more = changed(
+            slow,
+            slow_links=tuple(replace(x, factor=1.01 * x.factor) if x == link else x for x in links),
+        )
         percent = (simulate(plan, more).step_s / found.step_s - 1) * 100
         assert (percent > 0.1) is matters
         assert parts.get(f"slow_links[{link.factor:g}]", 0.0) == pytest.approx(percent, rel=0.05)

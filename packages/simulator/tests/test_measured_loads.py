@@ -19,7 +19,9 @@ ACCEPTED = "; the metrics.jsonl of a run of this model, or the run's folder, is 
 def refused(path: Path, problem: str) -> None:
     with pytest.raises(PlanError) as error:
         load_of(None, path)  # type: ignore[arg-type]  # no plan is asked
-    assert str(error.value).startswith(f"load={str(path)!r}: {problem}") and str(error.value).endswith(ACCEPTED)
+    assert str(error.value).startswith(f"load={str(path)!r}: {problem}") and str(
+        error.value
+    ).endswith(ACCEPTED)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,9 @@ def mixture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def line(first: str, *others: int) -> str:
     """Return a line of metrics; the tokens of the first expert are JSON, whatever number that is."""
-    return json.dumps({"step": 0, "experts": {"layers.0": {"tokens": ["first", *others]}}}).replace('"first"', first)
+    return json.dumps({"step": 0, "experts": {"layers.0": {"tokens": ["first", *others]}}}).replace(
+        '"first"', first
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,12 @@ def plan(*chunks: Chunk, mesh: Mesh | None = None, over: tuple[str, ...] = ()) -
     mesh = mesh or Mesh(pp=2)
     roles = tuple(
         RolePlan(
-            f"pp{r}", {"pp": r}, mesh.ranks({"pp": r}), (), (), (State("param", "b", 40, True), State("optim", "b", 80, True))
+            f"pp{r}",
+            {"pp": r},
+            mesh.ranks({"pp": r}),
+            (),
+            (),
+            (State("param", "b", 40, True), State("optim", "b", 80, True)),
         )
         for r in range(2)
     )
@@ -61,15 +66,27 @@ def plan(*chunks: Chunk, mesh: Mesh | None = None, over: tuple[str, ...] = ()) -
         Channel("dp", "group", ("pp0",), ("d",), over, "reduce"),
     )
     buckets = (Bucket("b", ("w",), (0,), 20, "float32", ("pp0",)),)
-    values = {v: Value(v, TensorSpec((n,), "uint8"), "activation") for v, n in (("u", 40), ("v", 40), ("s", 40))}
+    values = {
+        v: Value(v, TensorSpec((n,), "uint8"), "activation")
+        for v, n in (("u", 40), ("v", 40), ("s", 40))
+    }
     return Plan("k", mesh, 4, 1, over, roles, channels, buckets, values, chunks)
 
 
 def seconds(
-    p: Plan, op: Op, *, on: Cluster | None = MACHINE, costs: Costs | None = None, reads: tuple[str, ...] = ("u",)
+    p: Plan,
+    op: Op,
+    *,
+    on: Cluster | None = MACHINE,
+    costs: Costs | None = None,
+    reads: tuple[str, ...] = ("u",),
 ) -> float:
     writes = ("v",) if isinstance(op, Recv | Add) else ()
-    return DeviceModel(p, on, costs).work(p.roles[0], Instr("x", (Part("node", op, reads=reads, writes=writes),))).seconds
+    return (
+        DeviceModel(p, on, costs)
+        .work(p.roles[0], Instr("x", (Part("node", op, reads=reads, writes=writes),)))
+        .seconds
+    )
 
 
 CAPTURED = plan(chunk("c", MATMUL, ADD), chunk("tiny", replace(ADD, bytes=1, count=8)))
@@ -102,7 +119,9 @@ def test_memory_ops_move_their_bytes() -> None:
     rate = 100 * 0.8
     assert seconds(CAPTURED, Add(), reads=("u", "s")) == 120 / rate
     assert seconds(CAPTURED, SquaredNorm(("b",), "float32"), reads=()) == 80 / rate
-    assert seconds(CAPTURED, Update(("b",)), reads=()) == 2 * (40 + 80) / rate, "the bucket's gradient is no state of this role"
+    assert seconds(CAPTURED, Update(("b",)), reads=()) == 2 * (40 + 80) / rate, (
+        "the bucket's gradient is no state of this role"
+    )
 
 
 def test_with_a_stack_an_update_is_what_its_optimizer_launches() -> None:
@@ -112,8 +131,12 @@ def test_with_a_stack_an_update_is_what_its_optimizer_launches() -> None:
         stack = changed(MACHINE, stack=STACKS[name], launch_s=0.0)
         assert sum(update_bytes(of, fused=name == "eager")) == tensors
         assert seconds(CAPTURED, Update(("b",)), on=stack, reads=()) == pytest.approx(tensors / 80)
-    scaled = seconds(CAPTURED, Update(("b",), clip=1.0), on=changed(MACHINE, stack=STACKS["eager"]), reads=())
-    assert scaled == pytest.approx(update_seconds(changed(MACHINE, stack=STACKS["eager"]).device, replace(of, scaled=True)))
+    scaled = seconds(
+        CAPTURED, Update(("b",), clip=1.0), on=changed(MACHINE, stack=STACKS["eager"]), reads=()
+    )
+    assert scaled == pytest.approx(
+        update_seconds(changed(MACHINE, stack=STACKS["eager"]).device, replace(of, scaled=True))
+    )
 
 
 def test_measured_kernels_label_a_step_and_are_said() -> None:
@@ -128,21 +151,30 @@ def test_measured_kernels_label_a_step_and_are_said() -> None:
     found = model.work(CAPTURED.roles[0], Instr("x", (Part("node", Compute("c", "F")),)))
     assert (found.seconds, found.source) == (pytest.approx(7.0 + 3 * 1.0), "formula")
     (note,) = [n for n in model.notes if "kernels" in n]
-    assert note.startswith(f"{some.name}: of the time of kernels 70% as measured, 30% up to 2 times outside of them, by formula")
+    assert note.startswith(
+        f"{some.name}: of the time of kernels 70% as measured, 30% up to 2 times outside of them, "
+        f"by formula"
+    )
     twice = plan(chunk("c", MATMUL, ADD), chunk("d", MATMUL))
     model = DeviceModel(twice, some, None)
     for name in ("c", "d", "c"):
         model.work(twice.roles[0], Instr("x", (Part("node", Compute(name, "F")),)))
-    assert any("82% as measured, 18%" in n for n in model.notes), "7 + 7 of 17 s, each step of a chunk once"
+    assert any("82% as measured, 18%" in n for n in model.notes), (
+        "7 + 7 of 17 s, each step of a chunk once"
+    )
     exact = changed(some, kernels=(rows[0], replace(rows[1], size=(160,))))
-    found = DeviceModel(CAPTURED, exact, None).work(CAPTURED.roles[0], Instr("x", (Part("node", Compute("c", "F")),)))
+    found = DeviceModel(CAPTURED, exact, None).work(
+        CAPTURED.roles[0], Instr("x", (Part("node", Compute("c", "F")),))
+    )
     assert (found.seconds, found.source) == (7.0 + 3 * 2.0, "table")
     assert not any("kernels" in n for n in DeviceModel(CAPTURED, MACHINE, None).notes)
 
 
 def test_point_to_point() -> None:
     assert seconds(CAPTURED, Send("p2p")) == seconds(CAPTURED, Recv("p2p")) == 1.0 + 40 / 10
-    apart = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=4))  # ranks 0..3 on one node, 4..7 on the next
+    apart = plan(
+        chunk("c", MATMUL), mesh=Mesh(pp=2, dp=4)
+    )  # ranks 0..3 on one node, 4..7 on the next
     assert seconds(apart, Send("p2p")) == 3.0 + 40 / 2
 
 
@@ -168,8 +200,14 @@ def test_the_slowest_instance_of_a_channel_gives_its_time() -> None:
     pairs = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=2))
     apart = changed(MACHINE, per_node=1, nodes=8)
     assert seconds(pairs, Send("p2p"), on=apart) == 3.0 + 40 / 2
-    assert seconds(pairs, Send("p2p"), on=changed(apart, slow_links=(SlowLink(1, 3, 2.0),))) == 3.0 + 40 / 1
-    assert seconds(pairs, Send("p2p"), on=changed(apart, slow_links=(SlowLink(0, 1, 2.0),))) == 3.0 + 40 / 2, "not theirs"
+    assert (
+        seconds(pairs, Send("p2p"), on=changed(apart, slow_links=(SlowLink(1, 3, 2.0),)))
+        == 3.0 + 40 / 1
+    )
+    assert (
+        seconds(pairs, Send("p2p"), on=changed(apart, slow_links=(SlowLink(0, 1, 2.0),)))
+        == 3.0 + 40 / 2
+    ), "not theirs"
 
 
 def test_a_measured_message_over_a_slow_link_takes_longer_as_its_formula_does() -> None:
@@ -179,17 +217,25 @@ def test_a_measured_message_over_a_slow_link_takes_longer_as_its_formula_does() 
     costs = Costs(comm=(CommDuration("p2p", 40, 2, Duration(9.0), nodes=2),))
     assert seconds(pairs, Send("p2p"), on=apart, costs=costs) == 9.0
     for link, factor in ((SlowLink(1, 3, 4.0), 83 / 23), (SlowLink(0, 1, 4.0), 1.0)):
-        assert seconds(pairs, Send("p2p"), on=changed(apart, slow_links=(link,)), costs=costs) == pytest.approx(9.0 * factor)
+        assert seconds(
+            pairs, Send("p2p"), on=changed(apart, slow_links=(link,)), costs=costs
+        ) == pytest.approx(9.0 * factor)
 
 
 def test_slow_links_that_messages_cross_are_named() -> None:
     pairs = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=2))
-    links = (SlowLink(1, 3, 2.0), SlowLink(0, 1, 3.0), SlowLink(1, 1, 4.0))  # ranks 0 and 2, 1 and 3 are pairs
+    links = (
+        SlowLink(1, 3, 2.0),
+        SlowLink(0, 1, 3.0),
+        SlowLink(1, 1, 4.0),
+    )  # ranks 0 and 2, 1 and 3 are pairs
     for per_node, named in (
         (1, ("slow links: nodes 1 and 3, 2 times as long",)),
         (2, ("slow links: nodes 0 and 1, 3 times as long",)),
     ):
-        model = DeviceModel(pairs, changed(MACHINE, per_node=per_node, nodes=4, slow_links=links), None)
+        model = DeviceModel(
+            pairs, changed(MACHINE, per_node=per_node, nodes=4, slow_links=links), None
+        )
         model.work(pairs.roles[0], Instr("s", (Part("n", Send("p2p"), reads=("u",)),)))
         assert model.notes == named
     model = DeviceModel(CAPTURED, changed(MACHINE, slow_links=(SlowLink(0, 0, 2.0),)), None)
@@ -201,18 +247,28 @@ def test_a_role_takes_as_long_as_its_slowest_rank() -> None:
     on = changed(MACHINE, slow_ranks={1: 1.5, 2: 3.0})
     four = plan(chunk("c", MATMUL, ADD), mesh=Mesh(pp=2, dp=2))  # the first role has ranks 0 and 1
     model = DeviceModel(four, on, None)
-    first, second = (model.work(r, Instr("compute", (Part("a", Compute("c", "F")),))) for r in four.roles)
+    first, second = (
+        model.work(r, Instr("compute", (Part("a", Compute("c", "F")),))) for r in four.roles
+    )
     assert (first.seconds, second.seconds) == (10.0 * 1.5, 10.0 * 3.0)
-    assert first.flops == second.flops and seconds(four, Send("p2p"), on=on) == seconds(four, Send("p2p"))
-    assert model.notes == ("slow ranks: rank 1 of pp0, 1.5 times as long, rank 2 of pp1, 3 times as long",)
+    assert first.flops == second.flops and seconds(four, Send("p2p"), on=on) == seconds(
+        four, Send("p2p")
+    )
+    assert model.notes == (
+        "slow ranks: rank 1 of pp0, 1.5 times as long, rank 2 of pp1, 3 times as long",
+    )
 
 
 def test_a_message_from_the_cluster_s_table_is_labelled_so() -> None:
     on = changed(MACHINE, messages=(CommDuration("all_reduce", 40, 2, Duration(0.5, "table")),))
-    work = DeviceModel(CAPTURED, on, None).work(CAPTURED.roles[0], Instr("g", (Part("n", reduction("both"), reads=("u",)),)))
+    work = DeviceModel(CAPTURED, on, None).work(
+        CAPTURED.roles[0], Instr("g", (Part("n", reduction("both"), reads=("u",)),))
+    )
     assert (work.seconds, work.source, work.bytes) == (0.5, "table", 40)
     measured = Costs(comm=(CommDuration("all_reduce", 40, 2, Duration(0.25)),))
-    assert seconds(CAPTURED, reduction("both"), on=on, costs=measured) == 0.25, "what was measured here comes first"
+    assert seconds(CAPTURED, reduction("both"), on=on, costs=measured) == 0.25, (
+        "what was measured here comes first"
+    )
 
 
 def test_an_all_reduce_of_one_rank_takes_no_time() -> None:
@@ -220,7 +276,10 @@ def test_an_all_reduce_of_one_rank_takes_no_time() -> None:
 
 
 def test_costs_come_before_the_formula_and_after_given_durations() -> None:
-    costs = Costs({"c": {"F": Duration(7.0)}, "g": {"F": Duration(7.0)}}, (CommDuration("p2p", 40, 2, Duration(9.0, "table")),))
+    costs = Costs(
+        {"c": {"F": Duration(7.0)}, "g": {"F": Duration(7.0)}},
+        (CommDuration("p2p", 40, 2, Duration(9.0, "table")),),
+    )
     mixed = plan(chunk("c", MATMUL), chunk("g", seconds=5.0))
     assert seconds(mixed, Compute("c", "F"), costs=costs) == 7.0
     assert seconds(mixed, Compute("g", "F"), costs=costs) == 5.0
@@ -232,7 +291,10 @@ def test_given_durations_are_all_there_is_in_a_synthetic_plan() -> None:
     given = plan(chunk("g", seconds=5.0))
     for on in (None, MACHINE):
         assert seconds(given, Compute("g", "F"), on=on) == 5.0
-        assert [seconds(given, op, on=on) for op in (Send("p2p"), reduction("both"), Add(), Update(("b",)))] == [0.0] * 4
+        assert [
+            seconds(given, op, on=on)
+            for op in (Send("p2p"), reduction("both"), Add(), Update(("b",)))
+        ] == [0.0] * 4
         assert DeviceModel(given, on, None).issue_s == 0.0
 
 
@@ -249,7 +311,9 @@ def test_a_cluster_that_is_too_small_is_refused() -> None:
 
 def test_costs_of_another_microbatch_are_refused() -> None:
     costs = Costs({"c": {"F": Duration(1.0)}}, rows=8)
-    with pytest.raises(ClusterError, match="the costs hold for 8 rows per microbatch; the plan has 4"):
+    with pytest.raises(
+        ClusterError, match="the costs hold for 8 rows per microbatch; the plan has 4"
+    ):
         DeviceModel(CAPTURED, MACHINE, costs)
     DeviceModel(replace(CAPTURED, rows=8), MACHINE, costs)
 
@@ -261,7 +325,9 @@ def test_an_update_of_a_compiled_plan_moves_parameters_gradients_and_optimizer_s
     steps = {s: replace(sig, cost=Cost((MATMUL,))) for s, sig in only.steps.items()}
     program = replace(program, chunks=(replace(only, steps=steps),), source="captured")
     compiled = compile_program(
-        program, Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=1)), training=Training(state_bytes=lambda bucket: 4096)
+        program,
+        Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=1)),
+        training=Training(state_bytes=lambda bucket: 4096),
     )
     role = compiled.plan.roles[0]
     held = sum(s.nbytes for s in role.states if s.category in ("param", "grad", "optim"))
@@ -274,12 +340,21 @@ def test_an_update_of_a_compiled_plan_moves_parameters_gradients_and_optimizer_s
 
 
 def test_a_guessed_rate_and_uncalibrated_constants_are_noted() -> None:
-    model = DeviceModel(plan(chunk("c", replace(MATMUL, dtype="float8"))), changed(MACHINE, notes="not calibrated"), None)
+    model = DeviceModel(
+        plan(chunk("c", replace(MATMUL, dtype="float8"))),
+        changed(MACHINE, notes="not calibrated"),
+        None,
+    )
     assert model.notes == ("toy:4*4: not calibrated",)
     instr = Instr("compute", (Part("a", Compute("c", "F")),))
     model.work(model.plan.roles[0], instr)
-    assert model.notes[1:] == ("toy:4*4: no FLOP/s known for float8; computed with those of float64, 5e-10 TFLOP/s",)
-    for kernel in (MATMUL, replace(ADD, dtype="int64")):  # a known dtype; an unknown one whose rate decides nothing
+    assert model.notes[1:] == (
+        "toy:4*4: no FLOP/s known for float8; computed with those of float64, 5e-10 TFLOP/s",
+    )
+    for kernel in (
+        MATMUL,
+        replace(ADD, dtype="int64"),
+    ):  # a known dtype; an unknown one whose rate decides nothing
         model = DeviceModel(plan(chunk("c", kernel)), MACHINE, None)
         model.work(model.plan.roles[0], instr)
         assert model.notes == ()

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_simulator.contention.rates import SLOWEST, Activity, Flow, RunningMessage, SharedPool, compute_rate, fair_rates
+from piper_simulator.contention.rates import (
+    SLOWEST,
+    Activity,
+    Flow,
+    RunningMessage,
+    SharedPool,
+    compute_rate,
+    fair_rates,
+)
 
 RESOURCES, ROLES = 4, 3
 
@@ -42,8 +50,13 @@ def test_the_law_of_compute() -> None:
     assert compute_rate(0.9, 0.9) == SLOWEST
 
 
-shares = st.dictionaries(st.integers(0, RESOURCES - 1), st.sampled_from([0.1, 0.25, 0.5, 0.8, 1.0, 2.5]), max_size=3)
-takes = st.dictionaries(st.integers(0, ROLES - 1), st.tuples(st.sampled_from([0.0, 0.15, 0.4]), st.sampled_from([0.0, 0.2, 0.5])))
+shares = st.dictionaries(
+    st.integers(0, RESOURCES - 1), st.sampled_from([0.1, 0.25, 0.5, 0.8, 1.0, 2.5]), max_size=3
+)
+takes = st.dictionaries(
+    st.integers(0, ROLES - 1),
+    st.tuples(st.sampled_from([0.0, 0.15, 0.4]), st.sampled_from([0.0, 0.2, 0.5])),
+)
 
 
 @st.composite
@@ -52,15 +65,25 @@ def messages(draw: st.DrawFn) -> list[tuple[float, Flow]]:
     out = []
     for id in range(draw(st.integers(1, 8))):
         asked = draw(shares)
-        seconds, begin = draw(st.sampled_from([0.5, 1.0, 3.0])), draw(st.sampled_from([0.0, 0.2, 1.0, 1.7]))
-        out.append((begin, Flow(id, seconds, asked, min(1.0, max(asked.values(), default=0.0)), draw(takes))))
+        seconds, begin = (
+            draw(st.sampled_from([0.5, 1.0, 3.0])),
+            draw(st.sampled_from([0.0, 0.2, 1.0, 1.7])),
+        )
+        out.append(
+            (
+                begin,
+                Flow(id, seconds, asked, min(1.0, max(asked.values(), default=0.0)), draw(takes)),
+            )
+        )
     return sorted(out, key=lambda m: m[0])
 
 
 @given(messages())
 def test_rates_are_fair_within_capacity_and_no_work_is_lost(plan: list[tuple[float, Flow]]) -> None:
     pool, now = SharedPool(ROLES, lambda activity: None), 0.0
-    under_way: dict[int, Activity] = {role - ROLES: pool.compute(role, 5.0, 0.0) for role in range(ROLES)}
+    under_way: dict[int, Activity] = {
+        role - ROLES: pool.compute(role, 5.0, 0.0) for role in range(ROLES)
+    }
     work = dict.fromkeys(under_way, 5.0) | {f.id: f.seconds for _, f in plan}
     done = dict.fromkeys(work, 0.0)
     waiting = list(plan)
@@ -76,8 +99,12 @@ def test_rates_are_fair_within_capacity_and_no_work_is_lost(plan: list[tuple[flo
             under_way[starting.id] = pool.message(starting, now)
         elif first is not None:
             ended = under_way.pop(first)
-            assert done[first] == pytest.approx(work[first], abs=1e-9), "what ends has done all of its work, and no more"
-            pool.arrived(ended, now) if isinstance(ended, RunningMessage) else pool.computed(first + ROLES)
+            assert done[first] == pytest.approx(work[first], abs=1e-9), (
+                "what ends has done all of its work, and no more"
+            )
+            pool.arrived(ended, now) if isinstance(ended, RunningMessage) else pool.computed(
+                first + ROLES
+            )
         check([a for a in under_way.values() if isinstance(a, RunningMessage)], under_way)
     assert done == pytest.approx(work, abs=1e-9)
 
@@ -91,12 +118,19 @@ def check(running: list[RunningMessage], under_way: Mapping[int, Activity]) -> N
         assert 0 < m.rate <= 1
         if m.rate < 1 - 1e-9:
             full = [r for r in m.flow.shares if load[r] > 1 - 1e-6]
-            assert any(level(m) >= max(level(o) for o in running if r in o.flow.shares) - 1e-6 for r in full), "max-min fair"
-    assert [m.rate for m in running] == pytest.approx(fair_rates([m.flow for m in running]), rel=1e-6)
+            assert any(
+                level(m) >= max(level(o) for o in running if r in o.flow.shares) - 1e-6
+                for r in full
+            ), "max-min fair"
+    assert [m.rate for m in running] == pytest.approx(
+        fair_rates([m.flow for m in running]), rel=1e-6
+    )
     for k, activity in under_way.items():
         if k < 0:
             taken = list(parts(running, k + ROLES))
-            assert activity.rate == pytest.approx(compute_rate(sum(t[0] for t in taken), sum(t[1] for t in taken)))
+            assert activity.rate == pytest.approx(
+                compute_rate(sum(t[0] for t in taken), sum(t[1] for t in taken))
+            )
 
 
 def level(message: RunningMessage) -> float:

@@ -77,7 +77,13 @@ def test_the_trace() -> None:
     trace = simulate(plan).trace
     span = trace.spans[1]
     assert (span.rank, span.stream, span.instr, span.name) == (0, "0>1", 1, "0>1.send@0")
-    assert (span.start, span.end, span.ready, span.bytes, span.source) == (3.0, 3.0, 3.0, 16, "given")
+    assert (span.start, span.end, span.ready, span.bytes, span.source) == (
+        3.0,
+        3.0,
+        3.0,
+        16,
+        "given",
+    )
     assert (trace.plan_key, trace.kind, trace.step) == (plan.key, "simulated", 0)
     assert loads(Trace, dumps(trace)) == trace
 
@@ -94,19 +100,28 @@ def test_of_several_steps_the_trace_is_the_last_from_its_own_start() -> None:
 
 def test_memory_peaks_and_samples() -> None:
     plan = two_devices().plan()
-    roles = (replace(plan.roles[0], states=(State("param", "w", 64),), allocs_first=("v0>1@0",)), plan.roles[1])
+    roles = (
+        replace(plan.roles[0], states=(State("param", "w", 64),), allocs_first=("v0>1@0",)),
+        plan.roles[1],
+    )
     plan = with_peaks(replace(plan, roles=roles))
     s = simulate(plan)
     assert s.peak_bytes == (80, 0) == tuple(r.peak_bytes for r in plan.roles)
     assert s.peak_by_category[0] == {"param": 64, "activation": 16}
     assert s.device_bytes == s.peak_bytes
-    assert [(m.rank, m.instr, m.time) for m in s.trace.memory] == [(0, 0, 0.0), (0, 3, 5.0), (1, 1, 3.0)]
+    assert [(m.rank, m.instr, m.time) for m in s.trace.memory] == [
+        (0, 0, 0.0),
+        (0, 3, 5.0),
+        (1, 1, 3.0),
+    ]
 
 
 def test_device_bytes_count_what_is_not_tensors() -> None:
     cluster = load_cluster("h100x8")
     plan = two_devices().plan()
-    plan = replace(plan, roles=(replace(plan.roles[0], states=(State("param", "w", 1000),)), plan.roles[1]))
+    plan = replace(
+        plan, roles=(replace(plan.roles[0], states=(State("param", "w", 1000),)), plan.roles[1])
+    )
     s = simulate(plan, cluster)
     assert s.device_bytes[0] == cluster.device.context_bytes + 1050 + 2 * cluster.device.p2p_bytes
 
@@ -121,8 +136,12 @@ def test_utilisation() -> None:
     build.compute(0, 1.0)
     plan = build.plan()
     kernel = Kernel("matmul", (1, 1, 1), "float32", 600, 0)
-    chunk = replace(plan.chunks[0], steps={"F": replace(plan.chunks[0].steps["F"], cost=Cost((kernel,)))})
-    plan = replace(plan, chunks=(chunk,), params=(Param("w", TensorSpec((10,), "float32")),), rows=2)
+    chunk = replace(
+        plan.chunks[0], steps={"F": replace(plan.chunks[0].steps["F"], cost=Cost((kernel,)))}
+    )
+    plan = replace(
+        plan, chunks=(chunk,), params=(Param("w", TensorSpec((10,), "float32")),), rows=2
+    )
     s = simulate(plan, FLAT, tokens_per_row=3)
     assert (s.step_s, s.tokens_per_s) == (6.0, 1.0)
     assert s.hfu == pytest.approx(1.0)
@@ -130,7 +149,9 @@ def test_utilisation() -> None:
     assert simulate(plan, FLAT, model_flops_per_step=300).mfu == pytest.approx(0.5)
     attention = Kernel("attention", (1, 1, 5, 5, 2), "float32", 0, 0)
     more = replace(chunk, steps={"F": replace(chunk.steps["F"], cost=Cost((kernel, attention)))})
-    assert simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=3).mfu == pytest.approx((360 + 3 * 4 * 50) / 600)
+    assert simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=3).mfu == pytest.approx(
+        (360 + 3 * 4 * 50) / 600
+    )
 
 
 def test_of_experts_model_flops_count_what_a_token_visits() -> None:
@@ -143,10 +164,20 @@ def test_of_experts_model_flops_count_what_a_token_visits() -> None:
     sizes = {"w": (10,), "experts": (4, 5, 10)}
     params = tuple(Param(name, TensorSpec(shape, "float32")) for name, shape in sizes.items())
     inputs = tuple(Input("param", p.name, p.spec) for p in params)
-    for dims, n in (((4, 3, 10, 5), 110), ((4, 3, 5, 10), 110), ((4, 6, 10, 5), 210), ((4, 3, 10, 6), 210), ((12, 10, 5), 210)):
+    for dims, n in (
+        ((4, 3, 10, 5), 110),
+        ((4, 3, 5, 10), 110),
+        ((4, 6, 10, 5), 210),
+        ((4, 3, 10, 6), 210),
+        ((12, 10, 5), 210),
+    ):
         kernel = Kernel("matmul", dims, "float32", 600, 0)
-        changed = replace(chunk, inputs=inputs, steps={"F": replace(chunk.steps["F"], cost=Cost((kernel,)))})
-        s = simulate(replace(plan, chunks=(changed,), params=params, rows=2), FLAT, tokens_per_row=3)
+        changed = replace(
+            chunk, inputs=inputs, steps={"F": replace(chunk.steps["F"], cost=Cost((kernel,)))}
+        )
+        s = simulate(
+            replace(plan, chunks=(changed,), params=params, rows=2), FLAT, tokens_per_row=3
+        )
         assert s.mfu == pytest.approx(6 * n * 6 / 600), dims
 
 
@@ -163,7 +194,9 @@ def test_a_plan_without_given_durations_needs_a_cluster() -> None:
 def test_what_is_not_calibrated_is_in_the_summary_and_the_trace() -> None:
     plan = two_devices().plan()
     kernel = Kernel("matmul", (1, 1, 1), "float8", 600, 0)
-    chunks = tuple(replace(c, steps={"F": replace(c.steps["F"], cost=Cost((kernel,)))}) for c in plan.chunks)
+    chunks = tuple(
+        replace(c, steps={"F": replace(c.steps["F"], cost=Cost((kernel,)))}) for c in plan.chunks
+    )
     s = simulate(replace(plan, chunks=chunks), "h100x8")
     constants, guess = s.summary()["notes"]
     assert constants.startswith("h100-80g-sxm:8: ") and "not calibrated" in constants
@@ -176,7 +209,9 @@ def test_a_guess_behind_the_utilisation_alone_is_noted() -> None:
     """Durations are looked up, so only mfu and hfu need the rate of the dtype."""
     plan = two_devices().plan()
     kernel = Kernel("matmul", (1, 1, 1), "float8", 600, 0)
-    chunks = tuple(replace(c, steps={"F": replace(c.steps["F"], cost=Cost((kernel,)))}) for c in plan.chunks)
+    chunks = tuple(
+        replace(c, steps={"F": replace(c.steps["F"], cost=Cost((kernel,)))}) for c in plan.chunks
+    )
     costs = Costs({c.id: {"F": Duration(1.0)} for c in chunks})
     notes = simulate(replace(plan, chunks=chunks), FLAT, costs=costs).notes
     assert sum("no FLOP/s known for float8" in note for note in notes) == 1
@@ -195,11 +230,15 @@ def test_invariants_on_random_plans(seed: int) -> None:
     s = simulate(plan)
     durations = given_durations(plan)
     assert s.step_s >= max(x.end for x in s.trace.spans) >= s.step_s - plan.hop - 1e-9
-    assert s.period_s <= s.step_s + 1e-9, "steps that overlap cannot be slower than steps that do not"
+    assert s.period_s <= s.step_s + 1e-9, (
+        "steps that overlap cannot be slower than steps that do not"
+    )
     assert len(s.trace.spans) == len(durations)
     assert all(x.ready <= x.start <= x.end for x in s.trace.spans)
     assert all(0 <= b <= s.step_s for b in s.bubble_s)
-    assert 0 <= s.exposed_comm_s <= s.step_s and -1e-9 <= s.span_bubble_s <= s.global_bubble_s + 1e-9
+    assert (
+        0 <= s.exposed_comm_s <= s.step_s and -1e-9 <= s.span_bubble_s <= s.global_bubble_s + 1e-9
+    )
     again = simulate(plan)
     assert again == s and again.trace == s.trace
 
@@ -208,12 +247,16 @@ def test_invariants_on_random_plans(seed: int) -> None:
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=6),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=6),
 )
-def test_uncovered_counts_what_a_ruler_would(some: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> None:
+def test_uncovered_counts_what_a_ruler_would(
+    some: list[tuple[int, int]], gaps: list[tuple[int, int]]
+) -> None:
     intervals = [(float(a), float(a + n)) for a, n in some]
     by, at = [], 0.0
     for gap, length in gaps:
         by.append((at + gap, at + gap + length))
         at += gap + length
     inside = [k + 0.5 for k in range(60)]
-    expected = sum(any(a < x < b for a, b in intervals) and not any(a < x < b for a, b in by) for x in inside)
+    expected = sum(
+        any(a < x < b for a, b in intervals) and not any(a < x < b for a, b in by) for x in inside
+    )
     assert math.isclose(uncovered(intervals, by), expected)

@@ -24,7 +24,13 @@ def test_a_folder_imports_what_it_says(folder: str) -> None:
 
 
 def test_a_forbidden_import_is_found() -> None:
-    wrong = {Path("x.py"): ["piper_simulator.explanation.why", "piper_simulator", "piper_simulator.cluster.device"]}
+    wrong = {
+        Path("x.py"): [
+            "piper_simulator.explanation.why",
+            "piper_simulator",
+            "piper_simulator.cluster.device",
+        ]
+    }
     assert len(SIMULATOR.violations("durations", wrong)) == 2
 
 
@@ -33,10 +39,14 @@ def test_neither_folders_nor_files_are_in_a_circle() -> None:
     graph = SIMULATOR.import_graph()
     TopologicalSorter(graph).prepare()
     with pytest.raises(CycleError):
-        TopologicalSorter(graph | {"piper_simulator.cluster.checks": {"piper_simulator.simulation"}}).prepare()
+        TopologicalSorter(
+            graph | {"piper_simulator.cluster.checks": {"piper_simulator.simulation"}}
+        ).prepare()
 
 
 def test_other_packages_import_from_the_face() -> None:
     used = SIMULATOR.imports_of_others()
     assert [f"{path}: {name}" for path, name in used if name != SIMULATOR.name] == []
-    assert any(path.is_relative_to(SIMULATOR.homes_of_others[0]) for path, _ in used), "nobody imports it"
+    assert any(path.is_relative_to(SIMULATOR.homes_of_others[0]) for path, _ in used), (
+        "nobody imports it"
+    )

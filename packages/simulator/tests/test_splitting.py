@@ -17,16 +17,27 @@ from piper_simulator import Cluster, Simulation, SlowLink, simulate, why
 from piper_simulator.times.splitting import each_rank, refined, split
 from tests.helpers.random_plans import PlanBuilder
 
-FLAT = toy("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
+FLAT = toy(
+    "flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100
+)
 """1 FLOP/s, 1000 bytes/s of memory, 10 bytes/s per port and 2 per NIC, without latency."""
-FAST = changed(FLAT, name="fast", peak_flops={"float32": 2.0}, intra_bandwidth=30.0, inter_bandwidth=3.0, memory_bandwidth=500.0)
+FAST = changed(
+    FLAT,
+    name="fast",
+    peak_flops={"float32": 2.0},
+    intra_bandwidth=30.0,
+    inter_bandwidth=3.0,
+    memory_bandwidth=500.0,
+)
 
 
 def computed(plan: Plan) -> Plan:
     """With kernels that take as long on FLAT in place of given durations."""
 
     def chunk(c: Chunk) -> Chunk:
-        cost = Cost((Kernel("matmul", (1, 1, 1), "float32", int(c.steps["F"].cost.seconds or 0), 0),))
+        cost = Cost(
+            (Kernel("matmul", (1, 1, 1), "float32", int(c.steps["F"].cost.seconds or 0), 0),)
+        )
         return replace(c, steps={"F": replace(c.steps["F"], cost=cost)})
 
     return replace(plan, chunks=tuple(map(chunk, plan.chunks)))
@@ -50,15 +61,28 @@ def random_work(rng: Random) -> Plan:
         elif kind < 0.8:
             a, b = rng.sample(range(p), 2)
             name = f"{a}>{b}"
-            build.transfer(a, b, waits(rng, build, a, name), waits(rng, build, b, name), nbytes=rng.choice((0, 10, 40)))
+            build.transfer(
+                a,
+                b,
+                waits(rng, build, a, name),
+                waits(rng, build, b, name),
+                nbytes=rng.choice((0, 10, 40)),
+            )
         else:
             members = tuple(sorted(rng.sample(range(p), rng.randint(1, p))))
             name = "=".join(map(str, members))
             build.all_reduce(members, {m: waits(rng, build, m, name) for m in members})
     overs = ((), ("dp",), ("tp",), ("dp", "tp"))
-    channels = {c.id: replace(c, over=rng.choice(overs)) if c.kind == "group" else c for c in build.channels.values()}
+    channels = {
+        c.id: replace(c, over=rng.choice(overs)) if c.kind == "group" else c
+        for c in build.channels.values()
+    }
     plan = computed(build.plan())
-    return on_mesh(reducing(plan, rng.choice((0, 24))), Mesh(pp=p, dp=rng.randint(1, 4), tp=rng.randint(1, 3)), channels)
+    return on_mesh(
+        reducing(plan, rng.choice((0, 24))),
+        Mesh(pp=p, dp=rng.randint(1, 4), tp=rng.randint(1, 3)),
+        channels,
+    )
 
 
 def reducing(plan: Plan, nbytes: int) -> Plan:
@@ -66,10 +90,18 @@ def reducing(plan: Plan, nbytes: int) -> Plan:
 
     def sized(instr: Instr) -> Instr:
         part = instr.parts[0]
-        return replace(instr, parts=(replace(part, reads=("sum",)),)) if isinstance(part.op, Collective) else instr
+        return (
+            replace(instr, parts=(replace(part, reads=("sum",)),))
+            if isinstance(part.op, Collective)
+            else instr
+        )
 
     roles = tuple(replace(role, program=tuple(map(sized, role.program))) for role in plan.roles)
-    return replace(plan, roles=roles, values={**plan.values, "sum": Value("sum", TensorSpec((nbytes,), "uint8"), "activation")})
+    return replace(
+        plan,
+        roles=roles,
+        values={**plan.values, "sum": Value("sum", TensorSpec((nbytes,), "uint8"), "activation")},
+    )
 
 
 def waits(rng: Random, build: PlanBuilder, role: int, own: str) -> tuple[tuple[str, int], ...]:
@@ -87,7 +119,10 @@ def random_cluster(rng: Random, world: int) -> Cluster:
         first = rng.randrange(nodes)
         others = first, rng.randint(1, nodes - first)
     if rng.random() < 0.5:
-        ends = {tuple(sorted((rng.randrange(nodes), rng.randrange(nodes)))) for _ in range(rng.randint(1, 2))}
+        ends = {
+            tuple(sorted((rng.randrange(nodes), rng.randrange(nodes))))
+            for _ in range(rng.randint(1, 2))
+        }
         links = tuple(SlowLink(a, b, rng.choice((2.0, 3.0))) for a, b in sorted(ends))
     slow = {rng.randrange(world): rng.choice((1.5, 2.0)) for _ in range(rng.choice((0, 1, 2)))}
     on = changed(
@@ -115,8 +150,18 @@ def by_rank(plan: Plan) -> Plan:
             channels[name] = Channel(name, old.kind, ends, streams, (), old.purpose)
             return replace(instr, parts=(replace(instr.parts[0], op=replace(op, channel=name)),))
 
-        roles.append(replace(role, role=f"rank{rank}", placed={"pp": rank}, ranks=(rank,), program=tuple(map(on, role.program))))
-    return replace(plan, mesh=Mesh(pp=plan.mesh.world), roles=tuple(roles), channels=tuple(channels.values()))
+        roles.append(
+            replace(
+                role,
+                role=f"rank{rank}",
+                placed={"pp": rank},
+                ranks=(rank,),
+                program=tuple(map(on, role.program)),
+            )
+        )
+    return replace(
+        plan, mesh=Mesh(pp=plan.mesh.world), roles=tuple(roles), channels=tuple(channels.values())
+    )
 
 
 def times(s: Simulation) -> list[tuple[int, str, float, float, float]]:
@@ -135,7 +180,9 @@ def test_a_split_simulation_is_that_of_all_ranks(seed: int, contention: bool) ->
         simulate(each_rank(plan).plan, cluster, contention=contention),
     ):
         assert [t[:2] for t in times(found)] == [t[:2] for t in times(every)]
-        a, b = ([*s.bubble_s, s.step_s, *(x for t in times(s) for x in t[2:])] for s in (found, every))
+        a, b = (
+            [*s.bubble_s, s.step_s, *(x for t in times(s) for x in t[2:])] for s in (found, every)
+        )
         if contention:
             assert a == pytest.approx(b, rel=1e-9, abs=1e-9)
             assert found.period_s == pytest.approx(every.period_s, rel=1e-6)
@@ -159,7 +206,8 @@ def starts(s: Simulation, name: str) -> list[float]:
 
 
 def test_a_slow_rank_delays_its_own_pipeline_until_the_reduction() -> None:
-    """dp=8: rank 2 takes 6 s for the 3 s of stage 0. Only the stage after it waits; then all wait for the reductions."""
+    """dp=8: rank 2 takes 6 s for the 3 s of stage 0. Only the stage after it waits; then all wait for the
+    reductions."""
     s = simulate(replicas(8), changed(FLAT, slow_ranks={2: 2.0}))
     assert starts(s, "b") == [3.0, 3.0, 6.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     assert (starts(s, "0.reduce"), starts(s, "1.reduce")) == ([6.0] * 8, [8.0] * 8)
@@ -176,7 +224,8 @@ def test_a_slow_link_delays_who_sends_over_it() -> None:
 
 
 def test_which_link_an_instance_crosses() -> None:
-    """Nodes of 3 and two replicas of two stages: the transfer of rank 0 to 2 stays on node 0, that of 1 to 3 does not."""
+    """Nodes of 3 and two replicas of two stages: the transfer of rank 0 to 2 stays on node 0, that of 1 to 3 does
+    not."""
     s = simulate(replicas(2, nbytes=20), changed(FLAT, per_node=3))
     assert starts(s, "b") == [5.0, 13.0]
 
@@ -205,7 +254,9 @@ def test_what_is_not_different_is_not_split() -> None:
         for shared in (False, True):
             assert split(plan, cluster, shared=shared and cluster is not None).plan is plan
     beyond = changed(FLAT, per_node=2)
-    assert split(plan, beyond, shared=True).plan is plan, "the plan is too large, which is for others to say"
+    assert split(plan, beyond, shared=True).plan is plan, (
+        "the plan is too large, which is for others to say"
+    )
 
 
 @pytest.mark.parametrize("dp", [8, 64, 1024])
@@ -213,7 +264,12 @@ def test_the_cost_is_that_of_the_classes(dp: int) -> None:
     """A slow rank is alone, and so is the stage after it; it holds up all others alike, however many they are."""
     cluster = changed(FLAT, nodes=2 * dp // 8, slow_ranks={3: 2.0})
     found = split(replicas(dp), cluster, shared=True)
-    assert [role.role for role in found.plan.roles] == ["pp0/0", "pp0/3", f"pp1/{dp}", f"pp1/{dp + 3}"]
+    assert [role.role for role in found.plan.roles] == [
+        "pp0/0",
+        "pp0/3",
+        f"pp1/{dp}",
+        f"pp1/{dp + 3}",
+    ]
     assert [len(role.ranks) for role in found.plan.roles] == [dp - 1, 1, dp - 1, 1]
     assert found.of == (0, 0, 1, 1) and found.role_of[3] == 1
     assert [(c.id, c.roles) for c in found.plan.channels] == [
@@ -229,14 +285,18 @@ def test_who_else_uses_a_link_matters_with_contention_only() -> None:
     and that of stage 1 the one of 3; each sends to stage 1 over its NIC. 0 meets 3, 1 meets 4 and 2 meets 5."""
     plan, on = replicas(3, nbytes=20), changed(FLAT, per_node=2, nodes=3)
     assert len(split(plan, on, shared=False).plan.roles) == 2
-    assert [role.ranks for role in split(plan, on, shared=True).plan.roles] == [(rank,) for rank in range(6)]
+    assert [role.ranks for role in split(plan, on, shared=True).plan.roles] == [
+        (rank,) for rank in range(6)
+    ]
 
 
 def test_refinement_on_a_path() -> None:
     """A path of seven nodes: each end sees one neighbour, and the distance from the ends spreads inwards."""
     near = [[n for n in (k - 1, k + 1) if 0 <= n < 7] for k in range(7)]
     colours = refined([0] * 7, near, lambda node, now: tuple(sorted(now[n] for n in near[node])))
-    assert [colours[k] == colours[6 - k] for k in range(7)] == [True] * 7 and len(set(colours[:4])) == 4
+    assert [colours[k] == colours[6 - k] for k in range(7)] == [True] * 7 and len(
+        set(colours[:4])
+    ) == 4
 
 
 @settings(max_examples=15)
@@ -250,8 +310,12 @@ def test_the_explanation_is_that_of_the_split_simulation(seed: int, contention: 
     s = simulate(plan, cluster, contention=contention)
     assert found.step_s == s.step_s
     assert sum(p.seconds for p in found.path) == pytest.approx(s.step_s)
-    assert sorted(rank for role in found.plan.roles for rank in role.ranks) == list(range(plan.mesh.world))
+    assert sorted(rank for role in found.plan.roles for rank in role.ranks) == list(
+        range(plan.mesh.world)
+    )
     for role, share in zip(found.plan.roles, found.shares, strict=True):
-        assert share.bubble + share.waiting + share.host + share.computing == pytest.approx(s.step_s)
+        assert share.bubble + share.waiting + share.host + share.computing == pytest.approx(
+            s.step_s
+        )
         for rank in role.ranks:
             assert s.step_s - s.bubble_s[rank] == pytest.approx(share.computing)

@@ -14,9 +14,13 @@ def test_a_fused_update_reads_and_writes_once() -> None:
     """float32: parameter 8, two states 16, gradient read 4: 28 bytes per parameter; then 4 to zero the gradient."""
     moved = update_bytes(ADAM, fused=True)
     assert sum(moved) / N == pytest.approx(28 + 4)
-    assert len(moved) == 10 + 3, "21 million elements per kernel; a kernel per bucket that zeroes it"
+    assert len(moved) == 10 + 3, (
+        "21 million elements per kernel; a kernel per bucket that zeroes it"
+    )
     seconds = update_seconds(EAGER, ADAM)
-    assert seconds == pytest.approx(32 * N / (4.8e12 * 0.9), rel=1e-3), "its 14 launches hide behind it"
+    assert seconds == pytest.approx(32 * N / (4.8e12 * 0.9), rel=1e-3), (
+        "its 14 launches hide behind it"
+    )
 
 
 def test_bfloat16_without_states() -> None:
@@ -31,10 +35,15 @@ def test_a_master_is_read_once_more_and_its_copy_written() -> None:
 
 def test_operation_by_operation_takes_more() -> None:
     """AdamW: 20 tensors of a parameter's size are read or written, SGD with momentum 8, without 3."""
-    moved = [sum(update_bytes(Updated(4 * N, 4 * N, s * 4 * N, 4, 1, False), fused=False)) / (4 * N) for s in range(4)]
+    moved = [
+        sum(update_bytes(Updated(4 * N, 4 * N, s * 4 * N, 4, 1, False), fused=False)) / (4 * N)
+        for s in range(4)
+    ]
     assert moved == [3 + 1, 8 + 1, 20 + 1, 23 + 1], "and one is set to zero"
     assert len(update_bytes(ADAM, fused=False)) == 8 * 10 + 3
-    assert update_seconds(INDUCTOR, ADAM) == pytest.approx(84 / 32 * update_seconds(EAGER, ADAM), rel=1e-2)
+    assert update_seconds(INDUCTOR, ADAM) == pytest.approx(
+        84 / 32 * update_seconds(EAGER, ADAM), rel=1e-2
+    )
 
 
 def test_scaled_gradients_are_read_and_written_before() -> None:
@@ -45,5 +54,9 @@ def test_scaled_gradients_are_read_and_written_before() -> None:
 
 def test_little_is_bound_by_its_launches() -> None:
     small = Updated(4 * 100, 4 * 100, 8 * 100, 4, 2, False)
-    assert update_seconds(EAGER, small) == pytest.approx(4 * 5e-6, rel=1e-3), "the update, two zeroes, the number of the step"
-    assert update_seconds(EAGER, Updated(0, 0, 0, 4, 1, False)) == pytest.approx(5e-6), "buckets that others hold"
+    assert update_seconds(EAGER, small) == pytest.approx(4 * 5e-6, rel=1e-3), (
+        "the update, two zeroes, the number of the step"
+    )
+    assert update_seconds(EAGER, Updated(0, 0, 0, 4, 1, False)) == pytest.approx(5e-6), (
+        "buckets that others hold"
+    )

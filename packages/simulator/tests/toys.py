@@ -8,7 +8,9 @@ from typing import Any
 
 from piper_simulator import Cluster, Device, Links, Network, NodeKind
 
-_DEVICE, _LINKS, _NETWORK = ({f.name for f in fields(record)} for record in (Device, Links, Network))
+_DEVICE, _LINKS, _NETWORK = (
+    {f.name for f in fields(record)} for record in (Device, Links, Network)
+)
 
 
 def toy(
@@ -52,7 +54,11 @@ def beside(cluster: Cluster, first: int, count: int, other: Cluster) -> Cluster:
     parts = [(first, whole), (count, other), (cluster.node_count - first - count, whole)]
     per_node = cluster.per_node
     joined = Cluster.joined([changed(part, nodes=n, per_node=per_node) for n, part in parts if n])
-    network = replace(joined.network, rails=cluster.network.rails, oversubscription=cluster.network.oversubscription)
+    network = replace(
+        joined.network,
+        rails=cluster.network.rails,
+        oversubscription=cluster.network.oversubscription,
+    )
     return changed(
         replace(joined, network=network, label=cluster.label),
         slow_links=cluster.network.slow_links,

@@ -8,17 +8,21 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.options import AsJsonOption, user_errors
+from piper.cli.messages import user_errors
+from piper.cli.options import AsJsonOption
 
 checkpoint = typer.Typer(
     name="checkpoint", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="Look at the checkpoints of `piper run --checkpoint DIR`; convert them from and to safetensors.",
+    help="Look at the checkpoints of `piper run --checkpoint DIR`; convert them from and to "
+         "safetensors.",
 )  # fmt: skip
 
 
 @checkpoint.command()
 def show(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="a checkpoint, or the folder of --checkpoint")],
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="a checkpoint, or the folder of --checkpoint")
+    ],
     as_json: AsJsonOption = False,
 ) -> None:
     """Print what a checkpoint holds and which run has made it, or list the complete ones of a folder.
@@ -26,7 +30,12 @@ def show(
     Example: piper checkpoint show checkpoints/step-00000100
     """
     with user_errors(locals()):
-        from piper.views.checkpoint_view import checkpoint_facts, checkpoint_table, folder_table, opened
+        from piper.views.checkpoint_view import (
+            checkpoint_facts,
+            checkpoint_table,
+            folder_table,
+            opened,
+        )
         from piper.views.display import show as show_table
 
         found = opened(path)
@@ -38,8 +47,16 @@ def show(
 
 @checkpoint.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="FROM", help="a checkpoint, or a file whose name ends in .safetensors")],
-    target: Annotated[Path, typer.Argument(metavar="TO", help="the file to write, or a new folder for --checkpoint")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FROM", help="a checkpoint, or a file whose name ends in .safetensors"
+        ),
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="TO", help="the file to write, or a new folder for --checkpoint"),
+    ],
 ) -> None:
     """Write a checkpoint's weights into a safetensors file; or make a checkpoint to begin with of such a file.
 

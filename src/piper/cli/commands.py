@@ -17,6 +17,7 @@ import typer
 
 from piper.cli.checkpoints import checkpoint
 from piper.cli.interrupts import INTERRUPTED
+from piper.cli.messages import user_errors
 from piper.cli.options import (
     LOADER,
     LOG,
@@ -81,11 +82,16 @@ from piper.cli.options import (
     WhyOption,
     check_drawn,
     pairs,
-    user_errors,
 )
 from piper_ir.ground.errors import JobError
 
-app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    name="piper",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 app.add_typer(checkpoint)
 
 
@@ -122,7 +128,10 @@ def simulate(
     with user_errors(locals()):
         from piper.cli.predicting import Noise, PredictionOutput, Target, load_named, simulated
 
-        target, noise = Target(cluster, costs, not no_contention, load_named(load)), Noise.of(jitter, repetitions, seed)
+        target, noise = (
+            Target(cluster, costs, not no_contention, load_named(load)),
+            Noise.of(jitter, repetitions, seed),
+        )
         given, changes = pairs(params), pairs(versus, "--versus")
         shown = PredictionOutput(out, why, as_json, noise, memory_snapshot)
         simulated(file, strategy, other, given, changes, target, shown)
@@ -261,11 +270,21 @@ def profile(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that simulate, tune, run or a loop has written")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="a folder that simulate, tune, run or a loop has written"
+        ),
+    ],
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="another such folder: both on one page, beside each other")
+        Path | None,
+        typer.Argument(
+            metavar="OTHER", help="another such folder: both on one page, beside each other"
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="write there instead of DIR/report")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="write there instead of DIR/report")
+    ] = None,
     as_json: AsJsonOption = False,
 ) -> None:
     """Draw what a folder holds, or what two hold beside each other: one HTML page, PNG figures, CSV tables.
@@ -279,12 +298,20 @@ def report(
             made = show_report(folder, other, out=out)
         if as_json:
             files = {"figures": made.figures, "tables": made.tables}
-            print(json.dumps({"html": str(made.html)} | {name: [str(p) for p in found] for name, found in files.items()}))
+            print(
+                json.dumps(
+                    {"html": str(made.html)}
+                    | {name: [str(p) for p in found] for name, found in files.items()}
+                )
+            )
 
 
 @app.command()
 def explain(
-    file: FileArgument, params: ParamsOption = None, strategy: StrategyFileOption = None, as_json: AsJsonOption = False
+    file: FileArgument,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Print what a strategy became: directives, roles, order, communication, memory.
 
@@ -313,9 +340,16 @@ def show(
     microbatches: MicrobatchesOption = None,
     chunks: ChunksOption = None,
     times: ChunkTimesOption = None,
-    graph: Annotated[bool, typer.Option("--graph", help="print the training graph, a line per node")] = False,
-    plan: Annotated[bool, typer.Option("--plan", help="print the plan, a line per instruction; it parses back")] = False,
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE.png", help="draw the schedule into a picture")] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="print the training graph, a line per node")
+    ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="print the plan, a line per instruction; it parses back")
+    ] = False,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", metavar="FILE.png", help="draw the schedule into a picture"),
+    ] = None,
     csv: CsvOption = None,
     lowered: LoweredOption = False,
     as_json: AsJsonOption = False,
@@ -333,17 +367,39 @@ def show(
 
         what = What(graph, plan, png, csv, lowered, as_json)
         if recipe is None and is_table(file):
-            return show_recipe(shown_table(file, times, params, strategy, cluster, costs, pp, microbatches, chunks), what)
-        check_drawn(recipe, of_files=(strategy, cluster, costs), of_recipes=(pp, microbatches, chunks, times))
+            return show_recipe(
+                shown_table(
+                    file, times, params, strategy, cluster, costs, pp, microbatches, chunks
+                ),
+                what,
+            )
+        check_drawn(
+            recipe,
+            of_files=(strategy, cluster, costs),
+            of_recipes=(pp, microbatches, chunks, times),
+        )
         if recipe is not None:
             if file is not None:
                 load_recipes(file)
             own, each, m = arguments(pairs(params)), ChunkTimes.parse(times), microbatches or 8
-            return show_recipe(shown(recipe, pp=pp or 4, microbatches=m, chunks=chunks, times=each, more=own), what)
+            return show_recipe(
+                shown(recipe, pp=pp or 4, microbatches=m, chunks=chunks, times=each, more=own), what
+            )
         if file is None:
-            raise JobError("give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper recipes` lists them)")
-        loaded, known = load_file(file, pairs(params), strategy), load_costs(costs) if costs else None
-        show_strategy(compile(loaded.job, loaded.strategy, costs=known), what, cluster=cluster or "cpu-local", costs=known)
+            raise JobError(
+                "give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper "
+                "recipes` lists them)"
+            )
+        loaded, known = (
+            load_file(file, pairs(params), strategy),
+            load_costs(costs) if costs else None,
+        )
+        show_strategy(
+            compile(loaded.job, loaded.strategy, costs=known),
+            what,
+            cluster=cluster or "cpu-local",
+            costs=known,
+        )
 
 
 @app.command()
@@ -379,7 +435,11 @@ def verify(
 
         recipe = load_file(file, pairs(params), strategy)
         report = verify_strategy(recipe.job, recipe.strategy, steps=steps)
-        numbers = {"equal": report.equal, "equal_whole_batch": report.equal_whole_batch, "text": report.text()}
+        numbers = {
+            "equal": report.equal,
+            "equal_whole_batch": report.equal_whole_batch,
+            "text": report.text(),
+        }
         print(json.dumps(numbers) if as_json else report.text())
         if not report.equal:
             raise typer.Exit(1)

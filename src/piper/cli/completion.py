@@ -45,7 +45,11 @@ def recipe_names(incomplete: str) -> list[str]:
 def parameters(ctx: Any, incomplete: str) -> list[str]:
     """Return NAME= for the parameters of the command's FILE.py, and NAME=VALUE for the choices of one."""
     file = ctx.params.get("file") or _typed_file()
-    return [] if file is None else [text for text in _pairs(Path(file), incomplete) if text.startswith(incomplete)]
+    return (
+        []
+        if file is None
+        else [text for text in _pairs(Path(file), incomplete) if text.startswith(incomplete)]
+    )
 
 
 def _typed_file() -> str | None:
@@ -73,14 +77,22 @@ def asked_parameters(file: Path) -> dict[str, Sequence[Any]]:
         return {}
     out: dict[str, Sequence[Any]] = {}
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+        if (
+            not isinstance(node, ast.Call)
+            or not isinstance(node.func, ast.Attribute)
+            or not node.args
+        ):
             continue
         if (
             node.func.attr.startswith("suggest_")
             and isinstance(node.args[0], ast.Constant)
             and isinstance(node.args[0].value, str)
         ):
-            choices = _literal(node.args[1]) if node.func.attr == "suggest_categorical" and len(node.args) > 1 else ()
+            choices = (
+                _literal(node.args[1])
+                if node.func.attr == "suggest_categorical" and len(node.args) > 1
+                else ()
+            )
             out[node.args[0].value] = choices
     return out
 

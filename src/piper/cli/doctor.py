@@ -42,13 +42,24 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Examine this machine, which takes a second or two, since torch is imported."""
-    return [_python(), _names(), _cores(), _memory(), *_torch(), *_libraries(), _shared_memory(), *_launchers()]
+    return [
+        _python(),
+        _names(),
+        _cores(),
+        _memory(),
+        *_torch(),
+        *_libraries(),
+        _shared_memory(),
+        *_launchers(),
+    ]
 
 
 def _python() -> Finding:
     good = sys.version_info >= (3, 11)
     text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return Finding("python", "ok" if good else "missing", text if good else f"{text}; 3.11 or newer is needed")
+    return Finding(
+        "python", "ok" if good else "missing", text if good else f"{text}; 3.11 or newer is needed"
+    )
 
 
 def _names() -> Finding:
@@ -57,18 +68,24 @@ def _names() -> Finding:
     The one that was installed last wins, file by file.
     """
     others = set(packages_distributions().get("piper", ())) | {
-        script.dist.name for script in entry_points(group="console_scripts", name="piper") if script.dist is not None
+        script.dist.name
+        for script in entry_points(group="console_scripts", name="piper")
+        if script.dist is not None
     }
     if others := others - {DISTRIBUTION}:
         listed = " ".join(sorted(others))
         return Finding(
-            "names", "missing", f"{listed} has the import name or the command piper, too: pip uninstall {listed}, then install "
+            "names", "missing", f"{listed} has the import name or the command piper, too: pip "
+                                f"uninstall {listed}, then "
+                                f"install "
             f"{DISTRIBUTION} again"
         )  # fmt: skip
     found, ours = shutil.which("piper"), Path(sys.executable).with_name("piper")
     if found is not None and not (ours.exists() and ours.samefile(found)):
         return Finding(
-            "names", "missing", f"the command piper on PATH is {found}, not of this Python ({sys.executable}): activate its "
+            "names", "missing", f"the command piper on PATH is {found}, not of this Python "
+                                f"({sys.executable}): "
+                                f"activate its "
             "environment, or use python -m piper"
         )  # fmt: skip
     return Finding("names", "ok", "the import name piper and the command are Piper's alone")
@@ -82,9 +99,15 @@ def _memory() -> Finding:
     info = Path("/proc/meminfo")
     if not info.is_file():
         return Finding("memory", "absent", "not known on this system")
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text().splitlines() if line.endswith("kB")}
+    kib = {
+        line.split(":")[0]: int(line.split()[1])
+        for line in info.read_text().splitlines()
+        if line.endswith("kB")
+    }
     gib = {name: kib.get(name, 0) / 2**20 for name in ("MemTotal", "MemAvailable")}
-    return Finding("memory", "ok", f"{gib['MemTotal']:.1f} GiB, {gib['MemAvailable']:.1f} GiB of it free")
+    return Finding(
+        "memory", "ok", f"{gib['MemTotal']:.1f} GiB, {gib['MemAvailable']:.1f} GiB of it free"
+    )
 
 
 def _torch() -> list[Finding]:
@@ -98,16 +121,32 @@ def _torch() -> list[Finding]:
         for i in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(i)
             findings.append(
-                Finding(f"cuda:{i}", "ok", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
+                Finding(
+                    f"cuda:{i}",
+                    "ok",
+                    f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA "
+                    f"{torch.version.cuda}",
+                )
             )
     else:
-        built = f"this torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is built without CUDA"
+        built = (
+            f"this torch is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "this torch is built without CUDA"
+        )
         findings.append(Finding("cuda", "absent", f"no device; {built}. Plans run on CPUs"))
-    available: dict[str, Callable[[], bool]] = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    available: dict[str, Callable[[], bool]] = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+    }
     for name, is_there in available.items():
         there = dist.is_available() and is_there()
         needed = name == "gloo"
-        text = "available" if there else "not in this torch" + ("; ranks on CPUs cannot communicate" if needed else "")
+        text = (
+            "available"
+            if there
+            else "not in this torch" + ("; ranks on CPUs cannot communicate" if needed else "")
+        )
         findings.append(Finding(name, "ok" if there else "missing" if needed else "absent", text))
     return findings
 
@@ -119,7 +158,13 @@ def _libraries() -> list[Finding]:
             findings.append(Finding(name, "ok", f"{version(name)}, for {use}"))
         except PackageNotFoundError:
             optional = "(optional)" in use
-            findings.append(Finding(name, "absent" if optional else "missing", f"not installed, for {use}; pip install {name}"))
+            findings.append(
+                Finding(
+                    name,
+                    "absent" if optional else "missing",
+                    f"not installed, for {use}; pip install {name}",
+                )
+            )
     return findings
 
 
@@ -127,9 +172,15 @@ def _shared_memory() -> Finding:
     """Examine shared memory, where Ray's object store and the launcher's watch over its workers live."""
     path = Path("/dev/shm")
     if not path.is_dir():
-        return Finding("shared memory", "absent", "/dev/shm is not there; files in the temporary folder are used")
+        return Finding(
+            "shared memory",
+            "absent",
+            "/dev/shm is not there; files in the temporary folder are used",
+        )
     facts = os.statvfs(path)
-    return Finding("shared memory", "ok", f"{facts.f_bavail * facts.f_frsize / 2**30:.1f} GiB free in {path}")
+    return Finding(
+        "shared memory", "ok", f"{facts.f_bavail * facts.f_frsize / 2**30:.1f} GiB free in {path}"
+    )
 
 
 def _launchers() -> list[Finding]:
@@ -144,9 +195,16 @@ def _launchers() -> list[Finding]:
         ray_finding = Finding("launcher ray", "ok", joined)
     except PackageNotFoundError:
         ray_finding = Finding(
-            "launcher ray", "missing", 'without Ray use launcher "processes", on this machine or under torchrun'
+            "launcher ray",
+            "missing",
+            'without Ray use launcher "processes", on this machine or under torchrun',
         )
-    return [ray_finding, Finding("launcher processes", "ok", "one process per rank on this machine; also under torchrun")]
+    return [
+        ray_finding,
+        Finding(
+            "launcher processes", "ok", "one process per rank on this machine; also under torchrun"
+        ),
+    ]
 
 
 def text(findings: list[Finding]) -> str:
@@ -154,4 +212,6 @@ def text(findings: list[Finding]) -> str:
     wide = max(len(f.name) for f in findings)
     lines = [f"{f.name:<{wide}}  {f.state:<7}  {f.text}" for f in findings]
     missing = [f.name for f in findings if f.state == "missing"]
-    return "\n".join([*lines, f"missing: {', '.join(missing)}" if missing else "nothing is missing"])
+    return "\n".join(
+        [*lines, f"missing: {', '.join(missing)}" if missing else "nothing is missing"]
+    )

@@ -8,7 +8,7 @@ import typer
 
 from piper.cli.commands import app
 from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave, left_in_native_code
-from piper.cli.options import user_errors
+from piper.cli.messages import user_errors
 from piper.cli.pipes import open_output
 
 
@@ -24,6 +24,8 @@ def main() -> None:
                 sys.stdout.flush()
         except typer.Exit as lost:  # what was printed is written here, unless it is unbuffered; typer has ended already
             sys.exit(lost.exit_code)
-        if e.code in (INTERRUPTED, TERMINATED) or (isinstance(e.code, int) and e.code and left_in_native_code()):
+        if e.code in (INTERRUPTED, TERMINATED) or (
+            isinstance(e.code, int) and e.code and left_in_native_code()
+        ):
             leave(e.code)
         raise

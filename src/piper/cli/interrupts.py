@@ -66,7 +66,9 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
 def _terminated(number: int, frame: FrameType | None) -> None:
     """End as after an interrupt: workers and Ray are ended on the way out."""
-    if os.environ.get("RANK", "0") == "0":  # torchrun ends all ranks at once, and one line is enough
+    if (
+        os.environ.get("RANK", "0") == "0"
+    ):  # torchrun ends all ranks at once, and one line is enough
         os.write(2, b"piper: ended by SIGTERM\n")
     if _importing("torch"):
         os._exit(TERMINATED)
@@ -82,7 +84,9 @@ def _end_in_time() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are not ours
+    os.register_at_fork(
+        after_in_child=lambda: signal.set_wakeup_fd(-1)
+    )  # a child's signals are not ours
 
     def listen() -> None:
         while received := os.read(reading, 1):
@@ -101,6 +105,8 @@ def _dropped(what: Any) -> None:
     if not issubclass(what.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(what)
         return
-    again = Timer(AGAIN_S, signal.pthread_kill, (main_thread().ident, signal.SIGINT))  # the one that may be asleep
+    again = Timer(
+        AGAIN_S, signal.pthread_kill, (main_thread().ident, signal.SIGINT)
+    )  # the one that may be asleep
     again.daemon = True
     again.start()

@@ -43,7 +43,9 @@ class JobFile:
     function: Callable[[Any], Any] | None = None
     params: Mapping[str, str] = field(default_factory=dict)
 
-    def varied(self, params: Mapping[str, str], *, any_value: bool = False, flag: str = "-p") -> Strategy:
+    def varied(
+        self, params: Mapping[str, str], *, any_value: bool = False, flag: str = "-p"
+    ) -> Strategy:
         """Return the strategy with other values of some parameters.
 
         Raises JobError when it is not a function of a trial, or has no such parameter.
@@ -54,7 +56,10 @@ class JobFile:
             flag: The name of the command line's option in messages.
         """
         if self.function is None:
-            raise JobError(f"{self.path}: `strategy` is not a function of a trial, so that it has no parameters to change")
+            raise JobError(
+                f"{self.path}: `strategy` is not a function of a trial, so that it has no "
+                f"parameters to change"
+            )
         trial = FixedTrial({**self.params, **params}, params if any_value else (), flag)
         return _answered(self.path, self.function, trial, params)
 
@@ -75,16 +80,26 @@ def load_space(path: str | Path) -> SearchFile:
     module = _run(path)
     strategy = getattr(module, "strategy", None)
     if not callable(strategy):
-        found = "no `strategy`" if strategy is None else f"a `strategy` that is a {type(strategy).__name__}"
+        found = (
+            "no `strategy`"
+            if strategy is None
+            else f"a `strategy` that is a {type(strategy).__name__}"
+        )
         raise JobError(
-            f"{path} defines {found}; to search, define `def strategy(trial)` that calls trial.suggest_categorical, suggest_int "
+            f"{path} defines {found}; to search, define `def strategy(trial)` that calls "
+            f"trial.suggest_categorical, "
+            f"suggest_int "
             "or suggest_float and returns a piper.Strategy"
         )
     job = getattr(module, "job", None)
-    return SearchFile(path, job if callable(job) else _job(path, module), strategy, _steps(path, module))
+    return SearchFile(
+        path, job if callable(job) else _job(path, module), strategy, _steps(path, module)
+    )
 
 
-def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> JobFile:
+def load_file(
+    path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None
+) -> JobFile:
     """Run FILE.py and take its `job` and `strategy`.
 
     Raises JobError for a missing or broken file, or one that lacks a name.
@@ -98,12 +113,22 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
     path = Path(path)
     module = _run(path)
     if strategy is not None and params:
-        raise JobError("-p gives parameters to the file's strategy, but --strategy replaces it; use one of the two")
+        raise JobError(
+            "-p gives parameters to the file's strategy, but --strategy replaces it; use one of "
+            "the two"
+        )
     function, texts = _function(module), _params(path, module)
     if strategy is not None:
         chosen = load_strategy(strategy)
         texts |= {name: str(value) for name, value in chosen.params.items()}
-        return JobFile(path, _job(path, module, FixedTrial(texts)), chosen, _steps(path, module), function, texts)
+        return JobFile(
+            path,
+            _job(path, module, FixedTrial(texts)),
+            chosen,
+            _steps(path, module),
+            function,
+            texts,
+        )
     texts |= params or {}
     trial = FixedTrial(texts)
     job = _job(path, module, trial)
@@ -148,8 +173,15 @@ def _run(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         table = path.suffix.lower() == ".csv"
-        hint = f"; `piper show {path}` draws a schedule, and recipes.from_csv({str(path)!r}) is its directives" if table else ""
-        raise JobError(f"{path} is not a Python file; give a .py file that defines `job` and `strategy`{hint}")
+        hint = (
+            f"; `piper show {path}` draws a schedule, and recipes.from_csv({str(path)!r}) is its "
+            f"directives"
+            if table
+            else ""
+        )
+        raise JobError(
+            f"{path} is not a Python file; give a .py file that defines `job` and `strategy`{hint}"
+        )
     from piper_runtime.rank import RECIPE_MARK
 
     module = importlib.util.module_from_spec(spec)
@@ -161,7 +193,9 @@ def _run(path: Path) -> ModuleType:
     except PiperError:
         raise
     except (Exception, SystemExit) as e:  # the user's file may fail in any way
-        raise JobError(f"{path} failed when it was run: {type(e).__name__}: {e}{_line(e, path)}") from e
+        raise JobError(
+            f"{path} failed when it was run: {type(e).__name__}: {e}{_line(e, path)}"
+        ) from e
     finally:
         sys.path.pop(0)
     return module
@@ -171,7 +205,11 @@ def _line(error: BaseException, path: Path) -> str:
     """Return where in the user's file an error happened."""
     if isinstance(error, SyntaxError):
         return f" (line {error.lineno})"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if Path(f.filename).resolve() == path.resolve()
+    ]
     return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
@@ -186,12 +224,19 @@ def _params(path: Path, module: ModuleType) -> dict[str, str]:
     if _function(module) is None and not callable(getattr(module, "job", None)):
         return {}
     if not isinstance(own, Mapping):
-        raise JobError(f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's parameters is needed")
+        raise JobError(
+            f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's "
+            f"parameters is needed"
+        )
     return {name: str(value) for name, value in own.items()}
 
 
 def _strategy(
-    path: Path, module: ModuleType, function: Callable[[Any], Any] | None, trial: FixedTrial, given: Mapping[str, str]
+    path: Path,
+    module: ModuleType,
+    function: Callable[[Any], Any] | None,
+    trial: FixedTrial,
+    given: Mapping[str, str],
 ) -> Strategy:
     if function is not None:
         return _answered(path, function, trial, given)
@@ -200,7 +245,9 @@ def _strategy(
     return _checked(path, getattr(module, "strategy", None))
 
 
-def _answered(path: Path, function: Callable[[Any], Any], trial: FixedTrial, given: Iterable[str]) -> Strategy:
+def _answered(
+    path: Path, function: Callable[[Any], Any], trial: FixedTrial, given: Iterable[str]
+) -> Strategy:
     """Return the strategy of a function of a trial, which must ask for the parameters `given`."""
     with user_code("strategy(trial)", JobError):
         strategy = function(trial)
@@ -210,6 +257,13 @@ def _answered(path: Path, function: Callable[[Any], Any], trial: FixedTrial, giv
 
 def _checked(path: Path, strategy: Any) -> Strategy:
     if not isinstance(strategy, Strategy):
-        found = "no `strategy`" if strategy is None else f"a `strategy` that is a {type(strategy).__name__}"
-        raise JobError(f"{path} defines {found}; it must be a piper.Strategy, or a function of a trial that returns one")
+        found = (
+            "no `strategy`"
+            if strategy is None
+            else f"a `strategy` that is a {type(strategy).__name__}"
+        )
+        raise JobError(
+            f"{path} defines {found}; it must be a piper.Strategy, or a function of a trial that "
+            f"returns one"
+        )
     return strategy

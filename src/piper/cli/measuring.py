@@ -34,7 +34,17 @@ def measure(
     cluster = over[1]
     launcher = cast("Launcher", over[0])  # `profile` checks what was typed
     with working("measuring chunks, messages and instructions"):
-        costs = profile(recipe.job, recipe.strategy, launcher=launcher, cluster=cluster, rows=rows, keep=keep, repeats=repeats)
+        costs = profile(
+            recipe.job,
+            recipe.strategy,
+            launcher=launcher,
+            cluster=cluster,
+            rows=rows,
+            keep=keep,
+            repeats=repeats,
+        )
     save_costs(out, costs)
-    print(dumps(costs)) if as_json else show(costs_table(costs, title=f"costs of {recipe.path.name}"))
+    print(dumps(costs)) if as_json else show(
+        costs_table(costs, title=f"costs of {recipe.path.name}")
+    )
     print(f"costs are in {out}", file=sys.stderr)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-import warnings
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from piper.cli.completion import LAUNCHERS, LOSSES, clusters, one_of, parameters, recipe_names
-from piper.cli.interrupts import INTERRUPTED
-from piper_ir.ground.errors import JobError, PiperError, PiperWarning
-from piper_ir.tools import clear_line, shown_while_working
+from piper_ir.ground.errors import JobError
 
 RUNS, TIMEOUT_S, LOG, LOADER = Path("runs"), 60.0, "jsonl", "thread"
 """The defaults of `piper run`: its folder for results, seconds without progress, logs, and loader."""
@@ -31,25 +25,35 @@ def named_folder(text: str) -> Path:
 
 
 SpaceFileArgument = Annotated[
-    Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
+    Path,
+    typer.Argument(
+        metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial"
+    ),
 ]
 FileArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy` (a piper.Strategy or a function of a trial)"
+        metavar="FILE.py",
+        help="defines `job` (a piper.Job) and `strategy` (a piper.Strategy or a function of a "
+        "trial)",
     ),
 ]
 ParamsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "-p", metavar="NAME=VALUE", autocompletion=parameters, help="a parameter of a strategy that is a function of a trial"
+        "-p",
+        metavar="NAME=VALUE",
+        autocompletion=parameters,
+        help="a parameter of a strategy that is a function of a trial",
     ),
 ]
 OtherArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="OTHER",
-        help="compare with the strategy of this FILE.py (-p holds for both), or with a saved one of the same job (.json)",
+        help="compare with the strategy of this FILE.py (-p holds for both), or with a saved one "
+        "of the same job "
+        "(.json)",
     ),
 ]
 
@@ -60,7 +64,12 @@ def _say_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-VersionOption = Annotated[bool, typer.Option("--version", help="print the version and end", callback=_say_version, is_eager=True)]
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="print the version and end", callback=_say_version, is_eager=True
+    ),
+]
 VersusOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -71,32 +80,53 @@ VersusOption = Annotated[
     ),
 ]
 WhyOption = Annotated[
-    bool, typer.Option("--why", help="explain it: critical path, idle gaps, what if, sensitivities, costs from formulas")
+    bool,
+    typer.Option(
+        "--why",
+        help="explain it: critical path, idle gaps, what if, sensitivities, costs from formulas",
+    ),
 ]
 NoContentionOption = Annotated[
-    bool, typer.Option("--no-contention", help="what runs at the same time takes nothing from each other: links, SMs, memory")
+    bool,
+    typer.Option(
+        "--no-contention",
+        help="what runs at the same time takes nothing from each other: links, SMs, memory",
+    ),
 ]
 LoadOption = Annotated[
     str | None,
     typer.Option(
         "--load",
-        help="of the fullest rank's experts over the mean: 1.3, zipf:0.3 (drawn), or a run's folder or metrics.jsonl (measured)",
+        help="of the fullest rank's experts over the mean: 1.3, zipf:0.3 (drawn), or a run's "
+        "folder or metrics.jsonl "
+        "(measured)",
     ),
 ]
 JitterOption = Annotated[
     float | None,
     typer.Option(
-        "--jitter", metavar="C", help="every duration varies with this coefficient of variation, e.g. 0.05: 5, 50, 95 %"
+        "--jitter",
+        metavar="C",
+        help="every duration varies with this coefficient of variation, e.g. 0.05: 5, 50, 95 %",
     ),
 ]
-RepetitionsOption = Annotated[int | None, typer.Option("--repetitions", min=1, help="of --jitter (default 200)")]
-JitterSeedOption = Annotated[int | None, typer.Option("--seed", help="of --jitter; the same seed gives the same (default 0)")]
+RepetitionsOption = Annotated[
+    int | None, typer.Option("--repetitions", min=1, help="of --jitter (default 200)")
+]
+JitterSeedOption = Annotated[
+    int | None, typer.Option("--seed", help="of --jitter; the same seed gives the same (default 0)")
+]
 StrategyFileOption = Annotated[
     Path | None,
-    typer.Option("--strategy", metavar="FILE.json", help="use this saved strategy, such as a best.json, instead of the file's"),
+    typer.Option(
+        "--strategy",
+        metavar="FILE.json",
+        help="use this saved strategy, such as a best.json, instead of the file's",
+    ),
 ]
 _CLUSTERS = (
-    "e.g. h100x8, h100-80g-sxm:8*4, a100x8*2+h100x8*2, h100x8@eager, a file lab.toml, cpu-local (this machine, measured now)"
+    "e.g. h100x8, h100-80g-sxm:8*4, a100x8*2+h100x8*2, h100x8@eager, a file lab.toml, cpu-local "
+    "(this machine, measured now)"
 )
 ClusterNameOption = Annotated[
     str,
@@ -107,73 +137,122 @@ ClusterNameOption = Annotated[
     ),
 ]
 ShownClusterOption = Annotated[
-    str | None, typer.Option("--cluster", autocompletion=clusters, help=f"{_CLUSTERS}  [default: cpu-local]")
+    str | None,
+    typer.Option("--cluster", autocompletion=clusters, help=f"{_CLUSTERS}  [default: cpu-local]"),
 ]
 CostsFileOption = Annotated[
-    Path | None, typer.Option("--costs", metavar="FILE.json", help="measured durations, as `piper profile` writes them")
+    Path | None,
+    typer.Option(
+        "--costs", metavar="FILE.json", help="measured durations, as `piper profile` writes them"
+    ),
 ]
 LauncherOption = Annotated[
     str,
     typer.Option(
         autocompletion=one_of(*LAUNCHERS),
-        help="ray (one actor per rank), processes (one per rank; also under torchrun) or inline (all in one process)",
+        help="ray (one actor per rank), processes (one per rank; also under torchrun) or inline "
+        "(all in one process)",
     ),
 ]
 AddressOption = Annotated[
     str,
     typer.Option(
-        "--address", metavar="HOST:PORT", help="of a Ray to join; auto: one that is there, else local: a Ray for this run"
+        "--address",
+        metavar="HOST:PORT",
+        help="of a Ray to join; auto: one that is there, else local: a Ray for this run",
     ),
 ]
-OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="results go to a new folder below DIR")]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="results go to a new folder below DIR")
+]
 ProfileLauncherOption = Annotated[
     str,
     typer.Option(
         "--launcher",
         autocompletion=one_of("processes", "ray"),
-        help="processes or ray: ranks measure at once, as in a run. Unlike elsewhere processes are the default: a rank does the "
-        "same in both, they start sooner, and nothing of Ray's runs beside what is measured; ray measures between nodes",
+        help="processes or ray: ranks measure at once, as in a run. Unlike elsewhere processes are "
+        "the default: a rank "
+        "does the "
+        "same in both, they start sooner, and nothing of Ray's runs beside what is measured; ray "
+        "measures between "
+        "nodes",
     ),
 ]
 CostsOutOption = Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")]
-TimeoutOption = Annotated[float, typer.Option("--timeout-s", help="seconds without progress after which a rank counts as hung")]
-StepsOption = Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")]
+TimeoutOption = Annotated[
+    float,
+    typer.Option("--timeout-s", help="seconds without progress after which a rank counts as hung"),
+]
+StepsOption = Annotated[
+    int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")
+]
 MemorySnapshotOption = Annotated[
     Path | None,
     typer.Option(
-        "--memory-snapshot", metavar="DIR", help="write predicted memory by rank for torch's visualiser (pytorch.org/memory_viz)"
+        "--memory-snapshot",
+        metavar="DIR",
+        help="write predicted memory by rank for torch's visualiser (pytorch.org/memory_viz)",
     ),
 ]
 TrialsOption = Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")]
-ConfirmOption = Annotated[int, typer.Option(min=0, help="run so many of the best on this machine, predicted beside measured")]
-MemoryLimitOption = Annotated[str | None, typer.Option(help="per device, e.g. 20GiB (default: what the cluster's devices have)")]
+ConfirmOption = Annotated[
+    int,
+    typer.Option(min=0, help="run so many of the best on this machine, predicted beside measured"),
+]
+MemoryLimitOption = Annotated[
+    str | None,
+    typer.Option(help="per device, e.g. 20GiB (default: what the cluster's devices have)"),
+]
 SeedOption = Annotated[int, typer.Option(help="of the search; the same seed finds the same")]
 StorageOption = Annotated[
-    str | None, typer.Option(help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it ended")
+    str | None,
+    typer.Option(
+        help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it "
+        "ended"
+    ),
 ]
 ObjectiveOption = Annotated[
     str | None,
     typer.Option(
         metavar="period|tokens_per_s_per_device|dollars_per_token",
         autocompletion=one_of("period", "tokens_per_s_per_device", "dollars_per_token"),
-        help="what the best is (default: the least period; for a file whose `job` is a function of a trial the most tokens)",
+        help="what the best is (default: the least period; for a file whose `job` is a function of "
+        "a trial the most "
+        "tokens)",
     ),
 ]
 SearchersOption = Annotated[
-    str, typer.Option("--workers", help="processes (0: this one), ray, local (a Ray of its own), or HOST:PORT")
+    str,
+    typer.Option(
+        "--workers", help="processes (0: this one), ray, local (a Ray of its own), or HOST:PORT"
+    ),
 ]
 RowsOption = Annotated[
-    list[int] | None, typer.Option("--rows", help="rows per microbatch to measure (again for more; default: what fits)")
+    list[int] | None,
+    typer.Option(
+        "--rows", help="rows per microbatch to measure (again for more; default: what fits)"
+    ),
 ]
 KeepOption = Annotated[
     list[str] | None,
-    typer.Option("--keep", metavar="POLICY", help="a policy of recomputation to measure, too: inputs, products, ..."),
+    typer.Option(
+        "--keep",
+        metavar="POLICY",
+        help="a policy of recomputation to measure, too: inputs, products, ...",
+    ),
 ]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="passes of which each duration is the median")]
+RepeatsOption = Annotated[
+    int, typer.Option(min=1, help="passes of which each duration is the median")
+]
 PrintLaunchOption = Annotated[
-    bool, typer.Option("--print-launch", help="do what `piper launch` does: print command lines, run nothing")
+    bool,
+    typer.Option(
+        "--print-launch", help="do what `piper launch` does: print command lines, run nothing"
+    ),
 ]
-NodesOption = Annotated[int | None, typer.Option(min=1, help="machines in the lines of `piper launch`")]
+NodesOption = Annotated[
+    int | None, typer.Option(min=1, help="machines in the lines of `piper launch`")
+]
 EmulateOption = Annotated[
     str | None,
     typer.Option(
@@ -182,16 +261,23 @@ EmulateOption = Annotated[
         help="sleep in real processes instead of training, as long as CLUSTER would compute",
     ),
 ]
-LogOption = Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")]
+LogOption = Annotated[
+    str,
+    typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb"),
+]
 RecipeFileArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="FILE.py",
-        help="defines `job` and `strategy` (with --recipe: your own recipes); or FILE.csv, a schedule of torch's",
+        help="defines `job` and `strategy` (with --recipe: your own recipes); or FILE.csv, a "
+        "schedule of torch's",
     ),
 ]
 OwnRecipesArgument = Annotated[
-    Path | None, typer.Argument(metavar="FILE.py", help="a file that registers recipes of your own; they are listed, too")
+    Path | None,
+    typer.Argument(
+        metavar="FILE.py", help="a file that registers recipes of your own; they are listed, too"
+    ),
 ]
 RecipeNameOption = Annotated[
     str | None,
@@ -202,45 +288,82 @@ RecipeNameOption = Annotated[
         help="draw this recipe (`piper recipes` lists them) on a synthetic model",
     ),
 ]
-DevicesOption = Annotated[int | None, typer.Option("--pp", min=1, help="pipeline devices of --recipe (default 4)")]
-MicrobatchesOption = Annotated[int | None, typer.Option("--microbatches", min=1, help="of --recipe (default 8)")]
-ChunksOption = Annotated[int | None, typer.Option("--chunks", min=1, help="per device, of a --recipe that takes them")]
+DevicesOption = Annotated[
+    int | None, typer.Option("--pp", min=1, help="pipeline devices of --recipe (default 4)")
+]
+MicrobatchesOption = Annotated[
+    int | None, typer.Option("--microbatches", min=1, help="of --recipe (default 8)")
+]
+ChunksOption = Annotated[
+    int | None, typer.Option("--chunks", min=1, help="per device, of a --recipe that takes them")
+]
 ChunkTimesOption = Annotated[
     str | None,
     typer.Option(
-        "--times", metavar="F,I,W[,O]", help="seconds of one chunk of --recipe, and of an overlapped pair (default 1,1,1)"
+        "--times",
+        metavar="F,I,W[,O]",
+        help="seconds of one chunk of --recipe, and of an overlapped pair (default 1,1,1)",
     ),
 ]
 CsvOption = Annotated[
-    Path | None, typer.Option("--csv", metavar="OUT.csv", help="write the schedule for torch.distributed.pipelining")
+    Path | None,
+    typer.Option(
+        "--csv", metavar="OUT.csv", help="write the schedule for torch.distributed.pipelining"
+    ),
 ]
-LoweredOption = Annotated[bool, typer.Option("--lowered", help="with --csv: with sends, receives and reductions")]
+LoweredOption = Annotated[
+    bool, typer.Option("--lowered", help="with --csv: with sends, receives and reductions")
+]
 LoaderOption = Annotated[
     str,
     typer.Option(
         metavar="thread|processes|none|N",
-        help="who calls the batch function, a step ahead: a thread where it is worth it, so many processes per rank, or nobody",
+        help="who calls the batch function, a step ahead: a thread where it is worth it, so many "
+        "processes per rank, "
+        "or nobody",
     ),
 ]
-RangesOption = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
+RangesOption = Annotated[
+    bool,
+    typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)"),
+]
 CheckpointOption = Annotated[
     Path | None,
-    typer.Option("--checkpoint", metavar="DIR", parser=named_folder, help="save the state there while training, for --resume"),
+    typer.Option(
+        "--checkpoint",
+        metavar="DIR",
+        parser=named_folder,
+        help="save the state there while training, for --resume",
+    ),
 ]
-EveryOption = Annotated[int | None, typer.Option("--every", min=1, help="steps from one --checkpoint to the next (default 100)")]
+EveryOption = Annotated[
+    int | None,
+    typer.Option("--every", min=1, help="steps from one --checkpoint to the next (default 100)"),
+]
 SnapshotOption = Annotated[
     int | None,
-    typer.Option("--snapshot", min=1, help="with --restarts: copy the state to memory after every so many steps, to go on from"),
+    typer.Option(
+        "--snapshot",
+        min=1,
+        help="with --restarts: copy the state to memory after every so many steps, to go on from",
+    ),
 ]
 ResumeOption = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="go on from the newest checkpoint of --checkpoint, with any strategy; without --steps up to the file's steps",
+        help="go on from the newest checkpoint of --checkpoint, with any strategy; without --steps "
+        "up to the file's "
+        "steps",
     ),
 ]
 RestartsOption = Annotated[
-    int, typer.Option("--restarts", min=0, help="start again so often after a worker died, raised or hung, from --checkpoint")
+    int,
+    typer.Option(
+        "--restarts",
+        min=0,
+        help="start again so often after a worker died, raised or hung, from --checkpoint",
+    ),
 ]
 OnLossOption = Annotated[
     str,
@@ -248,13 +371,22 @@ OnLossOption = Annotated[
         "--on-loss",
         autocompletion=one_of(*LOSSES),
         metavar="restart|replan",
-        help="with --restarts: a worker that died is replaced, or its device is gone and a strategy for fewer is chosen",
+        help="with --restarts: a worker that died is replaced, or its device is gone and a "
+        "strategy for fewer is "
+        "chosen",
     ),
 ]
 SparesOption = Annotated[
-    int, typer.Option("--spares", min=0, help="on Ray, keep room for so many more workers, which replace those that die")
+    int,
+    typer.Option(
+        "--spares",
+        min=0,
+        help="on Ray, keep room for so many more workers, which replace those that die",
+    ),
 ]
-AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
+AsJsonOption = Annotated[
+    bool, typer.Option("--json", help="print JSON for programs, and nothing else")
+]
 
 
 def searchers(workers: str) -> int | str:
@@ -263,7 +395,10 @@ def searchers(workers: str) -> int | str:
         return int(workers)
     if workers in ("ray", "local") or ":" in workers:
         return workers
-    raise JobError(f"--workers {workers}: a number of processes, ray, local or the HOST:PORT of a Ray cluster is expected")
+    raise JobError(
+        f"--workers {workers}: a number of processes, ray, local or the HOST:PORT of a Ray cluster "
+        f"is expected"
+    )
 
 
 def loader_of(text: str) -> str | int:
@@ -271,12 +406,20 @@ def loader_of(text: str) -> str | int:
     return int(text) if text.isdigit() else text
 
 
-def check_drawn(recipe: str | None, *, of_files: Sequence[object], of_recipes: Sequence[object]) -> None:
+def check_drawn(
+    recipe: str | None, *, of_files: Sequence[object], of_recipes: Sequence[object]
+) -> None:
     """Raise JobError for options of `piper show` without effect on what it draws: a recipe, or a file's strategy."""
     if recipe is not None and any(option is not None for option in of_files):
-        raise JobError("--recipe is drawn with the durations of --times: leave out --strategy, --costs and --cluster")
+        raise JobError(
+            "--recipe is drawn with the durations of --times: leave out --strategy, --costs and "
+            "--cluster"
+        )
     if recipe is None and any(option is not None for option in of_recipes):
-        raise JobError("--pp, --microbatches, --chunks and --times belong to --recipe; a file's strategy has -p NAME=VALUE")
+        raise JobError(
+            "--pp, --microbatches, --chunks and --times belong to --recipe; a file's strategy has "
+            "-p NAME=VALUE"
+        )
 
 
 def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
@@ -288,101 +431,3 @@ def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
             raise JobError(f"{flag} {item}: NAME=VALUE is expected, e.g. {flag} microbatches=8")
         values[name] = value
     return values
-
-
-ARGUMENTS = (
-    "launcher",
-    "cluster",
-    "memory_limit",
-    "confirm",
-    "workers",
-    "timeout_s",
-    "repeats",
-    "storage",
-    "resume",
-    "seed",
-    "loader",
-    "restarts",
-    "on_loss",
-    "spares",
-    "objective",
-    "steps",
-    "rows",
-)
-"""The arguments of functions whose messages reach the command line.
-
-There, a message about a "cluster" is about Ray's, which is `--address`.
-"""
-PARAMETERS = {"cluster": "address"}
-"""The arguments whose option has another name."""
-_CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
-_SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""")
-_NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume)(?= out)|(?<=give )restarts(?= of)")
-
-
-def in_flags(message: str, options: Container[str] | None = None) -> str:
-    """Return a Python function's message in the command line's words: `launcher="ray"` is `--launcher ray` there.
-
-    `options` are the parameters of the command, by name; an unknown argument stays as it is. None stands for all.
-    """
-
-    def flag(match: re.Match[str], name: str, value: str) -> str:
-        parameter = PARAMETERS.get(name, name)
-        if options is not None and parameter not in options:
-            return match[0]
-        if name == "resume":
-            return "--resume"  # which is always the newest one
-        if (name, value) == ("launcher", "emulated"):
-            return "--emulate CLUSTER"
-        return f"--{parameter.replace('_', '-')} {value}".rstrip()
-
-    message = _CALL.sub(lambda m: flag(m, m[1], m[2].strip("\"'")), message)
-    message = _SETTING.sub(lambda m: flag(m, m[1], m[3]), message)
-    return _NAME.sub(lambda m: flag(m, m[0], ""), message)
-
-
-@contextmanager
-def plain_warnings(options: Container[str] | None = None) -> Iterator[None]:
-    """Print Piper's own warnings as lines, without a line of Piper's source; `options` are as in `in_flags`."""
-    with warnings.catch_warnings():
-        others = warnings.showwarning
-
-        def shown(
-            message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
-        ) -> None:
-            clear_line()
-            if issubclass(category, PiperWarning):
-                print(f"warning: {in_flags(str(message), options)}", file=sys.stderr)
-            else:
-                others(message, category, filename, lineno, file, line)
-
-        warnings.showwarning = shown
-        yield
-
-
-def _to_be_said(message: str) -> bool:
-    """Return whether this process is the one to print an error, which all ranks may have under torchrun."""
-    if "RANK" not in os.environ:  # importing the runtime takes seconds
-        return True
-    from piper_runtime.launch import is_first_to_say
-
-    return is_first_to_say(message)
-
-
-@contextmanager
-def user_errors(options: Container[str] | None = None) -> Iterator[None]:
-    """Print a PiperError as one message on stderr and exit with 2, since nobody wants a traceback for a typing mistake.
-
-    `options` are the parameters of the command that its messages name.
-    """
-    try:
-        first = os.environ.get("RANK", "0") == "0"  # under torchrun one of many ranks says what it does
-        with shown_while_working() if first else nullcontext(), plain_warnings(options):
-            yield
-    except PiperError as e:
-        if not e.told_by_another and _to_be_said(str(e)):
-            print(f"piper: {in_flags(str(e), options)}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        print("piper: interrupted", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None

@@ -16,7 +16,13 @@ from piper.api.compiling.compiling import Compiled, compile
 from piper.api.content.origin import save_origin
 from piper.api.ground.clusters import cluster_named
 from piper.api.ground.costs_file import load_costs
-from piper.api.ground.results import new_folder, save_explanation, save_plan, save_prediction, save_snapshots
+from piper.api.ground.results import (
+    new_folder,
+    save_explanation,
+    save_plan,
+    save_prediction,
+    save_snapshots,
+)
 from piper.api.problems.advice import advice
 from piper.cli.loading import JobFile, load_file
 from piper.views.display import show
@@ -29,7 +35,17 @@ from piper_ir.ground.errors import JobError, PiperError
 from piper_ir.program.costs import Costs
 from piper_ir.tools import size_text, working
 from piper_report import memory_table, prediction_table
-from piper_simulator import Cluster, GivenLoad, WhatIf, Why, Zipf, compare, device_type, simulate, why
+from piper_simulator import (
+    Cluster,
+    GivenLoad,
+    WhatIf,
+    Why,
+    Zipf,
+    compare,
+    device_type,
+    simulate,
+    why,
+)
 
 ONE_MORE = "one microbatch more"
 
@@ -58,7 +74,12 @@ class Target:
         return load_costs(self.file) if self.file is not None else None
 
     def compiled(self, job_file: JobFile) -> Compiled:
-        return compile(job_file.job, job_file.strategy, costs=self.costs, options=Options(device=device_type(self.cluster)))
+        return compile(
+            job_file.job,
+            job_file.strategy,
+            costs=self.costs,
+            options=Options(device=device_type(self.cluster)),
+        )
 
 
 def load_named(text: str | None) -> GivenLoad | None:
@@ -71,10 +92,15 @@ def load_named(text: str | None) -> GivenLoad | None:
         number = float(s if zipf else text)
     except ValueError:
         if zipf:
-            raise JobError(f"--load {text}: zipf:S with a number S from 0 on is needed, such as zipf:0.3") from None
+            raise JobError(
+                f"--load {text}: zipf:S with a number S from 0 on is needed, such as zipf:0.3"
+            ) from None
         if not os.path.exists(text):
             problem = "there is no such file or folder" if text.strip() else "it is empty"
-            accepted = "a number such as 1.3, zipf:0.3, or the metrics.jsonl of a run or its folder is accepted"
+            accepted = (
+                "a number such as 1.3, zipf:0.3, or the metrics.jsonl of a run or its folder is "
+                "accepted"
+            )
             raise JobError(f"--load {text!r}: {problem}; {accepted}") from None
         return Path(text)
     return Zipf(number) if zipf else number
@@ -97,7 +123,10 @@ class Noise:
         if jitter is not None:
             return Noise(jitter, 200 if repetitions is None else repetitions, seed or 0)
         if repetitions is not None or seed is not None:
-            raise JobError("--repetitions and --seed belong to --jitter: say how much durations vary, e.g. --jitter 0.05")
+            raise JobError(
+                "--repetitions and --seed belong to --jitter: say how much durations vary, e.g. "
+                "--jitter 0.05"
+            )
         return None
 
 
@@ -127,11 +156,16 @@ def simulated(
     """Simulate one strategy, or two beside each other, as the command line asks for."""
     two = other is not None or bool(changes)
     if two and shown != PredictionOutput(as_json=shown.as_json):
-        raise JobError("--why, --jitter, --memory-snapshot and --out are for one strategy; simulate the two one after the other")
+        raise JobError(
+            "--why, --jitter, --memory-snapshot and --out are for one strategy; simulate the two "
+            "one after the other"
+        )
     job_file = load_file(file, params, strategy)
     with captured_once():
         if two:
-            predict_two(job_file, other, target, params=params, changes=changes, as_json=shown.as_json)
+            predict_two(
+                job_file, other, target, params=params, changes=changes, as_json=shown.as_json
+            )
         else:
             predict(job_file, target, shown)
 
@@ -142,28 +176,56 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     with working("compiling"):
         cluster, compiled = target.cluster, target.compiled(job_file)
     with working("simulating"):
-        result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention, load=target.load)
-    spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
-    folder = new_folder(shown.out, name) if shown.out is not None else None  # what is refused leaves none
+        result = simulate(
+            compiled.plan,
+            cluster,
+            costs=target.costs,
+            contention=target.contention,
+            load=target.load,
+        )
+    spread = noise and result.distribution(
+        noise.jitter, seed=noise.seed, repetitions=noise.repetitions
+    )
+    folder = (
+        new_folder(shown.out, name) if shown.out is not None else None
+    )  # what is refused leaves none
     if not shown.as_json:
         show(prediction_table(result, title=f"{name} on {cluster.name}"))
         print()
         show(memory_table(result))
         sys.stdout.flush()  # what follows may take longer than this did
     with working("trying what one word would change"):
-        advised = advice(job_file.job, job_file.strategy, cluster, target.costs, plan=compiled.plan, contention=target.contention)
+        advised = advice(
+            job_file.job,
+            job_file.strategy,
+            cluster,
+            target.costs,
+            plan=compiled.plan,
+            contention=target.contention,
+        )
     explanation = explained(job_file, compiled, target, advised.words) if shown.explained else None
     if shown.as_json:
         more: dict[str, Any] = {"distribution": spread.as_dict()} if spread else {}
         more |= {"one_word": [_as_numbers(word) for word in advised.words]}
         if advised.way_out is not None:
             change = advised.way_out.change
-            more |= {"way_out": {"tried": advised.way_out.tried, "change": None if change is None else _as_numbers(change)}}
-        print(json.dumps(result.summary() | more | ({"why": explanation.as_dict()} if explanation else {})))
+            more |= {
+                "way_out": {
+                    "tried": advised.way_out.tried,
+                    "change": None if change is None else _as_numbers(change),
+                }
+            }
+        print(
+            json.dumps(
+                result.summary() | more | ({"why": explanation.as_dict()} if explanation else {})
+            )
+        )
     else:
         for line in advised.lines(result.period_s):
             print(line)
-        for table in ([distribution_table(spread)] if spread else []) + list(why_tables(explanation) if explanation else ()):
+        for table in ([distribution_table(spread)] if spread else []) + list(
+            why_tables(explanation) if explanation else ()
+        ):
             print()
             show(table)
     if shown.snapshots is not None:
@@ -177,24 +239,45 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
         report_at_end(folder, compiled.plan)
 
 
-def explained(job_file: JobFile, compiled: Compiled, target: Target, words: Iterable[OneWord]) -> Why:
+def explained(
+    job_file: JobFile, compiled: Compiled, target: Target, words: Iterable[OneWord]
+) -> Why:
     """Return why the step takes as long as it does, with what other words and one more microbatch would change."""
     with working("explaining"):
-        found = why(compiled.plan, target.cluster, costs=target.costs, contention=target.contention, load=target.load)
+        found = why(
+            compiled.plan,
+            target.cluster,
+            costs=target.costs,
+            contention=target.contention,
+            load=target.load,
+        )
         more = one_more(job_file, compiled, target, found.step_s)
-    return replace(found, what_if=(*found.what_if, *(_what_if(word, found.step_s) for word in words), more))
+    return replace(
+        found, what_if=(*found.what_if, *(_what_if(word, found.step_s) for word in words), more)
+    )
 
 
 def _what_if(word: OneWord, now_s: float) -> WhatIf:
     """Return a row of the what-if table; `now_s` is the present step."""
     sign = "+" if word.bytes_change > 0 else ""
-    memory = f"{sign}{size_text(word.bytes_change)} on the fullest device" if word.bytes_change else ""
+    memory = (
+        f"{sign}{size_text(word.bytes_change)} on the fullest device" if word.bytes_change else ""
+    )
     return WhatIf(word.words, now_s * (1 + word.step_change), memory)
 
 
 def _as_numbers(word: OneWord) -> dict[str, Any]:
-    before, after = ({k: getattr(s, k) for k in ("period_s", "step_s", "device_bytes")} for s in (word.before, word.after))
-    return {"words": word.words, "before": before, "after": after, "fits": not word.after.reason, "helps": word.helps}
+    before, after = (
+        {k: getattr(s, k) for k in ("period_s", "step_s", "device_bytes")}
+        for s in (word.before, word.after)
+    )
+    return {
+        "words": word.words,
+        "before": before,
+        "after": after,
+        "fits": not word.after.reason,
+        "helps": word.helps,
+    }
 
 
 def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float) -> WhatIf:
@@ -216,15 +299,25 @@ def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float
             continue
         if (more.microbatches, more.rows, more.replicas) != (m + 1, plan.rows, plan.replicas):
             continue
-        found = simulate(more, target.cluster, costs=target.costs, contention=target.contention, load=target.load)
+        found = simulate(
+            more, target.cluster, costs=target.costs, contention=target.contention, load=target.load
+        )
         step_s = found.step_s
-        rate = f"{((m + 1) / m * now_s / step_s - 1) * 100:+.1f} % rows per second" if step_s else ""
+        rate = (
+            f"{((m + 1) / m * now_s / step_s - 1) * 100:+.1f} % rows per second" if step_s else ""
+        )
         return WhatIf(ONE_MORE, step_s, rate)
     return WhatIf(ONE_MORE, None, reason)
 
 
 def predict_two(
-    job_file: JobFile, other: Path | None, target: Target, *, params: Mapping[str, str], changes: Mapping[str, str], as_json: bool
+    job_file: JobFile,
+    other: Path | None,
+    target: Target,
+    *,
+    params: Mapping[str, str],
+    changes: Mapping[str, str],
+    as_json: bool,
 ) -> None:
     """Simulate two strategies and print where the difference arises.
 
@@ -235,7 +328,15 @@ def predict_two(
     explanations = []
     for side in (job_file, second):
         plan = target.compiled(side).plan
-        explanations.append(why(plan, target.cluster, costs=target.costs, contention=target.contention, load=target.load))
+        explanations.append(
+            why(
+                plan,
+                target.cluster,
+                costs=target.costs,
+                contention=target.contention,
+                load=target.load,
+            )
+        )
     result = compare(*explanations)
     if as_json:
         print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))
@@ -258,7 +359,13 @@ def _second(
         second = replace(job_file, strategy=job_file.varied(changes, flag="--versus"))
         return second, (name + was, name + now)
     if other.suffix != ".json":
-        return load_file(other, {**params, **changes}), (name + was, (other.name if other.name != name else str(other)) + now)
+        return load_file(other, {**params, **changes}), (
+            name + was,
+            (other.name if other.name != name else str(other)) + now,
+        )
     if changes:
-        raise JobError(f"--versus changes parameters of a FILE.py; {other} is a saved strategy: leave one of them out")
+        raise JobError(
+            f"--versus changes parameters of a FILE.py; {other} is a saved strategy: leave one of "
+            f"them out"
+        )
     return replace(job_file, strategy=load_strategy(other)), (name, other.name)

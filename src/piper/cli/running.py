@@ -57,9 +57,15 @@ class RunArguments:
         if self.checkpoint is not None:
             saved = Checkpoints(self.checkpoint, snapshot=self.snapshot)
             return saved if self.every is None else replace(saved, every=self.every)
-        needing = (("--every", self.every), ("--snapshot", self.snapshot), ("--resume", self.resume))
+        needing = (
+            ("--every", self.every),
+            ("--snapshot", self.snapshot),
+            ("--resume", self.resume),
+        )
         if given := [flag for flag, value in needing if value]:
-            raise JobError(f"{' and '.join(given)} needs the folder of the checkpoints: give --checkpoint DIR")
+            raise JobError(
+                f"{' and '.join(given)} needs the folder of the checkpoints: give --checkpoint DIR"
+            )
         return None
 
     def loaded(self) -> JobFile:
@@ -94,11 +100,15 @@ def launch(arguments: RunArguments) -> None:
     world = a.loaded().strategy.mesh.world
     if wrong := [flag for flag, given in refused.items() if given]:
         raise JobError(
-            f"--print-launch prints how to start a training with torchrun, with Slurm or in a Ray of its own: leave out "
+            f"--print-launch prints how to start a training with torchrun, with Slurm or in a Ray "
+            f"of its own: leave "
+            f"out "
             f"{' and '.join(wrong)}"
         )
     given = [*(word for p in a.params for word in ("-p", p)), *_words(options)]
-    sections = launch_sections(a.file, world, nodes=a.nodes, arguments=given, restarts=a.restarts, of_ray=_words(of_ray))
+    sections = launch_sections(
+        a.file, world, nodes=a.nodes, arguments=given, restarts=a.restarts, of_ray=_words(of_ray)
+    )
     lines = {name: section.lines for name, section in sections.items()}
     print(json.dumps(lines) if a.as_json else launch_text(sections), end="\n" * a.as_json)
 
@@ -120,7 +130,10 @@ def run(arguments: RunArguments) -> None:
     if arguments.emulate is not None:
         _emulate(arguments, job_file, arguments.emulate)
     elif arguments.nodes is not None:
-        raise JobError("--nodes belongs to --print-launch; a run takes its nodes from --address or from torchrun")
+        raise JobError(
+            "--nodes belongs to --print-launch; a run takes its nodes from --address or from "
+            "torchrun"
+        )
     else:
         _train(arguments, job_file, logs, first)
 
@@ -130,8 +143,19 @@ def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     a = arguments
     saved = a.checkpoint is not None or a.every is not None or a.snapshot is not None or a.resume
     recovers = a.restarts or a.on_loss != "restart" or a.spares
-    if a.launcher != LAUNCHERS[0] or a.address != "auto" or a.log != LOG or a.ranges or saved or a.loader != LOADER or recovers:
-        left = "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts, --on-loss, --spares and --loader"
+    if (
+        a.launcher != LAUNCHERS[0]
+        or a.address != "auto"
+        or a.log != LOG
+        or a.ranges
+        or saved
+        or a.loader != LOADER
+        or recovers
+    ):
+        left = (
+            "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts, "
+            "--on-loss, --spares and --loader"
+        )
         raise JobError(f"--emulate trains nothing: leave out {left}")
     costs = load_costs(a.costs) if a.costs else None
     with redirect_stdout(StringIO()) if a.as_json else nullcontext():
@@ -148,7 +172,10 @@ def _steps_left(steps: int, settings: Settings) -> int:
     """Return how many of a file's steps are still to be done; raise JobError when there are none."""
     begin = settings.first_step()
     if begin >= steps:
-        raise JobError(f"the training is complete: {begin} of the file's {steps} steps are done; give --steps to train more")
+        raise JobError(
+            f"the training is complete: {begin} of the file's {steps} steps are done; give --steps "
+            f"to train more"
+        )
     return steps - begin
 
 

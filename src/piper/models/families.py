@@ -20,9 +20,19 @@ def hugging_face(config: Config) -> dict[str, RenameTarget]:
     Mixtral and Qwen3-MoE. The sizes of `config` must be those of the weights.
     """
     if isinstance(config, GPTConfig):
-        return {prefix + pattern: target for prefix in ("transformer.", "") for pattern, target in _gpt2().items()}
-    parts = {**_LLAMA, **_fused(config), **(_experts() if isinstance(config, MoEConfig) else _FEED_FORWARD)}
-    return {prefix + pattern: target for prefix in ("model.", "") for pattern, target in parts.items()}
+        return {
+            prefix + pattern: target
+            for prefix in ("transformer.", "")
+            for pattern, target in _gpt2().items()
+        }
+    parts = {
+        **_LLAMA,
+        **_fused(config),
+        **(_experts() if isinstance(config, MoEConfig) else _FEED_FORWARD),
+    }
+    return {
+        prefix + pattern: target for prefix in ("model.", "") for pattern, target in parts.items()
+    }
 
 
 _LLAMA: dict[str, RenameTarget] = {
@@ -48,7 +58,11 @@ _FEED_FORWARD: dict[str, RenameTarget] = {
 
 def _fused(config: LlamaConfig) -> dict[str, RenameTarget]:
     """Return the places of matrices that Phi-3 has one below the other."""
-    queries, grouped, hidden = config.heads * config.dim_of_head, config.kv_heads * config.dim_of_head, config.hidden
+    queries, grouped, hidden = (
+        config.heads * config.dim_of_head,
+        config.kv_heads * config.dim_of_head,
+        config.hidden,
+    )
     return {
         "layers.*.self_attn.qkv_proj.weight": (
             Into("layers.*.attention.q.weight", rows=(0, queries)),
@@ -76,8 +90,13 @@ def _experts() -> dict[str, RenameTarget]:
         "mlp.experts.*.up_proj.weight": "up[*]",
         "mlp.experts.*.down_proj.weight": "down[*]",
     }
-    plain: dict[str, RenameTarget] = {f"layers.*.{p}": f"layers.*.feed_forward.{name}" for p, name in names.items()}
-    return plain | {f"layers.*.{p}": Into(f"layers.*.feed_forward.{name}", transposed=True) for p, name in stacked.items()}
+    plain: dict[str, RenameTarget] = {
+        f"layers.*.{p}": f"layers.*.feed_forward.{name}" for p, name in names.items()
+    }
+    return plain | {
+        f"layers.*.{p}": Into(f"layers.*.feed_forward.{name}", transposed=True)
+        for p, name in stacked.items()
+    }
 
 
 def _gpt2() -> dict[str, RenameTarget]:
@@ -93,5 +112,10 @@ def _gpt2() -> dict[str, RenameTarget]:
         "h.*.attn.bias": None,  # the causal mask
         "h.*.attn.masked_bias": None,
     }
-    found |= {f"h.*.{theirs}.weight": Into(f"layers.*.{ours}.weight", transposed=True) for theirs, ours in matrices.items()}
-    return found | {f"h.*.{theirs}.bias": f"layers.*.{ours}.bias" for theirs, ours in matrices.items()}
+    found |= {
+        f"h.*.{theirs}.weight": Into(f"layers.*.{ours}.weight", transposed=True)
+        for theirs, ours in matrices.items()
+    }
+    return found | {
+        f"h.*.{theirs}.bias": f"layers.*.{ours}.bias" for theirs, ours in matrices.items()
+    }

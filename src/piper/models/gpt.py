@@ -43,12 +43,21 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_sizes(self, layers=self.layers, width=self.width, heads=self.heads, vocab=self.vocab, length=self.length)
+        check_sizes(
+            self,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            vocab=self.vocab,
+            length=self.length,
+        )
         check_multiple(self, "width", self.width, "heads", self.heads)
         if self.attention not in ("fused", "math"):
             raise JobError(f"GPTConfig(attention={self.attention!r}): 'fused' or 'math' is needed")
         if not isinstance(self.dropout, float | int) or not 0 <= self.dropout < 1:
-            raise JobError(f"GPTConfig(dropout={self.dropout!r}): a share of at least 0 and below 1 is needed")
+            raise JobError(
+                f"GPTConfig(dropout={self.dropout!r}): a share of at least 0 and below 1 is needed"
+            )
 
     def build(self) -> GPT:
         """Return the module, on the device that is current; on meta nothing is allocated."""
@@ -64,14 +73,22 @@ class GPTBlock(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.width
-        self.heads, self.attention, self.dropout = config.heads, config.attention, float(config.dropout)
+        self.heads, self.attention, self.dropout = (
+            config.heads,
+            config.attention,
+            float(config.dropout),
+        )
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(rows, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = self._attend(q, k, v)
         x = x + self._dropped(self.out(mixed.transpose(1, 2).reshape(rows, length, width)))
         return x + self._dropped(self.down(F.gelu(self.up(self.norm2(x)))))
@@ -79,7 +96,9 @@ class GPTBlock(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return what each token takes from earlier ones, all [rows, heads, T, head_dim]."""
         if self.attention == "fused":
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+            return F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+            )
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         later = torch.full(scores.shape[-2:], float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         return self._dropped(torch.softmax(scores + later, -1)) @ v
@@ -93,9 +112,15 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(config.vocab, config.width), nn.Embedding(config.length, config.width)
+        self.tokens, self.positions = (
+            nn.Embedding(config.vocab, config.width),
+            nn.Embedding(config.length, config.width),
+        )
         self.layers = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
-        self.norm, self.head = nn.LayerNorm(config.width), nn.Linear(config.width, config.vocab, bias=False)
+        self.norm, self.head = (
+            nn.LayerNorm(config.width),
+            nn.Linear(config.width, config.vocab, bias=False),
+        )
         self.dropout = float(config.dropout)
         start(self)
         if config.tied:

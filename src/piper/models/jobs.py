@@ -49,7 +49,10 @@ def job(
     """
     config = preset(model) if isinstance(model, str) else model
     if not isinstance(config, GPTConfig | LlamaConfig):
-        raise JobError(f"models.job({model!r}): a preset's name or a GPTConfig, LlamaConfig or MoEConfig is needed")
+        raise JobError(
+            f"models.job({model!r}): a preset's name or a GPTConfig, LlamaConfig or MoEConfig is "
+            f"needed"
+        )
     config = config if length is None else replace(config, length=length)
     return Job(
         _build(config),
@@ -59,7 +62,11 @@ def job(
         global_batch=global_batch,
         tokens_per_row=config.length,
         clip_norm=clip_norm,
-        precision=mixed(config) if precision is None else Precision(precision) if isinstance(precision, str) else precision,
+        precision=mixed(config)
+        if precision is None
+        else Precision(precision)
+        if isinstance(precision, str)
+        else precision,
         seed=seed,
     )
 

@@ -50,7 +50,10 @@ class LlamaConfig:
             check_multiple(self, "width", self.width, "heads", self.heads)
         check_sizes(self, head_dim=self.dim_of_head)
         if self.dim_of_head % 2:
-            raise JobError(f"{type(self).__name__}: heads of {self.dim_of_head} elements cannot be turned in pairs; make it even")
+            raise JobError(
+                f"{type(self).__name__}: heads of {self.dim_of_head} elements cannot be turned in "
+                f"pairs; make it even"
+            )
 
     @property
     def dim_of_head(self) -> int:
@@ -75,7 +78,10 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(config.width, eps=config.eps), nn.RMSNorm(config.width, eps=config.eps)
+        self.norm1, self.norm2 = (
+            nn.RMSNorm(config.width, eps=config.eps),
+            nn.RMSNorm(config.width, eps=config.eps),
+        )
         self.attention, self.feed_forward = Attention(config), config.feed_forward()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -50,9 +50,14 @@ class MoEConfig(LlamaConfig):
             raise JobError(f"MoEConfig(top_k={self.top_k}): there are {self.experts} experts")
         factor = self.capacity_factor
         if factor is not None and not factor > 0:
-            raise JobError(f"MoEConfig(capacity_factor={factor!r}): a positive number is needed, or None for a dropless mixture")
+            raise JobError(
+                f"MoEConfig(capacity_factor={factor!r}): a positive number is needed, or None for "
+                f"a dropless mixture"
+            )
         if not 0 <= self.balance < math.inf:
-            raise JobError(f"MoEConfig(balance={self.balance!r}): a number from 0 on is needed, such as 0.001")
+            raise JobError(
+                f"MoEConfig(balance={self.balance!r}): a number from 0 on is needed, such as 0.001"
+            )
 
     def capacity(self, length: int) -> int:
         """Return the tokens that an expert takes of a row: length x top_k / experts x capacity_factor, rounded up.
@@ -121,9 +126,16 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.router = nn.Linear(config.width, config.experts, bias=False)
-        wide, narrow = (config.experts, config.width, config.hidden), (config.experts, config.hidden, config.width)
-        self.register_buffer(EXPERT_TOKENS, torch.zeros(2 * config.experts, dtype=torch.int64), persistent=False)
-        self.gate, self.up, self.down = (nn.Parameter(torch.empty(shape).normal_(std=0.02)) for shape in (wide, wide, narrow))
+        wide, narrow = (
+            (config.experts, config.width, config.hidden),
+            (config.experts, config.hidden, config.width),
+        )
+        self.register_buffer(
+            EXPERT_TOKENS, torch.zeros(2 * config.experts, dtype=torch.int64), persistent=False
+        )
+        self.gate, self.up, self.down = (
+            nn.Parameter(torch.empty(shape).normal_(std=0.02)) for shape in (wide, wide, narrow)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.combined(x, *self.routed(x))
@@ -142,8 +154,12 @@ class Experts(nn.Module):
         top_k, places = self.config.top_k, self.config.experts * self.config.capacity(length)
         place, kept, token = self.places(chosen.flatten(1), length)
         took = x.gather(1, token.unsqueeze(-1).expand(-1, -1, width))
-        gave = self.computed(took.view(rows, self.config.experts, -1, width)).reshape(rows, places, width)
-        each = gave.gather(1, place.unsqueeze(-1).expand(-1, -1, width)) * (share.flatten(1) * kept).unsqueeze(-1)
+        gave = self.computed(took.view(rows, self.config.experts, -1, width)).reshape(
+            rows, places, width
+        )
+        each = gave.gather(1, place.unsqueeze(-1).expand(-1, -1, width)) * (
+            share.flatten(1) * kept
+        ).unsqueeze(-1)
         return each.view(rows, length, top_k, width).sum(2)
 
     def scored(self, x: Tensor) -> Tensor:
@@ -172,7 +188,9 @@ class Experts(nn.Module):
         """
         experts, length = self.config.experts, chosen.shape[1]
         numbers = torch.arange(experts, device=chosen.device)
-        often = (chosen.flatten(1).unsqueeze(-1) == numbers).sum(1).to(scores.dtype) * (experts / (self.config.top_k * length))
+        often = (chosen.flatten(1).unsqueeze(-1) == numbers).sum(1).to(scores.dtype) * (
+            experts / (self.config.top_k * length)
+        )
         return (often * scores.mean(1)).sum(-1)
 
     def places(self, expert: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,20 +201,30 @@ class Experts(nn.Module):
         """
         experts, capacity = self.config.experts, self.config.capacity(length)
         numbers = torch.arange(experts, device=expert.device)
-        before = (expert.unsqueeze(-1) == numbers).cumsum(1, dtype=torch.int32)  # this choice and the earlier ones, by expert
+        before = (expert.unsqueeze(-1) == numbers).cumsum(
+            1, dtype=torch.int32
+        )  # this choice and the earlier ones, by expert
         self.count(before[:, -1], capacity)
         turn = before.gather(-1, expert.unsqueeze(-1)).squeeze(-1) - 1
         kept = turn < capacity
-        place = torch.where(kept, expert * capacity + turn, experts * capacity)  # one more place for all that have none
+        place = torch.where(
+            kept, expert * capacity + turn, experts * capacity
+        )  # one more place for all that have none
         token = torch.arange(expert.shape[1], device=expert.device) // self.config.top_k
-        taken = torch.zeros_like(expert[:, :1]).repeat(1, experts * capacity + 1).scatter(1, place, token.expand_as(place))
+        taken = (
+            torch.zeros_like(expert[:, :1])
+            .repeat(1, experts * capacity + 1)
+            .scatter(1, place, token.expand_as(place))
+        )
         return place.clamp(max=experts * capacity - 1), kept, taken[:, :-1]
 
     def dropless(self, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
         """Return the result of experts that take every token: a row for each choice, sorted by expert, and back."""
         share, chosen = share.flatten(0, 1), chosen.flatten(0, 1)
         numbers = torch.arange(self.config.experts, device=chosen.device)
-        self.count((chosen.unsqueeze(-1) == numbers).sum(1), capacity=self.config.top_k)  # of one token each: none is without
+        self.count(
+            (chosen.unsqueeze(-1) == numbers).sum(1), capacity=self.config.top_k
+        )  # of one token each: none is without
         with region(experts=0):
             took, counts = route(x.flatten(0, 1), chosen, self.config.experts)
             hidden = F.silu(grouped_mm(took, counts, self.gate)) * grouped_mm(took, counts, self.up)

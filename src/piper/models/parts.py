@@ -18,13 +18,17 @@ def check_sizes(config: object, **sizes: object) -> None:
     """Raise JobError for a size that is not a positive integer."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise JobError(f"{type(config).__name__}({name}={value!r}): an integer of at least 1 is needed")
+            raise JobError(
+                f"{type(config).__name__}({name}={value!r}): an integer of at least 1 is needed"
+            )
 
 
 def check_multiple(config: object, name: str, value: int, of: str, divisor: int) -> None:
     """Raise JobError unless a size is a multiple of another."""
     if value % divisor:
-        raise JobError(f"{type(config).__name__}({name}={value}): a multiple of {of}={divisor} is needed")
+        raise JobError(
+            f"{type(config).__name__}({name}={value}): a multiple of {of}={divisor} is needed"
+        )
 
 
 def start(model: nn.Module, std: float = 0.02) -> None:
@@ -67,7 +71,10 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.dim_of_head
         inner, grouped = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.q, self.out = nn.Linear(config.width, inner, bias=False), nn.Linear(inner, config.width, bias=False)
+        self.q, self.out = (
+            nn.Linear(config.width, inner, bias=False),
+            nn.Linear(inner, config.width, bias=False),
+        )
         self.k, self.v = (nn.Linear(config.width, grouped, bias=False) for _ in range(2))
         self.qk_norm = config.qk_norm
         if self.qk_norm:
@@ -80,8 +87,14 @@ class Attention(nn.Module):
         v = self.v(x).view(rows, length, self.kv_heads, self.head_dim)
         if self.qk_norm:
             q, k = self.norm_q(q), self.norm_k(k)
-        q, k, v = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        q, k, v = (
+            rotate(q, cos, sin).transpose(1, 2),
+            rotate(k, cos, sin).transpose(1, 2),
+            v.transpose(1, 2),
+        )
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads
+        )
         return self.out(mixed.transpose(1, 2).reshape(rows, length, self.heads * self.head_dim))
 
 

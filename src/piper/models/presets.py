@@ -41,5 +41,8 @@ team. Models that are trained there without a bound on an expert's tokens have c
 def preset(name: str) -> Config:
     """Return the sizes of a published model; raise JobError, with all known names, for an unknown one."""
     if name not in PRESETS:
-        raise JobError(f"unknown model {name!r}; known are {', '.join(PRESETS)}, and any GPTConfig, LlamaConfig or MoEConfig")
+        raise JobError(
+            f"unknown model {name!r}; known are {', '.join(PRESETS)}, and any GPTConfig, "
+            f"LlamaConfig or MoEConfig"
+        )
     return PRESETS[name]

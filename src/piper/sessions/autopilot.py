@@ -68,10 +68,23 @@ def loop(
         print(f"search up to {trials} candidates in simulation, confirm {confirm}", flush=True)
         with saved(folder), bar(trials) as progress:
             study = tune(
-                job, strategy, cluster=CPU, costs=costs, trials=trials, confirm=confirm, seed=seed, pool=pool, progress=progress
+                job,
+                strategy,
+                cluster=CPU,
+                costs=costs,
+                trials=trials,
+                confirm=confirm,
+                seed=seed,
+                pool=pool,
+                progress=progress,
             )
         study.save(folder)
         show_study(study, settings.name, job.global_batch, profiled=True)
         if study.best is None:
             raise TuneError("no candidate can be trained; the table above says why")
-        return session(job, study.best, steps=steps, settings=replace(settings, costs=costs, folder=folder, pool=pool))
+        return session(
+            job,
+            study.best,
+            steps=steps,
+            settings=replace(settings, costs=costs, folder=folder, pool=pool),
+        )

@@ -26,11 +26,21 @@ def emulated_session(
     """Compile, simulate and emulate, and print one beside the other; with `out`, write traces and a report."""
     compiled = compile(job, strategy, costs=costs)
     device = emulated_cluster(compiled.plan, cluster)
-    simulated = simulate(compiled.plan, device, costs=costs, contention=False)  # ranks that sleep take nothing from each other
+    simulated = simulate(
+        compiled.plan, device, costs=costs, contention=False
+    )  # ranks that sleep take nothing from each other
     folder = new_folder(out, name) if out is not None else None
     with unless_empty(folder):
-        emulated = emulate(compiled, steps=steps, cluster=device, costs=costs, timeout_s=timeout_s, trace=True)
-    show(emulation_table(simulated, emulated, title=f"{name} on {cluster}, simulated beside emulated on this machine"))
+        emulated = emulate(
+            compiled, steps=steps, cluster=device, costs=costs, timeout_s=timeout_s, trace=True
+        )
+    show(
+        emulation_table(
+            simulated,
+            emulated,
+            title=f"{name} on {cluster}, simulated beside emulated on this machine",
+        )
+    )
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
         save_prediction(folder, simulated)

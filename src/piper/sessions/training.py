@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from piper.api.compiling.compiling import Compiled, compile
 from piper.api.content.origin import save_origin
 from piper.api.ground.costs_file import load_costs
-from piper.api.ground.results import new_folder, save_explanation, save_plan, save_prediction, save_weights, unless_empty
+from piper.api.ground.results import (
+    new_folder,
+    save_explanation,
+    save_plan,
+    save_prediction,
+    save_weights,
+    unless_empty,
+)
 from piper.api.running.execution import execute
 from piper.api.running.metrics import check_logs
 from piper.api.running.replanning import Fallbacks, Replanner, check_on_loss
@@ -128,17 +135,25 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
             save_plan(folder, compiled.plan, strategy)
             save_origin(folder, job.seed)
         print(
-            f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
-            f"{steps} steps{f' from step {begin} on' if begin else ''}, launcher {settings.launcher}"
+            f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} "
+            f"rows, "
+            f"{steps} steps{f' from step {begin} on' if begin else ''}, launcher "
+            f"{settings.launcher}"
         )
         if compiled.evaluation is not None:
             print(_evaluation_text(job, compiled, compiled.evaluation))
-        replanner = Replanner(compiled, job, fallbacks, costs) if settings.on_loss == "replan" else None
+        replanner = (
+            Replanner(compiled, job, fallbacks, costs) if settings.on_loss == "replan" else None
+        )
         run = _executed(compiled, steps, settings, folder, replanner)
         if replanner is not None and replanner.strategy is not None:
             compiled, prediction = _replanned(replanner, folder, costs)
     counted = folder is not None and any(counts_tokens(b.name) for b in compiled.plan.buffers)
-    show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured", counted=counted))
+    show(
+        beside_table(
+            prediction, run, title=f"predicted for {cluster.name} beside measured", counted=counted
+        )
+    )
     if folder is not None:
         _keep_weights(folder, run)
         print(f"results are in {folder}")
@@ -148,7 +163,9 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     return Session(compiled, prediction, run, folder)
 
 
-def _predicted(compiled: Compiled, cluster: Cluster, costs: Costs | None, folder: Path | None) -> Simulation:
+def _predicted(
+    compiled: Compiled, cluster: Cluster, costs: Costs | None, folder: Path | None
+) -> Simulation:
     """Return the prediction; write it, and why, into a folder."""
     with working("predicting"):
         prediction = simulate(compiled.plan, cluster, costs=costs)
@@ -159,23 +176,30 @@ def _predicted(compiled: Compiled, cluster: Cluster, costs: Costs | None, folder
 
 def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
     """Return how often a run evaluates its model, on what, and the memory that it takes."""
-    most, of_training = (max(role.peak_bytes for role in c.plan.roles) for c in (evaluation, compiled))
+    most, of_training = (
+        max(role.peak_bytes for role in c.plan.roles) for c in (evaluation, compiled)
+    )
     beside, count = "below" if most <= of_training else "ABOVE", job.evaluated.eval_batches
     batches = f"{count} {'batch' if count == 1 else 'batches'} of {job.global_batch} rows"
     return (
-        f"evaluation every {job.eval_every} steps: {batches}, at most {size_text(most)} of a device, {beside} the "
+        f"evaluation every {job.eval_every} steps: {batches}, at most {size_text(most)} of a "
+        f"device, {beside} the "
         f"{size_text(of_training)} of training"
     )
 
 
-def _save_predicted(folder: Path, compiled: Compiled, prediction: Simulation, cluster: Cluster, costs: Costs | None) -> None:
+def _save_predicted(
+    folder: Path, compiled: Compiled, prediction: Simulation, cluster: Cluster, costs: Costs | None
+) -> None:
     """Write what is predicted, and why."""
     save_prediction(folder, prediction)
     explanation = why(compiled.plan, cluster, costs=costs)
     save_explanation(folder, explanation, why_tables(explanation))
 
 
-def _replanned(replanner: Replanner, folder: Path | None, costs: Costs | None) -> tuple[Compiled, Simulation]:
+def _replanned(
+    replanner: Replanner, folder: Path | None, costs: Costs | None
+) -> tuple[Compiled, Simulation]:
     """Predict what a run went on with on fewer devices, and put it in the place of what it began with."""
     from piper.api.ground.this_machine import devices_of_runs
 
@@ -185,11 +209,21 @@ def _replanned(replanner: Replanner, folder: Path | None, costs: Costs | None) -
     prediction = _predicted(compiled, cluster, costs, folder)
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
-    print(f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, since devices were lost")
+    print(
+        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
+        f"since devices were "
+        f"lost"
+    )
     return compiled, prediction
 
 
-def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path | None, replanner: Replanner | None) -> Run:
+def _executed(
+    compiled: Compiled,
+    steps: int,
+    settings: Settings,
+    folder: Path | None,
+    replanner: Replanner | None,
+) -> Run:
     """Execute, and keep the weights of a run that was interrupted and ended with a whole step."""
     from piper_runtime.launch import Interrupted
 
@@ -216,7 +250,10 @@ def _keep_weights(folder: Path, run: Run) -> None:
 
 
 def _print_step(record: StepRecord) -> None:
-    values = {**record.metrics, **{f"eval_{name}": value for name, value in record.evaluation.items()}}
+    values = {
+        **record.metrics,
+        **{f"eval_{name}": value for name, value in record.evaluation.items()},
+    }
     more = "".join(f"  {name} {value:.4f}" for name, value in values.items())
     print(f"step {record.step:4d}  loss {record.loss:.4f}  {record.step_s * 1e3:8.1f} ms{more}")
 
@@ -232,4 +269,8 @@ def as_numbers(done: Session) -> dict[str, Any]:
     }
     if run.restarts:
         measured["restarts"] = [asdict(restart) for restart in run.restarts]
-    return {"predicted": done.prediction.summary(), "measured": measured, "folder": str(done.folder) if done.folder else None}
+    return {
+        "predicted": done.prediction.summary(),
+        "measured": measured,
+        "folder": str(done.folder) if done.folder else None,
+    }

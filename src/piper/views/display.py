@@ -20,7 +20,13 @@ def show(table: Table) -> None:
     console = Console(file=sys.stdout, highlight=False)
     console.print(drawn(table))
     for note in table.notes:
-        style = "bold red" if note.startswith("DOES NOT FIT") else "yellow" if note.startswith("warning:") else ""
+        style = (
+            "bold red"
+            if note.startswith("DOES NOT FIT")
+            else "yellow"
+            if note.startswith("warning:")
+            else ""
+        )
         console.print(Text(note, style=style))
 
 

@@ -10,9 +10,24 @@ from piper_simulator import Distribution
 def distribution_table(distribution: Distribution) -> Table:
     """Return the percentiles of the step as a table."""
     rows = []
-    for name, percentiles in ((FIRST_STEP, distribution.step_s), ("step in steady state", distribution.period_s)):
+    for name, percentiles in (
+        (FIRST_STEP, distribution.step_s),
+        ("step in steady state", distribution.period_s),
+    ):
         rows.append(
-            (name, *map(time_text, (percentiles.p5, percentiles.median, percentiles.p95, percentiles.mean, percentiles.std)))
+            (
+                name,
+                *map(
+                    time_text,
+                    (
+                        percentiles.p5,
+                        percentiles.median,
+                        percentiles.p95,
+                        percentiles.mean,
+                        percentiles.std,
+                    ),
+                ),
+            )
         )
     drew = (
         f"{distribution.repetitions} repetitions, seed {distribution.seed}; "
@@ -23,4 +38,6 @@ def distribution_table(distribution: Distribution) -> Table:
         *([f"warning: {distribution.note}"] if distribution.note else []),
     )
     columns = ("", "5 %", "median", "95 %", "mean", "standard deviation")
-    return Table(f"durations that vary by {distribution.jitter:g} (lognormal)", columns, tuple(rows), notes)
+    return Table(
+        f"durations that vary by {distribution.jitter:g} (lognormal)", columns, tuple(rows), notes
+    )

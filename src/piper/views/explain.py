@@ -20,7 +20,10 @@ from piper_ir.program.program import Chunk, Step
 from piper_ir.tools import flops_text, size_text
 from piper_ir.verify import instr_title
 
-PURPOSES = {"expert": "tokens to experts and back", "terms": "sums of what devices that share chunks have made"}
+PURPOSES = {
+    "expert": "tokens to experts and back",
+    "terms": "sums of what devices that share chunks have made",
+}
 """The words for what a channel carries, where its name alone says too little."""
 FEW = 0.3
 """The share of backward in W below which there is little to schedule; transformers of linear layers have half."""
@@ -50,7 +53,13 @@ def facts(compiled: Compiled) -> dict[str, Any]:
     """Return facts for programs: the text, the indexes of chunks, and per role its ranks, instructions and peak."""
     plan = compiled.plan
     roles = [
-        {"role": r.role, "ranks": list(r.ranks), "instructions": len(r.program), "peak_bytes": r.peak_bytes, "peak_at": r.peak_at}
+        {
+            "role": r.role,
+            "ranks": list(r.ranks),
+            "instructions": len(r.program),
+            "peak_bytes": r.peak_bytes,
+            "peak_at": r.peak_at,
+        }
         for r in plan.roles
     ]
     return {
@@ -61,22 +70,34 @@ def facts(compiled: Compiled) -> dict[str, Any]:
 
 def _program(compiled: Compiled) -> str:
     program, plan = compiled.program, compiled.plan
-    codes = len({c.code for c in program.chunks}) if program.source == "captured" else len(program.chunks)
+    codes = (
+        len({c.code for c in program.chunks})
+        if program.source == "captured"
+        else len(program.chunks)
+    )
     parameter_bytes = sum(p.spec.nbytes for p in program.params if isinstance(p.spec.nbytes, int))
     lines = [
         f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), "
         f"{size_text(parameter_bytes)} of parameters",
         *([compiled.layers.text] if compiled.layers is not None and compiled.layers.text else []),
     ]
-    names: tuple[tuple[Step, str], ...] = (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
+    names: tuple[tuple[Step, str], ...] = (
+        ("F", "forward"),
+        ("I", "input gradient"),
+        ("W", "weight gradient"),
+    )
     for step, name in names:
-        lines.append(f"  {name:16} {flops_text(_flops(plan, step)):>12} per microbatch of {plan.rows} rows")
+        lines.append(
+            f"  {name:16} {flops_text(_flops(plan, step)):>12} per microbatch of {plan.rows} rows"
+        )
     return "\n".join(lines)
 
 
 def _costs(plan: Plan) -> str:
     """Return what the costs assume, and how much of backward can be scheduled on its own."""
-    kernels = [k for c in plan.chunks for sig in c.steps.values() for k in sig.cost.kernels if k.lowering]
+    kernels = [
+        k for c in plan.chunks for sig in c.steps.values() for k in sig.cost.kernels if k.lowering
+    ]
     assumed = dict.fromkeys(f"{k.kind} {k.lowering}" for k in kernels)
     lines = [f"costs assume the lowerings: {', '.join(assumed)}"] if assumed else []
     inputs, weights = _flops(plan, "I"), _flops(plan, "W")
@@ -84,10 +105,13 @@ def _costs(plan: Plan) -> str:
         share = weights / (inputs + weights)
         lines.append(f"weight gradient: {share * 100:.0f} % of backward FLOPs")
         if share < FEW:
-            lines.append(f"warning: under {FEW * 100:.0f} %: splitting backward into I and W gains little")
+            lines.append(
+                f"warning: under {FEW * 100:.0f} %: splitting backward into I and W gains little"
+            )
     if empty := [c.id for c in plan.chunks if _empty_weight_gradient(c)]:
         lines.append(
-            f"warning: W is empty, up to adding what I has computed, in chunks with parameters: {', '.join(empty)};\n"
+            f"warning: W is empty, up to adding what I has computed, in chunks with parameters: "
+            f"{', '.join(empty)};\n"
             "  an operator that returns the gradients of input and weight together runs in I"
         )
     return "\n".join(lines)
@@ -111,7 +135,12 @@ def _empty_weight_gradient(chunk: Chunk) -> bool:
 
 
 def _directives(compiled: Compiled) -> str:
-    return "\n".join([f"strategy on {compiled.plan.mesh}", *(f"  {i:3d} {a}" for i, a in enumerate(compiled.graph.log))])
+    return "\n".join(
+        [
+            f"strategy on {compiled.plan.mesh}",
+            *(f"  {i:3d} {a}" for i, a in enumerate(compiled.graph.log)),
+        ]
+    )
 
 
 def _order(compiled: Compiled) -> str:
@@ -121,7 +150,8 @@ def _order(compiled: Compiled) -> str:
     if not free:
         return "order: given by the strategy for all compute"
     return (
-        f"order: the default for {free} compute nodes that no order directive mentions: go on with the stage and\n"
+        f"order: the default for {free} compute nodes that no order directive mentions: go on with "
+        f"the stage and\n"
         "  microbatch at hand, else backward before forward, else the lowest microbatch;\n"
         "  at most 1 + (stages after it) microbatches of a stage in flight (1F1B on a chain)"
     )
@@ -129,16 +159,28 @@ def _order(compiled: Compiled) -> str:
 
 def _split_backwards(compiled: Compiled) -> str:
     """Return per role how much of a microbatch a split backward keeps after F, and after I for W."""
-    split = {n.op.chunk for n in compiled.graph.sequence if isinstance(n.op, Compute) and n.op.step in ("I", "W")}
+    split = {
+        n.op.chunk
+        for n in compiled.graph.sequence
+        if isinstance(n.op, Compute) and n.op.step in ("I", "W")
+    }
     if not split:
         return ""
     lines = ["backward split into I and W: bytes kept of one microbatch"]
     for role in compiled.plan.roles:
-        named = {c.id: c for name in dict.fromkeys(_chunks(role)) if (c := compiled.plan.chunk(name)).id in split}
+        named = {
+            c.id: c
+            for name in dict.fromkeys(_chunks(role))
+            if (c := compiled.plan.chunk(name)).id in split
+        }
         chunks = list(named.values())
-        after_f, after_i = (sum(_kept(c, steps) for c in chunks) for steps in (("R", "I", "W"), ("W",)))
+        after_f, after_i = (
+            sum(_kept(c, steps) for c in chunks) for steps in (("R", "I", "W"), ("W",))
+        )
         if chunks:
-            lines.append(f"  {role.role:10} after F {size_text(after_f)}, after I {size_text(after_i)}")
+            lines.append(
+                f"  {role.role:10} after F {size_text(after_f)}, after I {size_text(after_i)}"
+            )
     return "\n".join(lines)
 
 
@@ -148,7 +190,13 @@ def _chunks(role: RolePlan) -> Iterator[str]:
 
 def _kept(chunk: Chunk, steps: tuple[Step, ...]) -> int:
     """Return the bytes that F saves and I hands over and that these steps still read."""
-    read = {p for s in steps if s in chunk.steps for p in chunk.steps[s].reads if p.startswith(("saved", "iw", "gin", "tan"))}
+    read = {
+        p
+        for s in steps
+        if s in chunk.steps
+        for p in chunk.steps[s].reads
+        if p.startswith(("saved", "iw", "gin", "tan"))
+    }
     made = {p for s in steps if s in chunk.steps for p in chunk.steps[s].writes}
     outside = {p for p in read - made if len(steps) == 1 or p.startswith("saved")}
     return sum(bind(chunk.ports[p].nbytes, 0) for p in outside)
@@ -158,19 +206,34 @@ def _overlaps(compiled: Compiled) -> str:
     """Return each overlap as the compiler interleaved it: instructions in program order, a letter per member."""
     lines = []
     for group in compiled.graph.overlaps:
-        letter = {compiled.graph.name(at): "abcdefgh"[k % 8] for k, member in enumerate(group.members) for at in member}
+        letter = {
+            compiled.graph.name(at): "abcdefgh"[k % 8]
+            for k, member in enumerate(group.members)
+            for at in member
+        }
         node = compiled.graph.at(group.nodes[0])
         assert node is not None, "an overlap is among nodes of the graph"
         role = compiled.plan.role(node.role)
-        titles = [(known[0], instr_title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
-        shown = " ".join(f"{k}:{name}" for k, name in titles[:8]) + (f" ... {len(titles) - 8} more" if len(titles) > 8 else "")
+        titles = [
+            (known[0], instr_title(i))
+            for i in role.program
+            if (known := [letter[n] for n in _nodes(i) if n in letter])
+        ]
+        shown = " ".join(f"{k}:{name}" for k, name in titles[:8]) + (
+            f" ... {len(titles) - 8} more" if len(titles) > 8 else ""
+        )
         lines.append(f"  {role.role:10} {shown}")
     return "\n".join(["overlaps, as interleaved", *lines]) if lines else ""
 
 
 def _nodes(instr: Instr) -> list[str]:
     """Return the graph nodes of an instruction; I and W are parts of one node where a backward is not split."""
-    return [n for p in instr.parts if isinstance(p.op, Compute) for n in (p.node, f"{p.op.chunk}.B@{p.mb}")]
+    return [
+        n
+        for p in instr.parts
+        if isinstance(p.op, Compute)
+        for n in (p.node, f"{p.op.chunk}.B@{p.mb}")
+    ]
 
 
 def _roles(plan: Plan) -> str:
@@ -178,12 +241,15 @@ def _roles(plan: Plan) -> str:
     for role in plan.roles:
         compute = sum(i.stream == "compute" for i in role.program)
         lines.append(
-            f"  {role.role:10} ranks {_ranks(role.ranks)}: {compute} compute and {len(role.program) - compute} "
+            f"  {role.role:10} ranks {_ranks(role.ranks)}: {compute} compute and "
+            f"{len(role.program) - compute} "
             f"communication instructions on {len(role.streams)} streams; "
             f"peak {size_text(role.peak_bytes)} at instruction {role.peak_at}"
         )
         split = sorted(role.peak_by_category.items(), key=lambda x: -x[1])
-        lines.append("             " + ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in split))
+        lines.append(
+            "             " + ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in split)
+        )
     return "\n".join(lines)
 
 
@@ -196,7 +262,10 @@ def _communication(plan: Plan) -> str:
     for channel in plan.channels:
         arrow = " > ".join(channel.roles) if channel.kind == "p2p" else "+".join(channel.roles)
         over = f" over {', '.join(channel.over)}" if channel.over else ""
-        lines.append(f"  {channel.id:24} {channel.kind:5} {arrow}{over}: {PURPOSES.get(channel.purpose, channel.purpose)}")
+        lines.append(
+            f"  {channel.id:24} {channel.kind:5} {arrow}{over}: "
+            f"{PURPOSES.get(channel.purpose, channel.purpose)}"
+        )
     for bucket in plan.buckets:
         if bucket.channel:
             size = size_text(bucket_bytes(bucket))
@@ -206,7 +275,11 @@ def _communication(plan: Plan) -> str:
 
 
 def _notes(compiled: Compiled) -> str:
-    said = _random_note(compiled), statistics_note(compiled.norms, compiled.plan), advancing_notice(compiled)
+    said = (
+        _random_note(compiled),
+        statistics_note(compiled.norms, compiled.plan),
+        advancing_notice(compiled),
+    )
     found = filter(None, (*said, *compiled.notes, evaluation_notice(compiled.job)))
     return "\n".join(f"note: {note}" for note in found)
 
@@ -216,9 +289,14 @@ def _random_note(compiled: Compiled) -> str:
     if not random:
         return ""
     if compiled.job is None or compiled.job.draws == "rows":
-        return f"{random[0]} draws random numbers (dropout): those of one device for the whole batch, as under any strategy"
+        return (
+            f"{random[0]} draws random numbers (dropout): those of one device for the whole batch, "
+            f"as under any strategy"
+        )
     rows = compiled.plan.rows
     return (
-        f"{random[0]} draws random numbers (dropout) by torch's own generator; strategies with {rows} rows per microbatch draw "
+        f"{random[0]} draws random numbers (dropout) by torch's own generator; strategies with "
+        f"{rows} rows per "
+        f"microbatch draw "
         "equal masks, others do not"
     )

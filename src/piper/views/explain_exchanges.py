@@ -20,10 +20,16 @@ def exchanges(plan: Plan) -> str:
     what = "shared chunks" if plan.shared else "dropless experts"
     lines = [f"{what}: what devices along {axes} exchange inside of steps"]
     lines += [f"  {role.role:10} {text}" for role in plan.roles for text in _messages(plan, role)]
-    kept, whole = (sum(bind(p.spec.nbytes, plan.rows) for p in params) for params in (plan.params, plan.whole_params))
+    kept, whole = (
+        sum(bind(p.spec.nbytes, plan.rows) for p in params)
+        for params in (plan.params, plan.whole_params)
+    )
     lines.append(f"  a device keeps {size_text(kept)} of {size_text(whole)} of parameters")
     if plan.shared:
-        lines.append(f"  {repeated_share(plan):.1%} of the FLOPs repeat what another of these devices computes")
+        lines.append(
+            f"  {repeated_share(plan):.1%} of the FLOPs repeat what another of these devices "
+            f"computes"
+        )
     return "\n".join(lines)
 
 
@@ -36,7 +42,9 @@ def _messages(plan: Plan, role: RolePlan) -> Iterator[str]:
             if nbytes := bind(sent.nbytes, plan.rows):  # further rounds have none in a plan
                 found.setdefault(op.step, {}).setdefault(sent.kind, []).append(nbytes)
     for step, kinds in found.items():
-        listed = ", ".join(f"{len(sizes)} {kind} of {size_text(sum(sizes))}" for kind, sizes in kinds.items())
+        listed = ", ".join(
+            f"{len(sizes)} {kind} of {size_text(sum(sizes))}" for kind, sizes in kinds.items()
+        )
         yield f"{step}: {listed}"
     if not found:
         yield "nothing"

@@ -38,10 +38,24 @@ def layouts(compiled: Compiled) -> str:
 
     found = layout_facts(compiled.code, compiled.program)
     if not any(facts.shardings for facts in found):
-        return "\n".join(["indexes, which devices can share by `shard`", *(f"  {_short(facts)}" for facts in found)])
+        return "\n".join(
+            [
+                "indexes, which devices can share by `shard`",
+                *(f"  {_short(facts)}" for facts in found),
+            ]
+        )
     total = sum(facts.work.flops * len(facts.ids) for facts in found if facts.work is not None)
-    lines = (line for facts in found for line in (*_indexes(facts), *_shared(compiled.plan, facts, total)))
-    return "\n".join(["indexes, and what devices share", *(wrapped for line in lines for wrapped in _wrapped(f"  {line}"))])
+    lines = (
+        line
+        for facts in found
+        for line in (*_indexes(facts), *_shared(compiled.plan, facts, total))
+    )
+    return "\n".join(
+        [
+            "indexes, and what devices share",
+            *(wrapped for line in lines for wrapped in _wrapped(f"  {line}")),
+        ]
+    )
 
 
 def index_facts(compiled: Compiled) -> list[dict[str, object]]:
@@ -71,7 +85,9 @@ def index_facts(compiled: Compiled) -> list[dict[str, object]]:
 
 
 def _wrapped(line: str) -> list[str]:
-    return wrap(line, WIDEST, subsequent_indent=HANGING, break_long_words=False, break_on_hyphens=False)
+    return wrap(
+        line, WIDEST, subsequent_indent=HANGING, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _ids(ids: Sequence[str]) -> str:
@@ -100,7 +116,10 @@ def _indexes(facts: ChunkFacts) -> Iterator[str]:
     """Yield a line for each index but the rows: its size, whether devices share it, and where it stands."""
     prefix = _prefix(facts.inputs.values())
     yield f"{_ids(facts.ids)}{f', parameters of {prefix[:-1]}' if prefix else ''}"
-    known = sorted((i for i in facts.indexes if i.name != "rows"), key=lambda i: (i.shared == 1, bool(i.obstacle)))
+    known = sorted(
+        (i for i in facts.indexes if i.name != "rows"),
+        key=lambda i: (i.shared == 1, bool(i.obstacle)),
+    )
     shown = [(f"{i.name.removeprefix(prefix)} {_size(i)}", i) for i in known]
     width = max((len(name) for name, _ in shown), default=0)
     for name, index in shown:
@@ -129,7 +148,9 @@ def _places(spots: Iterable[str]) -> str:
 def _verdict(index: IndexFacts) -> str:
     inside = ", ".join(f"in attention by {n} ({axis})" for axis, n in index.inside.items())
     if index.shared > 1:
-        return ", ".join(filter(None, (f"shared by {index.shared} ({', '.join(index.along)})", inside)))
+        return ", ".join(
+            filter(None, (f"shared by {index.shared} ({', '.join(index.along)})", inside))
+        )
     whole = f"whole: {index.obstacle}" if index.obstacle else "whole"
     return f"shared {inside}, else {whole}" if inside else whole
 
@@ -149,9 +170,16 @@ def _shared(plan: Plan, facts: ChunkFacts, total: int) -> Iterator[str]:
     axes = ", ".join(_asked(each) for each in facts.shardings)
     yield f"  {axes}: {_parameters(plan.chunk(facts.ids[0]), facts)}"
     for why in dict.fromkeys(facts.unshared.values()):
-        names = (facts.inputs[k].removeprefix(prefix) for k, reason in facts.unshared.items() if reason == why)
+        names = (
+            facts.inputs[k].removeprefix(prefix)
+            for k, reason in facts.unshared.items()
+            if reason == why
+        )
         yield f"    not shared: {_listed(names)}: {why}"
-    yield f"    computed whole on each device: {_work(facts.work, len(facts.ids) / total if total else 0.0)}"
+    yield (
+        f"    computed whole on each device: "
+        f"{_work(facts.work, len(facts.ids) / total if total else 0.0)}"
+    )
     yield from _attention(plan.chunk(facts.ids[0]), facts.shardings)
     yield from _collectives(plan.chunk(facts.ids[0]))
     yield from _tokens(plan, plan.chunk(facts.ids[0]))
@@ -170,7 +198,10 @@ def _work(work: WorkFacts, each: float) -> str:
     """Return what every device computes whole; `each` FLOP is that share of all."""
     if not work.whole:
         return "nothing that counts FLOPs"
-    return f"{work.share:.2%} of its FLOPs, {sum(work.whole.values()) * each:.2%} of all: {_listed(work.whole)}"
+    return (
+        f"{work.share:.2%} of its FLOPs, {sum(work.whole.values()) * each:.2%} of all: "
+        f"{_listed(work.whole)}"
+    )
 
 
 def _attention(chunk: Chunk, shardings: Sequence[Sharding]) -> Iterator[str]:
@@ -203,7 +234,10 @@ def _tokens(plan: Plan, chunk: Chunk) -> Iterator[str]:
         given = sum(bind(i.spec.nbytes, plan.rows) for i in chunk.inputs if i.kind == "value")
         made = sum(bind(o.spec.nbytes, plan.rows) for o in chunk.outputs)
         devices = f"{plan.mesh.size(chunk.experts)} devices along {chunk.experts}"
-        yield f"    tokens of {devices} come and go by AllToAll: {size_text(given)} in, {size_text(made)} out, and gradients"
+        yield (
+            f"    tokens of {devices} come and go by AllToAll: {size_text(given)} in, "
+            f"{size_text(made)} out, and gradients"
+        )
 
 
 def _summed(plan: Plan, facts: ChunkFacts, prefix: str) -> Iterator[str]:
@@ -217,5 +251,7 @@ def _summed(plan: Plan, facts: ChunkFacts, prefix: str) -> Iterator[str]:
             found.setdefault(along, []).append(k)
     for along, numbers in found.items():
         names = _listed(facts.inputs[k].removeprefix(prefix) for k in numbers)
-        where = dict.fromkeys(buckets[chunk.inputs[k].ref] for k in numbers if chunk.inputs[k].ref in buckets)
+        where = dict.fromkeys(
+            buckets[chunk.inputs[k].ref] for k in numbers if chunk.inputs[k].ref in buckets
+        )
         yield f"    gradients summed over {', '.join(along)} with {_listed(where)}: {names}"

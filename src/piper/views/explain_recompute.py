@@ -23,28 +23,42 @@ def recomputation(plan: Plan) -> str:
             lines.append(f"  {role.role:10} {_cost(plan, keep, list(variants.values()))}")
         if by_policy and (waiting := _waiting(role, by_policy)):
             lines.append(
-                f"             a split backward keeps {size_text(waiting)} from I to W, which recomputation does not change"
+                f"             a split backward keeps {size_text(waiting)} from I to W, which "
+                f"recomputation does not "
+                f"change"
             )
-    return "\n".join(["recomputation: what one microbatch keeps from F to its backward", *lines]) if lines else ""
+    return (
+        "\n".join(["recomputation: what one microbatch keeps from F to its backward", *lines])
+        if lines
+        else ""
+    )
 
 
 def _computed(role: RolePlan) -> Iterable[Compute]:
-    return (part.op for instr in role.program for part in instr.parts if isinstance(part.op, Compute))
+    return (
+        part.op for instr in role.program for part in instr.parts if isinstance(part.op, Compute)
+    )
 
 
 def _cost(plan: Plan, keep: str, variants: Sequence[Chunk]) -> str:
-    kept, whole = (sum(_saved(c) for c in chunks) for chunks in (variants, [plan.chunk(v.id) for v in variants]))
+    kept, whole = (
+        sum(_saved(c) for c in chunks)
+        for chunks in (variants, [plan.chunk(v.id) for v in variants])
+    )
     again = sum(v.steps["R"].cost.flops for v in variants)
     rest = sum(v.steps[s].cost.flops for v in variants for s in v.steps if s != "R")
     share = f"{again / rest:.1%}" if rest else "none"
     return (
-        f"{keep}: {len(variants)} chunks keep {size_text(kept)} and {size_text(_inputs(variants))} of inputs "
+        f"{keep}: {len(variants)} chunks keep {size_text(kept)} and {size_text(_inputs(variants))} "
+        f"of inputs "
         f"in place of {size_text(whole)}; R is {share} of the FLOPs of F, I and W"
     )
 
 
 def _saved(chunk: Chunk) -> int:
-    return sum(bind(chunk.ports[p].nbytes, 0) for p in chunk.steps["F"].writes if p.startswith("saved"))
+    return sum(
+        bind(chunk.ports[p].nbytes, 0) for p in chunk.steps["F"].writes if p.startswith("saved")
+    )
 
 
 def _inputs(variants: Sequence[Chunk]) -> int:
@@ -71,7 +85,12 @@ def _waiting(role: RolePlan, by_policy: dict[str, dict[str, Chunk]]) -> int:
                 steps.setdefault(part.op.chunk, set()).add(part.op.step)
         apart |= {chunk for chunk, found in steps.items() if "I" in found and "W" not in found}
     found: dict[str, int] = {}
-    for id, chunk in ((id, c) for variants in by_policy.values() for id, c in variants.items() if id in apart and "W" in c.steps):
+    for id, chunk in (
+        (id, c)
+        for variants in by_policy.values()
+        for id, c in variants.items()
+        if id in apart and "W" in c.steps
+    ):
         for port in (p for p in chunk.steps["W"].reads if not is_state(chunk, p)):
             value = chunk.inputs[int(port[2:])].ref if port.startswith("in") else f"{id}:{port}"
             found[value] = bind(chunk.ports[port].nbytes, 0)

@@ -35,17 +35,25 @@ class _Windows:
 def sharing(plan: Plan, replication: Mapping[str, Replication]) -> str:
     """Return per role the gathers and scatters of a step; "" where ranks share nothing."""
     shared = [b for b in plan.buckets if b.shard.optim]
-    lines = [line for role in plan.roles for line in _role(plan, role, [b for b in shared if role.role in b.roles], replication)]
+    lines = [
+        line
+        for role in plan.roles
+        for line in _role(plan, role, [b for b in shared if role.role in b.roles], replication)
+    ]
     return "\n".join(["shared states: what a step gathers and scatters", *lines]) if lines else ""
 
 
-def _role(plan: Plan, role: RolePlan, buckets: list[Bucket], replication: Mapping[str, Replication]) -> Iterable[str]:
+def _role(
+    plan: Plan, role: RolePlan, buckets: list[Bucket], replication: Mapping[str, Replication]
+) -> Iterable[str]:
     if not buckets:
         return
     gathered, reduced = _counted(plan, role)
     policies = [replication[c] for c in dict.fromkeys(_chunks(role)) if c in replication]
     whole = sum(b.numel * ITEM_BYTES[b.compute_dtype] for b in buckets if b.shard.params)
-    yield f"  {role.role:10} {_gathers(gathered, whole, _room([p.resident_bytes for p in policies]))}"
+    yield (
+        f"  {role.role:10} {_gathers(gathered, whole, _room([p.resident_bytes for p in policies]))}"
+    )
     whole = sum(b.numel * ITEM_BYTES[b.reduce_dtype] for b in buckets if b.shard.grads)
     yield f"             {_scatters(reduced, whole, _room([p.reduced_bytes for p in policies]))}"
 
@@ -69,7 +77,9 @@ def _counted(plan: Plan, role: RolePlan) -> tuple[_Windows, _Windows]:
             case Fresh(bucket=id):
                 bucket_of[part.writes[0]] = id
                 kind_of[part.writes[0]] = reduced
-            case Collective() as op if part.reads and part.reads[0] in bucket_of:  # an all-reduce of a bucket reads no value
+            case Collective() as op if (
+                part.reads and part.reads[0] in bucket_of
+            ):  # an all-reduce of a bucket reads no value
                 id = bucket_of[part.reads[0]]
                 reduced.by_bucket[id] = reduced.by_bucket.get(id, 0) + 1
                 reduced.moved += plan.values[part.reads[0]].nbytes
@@ -87,13 +97,25 @@ def _room(bytes_: list[int | None]) -> str:
 
 
 def _gathers(found: _Windows, whole: int, room: str) -> str:
-    head = f"{found.count} gathers of {len(found.by_bucket)} buckets, {size_text(found.moved)} in all"
-    return f"{head}{_ends(found, whole, f'resident_mb={room}')}" if whole else f"{head}, at the start of the step"
+    head = (
+        f"{found.count} gathers of {len(found.by_bucket)} buckets, {size_text(found.moved)} in all"
+    )
+    return (
+        f"{head}{_ends(found, whole, f'resident_mb={room}')}"
+        if whole
+        else f"{head}, at the start of the step"
+    )
 
 
 def _scatters(found: _Windows, whole: int, room: str) -> str:
-    head = f"{found.count} scatters of {len(found.by_bucket)} buckets, {size_text(found.moved)} in all"
-    return f"{head}{_ends(found, whole, f'reduced_mb={room}')}" if whole else f"{head}, at the end of the step"
+    head = (
+        f"{found.count} scatters of {len(found.by_bucket)} buckets, {size_text(found.moved)} in all"
+    )
+    return (
+        f"{head}{_ends(found, whole, f'reduced_mb={room}')}"
+        if whole
+        else f"{head}, at the end of the step"
+    )
 
 
 def _ends(found: _Windows, whole: int, limit: str) -> str:

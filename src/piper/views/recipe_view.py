@@ -50,7 +50,9 @@ class ChunkTimes:
             numbers = []
         if len(numbers) not in (3, 4) or not all(0 <= x <= MOST_SECONDS for x in numbers):
             expected = (
-                f"seconds of F, I, W and perhaps of an overlapped pair, from 0 to {MOST_SECONDS:g}, are expected, e.g. 3,4,2 or "
+                f"seconds of F, I, W and perhaps of an overlapped pair, from 0 to "
+                f"{MOST_SECONDS:g}, are expected, e.g. "
+                f"3,4,2 or "
                 "1,1,1,2.5"
             )
             raise JobError(f"--times {text}: {expected}")
@@ -72,7 +74,11 @@ class SimulatedRecipe:
     @property
     def idle(self) -> float:
         """Return the global bubble as a part of the makespan."""
-        return self.simulation.global_bubble_s / self.simulation.step_s if self.simulation.step_s else 0.0
+        return (
+            self.simulation.global_bubble_s / self.simulation.step_s
+            if self.simulation.step_s
+            else 0.0
+        )
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for programs."""
@@ -86,13 +92,22 @@ class SimulatedRecipe:
         """Return the lines that stand beneath a schedule."""
         simulation = self.simulation
         distinct_peaks = sorted(set(self.peaks))
-        peaks = str(distinct_peaks[0]) if len(distinct_peaks) == 1 else ", ".join(map(str, self.peaks))
+        peaks = (
+            str(distinct_peaks[0]) if len(distinct_peaks) == 1 else ", ".join(map(str, self.peaks))
+        )
         within = time_text(simulation.span_bubble_s)
-        bubble = f"bubble {time_text(simulation.global_bubble_s)} ({self.idle:.1%}), {within} of it between a device's"
+        bubble = (
+            f"bubble {time_text(simulation.global_bubble_s)} ({self.idle:.1%}), {within} of it "
+            f"between a device's"
+        )
         return (
-            f"{self.recipe.name}: makespan {time_text(simulation.step_s)}, {bubble} first and last instruction\n"
-            f"peak {peaks} activations of a chunk on {'every device' if len(distinct_peaks) == 1 else 'devices 0, 1, ...'}\n"
-            f"{self.recipe.formula}" + f"; peak {self.recipe.peak} on device r" * bool(self.recipe.peak)
+            f"{self.recipe.name}: makespan {time_text(simulation.step_s)}, {bubble} first and last "
+            f"instruction\n"
+            f"peak {peaks} activations of a chunk on "
+            f"{'every device' if len(distinct_peaks) == 1 else 'devices 0, 1, ...'}\n"
+            f"{self.recipe.formula}"
+            + f"; peak {self.recipe.peak} on device r"
+            * bool(self.recipe.peak)
         )
 
 
@@ -127,33 +142,60 @@ def shown_table(file: Path, times: str | None, *others: object) -> SimulatedReci
     Raises FormatError for a file that is none, and JobError where one of the `others` is given, which have no use here.
     """
     if any(option is not None for option in others):
-        raise JobError(f"{file} is drawn with the durations of --times; leave out options of strategies and of recipes")
+        raise JobError(
+            f"{file} is drawn with the durations of --times; leave out options of strategies and "
+            f"of recipes"
+        )
     table = read_schedule_csv(file)
     facts = f"{len(table.rows)} devices, {table.stages} stages, {table.microbatches} microbatches"
-    found = Recipe(file.name, lambda: table.directives(), "a table of torch.distributed.pipelining", facts, "", "")
-    return _simulated(found, Strategy(Mesh(pp=len(table.rows)), found.make()), ChunkTimes.parse(times), 1)
+    found = Recipe(
+        file.name,
+        lambda: table.directives(),
+        "a table of torch.distributed.pipelining",
+        facts,
+        "",
+        "",
+    )
+    return _simulated(
+        found, Strategy(Mesh(pp=len(table.rows)), found.make()), ChunkTimes.parse(times), 1
+    )
 
 
-def _simulated(recipe: Recipe, strategy: Strategy, times: ChunkTimes, activation: int) -> SimulatedRecipe:
+def _simulated(
+    recipe: Recipe, strategy: Strategy, times: ChunkTimes, activation: int
+) -> SimulatedRecipe:
     stages = stages_of(strategy.directives)
     if stages is None:
         raise FormatError(
-            f"recipe {recipe.name} has no partition, so its stages are not known; begin it with partition(stages=...)"
+            f"recipe {recipe.name} has no partition, so its stages are not known; begin it with "
+            f"partition(stages=...)"
         )
-    program = synthetic(stages=stages, F=times.F, I=times.I, W=times.W, overlap=times.O, activation=activation)
-    compiled = compile(program, strategy, options=Options(fuse=False))  # chunks that follow each other are drawn apart
+    program = synthetic(
+        stages=stages, F=times.F, I=times.I, W=times.W, overlap=times.O, activation=activation
+    )
+    compiled = compile(
+        program, strategy, options=Options(fuse=False)
+    )  # chunks that follow each other are drawn apart
     return SimulatedRecipe(recipe, compiled, simulate(compiled.plan))
 
 
 def find(name: str) -> Recipe:
     """Return a recipe by name; raise JobError, which lists all names."""
     if name not in RECIPES:
-        raise JobError(f"--recipe {name}: no such recipe; there are {', '.join(sorted(RECIPES))}. Yours comes with its FILE.py")
+        raise JobError(
+            f"--recipe {name}: no such recipe; there are {', '.join(sorted(RECIPES))}. Yours comes "
+            f"with its FILE.py"
+        )
     return RECIPES[name]
 
 
 def directives_of(
-    recipe: Recipe, pp: int, microbatches: int, chunks: int | None, times: ChunkTimes, more: Mapping[str, object]
+    recipe: Recipe,
+    pp: int,
+    microbatches: int,
+    chunks: int | None,
+    times: ChunkTimes,
+    more: Mapping[str, object],
 ) -> tuple[Directive, ...]:
     """Call a recipe with the arguments that it takes; one that asks for times, like the search, gets `times`."""
     accepted = inspect.signature(recipe.make).parameters
@@ -163,10 +205,14 @@ def directives_of(
     given |= dict(more)
     unknown = [k for k in given if k not in accepted]
     if unknown:
-        raise JobError(f"recipe {recipe.name} has no argument {unknown[0]!r}; it has {', '.join(accepted)}")
+        raise JobError(
+            f"recipe {recipe.name} has no argument {unknown[0]!r}; it has {', '.join(accepted)}"
+        )
     missing = [k for k, p in accepted.items() if p.default is p.empty and k not in given]
     if missing:
-        raise JobError(f"recipe {recipe.name} needs {missing[0]!r}; give it as -p {missing[0]}=VALUE")
+        raise JobError(
+            f"recipe {recipe.name} needs {missing[0]!r}; give it as -p {missing[0]}=VALUE"
+        )
     with user_code(f"recipe {recipe.name}", JobError):
         made: tuple[Directive, ...] = recipe.make(**given)
     return made
@@ -200,8 +246,11 @@ def listing() -> str:
         ]
         blocks.append("\n".join([recipe.name, *(f"  {k.ljust(8)} {v}" for k, v in rows if v)]))
     note = (
-        "p devices, m microbatches, v chunks per device; F, I, W, B = I + W, O (an overlapped pair): seconds of one chunk;\n"
-        "peak: activations of one chunk and microbatch on device r. piper show --recipe NAME draws one."
+        "p devices, m microbatches, v chunks per device; F, I, W, B = I + W, O (an overlapped "
+        "pair): seconds of one "
+        "chunk;\n"
+        "peak: activations of one chunk and microbatch on device r. piper show --recipe NAME draws "
+        "one."
     )
     return "\n\n".join([*blocks, note])
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from piper_report import Report
 
 
-def report(folder: str | Path, other: str | Path | None = None, *, out: str | Path | None = None) -> Report:
+def report(
+    folder: str | Path, other: str | Path | None = None, *, out: str | Path | None = None
+) -> Report:
     """Write the report of a result folder, or of two beside each other, and print its headline and where it is.
 
     The load of experts is printed, too, where a run logged it. Raises FormatError or OutputError.
@@ -23,11 +25,17 @@ def report(folder: str | Path, other: str | Path | None = None, *, out: str | Pa
     from piper_report import write_beside, write_report
 
     with working("writing the report"):
-        made = write_report(folder, out=out) if other is None else write_beside(folder, other, out=out)
+        made = (
+            write_report(folder, out=out) if other is None else write_beside(folder, other, out=out)
+        )
     for table in (made.headline, made.experts):
         if table is not None:
             show(table)
-    print(f"the report is {made.html}, with {len(made.figures)} figures (PNG) and {len(made.tables)} tables (CSV) beside it")
+    print(
+        f"the report is {made.html}, with {len(made.figures)} figures (PNG) and {len(made.tables)} "
+        f"tables (CSV) beside "
+        f"it"
+    )
     return made
 
 

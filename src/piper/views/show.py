@@ -85,4 +85,6 @@ def _drawn(compiled: Compiled, trace: Trace, what: What) -> str:
         draw_schedule(trace, what.png, plan=compiled.plan)
         print(f"the schedule is in {what.png}", file=sys.stderr)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    return schedule_table(trace, plan=compiled.plan, width=shutil.get_terminal_size((120, 24)).columns, colour=colour)
+    return schedule_table(
+        trace, plan=compiled.plan, width=shutil.get_terminal_size((120, 24)).columns, colour=colour
+    )

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from piper_compiler import Strategy
-from piper_compiler.directives import order, partition, policies_of, recompute, replicate, split, split_backward
+from piper_compiler.directives import (
+    order,
+    partition,
+    policies_of,
+    recompute,
+    replicate,
+    split,
+    split_backward,
+)
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,20 @@ def _sharing(strategy: Strategy) -> list[str]:
     for item in strategy.directives:
         if isinstance(item, replicate) and (shards := item.shards).optim:
             level = sum(map(bool, (shards.params, shards.grads, shards.optim)))
-            out[f"zero={level}" + ("" if set(shards.optim) == set(item.over) else f" over {', '.join(shards.optim)}")] = None
+            out[
+                f"zero={level}"
+                + (
+                    ""
+                    if set(shards.optim) == set(item.over)
+                    else f" over {', '.join(shards.optim)}"
+                )
+            ] = None
     return list(out)
 
 
 def _recomputing(strategy: Strategy) -> list[str]:
     """Return the policies of recomputation."""
-    policies = policies_of([replace(d, group=1) for d in strategy.directives if isinstance(d, recompute)])
+    policies = policies_of(
+        [replace(d, group=1) for d in strategy.directives if isinstance(d, recompute)]
+    )
     return [f"recompute {', '.join(policies)}"] if policies else []

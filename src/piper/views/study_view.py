@@ -25,31 +25,63 @@ SHOWN = 10
 """The number of rows of the table on the screen."""
 
 
-def show_study(study: Study, name: str, global_batch: int | None = None, *, profiled: bool = False) -> None:
+def show_study(
+    study: Study, name: str, global_batch: int | None = None, *, profiled: bool = False
+) -> None:
     """Print the best candidates, those that are equal folded into one, how many were rejected for what, and the rules.
 
     `global_batch` is the job's, for the rows of a microbatch; `profiled` says that the search had measured costs.
     """
     groups = study.folded()[:SHOWN]
     shown = [group.best.as_dict() for group in groups]
-    notes = [f"{_params(row)}: {text}" for group, row in zip(groups, shown) if (text := folded_text(group))]
+    notes = [
+        f"{_params(row)}: {text}"
+        for group, row in zip(groups, shown)
+        if (text := folded_text(group))
+    ]
     notes += [text] if (text := indifferent_text(study.rows)) else []
     notes += [f"what one word would change in the best: {text}" for text in study.advice]
     notes += [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
-    notes += [f"warning: {_params(row)}: {row['reason']}" for row in study.rejected() if row["kind"] == "confirmation"]
-    notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
+    notes += [
+        f"warning: {_params(row)}: {row['reason']}"
+        for row in study.rejected()
+        if row["kind"] == "confirmation"
+    ]
+    notes.append(
+        f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}"
+    )
     notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
     notes += [f"warning: {text}" for text in _warnings(shown)] + _far(shown, profiled)
     if study.interrupted:
         notes.append("warning: interrupted; this is what was found until then")
-    head: tuple[str, ...] = ("params", "mesh", "schedule", "rows", "predicted", "measured", "error", "memory")
-    rows: tuple[tuple[str, ...], ...] = tuple(_shown(row, _facts(study, row, global_batch)) for row in shown)
+    head: tuple[str, ...] = (
+        "params",
+        "mesh",
+        "schedule",
+        "rows",
+        "predicted",
+        "measured",
+        "error",
+        "memory",
+    )
+    rows: tuple[tuple[str, ...], ...] = tuple(
+        _shown(row, _facts(study, row, global_batch)) for row in shown
+    )
     if study.objective != "period":
         head = (*head, GOALS[study.objective])
-        rows = tuple((*cells, value_text(study.objective, row["value"])) for cells, row in zip(rows, shown))
+        rows = tuple(
+            (*cells, value_text(study.objective, row["value"])) for cells, row in zip(rows, shown)
+        )
     limit = limit_text(study.memory_limit, study.device_limits)
     within = f" within {limit}" if limit else ""
-    show(Table(f"{name} on {study.cluster}{within}: {_counted(study)}, s/step", head, rows, tuple(notes)))
+    show(
+        Table(
+            f"{name} on {study.cluster}{within}: {_counted(study)}, s/step",
+            head,
+            rows,
+            tuple(notes),
+        )
+    )
 
 
 def _counted(study: Study) -> str:
@@ -69,15 +101,20 @@ def _far(shown: list[dict[str, Any]], profiled: bool) -> list[str]:
         return []
     worst = max(errors, key=lambda error: abs(log(max(1 + error, 1e-9))))
     hint = (
-        "the costs were measured on this machine, which may have had other work then, or while the candidate ran; repeat both "
+        "the costs were measured on this machine, which may have had other work then, or while the "
+        "candidate ran; "
+        "repeat both "
         "when it has none"
         if profiled
-        else "run `piper profile FILE.py --out costs.json` on this machine, then search with --costs costs.json"
+        else "run `piper profile FILE.py --out costs.json` on this machine, then search with "
+        "--costs costs.json"
     )
     return [f"warning: predicted / measured is {1 + worst:.2f}: {hint}"]
 
 
-def as_numbers(study: Study, folder: Path | None, global_batch: int | None = None) -> dict[str, Any]:
+def as_numbers(
+    study: Study, folder: Path | None, global_batch: int | None = None
+) -> dict[str, Any]:
     """Return a search for programs: its best row, with None for missing values, the strategy's facts, and remarks."""
     best = study.best_row
     row = dict.fromkeys(f.name for f in fields(Row)) if best is None else best.as_dict()
@@ -86,8 +123,15 @@ def as_numbers(study: Study, folder: Path | None, global_batch: int | None = Non
     counts = {"candidates": len(study.rows), "scored": sum(r.kind not in RULES for r in study.rows)}
     counts |= {"folded": len(study.folded())}
     found = {"indifferent": study.indifferent(), "one_word": list(study.advice)}
-    search: dict[str, Any] = counts | found | {"rejected": _rejected(study), "interrupted": study.interrupted}
-    return row | {"folder": str(folder) if folder else None} | search | {"warnings": _warnings(study.table()[:SHOWN])}
+    search: dict[str, Any] = (
+        counts | found | {"rejected": _rejected(study), "interrupted": study.interrupted}
+    )
+    return (
+        row
+        | {"folder": str(folder) if folder else None}
+        | search
+        | {"warnings": _warnings(study.table()[:SHOWN])}
+    )
 
 
 def _facts(study: Study, row: dict[str, Any], global_batch: int | None) -> StrategyFacts | None:
@@ -103,7 +147,11 @@ def _rejected(study: Study) -> dict[str, int]:
 
 def files_text(study: Study, folder: Path) -> str:
     """Return a text for the user about the files of `Study.save`."""
-    files = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
+    files = (
+        "study.json is"
+        if study.best is None
+        else "study.json and best.json (for piper run --strategy) are"
+    )
     return f"{files} in {folder}"
 
 
@@ -113,7 +161,11 @@ def _warnings(rows: list[dict[str, Any]]) -> list[str]:
     Among them are costs of another machine, chunks without costs, and assumed constants.
     """
     scored = [r for r in rows if r["source"] == "engine"]
-    params_by_note = {note: [_params(r) for r in scored if note in r["notes"]] for r in scored for note in r["notes"]}
+    params_by_note = {
+        note: [_params(r) for r in scored if note in r["notes"]]
+        for r in scored
+        for note in r["notes"]
+    }
     return [
         note + ("" if len(candidates) == len(scored) else f" ({'; '.join(candidates)})")
         for note, candidates in params_by_note.items()
@@ -128,7 +180,11 @@ def _shown(row: dict[str, Any], facts: StrategyFacts | None) -> tuple[str, ...]:
     measured, error = row["measured_period_s"], row["error"]
     return (
         _params(row),
-        *(("", "", "") if facts is None else (facts.mesh, facts.schedule, "" if facts.rows is None else str(facts.rows))),
+        *(
+            ("", "", "")
+            if facts is None
+            else (facts.mesh, facts.schedule, "" if facts.rows is None else str(facts.rows))
+        ),
         time_text(row["period_s"]),
         "" if measured is None else time_text(measured),
         "" if error is None else f"{error:+.1%}",
@@ -145,14 +201,27 @@ def bar(trials: int) -> Iterator[Callable[[SearchProgress], None]]:
 
     if not sys.stderr.isatty():
         with working(f"searching {trials} candidates") as name:
-            yield lambda now: name(f"candidate {now.done} of {now.trials}; {_best_text(now.best)}; {now.rejected} rejected")
+            yield lambda now: name(
+                f"candidate {now.done} of {now.trials}; {_best_text(now.best)}; {now.rejected} "
+                f"rejected"
+            )
         return
-    columns = (TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        TextColumn("candidates"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     with Bar(*columns, console=Console(file=sys.stderr), transient=True) as drawn:
         task = drawn.add_task("no candidate fits yet", total=trials)
 
         def show(now: SearchProgress) -> None:
-            drawn.update(task, completed=now.done, description=f"{_best_text(now.best)}; {now.rejected} rejected")
+            drawn.update(
+                task,
+                completed=now.done,
+                description=f"{_best_text(now.best)}; {now.rejected} rejected",
+            )
 
         yield show
 

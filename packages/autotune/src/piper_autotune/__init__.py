@@ -67,7 +67,9 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'piper_autotune' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'piper_autotune' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(import_module(f"piper_autotune.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -37,7 +37,9 @@ def build_graph(program: Program, mesh: Mesh, costs: Costs | None = None) -> Gra
     return edit.done()
 
 
-def _add_compute(edit: Editor, chunk: Chunk, step: ComputeStep, tangents: Mapping[str, str] | None = None) -> None:
+def _add_compute(
+    edit: Editor, chunk: Chunk, step: ComputeStep, tangents: Mapping[str, str] | None = None
+) -> None:
     coords = {**chunk.coords, "chunk": chunk.id, "phase": step, "op": "compute"}
     for port in value_writes(chunk, step):
         edit.value(f"{chunk.id}:{port}", chunk.ports[port], port_category(port))

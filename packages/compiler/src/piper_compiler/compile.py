@@ -82,7 +82,14 @@ def compile_program(
     not hold and where the directive was written.
     """
     request = CompileRequest(
-        program, strategy, global_batch, training or Training(), costs, options or Options(), at_rows, evaluates
+        program,
+        strategy,
+        global_batch,
+        training or Training(),
+        costs,
+        options or Options(),
+        at_rows,
+        evaluates,
     )
     return compiled(request)
 
@@ -92,8 +99,15 @@ def compiled(request: CompileRequest) -> Lowered:
     with no_garbage_collection():
         graph = step_graph(request, request.program)
         rows = rows_per_microbatch(graph.microbatches, graph.replicas, request.global_batch)
-        if request.training.undivided and graph.microbatches * graph.replicas > 1 and not request.evaluates:
-            raise CompileError(f"{graph.microbatches} microbatches x {graph.replicas} replicas: {request.training.undivided}")
+        if (
+            request.training.undivided
+            and graph.microbatches * graph.replicas > 1
+            and not request.evaluates
+        ):
+            raise CompileError(
+                f"{graph.microbatches} microbatches x {graph.replicas} replicas: "
+                f"{request.training.undivided}"
+            )
         if request.at_rows is not None and (exact := request.at_rows(rows)) is not request.program:
             graph = step_graph(request, exact)
         return lowered(forwards_alone(graph) if request.evaluates else graph, rows, request)
@@ -123,7 +137,9 @@ def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
     chunks = bound_chunks(graph, rows)
     seconds = InstructionSeconds(chunks.values(), request.costs)
     orders = interleavings(graph, overlap_seconds(graph, chunks, rows, seconds))
-    best = first_to_finish(orders, lambda order: drafted(order, chunks, rows, request.options, seconds))
+    best = first_to_finish(
+        orders, lambda order: drafted(order, chunks, rows, request.options, seconds)
+    )
     freed = releases(best.draft, best.uses, best.times, best.buffers())
     programs = best.programs(freed)
     plan = plan_of(best.graph, chunks, rows, programs, request)
@@ -132,7 +148,9 @@ def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
     return Lowered(best.graph, plan, lambda: best.prepared(freed))
 
 
-def drafted(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options, seconds: InstructionSeconds) -> Drafted:
+def drafted(
+    graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options, seconds: InstructionSeconds
+) -> Drafted:
     """Put every role's instructions in program order, and time them in a run that frees nothing."""
     deps = dependencies(graph)
     spans = seconds_of_spans(graph, chunks, deps)
@@ -161,7 +179,9 @@ def _applied(graph: Graph, item: Directive) -> Graph:
     item.check(graph)
     result = item.apply(graph)
     if not isinstance(result, Graph):
-        raise DirectiveError(f"{describe(item)}: apply returned {type(result).__name__}; a Graph is needed")
+        raise DirectiveError(
+            f"{describe(item)}: apply returned {type(result).__name__}; a Graph is needed"
+        )
     return _logged(result, item, len(graph.log))
 
 
@@ -177,7 +197,9 @@ def with_fixed_stages(strategy: Strategy, graph: Graph) -> Strategy:
     The strategy was compiled to that graph. Each directive with a method `with_fixed_stages` replaces what costs
     decided: `partition(at="cost")` gets its boundaries.
     """
-    made = [d.with_fixed_stages(graph) if isinstance(d, Settling) else d for d in strategy.directives]
+    made = [
+        d.with_fixed_stages(graph) if isinstance(d, Settling) else d for d in strategy.directives
+    ]
     return Strategy(strategy.mesh, made, params=strategy.params)
 
 
@@ -195,7 +217,9 @@ def rows_per_microbatch(parts: int, replicas: int, global_batch: int | None) -> 
     if rest or rows < 1:
         good = max(1, round(global_batch / (parts * replicas))) * parts * replicas
         raise CompileError(
-            f"a global batch of {global_batch} rows does not divide into {parts} microbatches x {replicas} data-parallel "
+            f"a global batch of {global_batch} rows does not divide into {parts} microbatches x "
+            f"{replicas} "
+            f"data-parallel "
             f"replicas; use a multiple of {parts * replicas}, e.g. {good}"
         )
     return rows

@@ -62,7 +62,9 @@ def collective_bytes(graph: Graph, node: Node, op: Collective, rows: int) -> int
     """Return the bytes of a collective's message, its whole tensor, at this many rows per microbatch."""
     if op.bucket:
         return state_message_bytes(graph.buckets[op.bucket], op, graph.mesh)
-    return bind(graph.values[(node.reads if op.law.reads == "whole" else node.writes)[0]].spec.nbytes, rows)
+    return bind(
+        graph.values[(node.reads if op.law.reads == "whole" else node.writes)[0]].spec.nbytes, rows
+    )
 
 
 class InstructionSeconds:

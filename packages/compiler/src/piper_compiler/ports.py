@@ -24,7 +24,12 @@ def steps_of(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[Step
     The chunk is the variant that runs. `apart` says that R is a node of its own (see `Compute`).
     """
     found = _present(chunk, BACKWARD if step == "B" else (step,))
-    if "R" in chunk.steps and not apart and step in ("B", *BACKWARD) and found[:1] == _present(chunk, BACKWARD)[:1]:
+    if (
+        "R" in chunk.steps
+        and not apart
+        and step in ("B", *BACKWARD)
+        and found[:1] == _present(chunk, BACKWARD)[:1]
+    ):
         return (*_present(chunk, ("R",)), *found) if found else ()
     return found
 
@@ -46,13 +51,20 @@ def value_reads(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[s
     """
     sigs = signatures(chunk, step, apart)
     made = {p for s in sigs for p in s.writes}
-    ports = (p for s in sigs for p in s.reads if p not in made and not p.startswith(_OWN) and not is_state(chunk, p))
+    ports = (
+        p
+        for s in sigs
+        for p in s.reads
+        if p not in made and not p.startswith(_OWN) and not is_state(chunk, p)
+    )
     return tuple(dict.fromkeys(ports))
 
 
 def value_writes(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[str, ...]:
     """Return the ports whose values the step gives to other nodes: all that do not stay in its chunk."""
-    return tuple(p for s in signatures(chunk, step, apart) for p in s.writes if not p.startswith(_OWN))
+    return tuple(
+        p for s in signatures(chunk, step, apart) for p in s.writes if not p.startswith(_OWN)
+    )
 
 
 def kept(chunk: Chunk) -> tuple[str, ...]:

@@ -49,7 +49,11 @@ class Training:
         """
         updated = self.params or param.spec.dtype
         summed = self.reduce or updated
-        return updated, param.spec.dtype if param.spec.dtype != updated else "", summed if summed != updated else ""
+        return (
+            updated,
+            param.spec.dtype if param.spec.dtype != updated else "",
+            summed if summed != updated else "",
+        )
 
 
 @dataclass(frozen=True)

@@ -32,19 +32,33 @@ class Strategy:
     params: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __init__(
-        self, mesh: Mesh, directives: Directive | Iterable[Any] = (), *, params: Mapping[str, Any] | None = None
+        self,
+        mesh: Mesh,
+        directives: Directive | Iterable[Any] = (),
+        *,
+        params: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(mesh, Mesh):
-            raise DirectiveError(f"Strategy: the first argument is {type(mesh).__name__}; a Mesh is expected, e.g. Mesh(pp=2)")
+            raise DirectiveError(
+                f"Strategy: the first argument is {type(mesh).__name__}; a Mesh is expected, e.g. "
+                f"Mesh(pp=2)"
+            )
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "directives", tuple(_flatten(directives if isinstance(directives, Iterable) else [directives])))
+        object.__setattr__(
+            self,
+            "directives",
+            tuple(_flatten(directives if isinstance(directives, Iterable) else [directives])),
+        )
         object.__setattr__(self, "params", dict(params or {}))
 
     def with_params(self, params: Mapping[str, Any]) -> Strategy:
         """Return the same strategy with these values for the record; raise DirectiveError if JSON cannot hold one."""
         for name, value in params.items():
             if not isinstance(value, bool | int | float | str | None):
-                raise DirectiveError(f"Strategy.params[{name!r}] is {value!r}; JSON holds numbers, text, true, false and null")
+                raise DirectiveError(
+                    f"Strategy.params[{name!r}] is {value!r}; JSON holds numbers, text, true, "
+                    f"false and null"
+                )
         return Strategy(self.mesh, self.directives, params=params)
 
     def dumps(self) -> str:
@@ -52,10 +66,15 @@ class Strategy:
         for item in self.directives:
             if REGISTRY.get(type(item).__name__) is not type(item):
                 raise DirectiveError(
-                    f"{describe(item)}: {type(item).__name__} is not registered, so it could not be read back; "
+                    f"{describe(item)}: {type(item).__name__} is not registered, so it could not "
+                    f"be read back; "
                     "write @directive above its class"
                 )
-        head: dict[str, Any] = {"format": "Strategy", "version": STRATEGY_VERSION, "mesh": dict(self.mesh.sizes)}
+        head: dict[str, Any] = {
+            "format": "Strategy",
+            "version": STRATEGY_VERSION,
+            "mesh": dict(self.mesh.sizes),
+        }
         if self.params:
             head["params"] = dict(self.params)
         lines = ",\n  ".join(json.dumps(tagged(d)) for d in self.directives)
@@ -70,13 +89,23 @@ class Strategy:
         data = read_document("Strategy", STRATEGY_VERSION, text, where)
         unknown = data.keys() - {"mesh", "directives", "params"}
         if unknown:
-            raise FormatError(f"{where}: unknown key {min(unknown)!r}; known are mesh, directives, params")
+            raise FormatError(
+                f"{where}: unknown key {min(unknown)!r}; known are mesh, directives, params"
+            )
         params = data.get("params", {})
-        if not isinstance(params, dict) or not all(isinstance(v, bool | int | float | str | None) for v in params.values()):
-            raise FormatError(f'{where}: "params" must be an object of numbers, texts, true, false or null')
+        if not isinstance(params, dict) or not all(
+            isinstance(v, bool | int | float | str | None) for v in params.values()
+        ):
+            raise FormatError(
+                f'{where}: "params" must be an object of numbers, texts, true, false or null'
+            )
         if not isinstance(data.get("mesh"), dict) or not isinstance(data.get("directives"), list):
-            raise FormatError(f'{where}: "mesh" must be an object of axis sizes and "directives" an array')
-        directives = [_directive(d, f"{where}.directives[{i}]") for i, d in enumerate(data["directives"])]
+            raise FormatError(
+                f'{where}: "mesh" must be an object of axis sizes and "directives" an array'
+            )
+        directives = [
+            _directive(d, f"{where}.directives[{i}]") for i, d in enumerate(data["directives"])
+        ]
         return Strategy(_mesh(data["mesh"], f"{where}.mesh"), directives, params=params)
 
 
@@ -88,7 +117,9 @@ def _flatten(items: Iterable[Any]) -> Iterable[Directive]:
             yield item
         else:
             raise DirectiveError(
-                f"Strategy: {item!r} is no directive; it needs to be a frozen dataclass with the methods check(graph) and "
+                f"Strategy: {item!r} is no directive; it needs to be a frozen dataclass with the "
+                f"methods check(graph) "
+                f"and "
                 "apply(graph)"
             )
 
@@ -96,7 +127,9 @@ def _flatten(items: Iterable[Any]) -> Iterable[Directive]:
 def _mesh(data: dict[str, Any], where: str) -> Mesh:
     for axis, size in data.items():
         if axis not in AXES:
-            raise FormatError(f"{where}: unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}")
+            raise FormatError(
+                f"{where}: unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}"
+            )
         if type(size) is not int or size < 1:
             raise FormatError(f"{where}.{axis}: a positive integer is expected, found {size!r}")
     try:
@@ -109,11 +142,15 @@ def _directive(data: Any, where: str) -> Directive:
     name = data.get("is") if isinstance(data, dict) else data
     if not isinstance(data, dict) or not isinstance(name, str) or name not in REGISTRY:
         raise FormatError(
-            f"{where}: unknown directive {name!r}; known are {', '.join(sorted(REGISTRY))}. Import the file that defines yours."
+            f"{where}: unknown directive {name!r}; known are {', '.join(sorted(REGISTRY))}. Import "
+            f"the file that "
+            f"defines yours."
         )
     item: Directive = decode(REGISTRY[name], {k: v for k, v in data.items() if k != "is"}, where)
     if "site" in (f.name for f in fields(item)):  # type: ignore[arg-type]  # what is registered is a dataclass
-        object.__setattr__(item, "site", where)  # it was written in the file, not where the file is read
+        object.__setattr__(
+            item, "site", where
+        )  # it was written in the file, not where the file is read
     return item
 
 
@@ -123,7 +160,8 @@ def save_strategy(strategy: Strategy, path: str | Path) -> None:
         write_whole(Path(path), strategy.dumps())
     except OSError as e:
         raise OutputError(
-            f"cannot write the strategy to {path}: {e.strerror}; choose a folder that exists and is writable"
+            f"cannot write the strategy to {path}: {e.strerror}; choose a folder that exists and "
+            f"is writable"
         ) from None
 
 

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 from piper_ir.ground.errors import CompileError
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.program.program import BatchTensor, Chunk, Cost, Input, Output, Param, Program, Signature, Step
+from piper_ir.program.program import (
+    BatchTensor,
+    Chunk,
+    Cost,
+    Input,
+    Output,
+    Param,
+    Program,
+    Signature,
+    Step,
+)
 
 PhaseSeconds = float | Sequence[float]
 MOST_SECONDS = 1e12
@@ -54,15 +64,37 @@ def synthetic(
     again = None if R is None else _per_stage("R", R, stages)
     _check_seconds(F=f, I=i, W=w, R=again or (), overlap=pairs, hop=(hop,))
     keep = [int(x) for x in _per_stage("activation", activation, stages)]
-    after = keep if kept_after_I is None else [int(x) for x in _per_stage("kept_after_I", kept_after_I, stages)]
+    after = (
+        keep
+        if kept_after_I is None
+        else [int(x) for x in _per_stage("kept_after_I", kept_after_I, stages)]
+    )
     sizes = [int(x) for x in _per_stage("params", params, stages)]
     if any(a > k for a, k in zip(after, keep, strict=True)):
-        raise CompileError("synthetic: kept_after_I is larger than activation; W cannot need more than F saved")
-    chunks = tuple(_chunk(s, stages, (f[s], i[s], w[s]), keep[s], after[s], sizes[s]) for s in range(stages))
-    manifest = tuple(Param(f"stage{s}.weight", TensorSpec((n,), "uint8")) for s, n in enumerate(sizes) if n)
+        raise CompileError(
+            "synthetic: kept_after_I is larger than activation; W cannot need more than F saved"
+        )
+    chunks = tuple(
+        _chunk(s, stages, (f[s], i[s], w[s]), keep[s], after[s], sizes[s]) for s in range(stages)
+    )
+    manifest = tuple(
+        Param(f"stage{s}.weight", TensorSpec((n,), "uint8")) for s, n in enumerate(sizes) if n
+    )
     batch = (BatchTensor("inputs", _EMPTY),)
-    variants = () if again is None else tuple(_recomputed(c, r) for c, r in zip(chunks, again, strict=True))
-    return Program(chunks, manifest, batch=batch, source="synthetic", hop=float(hop), overlap=pairs, variants=variants)
+    variants = (
+        ()
+        if again is None
+        else tuple(_recomputed(c, r) for c, r in zip(chunks, again, strict=True))
+    )
+    return Program(
+        chunks,
+        manifest,
+        batch=batch,
+        source="synthetic",
+        hop=float(hop),
+        overlap=pairs,
+        variants=variants,
+    )
 
 
 def _check_seconds(**given: Sequence[float]) -> None:
@@ -71,36 +103,67 @@ def _check_seconds(**given: Sequence[float]) -> None:
         if not all(0 <= v <= MOST_SECONDS for v in values):
             bad = next(v for v in values if not 0 <= v <= MOST_SECONDS)
             raise CompileError(
-                f"synthetic({name}={bad}): seconds are a finite number that is not negative, and at most {MOST_SECONDS:g}"
+                f"synthetic({name}={bad}): seconds are a finite number that is not negative, and "
+                f"at most "
+                f"{MOST_SECONDS:g}"
             )
 
 
 def _per_stage(name: str, value: PhaseSeconds | Sequence[int], stages: int) -> list[float]:
     given: Sequence[float] = value if isinstance(value, Sequence) else [value] * stages
     if not all(isinstance(v, int | float) for v in given):
-        raise CompileError(f"synthetic({name}={value!r}): a number is needed, or a list with one per stage")
+        raise CompileError(
+            f"synthetic({name}={value!r}): a number is needed, or a list with one per stage"
+        )
     try:
         values = [float(v) for v in given]
     except OverflowError:  # an integer of hundreds of digits
-        raise CompileError(f"synthetic({name}=...): seconds and bytes are finite numbers that are not negative") from None
+        raise CompileError(
+            f"synthetic({name}=...): seconds and bytes are finite numbers that are not negative"
+        ) from None
     if len(values) != stages:
-        raise CompileError(f"synthetic({name}=...): {len(values)} values for {stages} stages; give one number, or one per stage")
+        raise CompileError(
+            f"synthetic({name}=...): {len(values)} values for {stages} stages; give one number, or "
+            f"one per stage"
+        )
     if not all(0 <= v < float("inf") for v in values):
-        raise CompileError(f"synthetic({name}={value}): seconds and bytes are finite numbers that are not negative")
+        raise CompileError(
+            f"synthetic({name}={value}): seconds and bytes are finite numbers that are not negative"
+        )
     return values
 
 
-def _chunk(s: int, stages: int, times: tuple[float, float, float], keep: int, after: int, params: int) -> Chunk:
+def _chunk(
+    s: int, stages: int, times: tuple[float, float, float], keep: int, after: int, params: int
+) -> Chunk:
     """Return the chunk of a stage.
 
     saved1 holds what W needs, saved0 the rest of what F keeps. I reads both, so that without a split all of it lives to
     the end of B.
     """
     first, last = s == 0, s == stages - 1
-    source = Input("batch", "inputs", _EMPTY) if first else Input("value", f"stage{s - 1}:out0", _EMPTY, needs_grad=True)
-    inputs = (source, *((Input("param", f"stage{s}.weight", TensorSpec((params,), "uint8"), True),) if params else ()))
-    ports = {"in0": _EMPTY, "out0": _EMPTY, "tan0": _EMPTY, "saved0": TensorSpec((keep - after,), "uint8")}
-    ports |= {"saved1": TensorSpec((after,), "uint8"), "iw0": _EMPTY} | ({} if first else {"gin0": _EMPTY})
+    source = (
+        Input("batch", "inputs", _EMPTY)
+        if first
+        else Input("value", f"stage{s - 1}:out0", _EMPTY, needs_grad=True)
+    )
+    inputs = (
+        source,
+        *(
+            (Input("param", f"stage{s}.weight", TensorSpec((params,), "uint8"), True),)
+            if params
+            else ()
+        ),
+    )
+    ports = {
+        "in0": _EMPTY,
+        "out0": _EMPTY,
+        "tan0": _EMPTY,
+        "saved0": TensorSpec((keep - after,), "uint8"),
+    }
+    ports |= {"saved1": TensorSpec((after,), "uint8"), "iw0": _EMPTY} | (
+        {} if first else {"gin0": _EMPTY}
+    )
     writes = ("iw0",) if first else ("gin0", "iw0")
     steps: dict[Step, Signature] = {
         "F": Signature(("in0",), ("out0", "saved0", "saved1"), cost=Cost(seconds=times[0])),
@@ -119,4 +182,6 @@ def _recomputed(chunk: Chunk, seconds: float) -> Chunk:
         "F": replace(forward, writes=tuple(port for port in forward.writes if port not in kept)),
         "R": Signature(forward.reads, kept, cost=Cost(seconds=seconds)),
     }
-    return replace(chunk, steps={**steps, "I": chunk.steps["I"], "W": chunk.steps["W"]}, keep="inputs")
+    return replace(
+        chunk, steps={**steps, "I": chunk.steps["I"], "W": chunk.steps["W"]}, keep="inputs"
+    )

@@ -10,7 +10,13 @@ from piper_ops.attention.lowering import Lowering, attention_lowering
 from piper_ops.attention.sdpa import attention, attention_dgrad
 from piper_ops.costing.costs import KernelInfo, kernel_of, op_cost, own_costs
 from piper_ops.costing.registry import PORTABLE, Formula, PortableOp
-from piper_ops.costing.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside, room_of_rounds
+from piper_ops.costing.workspace import (
+    Workspace,
+    cpu_workspace,
+    cuda_workspace,
+    peak_bytes_inside,
+    room_of_rounds,
+)
 from piper_ops.experts.experts import (
     grouped_mm,
     grouped_mm_dgrad,
@@ -42,7 +48,14 @@ from piper_ops.experts.rounds import (
 from piper_ops.ground.errors import ExpertsOverflow, UnsupportedVariant, WrongCost
 from piper_ops.ground.library import DIRECT, OP_KERNELS, dtype_name
 from piper_ops.pointwise.batches import Constant, batch_leaves, batch_pair, is_shared, shared
-from piper_ops.pointwise.collectives import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter, shift
+from piper_ops.pointwise.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_,
+    all_to_all,
+    reduce_scatter,
+    shift,
+)
 from piper_ops.pointwise.losses import cross_entropy, cross_entropy_dgrad
 from piper_ops.pointwise.norms import (
     layer_norm,
@@ -66,7 +79,16 @@ from piper_ops.rewriting.batch_norm import BATCH_NORMS, STATISTICS, BatchNorm
 from piper_ops.rewriting.builder import Builder, user_line
 from piper_ops.rewriting.refusals import REFUSALS, Refusal
 from piper_ops.rewriting.replace import replace_portable
-from piper_ops.written.as_written import PLANNING, LoadedModule, MadeTensor, ModuleCall, RowsAt, as_written, call_of, tensors_in
+from piper_ops.written.as_written import (
+    PLANNING,
+    LoadedModule,
+    MadeTensor,
+    ModuleCall,
+    RowsAt,
+    as_written,
+    call_of,
+    tensors_in,
+)
 from piper_ops.written.examples import Examples
 from piper_ops.written.frames import is_model_code
 from piper_ops.written.opaque import Returned, backward_step, forward_step, storage_key

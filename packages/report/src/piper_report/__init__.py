@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from piper_report.facts.clocks import aligned, offsets
     from piper_report.facts.results import Results, load
     from piper_report.facts.schedule_text import schedule_table
-    from piper_report.facts.summary import FAR, FIRST_STEP, Table, beside_table, memory_table, percent, prediction_table
+    from piper_report.facts.summary import (
+        FAR,
+        FIRST_STEP,
+        Table,
+        beside_table,
+        memory_table,
+        percent,
+        prediction_table,
+    )
     from piper_report.figures.schedule_figure import Drawing, draw_schedule, draw_schedules
     from piper_report.pages.beside import write_beside
     from piper_report.pages.chrome import write_chrome
@@ -49,14 +57,24 @@ _NAMES_BY_MODULE = {
     "facts.results": ("Results", "load"),
     "figures.schedule_figure": ("Drawing", "draw_schedule", "draw_schedules"),
     "facts.schedule_text": ("schedule_table",),
-    "facts.summary": ("FAR", "FIRST_STEP", "Table", "beside_table", "memory_table", "percent", "prediction_table"),
+    "facts.summary": (
+        "FAR",
+        "FIRST_STEP",
+        "Table",
+        "beside_table",
+        "memory_table",
+        "percent",
+        "prediction_table",
+    ),
 }
 _HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'piper_report' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'piper_report' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = getattr(import_module(f"piper_report.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -18,7 +18,9 @@ from piper_simulator.durations.cost_model import Work
 from piper_simulator.durations.expert_work import loaded
 
 
-def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
+def idle_times(
+    plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float
+) -> list[Idle]:
     """Return each role's idle time over one step from a common start.
 
     Its compute stream is exposed to communication while one of its communication streams transfers, or a transfer of it
@@ -32,7 +34,9 @@ def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence
         for node, instr in enumerate(role.program, prepared.offsets[r]):
             g = prepared.group_of[node]
             if g >= 0:
-                moving.append((times.start[node], times.end[node] + (latency if prepared.p2p[g] else 0.0)))
+                moving.append(
+                    (times.start[node], times.end[node] + (latency if prepared.p2p[g] else 0.0))
+                )
             elif instr.stream == COMPUTE and durations[node]:
                 working.append((times.start[node], times.end[node]))
                 busy += durations[node]
@@ -42,7 +46,10 @@ def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence
 
 def inside_seconds(prepared: Prepared, work: Sequence[Work]) -> float:
     """Return the seconds of messages inside of steps on the role that has most of them, given the work per node."""
-    return max([sum([w.inside_s for w in work[a:b] if w.inside]) for a, b in pairwise(prepared.offsets)], default=0.0)
+    return max(
+        [sum([w.inside_s for w in work[a:b] if w.inside]) for a, b in pairwise(prepared.offsets)],
+        default=0.0,
+    )
 
 
 def model_flops(plan: Plan, tokens_per_row: int) -> int:
@@ -53,10 +60,24 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
     parameters": Switch, arXiv 2101.03961; torchtitan). Where devices share chunks, all of them together count.
     """
     visited = _visited(plan, plan.rows * tokens_per_row)
-    n = sum(round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.whole_params)
-    kernels = [k for chunk in plan.chunks if "F" in chunk.steps for k in chunk.steps["F"].cost.kernels if k.kind == "attention"]
-    attention = sum(4 * prod(bind(d, plan.rows) for d in k.dims) * k.count * k.shared * k.counts for k in kernels)
-    return 6 * n * plan.global_batch * tokens_per_row + 3 * attention * plan.microbatches * plan.replicas
+    n = sum(
+        round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.whole_params
+    )
+    kernels = [
+        k
+        for chunk in plan.chunks
+        if "F" in chunk.steps
+        for k in chunk.steps["F"].cost.kernels
+        if k.kind == "attention"
+    ]
+    attention = sum(
+        4 * prod(bind(d, plan.rows) for d in k.dims) * k.count * k.shared * k.counts
+        for k in kernels
+    )
+    return (
+        6 * n * plan.global_batch * tokens_per_row
+        + 3 * attention * plan.microbatches * plan.replicas
+    )
 
 
 def _visited(plan: Plan, tokens: int) -> dict[str, float]:
@@ -103,7 +124,10 @@ def without_formula(plan: Plan) -> dict[str, float]:
             total += moved
             if not kernel.formula:
                 of[kernel.op] = of.get(kernel.op, 0) + moved
-    return {op: moved / total if total else 0.0 for op, moved in sorted(of.items(), key=lambda x: (-x[1], x[0]))}
+    return {
+        op: moved / total if total else 0.0
+        for op, moved in sorted(of.items(), key=lambda x: (-x[1], x[0]))
+    }
 
 
 MOST_NAMED = 8
@@ -114,16 +138,24 @@ def flop_notes(missing: Mapping[str, float], mfu: float | None, hfu: float | Non
     """Return warnings about FLOPs: the operators of `without_formula`, and utilisations that cannot be."""
     notes = []
     if missing:
-        names = ", ".join(f"{op} ({share:.1%} of the bytes moved)" for op, share in [*missing.items()][:MOST_NAMED])
+        names = ", ".join(
+            f"{op} ({share:.1%} of the bytes moved)"
+            for op, share in [*missing.items()][:MOST_NAMED]
+        )
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         notes.append(
-            f"no formula says how many FLOPs these operators do: {names}{more}; one per element is counted, so a predicted time "
-            "may be far too short. piper.op_cost(NAME, flops=...) gives an operator of yours one, `piper profile` measures"
+            f"no formula says how many FLOPs these operators do: {names}{more}; one per element is "
+            f"counted, so a "
+            f"predicted time "
+            "may be far too short. piper.op_cost(NAME, flops=...) gives an operator of yours one, "
+            "`piper profile` "
+            "measures"
         )
     for name, value in (("model", mfu), ("hardware", hfu)):
         if value is not None and value > 1:
             notes.append(
-                f"{name} FLOP utilisation of {value:.0%}: no device computes above its peak. {_why_above_peak(missing, hfu)}"
+                f"{name} FLOP utilisation of {value:.0%}: no device computes above its peak. "
+                f"{_why_above_peak(missing, hfu)}"
             )
     return notes
 
@@ -132,23 +164,35 @@ def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
     """Return a sentence on the cause of a utilisation above 100 %."""
     if hfu is not None and hfu > 1:
         return (
-            "The durations are shorter than the FLOPs allow: the costs are of a faster device, or the cluster's peak is too low"
+            "The durations are shorter than the FLOPs allow: the costs are of a faster device, or "
+            "the cluster's peak is too low"
         )
     if missing:
-        return "The step is predicted too short: FLOPs of operators without a formula are missing from it"
+        return (
+            "The step is predicted too short: FLOPs of operators without a formula are missing "
+            "from it"
+        )
     return (
-        "The model has more FLOPs by 6 N per token than its kernels run: some parameters are not used for every token (experts, "
+        "The model has more FLOPs by 6 N per token than its kernels run: some parameters are not "
+        "used for every token "
+        "(experts, "
         "embeddings of a small model); give simulate(model_flops_per_step=...)"
     )
 
 
 def executed_flops(plan: Plan) -> int:
     """Return the executed FLOPs of one step, on all ranks, without places of dropless experts that no row takes."""
-    of = {(c.variant, step): loaded(c, step, 1.0).flops for c in (*plan.chunks, *plan.variants) for step in c.steps}
+    of = {
+        (c.variant, step): loaded(c, step, 1.0).flops
+        for c in (*plan.chunks, *plan.variants)
+        for step in c.steps
+    }
     total = 0
     for role in plan.roles:
         parts = (part.op for instr in role.program for part in instr.parts)
-        total += len(role.ranks) * sum(of[op.variant, op.step] for op in parts if isinstance(op, Compute) and op.step != "B")
+        total += len(role.ranks) * sum(
+            of[op.variant, op.step] for op in parts if isinstance(op, Compute) and op.step != "B"
+        )
     return total
 
 
@@ -168,7 +212,9 @@ def main_dtype(plan: Plan) -> str:
     for chunk in plan.chunks:
         for kernel in chunk.steps["F"].cost.kernels if "F" in chunk.steps else ():
             if kernel.kind == "matmul":
-                weight[kernel.dtype] = weight.get(kernel.dtype, 0) + bind(kernel.flops, 0) * kernel.count
+                weight[kernel.dtype] = (
+                    weight.get(kernel.dtype, 0) + bind(kernel.flops, 0) * kernel.count
+                )
     return max(weight, key=lambda d: weight[d], default="float32")
 
 
@@ -183,7 +229,11 @@ class Rates:
 
 
 def rates_of(
-    plan: Plan, target: Cluster | None, period_s: float, tokens_per_row: int | None, model_flops_per_step: float | None
+    plan: Plan,
+    target: Cluster | None,
+    period_s: float,
+    tokens_per_row: int | None,
+    model_flops_per_step: float | None,
 ) -> Rates:
     """Return the rates of a plan with a period, without those for which a number is missing."""
     per_second = 1 / period_s if period_s > 0 else None
@@ -194,10 +244,15 @@ def rates_of(
         model_flops_per_step = model_flops(plan, tokens_per_row)
     dtype = main_dtype(plan)
     top = target.peak_of(plan.mesh.world, dtype)
-    mfu, hfu = _rate(model_flops_per_step, per_second, top), _rate(executed_flops(plan), per_second, top)
+    mfu, hfu = (
+        _rate(model_flops_per_step, per_second, top),
+        _rate(executed_flops(plan), per_second, top),
+    )
     unknown = [k for k, kind in enumerate(target.kinds) if dtype not in kind.device.peak_flops]
     guesses = [target.kinds[k].device.guess(dtype, target.name_of(k)) for k in unknown]
-    return Rates(tokens_per_s, mfu, hfu, tuple(guesses) if mfu is not None or hfu is not None else ())
+    return Rates(
+        tokens_per_s, mfu, hfu, tuple(guesses) if mfu is not None or hfu is not None else ()
+    )
 
 
 def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:

@@ -31,7 +31,13 @@ from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
 from piper_simulator.memory.role_devices import RoleDevices
 from piper_simulator.memory.snapshot import Snapshot, snapshot
-from piper_simulator.metrics import flop_notes, idle_times, inside_seconds, rates_of, without_formula
+from piper_simulator.metrics import (
+    flop_notes,
+    idle_times,
+    inside_seconds,
+    rates_of,
+    without_formula,
+)
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
 from piper_simulator.times.splitting import split
 from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
@@ -154,7 +160,9 @@ class Simulation(Brief):
         is the share that each source has in the seconds of all instructions. `notes` name the cluster's constants that
         are assumed, not calibrated or guessed.
         """
-        fullest = max(range(len(self.device_bytes)), key=lambda r: self.device_bytes[r], default=None)
+        fullest = max(
+            range(len(self.device_bytes)), key=lambda r: self.device_bytes[r], default=None
+        )
         return {
             "step_s": self.step_s,
             "period_s": self.period_s,
@@ -170,7 +178,9 @@ class Simulation(Brief):
             "memory": {} if fullest is None else self.memory(fullest),
             "oom": None if self.oom is None else self.oom.as_dict() | {"text": self.oom.text},
             "slowed_s": self.slowed_s,
-            "load": None if self.load is None else self.load.as_dict() | {"worst_step_s": self.worst_step_s},
+            "load": None
+            if self.load is None
+            else self.load.as_dict() | {"worst_step_s": self.worst_step_s},
             "sources": self._run.sources(),
             "without_formula": dict(self.without_formula),
             "notes": list(self.notes),
@@ -218,21 +228,33 @@ def simulate(
     instructions = sum(len(role.program) for role in plan.roles)
     if steps * instructions > MOST_STEP_INSTRUCTIONS:
         least = most(MOST_STEP_INSTRUCTIONS, instructions)
-        raise PlanError(f"simulate(steps={steps}): at most {least} steps of a plan of {instructions} instructions are accepted")
+        raise PlanError(
+            f"simulate(steps={steps}): at most {least} steps of a plan of {instructions} "
+            f"instructions are accepted"
+        )
     target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
     tokens = tokens_per_row or plan.tokens_per_row
     with no_garbage_collection():
         under = load_of(plan, load)
         factory = under_load(model, EVEN if under is None else under.loads)
-        found = _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, factory)
+        found = _simulate(
+            plan, target, costs, steps, tokens, model_flops_per_step, contention, factory
+        )
         if under is None:
             return found
         worst = found.step_s
         if under.worst > under.mean:
             factory = under_load(model, ((under.worst, 1.0),))
-            worst = _simulate(plan, target, costs, steps, tokens, model_flops_per_step, contention, factory).step_s
+            worst = _simulate(
+                plan, target, costs, steps, tokens, model_flops_per_step, contention, factory
+            ).step_s
         worst_step_s = worst if worst > found.step_s else None
-        return replace(found, load=under, worst_step_s=worst_step_s, notes=(*found.notes, *load_notes(plan, under)))
+        return replace(
+            found,
+            load=under,
+            worst_step_s=worst_step_s,
+            notes=(*found.notes, *load_notes(plan, under)),
+        )
 
 
 def _simulate(
@@ -255,7 +277,9 @@ def _simulate(
     gaps = idle_times(parts.plan, prepared, timed.first, timed.durations, plan.hop)
     order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
     counted = plan if target is None else replace(plan, device=device_type(target))
-    fullest = [max(scan(counted, role), key=lambda usage: usage.total, default=None) for role in plan.roles]
+    fullest = [
+        max(scan(counted, role), key=lambda usage: usage.total, default=None) for role in plan.roles
+    ]
     peaks = [usage or peak(counted, role) for usage, role in zip(fullest, plan.roles)]
     held = TimedPlan(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
     allocator = costs.allocator if costs is not None else None
@@ -296,7 +320,11 @@ def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
 
 def _named(role: RolePlan, instr: int) -> str:
     """Return an instruction's name for people."""
-    return f"instruction {instr} {role.program[instr].name}" if 0 <= instr < len(role.program) else "its start"
+    return (
+        f"instruction {instr} {role.program[instr].name}"
+        if 0 <= instr < len(role.program)
+        else "its start"
+    )
 
 
 @dataclass(frozen=True)
@@ -344,12 +372,35 @@ class _Run:
             for i, instr in enumerate(roles[r].program):
                 node = first + i
                 w = self.work[node]
-                start, end, ready = times.start[node] - origin, times.end[node] - origin, times.ready[node] - origin
-                spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source, w.inside_s))
+                start, end, ready = (
+                    times.start[node] - origin,
+                    times.end[node] - origin,
+                    times.ready[node] - origin,
+                )
+                spans.append(
+                    Span(
+                        rank,
+                        instr.stream,
+                        i,
+                        names[r][i],
+                        start,
+                        end,
+                        ready,
+                        w.bytes,
+                        w.flops,
+                        w.source,
+                        w.inside_s,
+                    )
+                )
             usages = self.usages[parts.of[r]]
-            memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
+            memory.extend(
+                MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes)
+                for u in usages
+            )
         whole = tuple(spans), tuple(memory)
-        return Trace(self.held.plan.key, "simulated", *whole, step=self.step, notes=self.notes, alike=alike)
+        return Trace(
+            self.held.plan.key, "simulated", *whole, step=self.step, notes=self.notes, alike=alike
+        )
 
     def footprint(self, rank: int) -> dict[str, int]:
         k = self.held.parts.role_of[rank]
@@ -360,9 +411,15 @@ class _Run:
         role, first = self.counted.roles[held.parts.of[k]], held.prepared.offsets[k]
         origin = min(self.times.start, default=0.0)
         nodes = range(first, first + len(role.program))
-        return snapshot(self.counted, role, [(self.times.start[n] - origin, self.times.end[n] - origin) for n in nodes])
+        return snapshot(
+            self.counted,
+            role,
+            [(self.times.start[n] - origin, self.times.end[n] - origin) for n in nodes],
+        )
 
-    def verdicts(self, devices: RoleDevices, peaks: Sequence[Usage], times: Times) -> Iterator[OomVerdict]:
+    def verdicts(
+        self, devices: RoleDevices, peaks: Sequence[Usage], times: Times
+    ) -> Iterator[OomVerdict]:
         """Yield a verdict on each role that needs more than its devices have; `times` are of the first step."""
         parts, origin = self.held.parts, min(times.start, default=0.0)
         for k, (part, r, needs) in enumerate(zip(parts.plan.roles, parts.of, self.memory)):
@@ -372,7 +429,9 @@ class _Run:
             role, most = self.counted.roles[r], peaks[r]
             start = Usage(-1, sum(s.nbytes for s in role.states), {})
             at = next(
-                u.instr for u in chain([start], scan(self.counted, role), [most]) if devices.memory(k, u.total).total > limit
+                u.instr
+                for u in chain([start], scan(self.counted, role), [most])
+                if devices.memory(k, u.total).total > limit
             )
             yield OomVerdict(
                 ranks=part.ranks,
@@ -392,7 +451,9 @@ class _Run:
         first = 0
         for role in self.held.parts.plan.roles:
             for work in self.work[first : first + len(role.program)]:
-                seconds[work.source] = seconds.get(work.source, 0.0) + work.seconds * len(role.ranks)
+                seconds[work.source] = seconds.get(work.source, 0.0) + work.seconds * len(
+                    role.ranks
+                )
             first += len(role.program)
         total = sum(seconds.values())
         return {name: s / total for name, s in sorted(seconds.items())} if total else {}

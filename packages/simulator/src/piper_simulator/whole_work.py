@@ -62,13 +62,17 @@ def whole_notes(plan: Plan, target: Cluster | None, step_s: float) -> list[str]:
     if not slow and not large:
         return []
     ops = sorted(most.saved_s if slow else large, key=lambda op: (-most.saved_s[op], op))
-    named = sorted(ops[:MOST_NAMED] + [op for op in large if op not in ops[:MOST_NAMED]], key=ops.index)
+    named = sorted(
+        ops[:MOST_NAMED] + [op for op in large if op not in ops[:MOST_NAMED]], key=ops.index
+    )
     more = f" and {len(ops) - len(named)} more" if len(ops) > len(named) else ""
     along = " and ".join(f"{axis}={plan.mesh.size(axis)}" for axis in plan.shared)
     return [
-        f"`shard` leaves operators whole, which each of the devices along {along} computes: sharing them would save "
+        f"`shard` leaves operators whole, which each of the devices along {along} computes: "
+        f"sharing them would save "
         f"{time_text(most.total_s)} of the step ({most.total_s / step_s:.1%}): "
-        f"{', '.join(_cost(op, most.saved_s[op] / step_s, large) for op in named)}{more}. `piper explain` says why"
+        f"{', '.join(_cost(op, most.saved_s[op] / step_s, large) for op in named)}{more}. `piper "
+        f"explain` says why"
     ]
 
 
@@ -81,7 +85,9 @@ def _by_role(plan: Plan, device: Device) -> list[_Whole]:
     degree, found, by_role = plan.mesh.degree(plan.shared), dict[tuple[int, Step], _Whole](), []
     for role in plan.roles:
         parts = (part.op for instr in role.program for part in instr.parts)
-        runs = Counter((op.variant, op.step) for op in parts if isinstance(op, Compute) and op.step != "B")
+        runs = Counter(
+            (op.variant, op.step) for op in parts if isinstance(op, Compute) and op.step != "B"
+        )
         by_role.append(whole := _Whole())
         for (variant, step), times in runs.items():
             cost = plan.chunk(variant).steps[step].cost
@@ -96,7 +102,10 @@ def _of_cost(cost: Cost, step: Step, degree: int, rows: int, device: Device) -> 
     """Return what the kernels of a step cost that are shared among fewer devices than `degree`."""
     found = _Whole()
     for kernel in (k for k in cost.kernels if k.shared < degree and k.op not in COPIES):
-        name, took = kernel.op or kernel.kind, kernel_seconds(device, kernel, backward=step not in ("F", "R"))
+        name, took = (
+            kernel.op or kernel.kind,
+            kernel_seconds(device, kernel, backward=step not in ("F", "R")),
+        )
         saved_s = took.seconds * (1 - kernel.shared / degree)
         found.add(_Whole({name: saved_s}, {name: bind(kernel.bytes, rows)}), kernel.count)
     return found

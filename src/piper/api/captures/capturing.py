@@ -127,7 +127,14 @@ def captured_once() -> Iterator[None]:
 def _objects_of(job: Job, evaluating: bool) -> tuple[object, ...]:
     """Return what is equal for jobs whose fields, as far as a capture sees them, are the same objects."""
     functions = (job.model, job.batch, job.loss, *job.metrics.values())
-    return (*map(id, functions), *job.metrics, job.precision.key, job.shared_names, job.batch_norm, evaluating)
+    return (
+        *map(id, functions),
+        *job.metrics,
+        job.precision.key,
+        job.shared_names,
+        job.batch_norm,
+        evaluating,
+    )
 
 
 def traced_job(job: Job, evaluating: bool = False) -> Traced | Captured:
@@ -158,7 +165,9 @@ def _traced_anew(job: Job, evaluating: bool) -> Traced | Captured:
     if key not in _CAPTURES:
         if len(_CAPTURES) == MOST_CAPTURES:
             forget(_CAPTURES.pop(next(iter(_CAPTURES))))
-        _CAPTURES[key] = kept_or_made(partial(_content_on_disk, job, evaluating), partial(_capture, job, evaluating))
+        _CAPTURES[key] = kept_or_made(
+            partial(_content_on_disk, job, evaluating), partial(_capture, job, evaluating)
+        )
     return _CAPTURES[key]
 
 
@@ -186,17 +195,29 @@ def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> Capt
     from piper_runtime.rank import of_outputs
 
     model = content_of(job.model, runs=True, lines=lines)
-    if model is None:  # made before anything else is looked at: that may import what replaces functions of torch
+    if (
+        model is None
+    ):  # made before anything else is looked at: that may import what replaces functions of torch
         made = content_of(built_model(job.model), lines=lines)
         if made is None:
             return None
         model = f"made {made}"
     measured = dict(of_outputs(job.metrics))
-    said = (job.loss, own_replacements(), replaced_in_torch(), tracer_settings(), *([measured] if measured else []))
+    said = (
+        job.loss,
+        own_replacements(),
+        replaced_in_torch(),
+        tracer_settings(),
+        *([measured] if measured else []),
+    )
     loss, costs = content_of(*said, lines=lines, tensors=True), content_of(own_costs(), runs=True)
     if loss is None or costs is None:
         return None
-    settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
+    settings = (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
     return CaptureKey(
         f"evaluated {model}" if evaluating else model,
         loss,
@@ -237,7 +258,9 @@ def _looks(job: Job) -> str:
     result = call_batch(job.batch, 0, rows)
     leaves, structure = pytree.tree_flatten(batch_pair(result) or result)
     tensors = {str(k): leaf for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-    looks = [_look(leaf, len(rows)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+    looks = [
+        _look(leaf, len(rows)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    ]
     return f"{structure} {looks} {sharing_memory(tensors)}"
 
 
@@ -256,7 +279,10 @@ def _capture(job: Job, evaluating: bool = False) -> Traced:
     from piper_runtime.rank import call_batch, of_outputs
 
     batch, given = partial(call_batch, job.batch, 0), job.precision
-    with working("capturing the model in eval mode" if evaluating else "capturing the model"), no_garbage_collection():
+    with (
+        working("capturing the model in eval mode" if evaluating else "capturing the model"),
+        no_garbage_collection(),
+    ):
         return trace(
             job.model,
             batch,

@@ -17,13 +17,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from piper.api.captures.package_settings import PackageSettings, changed, digest_of, installed_modules, settings
+from piper.api.captures.package_settings import (
+    PackageSettings,
+    changed,
+    digest_of,
+    installed_modules,
+    settings,
+)
 from piper_runtime.rank import origin_of
 
-_ENVIRONMENT = re.compile(rb"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\(|_is_true\()\s*["'](\w+)["']""")
+_ENVIRONMENT = re.compile(
+    rb"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\(|_is_true\()\s*["'](\w+)["']"""
+)
 _NAME = re.compile(rb"""["']([A-Z][A-Z0-9]*_[A-Z0-9_]+)["']""")
 _FILE = re.compile(rb"""["']([\w./ -]{1,200}\.[A-Za-z]\w{0,11})["']""")
-_LISTS = (b"glob(", b"iterdir(", b"listdir(", b"scandir(", b".walk(", b"importlib.resources", b"importlib_resources")
+_LISTS = (
+    b"glob(",
+    b"iterdir(",
+    b"listdir(",
+    b"scandir(",
+    b".walk(",
+    b"importlib.resources",
+    b"importlib_resources",
+)
 _CODE = frozenset([".py", ".pyc", ".pyi", ".so", ".pyd"])
 MOST_DATA = 2**20
 """The most bytes of a data file that counts although no source names it; larger ones are data sets and weights."""
@@ -55,7 +71,9 @@ class InstalledState:
         if any(_place(name, path) != path for name, path in self.places.items()):
             return False
         now = settings({name for name in self.settings if name in sys.modules})
-        return now is not None and not any(changed(name, self.settings[name], found) for name, found in now.items())
+        return now is not None and not any(
+            changed(name, self.settings[name], found) for name, found in now.items()
+        )
 
 
 def installed_state(before: PackageSettings) -> InstalledState | None:
@@ -75,7 +93,9 @@ def installed_state(before: PackageSettings) -> InstalledState | None:
         if path.endswith(".py"):
             environment |= _variables(content)
             files |= {name: digest_of(_content(name)) for name in _data(content, Path(path).parent)}
-    return InstalledState(files, places, dict(before), {name: os.environ.get(name) for name in sorted(environment)})
+    return InstalledState(
+        files, places, dict(before), {name: os.environ.get(name) for name in sorted(environment)}
+    )
 
 
 def _place(name: str, path: str) -> str:
@@ -94,10 +114,21 @@ def _variables(source: bytes) -> set[str]:
 
 def _data(source: bytes, folder: Path) -> set[str]:
     """Return the files below a module's folder that its source names; all data there of a source that lists files."""
-    if any(call in source for call in _LISTS) and folder.name not in ("site-packages", "dist-packages"):
-        return {path for path in _below(folder) if Path(path).suffix not in _CODE and os.path.getsize(path) <= MOST_DATA}
+    if any(call in source for call in _LISTS) and folder.name not in (
+        "site-packages",
+        "dist-packages",
+    ):
+        return {
+            path
+            for path in _below(folder)
+            if Path(path).suffix not in _CODE and os.path.getsize(path) <= MOST_DATA
+        }
     names = {name.decode() for name in _FILE.findall(source)}
-    return {str(path) for name in names if not name.endswith(".py") and (path := folder / name).is_file()}
+    return {
+        str(path)
+        for name in names
+        if not name.endswith(".py") and (path := folder / name).is_file()
+    }
 
 
 @functools.cache
@@ -126,7 +157,9 @@ def started() -> float:
     """Return when this process began, in seconds since 1970; where the system does not say it, when Piper was asked."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        booted = next(
+            line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+        )
         return float(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, StopIteration, IndexError, ValueError):
         return _ASKED

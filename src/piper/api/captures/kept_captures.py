@@ -70,7 +70,9 @@ class KeptFile:
         try:
             content = pickle.dumps((self.around, stored(self.captured)))
             _replace(self.path, _digest(content) + content)
-        except Exception:  # of whatever kind: a file is there to save time, and what it held so far still holds
+        except (
+            Exception
+        ):  # of whatever kind: a file is there to save time, and what it held so far still holds
             return
 
 
@@ -104,11 +106,15 @@ def kept_or_made(content: Callable[[], str | None], make: Callable[[], Traced]) 
     return file.captured
 
 
-def _made_again(content: Callable[[], str | None], found: str, make: Callable[[], Traced]) -> Traced:
+def _made_again(
+    content: Callable[[], str | None], found: str, make: Callable[[], Traced]
+) -> Traced:
     """Return a new capture of what was read from a file; CaptureError where it would be that of something else."""
     if content() != found:
         raise CaptureError(
-            "the model, its loss, or something that they read has changed since this was compiled; call piper.compile again"
+            "the model, its loss, or something that they read has changed since this was compiled; "
+            "call piper.compile "
+            "again"
         )
     return make()
 
@@ -144,7 +150,11 @@ def kept_folder() -> Path | None:
         for part in (base, base / "captures", folder):
             part.mkdir(mode=0o700, parents=part is base, exist_ok=True)
             if not _is_private(part):
-                _say(f"{part} is not used to keep captures: it must be a folder of yours that nobody else can open (chmod 700)")
+                _say(
+                    f"{part} is not used to keep captures: it must be a folder of yours that "
+                    f"nobody else can open "
+                    f"(chmod 700)"
+                )
                 return None
     except (OSError, RuntimeError):  # no place to write, or no home
         return None
@@ -169,7 +179,14 @@ def version() -> str:
     """Return a digest of all that decides what a capture is, beside its content."""
     import torch
 
-    said = torch.__version__, torch.version.git_version, sys.version, platform.uname(), *_distributions(), *_devices()
+    said = (
+        torch.__version__,
+        torch.version.git_version,
+        sys.version,
+        platform.uname(),
+        *_distributions(),
+        *_devices(),
+    )
     digest = hashlib.blake2b(repr(said).encode(), digest_size=8)
     for name in SOURCES:
         for path in sorted(Path(import_module(name).__path__[0]).rglob("*.py")):
@@ -182,12 +199,17 @@ def _distributions() -> list[str]:
 
     `find_spec` and the like depend on them.
     """
-    return sorted({path.name for folder in sys.path if folder for path in Path(folder).glob("*.dist-info")})
+    return sorted(
+        {path.name for folder in sys.path if folder for path in Path(folder).glob("*.dist-info")}
+    )
 
 
 def _devices() -> list[str | None]:
     """Return what `torch.cuda.is_available()` and the like depend on, without asking the devices."""
-    return [os.environ.get("CUDA_VISIBLE_DEVICES"), *sorted(os.path.realpath(path) for path in glob.glob("/dev/nvidia[0-9]*"))]
+    return [
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        *sorted(os.path.realpath(path) for path in glob.glob("/dev/nvidia[0-9]*")),
+    ]
 
 
 def _digest(content: bytes) -> bytes:
@@ -196,7 +218,9 @@ def _digest(content: bytes) -> bytes:
 
 def _is_private(folder: Path) -> bool:
     found = folder.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return (
+        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    )
 
 
 def _read(path: Path, make: Callable[[], Traced]) -> KeptFile | None:
@@ -217,7 +241,10 @@ def _read(path: Path, make: Callable[[], Traced]) -> KeptFile | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # of whatever kind: bytes that are broken may raise anything
-        _say(f"a capture could not be read and is made anew ({path}: {type(error).__name__}: {error})")
+        _say(
+            f"a capture could not be read and is made anew ({path}: {type(error).__name__}: "
+            f"{error})"
+        )
         return None
     if not around.hold():
         return None

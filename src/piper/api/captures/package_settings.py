@@ -25,7 +25,9 @@ MOST_ITEMS = 20_000
 """The length of a setting from which on it is a table, which nobody changes."""
 MOST_BYTES = 2**26
 """The most bytes of an array that are read; nothing is kept where a package holds a larger one."""
-_RANDOM = re.compile(r"[0-9a-f]{32}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|.* at 0x[0-9a-f]+.*", re.DOTALL)
+_RANDOM = re.compile(
+    r"[0-9a-f]{32}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|.* at 0x[0-9a-f]+.*", re.DOTALL
+)
 """The texts that are others in each process: names that a package draws, such as that of a session, and addresses."""
 
 PackageSettings = dict[str, dict[str, str]]
@@ -42,8 +44,14 @@ def settings(names: Iterable[str] | None = None) -> PackageSettings | None:
     said = _texts_of_the_user()
     try:
         for name in sorted(_reached()) if names is None else sorted(names):
-            found[name] = {key: digest_of(text.encode("utf-8", "replace")) for key, text in _texts(name, said)}
-            values = {key: value for key, value in list(vars(sys.modules[name]).items()) if not key.startswith("__")}
+            found[name] = {
+                key: digest_of(text.encode("utf-8", "replace")) for key, text in _texts(name, said)
+            }
+            values = {
+                key: value
+                for key, value in list(vars(sys.modules[name]).items())
+                if not key.startswith("__")
+            }
             given = [part for value in values.values() for part in of_the_user(value, seen)]
             content = content_of(given, lines=True) if given else ""
             if content is None:
@@ -57,7 +65,10 @@ def settings(names: Iterable[str] | None = None) -> PackageSettings | None:
 def changed(module: str, before: dict[str, str], now: dict[str, str]) -> bool:
     """Return whether settings of a module differ, but for those that are others in each process, such as times."""
     different = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    return bool(different and {key.partition(".")[0] for key in different} - names_of_the_process(sys.modules[module]))
+    return bool(
+        different
+        and {key.partition(".")[0] for key in different} - names_of_the_process(sys.modules[module])
+    )
 
 
 def installed_modules() -> list[tuple[str, str]]:
@@ -84,7 +95,10 @@ def _texts(module: str, said: str) -> Iterator[tuple[str, str]]:
             yield key, text
         if isinstance(value, type) and value.__module__ == module:
             for name, part in list(vars(value).items()):
-                if not name.startswith("__") and (text := _text(part, _order(name, said))) is not None:
+                if (
+                    not name.startswith("__")
+                    and (text := _text(part, _order(name, said))) is not None
+                ):
                     yield f"{key}.{name}", text
 
 
@@ -110,11 +124,15 @@ def _text(value: object, ordered: Set[type], depth: int = 4, objects: bool = Fal
         return None  # these have settings of their own
     if depth and isinstance(value, dict) and dict.__len__(value) < MOST_ITEMS:
         # What is stored, as `dict` has it: a class may import packages in an `items` of its own, and fail.
-        items = [(_text(k, ordered, 0), _text(v, ordered, depth - 1)) for k, v in list(dict.items(value))]
+        items = [
+            (_text(k, ordered, 0), _text(v, ordered, depth - 1)) for k, v in list(dict.items(value))
+        ]
         pairs = [repr(pair) for pair in items if None not in pair]
         return repr(pairs if dict in ordered else sorted(pairs))
     if depth and isinstance(value, list | tuple | set | frozenset) and len(value) < MOST_ITEMS:
-        texts = [text for item in list(value) if (text := _text(item, ordered, depth - 1)) is not None]
+        texts = [
+            text for item in list(value) if (text := _text(item, ordered, depth - 1)) is not None
+        ]
         return repr(texts if isinstance(value, tuple(ordered)) else sorted(texts))
     if (array := _bytes(value)) is not None:
         return array
@@ -130,21 +148,39 @@ def _bytes(value: object) -> str | None:
     if isinstance(value, torch.Tensor):
         if type(value) is not torch.Tensor or value.is_meta or value.layout is not torch.strided:
             return None
-        array = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        array = (
+            value.detach()
+            .resolve_conj()
+            .resolve_neg()
+            .cpu()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+        )
     elif type(value).__module__ != "numpy":
         return None
     with suppress(TypeError, ValueError, BufferError):  # what has no bytes
         view = memoryview(array)  # type: ignore[arg-type]  # what has none raises
         if view.nbytes > MOST_BYTES:
             raise Unseen
-        return f"{getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))} {digest_of(view.tobytes())}"
+        return (
+            f"{getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))} "
+            f"{digest_of(view.tobytes())}"
+        )
     return None
 
 
 def _texts_of_the_user() -> str:
     """Return the source of all modules of the user's."""
-    files = {str(getattr(m, "__file__", "")) for name, m in list(sys.modules.items()) if home_of(name) == "user"}
-    return "".join(line for file in sorted(files) if file.endswith(".py") for line in linecache.getlines(file))
+    files = {
+        str(getattr(m, "__file__", ""))
+        for name, m in list(sys.modules.items())
+        if home_of(name) == "user"
+    }
+    return "".join(
+        line for file in sorted(files) if file.endswith(".py") for line in linecache.getlines(file)
+    )
 
 
 def _reached() -> set[str]:
@@ -161,7 +197,9 @@ def _reached() -> set[str]:
     found: set[str] = set()
     while todo:
         found.add(package := todo.pop())
-        todo |= {other for name in modules[package] for other in _named_in(sys.modules[name])} & modules.keys() - found
+        todo |= {
+            other for name in modules[package] for other in _named_in(sys.modules[name])
+        } & modules.keys() - found
     return {name for package in found for name in modules[package]}
 
 
@@ -169,7 +207,9 @@ def _named_in(module: types.ModuleType) -> set[str]:
     """Return the packages of which a module has modules, functions or classes among its variables."""
     values = list(vars(module).values())
     return {
-        _package(v.__name__ if isinstance(v, types.ModuleType) else getattr(v, "__module__", None) or "")
+        _package(
+            v.__name__ if isinstance(v, types.ModuleType) else getattr(v, "__module__", None) or ""
+        )
         for v in values
         if isinstance(v, types.ModuleType | types.FunctionType | type)
     }

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from piper.api.captures.capturing import layered_by, program_at, shared_by, traced_job, under_policies
+from piper.api.captures.capturing import (
+    layered_by,
+    program_at,
+    shared_by,
+    traced_job,
+    under_policies,
+)
 from piper.api.compiling.auxiliary_gradients import undivided
 from piper.api.compiling.batch_statistics import MICROBATCH, averages_of, check_shared_norms
 from piper.api.compiling.batch_statistics import check_rows as check_norm_rows
@@ -88,7 +94,14 @@ class Compiled(Brief):
         _, _, training = trained_job("compile", self.job, None)
         strategy = with_fixed_stages(self.strategy, self.graph)
         lowered, code = compiled_evaluation(job, strategy, self.plan, training)
-        return Compiled(lowered.graph.program, lowered.graph, lowered.plan, job.unevaluated, code, strategy=strategy)
+        return Compiled(
+            lowered.graph.program,
+            lowered.graph,
+            lowered.plan,
+            job.unevaluated,
+            code,
+            strategy=strategy,
+        )
 
     def __getstate__(self) -> dict[str, object]:
         """Return what is pickled: all but the captured graphs, with the code that a run of the plan needs."""
@@ -136,10 +149,14 @@ def compile(
     """
     if not isinstance(strategy, Strategy):
         raise CompileError(
-            f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed (call a function of a trial first)"
+            f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed "
+            f"(call a function of a "
+            f"trial first)"
         )
     if isinstance(source, Program):
-        lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
+        lowered = compile_program(
+            source, strategy, global_batch=global_batch, costs=costs, options=options
+        )
         return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
     captured, spec, training = trained_job("compile", source, global_batch, strategy.directives)
     norms = captured.forward.norms
@@ -190,7 +207,9 @@ def trained_job(
     from piper_runtime.rank import optimizer_spec
 
     if not isinstance(source, Job):
-        raise CompileError(f"{call}: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
+        raise CompileError(
+            f"{call}: the source is a {type(source).__name__}; a piper.Job or a Program is needed"
+        )
     if global_batch is not None:
         raise CompileError(f"{call}: global_batch is given with a Program only; a Job has its own")
     traced = traced_job(source)
@@ -221,9 +240,13 @@ def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
 
     if len(plan.roles) > 1 and not spec.separable:
         raise JobError(
-            f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while "
-            f"this strategy puts parameters on {len(plan.roles)} roles; declare it with piper.per_parameter({spec.kind}), or "
-            f"piper.elementwise({spec.kind}) if it updates each element by itself, where {KEEPS_TO}; or use an optimizer of "
+            f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by "
+            f"itself, while "
+            f"this strategy puts parameters on {len(plan.roles)} roles; declare it with "
+            f"piper.per_parameter({spec.kind}), or "
+            f"piper.elementwise({spec.kind}) if it updates each element by itself, where "
+            f"{KEEPS_TO}; or use an "
+            f"optimizer of "
             "torch.optim, or a strategy without place"
         )
 
@@ -243,8 +266,12 @@ def advancing_notice(compiled: Compiled) -> str:
     shown = ", ".join(f"{a.name!r} ({a.line})" for a in compiled.advancing[:3])
     more = f" and {len(compiled.advancing) - 3} more" if len(compiled.advancing) > 3 else ""
     return (
-        f"forward changes buffers from their own content or from the batch: {shown}{more}. They advance once per microbatch, "
-        f"{compiled.plan.microbatches} times in a step, while the whole batch in one forward advances them once. If it matters, "
+        f"forward changes buffers from their own content or from the batch: {shown}{more}. They "
+        f"advance once per "
+        f"microbatch, "
+        f"{compiled.plan.microbatches} times in a step, while the whole batch in one forward "
+        f"advances them once. If it "
+        f"matters, "
         "update them outside of forward, or use one microbatch; `piper verify` compares with both. "
         'Job(batch_norm="microbatch") says that it is meant'
     )
@@ -256,8 +283,16 @@ def _remarks_in_errors(captured: Captured) -> Iterator[None]:
     try:
         yield
     except (CompileError, DirectiveError) as error:
-        said = list(dict.fromkeys(text for chunk, text in captured.remarks.items() if chunk in error.chunks))
+        said = list(
+            dict.fromkeys(text for chunk, text in captured.remarks.items() if chunk in error.chunks)
+        )
         if not said:
             raise
-        more = [f"{len(said) - MOST_REMARKS} more of these chunks have such a remark"] if len(said) > MOST_REMARKS else []
-        raise type(error)("\n".join([str(error), *said[:MOST_REMARKS], *more]), error.chunks) from error
+        more = (
+            [f"{len(said) - MOST_REMARKS} more of these chunks have such a remark"]
+            if len(said) > MOST_REMARKS
+            else []
+        )
+        raise type(error)(
+            "\n".join([str(error), *said[:MOST_REMARKS], *more]), error.chunks
+        ) from error

@@ -21,7 +21,12 @@ DRAWS = frozenset({
 
 def drawing_operators(program: Program) -> Iterator[str]:
     """Yield a message for each operator of torch.library.custom_op in a program whose kernel draws."""
-    ops = {kernel.op for chunk in program.chunks for step in chunk.steps.values() for kernel in step.cost.kernels}
+    ops = {
+        kernel.op
+        for chunk in program.chunks
+        for step in chunk.steps.values()
+        for kernel in step.cost.kernels
+    }
     for name in sorted(op for op in ops if op in OPDEFS):
         for kernel in (OPDEFS[name]._init_fn, *OPDEFS[name]._backend_fns.values()):
             for code in _reached(kernel):

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from piper.api.captures.capturing import layered_by, program_at, shared_by, traced_job, under_policies
+from piper.api.captures.capturing import (
+    layered_by,
+    program_at,
+    shared_by,
+    traced_job,
+    under_policies,
+)
 from piper.api.compiling.random_draws import check_draws
-from piper_compiler import FORGETS, Lowered, Options, Strategy, asked_layers, compile_program, policies_of, shardings_of
+from piper_compiler import (
+    FORGETS,
+    Lowered,
+    Options,
+    Strategy,
+    asked_layers,
+    compile_program,
+    policies_of,
+    shardings_of,
+)
 from piper_ir.ground.errors import CaptureError, CompileError, DirectiveError, JobError
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.plan.plan import Plan
@@ -17,7 +32,9 @@ if TYPE_CHECKING:
     from piper_runtime import Job
 
 
-def compiled_evaluation(job: Job, strategy: Strategy, plan: Plan, training: Training) -> tuple[Lowered, CodeStore]:
+def compiled_evaluation(
+    job: Job, strategy: Strategy, plan: Plan, training: Training
+) -> tuple[Lowered, CodeStore]:
     """Return the plan of an evaluation for the ranks of a training plan, and its code.
 
     The strategy has fixed stages. Raises JobError, or the error of capture or compiler, in the name of the evaluation.
@@ -46,7 +63,9 @@ def evaluation_notice(job: Job | None) -> str:
     batches = job.evaluated.eval_batches
     many = f"{batches} global batch{'es' if batches != 1 else ''} of {job.global_batch} rows"
     return (
-        f"every {job.eval_every} steps an evaluation of {many}, as in training: forwards in eval mode by this strategy, on the "
+        f"every {job.eval_every} steps an evaluation of {many}, as in training: forwards in eval "
+        f"mode by this "
+        f"strategy, on the "
         "ranks that train. Predictions of a step are without it"
     )
 
@@ -58,10 +77,17 @@ def _captured(job: Job, strategy: Strategy) -> Captured:
     captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
     captured = under_policies(captured, (FORGETS, *policies_of(strategy.directives)))
     check_draws(job, captured.program)
-    changed = [o.ref for c in captured.program.chunks for o in c.outputs if o.kind == "buffer" and not counts_tokens(o.ref)]
+    changed = [
+        o.ref
+        for c in captured.program.chunks
+        for o in c.outputs
+        if o.kind == "buffer" and not counts_tokens(o.ref)
+    ]
     if changed:
         raise JobError(
-            f"Job(eval_data=...): in eval mode forward still changes the buffer {changed[0]!r}, so that an evaluation would "
+            f"Job(eval_data=...): in eval mode forward still changes the buffer {changed[0]!r}, so "
+            f"that an evaluation "
+            f"would "
             "change the training; update it in training mode alone: `if self.training:`"
         )
     return captured
@@ -70,10 +96,14 @@ def _captured(job: Job, strategy: Strategy) -> Captured:
 def check_alike(training: Plan, evaluation: Plan) -> None:
     """Raise JobError where an evaluation would need other states than the ranks of the training have."""
     if evaluation.buckets != training.buckets:
-        ours, theirs = ({name for b in plan.buckets for name in b.params} for plan in (training, evaluation))
+        ours, theirs = (
+            {name for b in plan.buckets for name in b.params} for plan in (training, evaluation)
+        )
         other = ", ".join(sorted(ours ^ theirs)[:3]) or "none, but in other groups"
         raise JobError(
-            "Job(eval_data=...): in eval mode the loss depends on other parameters than in training mode, or their layout is "
+            "Job(eval_data=...): in eval mode the loss depends on other parameters than in "
+            "training mode, or their "
+            "layout is "
             f"another ({other}); let both modes use the same, or evaluate with a job of its own"
         )
     for role, other_role in zip(training.roles, evaluation.roles, strict=True):
@@ -81,6 +111,8 @@ def check_alike(training: Plan, evaluation: Plan) -> None:
         missing = [s.id for s in other_role.states if s.id not in held]
         if missing or other_role.ranks != role.ranks:
             raise JobError(
-                f"Job(eval_data=...): the evaluation needs {', '.join(missing) or 'other ranks'} on {role.role}, where training "
+                f"Job(eval_data=...): the evaluation needs {', '.join(missing) or 'other ranks'} "
+                f"on {role.role}, where "
+                f"training "
                 "has none; let both modes use the same parameters and buffers"
             )

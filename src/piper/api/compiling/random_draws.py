@@ -30,6 +30,8 @@ def check_draws(job: Job, program: Program) -> None:
 
 def check_judged(plan: Plan) -> None:
     """Raise JobError where plain PyTorch cannot draw what a module that runs as it is draws by torch's generator."""
-    unknown = next((d.refused for c in plan.chunks for d in c.draws if d.place.endswith(ANY_NUMBER)), "")
+    unknown = next(
+        (d.refused for c in plan.chunks for d in c.draws if d.place.endswith(ANY_NUMBER)), ""
+    )
     if unknown:
         raise JobError(f"{plan.mesh}: cannot be judged: {unknown}. Verify with p=0")

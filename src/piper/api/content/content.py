@@ -57,7 +57,19 @@ BASES = (int, float, complex, str, bytes, bytearray)
 OPS = ("torch._ops", "torch.library")
 """The modules of the types around registered operators, which count by name: all else in them is torch's caches."""
 OWN_OPS = frozenset(
-    ["aten", "prim", "prims", "piper", "c10d", "_c10d_functional", "higher_order", "inductor", "mkldnn", "profiler", "quantized"]
+    [
+        "aten",
+        "prim",
+        "prims",
+        "piper",
+        "c10d",
+        "_c10d_functional",
+        "higher_order",
+        "inductor",
+        "mkldnn",
+        "profiler",
+        "quantized",
+    ]
 )
 """The namespaces of torch's and Piper's own operators."""
 _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
@@ -69,7 +81,9 @@ _PYTHONS_OWN = frozenset({
 """The attributes that Python puts into each class."""
 
 
-def content_of(*values: object, runs: bool = False, lines: bool = False, tensors: bool = False) -> str | None:
+def content_of(
+    *values: object, runs: bool = False, lines: bool = False, tensors: bool = False
+) -> str | None:
     """Return the content of some values: equal contents mean equal values, unequal ones may do so too.
 
     None says that it is not known: something cannot be looked into, or with `runs`, calling the values may give other
@@ -95,7 +109,9 @@ class _Walk:
         self._seen: set[int] = set()
         self._storages: dict[int, int] = {}
         self._number: dict[tuple[int, bool], int] = {}
-        self._objects: list[tuple[Any, Home, bool]] = []  # holds each object, so that no other one gets its id meanwhile
+        self._objects: list[
+            tuple[Any, Home, bool]
+        ] = []  # holds each object, so that no other one gets its id meanwhile
 
     def add(self, value: Any, home: Home = "user") -> None:
         """Add one value; `home` tells whose code leads to it."""
@@ -166,8 +182,13 @@ class _Walk:
     def _function(self, function: types.FunctionType) -> None:
         home = home_of(function.__globals__.get("__name__"))
         self._token("function", home, function.__module__, function.__qualname__)
-        for defaults in (function.__defaults__ or (), tuple((function.__kwdefaults__ or {}).items())):
-            self.add(defaults, "installed" if home == "installed" else "user")  # of a package, as its globals
+        for defaults in (
+            function.__defaults__ or (),
+            tuple((function.__kwdefaults__ or {}).items()),
+        ):
+            self.add(
+                defaults, "installed" if home == "installed" else "user"
+            )  # of a package, as its globals
         self._all("marks", (function.__dict__,))
         if home == "known":
             if function is os.getenv:
@@ -176,7 +197,9 @@ class _Walk:
                 raise Unseen
             self._all("cells", cells(function))
             return self._check_pure(function.__globals__.get("__name__"))
-        self._runs |= home == "user" and _is_called_by_a_trace(function)  # transformers has such functions, too
+        self._runs |= home == "user" and _is_called_by_a_trace(
+            function
+        )  # transformers has such functions, too
         if self._runs and home == "installed":
             raise Unseen
         self.add(function.__code__)
@@ -203,7 +226,16 @@ class _Walk:
         self._token("custom op", op._qualname, op._schema, sorted(op._autocast_dtype.items()))
         self._all("kernels", (op._init_fn, op._backend_fns))
         self._runs = True
-        self._all("rules", (op._abstract_fn, op._setup_context_fn, op._backward_fn, op._vmap_fn, op._torch_dispatch_fns))
+        self._all(
+            "rules",
+            (
+                op._abstract_fn,
+                op._setup_context_fn,
+                op._backward_fn,
+                op._vmap_fn,
+                op._torch_dispatch_fns,
+            ),
+        )
 
     def _code(self, code: types.CodeType) -> None:
         self._token("code", code.co_code, code.co_exceptiontable, code.co_names, code.co_flags)
@@ -218,7 +250,10 @@ class _Walk:
         self._token("class", home, kind.__module__, kind.__qualname__)
         if home == "known":
             self._check_pure(kind.__module__)
-            return self._all("replaced", (part for pair in vars(kind).items() if is_foreign(pair[1]) for part in pair))
+            return self._all(
+                "replaced",
+                (part for pair in vars(kind).items() if is_foreign(pair[1]) for part in pair),
+            )
         if self._runs and home == "installed":
             raise Unseen
         self._all("bases", (type(kind), *kind.__bases__))
@@ -230,8 +265,17 @@ class _Walk:
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         """Add a tensor: by its values where code runs, else by what a trace knows of it."""
-        self._token("tensor", tensor.dtype, tensor.requires_grad, tensor.device, tensor.layout, type(tensor).__qualname__)
-        self._token(bool(tensor._backward_hooks), bool(getattr(tensor, "_post_accumulate_grad_hooks", None)))
+        self._token(
+            "tensor",
+            tensor.dtype,
+            tensor.requires_grad,
+            tensor.device,
+            tensor.layout,
+            type(tensor).__qualname__,
+        )
+        self._token(
+            bool(tensor._backward_hooks), bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+        )
         if is_lazy(tensor) or tensor.layout is not torch.strided:
             raise Unseen
         self._token(tuple(tensor.shape), tensor.is_conj(), tensor.is_neg())
@@ -240,20 +284,35 @@ class _Walk:
             return
         storage = self._storages.setdefault(storage_key(tensor), len(self._storages))
         self._token(storage, tensor.stride(), tensor.storage_offset())
-        self._all("attributes", (part for pair in vars(tensor).items() if pair[0] not in _of_fakes() for part in pair))
+        self._all(
+            "attributes",
+            (part for pair in vars(tensor).items() if pair[0] not in _of_fakes() for part in pair),
+        )
 
     def _bytes(self, tensor: torch.Tensor) -> None:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
         if not plain or tensor.numel() * tensor.element_size() > MOST_BYTES:
             raise Unseen
-        raw = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+        raw = (
+            tensor.detach()
+            .resolve_conj()
+            .resolve_neg()
+            .cpu()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+        )
         self._token(bytes(raw.tolist()))
 
     def _instance(self, value: Any, home: Home) -> None:
         """Add an object by its type, its items, and its attributes."""
         self.add(type(value))
         installed = home_of(type(value).__module__) == "installed"
-        attributes = {name: part for name, part in _attributes(value) if not (installed and _is_hash(name, part))}
+        attributes = {
+            name: part
+            for name, part in _attributes(value)
+            if not (installed and _is_hash(name, part))
+        }
         contains = isinstance(value, CONTAINERS)
         if contains:
             self._container(value, home)
@@ -263,7 +322,12 @@ class _Walk:
             self._all("copied", copied)
         elif not contains and (view := _view(value)) is not None:
             self._buffer(view)
-        elif not contains and not attributes and not hasattr(value, "__dict__") and not _made_in_python(type(value)):
+        elif (
+            not contains
+            and not attributes
+            and not hasattr(value, "__dict__")
+            and not _made_in_python(type(value))
+        ):
             raise Unseen
         self._all("attributes", (part for pair in attributes.items() for part in pair))
 
@@ -272,7 +336,10 @@ class _Walk:
         if len(value) > MOST_VALUES:
             raise Unseen
         if isinstance(value, set | frozenset):
-            items = [content_of(item, runs=self._runs, lines=self._lines, tensors=self._tensors) for item in value]
+            items = [
+                content_of(item, runs=self._runs, lines=self._lines, tensors=self._tensors)
+                for item in value
+            ]
             if None in items:
                 raise Unseen
             self._token(*sorted(filter(None, items)))
@@ -285,7 +352,9 @@ class _Walk:
                 self.add(item)
 
     def _buffer(self, view: memoryview) -> None:
-        if view.nbytes > MOST_BYTES or "O" in view.format:  # of an array of objects the bytes are addresses
+        if (
+            view.nbytes > MOST_BYTES or "O" in view.format
+        ):  # of an array of objects the bytes are addresses
             raise Unseen
         self._token(view.format, view.shape, view.tobytes())
 
@@ -308,7 +377,9 @@ class _Walk:
 def _is_called_by_a_trace(function: types.FunctionType) -> bool:
     """Return whether Dynamo calls a function while it traces, instead of looking into it."""
     rules = sys.modules.get("torch._dynamo.trace_rules")  # what marks a function loads it
-    return "_dynamo_marked_constant" in vars(function) or (rules is not None and rules.is_callable_allowed(function))
+    return "_dynamo_marked_constant" in vars(function) or (
+        rules is not None and rules.is_callable_allowed(function)
+    )
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
@@ -316,8 +387,16 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(found := getattr(value, "__dict__", None), dict):
         yield from found.items()
     for kind in filter(_made_in_python, type(value).__mro__):
-        slots = [name for name, slot in vars(kind).items() if isinstance(slot, types.MemberDescriptorType)]
-        yield from ((f"{kind.__qualname__}.{name}", getattr(value, name)) for name in slots if hasattr(value, name))
+        slots = [
+            name
+            for name, slot in vars(kind).items()
+            if isinstance(slot, types.MemberDescriptorType)
+        ]
+        yield from (
+            (f"{kind.__qualname__}.{name}", getattr(value, name))
+            for name in slots
+            if hasattr(value, name)
+        )
 
 
 def _is_hash(name: str, value: object) -> bool:
@@ -348,7 +427,9 @@ def _view(value: Any) -> memoryview | None:
 def _of_fakes() -> frozenset[str]:
     """Return the attributes that every fake tensor has."""
     with FakeTensorMode():
-        return frozenset((*vars(torch.nn.Parameter(torch.empty(1))), *vars(torch.empty(1)), "_is_param"))
+        return frozenset(
+            (*vars(torch.nn.Parameter(torch.empty(1))), *vars(torch.empty(1)), "_is_param")
+        )
 
 
 def _hidden(value: object) -> list[str]:
@@ -369,4 +450,6 @@ def _reduced(value: Any) -> list[object] | None:
 
 
 def _is_plain(value: object) -> bool:
-    return type(value) in PLAIN or (type(value) is tuple and len(value) <= 16 and all(type(item) in PLAIN for item in value))
+    return type(value) in PLAIN or (
+        type(value) is tuple and len(value) <= 16 and all(type(item) in PLAIN for item in value)
+    )

@@ -12,7 +12,19 @@ import torch
 from piper.api.content.reads import Unseen
 from piper_runtime.rank import cells, home_of
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    type(...),
+    range,
+    torch.dtype,
+    torch.device,
+)
 """The types whose `repr` is their content."""
 MADE_WHILE_RUNNING = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 """The flag of types that are not compiled into a library: those of Python code, and of some modules in C."""
@@ -36,7 +48,9 @@ def of_the_user(value: object, seen: set[int]) -> Iterator[object]:
         home = _home_of_value(value)
         if home == "user":
             yield value
-        elif home == "installed" or isinstance(value, dict | list | tuple | set | frozenset | functools.partial):
+        elif home == "installed" or isinstance(
+            value, dict | list | tuple | set | frozenset | functools.partial
+        ):
             todo += _parts(value)
 
 

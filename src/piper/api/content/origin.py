@@ -28,7 +28,8 @@ def save_origin(folder: Path, seed: int | None = None, file: Path | None = None)
     """
     found = {
         "machine": _machine(),
-        "versions": {"python": platform.python_version()} | {name: _version(of) for name, of in PACKAGES.items()},
+        "versions": {"python": platform.python_version()}
+        | {name: _version(of) for name, of in PACKAGES.items()},
         "commit": commit(Path.cwd() if file is None else file.resolve().parent),
         "seed": seed,
         "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -43,13 +44,21 @@ def commit(folder: Path) -> str:
     head = _git(folder, "rev-parse", "--short=12", "HEAD")
     if not head:
         return ""
-    return head + (" with changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    return head + (
+        " with changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else ""
+    )
 
 
 def _git(folder: Path, *arguments: str) -> str:
     """Return the output of a git command; "" where there is no git, no repository, or no answer in time."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_S, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=GIT_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -23,8 +23,29 @@ PURE = PACKAGES | {
     "_functools", "_operator",
 }  # fmt: skip
 """The packages whose functions depend on nothing but their arguments; `IMPURE` lists exceptions."""
-IMPURE = ("torch.serialization", "torch.hub", "torch.distributed", "torch.cuda", "torch.storage", "torch.jit")
-READERS = frozenset({"open", "input", "globals", "locals", "vars", "eval", "exec", "compile", "__import__", "id", "hash"})
+IMPURE = (
+    "torch.serialization",
+    "torch.hub",
+    "torch.distributed",
+    "torch.cuda",
+    "torch.storage",
+    "torch.jit",
+)
+READERS = frozenset(
+    {
+        "open",
+        "input",
+        "globals",
+        "locals",
+        "vars",
+        "eval",
+        "exec",
+        "compile",
+        "__import__",
+        "id",
+        "hash",
+    }
+)
 """The built-in functions whose result depends on more than their arguments."""
 ANYTHING = frozenset({"eval", "exec", "globals"})
 """The built-in functions through which traced code may read variables that it does not name."""
@@ -34,7 +55,18 @@ OF_THE_PROCESS = frozenset({
 })  # fmt: skip
 """The functions of Python and torch that a trace follows, and that say something else in another process or machine."""
 DRAWS = frozenset(
-    {"rand", "randn", "randint", "randperm", "bernoulli", "multinomial", "normal", "poisson", "rand_like", "randn_like"}
+    {
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "poisson",
+        "rand_like",
+        "randn_like",
+    }
 )
 """The functions of torch that draw random numbers, and not into a tensor that is there."""
 TAKES = frozenset({"item", "tolist", "numpy", "int", "float", "bool"})
@@ -49,7 +81,9 @@ class Unseen(Exception):
     """Report that a value may depend on something that cannot be looked into."""
 
 
-def read_by(function: types.FunctionType, runs: bool, elsewhere: bool = False) -> Iterator[tuple[str, object]]:
+def read_by(
+    function: types.FunctionType, runs: bool, elsewhere: bool = False
+) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of the variables that a function reads, and of what it reads of modules.
 
     Raises Unseen where it may read more; with `elsewhere`, also where it may read something else in another process.
@@ -59,17 +93,25 @@ def read_by(function: types.FunctionType, runs: bool, elsewhere: bool = False) -
     values = list(zip(function.__code__.co_freevars, cells(function), strict=True))
     values += [(name, space[name]) for name in read if name in space]
     unbound = {name for name in read if name not in space}
-    if home_of(space.get("__name__")) == "user" and unbound & (ANYTHING | OF_THE_PROCESS if elsewhere else ANYTHING):
+    if home_of(space.get("__name__")) == "user" and unbound & (
+        ANYTHING | OF_THE_PROCESS if elsewhere else ANYTHING
+    ):
         raise Unseen
     if runs and ("from_file" in names or unbound & READERS or (names & DRAWS and names & TAKES)):
         raise Unseen
-    values += [(name, vars(builtins)[name]) for name in read if name not in space and _is_added(name)]
+    values += [
+        (name, vars(builtins)[name]) for name in read if name not in space and _is_added(name)
+    ]
     for request in imported:
         values += _imported(request, space, runs)
     done: set[int] = set()
     if not runs and "modules" in names and home_of(space.get("__name__")) == "installed":
-        done.add(id(sys))  # the modules that a package finds there are the rest of the package behind it
-    elsewhere &= home_of(space.get("__name__")) == "user"  # what packages ask of a machine is in the name of the folder
+        done.add(
+            id(sys)
+        )  # the modules that a package finds there are the rest of the package behind it
+    elsewhere &= (
+        home_of(space.get("__name__")) == "user"
+    )  # what packages ask of a machine is in the name of the folder
     for name, value in values:
         if isinstance(value, types.ModuleType):
             yield from _read_of(name, value, names, done, runs, elsewhere)
@@ -85,7 +127,9 @@ def _is_added(name: str) -> bool:
     return not callable(value) or home_of(getattr(value, "__module__", None)) != "known"
 
 
-def _imported(request: Import, space: Mapping[str, object], runs: bool) -> Iterator[tuple[str, types.ModuleType]]:
+def _imported(
+    request: Import, space: Mapping[str, object], runs: bool
+) -> Iterator[tuple[str, types.ModuleType]]:
     """Yield the modules that a statement in a function imports.
 
     Raises Unseen for one of the user's that is not imported yet, since its code is not known before it runs.
@@ -110,7 +154,12 @@ def _imported(request: Import, space: Mapping[str, object], runs: bool) -> Itera
 
 
 def _read_of(
-    path: str, module: types.ModuleType, names: frozenset[str], done: set[int], runs: bool, elsewhere: bool
+    path: str,
+    module: types.ModuleType,
+    names: frozenset[str],
+    done: set[int],
+    runs: bool,
+    elsewhere: bool,
 ) -> Iterator[tuple[str, object]]:
     """Yield the attributes of a module that code with these names may read. Raises Unseen where they are not known."""
     if id(module) in done:
@@ -119,12 +168,16 @@ def _read_of(
     home = home_of(module.__name__)
     if module is torch.ops and names & REFLECTIVE:  # in any namespace
         raise Unseen
-    if home == "known" and ((module is sys and "modules" in names) or (runs and not is_pure(module.__name__))):
+    if home == "known" and (
+        (module is sys and "modules" in names) or (runs and not is_pure(module.__name__))
+    ):
         raise Unseen
     if home == "user" and "__getattr__" in vars(module):
         raise Unseen
     known = vars(module).keys() | (vars(type(module)).keys() - vars(types.ModuleType).keys())
-    if home == "known" and "__dir__" in vars(module):  # it imports names on first use, and lists them all
+    if home == "known" and "__dir__" in vars(
+        module
+    ):  # it imports names on first use, and lists them all
         known |= set(dir(module))
     read = names & known
     if home == "user" and names & REFLECTIVE:
@@ -136,7 +189,13 @@ def _read_of(
         if isinstance(value, types.ModuleType):
             if name in names:
                 yield from _read_of(f"{path}.{name}", value, names, done, runs, elsewhere)
-        elif home != "known" or runs or isinstance(value, type) or not callable(value) or is_foreign(value):
+        elif (
+            home != "known"
+            or runs
+            or isinstance(value, type)
+            or not callable(value)
+            or is_foreign(value)
+        ):
             yield f"{path}.{name}", value
         elif value is os.getenv:
             yield "os.environ", os.environ

@@ -30,7 +30,11 @@ def replaced_in_torch() -> list[tuple[str, object]]:
     owners: list[types.ModuleType | type] = [*_FUNCTIONS, torch.Tensor, *_classes_of_modules()]
     for owner in owners:
         inside = f"{owner.__qualname__}." if isinstance(owner, type) else ""
-        path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        path = (
+            f"{owner.__module__}.{owner.__qualname__}"
+            if isinstance(owner, type)
+            else owner.__name__
+        )
         for name, value in list(vars(owner).items()):
             function = function_of(value)
             if (replaced := _replacement(function, inside, name)) is not None:
@@ -49,7 +53,9 @@ def _replacement(function: object, inside: str, name: str) -> object:
         return function if isinstance(function, functools.partial) else None
     module = str(getattr(function, "__module__", None))
     written = isinstance(function, types.FunctionType)
-    if module.startswith(_DYNAMO) or (known == inside + name if written else known.rpartition(".")[2] == name):
+    if module.startswith(_DYNAMO) or (
+        known == inside + name if written else known.rpartition(".")[2] == name
+    ):
         return None
     return f"{module}.{known}"
 
@@ -57,4 +63,8 @@ def _replacement(function: object, inside: str, name: str) -> object:
 def _classes_of_modules() -> list[type]:
     """Return the classes of torch's modules, and those from which they inherit."""
     kinds = [kind for kind in vars(torch.nn).values() if isinstance(kind, type)]
-    return list(dict.fromkeys(base for kind in kinds for base in kind.__mro__ if base.__module__.startswith("torch.")))
+    return list(
+        dict.fromkeys(
+            base for kind in kinds for base in kind.__mro__ if base.__module__.startswith("torch.")
+        )
+    )

@@ -28,7 +28,9 @@ def save_costs(path: str | Path, costs: Costs) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError as e:
-        raise OutputError(f"cannot write the costs to {path}: {e.strerror}; {_kept(text)}") from None
+        raise OutputError(
+            f"cannot write the costs to {path}: {e.strerror}; {_kept(text)}"
+        ) from None
 
 
 def _kept(text: str) -> str:
@@ -45,12 +47,16 @@ def _kept(text: str) -> str:
 def check_costs_path(path: Path) -> None:
     """Raise OutputError when costs cannot be written to a path; this is checked before minutes of measuring."""
     if path.is_dir():
-        raise OutputError(f"cannot write the costs to {path}: it is a folder; choose a file with --out")
+        raise OutputError(
+            f"cannot write the costs to {path}: it is a folder; choose a file with --out"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_writable(path)
     except OSError as e:
-        raise OutputError(f"cannot write the costs to {path}: {e.strerror}; choose another file with --out") from None
+        raise OutputError(
+            f"cannot write the costs to {path}: {e.strerror}; choose another file with --out"
+        ) from None
 
 
 def load_costs(path: str | Path) -> Costs:
@@ -66,7 +72,10 @@ def load_costs(path: str | Path) -> Costs:
     except FormatError as e:
         raise FormatError(f"{e}; {MADE}") from None
     if not all(map(isfinite, _numbers(encode(costs)))):
-        raise FormatError(f"{path}: NaN or Infinity among the durations; finite numbers are expected: measure again")
+        raise FormatError(
+            f"{path}: NaN or Infinity among the durations; finite numbers are expected: measure "
+            f"again"
+        )
     return costs
 
 

@@ -53,7 +53,9 @@ def new_folder(out: Path, name: str) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
         endings = [p.name.rpartition("-")[2] for p in out.glob(f"{name}-*")]
-        number = max([int(e) for e in endings if re.fullmatch(r"\d{1,18}", e, re.ASCII)], default=0) + 1
+        number = (
+            max([int(e) for e in endings if re.fullmatch(r"\d{1,18}", e, re.ASCII)], default=0) + 1
+        )
         while True:
             folder = out / f"{name}-{number:03d}"
             try:
@@ -63,7 +65,9 @@ def new_folder(out: Path, name: str) -> Path:
                 continue
             return folder
     except OSError as e:
-        raise OutputError(f"cannot make a folder for results in {out}: {e.strerror}; choose another with --out") from None
+        raise OutputError(
+            f"cannot make a folder for results in {out}: {e.strerror}; choose another with --out"
+        ) from None
 
 
 def made_folder(folder: Path) -> Path:
@@ -71,7 +75,9 @@ def made_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise OutputError(f"cannot make the folder {folder} for results: {e.strerror}; choose another") from None
+        raise OutputError(
+            f"cannot make the folder {folder} for results: {e.strerror}; choose another"
+        ) from None
     return folder
 
 
@@ -102,7 +108,10 @@ def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
 def save_explanation(folder: Path, explanation: Why, tables: Iterable[Table]) -> None:
     """Write why.json: the tables as they are printed, and the numbers; raise OutputError when it cannot be written."""
     with writing(folder):
-        write_whole(folder / "why.json", json.dumps({"tables": [asdict(t) for t in tables], "numbers": explanation.as_dict()}))
+        write_whole(
+            folder / "why.json",
+            json.dumps({"tables": [asdict(t) for t in tables], "numbers": explanation.as_dict()}),
+        )
 
 
 def save_prediction(folder: Path, prediction: Simulation) -> None:
@@ -117,7 +126,10 @@ def save_prediction(folder: Path, prediction: Simulation) -> None:
     many, trace = len(prediction.bubble_s) > MOST_RANKS, written_trace(prediction)
     ranks = {"roles": _by_role(prediction)} if many else {"ranks": _by_rank(prediction)}
     with writing(folder):
-        write_whole(folder / "predicted.json", json.dumps(prediction.summary() | ranks, indent=None if many else 1))
+        write_whole(
+            folder / "predicted.json",
+            json.dumps(prediction.summary() | ranks, indent=None if many else 1),
+        )
         write_whole(folder / "spans-predicted.json", dumps(trace))
         write_chrome(trace, folder / "trace-predicted.json")
 
@@ -139,7 +151,14 @@ def _by_role(prediction: Simulation) -> list[dict[str, Any]]:
 
 def _by_rank(prediction: Simulation) -> list[dict[str, Any]]:
     p = prediction
-    columns = zip(p.bubble_s, p.peak_bytes, p.device_bytes, map(dict, p.peak_by_category), p.limit_bytes, strict=True)
+    columns = zip(
+        p.bubble_s,
+        p.peak_bytes,
+        p.device_bytes,
+        map(dict, p.peak_by_category),
+        p.limit_bytes,
+        strict=True,
+    )
     names = ("bubble_s", "peak_bytes", "device_bytes", "peak_by_category", "limit_bytes")
     return [dict(zip(names, numbers, strict=True)) for numbers in columns]
 
@@ -152,9 +171,14 @@ def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
     with writing(folder, "--memory-snapshot"):
         folder.mkdir(parents=True, exist_ok=True)
         for role in plan.roles:
-            blob = pickle.dumps(prediction.memory_snapshot(role.ranks[0]), protocol=4)  # which the visualiser reads
+            blob = pickle.dumps(
+                prediction.memory_snapshot(role.ranks[0]), protocol=4
+            )  # which the visualiser reads
             write_whole(folder / f"rank{role.ranks[0]}.pickle", blob)
-    ranks = ", ".join(f"rank{r.ranks[0]}" + (f" (and {len(r.ranks) - 1} like it)" if r.ranks[1:] else "") for r in plan.roles[:4])
+    ranks = ", ".join(
+        f"rank{r.ranks[0]}" + (f" (and {len(r.ranks) - 1} like it)" if r.ranks[1:] else "")
+        for r in plan.roles[:4]
+    )
     more = f" and {len(plan.roles) - 4} more" if plan.roles[4:] else ""
     return f"memory of {ranks}{more} is in {folder}: drop a file onto pytorch.org/memory_viz"
 
@@ -169,8 +193,17 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
 
     with writing(folder):
         rate = tokens_per_step / run.period_s if tokens_per_step and run.period_s else None
-        times = {"step_s": run.step_s, "batch_s": run.batch_s, "period_s": run.period_s, "tokens_per_s": rate}
-        numbers: dict[str, Any] = {"losses": run.losses, **times, "peak_bytes": dict(run.peak_bytes)}
+        times = {
+            "step_s": run.step_s,
+            "batch_s": run.batch_s,
+            "period_s": run.period_s,
+            "tokens_per_s": rate,
+        }
+        numbers: dict[str, Any] = {
+            "losses": run.losses,
+            **times,
+            "peak_bytes": dict(run.peak_bytes),
+        }
         if run.restarts:
             numbers["restarts"] = [asdict(restart) for restart in run.restarts]
         write_whole(folder / "measured.json", json.dumps(numbers, indent=1))
@@ -199,7 +232,9 @@ def save_weights(folder: Path, state: Mapping[str, Any]) -> Path:
     return path
 
 
-def restart_log(folder: Path | None, also: Callable[[Restart], object] | None) -> Callable[[Restart], object] | None:
+def restart_log(
+    folder: Path | None, also: Callable[[Restart], object] | None
+) -> Callable[[Restart], object] | None:
     """Return a function that writes a failure after which a run goes on into its folder, and calls another one."""
     if folder is None:
         return also
@@ -209,7 +244,11 @@ def restart_log(folder: Path | None, also: Callable[[Restart], object] | None) -
             with (folder / "restarts.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(restart)) + "\n")
         except OSError as e:  # the run is worth more
-            warnings.warn(f"restarts.jsonl in {folder} cannot be written: {e.strerror}", PiperWarning, stacklevel=2)
+            warnings.warn(
+                f"restarts.jsonl in {folder} cannot be written: {e.strerror}",
+                PiperWarning,
+                stacklevel=2,
+            )
         if also is not None:
             also(restart)
 
@@ -238,4 +277,6 @@ def writing(folder: Path, flag: str = "--out") -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise OutputError(f"cannot write results to {folder}: {e.strerror}; choose another folder with {flag}") from None
+        raise OutputError(
+            f"cannot write results to {folder}: {e.strerror}; choose another folder with {flag}"
+        ) from None

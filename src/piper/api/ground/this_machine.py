@@ -36,7 +36,9 @@ def devices_of_runs(world: int) -> Cluster:
     cluster = product_cluster(torch.cuda.get_device_name(0), count)
     if world <= count:
         return cluster
-    shared = f"{world} ranks share {count} of these, and what they take from each other is not simulated"
+    shared = (
+        f"{world} ranks share {count} of these, and what they take from each other is not simulated"
+    )
     notes = "; ".join(filter(None, (cluster.device.notes, shared)))
     return replace(cluster, per_node=world).each_device(lambda device: replace(device, notes=notes))
 

@@ -83,7 +83,10 @@ def advice(
     chosen = chosen_cluster(cluster)
     assert chosen is not None, "a cluster was given"
     with captured_once():
-        found = plan or compile(job, strategy, costs=costs, options=Options(device=device_type(chosen))).plan
+        found = (
+            plan
+            or compile(job, strategy, costs=costs, options=Options(device=device_type(chosen))).plan
+        )
         limit = max(kind.device.memory_bytes for kind in chosen.kinds)
         problem, more = problem_of(job, chosen, costs, limit, None)
         small = sum(len(role.program) for role in found.roles) <= MOST_INSTRUCTIONS
@@ -95,7 +98,12 @@ def advice(
         if not before.reason:
             return Advice(words)
         fitting = next((word for word in words if not word.after.reason), None)
-        return Advice(words, scored.way_out(before, changes(strategy)) if fitting is None else WayOut(fitting, len(words)))
+        return Advice(
+            words,
+            scored.way_out(before, changes(strategy))
+            if fitting is None
+            else WayOut(fitting, len(words)),
+        )
 
 
 def changes(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
@@ -131,7 +139,12 @@ def _sharing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     able = [d for d in able if strategy.mesh.degree(d.over) > 1]
     levels: tuple[Literal[2, 3], ...] = (2, 3)
     for zero in (level for level in levels if able and all(level > d.zero for d in able)):
-        yield f"replicate(zero={zero})", _with(strategy, [replace(d, zero=zero) if d in able else d for d in strategy.directives])
+        yield (
+            f"replicate(zero={zero})",
+            _with(
+                strategy, [replace(d, zero=zero) if d in able else d for d in strategy.directives]
+            ),
+        )
 
 
 def _halved(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
@@ -153,7 +166,11 @@ def _twice(strategy: Strategy) -> tuple[str, list[Directive]] | None:
             made = known.made(pp, number)
         except PiperError:  # its rule does not take this number
             return None
-        return f"{known.recipe.name}(pp={pp}, microbatches={number})", [*items[: known.begin], *made, *items[known.end :]]
+        return f"{known.recipe.name}(pp={pp}, microbatches={number})", [
+            *items[: known.begin],
+            *made,
+            *items[known.end :],
+        ]
     if any(isinstance(d, order) for d in items):
         return None
     word = f"split(microbatches={number})"
@@ -189,7 +206,9 @@ def _ordered(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     number = next(d.microbatches for d in strategy.directives if isinstance(d, split))
     if pp * number > MOST_SEARCHED:
         return
-    for name in SPARING[SPARING.index(known.recipe.name) + 1 if known.recipe.name in SPARING else 0 :]:
+    for name in SPARING[
+        SPARING.index(known.recipe.name) + 1 if known.recipe.name in SPARING else 0 :
+    ]:
         try:
             made = RECIPES[name].make(pp=pp, microbatches=number)
         except PiperError:  # its rule does not take these numbers
@@ -214,7 +233,14 @@ def _told(found: WayOut, period_s: float) -> list[str]:
         return ["the first change that makes it fit", found.change.told(period_s)]
     least = found.least
     kinds = "recomputation, zero, half the rows per microbatch, twice the tp and other schedules"
-    nearest = "" if least is None else f"; {least.words} holds least: {size_text(least.after.device_bytes)} on the fullest device"
+    nearest = (
+        ""
+        if least is None
+        else f"; {least.words} holds least: {size_text(least.after.device_bytes)} on the fullest "
+        f"device"
+    )
     return [
-        f"none of {found.tried} changes of {kinds} makes it fit{nearest}. Take more devices per replica, or `piper tune` a space"
+        f"none of {found.tried} changes of {kinds} makes it fit{nearest}. Take more devices per "
+        f"replica, or `piper "
+        f"tune` a space"
     ]

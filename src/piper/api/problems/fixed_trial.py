@@ -20,7 +20,9 @@ class FixedTrial:
         flag: The name of the option in messages.
     """
 
-    def __init__(self, params: Mapping[str, str], free: Iterable[str] = (), flag: str = "-p") -> None:
+    def __init__(
+        self, params: Mapping[str, str], free: Iterable[str] = (), flag: str = "-p"
+    ) -> None:
         self._params, self._free, self._flag = dict(params), frozenset(free), flag
         self.answers: dict[str, Any] = {}
         """The answers so far, by name."""
@@ -32,9 +34,13 @@ class FixedTrial:
         for choice in choices:
             if str(choice) == text:
                 return self._answer(name, choice)
-        raise JobError(f"{self._flag} {name}={text}: one of {', '.join(map(str, choices))} is accepted")
+        raise JobError(
+            f"{self._flag} {name}={text}: one of {', '.join(map(str, choices))} is accepted"
+        )
 
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+    def suggest_int(
+        self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
+    ) -> int:
         text = self._text(name, f"an integer in {low}..{high}")
         if name in self._free:
             return self._answer(name, int(text))
@@ -43,10 +49,14 @@ class FixedTrial:
             or not low <= int(text) <= high
             or (not log and (int(text) - low) % step)
         ):
-            raise JobError(f"{self._flag} {name}={text}: an integer in {low}..{high} (step {step}) is accepted")
+            raise JobError(
+                f"{self._flag} {name}={text}: an integer in {low}..{high} (step {step}) is accepted"
+            )
         return self._answer(name, int(text))
 
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
         text = self._text(name, f"a number in {low}..{high}")
         try:
             value = float(text)
@@ -55,7 +65,9 @@ class FixedTrial:
         on_grid = step is None or abs((value - low) / step - round((value - low) / step)) < 1e-9
         if not low <= value <= high or not on_grid:
             steps = "" if step is None else f" (step {step})"
-            raise JobError(f"{self._flag} {name}={text}: a number in {low}..{high}{steps} is accepted")
+            raise JobError(
+                f"{self._flag} {name}={text}: a number in {low}..{high}{steps} is accepted"
+            )
         return self._answer(name, value)
 
     def _answer(self, name: str, value: Answer) -> Answer:
@@ -64,7 +76,9 @@ class FixedTrial:
 
     def _text(self, name: str, accepted: str) -> str:
         if name not in self._params:
-            raise JobError(f"the strategy asks for {name!r}; give it as -p {name}=VALUE ({accepted})")
+            raise JobError(
+                f"the strategy asks for {name!r}; give it as -p {name}=VALUE ({accepted})"
+            )
         return self._params[name]
 
     def check_all_used(self, given: Iterable[str]) -> None:

@@ -23,11 +23,15 @@ class KnownChoices:
     def suggest_categorical(self, name: str, choices: Any) -> Any:
         return self.params.setdefault(name, next(iter(choices)))
 
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+    def suggest_int(
+        self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
+    ) -> int:
         number: int = self.params.setdefault(name, low)
         return number
 
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
         number: float = self.params.setdefault(name, low)
         return number
 

@@ -31,7 +31,9 @@ class UsedRecipe:
         """Return the directives of the recipe for other numbers; for one stage only the microbatches are left."""
         if pp == 1:
             return (split(where(), microbatches=microbatches),)
-        return Strategy(Mesh(pp=pp), self.recipe.make(pp=pp, microbatches=microbatches, **self.more)).directives
+        return Strategy(
+            Mesh(pp=pp), self.recipe.make(pp=pp, microbatches=microbatches, **self.more)
+        ).directives
 
 
 def used_recipe(strategy: Strategy) -> UsedRecipe | None:
@@ -54,7 +56,9 @@ def used_recipe(strategy: Strategy) -> UsedRecipe | None:
             continue
         for begin in range(len(directives) - len(made) + 1):
             if directives[begin : begin + len(made)] == made:
-                kept = {n: v for n, v in taken.items() if not isinstance(v, tuple)}  # boundaries are for so many stages
+                kept = {
+                    n: v for n, v in taken.items() if not isinstance(v, tuple)
+                }  # boundaries are for so many stages
                 return UsedRecipe(found, begin, begin + len(made), kept)
     return None
 
@@ -67,7 +71,9 @@ def on_devices(strategy: Strategy, world: int, global_batch: int) -> Iterator[St
     """
     known = used_recipe(strategy)
     fixed = {axis: size for axis, size in strategy.mesh.sizes if axis not in RESIZED}
-    for sizes in _sizes(strategy.mesh, world // _product(fixed.values()), world % _product(fixed.values()) == 0):
+    for sizes in _sizes(
+        strategy.mesh, world // _product(fixed.values()), world % _product(fixed.values()) == 0
+    ):
         if sizes["pp"] != strategy.mesh.size("pp") and known is None:
             continue
         mesh = Mesh((*fixed.items(), *sizes.items()))
@@ -110,13 +116,18 @@ def _replicas(strategy: Strategy, mesh: Mesh) -> int:
     return _product(mesh.size(axis) for axis in axes)
 
 
-def _resized(strategy: Strategy, known: UsedRecipe | None, mesh: Mesh, microbatches: int) -> list[Directive]:
+def _resized(
+    strategy: Strategy, known: UsedRecipe | None, mesh: Mesh, microbatches: int
+) -> list[Directive]:
     """Return the directives for a mesh; a replication over axes of one device goes, and what needs it."""
     if known is not None:
         made = known.made(mesh.size("pp"), microbatches)
         directives = [*strategy.directives[: known.begin], *made, *strategy.directives[known.end :]]
     else:
-        directives = [replace(d, microbatches=microbatches) if isinstance(d, split) else d for d in strategy.directives]
+        directives = [
+            replace(d, microbatches=microbatches) if isinstance(d, split) else d
+            for d in strategy.directives
+        ]
     return [d for d in directives if not _alone(d, mesh)]
 
 

@@ -27,9 +27,15 @@ def problem_of(
 ) -> tuple[TuningProblem, dict[str, Any]]:
     """Return the tuning problem, and the keywords that bring a job's programs to the workers."""
     if isinstance(source, Program):
-        return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
+        return TuningProblem(
+            source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model
+        ), {}
     captured, spec, training = trained_job("tune", source, global_batch)
-    one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
+    one_role = (
+        ""
+        if spec.separable
+        else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
+    )
     per_row = source.tokens_per_row
     tokens = None if per_row is None else per_row * source.global_batch
     known = captured.program, source.global_batch, training, cluster, costs, limit, one_role
@@ -39,7 +45,13 @@ def problem_of(
     )  # by value: a worker that imported it would import torch
 
     def under(wanted: Wanted) -> Program:
-        found = under_policies(shared_by(layered_by(captured, wanted.layers), wanted.shardings), wanted.policies)
+        found = under_policies(
+            shared_by(layered_by(captured, wanted.layers), wanted.shardings), wanted.policies
+        )
         return program_at(found, wanted.rows) if wanted.rows else found.program
 
-    return problem, {"at_rows": lambda rows: program_at(captured, rows), "under": under, "modules": modules}
+    return problem, {
+        "at_rows": lambda rows: program_at(captured, rows),
+        "under": under,
+        "modules": modules,
+    }

@@ -79,7 +79,11 @@ def reference(
     trainer.updated.write(whole=True)
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     buffers = {n: b.clone() for n, b in trainer.model.named_buffers() if not n.endswith(COUNTS)}
-    state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
+    state = {
+        n: t.detach().clone()
+        for n, t in trainer.model.state_dict().items()
+        if isinstance(t, Tensor)
+    }
     losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
     by_parts = trainer.by_parts or not trainer.whole
     return Reference(losses, gradients, named, buffers, state, by_parts)
@@ -102,7 +106,11 @@ def _as_written() -> Iterator[None]:
         with torch.compiler.set_stance("default"), traces() as backend:
             yield backend
 
-    users = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(name) is traces]
+    users = [
+        m
+        for m in list(sys.modules.values())
+        if isinstance(m, ModuleType) and vars(m).get(name) is traces
+    ]
     for module in users:
         setattr(module, name, tracing)
     try:
@@ -141,12 +149,16 @@ class _Trainer:
         self.loss = copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
         if isinstance(self.loss, nn.Module):
             cast_tensors(self.loss, params, self.compute)
-        load_weights(self.model, job)  # last: a file in float64 is not to go through the dtype of the constructor
+        load_weights(
+            self.model, job
+        )  # last: a file in float64 is not to go through the dtype of the constructor
         self.random = RandomState(self.model, job.seed, job.draws)
         self.updated = _Updated(self.model, job.precision)
         made = job.optimizer(self.updated.named())
         self.optimizers = [*made] if isinstance(made, list | tuple) else [made]
-        self.schedulers = [job.scheduler(optimizer) for optimizer in self.optimizers if job.scheduler]
+        self.schedulers = [
+            job.scheduler(optimizer) for optimizer in self.optimizers if job.scheduler
+        ]
         self.by_parts = job.batch_norm is not None or job.draws != "rows"
 
     def step(self, step: int) -> tuple[float, Tensors]:
@@ -169,7 +181,9 @@ class _Trainer:
         """Compute the gradients of the whole batch's loss; return the loss."""
         before, rows = _copies(self.model), range(self.job.global_batch)
         if not self.by_parts:
-            with self.random.during(step, rows):  # what forward draws, a backward that recomputes draws again
+            with self.random.during(
+                step, rows
+            ):  # what forward draws, a backward that recomputes draws again
                 loss = self._loss(*self._called(step, rows))
                 if len(self._microbatches) == 1 or not _changed(self.model, before):
                     return self._ended(loss)
@@ -208,7 +222,11 @@ class _Trainer:
                     continue
                 rows = leaf.shape[0] if leaf.dim() else 0
                 ends.append(leaf)
-                tangents.append(whole.grad[taken[k] : taken[k] + rows] if leaf.dim() else whole.grad / len(self._microbatches))
+                tangents.append(
+                    whole.grad[taken[k] : taken[k] + rows]
+                    if leaf.dim()
+                    else whole.grad / len(self._microbatches)
+                )
                 taken[k] += rows
             torch.autograd.backward(ends, tangents)
             self.updated.add()
@@ -242,13 +260,16 @@ class _Trainer:
                 loss = _own_loss(output) if self.loss is None else self.loss(output, targets)
                 value, *weight = loss if isinstance(loss, tuple) else (loss,)
                 # A mean: each microbatch has its share before its backward, which need not be linear in it.
-                value.backward(None if weight else torch.full_like(value, 1.0 / len(self._microbatches)))
+                value.backward(
+                    None if weight else torch.full_like(value, 1.0 / len(self._microbatches))
+                )
             self.updated.add()
             losses.append(float(value.detach()))
             weights += [float(w) for w in weight]
         if first:
             _restore(self.model, first)
-        # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
+        # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another
+        # number.
         scale = 1.0 / (sum(weights) if weights else len(losses))
         self.updated.scale = scale if weights else 1.0
         return sum(losses) * scale
@@ -271,15 +292,26 @@ class _Trainer:
             output = self.model(**inputs)
         else:
             output = self.model(inputs)
-        if any(isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(targets)):
-            output = pytree.tree_map(lambda leaf: self._cast(leaf, self.wide), output)  # of two dtypes a loss takes one
+        if any(
+            isinstance(t, Tensor) and t.is_floating_point() for t in pytree.tree_leaves(targets)
+        ):
+            output = pytree.tree_map(
+                lambda leaf: self._cast(leaf, self.wide), output
+            )  # of two dtypes a loss takes one
         return output, targets
 
     def _cast(self, leaf: Any, dtype: torch.dtype | None = None) -> Any:
         """Return a leaf in this dtype, or that of computing: a loss gets its targets as they are."""
         if isinstance(leaf, Mapping):
-            return {key: pytree.tree_map(lambda part: self._cast(part, dtype), item) for key, item in leaf.items()}
-        return leaf.to(dtype or self.compute) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            return {
+                key: pytree.tree_map(lambda part: self._cast(part, dtype), item)
+                for key, item in leaf.items()
+            }
+        return (
+            leaf.to(dtype or self.compute)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            else leaf
+        )
 
 
 def _scalar(loss: Any) -> Tensor:
@@ -325,7 +357,11 @@ def _restore(model: nn.Module, copies: Mapping[str, Tensor]) -> None:
 
 def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> bool:
     """Return whether buffers have changed, apart from those that count tokens."""
-    return any(not torch.equal(b, before[n]) for n, b in model.named_buffers() if n in before and not n.endswith(COUNTS))
+    return any(
+        not torch.equal(b, before[n])
+        for n, b in model.named_buffers()
+        if n in before and not n.endswith(COUNTS)
+    )
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -346,13 +382,21 @@ class _Updated:
     """Hold what the optimizer updates, and sums of gradients; the module has copies where it computes otherwise."""
 
     def __init__(self, model: nn.Module, precision: Any):
-        compute, self._sums_in = (getattr(torch, d or precision.params) for d in (precision.compute, precision.reduce))
+        compute, self._sums_in = (
+            getattr(torch, d or precision.params) for d in (precision.compute, precision.reduce)
+        )
         self._model, self._sums, self.scale = model, dict[str, Tensor](), 1.0
         self._masters: dict[str, nn.Parameter] = {}
         for name, p in model.named_parameters():
-            kept = [getattr(torch, d) for pattern, d in precision.keep.items() if fnmatchcase(name, pattern)]
+            kept = [
+                getattr(torch, d)
+                for pattern, d in precision.keep.items()
+                if fnmatchcase(name, pattern)
+            ]
             if p.is_floating_point() and p.dtype != (dtype := [*kept, compute][0]):
-                self._masters[name] = nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                self._masters[name] = nn.Parameter(
+                    p.detach().clone(), requires_grad=p.requires_grad
+                )
                 p.data = p.detach().to(dtype)
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -372,11 +416,16 @@ class _Updated:
         for name, p in self.named():
             total, own[name].grad = self._sums.pop(name, own[name].grad), None
             if total is not None:
-                p.grad = (total.to(torch.promote_types(total.dtype, p.dtype)) * self.scale).to(p.dtype)
+                p.grad = (total.to(torch.promote_types(total.dtype, p.dtype)) * self.scale).to(
+                    p.dtype
+                )
 
     def write(self, *, whole: bool = False) -> None:
         """Write the module's copies, or in the end let it have what they are copies of (`whole`)."""
         for name, p in self._model.named_parameters():
             if name in self._masters:
                 master, p.grad = self._masters[name], None
-                p.data, master.grad = master.detach() if whole else master.detach().to(p.dtype), None
+                p.data, master.grad = (
+                    master.detach() if whole else master.detach().to(p.dtype),
+                    None,
+                )

@@ -42,7 +42,9 @@ class RunOutcome:
     @staticmethod
     def of(run: Any) -> RunOutcome:
         """Return the outcome of a run that was made with `gradients=True`."""
-        tensors = {n: t for n, t in run.state_dict().items() if isinstance(t, Tensor)}  # without a module's extra state
+        tensors = {
+            n: t for n, t in run.state_dict().items() if isinstance(t, Tensor)
+        }  # without a module's extra state
         return RunOutcome(run.losses, run.rank_gradients, run.rank_states, tensors)
 
 
@@ -81,13 +83,23 @@ def differences(
     norms = [_norms(want) for want in expected.gradients]
     for rank, steps in found.gradients.items():
         if len(steps) != len(expected.gradients):
-            result.append(Difference(0, "gradients", rank, "", f"{len(steps)} steps, expected {len(expected.gradients)}"))
+            result.append(
+                Difference(
+                    0,
+                    "gradients",
+                    rank,
+                    "",
+                    f"{len(steps)} steps, expected {len(expected.gradients)}",
+                )
+            )
         for step, (got, want) in enumerate(zip(steps, expected.gradients, strict=False)):
             reached = _reached(got, want, expected.parameters)
             result += _tensors(step, "gradient", rank, reached, want, norms[step], tolerance)
     for step, want in enumerate(expected.gradients):
         seen = {n for steps in found.gradients.values() if step < len(steps) for n in steps[step]}
-        result += [Difference(step, "gradient", -1, n, "no rank has one") for n in want if n not in seen]
+        result += [
+            Difference(step, "gradient", -1, n, "no rank has one") for n in want if n not in seen
+        ]
     if parameters:
         result += _final(found, expected, tolerance)
     return sorted(result, key=lambda d: d.step)
@@ -107,23 +119,41 @@ def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> li
 def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Difference]:
     last = len(expected.losses)
     result: list[Difference] = []
-    kinds = [(what, want, _norms(want)) for what, want in (("parameter", expected.parameters), ("buffer", expected.buffers))]
+    kinds = [
+        (what, want, _norms(want))
+        for what, want in (("parameter", expected.parameters), ("buffer", expected.buffers))
+    ]
     for rank, states in found.states.items():
         for what, want, norms in kinds:
-            result += _tensors(last, what, rank, {n: t for n, t in states.items() if n in want}, want, norms, tolerance)
+            result += _tensors(
+                last,
+                what,
+                rank,
+                {n: t for n, t in states.items() if n in want},
+                want,
+                norms,
+                tolerance,
+            )
         # What is trained must be somewhere; its holders are compared one by one above.
     held_names = {n for states in found.states.values() for n in states}
-    result += [Difference(last, "parameter", -1, n, "no rank holds it") for n in sorted(expected.trained - held_names)]
+    result += [
+        Difference(last, "parameter", -1, n, "no rank holds it")
+        for n in sorted(expected.trained - held_names)
+    ]
     if found.state_dict.keys() != expected.state_dict.keys():
         wrong = sorted(found.state_dict.keys() ^ expected.state_dict.keys())
         result.append(Difference(last, "state_dict", -1, "", f"names differ: {', '.join(wrong)}"))
     want = expected.state_dict
-    return result + _tensors(last, "state_dict", -1, found.state_dict, want, _norms(want), tolerance)
+    return result + _tensors(
+        last, "state_dict", -1, found.state_dict, want, _norms(want), tolerance
+    )
 
 
 def _reached(got: Tensors, want: Tensors, parameters: Tensors) -> dict[str, Tensor]:
     """Return gradients without the zeros of parameters that no row reached, of which autograd makes none."""
-    return {n: g for n, g in got.items() if n in want or n not in parameters or bool(g.count_nonzero())}
+    return {
+        n: g for n, g in got.items() if n in want or n not in parameters or bool(g.count_nonzero())
+    }
 
 
 def typical_norm(norms: Mapping[str, float]) -> float:
@@ -139,7 +169,13 @@ def _norms(tensors: Tensors) -> dict[str, float]:
 
 
 def _tensors(
-    step: int, what: str, rank: int, got: Tensors, want: Tensors, norms: Mapping[str, float], tolerance: float
+    step: int,
+    what: str,
+    rank: int,
+    got: Tensors,
+    want: Tensors,
+    norms: Mapping[str, float],
+    tolerance: float,
 ) -> list[Difference]:
     """Return the differences between tensors of the same names in `got` and `want`, whose norms are given.
 
@@ -155,20 +191,36 @@ def _tensors(
         b = want[name]
         if a.shape != b.shape or a.dtype != b.dtype:
             result.append(
-                Difference(step, what, rank, name, f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}")
+                Difference(
+                    step,
+                    what,
+                    rank,
+                    name,
+                    f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}",
+                )
             )
             continue
         error, allowed = _norm(_wide(a) - _wide(b)), tolerance * (norms[name] + FLOOR * typical)
         if not error <= allowed:
             result.append(
-                Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {norms[name]:.3g}, allowed {allowed:.1g}")
+                Difference(
+                    step,
+                    what,
+                    rank,
+                    name,
+                    f"|a - b| = {error:.3g}, |b| = {norms[name]:.3g}, allowed {allowed:.1g}",
+                )
             )
     return result
 
 
 def _wide(tensor: Tensor) -> Tensor:
     """Return real numbers in float64; `Tensor.double` would drop the imaginary parts of complex ones."""
-    return torch.view_as_real(tensor.detach().resolve_conj()).double() if tensor.is_complex() else tensor.detach().double()
+    return (
+        torch.view_as_real(tensor.detach().resolve_conj()).double()
+        if tensor.is_complex()
+        else tensor.detach().double()
+    )
 
 
 def _norm(tensor: Tensor) -> float:

@@ -79,7 +79,9 @@ class RandomState:
 
     def _move(self, module: str, drawn: Mapping[str, int]) -> None:
         self._positions.append(_Position(module, drawn))
-        torch.default_generator.manual_seed(len(self._positions) - 1)  # torch.manual_seed: 50 times as long
+        torch.default_generator.manual_seed(
+            len(self._positions) - 1
+        )  # torch.manual_seed: 50 times as long
 
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a random operation in this position, and go on to the next."""
@@ -110,7 +112,9 @@ class RandomState:
         word = (word ^ _shifted(word, 27)) * _signed(0x94D049BB133111EB)
         word = word ^ _shifted(word, 31)
         half = torch.where(element % 2 == 0, word, word >> 32) & 0xFFFFFFFF
-        return (half ^ 2**31).view(shape)  # a half is a signed integer, and counted from the least one
+        return (half ^ 2**31).view(
+            shape
+        )  # a half is a signed integer, and counted from the least one
 
 
 def _signed(word: int) -> int:
@@ -138,12 +142,16 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return self._drawn(func, args, kwargs) if _draws(func, args, kwargs) else func(*args, **kwargs)
+        return (
+            self._drawn(func, args, kwargs) if _draws(func, args, kwargs) else func(*args, **kwargs)
+        )
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operation draws: kernels of attention and rrelu have torch's tag also where they do not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or "backward" in str(func):
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or "backward" in str(
+        func
+    ):
         return False
     given = _arguments(func, args, kwargs)
     own = given.get("generator") is not None  # that of a generator of one's own is torch's
@@ -155,14 +163,20 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
     return {**names, **dict(zip(names, args)), **kwargs}
 
 
-def _by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Callable[..., Tensor]) -> Any:
+def _by_row(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Callable[..., Tensor]
+) -> Any:
     """Run a random operation on numbers: torch draws first, for the result's form."""
     given, name = _arguments(func, args, kwargs), func._schema.name.removeprefix("aten::")
-    x: Any = given["self"].clone() if name == "rrelu_with_noise_" else given.get("self")  # which torch overwrites
+    x: Any = (
+        given["self"].clone() if name == "rrelu_with_noise_" else given.get("self")
+    )  # which torch overwrites
     result = func(*args, **kwargs)
     if name == "native_dropout":
         result[1].copy_(_below(numbers(result[1].shape), 1 - given["p"]))
-        return result[0].copy_(given["input"] * result[1] * (0.0 if given["p"] == 1 else 1 / (1 - given["p"]))), result[1]
+        return result[0].copy_(
+            given["input"] * result[1] * (0.0 if given["p"] == 1 else 1 / (1 - given["p"]))
+        ), result[1]
     if name.rstrip("_") == "rrelu_with_noise":
         noise, low = given["noise"], given["lower"]
         slopes = _uniform(numbers(x.shape), x.dtype) * (given["upper"] - low) + low
@@ -185,7 +199,11 @@ def _open(number: Tensor) -> Tensor:
 
 def _bernoulli(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     chance = given.get("p", given["self"])
-    return _open(numbers(like.shape)) < chance if isinstance(chance, Tensor) else _below(numbers(like.shape), chance)
+    return (
+        _open(numbers(like.shape)) < chance
+        if isinstance(chance, Tensor)
+        else _below(numbers(like.shape), chance)
+    )
 
 
 def _from_to(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
@@ -196,7 +214,9 @@ def _from_to(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]
 
 def _normal(given: dict[str, Any], like: Tensor, numbers: Callable[..., Tensor]) -> Tensor:
     first, second = (_open(numbers(like.shape, stream)) for stream in (0, 1))
-    result: Tensor = (-2 * first.log()).sqrt() * (2 * math.pi * second).cos() * given.get("std", 1.0) + given.get("mean", 0.0)
+    result: Tensor = (-2 * first.log()).sqrt() * (2 * math.pi * second).cos() * given.get(
+        "std", 1.0
+    ) + given.get("mean", 0.0)
     return result
 
 
@@ -226,7 +246,9 @@ _VALUES: Mapping[str, Callable[[dict[str, Any], Tensor, Callable[..., Tensor]], 
     "cauchy": lambda given, like, numbers: (
         ((_open(numbers(like.shape)) - 0.5) * math.pi).tan() * given["sigma"] + given["median"]
     ),
-    "geometric": lambda given, like, numbers: (_open(numbers(like.shape)).log() / math.log1p(-given["p"])).ceil(),
+    "geometric": lambda given, like, numbers: (
+        _open(numbers(like.shape)).log() / math.log1p(-given["p"])
+    ).ceil(),
     **dict.fromkeys(("randint", "randint_like", "random"), _integers),
     "randperm": lambda given, like, numbers: numbers(like.shape).argsort(stable=True),
     "multinomial": _multinomial,

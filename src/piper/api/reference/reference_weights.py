@@ -45,18 +45,27 @@ def load_weights(model: nn.Module, job: Any) -> None:
         return
     path = Path(job.init)
     if not _is_safetensors(path):
-        model.load_state_dict(_renamed(torch.load(path, map_location="cpu", weights_only=True), job.rename))
+        model.load_state_dict(
+            _renamed(torch.load(path, map_location="cpu", weights_only=True), job.rename)
+        )
         return
     state = _renamed(_tensors(path), job.rename)
     missing, too_many = model.load_state_dict(state, strict=False)
-    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     for name in too_many:  # buffers that a state_dict leaves out
         if name in named:
             named[name].data.copy_(state[name])
     unexpected = [name for name in too_many if name not in named]
     loaded = {id(named[name]) for name in state if name in named}
-    if unexpected or any(id(named[name]) not in loaded for name in missing):  # a tied tensor is loaded under another name
-        raise ValueError(f"the files do not fit the model: {missing} are missing, {unexpected} are too many")
+    if unexpected or any(
+        id(named[name]) not in loaded for name in missing
+    ):  # a tied tensor is loaded under another name
+        raise ValueError(
+            f"the files do not fit the model: {missing} are missing, {unexpected} are too many"
+        )
 
 
 class _SeededDraws(TorchDispatchMode):
@@ -66,7 +75,13 @@ class _SeededDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
         self._seed, self._draws, self._within = seed, 0, False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not self._within:
             self._next()
         result = func(*args, **(kwargs or {}))
@@ -76,7 +91,9 @@ class _SeededDraws(TorchDispatchMode):
 
     def _next(self) -> None:
         digest = blake2b(f"{self._seed}/init/{self._draws}".encode(), digest_size=8).digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest, "big") >> 1)  # torch.manual_seed: 50 times as long
+        torch.default_generator.manual_seed(
+            int.from_bytes(digest, "big") >> 1
+        )  # torch.manual_seed: 50 times as long
         self._draws += 1
 
     @contextmanager
@@ -115,9 +132,13 @@ def _checkpoint(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a distributed checkpoint, as torch reads them."""
     import torch.distributed.checkpoint as checkpoints  # takes a second
 
-    found: Mapping[str, Any] = checkpoints.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found: Mapping[str, Any] = (
+        checkpoints.FileSystemReader(folder).read_metadata().state_dict_metadata
+    )
     sizes = {key: entry for key, entry in found.items() if key.startswith("model.")}
-    state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in sizes.items()}
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in sizes.items()
+    }
     checkpoints.load(state, checkpoint_id=folder, no_dist=True)
     return {key.removeprefix("model."): tensor for key, tensor in state.items()}
 
@@ -127,7 +148,9 @@ def _shards(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return [folder / "model.safetensors"]
-    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [
+        folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    ]
 
 
 def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -138,7 +161,11 @@ def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
         if name != "__metadata__":
             first, last = (begin + offset for offset in entry["data_offsets"])
             dtype = getattr(torch, _DTYPES[entry["dtype"]])
-            flat = torch.frombuffer(bytearray(content[first:last]), dtype=dtype) if last > first else torch.empty(0, dtype=dtype)
+            flat = (
+                torch.frombuffer(bytearray(content[first:last]), dtype=dtype)
+                if last > first
+                else torch.empty(0, dtype=dtype)
+            )
             yield name, flat.reshape(entry["shape"])
 
 
@@ -149,7 +176,9 @@ def _renamed(state: Mapping[str, Tensor], rename: Mapping[str, Any]) -> dict[str
     for name, tensor in state.items():
         for target, texts in _places(name, rename):
             to, rows, transposed = (
-                (target, None, False) if isinstance(target, str) else (target.name, target.rows, target.transposed)
+                (target, None, False)
+                if isinstance(target, str)
+                else (target.name, target.rows, target.transposed)
             )
             for text in texts:
                 to = to.replace("*", text, 1)
@@ -160,7 +189,9 @@ def _renamed(state: Mapping[str, Tensor], rename: Mapping[str, Any]) -> dict[str
                 entries.setdefault(base, {})[int(number)] = part
             else:
                 found[to] = part
-    return found | {name: torch.stack([parts[k] for k in sorted(parts)]) for name, parts in entries.items()}
+    return found | {
+        name: torch.stack([parts[k] for k in sorted(parts)]) for name, parts in entries.items()
+    }
 
 
 def _places(name: str, rename: Mapping[str, Any]) -> list[tuple[Any, tuple[str, ...]]]:
@@ -179,13 +210,29 @@ def cast_tensors(model: nn.Module, params: torch.dtype, compute: torch.dtype) ->
     module. Complex tensors stay complex; `Module.to(dtype)` would drop their imaginary parts.
     """
     casts: dict[tuple[int, torch.dtype, torch.dtype], Tensor] = {}
-    values = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
-    for tensor in {id(t): t for t in values if isinstance(t, Tensor) and t.is_floating_point()}.values():
-        dtype = params if isinstance(tensor, nn.Parameter) else torch.float64 if compute == torch.float64 else tensor.dtype
+    values = [
+        value
+        for m in model.modules()
+        for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())
+    ]
+    for tensor in {
+        id(t): t for t in values if isinstance(t, Tensor) and t.is_floating_point()
+    }.values():
+        dtype = (
+            params
+            if isinstance(tensor, nn.Parameter)
+            else torch.float64
+            if compute == torch.float64
+            else tensor.dtype
+        )
         if tensor.dtype == dtype:
             continue
         memory = tensor.untyped_storage()
-        key = (memory.data_ptr() or id(tensor), tensor.dtype, dtype)  # without elements: no address, and nothing to share
+        key = (
+            memory.data_ptr() or id(tensor),
+            tensor.dtype,
+            dtype,
+        )  # without elements: no address, and nothing to share
         if key not in casts:
             casts[key] = torch.empty(0, dtype=tensor.dtype).set_(memory).to(dtype)
         tensor.data = casts[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

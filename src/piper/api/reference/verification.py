@@ -37,13 +37,19 @@ class WholeBatch:
     def text(self) -> str:
         """Return the comparison as one sentence."""
         if self.random:
-            return f"the whole batch in one forward: not compared, since chunk {self.random} draws by torch's own generator"
+            return (
+                f"the whole batch in one forward: not compared, since chunk {self.random} draws by "
+                f"torch's own generator"
+            )
         if not self.differences:
             return "the whole batch in one forward: equal as well"
         if self.advancing:
             why = f"buffers that advance once per microbatch: {', '.join(self.advancing)}"
         else:
-            why = "the model or the loss combines rows, so it matters which of them are in a microbatch"
+            why = (
+                "the model or the loss combines rows, so it matters which of them are in a "
+                "microbatch"
+            )
         return f"the whole batch in one forward: NOT equal ({why}); the first difference:\n    {self.differences[0]}"
 
 
@@ -70,7 +76,9 @@ class VerificationReport:
     @property
     def equal(self) -> bool:
         """Return whether nothing differs, or only what advances once per microbatch by the model's own making."""
-        return not self.differences and (self.whole is None or self.whole.meant or not self.whole.differences)
+        return not self.differences and (
+            self.whole is None or self.whole.meant or not self.whole.differences
+        )
 
     @property
     def equal_whole_batch(self) -> bool | None:
@@ -81,17 +89,22 @@ class VerificationReport:
 
     def text(self) -> str:
         """Return one line when all is equal, else the first difference and their number; then the whole batch."""
-        return "\n  ".join(filter(None, (self._same_microbatches(), self.whole.text() if self.whole else "")))
+        return "\n  ".join(
+            filter(None, (self._same_microbatches(), self.whole.text() if self.whole else ""))
+        )
 
     def _same_microbatches(self) -> str:
         if not self.differences:
             return (
-                f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: losses, gradients before each "
+                f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: "
+                f"losses, gradients "
+                f"before each "
                 f"update and parameters after, {self.tensors} tensors, {self.tolerance}"
             )
         count = len(self.differences)
         return (
-            f"{self.strategy.mesh}: NOT what one device computes, {self.tolerance}; the first of {count} differences:\n"
+            f"{self.strategy.mesh}: NOT what one device computes, {self.tolerance}; the first of "
+            f"{count} differences:\n"
             f"  {self.differences[0]}"
         )
 
@@ -112,14 +125,18 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
         run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)
     plan = compiled.plan
     with working("training in plain PyTorch"):
-        expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps)
+        expected = reference(
+            wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps
+        )
     outcome = RunOutcome.of(run)
     beyond, tolerance = compared(outcome, expected, captured_job(wide))
     whole = _whole_batch(wide, compiled, steps, outcome, tolerance) if expected.by_parts else None
     return VerificationReport(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
 
 
-def _whole_batch(job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
+def _whole_batch(
+    job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, tolerance: Tolerance
+) -> WholeBatch | None:
     """Compare with the whole batch in one forward.
 
     Parameters are left out: where a true gradient is zero, Adam makes steps from rounding, which differs here.
@@ -133,10 +150,14 @@ def _whole_batch(job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, 
     with working("training the whole batch in plain PyTorch"):
         both = differences(outcome, reference(job, steps=steps), tolerance.value)
     meant = bool(names) or job.batch_norm is not None or job.loss_over == "microbatch"
-    return WholeBatch([d for d in both if d.what in ("loss", "gradient", "buffer")], names, meant=meant)
+    return WholeBatch(
+        [d for d in both if d.what in ("loss", "gradient", "buffer")], names, meant=meant
+    )
 
 
-def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
+def compared(
+    found: RunOutcome, expected: Reference, captured: Captured
+) -> tuple[list[Difference], Tolerance]:
     """Return the differences by the strictest tolerance that finds none, and that tolerance.
 
     If each finds some, they are those by the tolerance of the narrowest dtype in the model.

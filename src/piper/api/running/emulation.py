@@ -53,7 +53,9 @@ def emulate(
 
     verify(compiled.plan)
     device = emulated_cluster(compiled.plan, cluster)
-    plan = split(compiled.plan, device, shared=False).plan  # slow ranks sleep longer than others of their role
+    plan = split(
+        compiled.plan, device, shared=False
+    ).plan  # slow ranks sleep longer than others of their role
     durations = durations_on(plan, device, costs, model)
     folder = new_folder(Path(out), "emulated") if out is not None else None
     with unless_empty(folder):
@@ -73,7 +75,10 @@ def emulated_cluster(plan: Plan, cluster: str | Cluster | None) -> Cluster | Non
 
 
 def durations_on(
-    plan: Plan, cluster: Cluster | None, costs: Costs | None = None, model: CostModelFactory = DeviceModel
+    plan: Plan,
+    cluster: Cluster | None,
+    costs: Costs | None = None,
+    model: CostModelFactory = DeviceModel,
 ) -> Durations:
     """Return the duration of every instruction in `simulate`; a communication's is that on its first member."""
     cost_model = model_for(plan, cluster, costs, model)
@@ -83,5 +88,7 @@ def durations_on(
         for node in members:
             seconds[node] = seconds[members[0]]
     first = dict(zip(prepared.roles, prepared.offsets))
-    by_role = {r.role: tuple(seconds[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles}
+    by_role = {
+        r.role: tuple(seconds[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles
+    }
     return Durations(by_role, plan.hop, cost_model.issue_s)

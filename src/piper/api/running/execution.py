@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from piper.api.compiling.compiling import Compiled, check_separable
-from piper.api.ground.results import hang_report, made_folder, new_folder, restart_log, save_run, unless_empty
+from piper.api.ground.results import (
+    hang_report,
+    made_folder,
+    new_folder,
+    restart_log,
+    save_run,
+    unless_empty,
+)
 from piper.api.running.metrics import check_logs, recorded
 from piper.api.running.replanning import Fallbacks, Replanner, check_on_loss, exported
 from piper_ir.ground.errors import JobError, OutputError, PiperWarning, PlanError
@@ -42,11 +49,22 @@ class MoreOptions(TypedDict, total=False):
 
 def check_same_job(compiled: Compiled, job: Job) -> None:
     """Raise JobError when a job differs from the compiled one in facts of the plan, which would be ignored silently."""
-    for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row", "batch_norm", "loss_over", "metrics"):
+    for name in (
+        "model",
+        "loss",
+        "clip_norm",
+        "precision",
+        "tokens_per_row",
+        "batch_norm",
+        "loss_over",
+        "metrics",
+    ):
         ours, theirs = getattr(compiled.job, name), getattr(job, name)
         if ours is not theirs and ours != theirs:
             raise JobError(
-                f"execute: the job's {name} is {theirs!r}, but the strategy was compiled for {ours!r}; compile it with this job"
+                f"execute: the job's {name} is {theirs!r}, but the strategy was compiled for "
+                f"{ours!r}; compile it with "
+                f"this job"
             )
     if job is not compiled.job:
         from piper_runtime.rank import optimizer_spec
@@ -58,9 +76,14 @@ def check_same_program(compiled: Compiled) -> None:
     """Raise PlanError when a plan is not of the program beside it: its rules may hold, with other results."""
     plan, program = compiled.plan, compiled.program
     bound = tuple(replace(b, spec=b.spec.bind(plan.rows)) for b in program.batch)
-    coords = {c.id: c.coords for c in program.chunks}  # directives add coordinates, and change nothing else of a chunk
+    coords = {
+        c.id: c.coords for c in program.chunks
+    }  # directives add coordinates, and change nothing else of a chunk
     chunks, variants = (
-        tuple(replace(c, coords={k: v for k, v in c.coords.items() if k in coords.get(c.id, ())}) for c in cs)
+        tuple(
+            replace(c, coords={k: v for k, v in c.coords.items() if k in coords.get(c.id, ())})
+            for c in cs
+        )
         for cs in (plan.chunks, plan.variants)
     )
     used = {v.variant for v in variants}
@@ -71,11 +94,17 @@ def check_same_program(compiled: Compiled) -> None:
         "buffers": (plan.buffers, program.buffers),
         "batch": (plan.batch, bound),
         "chunks": (chunks, program.bound(plan.rows)),
-        "variants": (variants, tuple(v for v in program.bound_variants(plan.rows) if v.variant in used)),
+        "variants": (
+            variants,
+            tuple(v for v in program.bound_variants(plan.rows) if v.variant in used),
+        ),
     }
     for name, (ours, theirs) in tables.items():
         if ours != theirs:
-            raise PlanError(f"execute: the plan's {name} {_difference(ours, theirs)}; compile the strategy with this job")
+            raise PlanError(
+                f"execute: the plan's {name} {_difference(ours, theirs)}; compile the strategy "
+                f"with this job"
+            )
 
 
 def _difference(ours: Any, theirs: Any) -> str:
@@ -84,7 +113,11 @@ def _difference(ours: Any, theirs: Any) -> str:
         return f"is {ours!r}, that of its program is {theirs!r}"
     for one, other in zip(ours, theirs, strict=False):
         if one != other:
-            fields = [f.name for f in dataclass_fields(one) if getattr(one, f.name) != getattr(other, f.name)]
+            fields = [
+                f.name
+                for f in dataclass_fields(one)
+                if getattr(one, f.name) != getattr(other, f.name)
+            ]
             name = getattr(one, "id", "") or one.name
             return f"differ from those of its program: {', '.join(fields)} of {name}"
     return f"are {len(ours)}, its program has {len(theirs)}"
@@ -157,20 +190,44 @@ def execute(
     if launcher == "emulated":
         from piper.api.running.emulation import emulate
 
-        check_keywords("execute", more, [*_EXECUTE, *inspect.signature(emulate).parameters], JobError)
-        if log or on_step is not None or checkpoint is not None or resume is not None or restarts or on_loss != "restart":
+        check_keywords(
+            "execute", more, [*_EXECUTE, *inspect.signature(emulate).parameters], JobError
+        )
+        if (
+            log
+            or on_step is not None
+            or checkpoint is not None
+            or resume is not None
+            or restarts
+            or on_loss != "restart"
+        ):
             raise JobError(
-                'execute(launcher="emulated"): nothing is trained, so there is nothing for log, on_step, checkpoint and resume, '
+                'execute(launcher="emulated"): nothing is trained, so there is nothing for log, '
+                "on_step, checkpoint "
+                "and resume, "
                 "nor for restarts"
             )
-        return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **dict[str, Any](more))
+        return emulate(
+            compiled,
+            steps=steps,
+            cluster=cluster,
+            timeout_s=timeout_s,
+            trace=trace,
+            out=out,
+            **dict[str, Any](more),
+        )
     check_keywords("execute", more, [*_EXECUTE, *inspect.signature(run).parameters], JobError)
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
-        raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
+        raise JobError(
+            "execute: this was compiled from a Program, which has no code and no data; compile a "
+            "piper.Job to run it"
+        )
     if cluster != "auto" and not launcher_kind(launcher).on_clusters:
         raise JobError(
-            f'execute(cluster={cluster!r}): launcher "{launcher}" runs on this machine; launcher="ray" takes an address, '
+            f'execute(cluster={cluster!r}): launcher "{launcher}" runs on this machine; '
+            f'launcher="ray" takes an '
+            f"address, "
             'launcher="emulated" any cluster to imitate'
         )
     check_autocast()
@@ -190,7 +247,14 @@ def execute(
     if on_loss == "replan" and more.get("replan") is None:
         more["replan"] = Replanner(compiled, chosen, strategy)
     options: dict[str, Any] = dict(more)
-    options |= dict(steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory)
+    options |= dict(
+        steps=steps,
+        launcher=launcher,
+        cluster=cluster,
+        timeout_s=timeout_s,
+        trace=trace,
+        memory=memory,
+    )
     options |= {
         "evaluation": evaluation,
         "trainable": compiled.trainable,
@@ -209,7 +273,9 @@ def execute(
         try:
             save_run(folder, result, compiled.plan.tokens_per_step)
         except OutputError as e:  # what was trained is worth more than its report
-            warnings.warn(f"{e}. The run is complete, but its report is not", PiperWarning, stacklevel=2)
+            warnings.warn(
+                f"{e}. The run is complete, but its report is not", PiperWarning, stacklevel=2
+            )
     return result
 
 
@@ -222,9 +288,18 @@ def evaluation_for(compiled: Compiled, job: Job) -> Evaluation | None:
         return None
     beside = (compiled if job is compiled.job else replace(compiled, job=job)).evaluation
     if beside is None or beside.job is None or job.eval_every is None:
-        raise JobError("execute: nothing says how the job was compiled, so that it cannot be evaluated; compile it with this job")
+        raise JobError(
+            "execute: nothing says how the job was compiled, so that it cannot be evaluated; "
+            "compile it with this job"
+        )
     verify(beside.plan)
-    return Evaluation(beside.plan, exported(beside), beside.job.batch, job.eval_every, job.evaluated.eval_batches or 1)
+    return Evaluation(
+        beside.plan,
+        exported(beside),
+        beside.job.batch,
+        job.eval_every,
+        job.evaluated.eval_batches or 1,
+    )
 
 
 _EXECUTE = [name for name in inspect.signature(execute).parameters if name != "more"]

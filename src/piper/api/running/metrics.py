@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from piper_runtime.launch import StepRecord
 
 METRICS_FILE = "metrics.jsonl"
-OPTIONAL = frozenset({"experts", "gradient_norm", "learning_rates", "metrics", "evaluation", "evaluation_s"})
+OPTIONAL = frozenset(
+    {"experts", "gradient_norm", "learning_rates", "metrics", "evaluation", "evaluation_s"}
+)
 """The metrics that a line lacks where a run has none."""
 EVALUATED = "eval_"
 """The beginning of the names of what an evaluation finds."""
@@ -66,8 +68,18 @@ class StepMetrics:
 
     def scalars(self) -> dict[str, float]:
         """Return the measured values by name, without missing ones."""
-        values = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
-        values |= {"gradient_norm": self.gradient_norm, **self._rates(), **self.metrics, **self.evaluated}
+        values = {
+            "loss": self.loss,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "batch_s": self.batch_s,
+        }
+        values |= {
+            "gradient_norm": self.gradient_norm,
+            **self._rates(),
+            **self.metrics,
+            **self.evaluated,
+        }
         values |= {"evaluation_s": self.evaluation_s}
         return {name: value for name, value in values.items() if value is not None} | self._loads()
 
@@ -84,9 +96,17 @@ class StepMetrics:
 
     def _loads(self) -> dict[str, float]:
         """Return the load by module of experts: the fullest over the mean, tokens without a place, and dropped rows."""
-        loads = {f"experts/{name}/max over mean": of["max"] / of["mean"] for name, of in self.experts.items() if of["mean"]}
+        loads = {
+            f"experts/{name}/max over mean": of["max"] / of["mean"]
+            for name, of in self.experts.items()
+            if of["mean"]
+        }
         for kind in ("overflow", "dropped"):
-            loads |= {f"experts/{name}/{kind}": float(of[kind]) for name, of in self.experts.items() if kind in of}
+            loads |= {
+                f"experts/{name}/{kind}": float(of[kind])
+                for name, of in self.experts.items()
+                if kind in of
+            }
         return loads
 
 
@@ -111,7 +131,11 @@ class JsonLines:
         self._end = self._file.tell()
 
     def write(self, metrics: StepMetrics) -> None:
-        found = {name: value for name, value in asdict(metrics).items() if name not in OPTIONAL or value not in (None, {}, ())}
+        found = {
+            name: value
+            for name, value in asdict(metrics).items()
+            if name not in OPTIONAL or value not in (None, {}, ())
+        }
         found.pop("evaluation", None)
         line = json.dumps(found | metrics.evaluated).encode() + b"\n"
         rest = line
@@ -152,7 +176,9 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         wandb = _library("wandb")
         project = os.environ.get("WANDB_PROJECT", "piper")
-        self._run = wandb.init(project=project, name=folder.name, dir=str(folder.resolve()), config=dict(config))
+        self._run = wandb.init(
+            project=project, name=folder.name, dir=str(folder.resolve()), config=dict(config)
+        )
 
     def write(self, metrics: StepMetrics) -> None:
         self._run.log(metrics.scalars(), step=metrics.step)
@@ -170,7 +196,8 @@ def _library(package: str) -> ModuleType:
         return import_module(LIBRARIES[package])
     except ImportError as e:
         raise MissingPackageError(
-            f'the log "{package}" needs the package {package}, which cannot be imported ({e}); install it with '
+            f'the log "{package}" needs the package {package}, which cannot be imported ({e}); '
+            f"install it with "
             f"`pip install {package}`, or leave it out of --log"
         ) from e
 
@@ -251,8 +278,12 @@ class Metrics:
         for name, writer in self._writers.items():
             try:
                 writer.write(metrics)
-            except Exception as e:  # a full disk, or whatever a library raises: the training is worth more
-                lost = self._lost.setdefault(name, _Loss(0, f"step {record.step}: {type(e).__name__}: {e}"))
+            except (
+                Exception
+            ) as e:  # a full disk, or whatever a library raises: the training is worth more
+                lost = self._lost.setdefault(
+                    name, _Loss(0, f"step {record.step}: {type(e).__name__}: {e}")
+                )
                 lost.steps += 1
 
     def _evaluated(self, record: StepRecord) -> dict[str, float]:
@@ -267,8 +298,12 @@ class Metrics:
         for name, function in self._functions.items():
             try:
                 found[name] = float(function(loss))
-            except Exception as e:  # a function of the user's may fail in any way: the training is worth more
-                lost = self._lost.setdefault(f"metric {name}", _Loss(0, f"step {step}: {type(e).__name__}: {e}"))
+            except (
+                Exception
+            ) as e:  # a function of the user's may fail in any way: the training is worth more
+                lost = self._lost.setdefault(
+                    f"metric {name}", _Loss(0, f"step {step}: {type(e).__name__}: {e}")
+                )
                 lost.steps += 1
         return found
 
@@ -281,7 +316,9 @@ class Metrics:
                 self._lost.setdefault(name, _Loss(0, f"at the end: {type(e).__name__}: {e}"))
         self._writers.clear()
         if self._lost:
-            losses = "; ".join(f"{name}: {x.steps} steps lost, first {x.first}" for name, x in self._lost.items())
+            losses = "; ".join(
+                f"{name}: {x.steps} steps lost, first {x.first}" for name, x in self._lost.items()
+            )
             warnings.warn(f"not all metrics could be written. {losses}", PiperWarning, stacklevel=2)
             self._lost.clear()
 
@@ -298,7 +335,10 @@ def _finite(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def open_metrics(
-    folder: Path, names: Iterable[str], plan: Plan, functions: Mapping[str, Callable[[float], float]] | None = None
+    folder: Path,
+    names: Iterable[str],
+    plan: Plan,
+    functions: Mapping[str, Callable[[float], float]] | None = None,
 ) -> Metrics:
     """Open the metrics of a run of a plan in the folder of its results.
 
@@ -314,7 +354,9 @@ def open_metrics(
             if isinstance(e, MissingPackageError):
                 raise
             # Libraries have errors of their own, such as that nobody is logged in.
-            raise OutputError(f'the log "{name}" cannot be opened in {folder}: {type(e).__name__}: {e}') from e
+            raise OutputError(
+                f'the log "{name}" cannot be opened in {folder}: {type(e).__name__}: {e}'
+            ) from e
     return Metrics(writers, plan.tokens_per_step, functions)
 
 
@@ -333,7 +375,10 @@ def recorded(
     """
     if folder is None:
         if names:
-            raise JobError(f"log={','.join(names)!r} needs a folder: give out=DIR (at the command line --out DIR)")
+            raise JobError(
+                f"log={','.join(names)!r} needs a folder: give out=DIR (at the command line --out "
+                f"DIR)"
+            )
         yield on_step
         return
     with open_metrics(folder, names or (), plan, functions) as metrics:

@@ -21,7 +21,16 @@ from piper_ir.ground.select import where
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan
 from piper_ir.plan.plan_bytes import PlanBytes, bucket_bytes
-from piper_ir.program.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
+from piper_ir.program.costs import (
+    AllocatorCosts,
+    CommDuration,
+    Costs,
+    Duration,
+    HostCosts,
+    Origin,
+    PartDuration,
+    StepDuration,
+)
 from piper_ir.program.ops import COMM, HANDS_ON, KEEP_ALL, Compute
 from piper_ir.program.program import Chunk
 from piper_ir.tools import machine_name
@@ -124,7 +133,10 @@ def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]
     if asked is not None:
         for r in asked:
             if isinstance(r, bool) or not isinstance(r, int) or not 1 <= r <= global_batch:
-                raise JobError(f"profile(rows={list(asked)}): {r!r} is no number of rows of a batch of {global_batch}")
+                raise JobError(
+                    f"profile(rows={list(asked)}): {r!r} is no number of rows of a batch of "
+                    f"{global_batch}"
+                )
         return sorted({*asked, own})
     least, most = max(1, global_batch // FEWEST_OF_BATCH), max(1, global_batch // MOST_OF_BATCH)
     chosen = [own]
@@ -138,7 +150,9 @@ def _one_replica(job: Job, rows: int, mesh: Mesh, directives: Sequence[Directive
     """Compile the model with one microbatch of these rows, on one device or those that share its chunks or experts."""
     own = _axes_of_experts(directives)
     replicas = recipes.data_parallel(over=own) if own else ()
-    return compile(replace(job, global_batch=rows * mesh.degree(own)), Strategy(mesh, (*directives, *replicas)))
+    return compile(
+        replace(job, global_batch=rows * mesh.degree(own)), Strategy(mesh, (*directives, *replicas))
+    )
 
 
 def _axes_of_experts(directives: Sequence[Directive]) -> tuple[str, ...]:
@@ -150,7 +164,9 @@ def _policies(target: Compiled, strategy: Strategy, more: Sequence[str]) -> Iter
     """Yield a directive for each policy of recomputation to measure, with the chunks that a strategy has under it."""
     under: dict[str, dict[str, None]] = {}
     for _, _, instr in target.plan.instructions():
-        for op in (p.op for p in instr.parts if isinstance(p.op, Compute) and p.op.keep != KEEP_ALL):
+        for op in (
+            p.op for p in instr.parts if isinstance(p.op, Compute) and p.op.keep != KEEP_ALL
+        ):
             under.setdefault(op.keep.removesuffix(HANDS_ON), {})[op.chunk] = None
     groups = {d.keep: d.group for d in strategy.directives if isinstance(d, recompute)}
     for keep, chunks in under.items():
@@ -176,10 +192,20 @@ def _sharing(job: Job, rows: int, mesh: Mesh, shares: Sequence[Directive]) -> li
 
 
 def _requests(
-    target: Compiled, singles: Sequence[Compiled], again: Sequence[Compiled], sharing: Sequence[Plan], repeats: int
+    target: Compiled,
+    singles: Sequence[Compiled],
+    again: Sequence[Compiled],
+    sharing: Sequence[Plan],
+    repeats: int,
 ) -> dict[int, ProfileRequest]:
     from piper_runtime.profile import ProfileRequest
-    from piper_runtime.rank import ShippedCode, check_same_model, materialize, pack, with_declarations
+    from piper_runtime.rank import (
+        ShippedCode,
+        check_same_model,
+        materialize,
+        pack,
+        with_declarations,
+    )
 
     job = target.job
     assert job is not None
@@ -190,14 +216,22 @@ def _requests(
         assert c.code is not None
         exported = c.code.export(c.plan.codes, c.plan.rows)
         code.setdefault(c.plan.rows, {}).update(
-            {i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in exported.items()}
+            {
+                i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()}
+                for i, steps in exported.items()
+            }
         )
     request = ProfileRequest(
         pickle.dumps(target.plan),
         pickle.dumps([c.plan for c in singles]),
         pickle.dumps([c.plan for c in again]),
         pickle.dumps(sharing),
-        pickle.dumps(pack((job.batch, with_declarations(job.make_optimizers), job.scheduler), (job.model, job.loss))),
+        pickle.dumps(
+            pack(
+                (job.batch, with_declarations(job.make_optimizers), job.scheduler),
+                (job.model, job.loss),
+            )
+        ),
         code,
         initial.params,
         initial.buffers,
@@ -222,9 +256,17 @@ def _sizes(plans: Sequence[Plan], largest: Plan) -> tuple[int, ...]:
         for part in instr.parts
         if isinstance(part.op, COMM)
     }
-    own |= {bind(c.nbytes, 0) for chunk in plans[0].chunks for sig in chunk.steps.values() for c in sig.collectives}
+    own |= {
+        bind(c.nbytes, 0)
+        for chunk in plans[0].chunks
+        for sig in chunk.steps.values()
+        for c in sig.collectives
+    }
     gradient = max(sum(map(bucket_bytes, plan.buckets)) for plan in plans)
-    boundary = max((bind(o.spec.nbytes, 0) for c in largest.chunks for o in c.outputs if o.kind == "value"), default=0)
+    boundary = max(
+        (bind(o.spec.nbytes, 0) for c in largest.chunks for o in c.outputs if o.kind == "value"),
+        default=0,
+    )
     most, grid = max(gradient, boundary), [SMALLEST_MESSAGE]
     while grid[-1] < most:
         grid.append(min(grid[-1] * GRID, most))
@@ -259,7 +301,9 @@ def _costs(reports: Sequence[ProfileReport], chunks: Sequence[Chunk], origin: Or
         for (code, step, n), s in sorted(samples.items())
         if code
     ]
-    parts = [PartDuration(op, n, _duration(s)) for (c, op, n), s in sorted(samples.items()) if not c]
+    parts = [
+        PartDuration(op, n, _duration(s)) for (c, op, n), s in sorted(samples.items()) if not c
+    ]
     comm = _messages(reports)
     return Costs(
         comm=tuple(comm),
@@ -278,10 +322,17 @@ def _messages(reports: Sequence[ProfileReport]) -> list[CommDuration]:
     for m in chain.from_iterable(r.messages for r in reports):
         of_members.setdefault((m.op, m.members, m.bytes), []).append(m)
     for (op, members, nbytes), samples in of_members.items():
-        nodes, calmest = len({reports[rank].node for rank in members}), _calmest([m.waited for m in samples])
+        nodes, calmest = (
+            len({reports[rank].node for rank in members}),
+            _calmest([m.waited for m in samples]),
+        )
         for m in samples:
-            seconds.setdefault((op, len(members), nodes, nbytes), []).extend(m.seconds[k] for k in calmest)
-            busy.setdefault((op, len(members), nodes, nbytes), []).extend(m.busy[k] for k in calmest)
+            seconds.setdefault((op, len(members), nodes, nbytes), []).extend(
+                m.seconds[k] for k in calmest
+            )
+            busy.setdefault((op, len(members), nodes, nbytes), []).extend(
+                m.busy[k] for k in calmest
+            )
     return [
         CommDuration(op, nbytes, group, _duration(s), nodes, median(busy[op, group, nodes, nbytes]))
         for (op, group, nodes, nbytes), s in sorted(seconds.items())

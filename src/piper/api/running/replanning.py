@@ -33,32 +33,56 @@ def check_on_loss(on_loss: object, strategy: object, restarts: int, launcher: st
         raise JobError(f'on_loss={on_loss!r}: "restart" or "replan" is accepted')
     if on_loss == "restart":
         if strategy is not None:
-            raise JobError('execute(strategy=...): it is for the devices that are left with on_loss="replan"; leave it out')
+            raise JobError(
+                'execute(strategy=...): it is for the devices that are left with on_loss="replan"; '
+                "leave it out"
+            )
         return
     if not restarts:
-        raise JobError('on_loss="replan": a run that may not be started again cannot go on; give restarts of at least 1')
+        raise JobError(
+            'on_loss="replan": a run that may not be started again cannot go on; give restarts of '
+            "at least 1"
+        )
     from piper_runtime.launch import launcher_kind
 
     if launcher_kind(launcher).open is None:
-        raise JobError('on_loss="replan": launcher "inline" has no devices to lose; use launcher="processes" or "ray"')
-    listed = isinstance(strategy, Sequence) and strategy and all(isinstance(s, Strategy) for s in strategy)
+        raise JobError(
+            'on_loss="replan": launcher "inline" has no devices to lose; use launcher="processes" '
+            'or "ray"'
+        )
+    listed = (
+        isinstance(strategy, Sequence)
+        and strategy
+        and all(isinstance(s, Strategy) for s in strategy)
+    )
     if strategy is not None and not callable(strategy) and not listed:
         raise JobError(
-            f"execute(strategy={strategy!r:.80}): a function of a trial, or a list of piper.Strategy for fewer devices, is needed"
+            f"execute(strategy={strategy!r:.80}): a function of a trial, or a list of "
+            f"piper.Strategy for fewer "
+            f"devices, is needed"
         )
 
 
 class Replanner:
     """Give the plan for so many devices; `compiled` and `strategy` are always those of the last one."""
 
-    def __init__(self, compiled: Compiled, job: Job, fallbacks: Fallbacks | None = None, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        compiled: Compiled,
+        job: Job,
+        fallbacks: Fallbacks | None = None,
+        costs: Costs | None = None,
+    ) -> None:
         self.compiled, self._job, self._fallbacks, self._costs = compiled, job, fallbacks, costs
         self.strategy: Strategy | None = None
         self._first = compiled.strategy
         if callable(fallbacks):
             _check_tuner()
         if fallbacks is None and self._first is None:
-            raise JobError('on_loss="replan": nothing says which strategy this was compiled from; give strategy=[...]')
+            raise JobError(
+                'on_loss="replan": nothing says which strategy this was compiled from; give '
+                "strategy=[...]"
+            )
 
     def __call__(self, devices: int) -> tuple[Plan, ExportedCode]:
         """Return a plan for at most so many devices, with its code; raise JobError when there is none."""
@@ -71,7 +95,11 @@ class Replanner:
                 self.strategy, made = self._first_legal(devices, listed)
             case function:
                 self.strategy, made = self._searched(devices, function)
-        plan = on_device(made.plan, self.compiled.plan.device) if self.compiled.plan.device else made.plan
+        plan = (
+            on_device(made.plan, self.compiled.plan.device)
+            if self.compiled.plan.device
+            else made.plan
+        )
         self.compiled = replace(made, plan=plan)
         verify(plan)
         return plan, exported(self.compiled)
@@ -85,7 +113,9 @@ class Replanner:
         why = ""
         for world in range(devices, 0, -1):
             cluster, timed = devices_of_runs(world), list[tuple[float, int, Strategy, Compiled]]()
-            for strategy, made in self._legal(on_devices(self._first, world, self._job.global_batch)):
+            for strategy, made in self._legal(
+                on_devices(self._first, world, self._job.global_batch)
+            ):
                 predicted = simulate(made.plan, cluster, costs=self._costs)
                 if predicted.oom is None:
                     timed.append((predicted.period_s, len(timed), strategy, made))
@@ -94,16 +124,23 @@ class Replanner:
             if timed:
                 return min(timed)[2:]
         raise JobError(
-            f"the strategy of this run, on {self._first.mesh}, is not legal on {_counted(devices)} or fewer{why}; give strategy="
+            f"the strategy of this run, on {self._first.mesh}, is not legal on {_counted(devices)} "
+            f"or fewer{why}; give "
+            f"strategy="
             "[...] with others, or a function of a trial"
         )
 
     def _first_legal(self, devices: int, listed: Iterable[Strategy]) -> tuple[Strategy, Compiled]:
         for found in self._legal(s for s in listed if s.mesh.world <= devices):
             return found
-        raise JobError(f"execute(strategy=[...]): none of the strategies is legal for this job on {_counted(devices)}")
+        raise JobError(
+            f"execute(strategy=[...]): none of the strategies is legal for this job on "
+            f"{_counted(devices)}"
+        )
 
-    def _searched(self, devices: int, function: Callable[[Any], Strategy]) -> tuple[Strategy, Compiled]:
+    def _searched(
+        self, devices: int, function: Callable[[Any], Strategy]
+    ) -> tuple[Strategy, Compiled]:
         from piper.api.ground.this_machine import devices_of_runs
         from piper.api.problems.tuning_problem import problem_of
         from piper_autotune import tune
@@ -111,7 +148,10 @@ class Replanner:
         def fitting(trial: Any) -> Strategy:
             strategy = function(trial)
             if isinstance(strategy, Strategy) and strategy.mesh.world > devices:
-                raise JobError(f"{strategy.mesh} has {strategy.mesh.world} ranks, and {_counted(devices)} are left")
+                raise JobError(
+                    f"{strategy.mesh} has {strategy.mesh.world} ranks, and {_counted(devices)} are "
+                    f"left"
+                )
             return strategy
 
         cluster = devices_of_runs(devices)
@@ -141,7 +181,9 @@ def _check_tuner() -> None:
         import_module("piper_autotune")
     except ImportError as e:
         raise MissingPackageError(
-            f'on_loss="replan" searches the function of a trial with the tuner, which cannot be imported ({e}); install what is '
+            f'on_loss="replan" searches the function of a trial with the tuner, which cannot be '
+            f"imported ({e}); "
+            f"install what is "
             "missing (`pip install optuna`), or give a list of strategies"
         ) from e
 

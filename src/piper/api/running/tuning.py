@@ -44,7 +44,18 @@ CONFIRM_STEPS = 8
 """The steps of a confirming run: three warm up, the median of the others counts."""
 MOST_BYTES = 2**60
 """The largest memory limit in bytes; no device has more."""
-UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+}
 
 
 @checked_call(TuneError)
@@ -115,7 +126,10 @@ def tune(
     device = chosen_cluster(cluster)
     limit = _limit(memory_limit, device)
     if load is not None and model is not DeviceModel:
-        raise TuneError("tune(load=...): a cost model of your own decides itself how long experts take; leave the load out")
+        raise TuneError(
+            "tune(load=...): a cost model of your own decides itself how long experts take; leave "
+            "the load out"
+        )
     if load is not None:
         load_text(load)  # a log that cannot be read is no reason to refuse each candidate
     space: JobSpace | None = None
@@ -208,7 +222,10 @@ def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
         unit = UNITS.get(match[2].upper()) if match else None
         number = float(match[1]) * unit if match and unit else 0
     if not 1 <= number < MOST_BYTES:
-        raise TuneError(f"memory_limit={given!r}: a positive number of bytes, or text such as '20GiB' or '512MiB', is accepted")
+        raise TuneError(
+            f"memory_limit={given!r}: a positive number of bytes, or text such as '20GiB' or "
+            f"'512MiB', is accepted"
+        )
     return int(number)
 
 
@@ -219,11 +236,17 @@ def _check_local(cluster: Cluster | None) -> None:
     asked = "given durations" if cluster is None else cluster.name
     if not torch.cuda.is_available():
         if cluster is None or cluster.device.name != CPU:
-            raise TuneError(f"confirm runs candidates on this machine, which is {CPU}; the cluster is {asked}: leave confirm out")
+            raise TuneError(
+                f"confirm runs candidates on this machine, which is {CPU}; the cluster is {asked}: "
+                f"leave confirm out"
+            )
         return
     here = torch.cuda.get_device_name(0)
     if cluster is None or cluster.device.name.partition("-")[0] not in here.lower():
-        raise TuneError(f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: leave confirm out")
+        raise TuneError(
+            f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: "
+            f"leave confirm out"
+        )
 
 
 def _jobs(source: Any, space: JobSpace | None) -> Callable[[Mapping[str, Any]], Job]:
@@ -235,9 +258,15 @@ def _goal_of_jobs(objective: Objective | None, storage: Any, global_batch: int |
     """Return what a search over jobs minimises; raise TuneError for arguments that are for one job."""
     if objective == "period":
         others = " or ".join(f"objective={name!r}" for name in OBJECTIVES if name != "period")
-        raise TuneError(f"tune(objective='period'): the steps of different jobs hold different numbers of tokens; use {others}")
+        raise TuneError(
+            f"tune(objective='period'): the steps of different jobs hold different numbers of "
+            f"tokens; use {others}"
+        )
     if storage is not None:
-        raise TuneError("tune(storage=...): a search over jobs is kept in memory only; leave storage out, or give one job")
+        raise TuneError(
+            "tune(storage=...): a search over jobs is kept in memory only; leave storage out, or "
+            "give one job"
+        )
     if global_batch is not None:
         raise TuneError("tune(global_batch=...): a job has its own; choose it in job(trial)")
     return objective or "tokens_per_s_per_device"
@@ -266,13 +295,21 @@ def _measure(
     timeout_s: float,
 ) -> Callable[[Strategy], Confirmation]:
     if type(steps) is not int or steps < 2:
-        raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
+        raise JobError(
+            f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up"
+        )
 
     def measured(strategy: Strategy) -> Confirmation:
         from piper.api.running.execution import execute
 
         job = job_of(strategy.params).unevaluated
-        run = execute(compile(job, strategy, costs=costs), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
+        run = execute(
+            compile(job, strategy, costs=costs),
+            steps=steps,
+            launcher=launcher,
+            timeout_s=timeout_s,
+            pool=pool,
+        )
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
         return Confirmation(period_s, max(run.peak_bytes.values(), default=None))
 

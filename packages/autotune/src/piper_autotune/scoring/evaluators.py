@@ -66,7 +66,9 @@ class Here:
 
     def result(self, ticket: int) -> Outcome:
         strategy, engine = self._waiting[ticket]
-        while isinstance(found := score(self._problem, strategy, self._programs.found, engine), Needs):
+        while isinstance(
+            found := score(self._problem, strategy, self._programs.found, engine), Needs
+        ):
             self._programs.add(found.wanted)
         return found
 
@@ -97,7 +99,12 @@ class Processes:
     """Score in `count` worker processes, each with at most `timeout_s` seconds per candidate."""
 
     def __init__(
-        self, problem: TuningProblem, programs: Programs, count: int, timeout_s: float, modules: Iterable[ModuleType] = ()
+        self,
+        problem: TuningProblem,
+        programs: Programs,
+        count: int,
+        timeout_s: float,
+        modules: Iterable[ModuleType] = (),
     ) -> None:
         self._blob = packed(problem, [*modules, *problem.own_modules])
         self._programs, self._timeout_s = programs, timeout_s
@@ -139,24 +146,36 @@ class Processes:
 
     def _hand_over(self, worker: _Worker, ticket: int) -> None:
         strategy, engine = self._jobs[ticket]
-        new = {wanted: p for wanted, p in self._programs.found.items() if wanted not in worker.knows}
+        new = {
+            wanted: p for wanted, p in self._programs.found.items() if wanted not in worker.knows
+        }
         worker.ticket, worker.deadline = ticket, time.monotonic() + self._timeout_s
         worker.knows |= new.keys()
-        with contextlib.suppress(OSError):  # a worker that is gone shows when its answer is waited for
+        with contextlib.suppress(
+            OSError
+        ):  # a worker that is gone shows when its answer is waited for
             worker.connection.send_bytes(pickle.dumps((strategy, engine, new)))
 
     def _wait(self) -> None:
         """Wait until a worker answers, dies, or is too late."""
         now = time.monotonic()
         first = min((w.deadline for w in self._workers), default=now)
-        heard = wait([w.connection for w in self._workers], timeout=max(0.0, min(first - now, 3600.0)))
+        heard = wait(
+            [w.connection for w in self._workers], timeout=max(0.0, min(first - now, 3600.0))
+        )
         for index, worker in enumerate(self._workers):
             if worker.connection in heard:
                 self._hear(index, worker)
             elif time.monotonic() >= worker.deadline:
                 if not worker.ready:
-                    raise TuneError(f"a worker process did not start within {START_S:g} s{_said(worker)}")
-                self._replace(index, "hang", f"it took longer than {self._timeout_s:g} s; its worker process was ended")
+                    raise TuneError(
+                        f"a worker process did not start within {START_S:g} s{_said(worker)}"
+                    )
+                self._replace(
+                    index,
+                    "hang",
+                    f"it took longer than {self._timeout_s:g} s; its worker process was ended",
+                )
 
     def _hear(self, index: int, worker: _Worker) -> None:
         try:
@@ -165,7 +184,11 @@ class Processes:
             if not worker.ready:
                 raise TuneError(f"a worker process ended while it started{_said(worker)}") from None
             said = _said(worker)
-            self._replace(index, "crash", f"its worker process ended with {_exit_text(worker.process.wait())}{said}")
+            self._replace(
+                index,
+                "crash",
+                f"its worker process ended with {_exit_text(worker.process.wait())}{said}",
+            )
             return
         worker.deadline = float("inf")
         if found == READY:
@@ -193,7 +216,12 @@ def _start(blob: bytes) -> _Worker:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
     code = f"from piper_autotune.scoring.worker import serve; serve({theirs.fileno()})"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=env
+        [sys.executable, "-c", code],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=errors,
+        stderr=errors,
+        env=env,
     )
     theirs.close()
     with contextlib.suppress(OSError):  # if it is gone already, that shows when it is waited for

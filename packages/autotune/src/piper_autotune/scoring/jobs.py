@@ -62,7 +62,12 @@ class JobCases:
 class PerJob:
     """Score each strategy by the evaluator of its job, which is made when it is needed."""
 
-    def __init__(self, cases: JobCases, made: Callable[[JobCase, Programs, Iterable[ModuleType]], Evaluator], width: int) -> None:
+    def __init__(
+        self,
+        cases: JobCases,
+        made: Callable[[JobCase, Programs, Iterable[ModuleType]], Evaluator],
+        width: int,
+    ) -> None:
         self._cases, self._made, self.width = cases, made, width
         self._open: dict[int, Evaluator] = {}
         self._tickets: dict[int, tuple[int, int]] = {}
@@ -91,5 +96,7 @@ class PerJob:
     def _close_others(self) -> None:
         """Close what was not used for longest and has no candidate under way."""
         busy = {case for case, _ in self._tickets.values()}
-        for case in [case for case in self._open if case not in busy][: max(0, len(self._open) - MOST_OPEN + 1)]:
+        for case in [case for case in self._open if case not in busy][
+            : max(0, len(self._open) - MOST_OPEN + 1)
+        ]:
             self._open.pop(case).close()

@@ -19,7 +19,9 @@ _KNOWN: dict[bytes, TuningProblem] = {}
 _LOCK = threading.Lock()
 
 
-def task(name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Variants) -> Scored | Refused | Needs:
+def task(
+    name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Variants
+) -> Scored | Refused | Needs:
     """Score one candidate in a Ray worker; `blob` is a packed TuningProblem called `name`, unpacked once per worker."""
     with _LOCK:
         if name not in _KNOWN:
@@ -32,13 +34,25 @@ def task(name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Vari
 class OnRay:
     """Run tasks on the Ray cluster to which this process is connected; a task is not repeated when its worker dies."""
 
-    def __init__(self, problem: TuningProblem, programs: Programs, timeout_s: float, modules: Iterable[ModuleType] = ()) -> None:
+    def __init__(
+        self,
+        problem: TuningProblem,
+        programs: Programs,
+        timeout_s: float,
+        modules: Iterable[ModuleType] = (),
+    ) -> None:
         try:
             import ray
         except ImportError as e:
-            raise TuneError(f"scoring on Ray needs it: {e}; install ray, or give workers as a number of processes") from None
+            raise TuneError(
+                f"scoring on Ray needs it: {e}; install ray, or give workers as a number of "
+                f"processes"
+            ) from None
         if not ray.is_initialized():
-            raise TuneError("this process is not connected to a Ray cluster; call ray.init() first, or use piper.tune")
+            raise TuneError(
+                "this process is not connected to a Ray cluster; call ray.init() first, or use "
+                "piper.tune"
+            )
         self._ray: Any = ray
         self._programs, self._timeout_s = programs, timeout_s
         self._blob = ray.put(packed(problem, [*modules, *problem.own_modules]))
@@ -55,17 +69,23 @@ class OnRay:
 
     def _send(self, ticket: int) -> None:
         strategy, engine = self._jobs[ticket]
-        self._refs[ticket] = self._task.remote(self._name, self._blob, strategy, engine, self._programs.found)
+        self._refs[ticket] = self._task.remote(
+            self._name, self._blob, strategy, engine, self._programs.found
+        )
 
     def result(self, ticket: int) -> Outcome:
         errors = self._ray.exceptions
         while True:
-            ref = self._refs[ticket]  # it stays there until it is done, so that an interrupted search cancels it
+            ref = self._refs[
+                ticket
+            ]  # it stays there until it is done, so that an interrupted search cancels it
             try:
                 found = self._ray.get(ref, timeout=self._timeout_s)
             except errors.GetTimeoutError:
                 self._ray.cancel(ref, force=True)
-                found = Refused("hang", f"it took longer than {self._timeout_s:g} s; its Ray worker was ended")
+                found = Refused(
+                    "hang", f"it took longer than {self._timeout_s:g} s; its Ray worker was ended"
+                )
             except errors.RayError as e:
                 found = Refused("crash", f"its Ray worker failed: {ray_reason(e)}")
             del self._refs[ticket]

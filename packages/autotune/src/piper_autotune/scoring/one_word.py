@@ -64,7 +64,10 @@ class OneWord:
         if self.before.reason:
             much_smaller = self.after.device_bytes < (1 - SMALLER) * self.before.device_bytes
             return not self.after.reason or much_smaller or (faster and self.bytes_change <= 0)
-        smaller = self.bytes_change <= -SMALLER * self.before.device_bytes and self.period_change <= SLOWER
+        smaller = (
+            self.bytes_change <= -SMALLER * self.before.device_bytes
+            and self.period_change <= SLOWER
+        )
         return not self.after.reason and (faster or smaller)
 
     @property
@@ -74,11 +77,20 @@ class OneWord:
 
     def told(self, period_s: float) -> str:
         """Return the line beside another prediction of the period without the word, which may know contention."""
-        fits = "" if not self.before.reason else "; it still does not fit" if self.after.reason else "; it fits"
+        fits = (
+            ""
+            if not self.before.reason
+            else "; it still does not fit"
+            if self.after.reason
+            else "; it fits"
+        )
         sign = "+" if self.bytes_change > 0 else ""
         return (
-            f"{self.words}: {time_text(period_s * (1 + self.period_change))} per step ({self.period_change * 100:+.1f} %), "
-            f"{size_text(self.after.device_bytes)} on the fullest device ({sign}{size_text(self.bytes_change)}){fits}"
+            f"{self.words}: {time_text(period_s * (1 + self.period_change))} per step "
+            f"({self.period_change * 100:+.1f} "
+            f"%), "
+            f"{size_text(self.after.device_bytes)} on the fullest device "
+            f"({sign}{size_text(self.bytes_change)}){fits}"
         )
 
 
@@ -89,26 +101,43 @@ def alternatives(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
         changed: Directive | None = None
         if isinstance(item, partition) and item.at == "even" and item.stages > 1:
             words, changed = 'partition(at="cost")', replace(item, at="cost")
-        elif isinstance(item, replicate) and not any((item.shards.optim, item.shards.grads, item.shards.params)):
+        elif isinstance(item, replicate) and not any(
+            (item.shards.optim, item.shards.grads, item.shards.params)
+        ):
             if strategy.mesh.degree(item.over) > 1:
                 words, changed = "replicate(zero=1)", replace(item, zero=1)
         if changed is not None:
-            yield words, Strategy(strategy.mesh, (*items[:k], changed, *items[k + 1 :]), params=strategy.params)
+            yield (
+                words,
+                Strategy(
+                    strategy.mesh, (*items[:k], changed, *items[k + 1 :]), params=strategy.params
+                ),
+            )
 
 
-def one_word(evaluator: Evaluator, strategy: Strategy, *, engine: bool, before: Scored | None = None) -> tuple[OneWord, ...]:
+def one_word(
+    evaluator: Evaluator, strategy: Strategy, *, engine: bool, before: Scored | None = None
+) -> tuple[OneWord, ...]:
     """Return what each alternative changes, without those that cannot be compiled; `before` is a score that is known.
 
     Both sides are scored in the same way: by the event engine, or by the sweep, which knows no contention.
     """
-    asked = [(words, other, evaluator.submit(other, engine)) for words, other in alternatives(strategy)]
+    asked = [
+        (words, other, evaluator.submit(other, engine)) for words, other in alternatives(strategy)
+    ]
     if not asked:
         return ()
-    own: Outcome = evaluator.result(evaluator.submit(strategy, engine)) if before is None else before
+    own: Outcome = (
+        evaluator.result(evaluator.submit(strategy, engine)) if before is None else before
+    )
     found = [(words, other, evaluator.result(ticket)) for words, other, ticket in asked]
     if not isinstance(own, Scored):
         return ()
-    return tuple(OneWord(words, own, after, other) for words, other, after in found if isinstance(after, Scored))
+    return tuple(
+        OneWord(words, own, after, other)
+        for words, other, after in found
+        if isinstance(after, Scored)
+    )
 
 
 @dataclass(frozen=True)
@@ -130,10 +159,19 @@ class ScoredHere:
     """Score one strategy beside others of the same problem, in this process."""
 
     def __init__(
-        self, problem: TuningProblem, at_rows: Callable[[int], Program] | None = None, under: Under | None = None, *, engine: bool
+        self,
+        problem: TuningProblem,
+        at_rows: Callable[[int], Program] | None = None,
+        under: Under | None = None,
+        *,
+        engine: bool,
     ) -> None:
         programs = Programs(problem, at_rows, under)
-        self._evaluator, self._rules, self._engine = Here(problem, programs), PruningRules(problem, programs), engine
+        self._evaluator, self._rules, self._engine = (
+            Here(problem, programs),
+            PruningRules(problem, programs),
+            engine,
+        )
 
     def score(self, strategy: Strategy) -> Outcome:
         """Return the score of a strategy, or why there is none."""

@@ -68,7 +68,9 @@ class _Missing(Exception):
         self.wanted = wanted
 
 
-def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
+def score(
+    problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False
+) -> Scored | Refused | Needs:
     """Return the outcome for a strategy; with `engine` the event engine gives the times, else the sweep."""
     compiling = _Compiling(problem, strategy, variants)
     try:
@@ -78,9 +80,14 @@ def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine
         return Needs(e.wanted)
     except PiperError as e:
         return Refused("illegal", str(e))
-    except Exception as e:  # a directive of the user's may fail in any way, and is one candidate of many
+    except (
+        Exception
+    ) as e:  # a directive of the user's may fail in any way, and is one candidate of many
         last = traceback.extract_tb(e.__traceback__)[-1]
-        return Refused("illegal", f"compiling it raised {type(e).__name__}: {e} ({last.filename}:{last.lineno})")
+        return Refused(
+            "illegal",
+            f"compiling it raised {type(e).__name__}: {e} ({last.filename}:{last.lineno})",
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,17 @@ class _Compiling:
         of = self.problem
         wanted = wanted_by(self.strategy, of.program)
         program = self._program(wanted) if wanted.special else of.program
-        return compiled(CompileRequest(program, self.strategy, of.global_batch, of.training, of.costs, of.options, self.at_rows))
+        return compiled(
+            CompileRequest(
+                program,
+                self.strategy,
+                of.global_batch,
+                of.training,
+                of.costs,
+                of.options,
+                self.at_rows,
+            )
+        )
 
     def at_rows(self, rows: int) -> Program:
         return self._program(wanted_by(self.strategy, self.problem.program, rows))
@@ -116,7 +133,9 @@ def seconds_of(model: CostModel, plan: Plan) -> list[float]:
     for role in plan.roles:
         work = partial(_seconds, model, role)
         program = role.program
-        out += program.each(work) if once and isinstance(program, InstrTable) else map(work, program)
+        out += (
+            program.each(work) if once and isinstance(program, InstrTable) else map(work, program)
+        )
     return out
 
 
@@ -139,24 +158,36 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
         under = None if problem.load is None else load_of(plan, problem.load)
         factory = problem.model if under is None else under_load(problem.model, under.loads)
         model = model_for(plan, cluster, problem.costs, factory)
-        step_s, period_s = step_and_period(lowered.prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
+        step_s, period_s = step_and_period(
+            lowered.prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s
+        )
     allocator = None if problem.costs is None else problem.costs.allocator
     held = [
-        (device_memory(plan, role, role.peak_bytes, device, allocator).total, role, rank, problem.limit_of(device))
+        (
+            device_memory(plan, role, role.peak_bytes, device, allocator).total,
+            role,
+            rank,
+            problem.limit_of(device),
+        )
         for role in plan.roles
         for rank, device in _devices(cluster, role)
     ]
     most = max(nbytes for nbytes, *_ in held)
     reason = _reason(*max(held, key=lambda h: h[0] - (h[3] or 0)))
     peak_bytes = max(role.peak_bytes for role in plan.roles)
-    return Scored(period_s, step_s, peak_bytes, most, "engine" if engine else "sweep", reason, notes)
+    return Scored(
+        period_s, step_s, peak_bytes, most, "engine" if engine else "sweep", reason, notes
+    )
 
 
 def _devices(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Device | None]]:
     """Return the types of devices that a role runs on, each with the first rank there."""
     if cluster is None or len(cluster.kinds) == 1:
         return [(role.ranks[0], None if cluster is None else cluster.device)]
-    return [(rank, cluster.of(rank)) for rank in {cluster.kind_of(rank): rank for rank in reversed(role.ranks)}.values()]
+    return [
+        (rank, cluster.of(rank))
+        for rank in {cluster.kind_of(rank): rank for rank in reversed(role.ranks)}.values()
+    ]
 
 
 def _reason(held: int, role: RolePlan, rank: int, limit: int | None) -> str:
@@ -164,5 +195,11 @@ def _reason(held: int, role: RolePlan, rank: int, limit: int | None) -> str:
     if limit is None or held <= limit:
         return ""
     largest = sorted(role.peak_by_category.items(), key=lambda o: -o[1])[:SHOWN]
-    instr = f"instruction {role.peak_at} {role.program[role.peak_at].name}" if role.program else "its start"
-    return too_much(rank, role.role, held, limit, instr, (f"{c} {size_text(b)}" for c, b in largest))
+    instr = (
+        f"instruction {role.peak_at} {role.program[role.peak_at].name}"
+        if role.program
+        else "its start"
+    )
+    return too_much(
+        rank, role.role, held, limit, instr, (f"{c} {size_text(b)}" for c, b in largest)
+    )

@@ -20,7 +20,9 @@ def serve(descriptor: int) -> None:
     The first message is a packed TuningProblem. Each later one is a tuple: a packed strategy, whether the event engine
     scores it, and the programs that this worker has not seen yet. The answer is the result of `score`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches; it ends this one
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the process that searches; it ends this one
     connection = Connection(descriptor)
     variants: dict[Wanted, Program | str | None] = {}
     try:

@@ -24,7 +24,9 @@ class Confirmation:
     peak_bytes: int | None = None
 
 
-def confirm_best(search: StrategySearch, count: int, measure: Callable[[Strategy], Confirmation]) -> None:
+def confirm_best(
+    search: StrategySearch, count: int, measure: Callable[[Strategy], Confirmation]
+) -> None:
     """Run the best candidates; those with equal predictions are one plan and run once."""
     seen: set[tuple[object, ...]] = set()
     for row in search.complete():
@@ -44,4 +46,6 @@ def _confirmed(row: Row, strategy: Strategy, measure: Callable[[Strategy], Confi
         return replace(row, state="rejected", kind="confirmation", reason=f"running it failed: {e}")
     assert row.period_s is not None, "a complete row has a period"
     error = row.period_s / found.period_s - 1
-    return replace(row, measured_period_s=found.period_s, measured_peak_bytes=found.peak_bytes, error=error)
+    return replace(
+        row, measured_period_s=found.period_s, measured_peak_bytes=found.peak_bytes, error=error
+    )

@@ -19,19 +19,26 @@ def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
     """Return the message for the user."""
     rows = list(search.rows.values())
     if not rows:
-        return "the search ended without a candidate: the sampler proposed nothing that could be scored"
+        return (
+            "the search ended without a candidate: the sampler proposed nothing that could be "
+            "scored"
+        )
     too_much = [r for r in rows if r.kind in MEMORY_KINDS]
     least = _smallest(search, too_much) if problem.memory_limit is not None else None
     if least is not None and problem.memory_limit is not None:
         some = _counted(search, len(rows))
         return (
-            f"{some} fits into {size_text(problem.memory_limit)}; the smallest needs {enough_text(least.device_bytes or 0)} "
+            f"{some} fits into {size_text(problem.memory_limit)}; the smallest needs "
+            f"{enough_text(least.device_bytes or 0)} "
             f"({least.reason}; params {dict(least.params)}). {_way_out(problem, least)} "
             "choices that hold less: more stages, smaller microbatches, fewer of them in flight"
         )
     kind, count = Counter(str(r.kind) for r in rows).most_common(1)[0]
     first = next(r for r in rows if r.kind == kind)
-    return f"all {len(rows)} candidates were rejected, {count} of them as {kind!r}; the first: {first.reason}"
+    return (
+        f"all {len(rows)} candidates were rejected, {count} of them as {kind!r}; the first: "
+        f"{first.reason}"
+    )
 
 
 def _counted(search: StrategySearch, count: int) -> str:
@@ -48,11 +55,15 @@ def _way_out(problem: TuningProblem, least: Row) -> str:
     than its own device.
     """
     devices = problem.several_devices
-    if all(least.device_bytes is not None and least.device_bytes <= device.memory_bytes for device in devices):
+    if all(
+        least.device_bytes is not None and least.device_bytes <= device.memory_bytes
+        for device in devices
+    ):
         return "Set memory_limit to at least that, or offer"
     own = ", ".join(f"{device.name} {size_text(device.memory_bytes)}" for device in devices)
     return (
-        f"Each rank has the memory of its own device, whatever the limit: {own}. Put types with more where more is held, or offer"
+        f"Each rank has the memory of its own device, whatever the limit: {own}. Put types with "
+        f"more where more is held, or offer"
     )
 
 
@@ -68,4 +79,8 @@ def _smallest(search: StrategySearch, rows: list[Row]) -> Row | None:
             known[least.number] = found
         else:
             del known[least.number]
-    return min((r for r in known.values() if r.kind == "memory"), key=lambda r: (r.device_bytes, r.number), default=None)
+    return min(
+        (r for r in known.values() if r.kind == "memory"),
+        key=lambda r: (r.device_bytes, r.number),
+        default=None,
+    )

@@ -7,7 +7,12 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.samplers import BaseSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
@@ -43,7 +48,9 @@ class GuidedSampler(BaseSampler):
         self._tpe.reseed_rng()
         self._random.seed()
 
-    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+    def infer_relative_search_space(
+        self, study: Study, trial: FrozenTrial
+    ) -> dict[str, BaseDistribution]:
         """Return the space of TPE, or of the point that is proposed instead."""
         self._chosen = {}
         space = self._tpe.infer_relative_search_space(study, trial)
@@ -56,7 +63,9 @@ class GuidedSampler(BaseSampler):
             self._chosen = self._tpe.sample_relative(study, trial, space)
             if frozenset(self._chosen.items()) not in seen:
                 return space
-        found = self._neighbour(leaders(done), seen) or self._anywhere(self._random.choice(done), seen)
+        found = self._neighbour(leaders(done), seen) or self._anywhere(
+            self._random.choice(done), seen
+        )
         if found is None:
             return space
         self._chosen, space = found
@@ -64,16 +73,26 @@ class GuidedSampler(BaseSampler):
         self._proposed.add(frozenset(self._chosen.items()))
         return space
 
-    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
         return self._chosen or self._tpe.sample_relative(study, trial, search_space)
 
-    def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
+    def sample_independent(
+        self,
+        study: Study,
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
         return self._tpe.sample_independent(study, trial, param_name, param_distribution)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         self._tpe.before_trial(study, trial)
 
-    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+    def after_trial(
+        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
         self._tpe.after_trial(study, trial, state, values)
 
     def _neighbour(
@@ -82,12 +101,16 @@ class GuidedSampler(BaseSampler):
         """Return a point next to a leader, and its space."""
         for steps in (1, 2):
             for leader in among:
-                options = [p for p in self._around(leader, steps) if frozenset(p.items()) not in seen]
+                options = [
+                    p for p in self._around(leader, steps) if frozenset(p.items()) not in seen
+                ]
                 if options:
                     return self._random.choice(options), dict(leader.distributions)
         return None
 
-    def _anywhere(self, like: FrozenTrial, seen: set[Point]) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
+    def _anywhere(
+        self, like: FrozenTrial, seen: set[Point]
+    ) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
         """Return a random point with the names of another trial, which was not tried."""
         for _ in range(RETRIES):
             point = {name: self._drawn(d) for name, d in like.distributions.items()}
@@ -105,7 +128,10 @@ class GuidedSampler(BaseSampler):
                 return self._random.randrange(low, high + 1, step)
             case FloatDistribution(low=low, high=high, step=step, log=log):
                 if log:
-                    return min(high, max(low, math.exp(self._random.uniform(math.log(low), math.log(high)))))
+                    return min(
+                        high,
+                        max(low, math.exp(self._random.uniform(math.log(low), math.log(high)))),
+                    )
                 return (
                     self._random.uniform(low, high)
                     if step is None
@@ -130,15 +156,25 @@ class GuidedSampler(BaseSampler):
             case CategoricalDistribution(choices=choices):
                 return _categories(choices, value)
             case IntDistribution(low=low, high=high, step=step, log=log):
-                near = [value * 2, value // 2, value + 1, value - 1] if log else [value + k * step for k in (1, -1, 2, -2, 4, -4)]
+                near = (
+                    [value * 2, value // 2, value + 1, value - 1]
+                    if log
+                    else [value + k * step for k in (1, -1, 2, -2, 4, -4)]
+                )
                 return [v for v in dict.fromkeys(near) if low <= v <= high and v != value]
             case FloatDistribution(low=low, high=high, step=step, log=log):
                 if step is not None:
                     near = [value + k * step for k in (1, -1, 2, -2)]
                 elif log:
-                    near = [value * self._random.uniform(1.05, 2.0), value / self._random.uniform(1.05, 2.0)]
+                    near = [
+                        value * self._random.uniform(1.05, 2.0),
+                        value / self._random.uniform(1.05, 2.0),
+                    ]
                 else:
-                    near = [value + sign * self._random.uniform(0.01, 0.2) * (high - low) for sign in (1, -1)]
+                    near = [
+                        value + sign * self._random.uniform(0.01, 0.2) * (high - low)
+                        for sign in (1, -1)
+                    ]
                 return [v for v in near if low <= v <= high]
         return []
 

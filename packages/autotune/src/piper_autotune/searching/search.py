@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.samplers import BruteForceSampler
 from optuna.trial import TrialState
 
@@ -86,7 +91,13 @@ class StrategySearch:
         cases: JobCases | None = None,
     ) -> None:
         self.cases = cases
-        self.study, self.function, self.problem, self.rules, self.evaluator = study, function, problem, rules, evaluator
+        self.study, self.function, self.problem, self.rules, self.evaluator = (
+            study,
+            function,
+            problem,
+            rules,
+            evaluator,
+        )
         self.trials, self.leaders, self.progress = trials, max(leaders, LEADERS), progress
         self.rows: dict[int, Row] = {}
         self.strategies: dict[int, Strategy] = {}
@@ -145,14 +156,22 @@ class StrategySearch:
         """Score the leaders again with the event engine, and their successors when one of them is refused there."""
         known: set[int] = set()
         while chosen := [row for row in self.complete()[: self.leaders] if row.number not in known]:
-            tickets = [(row, self.evaluator.submit(self.strategies[row.number], engine=True)) for row in chosen]
+            tickets = [
+                (row, self.evaluator.submit(self.strategies[row.number], engine=True))
+                for row in chosen
+            ]
             for row, ticket in tickets:
-                self.rows[row.number] = self._row(row.number, self.strategies[row.number], self.evaluator.result(ticket))
+                self.rows[row.number] = self._row(
+                    row.number, self.strategies[row.number], self.evaluator.result(ticket)
+                )
                 known.add(row.number)
 
     def complete(self) -> list[Row]:
         """Return the rows that fit, fastest first."""
-        return sorted((r for r in self.rows.values() if r.state == "complete"), key=lambda r: (objective_of(r), r.number))
+        return sorted(
+            (r for r in self.rows.values() if r.state == "complete"),
+            key=lambda r: (objective_of(r), r.number),
+        )
 
     def score(self, number: int) -> Row:
         """Return the row of a candidate that a rule had rejected, compiled for exact numbers."""
@@ -162,7 +181,9 @@ class StrategySearch:
 
     def rule_lines(self) -> tuple[str, ...]:
         """Return the rules, each with its number of rejected candidates."""
-        return tuple(f"{name}: {text} ({self.pruned[name]} candidates)" for name, text in RULES.items())
+        return tuple(
+            f"{name}: {text} ({self.pruned[name]} candidates)" for name, text in RULES.items()
+        )
 
     def _propose(self) -> bool:
         """Ask for one candidate, and hand it in unless a rule rejects it; return False when it is known."""
@@ -179,13 +200,17 @@ class StrategySearch:
             self.repeated += 1
             self._pending.append(_Pending(trial, strategy, None, known))
             return False
-        pruned = self.rules.check(strategy, self._threshold() / self.problem_of(strategy).weight(strategy))
+        pruned = self.rules.check(
+            strategy, self._threshold() / self.problem_of(strategy).weight(strategy)
+        )
         if pruned is not None:
             self._prune(trial, strategy, pruned)
             return True
         self._known[self._identity(strategy)] = trial.number
         self._spent += 1
-        self._pending.append(_Pending(trial, strategy, self.evaluator.submit(strategy), trial.number))
+        self._pending.append(
+            _Pending(trial, strategy, self.evaluator.submit(strategy), trial.number)
+        )
         return True
 
     def _failed(self, trial: Any, reason: str) -> bool:
@@ -195,13 +220,21 @@ class StrategySearch:
         if new:
             self._known[point] = trial.number
             self._spent += 1
-            self._record(trial, Row(trial.number, "rejected", dict(trial.params), reason=reason, kind="strategy"))
+            self._record(
+                trial,
+                Row(trial.number, "rejected", dict(trial.params), reason=reason, kind="strategy"),
+            )
         self._tell_row(trial, self.rows[self._known[point]])
         return new
 
     def _prune(self, trial: Any, strategy: Strategy, pruned: Pruned) -> None:
         row = Row(
-            trial.number, "rejected", strategy.params, reason=pruned.reason, kind=pruned.rule, device_bytes=pruned.device_bytes
+            trial.number,
+            "rejected",
+            strategy.params,
+            reason=pruned.reason,
+            kind=pruned.rule,
+            device_bytes=pruned.device_bytes,
         )
         self._count(row)
         self._learn(row, strategy)
@@ -234,7 +267,9 @@ class StrategySearch:
         """Return by which part of the limit a candidate exceeds it, at least; None where memory did not decide."""
         limit = self.problem.memory_limit
         if row.kind in (*TOO_MUCH, "memory") or row.state == "complete":
-            return None if limit is None or row.device_bytes is None else row.device_bytes / limit - 1
+            return (
+                None if limit is None or row.device_bytes is None else row.device_bytes / limit - 1
+            )
         return None if row.kind == "slower" else UNUSABLE
 
     def _tell(self, trial: Any, value: float | None, state: TrialState) -> None:
@@ -251,7 +286,9 @@ class StrategySearch:
         if self.progress is not None:
             best = next(iter(self.complete()), None)
             rejected = sum(r.state == "rejected" for r in self.rows.values())
-            self.progress(SearchProgress(min(self._spent, self.trials), self.trials, rejected, best))
+            self.progress(
+                SearchProgress(min(self._spent, self.trials), self.trials, rejected, best)
+            )
 
     def _learn(self, row: Row, strategy: Strategy | None) -> None:
         self.rows[row.number] = row
@@ -298,7 +335,10 @@ def _values(distribution: BaseDistribution) -> float:
     match distribution:
         case CategoricalDistribution(choices=choices):
             return len(choices)
-        case IntDistribution(low=low, high=high, step=step) | FloatDistribution(low=low, high=high, step=int() | float() as step):
+        case (
+            IntDistribution(low=low, high=high, step=step)
+            | FloatDistribution(low=low, high=high, step=int() | float() as step)
+        ):
             return (high - low) / step + 1
     return float("inf")
 
@@ -324,4 +364,6 @@ def _scored(row: Row, found: Scored) -> Row:
         source=found.source,
         notes=found.notes,
     )
-    return replace(row, state="rejected", reason=found.reason, kind="memory") if found.reason else row
+    return (
+        replace(row, state="rejected", reason=found.reason, kind="memory") if found.reason else row
+    )

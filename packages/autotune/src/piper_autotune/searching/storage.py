@@ -39,7 +39,9 @@ def storage_errors(storage: object) -> Iterator[None]:
         raise unusable(storage, e) from None
 
 
-def open_study(storage: str | optuna.storages.BaseStorage | None, name: str, sampler: BaseSampler) -> optuna.Study:
+def open_study(
+    storage: str | optuna.storages.BaseStorage | None, name: str, sampler: BaseSampler
+) -> optuna.Study:
     """Open the study of this name, which is made when it does not exist.
 
     When two searches make the same database at once, it refuses the slower one; then it exists, and opens. Raises
@@ -48,7 +50,11 @@ def open_study(storage: str | optuna.storages.BaseStorage | None, name: str, sam
     for wait_s in (*WAITS_S, None):
         try:
             return optuna.create_study(
-                study_name=name, storage=storage, sampler=sampler, direction="minimize", load_if_exists=True
+                study_name=name,
+                storage=storage,
+                sampler=sampler,
+                direction="minimize",
+                load_if_exists=True,
             )
         except PiperError:
             raise
@@ -61,7 +67,10 @@ def open_study(storage: str | optuna.storages.BaseStorage | None, name: str, sam
 
 def _made_meanwhile(error: BaseException) -> bool:
     """Return whether another process made the tables, or the first rows, of the same database at the same time."""
-    return any(sign in _root(error) for sign in ("already exists", "UNIQUE constraint", "duplicate key", "no such table"))
+    return any(
+        sign in _root(error)
+        for sign in ("already exists", "UNIQUE constraint", "duplicate key", "no such table")
+    )
 
 
 def _root(error: BaseException) -> str:
@@ -78,6 +87,8 @@ def unusable(storage: object, error: BaseException) -> TuneError:
     if _made_meanwhile(error):
         what = "is being set up by another search at this moment; start this one again"
     return TuneError(
-        f"the storage {storage} {what}: {text}; give an Optuna storage URL such as sqlite:///study.db, in a folder that exists, "
+        f"the storage {storage} {what}: {text}; give an Optuna storage URL such as "
+        f"sqlite:///study.db, in a folder "
+        f"that exists, "
         "or leave storage out to search in memory"
     )

@@ -56,8 +56,17 @@ class Study(Brief):
             known = "predicted" if best.measured_period_s is None else "measured"
             yield "best", "?" if period is None else f"{time_text(period)} per step, {known}"
             if best.value is not None:
-                yield "that is", value_text(self.objective, objective_of(best, best.measured_period_s is not None))
-            yield "with", ", ".join(f"{name}={value}" for name, value in best.params.items()) or "no parameters"
+                yield (
+                    "that is",
+                    value_text(
+                        self.objective, objective_of(best, best.measured_period_s is not None)
+                    ),
+                )
+            yield (
+                "with",
+                ", ".join(f"{name}={value}" for name, value in best.params.items())
+                or "no parameters",
+            )
 
     @property
     def best_row(self) -> Row | None:
@@ -72,7 +81,9 @@ class Study(Brief):
 
     def table(self) -> list[dict[str, Any]]:
         """Return all complete rows, best first, as in study.json."""
-        return [r.as_dict() for r in sorted((r for r in self.rows if r.state == "complete"), key=_rank)]
+        return [
+            r.as_dict() for r in sorted((r for r in self.rows if r.state == "complete"), key=_rank)
+        ]
 
     def folded(self) -> list[FoldedRows]:
         """Return the complete rows, best first, those that are equal to 0.1 % folded into the best of them."""
@@ -93,12 +104,25 @@ class Study(Brief):
         """
         best = self.best_row
         number = None if best is None else best.number
-        head = (self.cluster, self.memory_limit, self.seed, self.rows, number, self.rules, self.interrupted)
-        document = StudyDocument(*head, self.device_limits, self.advice, self.objective, self.repeated, self.exhausted)
+        head = (
+            self.cluster,
+            self.memory_limit,
+            self.seed,
+            self.rows,
+            number,
+            self.rules,
+            self.interrupted,
+        )
+        document = StudyDocument(
+            *head, self.device_limits, self.advice, self.objective, self.repeated, self.exhausted
+        )
         try:
             write_whole(Path(folder) / "study.json", document.dumps())
         except OSError as e:
-            raise OutputError(f"cannot write the study to {folder}: {e.strerror}; choose a folder that is writable") from None
+            raise OutputError(
+                f"cannot write the study to {folder}: {e.strerror}; choose a folder that is "
+                f"writable"
+            ) from None
         if self.best is not None:
             save_strategy(self.best, Path(folder) / "best.json")
 
@@ -111,9 +135,24 @@ class Study(Brief):
         except (OSError, UnicodeDecodeError) as e:
             raise FormatError(f"cannot read the study {path}: {e}") from None
         found = loads(StudyDocument, text, str(path))
-        strategies = {} if found.best is None else {found.best: load_strategy(path.with_name("best.json"))}
-        head = (found.cluster, found.memory_limit, found.seed, found.trials, found.rules, found.interrupted)
-        tail = (found.device_limits, found.advice, cast(Objective, found.objective), found.repeated, found.exhausted)
+        strategies = (
+            {} if found.best is None else {found.best: load_strategy(path.with_name("best.json"))}
+        )
+        head = (
+            found.cluster,
+            found.memory_limit,
+            found.seed,
+            found.trials,
+            found.rules,
+            found.interrupted,
+        )
+        tail = (
+            found.device_limits,
+            found.advice,
+            cast(Objective, found.objective),
+            found.repeated,
+            found.exhausted,
+        )
         return Study(*head, strategies, *tail)
 
 

@@ -96,11 +96,17 @@ def tune(
         name = space_key(strategy, *problem.facts(), *([] if content is None else [content]))
         study = open_study(storage, f"piper-{name}", sampler or GuidedSampler(seed))
         if sampler is None:
-            study.sampler = GuidedSampler((seed + SEED_STEP * len(study.get_trials(deepcopy=False))) % (MOST_SEED + 1))
+            study.sampler = GuidedSampler(
+                (seed + SEED_STEP * len(study.get_trials(deepcopy=False))) % (MOST_SEED + 1)
+            )
         ours = evaluator or (
             _evaluator(problem, programs, workers, timeout_s, modules)
             if cases is None
-            else PerJob(cases, lambda case, own, more: _evaluator(case.problem, own, workers, timeout_s, more), 1)
+            else PerJob(
+                cases,
+                lambda case, own, more: _evaluator(case.problem, own, workers, timeout_s, more),
+                1,
+            )
         )
         try:
             search = StrategySearch(
@@ -114,7 +120,9 @@ def tune(
             return _result(search, problem, programs, seed, confirm, measure)
         except OptunaError as e:
             search.interrupted = True
-            raise SearchError(str(unusable(storage, e)), _study(search, problem, programs, seed)) from None
+            raise SearchError(
+                str(unusable(storage, e)), _study(search, problem, programs, seed)
+            ) from None
         finally:
             if evaluator is None:
                 ours.close()
@@ -125,35 +133,53 @@ def most_workers() -> int:
     return max(LEAST_WORKERS, PER_CORE * (os.cpu_count() or 1))
 
 
-def _check(strategy: Any, trials: int, confirm: int, measure: object, workers: int | str, timeout_s: float) -> None:
+def _check(
+    strategy: Any, trials: int, confirm: int, measure: object, workers: int | str, timeout_s: float
+) -> None:
     if not callable(strategy):
         raise TuneError(
-            f"tune: the strategy is a {type(strategy).__name__}; a function of a trial is needed that returns a piper.Strategy"
+            f"tune: the strategy is a {type(strategy).__name__}; a function of a trial is needed "
+            f"that returns a "
+            f"piper.Strategy"
         )
     for name, value, least in (("trials", trials, 1), ("confirm", confirm, 0)):
         if type(value) is not int or value < least:
             raise TuneError(f"tune({name}={value!r}): an integer of at least {least} is needed")
     if confirm and measure is None:
-        raise TuneError(f"tune(confirm={confirm}): only a piper.Job can be run; a Program has no code and no data")
+        raise TuneError(
+            f"tune(confirm={confirm}): only a piper.Job can be run; a Program has no code and no "
+            f"data"
+        )
     if type(workers) is int and workers > most_workers():
         raise TuneError(
-            f"tune(workers={workers!r}): at most {most_workers()} processes are started on this machine, which has "
+            f"tune(workers={workers!r}): at most {most_workers()} processes are started on this "
+            f"machine, which has "
             f'{os.cpu_count()} cores; workers="ray" uses a cluster'
         )
     if workers != "ray" and (type(workers) is not int or workers < 0):
-        raise TuneError(f'tune(workers={workers!r}): a number of processes (0: this one) or "ray" is accepted')
+        raise TuneError(
+            f'tune(workers={workers!r}): a number of processes (0: this one) or "ray" is accepted'
+        )
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise TuneError(f"tune(timeout_s={timeout_s!r}): seconds above 0 are needed")
 
 
 def _evaluator(
-    problem: TuningProblem, programs: Programs, workers: int | str, timeout_s: float, modules: Iterable[ModuleType]
+    problem: TuningProblem,
+    programs: Programs,
+    workers: int | str,
+    timeout_s: float,
+    modules: Iterable[ModuleType],
 ) -> Evaluator:
     if isinstance(workers, str):
         from piper_autotune.scoring.on_ray import OnRay
 
         return OnRay(problem, programs, timeout_s, modules)
-    return Processes(problem, programs, workers, timeout_s, modules) if workers else Here(problem, programs)
+    return (
+        Processes(problem, programs, workers, timeout_s, modules)
+        if workers
+        else Here(problem, programs)
+    )
 
 
 def _result(
@@ -181,7 +207,9 @@ def _result(
     found = replace(_study(search, problem, programs, seed), advice=advice)
     failed = [r for r in found.rows if r.kind == "confirmation"]
     if failed and not any(r.measured_period_s for r in found.rows):
-        raise NothingFoundError(f"none of the {len(failed)} best could be run; the first: {failed[0].reason}", found)
+        raise NothingFoundError(
+            f"none of the {len(failed)} best could be run; the first: {failed[0].reason}", found
+        )
     return found
 
 
@@ -191,7 +219,9 @@ def _advice(search: StrategySearch) -> tuple[str, ...]:
     strategy = None if best is None else search.strategies.get(best.number)
     if strategy is None:
         return ()
-    return tuple(word.text for word in one_word(search.evaluator, strategy, engine=True) if word.helps)
+    return tuple(
+        word.text for word in one_word(search.evaluator, strategy, engine=True) if word.helps
+    )
 
 
 def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, seed: int) -> Study:
@@ -207,7 +237,9 @@ def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, s
     if search.cases is not None:
         case = search.cases.case(found.best)
         problem, programs = case.problem, search.cases.programs(case)
-    return replace(found, strategies=kept | {found.best_row.number: _settled(found.best, problem, programs)})
+    return replace(
+        found, strategies=kept | {found.best_row.number: _settled(found.best, problem, programs)}
+    )
 
 
 def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> Strategy:

@@ -12,7 +12,11 @@ PLAIN = (bool, int, float, str, type(None))
 def content(thing: Any) -> list[object]:
     """Return the code of a function or of a partial, with the plain values that it uses."""
     if isinstance(thing, partial):
-        return [*content(thing.func), *filter(_plain, thing.args), *(kv for kv in sorted(thing.keywords.items()) if _plain(kv))]
+        return [
+            *content(thing.func),
+            *filter(_plain, thing.args),
+            *(kv for kv in sorted(thing.keywords.items()) if _plain(kv)),
+        ]
     return _of(thing)
 
 
@@ -22,7 +26,12 @@ def _of(function: Any) -> list[object]:
         return [getattr(function, "__qualname__", type(function).__qualname__)]
     cells = [_inside(cell) for cell in function.__closure__ or ()]
     used = [function.__globals__.get(name) for name in code.co_names]
-    values = [*cells, *used, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    values = [
+        *cells,
+        *used,
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    ]
     return [*_code(code), *(v for v in values if _plain(v))]
 
 
@@ -35,7 +44,11 @@ def _inside(cell: CellType) -> object:
 
 
 def _code(code: CodeType) -> list[object]:
-    inner = [part for c in code.co_consts for part in (_code(c) if isinstance(c, CodeType) else [c] if _plain(c) else [])]
+    inner = [
+        part
+        for c in code.co_consts
+        for part in (_code(c) if isinstance(c, CodeType) else [c] if _plain(c) else [])
+    ]
     return [code.co_code, code.co_names, code.co_varnames, *inner]
 
 

@@ -38,11 +38,23 @@ class ChunkRun:
         """
         first = self.chunk.steps["F"]
         read = {port for step in self.steps for port in self.chunk.steps[step].reads}
-        inputs = [(f"in{k}", entry.ref) for k, entry in enumerate(self.chunk.inputs) if entry.kind == "value"]
-        outputs = [(f"out{k}", f"{self.chunk.id}:out{k}") for k, o in enumerate(self.chunk.outputs) if o.kind == "value"]
+        inputs = [
+            (f"in{k}", entry.ref)
+            for k, entry in enumerate(self.chunk.inputs)
+            if entry.kind == "value"
+        ]
+        outputs = [
+            (f"out{k}", f"{self.chunk.id}:out{k}")
+            for k, o in enumerate(self.chunk.outputs)
+            if o.kind == "value"
+        ]
         again = any(v.endswith("!r") for node in self.backward for v in node.reads)
         had = {*first.reads, *first.writes}
-        return {value: port for port, value in [*([] if again else inputs), *outputs] if port in had and port in read}
+        return {
+            value: port
+            for port, value in [*([] if again else inputs), *outputs]
+            if port in had and port in read
+        }
 
 
 class FullestMoment:
@@ -51,7 +63,9 @@ class FullestMoment:
     `chunks` are the variants by name, for microbatches of `rows` rows.
     """
 
-    def __init__(self, graph: Graph, buckets: WholeBuckets, chunks: Mapping[str, Chunk], rows: int) -> None:
+    def __init__(
+        self, graph: Graph, buckets: WholeBuckets, chunks: Mapping[str, Chunk], rows: int
+    ) -> None:
         self._graph, self._buckets, self._chunks, self._rows = graph, buckets, chunks, rows
 
     def bytes_of(self, ids: Iterable[str], most: int) -> int:
@@ -59,8 +73,12 @@ class FullestMoment:
         runs = [run for id in ids if (run := self._run(id)).backward]
         if not runs:
             return 0
-        values = {value: self._size(run.chunk, port) for run in runs for value, port in run.kept.items()}
-        filled = most * (sum(values.values()) + sum([saved_bytes(run.chunk, self._rows) for run in runs]))
+        values = {
+            value: self._size(run.chunk, port) for run in runs for value, port in run.kept.items()
+        }
+        filled = most * (
+            sum(values.values()) + sum([saved_bytes(run.chunk, self._rows) for run in runs])
+        )
         return filled + max(self._last_forward(runs), self._first_backward(runs))
 
     def _run(self, id: str) -> ChunkRun:
@@ -91,7 +109,9 @@ class FullestMoment:
         if "R" not in _steps(chunk, node):
             return whole
         dying = sum([self._size(chunk, port) for port in run.kept.values()])
-        return whole + max(0, sum([self._size(chunk, port) for port in chunk.steps["R"].writes]) - dying)
+        return whole + max(
+            0, sum([self._size(chunk, port) for port in chunk.steps["R"].writes]) - dying
+        )
 
     def _size(self, chunk: Chunk, port: str) -> int:
         return bind(chunk.ports[port].nbytes, self._rows)

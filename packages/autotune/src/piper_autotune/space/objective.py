@@ -20,23 +20,32 @@ SECONDS_PER_HOUR = 3600.0
 def check_objective(objective: str, cluster: Cluster | None, tokens: int | None) -> None:
     """Raise TuneError for an objective that is none, or for which a number is missing."""
     if objective not in OBJECTIVES:
-        raise TuneError(f"tune(objective={objective!r}): one of {', '.join(map(repr, OBJECTIVES))} is accepted")
+        raise TuneError(
+            f"tune(objective={objective!r}): one of {', '.join(map(repr, OBJECTIVES))} is accepted"
+        )
     if objective == "period":
         return
     if tokens is None:
-        raise TuneError(f"tune(objective={objective!r}): the tokens of a row are not known; give Job(tokens_per_row=...)")
+        raise TuneError(
+            f"tune(objective={objective!r}): the tokens of a row are not known; give "
+            f"Job(tokens_per_row=...)"
+        )
     if objective == "dollars_per_token":
         kinds = () if cluster is None else cluster.kinds
         missing = [kind.device.name for kind in kinds if not kind.device.price_per_hour]
         if missing or not kinds:
             what = f"{', '.join(missing)} has no price" if missing else "there is no cluster"
             raise TuneError(
-                f"tune(objective={objective!r}): {what}; give dollars per device and hour in the cluster file, as in\n"
-                f'[device]\nbase = "{missing[0] if missing else "h100-80g-sxm"}"\nprice_per_hour = 2.5'
+                f"tune(objective={objective!r}): {what}; give dollars per device and hour in the "
+                f"cluster file, as in\n"
+                f'[device]\nbase = "{missing[0] if missing else "h100-80g-sxm"}"\nprice_per_hour = '
+                f"2.5"
             )
 
 
-def weight(objective: Objective, strategy: Strategy, cluster: Cluster | None, tokens: int | None) -> float:
+def weight(
+    objective: Objective, strategy: Strategy, cluster: Cluster | None, tokens: int | None
+) -> float:
     """Return what a second of a strategy's period weighs; less is better."""
     if objective == "period":
         return 1.0

@@ -22,7 +22,16 @@ from piper_ir.plan.plan import Bucket, Plan
 from piper_ir.program.costs import Costs
 from piper_ir.program.layout import Sharding
 from piper_ir.program.program import Chunk, Program
-from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel, GivenLoad, device_type, load_text
+from piper_simulator import (
+    CPU,
+    Cluster,
+    CostModelFactory,
+    Device,
+    DeviceModel,
+    GivenLoad,
+    device_type,
+    load_text,
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,11 @@ class TuningProblem:
     def own_modules(self) -> Sequence[ModuleType]:
         """Return the modules of a user's cost model, which workers get by value: they may not find them."""
         home = getattr(self._factory, "__module__", "")
-        return [sys.modules[home]] if home in sys.modules and home.partition(".")[0] != "piper_simulator" else []
+        return (
+            [sys.modules[home]]
+            if home in sys.modules and home.partition(".")[0] != "piper_simulator"
+            else []
+        )
 
     @property
     def device_limits(self) -> dict[str, int]:
@@ -105,16 +118,41 @@ class TuningProblem:
 
         The CPU device stands for this machine by its name, however fast it was just measured.
         """
-        cluster = self.cluster.name if self.cluster is not None and self.cluster.device.name == CPU else self.cluster
+        cluster = (
+            self.cluster.name
+            if self.cluster is not None and self.cluster.device.name == CPU
+            else self.cluster
+        )
         trained = tuple(p for p in self.program.params if p.trained)
-        whole = Bucket("", tuple(p.name for p in trained), (), sum(bind(p.spec.numel, 0) for p in trained), "float32", ())
+        whole = Bucket(
+            "",
+            tuple(p.name for p in trained),
+            (),
+            sum(bind(p.spec.numel, 0) for p in trained),
+            "float32",
+            (),
+        )
         groups = sorted(self.training.group_of.items())
         training = (groups, self.training.clip, self.training.state_bytes(whole))
         model = () if self.model is DeviceModel else (self.model_content,)
-        prices = [kind.device.price_per_hour for kind in self.cluster.kinds] if self.cluster is not None else []
+        prices = (
+            [kind.device.price_per_hour for kind in self.cluster.kinds]
+            if self.cluster is not None
+            else []
+        )
         goal = () if self.objective == "period" else (self.objective, self.tokens_per_step, prices)
         load = () if self.load is None else ("load", load_text(self.load))
-        return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit, *model, *goal, *load)
+        return (
+            self.program.key,
+            self.global_batch,
+            training,
+            cluster,
+            self.costs,
+            self.memory_limit,
+            *model,
+            *goal,
+            *load,
+        )
 
     def check_can_be_resumed(self) -> None:
         """Raise TuneError where a search in a storage could take the scores of another cost model for its own."""
@@ -122,17 +160,41 @@ class TuningProblem:
             return
         name = getattr(self._factory, "__qualname__", type(self._factory).__qualname__)
         raise TuneError(
-            f"tune(storage=..., model={name}): it cannot be told whether the storage has scores of this model or of another, for "
-            "the model depends on more than its own code and plain values, such as a file, an installed package, or an object "
-            "that cannot be looked into. Give it what it needs as numbers, texts, lists or dicts (functools.partial(model, "
+            f"tune(storage=..., model={name}): it cannot be told whether the storage has scores of "
+            f"this model or of "
+            f"another, for "
+            "the model depends on more than its own code and plain values, such as a file, an "
+            "installed package, or an "
+            "object "
+            "that cannot be looked into. Give it what it needs as numbers, texts, lists or dicts "
+            "(functools.partial(model, "
             "table=...)), or leave storage out"
         )
 
 
-def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = (), variants: Iterable[Chunk] = ()) -> Plan:
+def bare_plan(
+    program: Program,
+    mesh: Mesh,
+    rows: int,
+    chunks: Iterable[Chunk] = (),
+    variants: Iterable[Chunk] = (),
+) -> Plan:
     """Return a plan of nothing but chunks and variants, to ask a cost model before there is a plan."""
     shared = tuple(axis for axis, _ in program.axes)
-    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks), variants=tuple(variants), shared=shared)
+    return Plan(
+        program.key,
+        mesh,
+        rows,
+        1,
+        (),
+        (),
+        (),
+        (),
+        {},
+        tuple(chunks),
+        variants=tuple(variants),
+        shared=shared,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +222,9 @@ class Wanted:
 def wanted_by(strategy: Strategy, program: Program, rows: int = 0) -> Wanted:
     """Return which program a strategy wants; `program` is the problem's own."""
     items = strategy.directives
-    return Wanted(rows, policies_of(items), shardings_of(items, strategy.mesh), asked_layers(items, program))
+    return Wanted(
+        rows, policies_of(items), shardings_of(items, strategy.mesh), asked_layers(items, program)
+    )
 
 
 Variants = Mapping[Wanted, Program | str | None]
@@ -172,7 +236,12 @@ Under = Callable[[Wanted], Program]
 class Programs:
     """Keep the programs that are wanted, made once each by `at_rows` or `under`, which stay in this process."""
 
-    def __init__(self, problem: TuningProblem, at_rows: Callable[[int], Program] | None, under: Under | None = None) -> None:
+    def __init__(
+        self,
+        problem: TuningProblem,
+        at_rows: Callable[[int], Program] | None,
+        under: Under | None = None,
+    ) -> None:
         self._own, self._at_rows, self._under = problem.program, at_rows, under
         self.found: dict[Wanted, Program | str | None] = {}
 
@@ -209,7 +278,9 @@ def packed(item: Any, modules: Iterable[ModuleType] = ()) -> bytes:
             return out
     except (TypeError, AttributeError, pickle.PicklingError) as e:
         raise TuneError(
-            f"cannot send a {type(item).__name__} to worker processes: {e}; keep open files, locks and generators out of "
+            f"cannot send a {type(item).__name__} to worker processes: {e}; keep open files, locks "
+            f"and generators out "
+            f"of "
             "directives, or search in this process (workers=0)"
         ) from e
 

@@ -18,13 +18,21 @@ from piper_ir.tools import size_text, time_text
 RULES: Mapping[str, str] = {
     "devices": "the mesh has more ranks than the cluster has devices",
     "rows": "the global batch does not divide into the microbatches and data-parallel replicas",
-    "states": "parameters, gradients and optimizer state of a role alone exceed the memory limit: with this placement no "
+    "states": "parameters, gradients and optimizer state of a role alone exceed the memory limit: "
+    "with this placement "
+    "no "
     "schedule or number of microbatches fits",
-    "buckets": "the state and the buckets that one instruction needs whole exceed the memory limit: no schedule and no number of "
+    "buckets": "the state and the buckets that one instruction needs whole exceed the memory "
+    "limit: no schedule and no "
+    "number of "
     "microbatches fits with buckets as large as these",
-    "activations": "the state and what the microbatches in flight keep for backward exceed the memory limit: no plan with "
+    "activations": "the state and what the microbatches in flight keep for backward exceed the "
+    "memory limit: no plan "
+    "with "
     "this order holds less",
-    "slower": "the compute of the busiest device alone, or the messages of the busiest stream, take longer than the steps of the "
+    "slower": "the compute of the busiest device alone, or the messages of the busiest stream, "
+    "take longer than the "
+    "steps of the "
     "best candidates known",
 }
 """The meaning of each rule, by name, in the order in which they are tried."""
@@ -67,7 +75,9 @@ class PruningRules:
         if rows is None:
             parts = f"{sketch.microbatches} microbatches x {sketch.replicas} replicas"
             return _pruned("rows", f"{self._problem.global_batch} rows do not divide into {parts}")
-        return self._memory(sketch, rows, sharp=known_s == float("inf")) or self._time(strategy, sketch, rows, known_s)
+        return self._memory(sketch, rows, sharp=known_s == float("inf")) or self._time(
+            strategy, sketch, rows, known_s
+        )
 
     def _memory(self, sketch: Sketch, rows: int, sharp: bool) -> Pruned | None:
         """Return the first rule of memory that rejects a sketch; `sharp` bounds say how far it is from fitting.
@@ -79,7 +89,10 @@ class PruningRules:
             return None
         first: Pruned | None = None
         for rule, by_role in self._held(sketch, rows):
-            on_device = [(self._sketches.on_device(sketch, nbytes, role), role, what) for role, (nbytes, what) in by_role.items()]
+            on_device = [
+                (self._sketches.on_device(sketch, nbytes, role), role, what)
+                for role, (nbytes, what) in by_role.items()
+            ]
             held, role, what = max(on_device, default=(0, "", ""))
             if first is None and held > limit:
                 first = _too_much(rule, role, held, limit, what)
@@ -89,16 +102,24 @@ class PruningRules:
                 break
         return first
 
-    def _held(self, sketch: Sketch, rows: int) -> Iterator[tuple[str, Mapping[str, tuple[int, str]]]]:
+    def _held(
+        self, sketch: Sketch, rows: int
+    ) -> Iterator[tuple[str, Mapping[str, tuple[int, str]]]]:
         """Yield for each rule of memory the bytes that every role holds at least, and what they are."""
         found = self._sketches
         kept = "parameters, gradients and optimizer state"
         yield "states", {role: (nbytes, kept) for role, nbytes in found.state_bytes(sketch).items()}
         whole = f"{kept}, and the buckets that an instruction needs whole"
-        yield "buckets", {role: (nbytes, whole) for role, nbytes in found.bucket_bytes(sketch).items()}
+        yield (
+            "buckets",
+            {role: (nbytes, whole) for role, nbytes in found.bucket_bytes(sketch).items()},
+        )
         what = "its state and what {} microbatches of {} rows keep for backward".format
         filled = found.filled_bytes(sketch, rows)
-        yield "activations", {role: (nbytes, what(most, rows)) for role, (nbytes, most) in filled.items()}
+        yield (
+            "activations",
+            {role: (nbytes, what(most, rows)) for role, (nbytes, most) in filled.items()},
+        )
 
     def _time(self, strategy: Strategy, sketch: Sketch, rows: int, known_s: float) -> Pruned | None:
         if known_s == float("inf"):
@@ -106,7 +127,10 @@ class PruningRules:
         least, what = self._sketches.period_s(strategy, sketch, rows)
         if least <= known_s:
             return None
-        text = f"its busiest {what} for {time_text(least)} per step; steps of {time_text(known_s)} are known"
+        text = (
+            f"its busiest {what} for {time_text(least)} per step; steps of {time_text(known_s)} "
+            f"are known"
+        )
         return _pruned("slower", text, period_s=least)
 
 
@@ -116,5 +140,7 @@ def _too_much(rule: str, role: str, held: int, limit: int, what: str) -> Pruned:
     return _pruned(rule, text, device_bytes=held)
 
 
-def _pruned(rule: str, text: str, *, period_s: float | None = None, device_bytes: int | None = None) -> Pruned:
+def _pruned(
+    rule: str, text: str, *, period_s: float | None = None, device_bytes: int | None = None
+) -> Pruned:
     return Pruned(rule, f"rule {rule}: {text}", period_s, device_bytes)

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field, replace
 from piper_autotune.space.fullest import FullestMoment
 from piper_autotune.space.problem import Programs, TuningProblem, Wanted, bare_plan, wanted_by
 from piper_autotune.space.whole_buckets import WholeBuckets, turns
-from piper_compiler import Strategy, apply_directives, build_graph, directives, split_mesh, states, with_buckets
+from piper_compiler import (
+    Strategy,
+    apply_directives,
+    build_graph,
+    directives,
+    split_mesh,
+    states,
+    with_buckets,
+)
 from piper_ir.graph.graph import Graph
 from piper_ir.ground.errors import PiperError
 from piper_ir.ground.mesh import Mesh
@@ -90,7 +98,9 @@ class Sketches:
         A strategy has none when a directive does not say what it decides, when it places a chunk by microbatch, when it
         overlaps pairs whose duration is given, or when it does not apply.
         """
-        decisions = [found for d in strategy.directives if (found := directives.decided(d)) is not None]
+        decisions = [
+            found for d in strategy.directives if (found := directives.decided(d)) is not None
+        ]
         if len(decisions) < len(strategy.directives):
             return None
         graph = self._graph(strategy.mesh, decisions)
@@ -107,7 +117,9 @@ class Sketches:
         orders = [d.order for d in decisions if d.order is not None]
         if graph.program.overlap and any(order.overlaps for order in orders):
             return None
-        used = sorted({name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"})
+        used = sorted(
+            {name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"}
+        )
         flights: dict[tuple[int | str | None, ...], Flight] = {}
         groups: dict[tuple[str, Flight], list[str]] = {}
         for role, chunks in roles.items():
@@ -115,7 +127,10 @@ class Sketches:
                 coords = graph.compute(id, "F")[0].coords
                 key = tuple([coords.get(name) for name in used])
                 if key not in flights:
-                    flights[key] = max([Flight(), *(in_flight(order, coords) for order in orders)], key=lambda f: f.most)
+                    flights[key] = max(
+                        [Flight(), *(in_flight(order, coords) for order in orders)],
+                        key=lambda f: f.most,
+                    )
                 groups.setdefault((role, flights[key]), []).append(id)
         listed = tuple((role, tuple(ids), flight.most) for (role, flight), ids in groups.items())
         buckets = WholeBuckets(graph, turns(graph, orders, parts))
@@ -149,7 +164,9 @@ class Sketches:
         seconds = self._chunk_seconds(strategy.mesh, _wanted(sketch, rows))
         if seconds is None:
             return 0.0, ""
-        steps = sketch.microbatches * max(sum(seconds[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values())
+        steps = sketch.microbatches * max(
+            sum(seconds[c] for c in sketch.names(chunks)) for chunks in sketch.roles.values()
+        )
         sent = self._messages_s(sketch, rows)
         return max((steps, "device computes"), (sent, "stream communicates"))
 
@@ -161,12 +178,17 @@ class Sketches:
         key = id(sketch.graph)
         if key not in self._states:
             held = states(sketch.graph, self._problem.training)
-            self._states[key] = {role: sum([state.nbytes for state in own]) for role, own in held.items()}
+            self._states[key] = {
+                role: sum([state.nbytes for state in own]) for role, own in held.items()
+            }
         return self._states[key]
 
     def bucket_bytes(self, sketch: Sketch) -> Mapping[str, int]:
         """Return for each role a lower bound of state and of the whole buckets that one instruction uses."""
-        return {role: kept + sketch.buckets.most[role] for role, kept in self.state_bytes(sketch).items()}
+        return {
+            role: kept + sketch.buckets.most[role]
+            for role, kept in self.state_bytes(sketch).items()
+        }
 
     def filled_bytes(self, sketch: Sketch, rows: int) -> Mapping[str, tuple[int, int]]:
         """Return for each role a lower bound of state and of what backward needs, and the microbatches in flight."""
@@ -187,14 +209,27 @@ class Sketches:
         plan, costs, cluster = self._bare(sketch, 1), self._problem.costs, self._problem.cluster
         devices = (None,) if cluster is None else [kind.device for kind in cluster.kinds]
         allocator = None if costs is None else costs.allocator
-        return min(device_memory(plan, plan.role(role), nbytes, device, allocator).total for device in devices)
+        return min(
+            device_memory(plan, plan.role(role), nbytes, device, allocator).total
+            for device in devices
+        )
 
     def _bare(self, sketch: Sketch, rows: int) -> Plan:
         """Return a plan of the roles, channels and buckets of a sketch, which runs nothing."""
         graph, program = sketch.graph, sketch.graph.program
-        roles = tuple([RolePlan(role, placed, graph.mesh.ranks(placed), (), (COMPUTE,)) for role, placed in graph.roles.items()])
+        roles = tuple(
+            [
+                RolePlan(role, placed, graph.mesh.ranks(placed), (), (COMPUTE,))
+                for role, placed in graph.roles.items()
+            ]
+        )
         made = bare_plan(program, graph.mesh, rows, program.chunks)
-        return replace(made, roles=roles, channels=tuple(graph.channels.values()), buckets=tuple(graph.buckets.values()))
+        return replace(
+            made,
+            roles=roles,
+            channels=tuple(graph.channels.values()),
+            buckets=tuple(graph.buckets.values()),
+        )
 
     def _messages_s(self, sketch: Sketch, rows: int) -> float:
         """Return the least seconds that the busiest stream needs for the messages of buckets."""
@@ -219,8 +254,12 @@ class Sketches:
             try:
                 wanted = wanted_by(key, self._problem.program)
                 if (key.mesh, wanted) not in self._built:
-                    program = (self._programs.exact(wanted) if wanted.special else None) or self._problem.program
-                    self._built[key.mesh, wanted] = build_graph(program, split_mesh(key.mesh, program))
+                    program = (
+                        self._programs.exact(wanted) if wanted.special else None
+                    ) or self._problem.program
+                    self._built[key.mesh, wanted] = build_graph(
+                        program, split_mesh(key.mesh, program)
+                    )
                 graph = apply_directives(self._built[key.mesh, wanted], key.directives)
                 graph = graph if graph.microbatches else directives.split_all(graph, 1)
                 self._placed[key] = with_buckets(graph, self._problem.training)
@@ -233,20 +272,33 @@ class Sketches:
         key = (mesh, wanted)
         if key not in self._seconds:
             program = self._programs.exact(wanted)
-            self._seconds[key] = None if program is None else self._timed(program, split_mesh(mesh, program), wanted.rows)
+            self._seconds[key] = (
+                None
+                if program is None
+                else self._timed(program, split_mesh(mesh, program), wanted.rows)
+            )
         return self._seconds[key]
 
     def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
         chunks, variants = program.bound(rows), program.bound_variants(rows)
         cluster, costs = self._problem.cluster, self._problem.costs
-        if costs is not None:  # what an instruction costs the host is paid once for all steps that it joins
+        if (
+            costs is not None
+        ):  # what an instruction costs the host is paid once for all steps that it joins
             costs = replace(costs, host=None)
-        only = (None,) if cluster is None else [cluster.only(k).each_device(_without_issue) for k in range(len(cluster.kinds))]
+        only = (
+            (None,)
+            if cluster is None
+            else [cluster.only(k).each_device(_without_issue) for k in range(len(cluster.kinds))]
+        )
         bare = bare_plan(program, mesh, rows, chunks, variants)
         try:  # nobody knows yet where a chunk runs: on the fastest kind at best, and on a rank that is not slow
             models = [model_for(bare, one, costs, self._problem.model) for one in only]
             every = (*chunks, *variants)
-            return {c.variant: sum(min(_step_seconds(m, c, step) for m in models) for step in c.steps) for c in every}
+            return {
+                c.variant: sum(min(_step_seconds(m, c, step) for m in models) for step in c.steps)
+                for c in every
+            }
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
 
@@ -257,13 +309,19 @@ def in_flight(order: directives.Ordered, coords: Mapping[str, int | str]) -> Fli
     Only microbatches count whose forward and backward (of a split one: the input gradient) are both in the order. In an
     overlap a backward may be first.
     """
-    events: list[tuple[int, bool, int, int]] = []  # the item, whether forward, the selection, the microbatch
+    events: list[
+        tuple[int, bool, int, int]
+    ] = []  # the item, whether forward, the selection, the microbatch
     begun: set[int] = set()
     together = {first + k: first for first, number in order.overlaps for k in range(number)}
     for place, selection in enumerate(order.selections):
         terms = dict(selection.terms)
         phase, mb = terms.get("phase"), terms.get("mb")
-        if phase in _PHASES and isinstance(mb, int) and selection.matches({**coords, "phase": str(phase), "mb": mb}):
+        if (
+            phase in _PHASES
+            and isinstance(mb, int)
+            and selection.matches({**coords, "phase": str(phase), "mb": mb})
+        ):
             events.append((together.get(place, place), phase == "F", place, mb))
             if phase in ("B", "I"):
                 begun.add(mb)
@@ -286,7 +344,9 @@ def _wanted(sketch: Sketch, rows: int) -> Wanted:
 def _step_seconds(model: CostModel, chunk: Chunk, step: Step) -> float:
     if chunk.steps[step].empty:
         return 0.0
-    return model.work(_NOBODY, Instr(COMPUTE, (Part("", Compute(chunk.id, step, chunk.keep)),))).seconds
+    return model.work(
+        _NOBODY, Instr(COMPUTE, (Part("", Compute(chunk.id, step, chunk.keep)),))
+    ).seconds
 
 
 def _without_issue(device: Device) -> Device:

@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.exceptions import StorageInternalError
 
 from piper_autotune.space.content import PLAIN, content
@@ -45,14 +50,22 @@ class Space:
             with user_code("strategy(trial)", StrategyFailedError):
                 made: object = function(Trial(trial, self))
         except SystemExit as e:
-            raise StrategyFailedError(f"strategy(trial) ended the program with SystemExit({e.code!r})") from None
+            raise StrategyFailedError(
+                f"strategy(trial) ended the program with SystemExit({e.code!r})"
+            ) from None
         except StrategyFailedError as e:
-            if isinstance(e.__cause__, StorageInternalError):  # of suggest_*: no fault of this candidate
+            if isinstance(
+                e.__cause__, StorageInternalError
+            ):  # of suggest_*: no fault of this candidate
                 raise e.__cause__ from e.__cause__.__cause__
             raise
         if not isinstance(made, Strategy):
-            raise StrategyFailedError(f"strategy(trial) returned a {type(made).__name__}; a piper.Strategy is needed")
-        with user_code("hash(strategy)", StrategyFailedError):  # a directive of the user's may not be hashable
+            raise StrategyFailedError(
+                f"strategy(trial) returned a {type(made).__name__}; a piper.Strategy is needed"
+            )
+        with user_code(
+            "hash(strategy)", StrategyFailedError
+        ):  # a directive of the user's may not be hashable
             hash(made)
         return made.with_params(trial.params)
 
@@ -67,7 +80,9 @@ class Space:
         if not same:
             where = "in one trial" if own is not None else "in two trials"
             raise SpaceError(
-                f"strategy(trial) uses the name {name!r} for two things {where}: {_text(before)} and {_text(distribution)}; give "
+                f"strategy(trial) uses the name {name!r} for two things {where}: {_text(before)} "
+                f"and "
+                f"{_text(distribution)}; give "
                 "each a name of its own"
             )
 
@@ -101,19 +116,27 @@ class Trial:
         bad = [c for c in choices if not isinstance(c, PLAIN)]
         if bad:
             raise SpaceError(
-                f"strategy(trial): suggest_categorical({name!r}) has the choice {bad[0]!r}, a {type(bad[0]).__name__}; choices "
-                "are numbers, text, booleans or None, since they are saved: use a name or an index, and look the rest up"
+                f"strategy(trial): suggest_categorical({name!r}) has the choice {bad[0]!r}, a "
+                f"{type(bad[0]).__name__}; "
+                f"choices "
+                "are numbers, text, booleans or None, since they are saved: use a name or an "
+                "index, and look the rest "
+                "up"
             )
         self._note(name, CategoricalDistribution(tuple(choices)))
         return self._trial.suggest_categorical(name, tuple(choices))
 
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+    def suggest_int(
+        self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
+    ) -> int:
         """Choose an integer in low..high, both included."""
         self._note(name, IntDistribution(low, high, log=log, step=step))
         chosen: int = self._trial.suggest_int(name, low, high, step=step, log=log)
         return chosen
 
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
         """Choose a number in low..high."""
         self._note(name, FloatDistribution(low, high, log=log, step=step))
         chosen: float = self._trial.suggest_float(name, low, high, step=step, log=log)

@@ -41,8 +41,16 @@ class WholeBuckets:
         self._graph, self._turns = graph, turns
         self._home = {p: b.id for b in graph.buckets.values() for p in b.params}
         self._known: dict[tuple[str, str, bool], BucketUse] = {}
-        self.gathered = {b.id: b.numel * ITEM_BYTES[b.compute_dtype] for b in graph.buckets.values() if b.shard.params}
-        self.reduced = {b.id: b.numel * ITEM_BYTES[b.reduce_dtype] for b in graph.buckets.values() if b.shard.grads}
+        self.gathered = {
+            b.id: b.numel * ITEM_BYTES[b.compute_dtype]
+            for b in graph.buckets.values()
+            if b.shard.params
+        }
+        self.reduced = {
+            b.id: b.numel * ITEM_BYTES[b.reduce_dtype]
+            for b in graph.buckets.values()
+            if b.shard.grads
+        }
 
     def use(self, node: Node) -> BucketUse:
         """Return what a compute node holds whole."""
@@ -52,7 +60,9 @@ class WholeBuckets:
         if key not in self._known:
             chunk = self._graph.program.chunk(op.variant)
             sigs = [chunk.steps[name] for name in steps_of(chunk, op.step, op.apart)]
-            read = [chunk.inputs[int(p[2:])] for sig in sigs for p in sig.reads if p.startswith("in")]
+            read = [
+                chunk.inputs[int(p[2:])] for sig in sigs for p in sig.reads if p.startswith("in")
+            ]
             params = [self._home.get(i.ref, "") for i in read if i.kind == "param"]
             added = [self._home[chunk.inputs[k].ref] for sig in sigs for k in sig.accumulates]
             self._known[key] = BucketUse(
@@ -63,7 +73,9 @@ class WholeBuckets:
 
     def bytes_in(self, use: BucketUse) -> int:
         """Return the bytes of what a node holds whole."""
-        return sum([self.gathered[b] for b in use.gathered]) + sum([self.reduced[b] for b in use.reduced])
+        return sum([self.gathered[b] for b in use.gathered]) + sum(
+            [self.reduced[b] for b in use.reduced]
+        )
 
     @cached_property
     def most(self) -> dict[str, int]:
@@ -79,7 +91,9 @@ class WholeBuckets:
             uses = [use for node in turns if (use := self.use(node)).gathered]
             ahead = 1 + min([policy.prefetch for policy in self._policies(role)], default=0)
             for sight in dict.fromkeys(tuple(uses[k : k + ahead]) for k in range(len(uses))):
-                together = BucketUse(tuple(dict.fromkeys(b for use in sight for b in use.gathered)), sight[0].reduced)
+                together = BucketUse(
+                    tuple(dict.fromkeys(b for use in sight for b in use.gathered)), sight[0].reduced
+                )
                 out[role] = max(out[role], self.bytes_in(together))
         return out
 
@@ -104,13 +118,25 @@ class WholeBuckets:
                 continue
             at = bucket.roles.index(role)
             if bucket.shard.optim:
-                self._count(out, role, Collective("all_gather", bucket.gather[at], bucket.id), gathers[bucket.id])
-                self._count(out, role, Collective("reduce_scatter", bucket.scatter[at], bucket.id), scatters[bucket.id])
+                self._count(
+                    out,
+                    role,
+                    Collective("all_gather", bucket.gather[at], bucket.id),
+                    gathers[bucket.id],
+                )
+                self._count(
+                    out,
+                    role,
+                    Collective("reduce_scatter", bucket.scatter[at], bucket.id),
+                    scatters[bucket.id],
+                )
             if bucket.channel:
                 self._count(out, role, Collective("all_reduce", bucket.channel, bucket.id), 1)
         return out
 
-    def _count(self, out: Counter[tuple[str, Collective]], role: str, op: Collective, times: int) -> None:
+    def _count(
+        self, out: Counter[tuple[str, Collective]], role: str, op: Collective, times: int
+    ) -> None:
         out[self._graph.channels[op.channel].stream_on(role), op] += times
 
     def _windows(self, role: str) -> tuple[Counter[str], Counter[str]]:
@@ -122,25 +148,42 @@ class WholeBuckets:
         else:
             (policy,) = policies
             uses = [self.use(node) for node in turns]
-            kept = windows([u.gathered for u in uses if u.gathered], self.gathered, policy.resident_bytes)
-            summed = windows([u.reduced for u in uses if u.reduced], self.reduced, policy.reduced_bytes)
+            kept = windows(
+                [u.gathered for u in uses if u.gathered], self.gathered, policy.resident_bytes
+            )
+            summed = windows(
+                [u.reduced for u in uses if u.reduced], self.reduced, policy.reduced_bytes
+            )
             gathers, scatters = Counter(w.bucket for w in kept), Counter(w.bucket for w in summed)
         every = self._graph.buckets  # whole states are gathered or scattered once
-        return gathers + Counter(every.keys() - self.gathered), scatters + Counter(every.keys() - self.reduced)
+        return gathers + Counter(every.keys() - self.gathered), scatters + Counter(
+            every.keys() - self.reduced
+        )
 
     def _policies(self, role: str) -> set[Replication]:
         """Return how the chunks of a role are replicated."""
         chunks = self._graph.program.chunks
-        here = [c.id for c in chunks if any(node.role == role for node in self._graph.compute(c.id, "F"))]
+        here = [
+            c.id
+            for c in chunks
+            if any(node.role == role for node in self._graph.compute(c.id, "F"))
+        ]
         return {self._graph.replication[c] for c in here if c in self._graph.replication}
 
 
 def compute_nodes(graph: Graph) -> Iterator[Node]:
     """Yield the nodes that run steps of chunks."""
-    return (node for family in graph.families.values() for node in family if isinstance(node.op, Compute))
+    return (
+        node
+        for family in graph.families.values()
+        for node in family
+        if isinstance(node.op, Compute)
+    )
 
 
-def turns(graph: Graph, orders: Iterable[directives.Ordered], microbatches: int) -> dict[str, Turns]:
+def turns(
+    graph: Graph, orders: Iterable[directives.Ordered], microbatches: int
+) -> dict[str, Turns]:
     """Return the order of each role in which one order without overlaps names every compute node.
 
     The graph is that of one microbatch.

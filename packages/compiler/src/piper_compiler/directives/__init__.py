@@ -5,11 +5,25 @@ searches ask what it says of itself (`decided`). A description in words (`piper.
 a strategy that is not compiled (`piper_compiler.interchange`) look for Piper's own classes, and say nothing of others.
 """
 
-from piper_compiler.directives.base import REGISTRY, Directive, call_site, describe, directive, fail, site_field
+from piper_compiler.directives.base import (
+    REGISTRY,
+    Directive,
+    call_site,
+    describe,
+    directive,
+    fail,
+    site_field,
+)
 from piper_compiler.directives.decided import Decided, Ordered, decided, simplest
 from piper_compiler.directives.order import Order as order
 from piper_compiler.directives.order import Overlap as overlap
-from piper_compiler.directives.partition import Boundaries, asked_layers, chunk_layers, layers_of, stage_of_layers
+from piper_compiler.directives.partition import (
+    Boundaries,
+    asked_layers,
+    chunk_layers,
+    layers_of,
+    stage_of_layers,
+)
 from piper_compiler.directives.partition import Partition as partition
 from piper_compiler.directives.place import Place as place
 from piper_compiler.directives.recompute import ASKED_FOR, asked_by_model, policies_of

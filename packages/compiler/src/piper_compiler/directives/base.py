@@ -63,7 +63,10 @@ def directive(cls: C) -> C:
     """Register a directive's class under its unique name, so that strategies that use it can be saved and loaded."""
     known = REGISTRY.get(cls.__name__)
     if known is not None and known.__module__ != cls.__module__:
-        raise DirectiveError(f"two directives are called {cls.__name__}: in {known.__module__} and {cls.__module__}; rename one")
+        raise DirectiveError(
+            f"two directives are called {cls.__name__}: in {known.__module__} and "
+            f"{cls.__module__}; rename one"
+        )
     REGISTRY[cls.__name__] = cls
     return cls
 
@@ -91,7 +94,9 @@ def call_site() -> str:
 
 def site_field() -> Any:
     """Return the field `site`: it fills itself in, and is neither compared nor printed nor saved."""
-    return field(default_factory=call_site, compare=False, repr=False, kw_only=True, metadata={"json": False})
+    return field(
+        default_factory=call_site, compare=False, repr=False, kw_only=True, metadata={"json": False}
+    )
 
 
 def describe(item: Directive) -> str:
@@ -105,7 +110,9 @@ def describe(item: Directive) -> str:
     for f in fields(item):  # type: ignore[arg-type]  # a directive is a dataclass
         value = getattr(item, f.name)
         if f.repr and value != f.default:
-            selects = isinstance(value, Where) or (isinstance(value, tuple) and any(isinstance(v, Where) for v in value))
+            selects = isinstance(value, Where) or (
+                isinstance(value, tuple) and any(isinstance(v, Where) for v in value)
+            )
             shown.append(_shown(value) if selects else f"{f.name}={_shown(value)}")
     return f"{written(type(item))}({', '.join(shown)})"
 
@@ -117,16 +124,24 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple) and value and all(isinstance(v, Where) for v in value):
         more = [f"... {len(value) - 3} more"] if len(value) > 3 else []
         return ", ".join([*map(str, value[:3]), *more])
-    if isinstance(value, tuple) and value and all(isinstance(v, tuple) and len(v) == 2 for v in value):
+    if (
+        isinstance(value, tuple)
+        and value
+        and all(isinstance(v, tuple) and len(v) == 2 for v in value)
+    ):
         return f"dict({', '.join(f'{k}={v!r}' for k, v in value)})"
     return repr(value)
 
 
-def fail(item: Directive, condition: int, message: str, chunks: tuple[str, ...] = ()) -> DirectiveError:
+def fail(
+    item: Directive, condition: int, message: str, chunks: tuple[str, ...] = ()
+) -> DirectiveError:
     """Return the error for a numbered legality condition of a directive; `chunks` are those that it is about."""
     site = getattr(item, "site", "")
     where = f" at {site}" if site else ""
-    return DirectiveError(f"{describe(item)}{where}: {message} [{written(type(item))} condition {condition}]", chunks)
+    return DirectiveError(
+        f"{describe(item)}{where}: {message} [{written(type(item))} condition {condition}]", chunks
+    )
 
 
 def written(kind: type) -> str:

@@ -60,7 +60,10 @@ def simplest(items: Iterable[Directive]) -> tuple[Directive, ...]:
 
     Strategies that differ in such arguments only are one for a search.
     """
-    each = (item.simplest() if isinstance(item, Simplifying) and _is_own(item, "simplest") else item for item in items)
+    each = (
+        item.simplest() if isinstance(item, Simplifying) and _is_own(item, "simplest") else item
+        for item in items
+    )
     return tuple([item for item in each if item is not None])
 
 
@@ -69,4 +72,6 @@ def _is_own(item: Directive, method: str) -> bool:
 
     A class that applies otherwise than the one whose method it inherits does something else.
     """
-    return method in vars(next(kind for kind in type(item).__mro__ if method in vars(kind) or "apply" in vars(kind)))
+    return method in vars(
+        next(kind for kind in type(item).__mro__ if method in vars(kind) or "apply" in vars(kind))
+    )

@@ -29,7 +29,14 @@ from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import Any, Literal
 
-from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.base import (
+    call_site,
+    compute_nodes,
+    directive,
+    fail,
+    names,
+    site_field,
+)
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph.graph import At, Editor, Graph, Node, OverlapGroup
 from piper_ir.graph.graph_parts import in_mbs, mbs_of
@@ -79,7 +86,9 @@ class Order:
     ) -> None:
         flat: list[Where] = []
         groups: list[tuple[int, int]] = []
-        for item in (x for given in items for x in (given if isinstance(given, tuple) else (given,))):
+        for item in (
+            x for given in items for x in (given if isinstance(given, tuple) else (given,))
+        ):
             if isinstance(item, Overlap):
                 groups.append((len(flat), len(item.selections)))
                 flat += item.selections
@@ -95,12 +104,20 @@ class Order:
         """Pickle the terms as tuples: an order has thousands of selections, and searches send it to workers."""
         if type(self) is not Order:  # what a user's class holds beside is not known here
             return _bare, (type(self),), vars(self)
-        return _order, (tuple([s.terms for s in self.selections]), self.missing, self.overlaps, self.site)
+        return _order, (
+            tuple([s.terms for s in self.selections]),
+            self.missing,
+            self.overlaps,
+            self.site,
+        )
 
     def __str__(self) -> str:
         """Return the order about as the user wrote it; long lists are cut."""
         shown = islice(self._items(), 3)
-        items = [", ".join(map(str, item)) if len(item) == 1 else f"overlap({', '.join(map(str, item))})" for item in shown]
+        items = [
+            ", ".join(map(str, item)) if len(item) == 1 else f"overlap({', '.join(map(str, item))})"
+            for item in shown
+        ]
         count = len(self.selections) - sum(number - 1 for _, number in self.overlaps)
         more = [f"... {count - 3} more"] if count > 3 else []
         skip = ["missing='skip'"] if self.missing == "skip" else []
@@ -116,10 +133,18 @@ class Order:
             raise self._twice(graph)
         devices = Counter([role for _, chains in selected for role in chains])
         if graph.roles and "" in devices:
-            unplaced = next(nodes for _, chains in selected for role, nodes in chains.items() if not role)
-            raise fail(self, 3, f"{names(graph, _each(graph, unplaced))} is not placed; write place before order")
+            unplaced = next(
+                nodes for _, chains in selected for role, nodes in chains.items() if not role
+            )
+            raise fail(
+                self,
+                3,
+                f"{names(graph, _each(graph, unplaced))} is not placed; write place before order",
+            )
         if len(selected) > 1 and max(devices.values()) < 2:
-            raise fail(self, 4, "no two of the selections share a device, so nothing would be ordered")
+            raise fail(
+                self, 4, "no two of the selections share a device, so nothing would be ordered"
+            )
 
     def _twice(self, graph: Graph) -> DirectiveError:
         """Return the error for the first node that is in two selections."""
@@ -138,7 +163,12 @@ class Order:
             if number < 2:
                 raise fail(self, 5, "an overlap needs at least two selections")
             if first < end or first + number > len(self.selections):
-                raise fail(self, 5, f"the overlap of {number} selections from number {first} is not inside of the order")
+                raise fail(
+                    self,
+                    5,
+                    f"the overlap of {number} selections from number {first} is not inside of the "
+                    f"order",
+                )
             end = first + number
 
     def decided(self) -> Decided | None:
@@ -153,7 +183,9 @@ class Order:
         last: dict[str, list[At]] = {}
         edges, applied = edit.order_edges, edit.applied
         for item in self._selected(graph):
-            members: dict[str, list[tuple[At, ...]]] = {}  # role -> the nodes of each selection that has some there
+            members: dict[
+                str, list[tuple[At, ...]]
+            ] = {}  # role -> the nodes of each selection that has some there
             for _, mine in item:
                 for role, nodes in mine.items():
                     members.setdefault(role, []).append(nodes)
@@ -228,12 +260,23 @@ def has_no_such_phase(graph: Graph, selection: Where) -> bool:
 
 
 def _each(graph: Graph, places: Iterable[At]) -> list[Node]:
-    return [in_mbs(node, mbs_of((mb,)) if mb >= 0 else None) for id, mb in places if (node := graph.at((id, mb)))]
+    return [
+        in_mbs(node, mbs_of((mb,)) if mb >= 0 else None)
+        for id, mb in places
+        if (node := graph.at((id, mb)))
+    ]
 
 
 def _bare(kind: type[Order]) -> Order:
     return object.__new__(kind)
 
 
-def _order(terms: Iterable[Any], missing: Literal["error", "skip"], overlaps: tuple[tuple[int, int], ...], site: str) -> Order:
-    return Order(selections=tuple(map(Where.of, terms)), missing=missing, overlaps=overlaps, site=site)
+def _order(
+    terms: Iterable[Any],
+    missing: Literal["error", "skip"],
+    overlaps: tuple[tuple[int, int], ...],
+    site: str,
+) -> Order:
+    return Order(
+        selections=tuple(map(Where.of, terms)), missing=missing, overlaps=overlaps, site=site
+    )

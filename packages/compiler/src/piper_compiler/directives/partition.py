@@ -32,7 +32,12 @@ from piper_ir.program.program import Program
 Boundaries = Literal["even", "cost"] | tuple[int, ...]
 """The first layers of the stages: by number of layers, by cost, or those of the stages 1, 2, ... themselves."""
 
-UNITS = {"layers": (False, False), "embedding": (True, False), "head": (False, True), "all": (True, True)}
+UNITS = {
+    "layers": (False, False),
+    "embedding": (True, False),
+    "head": (False, True),
+    "all": (True, True),
+}
 """The names of sets of units: whether what stands before the first layer is one, and what stands after the last."""
 
 
@@ -67,8 +72,12 @@ class Partition:
     def check_form(self) -> None:
         """Raise DirectiveError for an argument that is wrong for any program."""
         if not isinstance(self.units, str) or self.units not in UNITS:
-            raise fail(self, 6, f"units={self.units!r}; one of {', '.join(map(repr, UNITS))} is accepted")
-        if not isinstance(self.patterns, tuple) or not all(isinstance(p, str) and p for p in self.patterns):
+            raise fail(
+                self, 6, f"units={self.units!r}; one of {', '.join(map(repr, UNITS))} is accepted"
+            )
+        if not isinstance(self.patterns, tuple) or not all(
+            isinstance(p, str) and p for p in self.patterns
+        ):
             text = 'the pattern of a name of modules, or a tuple of patterns, is accepted, such as "blocks.*"'
             raise fail(self, 7, f"layers={self.layers!r}; {text}")
 
@@ -89,27 +98,45 @@ class Partition:
         if isinstance(self.at, tuple):
             self._check_boundaries(self.at, found)
         elif self.at not in ("even", "cost"):
-            raise fail(self, 2, f'at={self.at!r}; "even", "cost" or a tuple of first layers is accepted')
+            raise fail(
+                self, 2, f'at={self.at!r}; "even", "cost" or a tuple of first layers is accepted'
+            )
 
     def _check_layers(self, program: Program) -> None:
         if self.patterns and program.layers != self.patterns:
             text = f"this program has others ({program.layers or 'the usual ones'})"
-            raise fail(self, 7, f"layers are chosen when a model is captured, and {text}; compile a job, with one partition")
+            raise fail(
+                self,
+                7,
+                f"layers are chosen when a model is captured, and {text}; compile a job, with one "
+                f"partition",
+            )
         if not layers_of(program):
             way_out = (
-                "name modules that run one after another with partition(layers=...), or tag stages with "
+                "name modules that run one after another with partition(layers=...), or tag stages "
+                "with "
                 "`with piper.region(stage=...)` or piper.tag(model, ...)"
             )
             text = (
-                "layers are entries of an nn.ModuleList that forward calls, or a chain of like modules in nn.Sequential, "
-                "nn.ModuleDict or numbered attributes; an entry of which forward only reads parameters, as in "
+                "layers are entries of an nn.ModuleList that forward calls, or a chain of like "
+                "modules in "
+                "nn.Sequential, "
+                "nn.ModuleDict or numbered attributes; an entry of which forward only reads "
+                "parameters, as in "
                 "F.linear(x, entry.weight), is not called"
             )
             raise fail(self, 3, f"the model has no layers ({text}); {way_out}")
         ends = _ends(program)
-        for wanted, there, what in zip(UNITS[self.units], ends, ("before the first", "after the last"), strict=True):
+        for wanted, there, what in zip(
+            UNITS[self.units], ends, ("before the first", "after the last"), strict=True
+        ):
             if wanted and not there:
-                raise fail(self, 6, f"nothing stands {what} layer, so units={self.units!r} has no unit for it; leave it out")
+                raise fail(
+                    self,
+                    6,
+                    f"nothing stands {what} layer, so units={self.units!r} has no unit for it; "
+                    f"leave it out",
+                )
 
     def _too_few(self, program: Program, found: list[Unit]) -> str:
         layers = len(layers_of(program))
@@ -117,35 +144,58 @@ class Partition:
         if self.units != "layers":
             have += f", and {len(found)} units with units={self.units!r}"
         more = layers + sum(_ends(program))
-        hint = f', or units="all", which has {more}' if more >= self.stages and self.units != "all" else ""
+        hint = (
+            f', or units="all", which has {more}'
+            if more >= self.stages and self.units != "all"
+            else ""
+        )
         return f"{have}; use at most {len(found)} stages{hint}"
 
     def _check_present(self, graph: Graph, present: list[int | str]) -> None:
         chunks = {str(n.coords["chunk"]): n.coords.get("stage") for n in graph.sequence}
         without = [chunk for chunk, stage in chunks.items() if stage is None]
         if without:
-            having = [f"{chunk} (stage {stage})" for chunk, stage in chunks.items() if stage is not None]
+            having = [
+                f"{chunk} (stage {stage})" for chunk, stage in chunks.items() if stage is not None
+            ]
             others = f", nor have {_some(without[1:])}" if without[1:] else ""
             raise fail(
                 self,
                 4,
-                f"some regions have a stage already, {_some(having)}, but {without[0]}.F has none{others}; give these one, too: "
-                'piper.tag(model, {"...": dict(stage=0)}) means all the rest, and what runs in no module of the model takes '
+                f"some regions have a stage already, {_some(having)}, but {without[0]}.F has "
+                f"none{others}; give these "
+                f"one, too: "
+                'piper.tag(model, {"...": dict(stage=0)}) means all the rest, and what runs in no '
+                "module of the model "
+                "takes "
                 "the stage of what it reads",
                 tuple(without),
             )
         if present != list(range(self.stages)):
-            raise fail(self, 4, f"the model is tagged with stages {present}; use partition(stages={len(present)})")
+            raise fail(
+                self,
+                4,
+                f"the model is tagged with stages {present}; use partition(stages={len(present)})",
+            )
         if self.at != "even":
-            raise fail(self, 4, f"the model is tagged with stages, so at={self.at!r} would have no effect; leave it out")
+            raise fail(
+                self,
+                4,
+                f"the model is tagged with stages, so at={self.at!r} would have no effect; leave "
+                f"it out",
+            )
 
     def _check_boundaries(self, at: tuple[int, ...], units: list[Unit]) -> None:
         if len(at) != self.stages - 1:
-            raise fail(self, 2, f"{self.stages} stages need {self.stages - 1} boundaries, found {len(at)}")
+            raise fail(
+                self, 2, f"{self.stages} stages need {self.stages - 1} boundaries, found {len(at)}"
+            )
         names = _names(units, self.units)
         if list(at) != sorted(set(at)) or not set(at) <= set(names[1:]):
             what = "layers" if self.units == "layers" else "units"
-            raise fail(self, 2, f"boundaries must ascend and be among the {what} {names[1]}..{names[-1]}")
+            raise fail(
+                self, 2, f"boundaries must ascend and be among the {what} {names[1]}..{names[-1]}"
+            )
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled."""
@@ -186,7 +236,9 @@ def _some(texts: list[str]) -> str:
 
 def _names(units: list[Unit], which: str) -> list[int]:
     """Return the numbers by which `at` names units: those of layers, or from 0 where there are other units."""
-    return [u for u in units if isinstance(u, int)] if which == "layers" else list(range(len(units)))
+    return (
+        [u for u in units if isinstance(u, int)] if which == "layers" else list(range(len(units)))
+    )
 
 
 def asked_layers(directives: Iterable[Directive], program: Program) -> tuple[str, ...]:
@@ -205,8 +257,15 @@ def asked_layers(directives: Iterable[Directive], program: Program) -> tuple[str
         raise fail(second, 7, f"{describe(first)} names others; one strategy has one set of layers")
     if named:
         return next(iter(named))
-    wanted = max([d.stages - sum(UNITS[d.units]) for d in each] + [any(map(_selects_layers, items)), bool(each)])
-    if program.source != "captured" or program.layers or (program.chained and len(layers_of(program)) >= wanted):
+    wanted = max(
+        [d.stages - sum(UNITS[d.units]) for d in each]
+        + [any(map(_selects_layers, items)), bool(each)]
+    )
+    if (
+        program.source != "captured"
+        or program.layers
+        or (program.chained and len(layers_of(program)) >= wanted)
+    ):
         return ()
     return () if any("stage" in chunk.coords for chunk in program.chunks) else LONGEST_CHAIN
 
@@ -265,7 +324,9 @@ def stage_of_layers(
     return {unit: sum(i >= f for f in firsts) for i, unit in enumerate(units)}
 
 
-def _unit_seconds(program: Program, units: list[Unit], costs: Costs | None, which: str) -> list[float]:
+def _unit_seconds(
+    program: Program, units: list[Unit], costs: Costs | None, which: str
+) -> list[float]:
     home = chunk_layers(program, which)
     total = dict.fromkeys(units, 0.0)
     for chunk in program.bound(1):
@@ -285,7 +346,9 @@ def _balanced(seconds: list[float], stages: int) -> list[int]:
     for left in range(2, stages + 1):
         nxt, cut = [float("inf")] * n, [0] * n
         for i in range(n - left + 1):
-            nxt[i], cut[i] = min((max(prefix[j] - prefix[i], best[j]), j) for j in range(i + 1, n - left + 2))
+            nxt[i], cut[i] = min(
+                (max(prefix[j] - prefix[i], best[j]), j) for j in range(i + 1, n - left + 2)
+            )
         best, choice = nxt, [cut, *choice]
     firsts, i = [], 0
     for cut in choice:

@@ -18,7 +18,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.base import (
+    call_site,
+    compute_nodes,
+    directive,
+    fail,
+    names,
+    site_field,
+)
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.shard import shared_axes
 from piper_ir.graph.graph import Editor, Graph, Node, TransferStreams
@@ -65,24 +72,38 @@ class Place:
         nodes = compute_nodes(self, graph, self.selection)
         placed = [n for n in nodes if n.role]
         if placed:
-            raise fail(self, 2, f"{names(graph, placed)} is placed on {placed[0].role} already; a node runs in one place")
+            raise fail(
+                self,
+                2,
+                f"{names(graph, placed)} is placed on {placed[0].role} already; a node runs in one "
+                f"place",
+            )
         fixed = dict(self.on)
         for role, other in graph.roles.items():
             if set(other) != set(fixed):
-                message = f"it fixes {sorted(fixed)} but {role} fixes {sorted(other)}; give every placement the same axes"
+                message = (
+                    f"it fixes {sorted(fixed)} but {role} fixes {sorted(other)}; give every "
+                    f"placement the same axes"
+                )
                 raise fail(self, 3, message)
         for node in nodes:
             over = graph.replication.get(str(node.coords["chunk"]))
             if over is not None and set(over.over) & set(fixed):
                 raise fail(
-                    self, 4, f"{node.name(node.each[0])} is replicated over {over.over}; a placed axis cannot be replicated too"
+                    self,
+                    4,
+                    f"{node.name(node.each[0])} is replicated over {over.over}; a placed axis "
+                    f"cannot be replicated too",
                 )
         self._check_streams(graph, role_name(fixed))
         for node in nodes:
             for twin in _other_phases(graph, node):
                 if twin.role not in ("", role_name(fixed)):
                     name = twin.name(twin.each[0])
-                    message = f"{name} is placed on {twin.role}; both phases need what the forward keeps, place them together"
+                    message = (
+                        f"{name} is placed on {twin.role}; both phases need what the forward "
+                        f"keeps, place them together"
+                    )
                     raise fail(self, 6, message)
 
     def _check_axes(self, graph: Graph) -> None:
@@ -90,16 +111,33 @@ class Place:
             raise fail(self, 1, "on={} names no axis; give at least one, e.g. on=dict(pp=0)")
         for axis, at in self.on:
             if axis not in AXES:
-                raise fail(self, 1, f"unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}")
+                raise fail(
+                    self, 1, f"unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}"
+                )
             if shared_axes(graph, (axis,)):
-                raise fail(self, 7, f"devices share the chunks over {axis} (by shard), so all of them run each; use another axis")
+                raise fail(
+                    self,
+                    7,
+                    f"devices share the chunks over {axis} (by shard), so all of them run each; "
+                    f"use another axis",
+                )
             if axis in dict(graph.program.experts):
-                text = f"devices share experts over {axis} (by shard), so all of them run each chunk"
-                raise fail(self, 7, f"{text}; give stages and experts an axis each, as pp and ep of Mesh(pp=2, ep=2)")
+                text = (
+                    f"devices share experts over {axis} (by shard), so all of them run each chunk"
+                )
+                raise fail(
+                    self,
+                    7,
+                    f"{text}; give stages and experts an axis each, as pp and ep of Mesh(pp=2, "
+                    f"ep=2)",
+                )
             if not 0 <= at < graph.mesh.size(axis):
                 size = graph.mesh.size(axis)
                 raise fail(
-                    self, 1, f"{axis}={at} is outside of {graph.mesh}, where {axis} has {size} coordinate{'s' * (size > 1)}"
+                    self,
+                    1,
+                    f"{axis}={at} is outside of {graph.mesh}, where {axis} has {size} "
+                    f"coordinate{'s' * (size > 1)}",
                 )
 
     def _check_streams(self, graph: Graph, role: str) -> None:
@@ -108,7 +146,11 @@ class Place:
         known = graph.transports.get(role)
         if known is not None and known != TransferStreams(self.send, self.recv):
             raise fail(
-                self, 5, f"{role} sends on {known.send!r} and receives on {known.recv!r} by an earlier place; use the same names"
+                self,
+                5,
+                f"{role} sends on {known.send!r} and receives on {known.recv!r} by an earlier "
+                f"place; use the same "
+                f"names",
             )
 
     def decided(self) -> Decided | None:
@@ -124,7 +166,9 @@ class Place:
         by_phase: dict[str, list[Node]] = {}
         for node, phase in with_sums(graph, graph.pick(self.selection)):
             edit.update(on_role(node, role))
-            by_phase.setdefault("B" if phase in ("R", "I") else phase, []).append(on_role(node, role))
+            by_phase.setdefault("B" if phase in ("R", "I") else phase, []).append(
+                on_role(node, role)
+            )
         for nodes in by_phase.values():
             _connect(edit, nodes)
         return edit.done()

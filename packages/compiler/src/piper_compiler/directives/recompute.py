@@ -28,7 +28,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from piper_compiler.directives.base import Directive, call_site, compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.base import (
+    Directive,
+    call_site,
+    compute_nodes,
+    directive,
+    fail,
+    names,
+    site_field,
+)
 from piper_compiler.directives.decided import Decided
 from piper_compiler.ports import port_value, steps_of, value_reads, value_writes
 from piper_ir.graph.graph import Coord, Editor, Graph, Node
@@ -58,22 +66,47 @@ ASKED_FOR = "inputs"
 
 def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recompute, ...]:
     """Return the directive for what the model itself asks to make again, and no `recompute` of the strategy selects."""
-    if not any(CHECKPOINT in c.coords and graph.program.has_variant(c.id, ASKED_FOR) for c in graph.program.chunks):
+    if not any(
+        CHECKPOINT in c.coords and graph.program.has_variant(c.id, ASKED_FOR)
+        for c in graph.program.chunks
+    ):
         return ()
-    decided = {n.id for d in directives if isinstance(d, Recompute) for n in graph.pick(d.selection)}
+    decided = {
+        n.id for d in directives if isinstance(d, Recompute) for n in graph.pick(d.selection)
+    }
     asked = [
-        n for n in graph.pick(Where((("phase", "F"), (CHECKPOINT, ANY)))) if isinstance(n.op, Compute) and n.op.keep == KEEP_ALL
+        n
+        for n in graph.pick(Where((("phase", "F"), (CHECKPOINT, ANY))))
+        if isinstance(n.op, Compute) and n.op.keep == KEEP_ALL
     ]
     chunks = dict.fromkeys(str(n.coords["chunk"]) for n in asked if n.id not in decided)
     changed = {o.ref for c in graph.program.chunks for o in c.outputs if o.kind == "buffer"}
-    possible = [id for id in chunks if _may_repeat(graph.program.chunk(variant_name(id, ASKED_FOR)), changed)]
-    return (Recompute(Where(chunk=tuple(possible)), ASKED_FOR, site="torch.utils.checkpoint in the model"),) if possible else ()
+    possible = [
+        id
+        for id in chunks
+        if _may_repeat(graph.program.chunk(variant_name(id, ASKED_FOR)), changed)
+    ]
+    return (
+        (
+            Recompute(
+                Where(chunk=tuple(possible)), ASKED_FOR, site="torch.utils.checkpoint in the model"
+            ),
+        )
+        if possible
+        else ()
+    )
 
 
 def _may_repeat(variant: Chunk, changed: Collection[str]) -> bool:
     """Return whether there is something to make again, of nothing that the model has changed by then."""
-    read = [variant.inputs[int(p[2:])] for p in variant.steps["R"].reads if p.startswith("in")] if _repeats(variant) else []
-    return _repeats(variant) and not any(entry.kind == "buffer" and entry.ref in changed for entry in read)
+    read = (
+        [variant.inputs[int(p[2:])] for p in variant.steps["R"].reads if p.startswith("in")]
+        if _repeats(variant)
+        else []
+    )
+    return _repeats(variant) and not any(
+        entry.kind == "buffer" and entry.ref in changed for entry in read
+    )
 
 
 def policies_of(directives: Iterable[Directive]) -> tuple[str, ...]:
@@ -126,25 +159,46 @@ class Recompute:
         nodes = compute_nodes(self, graph, self.selection)
         if self.group > 1 and graph.mesh.size("pp") > 1 and not all(n.role for n in nodes):
             raise fail(
-                self, 7, f"a group runs on one device, and {names(graph, nodes)} is not placed; write recompute after place"
+                self,
+                7,
+                f"a group runs on one device, and {names(graph, nodes)} is not placed; write "
+                f"recompute after place",
             )
         _check_policy(self, graph.program, nodes)
         self._check_halves(graph, nodes)
         under = [n for n in nodes if isinstance(n.op, Compute) and n.op.keep != KEEP_ALL]
         if under:
-            raise fail(self, 3, f"{names(graph, under)} is under a policy already; select each node once")
+            raise fail(
+                self, 3, f"{names(graph, under)} is under a policy already; select each node once"
+            )
         if self.keep == KEEP_ALL:
             return
         chunks = list(dict.fromkeys(str(n.coords["chunk"]) for n in nodes))
-        missing = [c for c in chunks if not all(graph.program.has_variant(c, p) for p in self.policies())]
+        missing = [
+            c for c in chunks if not all(graph.program.has_variant(c, p) for p in self.policies())
+        ]
         if missing:
             synthetic = graph.program.source == "synthetic"
-            made = 'a synthetic program has it for "inputs", with R=...' if synthetic else "piper.compile(job, ...) makes it"
-            raise fail(self, 4, f"there is no code that makes tensors of {missing[0]} again: {made}")
+            made = (
+                'a synthetic program has it for "inputs", with R=...'
+                if synthetic
+                else "piper.compile(job, ...) makes it"
+            )
+            raise fail(
+                self, 4, f"there is no code that makes tensors of {missing[0]} again: {made}"
+            )
         groups = self._groups(graph)
         if not groups:
-            raise fail(self, 6, f"backward needs nothing of {', '.join(chunks[:4])} that F would not keep; leave recompute out")
-        self._check_buffers(graph.program, [self._variant(graph, node, keep) for group in groups for node, keep in group])
+            raise fail(
+                self,
+                6,
+                f"backward needs nothing of {', '.join(chunks[:4])} that F would not keep; leave "
+                f"recompute out",
+            )
+        self._check_buffers(
+            graph.program,
+            [self._variant(graph, node, keep) for group in groups for node, keep in group],
+        )
 
     def _check_halves(self, graph: Graph, nodes: list[Node]) -> None:
         """Check condition 1."""
@@ -153,7 +207,10 @@ class Recompute:
             for other in _others(graph, node):
                 left = [mb for mb in other.each if (other.id, mb) not in selected]
                 if left:
-                    message = f"{other.name(left[0])} is not selected, but {node.name(node.each[0])} is; leave phase out of where"
+                    message = (
+                        f"{other.name(left[0])} is not selected, but {node.name(node.each[0])} is; "
+                        f"leave phase out of where"
+                    )
                     raise fail(self, 1, message)
 
     def _check_buffers(self, program: Program, variants: list[Chunk]) -> None:
@@ -163,8 +220,13 @@ class Recompute:
             read = [chunk.inputs[int(p[2:])] for p in chunk.steps["R"].reads if p.startswith("in")]
             for entry in read:
                 if entry.kind == "buffer" and entry.ref in changed:
-                    message = f"{chunk.id} reads buffer {entry.ref!r}, which the model changes in every microbatch, so that it "
-                    raise fail(self, 5, message + "cannot be made again; leave this region out of where")
+                    message = (
+                        f"{chunk.id} reads buffer {entry.ref!r}, which the model changes in every "
+                        f"microbatch, so that it "
+                    )
+                    raise fail(
+                        self, 5, message + "cannot be made again; leave this region out of where"
+                    )
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled; None where microbatches are under different policies."""
@@ -187,28 +249,52 @@ class Recompute:
     def _groups(self, graph: Graph) -> list[list[tuple[Node, str]]]:
         """Return the selected forwards in groups that are made again together, each with its policy."""
         forwards = [n for n in graph.pick(self.selection) if n.coords["phase"] == "F"]
-        groups = grouped([n for n in forwards if _repeats(self._variant(graph, n, self.keep))], graph, self.group)
-        return [[*((n, self.keep + HANDS_ON) for n in group[:-1]), (group[-1], self.keep)] for group in groups]
+        groups = grouped(
+            [n for n in forwards if _repeats(self._variant(graph, n, self.keep))], graph, self.group
+        )
+        return [
+            [*((n, self.keep + HANDS_ON) for n in group[:-1]), (group[-1], self.keep)]
+            for group in groups
+        ]
 
     def _variant(self, graph: Graph, node: Node, keep: str) -> Chunk:
         return graph.program.chunk(variant_name(str(node.coords["chunk"]), keep))
 
-    def _repeat(self, graph: Graph, edit: Editor, forward: Node, keep: str, again: dict[str, str]) -> None:
+    def _repeat(
+        self, graph: Graph, edit: Editor, forward: Node, keep: str, again: dict[str, str]
+    ) -> None:
         """Put the nodes of a chunk under a policy.
 
         `again` names the values that R of earlier chunks of the group makes again, each with its second name; those of
         this chunk are added.
         """
-        variant, chunk = self._variant(graph, forward, keep), graph.program.chunk(str(forward.coords["chunk"]))
+        variant, chunk = (
+            self._variant(graph, forward, keep),
+            graph.program.chunk(str(forward.coords["chunk"])),
+        )
         apart = self.apart or keep.endswith(HANDS_ON)
         known = dict(zip(value_reads(chunk, "F"), forward.reads, strict=True))
         edit.update(replace(forward, op=Compute(chunk.id, "F", keep)))
         if apart:
             reads = _reads(variant, value_reads(variant, "R"), known, again)
-            writes = tuple(edit.value(f"{chunk.id}:{p}!r", variant.ports[p], "activation") for p in value_writes(variant, "R"))
+            writes = tuple(
+                edit.value(f"{chunk.id}:{p}!r", variant.ports[p], "activation")
+                for p in value_writes(variant, "R")
+            )
             coords = {**forward.coords, "phase": "R"}
             step = Compute(chunk.id, "R", keep)
-            edit.add(Node(compute_id(chunk.id, "R"), step, coords, reads, writes, forward.role, forward.stream, forward.mbs))
+            edit.add(
+                Node(
+                    compute_id(chunk.id, "R"),
+                    step,
+                    coords,
+                    reads,
+                    writes,
+                    forward.role,
+                    forward.stream,
+                    forward.mbs,
+                )
+            )
             again.update({v.removesuffix("!r"): v for v in writes})
         for node in _others(graph, forward):
             op = node.op
@@ -228,8 +314,12 @@ def grouped(forwards: list[Node], graph: Graph, layers: int) -> Iterator[list[No
         for node in nodes:
             inside = {n.coords.get("layer") for n in group}
             last = graph.chunk_index[str(group[-1].coords["chunk"])] if group else -1
-            follows = graph.chunk_index[str(node.coords["chunk"])] == last + 1 and None not in inside
-            fits = node.coords.get("layer") in inside or ("layer" in node.coords and len(inside) < layers)
+            follows = (
+                graph.chunk_index[str(node.coords["chunk"])] == last + 1 and None not in inside
+            )
+            fits = node.coords.get("layer") in inside or (
+                "layer" in node.coords and len(inside) < layers
+            )
             if group and not (layers > 1 and follows and fits):
                 yield group
                 group = []
@@ -248,7 +338,9 @@ def _check_policy(item: Recompute, program: Program, nodes: list[Node]) -> None:
     """Check condition 2."""
     accepted = ", ".join(map(repr, POLICIES))
     if not isinstance(item.keep, str) or not item.keep:
-        raise fail(item, 2, f"keep={item.keep!r}; {accepted} or a tuple of names of ops is accepted")
+        raise fail(
+            item, 2, f"keep={item.keep!r}; {accepted} or a tuple of names of ops is accepted"
+        )
     if item.keep in POLICIES:
         return
     chunks = [program.chunk(id) for id in dict.fromkeys(str(n.coords["chunk"]) for n in nodes)]
@@ -256,7 +348,9 @@ def _check_policy(item: Recompute, program: Program, nodes: list[Node]) -> None:
     unknown = [name for name in item.keep.split("+") if name not in ops]
     if unknown:
         raise fail(
-            item, 2, f"keep has {unknown[0]!r}, which is no op of the selected chunks; {accepted} or names of these are "
+            item, 2, f"keep has {unknown[0]!r}, which is no op of the selected chunks; {accepted} "
+                     f"or names of these "
+                     f"are "
             f"accepted: {', '.join(ops) or 'there are none'}"
         )  # fmt: skip
 
@@ -276,7 +370,9 @@ def _others(graph: Graph, node: Node) -> Iterator[Node]:
                     yield other if shared is None else in_mbs(other, shared)
 
 
-def _reads(chunk: Chunk, ports: Iterable[str], known: Mapping[str, str], again: Mapping[str, str]) -> tuple[str, ...]:
+def _reads(
+    chunk: Chunk, ports: Iterable[str], known: Mapping[str, str], again: Mapping[str, str]
+) -> tuple[str, ...]:
     """Return the values behind ports; `known` are those that nodes read already, which may be copies."""
     values = [known.get(port) or port_value(chunk, port) for port in ports]
     return tuple([again.get(value, value) for value in values])

@@ -24,7 +24,14 @@ from itertools import pairwise
 from math import inf
 from typing import Literal
 
-from piper_compiler.directives.base import Directive, as_names, compute_nodes, directive, fail, site_field
+from piper_compiler.directives.base import (
+    Directive,
+    as_names,
+    compute_nodes,
+    directive,
+    fail,
+    site_field,
+)
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.shard import Shard, shared_axes
 from piper_ir.graph.graph import Graph, Node, Replication
@@ -84,13 +91,29 @@ class Replicate:
     def __post_init__(self) -> None:
         object.__setattr__(self, "over", as_names(self.over))
         if isinstance(self.shard, Mapping):
-            object.__setattr__(self, "shard", {state: as_names(axes) for state, axes in self.shard.items()})
+            object.__setattr__(
+                self, "shard", {state: as_names(axes) for state, axes in self.shard.items()}
+            )
 
     def check(self, graph: Graph) -> None:
-        if not isinstance(self.over, tuple) or not self.over or any(a not in AXES for a in self.over):
-            raise fail(self, 1, f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a tuple")
+        if (
+            not isinstance(self.over, tuple)
+            or not self.over
+            or any(a not in AXES for a in self.over)
+        ):
+            raise fail(
+                self,
+                1,
+                f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a "
+                f"tuple",
+            )
         if taken := shared_axes(graph, self.over):
-            raise fail(self, 9, f"devices share the chunks over {taken} (by shard), so they have the same rows; use another axis")
+            raise fail(
+                self,
+                9,
+                f"devices share the chunks over {taken} (by shard), so they have the same rows; "
+                f"use another axis",
+            )
         if type(self.zero) is not int or not 0 <= self.zero <= len(STATES):
             raise fail(self, 5, f"zero={self.zero!r}; 0, 1, 2 or 3 is accepted")
         if type(self.bucket_mb) not in (int, float) or not 0 < self.bucket_mb < inf:
@@ -101,7 +124,9 @@ class Replicate:
         for name in ("resident_mb", "reduced_mb"):
             value = getattr(self, name)
             if value != STEP and not (type(value) in (int, float) and 0 <= value < inf):
-                raise fail(self, 8, f'{name}={value!r}; a number of MiB from 0 or "{STEP}" is accepted')
+                raise fail(
+                    self, 8, f'{name}={value!r}; a number of MiB from 0 or "{STEP}" is accepted'
+                )
         if type(self.prefetch) is not int or self.prefetch < 0:
             raise fail(self, 8, f"prefetch={self.prefetch!r}; an integer from 0 is accepted")
         nodes = compute_nodes(self, graph, self.selection)
@@ -111,12 +136,24 @@ class Replicate:
         if self.shard is None:
             return
         if self.zero:
-            raise fail(self, 7, f"zero={self.zero} and shard={dict(self.shard)} say the same; leave one of them out")
+            raise fail(
+                self,
+                7,
+                f"zero={self.zero} and shard={dict(self.shard)} say the same; leave one of them "
+                f"out",
+            )
         axes = {state: tuple(self.shard.get(state, ())) for state in STATES}
-        wrong = [s for s in self.shard if s not in STATES] + [a for own in axes.values() for a in own if a not in self.over]
+        wrong = [s for s in self.shard if s not in STATES] + [
+            a for own in axes.values() for a in own if a not in self.over
+        ]
         if wrong:
             accepted = f"{', '.join(STATES)} with axes of {', '.join(self.over)}"
-            raise fail(self, 7, f"shard={dict(self.shard)} names {', '.join(map(str, wrong))}; accepted are {accepted}")
+            raise fail(
+                self,
+                7,
+                f"shard={dict(self.shard)} names {', '.join(map(str, wrong))}; accepted are "
+                f"{accepted}",
+            )
         for inner, outer in pairwise(reversed(STATES)):
             if axes[outer] and set(axes[outer]) != set(axes[inner]):
                 text = f"{outer} are shared along {axes[outer]} and {inner} along {axes[inner]}"
@@ -127,7 +164,9 @@ class Replicate:
         """Return the axes along which ranks share each state."""
         if self.shard is not None:
             return Shards(*[tuple(self.shard.get(state, ())) for state in STATES])
-        return Shards(*[tuple(self.over) if self.zero >= len(STATES) - k else () for k in range(len(STATES))])
+        return Shards(
+            *[tuple(self.over) if self.zero >= len(STATES) - k else () for k in range(len(STATES))]
+        )
 
     def _check_nodes(self, graph: Graph, nodes: list[Node]) -> None:
         counts: dict[str, int] = {}
@@ -136,16 +175,29 @@ class Replicate:
             chunk = str(node.coords["chunk"])
             counts[chunk] = counts.get(chunk, 0) + len(node.each)
             if chunk in graph.replication:
-                raise fail(self, 3, f"{chunk} is replicated by {graph.log[graph.replication[chunk].applied]} already")
+                raise fail(
+                    self,
+                    3,
+                    f"{chunk} is replicated by {graph.log[graph.replication[chunk].applied]} "
+                    f"already",
+                )
             if node.role and set(graph.roles[node.role]) & over:
                 raise fail(
-                    self, 4, f"{node.name(node.each[0])} is placed on {node.role}; it cannot be replicated over the same axis"
+                    self,
+                    4,
+                    f"{node.name(node.each[0])} is placed on {node.role}; it cannot be replicated "
+                    f"over the same axis",
                 )
         for chunk, count in counts.items():
             every = [node for id in graph.index[("chunk", chunk)] for node in graph.families[id]]
             there = sum(len(node.each) for node in every if node.coords["op"] == "compute")
             if there != count:
-                raise fail(self, 2, f"{count} of {there} nodes of {chunk} are selected; select by region, not by phase or mb")
+                raise fail(
+                    self,
+                    2,
+                    f"{count} of {there} nodes of {chunk} are selected; select by region, not by "
+                    f"phase or mb",
+                )
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled."""
@@ -159,13 +211,28 @@ class Replicate:
         return made if shards.optim else replace(made, gather="", shard=None)
 
     def __hash__(self) -> int:
-        return hash((self.selection, self.over, self.shards, self.bucket_mb, self.reduce, self.gather, self.prefetch))
+        return hash(
+            (
+                self.selection,
+                self.over,
+                self.shards,
+                self.bucket_mb,
+                self.reduce,
+                self.gather,
+                self.prefetch,
+            )
+        )
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
         axes, shards = graph.mesh.axes, self.shards
-        over, *shared = [tuple(a for a in axes if a in own) for own in (self.over, shards.params, shards.grads, shards.optim)]
-        resident, reduced = (None if mb == STEP else _bytes(mb) for mb in (self.resident_mb, self.reduced_mb))
+        over, *shared = [
+            tuple(a for a in axes if a in own)
+            for own in (self.over, shards.params, shards.grads, shards.optim)
+        ]
+        resident, reduced = (
+            None if mb == STEP else _bytes(mb) for mb in (self.resident_mb, self.reduced_mb)
+        )
         record = Replication(
             over,
             _bytes(self.bucket_mb),
@@ -187,10 +254,21 @@ def check_rows(graph: Graph, directives: Iterable[Directive]) -> None:
     written = tuple(directives)
     over = {axis for d in written if isinstance(d, Replicate) for axis in d.over}
     for item in written:
-        if isinstance(item, Shard) and item.experts and item.over not in over and graph.mesh.size(item.over) == 1:
+        if (
+            isinstance(item, Shard)
+            and item.experts
+            and item.over not in over
+            and graph.mesh.size(item.over) == 1
+        ):
             named = tuple(dict.fromkeys(("dp", item.over)))
-            text = f"{graph.mesh} has no {item.over}, so nothing would be shared; give it that axis, as in Mesh({item.over}=2), "
-            text += f"and name it in replicate, as in data_parallel(over={named!r}); or leave the experts' shard out"
+            text = (
+                f"{graph.mesh} has no {item.over}, so nothing would be shared; give it that axis, "
+                f"as in Mesh({item.over}=2), "
+            )
+            text += (
+                f"and name it in replicate, as in data_parallel(over={named!r}); or leave the "
+                f"experts' shard out"
+            )
             raise fail(item, 2, text)
 
 

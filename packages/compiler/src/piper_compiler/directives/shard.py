@@ -58,7 +58,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from piper_compiler.directives.base import Directive, as_names, compute_nodes, describe, directive, fail, site_field
+from piper_compiler.directives.base import (
+    Directive,
+    as_names,
+    compute_nodes,
+    describe,
+    directive,
+    fail,
+    site_field,
+)
 from piper_compiler.directives.decided import Decided
 from piper_ir.graph.graph import Graph
 from piper_ir.graph.graph_parts import EdgeExchange
@@ -136,9 +144,20 @@ class Shard:
         chosen = sum(len(node.each) for node in compute_nodes(self, graph, self.selection))
         every = sum(len(node.each) for node in compute_nodes(self, graph, where()))
         if chosen != every:
-            raise fail(self, 1, f"{chosen} of {every} nodes are selected; devices share all chunks or none, so write where()")
-        if graph.mesh.along(self.over) and not set(graph.mesh.along(self.over)) <= set(dict(graph.program.axes)):
-            raise fail(self, 4, "the program has no code that could be rewritten; compile a job, not a program")
+            raise fail(
+                self,
+                1,
+                f"{chosen} of {every} nodes are selected; devices share all chunks or none, so "
+                f"write where()",
+            )
+        if graph.mesh.along(self.over) and not set(graph.mesh.along(self.over)) <= set(
+            dict(graph.program.axes)
+        ):
+            raise fail(
+                self,
+                4,
+                "the program has no code that could be rewritten; compile a job, not a program",
+            )
 
     def check_form(self) -> None:
         """Raise DirectiveError for an argument that is wrong in any strategy."""
@@ -155,14 +174,30 @@ class Shard:
         if not isinstance(self.index, str) and not (
             isinstance(self.index, tuple) and all(isinstance(i, str) for i in self.index)
         ):
-            raise fail(self, 6, f"index={self.index!r}; the name of an index, or a tuple of names, is accepted")
+            raise fail(
+                self,
+                6,
+                f"index={self.index!r}; the name of an index, or a tuple of names, is accepted",
+            )
         if not isinstance(self.attention, str) or self.attention not in ATTENTION:
-            raise fail(self, 7, f'attention={self.attention!r}; "heads", "ring" or "gather" is accepted')
+            raise fail(
+                self, 7, f'attention={self.attention!r}; "heads", "ring" or "gather" is accepted'
+            )
         if not isinstance(self.order, str) or self.order not in ORDERS:
-            raise fail(self, 7, f'order={self.order!r}; "zigzag" or "blocks" is accepted, or "" to choose')
-        for name, given, usual in (("attention", self.attention, "heads"), ("order", self.order, "")):
+            raise fail(
+                self, 7, f'order={self.order!r}; "zigzag" or "blocks" is accepted, or "" to choose'
+            )
+        for name, given, usual in (
+            ("attention", self.attention, "heads"),
+            ("order", self.order, ""),
+        ):
             if given != usual and not self.context:
-                raise fail(self, 7, f'{name}={given!r} says how the tokens of attention are shared; write index="tokens", too')
+                raise fail(
+                    self,
+                    7,
+                    f"{name}={given!r} says how the tokens of attention are shared; write "
+                    f'index="tokens", too',
+                )
 
     def _check_selected(self) -> None:
         """Raise DirectiveError where experts are selected and not shared, or shared and not selected."""
@@ -170,14 +205,26 @@ class Shard:
             text = f'it selects all chunks; with stream="rows" devices share those of the experts: {EXPERTS_SHARED}'
             raise fail(self, 1, text)
         if not self.experts and EXPERTS in dict(self.selection.terms):
-            text = f"stream={self.stream!r} shares all chunks, so where() is accepted; devices share experts by {EXPERTS_SHARED}"
+            text = (
+                f"stream={self.stream!r} shares all chunks, so where() is accepted; devices share "
+                f"experts by {EXPERTS_SHARED}"
+            )
             raise fail(self, 1, text)
 
     def _check_exchange(self) -> None:
         if not isinstance(self.channel, str) or self.channel == COMPUTE:
-            raise fail(self, 11, f"channel={self.channel!r}; the name of a stream other than {COMPUTE} is accepted")
+            raise fail(
+                self,
+                11,
+                f"channel={self.channel!r}; the name of a stream other than {COMPUTE} is accepted",
+            )
         if self.sms is not None and (type(self.sms) is not int or not 0 <= self.sms <= MOST_SMS):
-            raise fail(self, 11, f"sms={self.sms!r}; a number from 0 (copy engines) to {MOST_SMS}, or None, is accepted")
+            raise fail(
+                self,
+                11,
+                f"sms={self.sms!r}; a number from 0 (copy engines) to {MOST_SMS}, or None, is "
+                f"accepted",
+            )
         self._check_bound()
         self._check_cut()
         if not self.experts:
@@ -186,37 +233,82 @@ class Shard:
                 raise fail(self, 11, text)
             return
         if self.context or len(self.names) != 1:
-            raise fail(self, 11, f'index={self.index!r}; with stream="rows" one index is named, such as "experts"')
+            raise fail(
+                self,
+                11,
+                f'index={self.index!r}; with stream="rows" one index is named, such as "experts"',
+            )
         if self.keep:
             raise fail(self, 11, 'keep=True: nothing is gathered with stream="rows"; leave it out')
 
     def _check_cut(self) -> None:
         if type(self.cut) is not bool:
             raise fail(self, 14, f"cut={self.cut!r}; True or False is accepted")
-        given = (("stream", self.stream), ("index", self.context and self.index), ("keep", self.keep))
-        if self.cut and (other := next((f"{name}={value!r}" for name, value in given if value), "")):
-            raise fail(self, 14, f"cut=True and {other}: only sums are made between chunks; leave one of the two out")
+        given = (
+            ("stream", self.stream),
+            ("index", self.context and self.index),
+            ("keep", self.keep),
+        )
+        if self.cut and (
+            other := next((f"{name}={value!r}" for name, value in given if value), "")
+        ):
+            raise fail(
+                self,
+                14,
+                f"cut=True and {other}: only sums are made between chunks; leave one of the two "
+                f"out",
+            )
 
     def _check_experts(self, graph: Graph) -> None:
         """Raise DirectiveError where the program was not made for experts that devices share."""
         if graph.mesh.size(self.over) == 1:
             return
         if dict(graph.program.experts).get(self.over) != graph.mesh.size(self.over):
-            raise fail(self, 4, "the program has no code that could be rewritten; compile a job, not a program")
+            raise fail(
+                self,
+                4,
+                "the program has no code that could be rewritten; compile a job, not a program",
+            )
         for node in compute_nodes(self, graph, self.selection):
             if graph.program.chunk(str(node.coords["chunk"])).experts != self.over:
-                raise fail(self, 1, f"{node.id} computes no experts; select whole chunks by their regions: where(experts=ANY)")
-        if (self.channel or self.sms is not None) and not any(chunk.trades for chunk in graph.program.chunks):
+                raise fail(
+                    self,
+                    1,
+                    f"{node.id} computes no experts; select whole chunks by their regions: "
+                    f"where(experts=ANY)",
+                )
+        if (self.channel or self.sms is not None) and not any(
+            chunk.trades for chunk in graph.program.chunks
+        ):
             text = "dropless mixtures have their exchanges inside of steps"
-            raise fail(self, 11, f"channel and sms are for exchanges between chunks; {text}: leave them out")
+            raise fail(
+                self,
+                11,
+                f"channel and sms are for exchanges between chunks; {text}: leave them out",
+            )
 
     def _check_bound(self) -> None:
-        if isinstance(self.bound, bool) or not isinstance(self.bound, int | float) or not 0 < self.bound < math.inf:
-            raise fail(self, 13, f"bound={self.bound!r}; a positive number is accepted, such as 1.25")
+        if (
+            isinstance(self.bound, bool)
+            or not isinstance(self.bound, int | float)
+            or not 0 < self.bound < math.inf
+        ):
+            raise fail(
+                self, 13, f"bound={self.bound!r}; a positive number is accepted, such as 1.25"
+            )
         if not isinstance(self.overflow, str) or self.overflow not in OVERFLOWS:
-            raise fail(self, 13, f"overflow={self.overflow!r}; {', '.join(map(repr, OVERFLOWS))} are accepted")
+            raise fail(
+                self,
+                13,
+                f"overflow={self.overflow!r}; {', '.join(map(repr, OVERFLOWS))} are accepted",
+            )
         if not self.experts and (self.bound, self.overflow) != (BOUND, OVERFLOWS[0]):
-            raise fail(self, 13, 'bound and overflow are for dropless mixtures: use stream="rows", or leave them out')
+            raise fail(
+                self,
+                13,
+                'bound and overflow are for dropless mixtures: use stream="rows", or leave them '
+                "out",
+            )
 
     @property
     def experts(self) -> bool:
@@ -273,13 +365,24 @@ def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding,
     wide = [d for d in asked if mesh.size(d.over) > 1]
     for number, item in enumerate(wide):
         for before in wide[:number]:
-            if before.over == item.over or (before.context, before.experts) == (item.context, item.experts):
-                text = f"{describe(before)} shares the same already, over {before.over}; keep one of the two"
+            if before.over == item.over or (before.context, before.experts) == (
+                item.context,
+                item.experts,
+            ):
+                text = (
+                    f"{describe(before)} shares the same already, over {before.over}; keep one of "
+                    f"the two"
+                )
                 raise fail(item, 5, text)
     for item in wide:
         if item.cut and len(wide) > 1:
             other = next(d for d in wide if d is not item)
-            raise fail(item, 14, f"cut=True beside {describe(other)}: only one of the two can be; leave cut=True out")
+            raise fail(
+                item,
+                14,
+                f"cut=True beside {describe(other)}: only one of the two can be; leave cut=True "
+                f"out",
+            )
     return tuple(d.sharding(mesh) for d in wide)
 
 

@@ -35,18 +35,35 @@ class Split:
 
     def check(self, graph: Graph) -> None:
         if type(self.microbatches) is not int or self.microbatches < 1:
-            raise fail(self, 1, f"microbatches is {self.microbatches!r}; an integer of at least 1 is needed")
+            raise fail(
+                self,
+                1,
+                f"microbatches is {self.microbatches!r}; an integer of at least 1 is needed",
+            )
         if graph.microbatches:
-            raise fail(self, 2, f"the batch is split into {graph.microbatches} microbatches already; use one split")
+            raise fail(
+                self,
+                2,
+                f"the batch is split into {graph.microbatches} microbatches already; use one split",
+            )
         if graph.roles:
             raise fail(self, 4, "nodes are placed already; write split before place")
         selected = compute_nodes(self, graph, self.selection)
         everything = sum(n.coords["op"] == "compute" for n in graph.sequence)
         if len(selected) != everything:
-            raise fail(self, 3, f"{len(selected)} of {everything} nodes are selected; use where() to select all")
+            raise fail(
+                self,
+                3,
+                f"{len(selected)} of {everything} nodes are selected; use where() to select all",
+            )
         if everything * self.microbatches > MOST_NODES:
             least = most(MOST_NODES, everything)
-            raise fail(self, 5, f"the graph has {everything} nodes in each microbatch; use at most {least} microbatches")
+            raise fail(
+                self,
+                5,
+                f"the graph has {everything} nodes in each microbatch; use at most {least} "
+                f"microbatches",
+            )
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled."""
@@ -59,11 +76,26 @@ class Split:
 def split_all(graph: Graph, microbatches: int) -> Graph:
     """Return the graph in which every node stands for `microbatches` microbatches."""
     mbs = range(microbatches)
-    edges = {((a, mb), (b, mb)): applied for ((a, _), (b, _)), applied in graph.order_edges.items() for mb in mbs}
+    edges = {
+        ((a, mb), (b, mb)): applied
+        for ((a, _), (b, _)), applied in graph.order_edges.items()
+        for mb in mbs
+    }
     overlaps = [
-        OverlapGroup(tuple([tuple([(id, mb) for id, _ in member]) for member in group.members]), group.applied)
+        OverlapGroup(
+            tuple([tuple([(id, mb) for id, _ in member]) for member in group.members]),
+            group.applied,
+        )
         for group in graph.overlaps
         for mb in mbs
     ]
-    families = {id: tuple([in_mbs(node, mbs) for node in family]) for id, family in graph.families.items()}
-    return replace(graph, families=families, order_edges=edges, overlaps=tuple(overlaps), microbatches=microbatches)
+    families = {
+        id: tuple([in_mbs(node, mbs) for node in family]) for id, family in graph.families.items()
+    }
+    return replace(
+        graph,
+        families=families,
+        order_edges=edges,
+        overlaps=tuple(overlaps),
+        microbatches=microbatches,
+    )

@@ -41,12 +41,25 @@ class SplitBackward:
         nodes = compute_nodes(self, graph, self.selection)
         split = [n for n in nodes if n.coords["phase"] in BACKWARD]
         if split:
-            raise fail(self, 2, f"{names(graph, split)} belongs to a backward that is split already; select each once")
+            raise fail(
+                self,
+                2,
+                f"{names(graph, split)} belongs to a backward that is split already; select each "
+                f"once",
+            )
         backwards = [n for n in nodes if n.coords["phase"] == "B"]
-        if not backwards and any(signatures(graph.program.chunk(str(n.coords["chunk"])), "B") for n in nodes):
-            raise fail(self, 1, f"{names(graph, nodes)} is no backward; select phase='B', or leave phase out")
+        if not backwards and any(
+            signatures(graph.program.chunk(str(n.coords["chunk"])), "B") for n in nodes
+        ):
+            raise fail(
+                self,
+                1,
+                f"{names(graph, nodes)} is no backward; select phase='B', or leave phase out",
+            )
         if graph.order_edges or graph.overlaps:
-            self._check_unordered(graph, {(n.id, mb): n.name(mb) for n in backwards for mb in n.each})
+            self._check_unordered(
+                graph, {(n.id, mb): n.name(mb) for n in backwards for mb in n.each}
+            )
 
     def _check_unordered(self, graph: Graph, backwards: Mapping[At, str]) -> None:
         """Check condition 3 for the selected backwards, given with their names."""
@@ -54,11 +67,21 @@ class SplitBackward:
             for at in edge:
                 if at in backwards:
                     by = f" ({graph.log[applied]})" if applied < len(graph.log) else ""
-                    raise fail(self, 3, f"{backwards[at]} is ordered already{by}; write split_backward before order")
+                    raise fail(
+                        self,
+                        3,
+                        f"{backwards[at]} is ordered already{by}; write split_backward before "
+                        f"order",
+                    )
         for group in graph.overlaps:
             for at in group.nodes:
                 if at in backwards:
-                    raise fail(self, 3, f"{backwards[at]} is in an overlap already; write split_backward before order")
+                    raise fail(
+                        self,
+                        3,
+                        f"{backwards[at]} is in an overlap already; write split_backward before "
+                        f"order",
+                    )
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled.
@@ -85,7 +108,13 @@ class SplitBackward:
             for value in node.reads:  # a sum that feeds it runs with its first part
                 for feeder, mbs in list(edit.writers_of(value, node.mbs)):
                     if isinstance(feeder.op, Add):
-                        edit.update(replace(feeder, mbs=mbs, coords={**feeder.coords, "phase": parts[0].coords["phase"]}))
+                        edit.update(
+                            replace(
+                                feeder,
+                                mbs=mbs,
+                                coords={**feeder.coords, "phase": parts[0].coords["phase"]},
+                            )
+                        )
         return edit.done()
 
 
@@ -99,7 +128,14 @@ class _Parts:
             if signatures(chunk, step):
                 reads = tuple((p, port_value(chunk, p)) for p in value_reads(chunk, step, apart))
                 writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step, apart))
-                self.steps.append((compute_id(chunk.id, step), Compute(chunk.id, step, chunk.keep, apart), reads, writes))
+                self.steps.append(
+                    (
+                        compute_id(chunk.id, step),
+                        Compute(chunk.id, step, chunk.keep, apart),
+                        reads,
+                        writes,
+                    )
+                )
 
     def of(self, node: Node) -> tuple[Node, ...]:
         """Return the nodes for a backward; they read what it read, which may be copies that `place` made."""

@@ -47,21 +47,37 @@ class Stream:
         if self.name == COMPUTE:
             raise fail(self, 2, f"the stream {COMPUTE!r} is for compute; choose another name")
         if self.sms is not None and (type(self.sms) is not int or not 0 <= self.sms <= MOST_SMS):
-            raise fail(self, 4, f"sms is {self.sms!r}; a whole number from 0 (copy engines) to {MOST_SMS} is expected")
+            raise fail(
+                self,
+                4,
+                f"sms is {self.sms!r}; a whole number from 0 (copy engines) to {MOST_SMS} is "
+                f"expected",
+            )
         nodes = compute_nodes(self, graph, self.selection)
         other = [n for n in nodes if not isinstance(n.op, Send | Recv)]
         if other:
             name = other[0].name(other[0].each[0])
-            message = f"{name} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' or op='recv'"
+            message = (
+                f"{name} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' "
+                f"or op='recv'"
+            )
             raise fail(self, 2, message)
         selected = {(n.id, mb) for n in nodes for mb in n.each}
         touched = {(channel_of(n), type(n.op)) for n in nodes}
-        transfers = [n for op in ("send", "recv") for id in graph.index.get(("op", op), ()) for n in graph.families[id]]
+        transfers = [
+            n
+            for op in ("send", "recv")
+            for id in graph.index.get(("op", op), ())
+            for n in graph.families[id]
+        ]
         for node in transfers:
             left = [mb for mb in node.each if (node.id, mb) not in selected]
             if left and (channel_of(node), type(node.op)) in touched:
                 name = node.name(left[0])
-                message = f"{name} uses channel {channel_of(node)} too but is not selected; select all transfers of a channel"
+                message = (
+                    f"{name} uses channel {channel_of(node)} too but is not selected; select all "
+                    f"transfers of a channel"
+                )
                 raise fail(self, 3, message)
         self._check_sms(graph, {(n.role, channel_of(n)) for n in nodes})
 
@@ -70,8 +86,18 @@ class Stream:
         roles = {role for role, _ in ends}
         for channel in graph.channels.values() if self.sms is not None else ():
             for role, stream, sms in zip(channel.roles, channel.streams, channel.sms):
-                if stream == self.name and role in roles and (role, channel.id) not in ends and sms not in (None, self.sms):
-                    raise fail(self, 5, f"stream {stream} of {role} has {sms} SMs, by channel {channel.id}; give both the same")
+                if (
+                    stream == self.name
+                    and role in roles
+                    and (role, channel.id) not in ends
+                    and sms not in (None, self.sms)
+                ):
+                    raise fail(
+                        self,
+                        5,
+                        f"stream {stream} of {role} has {sms} SMs, by channel {channel.id}; give "
+                        f"both the same",
+                    )
 
     def decided(self) -> Decided | None:
         """Return what it decides before it is compiled."""
@@ -82,15 +108,22 @@ class Stream:
         for node in graph.pick(self.selection):
             edit.update(replace(node, stream=self.name))
             channel = edit.channels[channel_of(node)]
-            streams = tuple(self.name if role == node.role else s for role, s in zip(channel.roles, channel.streams, strict=True))
-            edit.channels[channel.id] = replace(channel, streams=streams, sms=self._sms(channel, node.role))
+            streams = tuple(
+                self.name if role == node.role else s
+                for role, s in zip(channel.roles, channel.streams, strict=True)
+            )
+            edit.channels[channel.id] = replace(
+                channel, streams=streams, sms=self._sms(channel, node.role)
+            )
         return edit.done()
 
     def _sms(self, channel: Channel, role: str) -> tuple[int | None, ...]:
         """Return the SMs of a channel that goes to this stream on a role; an end that does not change keeps its own."""
         named = channel.sms or (None,) * len(channel.roles)
         stays = self.sms is None and channel.stream_on(role) == self.name
-        sms = tuple(n if stays or r != role else self.sms for r, n in zip(channel.roles, named, strict=True))
+        sms = tuple(
+            n if stays or r != role else self.sms for r, n in zip(channel.roles, named, strict=True)
+        )
         return sms if any(n is not None for n in sms) else ()
 
 

@@ -14,7 +14,15 @@ from operator import attrgetter
 from typing import get_args
 
 from piper_compiler.actions import Action, ActionPhase
-from piper_compiler.interchange.table import OF_STAGE, Cell, CellFault, CommCell, Rows, Transfer, check_pair
+from piper_compiler.interchange.table import (
+    OF_STAGE,
+    Cell,
+    CellFault,
+    CommCell,
+    Rows,
+    Transfer,
+    check_pair,
+)
 
 CellPosition = tuple[int, int]
 """A row and a cell of a table, counted from 0."""
@@ -22,7 +30,9 @@ Event = Action | CommCell
 PHASES: tuple[ActionPhase, ...] = get_args(ActionPhase)
 
 NO_MAP = (
-    "the format has no map of stages to devices, so each stage is on one device: a two-way pipeline (DualPipe) cannot be "
+    "the format has no map of stages to devices, so each stage is on one device: a two-way "
+    "pipeline (DualPipe) cannot "
+    "be "
     "expressed in it; dualpipe_v can"
 )
 
@@ -95,7 +105,11 @@ def _collected(rows: Rows) -> TableFacts:
     lowered = any(isinstance(cell, CommCell) for *_, cell in _cells(rows))
     for r, c, cell in _cells(rows):
         if cell is None and lowered:
-            raise CellFault(r, c, "this cell is empty, but a lowered schedule has no idle slots; remove the cell")
+            raise CellFault(
+                r,
+                c,
+                "this cell is empty, but a lowered schedule has no idle slots; remove the cell",
+            )
         if isinstance(cell, tuple) and len(cell) != 1:
             try:
                 check_pair(cell)
@@ -103,15 +117,24 @@ def _collected(rows: Rows) -> TableFacts:
                 raise CellFault(r, c, str(e)) from None
         for event in _events(cell):
             if home.setdefault(event.stage, r) != r:
-                raise CellFault(r, c, f"stage {event.stage} is on device {home[event.stage]} already; {NO_MAP}")
+                raise CellFault(
+                    r, c, f"stage {event.stage} is on device {home[event.stage]} already; {NO_MAP}"
+                )
             if isinstance(event, CommCell) and event.kind in OF_STAGE:
                 continue  # these may occur several times
             if event in at:
-                raise CellFault(r, c, f"{event} stands in cell {at[event][1] + 1} of this row already")
+                raise CellFault(
+                    r, c, f"{event} stands in cell {at[event][1] + 1} of this row already"
+                )
             at[event] = r, c
     for r, row in enumerate(rows):
         if not any(isinstance(cell, tuple) for cell in row):
-            raise CellFault(r, 0, f"device {r} computes nothing; a row holds the actions of one device, so remove an empty line")
+            raise CellFault(
+                r,
+                0,
+                f"device {r} computes nothing; a row holds the actions of one device, so remove an "
+                f"empty line",
+            )
     computed = [e for e in at if isinstance(e, Action)]
     return TableFacts(at, home, 1 + max((a.mb for a in computed), default=-1), lowered)
 
@@ -121,16 +144,24 @@ def _check_complete(facts: TableFacts) -> None:
     actions = [e for e in facts.at if isinstance(e, Action)]
     if not actions:
         raise CellFault(0, 0, "the table is empty; a schedule computes something")
-    for name, plural, number in (("stage", "stages", attrgetter("stage")), ("microbatch", "microbatches", attrgetter("mb"))):
+    for name, plural, number in (
+        ("stage", "stages", attrgetter("stage")),
+        ("microbatch", "microbatches", attrgetter("mb")),
+    ):
         numbers = {number(a) for a in actions}
         if len(numbers) <= max(numbers):
             missing = next(n for n in range(max(numbers)) if n not in numbers)
             beyond = min((a for a in actions if number(a) > missing), key=lambda a: facts.at[a])
-            raise CellFault(*facts.at[beyond], f"there is no {name} {missing}; {plural} count from 0 without a gap")
+            raise CellFault(
+                *facts.at[beyond],
+                f"there is no {name} {missing}; {plural} count from 0 without a gap",
+            )
     computed = {a.stage for a in actions}
     for event, place in facts.at.items():
         if event.stage not in computed or event.mb >= facts.microbatches:
-            raise CellFault(*place, f"{event} belongs to a stage or microbatch without actions; remove it")
+            raise CellFault(
+                *place, f"{event} belongs to a stage or microbatch without actions; remove it"
+            )
     for stage, row in facts.home.items():
         for mb in range(facts.microbatches):
             has = {p for p in PHASES if Action(stage, p, mb) in facts.at}
@@ -138,7 +169,10 @@ def _check_complete(facts: TableFacts) -> None:
                 there = min((facts.at[Action(stage, p, mb)] for p in has), default=(row, 0))
                 names = ", ".join(f"{stage}{p}{mb}" for p in PHASES if p in has) or "nothing"
                 raise CellFault(
-                    *there, f"stage {stage} has {names} for microbatch {mb}; it needs one F and either one B or one I and one W"
+                    *there,
+                    f"stage {stage} has {names} for microbatch {mb}; it needs one F and either one "
+                    f"B or one I and one "
+                    f"W",
                 )
 
 
@@ -161,17 +195,27 @@ def _check_transfers(facts: TableFacts) -> None:
         send, receive = pair
         needed |= {send, receive}
         if receive not in facts.at:
-            raise CellFault(*place, f"{action} needs {receive}, which this device does not have; {source} is on another device")
+            raise CellFault(
+                *place,
+                f"{action} needs {receive}, which this device does not have; {source} is on "
+                f"another device",
+            )
         if facts.at[receive] > place:
             raise CellFault(*place, f"{action} stands before {receive}, which brings its input")
         if send not in facts.at:
-            raise CellFault(*facts.at[receive], f"device {facts.home[source.stage]} has no {send} for {receive}")
+            raise CellFault(
+                *facts.at[receive], f"device {facts.home[source.stage]} has no {send} for {receive}"
+            )
         if facts.at[send] < facts.at[source]:
-            raise CellFault(*facts.at[send], f"{send} stands before {source}, whose results it sends")
+            raise CellFault(
+                *facts.at[send], f"{send} stands before {source}, whose results it sends"
+            )
     for event, place in facts.at.items():
         if isinstance(event, CommCell) and event not in needed:
             raise CellFault(
-                *place, f"{event} carries nothing that another device needs; remove it (its reader is here, or there is none)"
+                *place,
+                f"{event} carries nothing that another device needs; remove it (its reader is "
+                f"here, or there is none)",
             )
 
 
@@ -187,45 +231,77 @@ def _check_order_of_messages(facts: TableFacts) -> None:
         for (_, first, name), (_, second, late) in pairwise(messages):
             if second < first:
                 message = f"{late} stands before {name}, whose message device {source} sends first"
-                raise CellFault(*second, f"{message}; messages between two devices arrive in the order in which they are sent")
+                raise CellFault(
+                    *second,
+                    f"{message}; messages between two devices arrive in the order in which they "
+                    f"are sent",
+                )
 
 
 def _check_parameters(rows: Rows) -> None:
     """Check that a stage with UNSHARD computes between UNSHARD and RESHARD only; other stages need neither."""
-    sharded = {e.stage for *_, cell in _cells(rows) for e in _events(cell) if isinstance(e, CommCell) and e.kind == "UNSHARD"}
+    sharded = {
+        e.stage
+        for *_, cell in _cells(rows)
+        for e in _events(cell)
+        if isinstance(e, CommCell) and e.kind == "UNSHARD"
+    }
     whole: set[int] = set()
     for r, c, cell in _cells(rows):
         for event in _events(cell):
             if isinstance(event, Action):
                 if event.stage in sharded - whole:
-                    raise CellFault(r, c, f"{event} computes with parameters that are not gathered here; UNSHARD comes first")
+                    raise CellFault(
+                        r,
+                        c,
+                        f"{event} computes with parameters that are not gathered here; UNSHARD "
+                        f"comes first",
+                    )
             elif event.kind == "UNSHARD":
                 if event.stage in whole:
-                    raise CellFault(r, c, f"{event} gathers parameters that are gathered already; remove it")
+                    raise CellFault(
+                        r, c, f"{event} gathers parameters that are gathered already; remove it"
+                    )
                 whole.add(event.stage)
             elif event.kind == "RESHARD":
                 if event.stage not in whole:
-                    raise CellFault(r, c, f"{event} frees parameters that no UNSHARD has gathered; remove it")
+                    raise CellFault(
+                        r, c, f"{event} frees parameters that no UNSHARD has gathered; remove it"
+                    )
                 whole.remove(event.stage)
 
 
 def _check_reductions(rows: Rows, facts: TableFacts) -> None:
     """Check that REDUCE_GRAD is there for all stages or none, once each, after the stage's last backward."""
-    last = {a.stage: p for a, p in sorted(facts.at.items(), key=lambda item: item[1]) if isinstance(a, Action)}
+    last = {
+        a.stage: p
+        for a, p in sorted(facts.at.items(), key=lambda item: item[1])
+        if isinstance(a, Action)
+    }
     reduced: dict[int, CellPosition] = {}
     for r, c, cell in _cells(rows):
         for event in _events(cell):
             if isinstance(event, CommCell) and event.kind == "REDUCE_GRAD":
                 if event.stage in reduced:
                     raise CellFault(
-                        r, c, f"{event} reduces gradients that cell {reduced[event.stage][1] + 1} has reduced already; remove it"
+                        r,
+                        c,
+                        f"{event} reduces gradients that cell {reduced[event.stage][1] + 1} has "
+                        f"reduced already; "
+                        f"remove it",
                     )
                 if (r, c) < last[event.stage]:
-                    raise CellFault(r, c, f"{event} stands before the last backward of stage {event.stage}")
+                    raise CellFault(
+                        r, c, f"{event} stands before the last backward of stage {event.stage}"
+                    )
                 reduced[event.stage] = r, c
     for stage, place in last.items():
         if reduced and stage not in reduced:
-            raise CellFault(*place, f"stage {stage} has no REDUCE_GRAD after this, its last action, while other stages have one")
+            raise CellFault(
+                *place,
+                f"stage {stage} has no REDUCE_GRAD after this, its last action, while other stages "
+                f"have one",
+            )
 
 
 def _check_progress(rows: Rows, facts: TableFacts) -> None:
@@ -236,7 +312,9 @@ def _check_progress(rows: Rows, facts: TableFacts) -> None:
     while moved:
         moved = False
         for r, row in enumerate(rows):
-            while next_cell[r] < len(row) and all(e in done for e in _waits(row[next_cell[r]], facts)):
+            while next_cell[r] < len(row) and all(
+                e in done for e in _waits(row[next_cell[r]], facts)
+            ):
                 done.update(_events(row[next_cell[r]]))
                 next_cell[r] += 1
                 moved = True
@@ -260,4 +338,7 @@ def _waiting(rows: Rows, facts: TableFacts, done: set[Event], place: CellPositio
     cell = rows[place[0]][place[1]]
     first = next(e for e in _waits(cell, facts) if e not in done)
     where = facts.at[first]
-    return f"device {place[0]} at {'&'.join(map(str, _events(cell)))} for {first}, in cell {where[1] + 1} of device {where[0]}"
+    return (
+        f"device {place[0]} at {'&'.join(map(str, _events(cell)))} for {first}, in cell "
+        f"{where[1] + 1} of device {where[0]}"
+    )

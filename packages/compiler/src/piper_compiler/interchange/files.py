@@ -41,7 +41,9 @@ def parse_schedule(text: str, name: str = "schedule") -> Schedule:
         texts = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as e:
         raise FormatError(f"{name} is no CSV file: {e}") from None
-    rows = tuple(tuple(_cell(texts, r, c, name) for c in range(len(row))) for r, row in enumerate(texts))
+    rows = tuple(
+        tuple(_cell(texts, r, c, name) for c in range(len(row))) for r, row in enumerate(texts)
+    )
     return Schedule(rows, name, "\r\n" if "\r\n" in text else "\n")
 
 
@@ -52,7 +54,9 @@ def _cell(texts: list[list[str]], row: int, cell: int, name: str) -> Cell:
         raise located(name, CellFault(row, cell, str(e)), texts) from None
 
 
-def write_schedule_csv(source: ScheduleSource | Lowered | Any, path: str | Path, *, lowered: bool | None = None) -> None:
+def write_schedule_csv(
+    source: ScheduleSource | Lowered | Any, path: str | Path, *, lowered: bool | None = None
+) -> None:
     """Write a schedule for torch.distributed.pipelining.
 
     Raises FormatError for what the format cannot express, such as a stage on two devices; OutputError when the file
@@ -70,10 +74,13 @@ def write_schedule_csv(source: ScheduleSource | Lowered | Any, path: str | Path,
     else:
         schedule = schedule_of(source)
         if lowered is not None:
-            schedule = schedule.with_communication() if lowered else schedule.without_communication()
+            schedule = (
+                schedule.with_communication() if lowered else schedule.without_communication()
+            )
     try:
         write_whole(Path(path), schedule.dumps())
     except OSError as e:
         raise OutputError(
-            f"cannot write the schedule to {path}: {e.strerror}; choose a folder that exists and is writable"
+            f"cannot write the schedule to {path}: {e.strerror}; choose a folder that exists and "
+            f"is writable"
         ) from None

@@ -22,7 +22,9 @@ ACTIVE = 3
 def with_communication(rows: Rows, facts: TableFacts) -> Rows:
     """Return the lowered table of a compute-only one."""
     computed = [[cell for cell in row if isinstance(cell, tuple)] for row in rows]
-    return _with_transfers([_with_reductions(_with_parameters(row), facts.microbatches) for row in computed], facts)
+    return _with_transfers(
+        [_with_reductions(_with_parameters(row), facts.microbatches) for row in computed], facts
+    )
 
 
 def _with_parameters(slots: Sequence[Slot]) -> list[Item]:
@@ -63,7 +65,11 @@ def _with_reductions(items: Sequence[Item], microbatches: int) -> list[Item]:
 
 def _with_transfers(rows: Sequence[Sequence[Item]], facts: TableFacts) -> Rows:
     """Let each device in turn do its next item if the inputs have arrived; the schedule does not wait for itself."""
-    sends = {facts.source(a): pair for a in facts.at if isinstance(a, Action) and (pair := facts.transfer(a))}
+    sends = {
+        facts.source(a): pair
+        for a in facts.at
+        if isinstance(a, Action) and (pair := facts.transfer(a))
+    }
     out: list[list[Item]] = [[] for _ in rows]
     done: set[Action] = set()
     next_item = [0] * len(rows)

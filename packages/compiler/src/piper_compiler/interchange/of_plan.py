@@ -28,7 +28,10 @@ def rows_of_plan(plan: Plan, *, lowered: bool) -> Rows:
 def _stage_of(plan: Plan, chunk: str) -> int:
     stage = plan.chunk(chunk).coords.get("stage")
     if not isinstance(stage, int):
-        raise FormatError(f"chunk {chunk} has no stage, and a table of a schedule is made of stages; use partition or a recipe")
+        raise FormatError(
+            f"chunk {chunk} has no stage, and a table of a schedule is made of stages; use "
+            f"partition or a recipe"
+        )
     return stage
 
 
@@ -38,7 +41,10 @@ def _devices(plan: Plan) -> list[RolePlan]:
         return list(plan.roles)
     other = {axis for role in plan.roles for axis in role.placed} - {"pp"}
     if other:
-        raise FormatError(f"the plan places stages on {sorted(other)}, but the rows of a table are devices of the axis pp alone")
+        raise FormatError(
+            f"the plan places stages on {sorted(other)}, but the rows of a table are devices of "
+            f"the axis pp alone"
+        )
     return sorted(plan.roles, key=lambda role: role.placed["pp"])
 
 
@@ -58,7 +64,11 @@ class _Row:
 
     def cells(self, lowered: bool) -> tuple[Slot | CommCell, ...]:
         backward = self._backwards()
-        pieces = [(i, a) for i, instr in enumerate(self.role.program) for a in self._actions(instr, backward)]
+        pieces = [
+            (i, a)
+            for i, instr in enumerate(self.role.program)
+            for a in self._actions(instr, backward)
+        ]
         first: dict[Action, int] = {}
         last: dict[Action, int] = {}
         for place, (_, action) in enumerate(pieces):
@@ -77,7 +87,9 @@ class _Row:
         if not lowered:
             return tuple(slot for _, slot in slots)
         check_scatters(self.role)
-        gathers = parameter_cells(self.plan, self.role, slots, lambda part: self._action(part, backward))
+        gathers = parameter_cells(
+            self.plan, self.role, slots, lambda part: self._action(part, backward)
+        )
         return self._with_transfers(slots, gathers)
 
     def _backwards(self) -> dict[tuple[int, int], bool]:
@@ -98,7 +110,10 @@ class _Row:
         """Return what an instruction computes, stage after stage; the two of an overlapped pair occur twice each."""
         found: dict[Action, None] = {}
         if {part.op.step for part in instr.parts if isinstance(part.op, Compute)} == {"R"}:
-            raise FormatError(f"{instr.name} is recomputation alone, which the format cannot say; use recompute without apart")
+            raise FormatError(
+                f"{instr.name} is recomputation alone, which the format cannot say; use recompute "
+                f"without apart"
+            )
         for part in instr.parts:
             if isinstance(part.op, Compute) and part.op.step != "B" and part.op.step != "R":
                 found[self._action(part, backward)] = None
@@ -116,12 +131,16 @@ class _Row:
         if len(slot) > 1 and [a.phase == "F" for a in slot] != [True, False]:
             names = ", ".join(map(str, slot))
             raise FormatError(
-                f"{self.role.role} computes {names} in alternating pieces; the format has only whole stages, and pairs of one "
+                f"{self.role.role} computes {names} in alternating pieces; the format has only "
+                f"whole stages, and pairs "
+                f"of one "
                 "forward and one backward"
             )
         return slot
 
-    def _with_transfers(self, slots: list[tuple[int, Slot]], gathers: list[Placed]) -> tuple[Slot | CommCell, ...]:
+    def _with_transfers(
+        self, slots: list[tuple[int, Slot]], gathers: list[Placed]
+    ) -> tuple[Slot | CommCell, ...]:
         """Return the slots with gathers, transfers and reductions between them.
 
         A receive stands where the first of its values is posted, a send after the last one. Reductions stand after the
@@ -151,7 +170,9 @@ class _Row:
         target = source + 1 if forward else source - 1
         if not sends and self.readers.get(value, {target}) != {target}:
             raise FormatError(
-                f"{value} of stage {source} is read by stages {sorted(self.readers[value])}; the format has only transfers to "
+                f"{value} of stage {source} is read by stages {sorted(self.readers[value])}; the "
+                f"format has only "
+                f"transfers to "
                 "neighbouring stages. Write the compute-only table"
             )
         if sends:

@@ -87,7 +87,11 @@ class Schedule:
 
     def with_communication(self) -> Schedule:
         """Return the lowered table, with UNSHARD, RESHARD and REDUCE_GRAD, as torch would run this one."""
-        return self if self.lowered else Schedule(with_communication(self.rows, self._facts), self.name, self.newline)
+        return (
+            self
+            if self.lowered
+            else Schedule(with_communication(self.rows, self._facts), self.name, self.newline)
+        )
 
     def without_communication(self) -> Schedule:
         """Return the compute-only table."""
@@ -100,7 +104,9 @@ class Schedule:
 
 def located(name: str, fault: CellFault, texts: list[list[str]]) -> FormatError:
     """Return the error for a fault in a table, with a picture of the table and an arrow."""
-    where = f"{name}: row {fault.row + 1} (device {fault.row}), cell {fault.cell + 1}: {fault.message}"
+    where = (
+        f"{name}: row {fault.row + 1} (device {fault.row}), cell {fault.cell + 1}: {fault.message}"
+    )
     return FormatError(f"{where}\n\n{picture(texts or [[]], fault.row, fault.cell)}")
 
 
@@ -125,7 +131,10 @@ def plan_of(strategy: Strategy) -> Plan:
 
     stages = stages_of(strategy.directives)
     if stages is None:
-        raise FormatError("the strategy has no partition, so its stages are not known; compile it, and write the plan")
+        raise FormatError(
+            "the strategy has no partition, so its stages are not known; compile it, and write the "
+            "plan"
+        )
     return compile_program(synthetic(stages=stages, F=1, I=1, W=1), strategy).plan
 
 

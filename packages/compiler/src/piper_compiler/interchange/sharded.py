@@ -40,7 +40,10 @@ class _Window:
 
 
 def parameter_cells(
-    plan: Plan, role: RolePlan, slots: Sequence[tuple[int, Slot]], action_of: Callable[[Part], Action]
+    plan: Plan,
+    role: RolePlan,
+    slots: Sequence[tuple[int, Slot]],
+    action_of: Callable[[Part], Action],
 ) -> list[Placed]:
     """Return the cells of a role's gathers; raise FormatError where the format cannot say them.
 
@@ -60,11 +63,15 @@ def parameter_cells(
 
 def check_scatters(role: RolePlan) -> None:
     """Raise FormatError where the gradients of a bucket are scattered more than once in a step."""
-    made = Counter(p.op.bucket for instr in role.program for p in instr.parts if isinstance(p.op, Fresh))
+    made = Counter(
+        p.op.bucket for instr in role.program for p in instr.parts if isinstance(p.op, Fresh)
+    )
     bucket, times = max(made.items(), key=lambda item: item[1], default=("", 0))
     if times > 1:
         raise FormatError(
-            f"{role.role} scatters the gradients of {bucket} {times} times in a step; the format has one REDUCE_GRAD per "
+            f"{role.role} scatters the gradients of {bucket} {times} times in a step; the format "
+            f"has one REDUCE_GRAD "
+            f"per "
             f'stage, after its last backward. Use reduced_mb="step", {WAY_OUT}'
         )
 
@@ -83,9 +90,15 @@ def _windows(
                 window = _Window(index, not part.writes)
                 found.setdefault(part.op.bucket, []).append(window)
                 names = part.writes or plan.bucket(part.op.bucket).params
-                (of_value if part.writes else in_place).update(dict.fromkeys(names, (part.op.bucket, window)))
+                (of_value if part.writes else in_place).update(
+                    dict.fromkeys(names, (part.op.bucket, window))
+                )
             elif isinstance(part.op, Compute):
-                whole = {in_place[name][0]: in_place[name][1] for name in _read(plan, part) if name in in_place}
+                whole = {
+                    in_place[name][0]: in_place[name][1]
+                    for name in _read(plan, part)
+                    if name in in_place
+                }
                 whole |= {of_value[v][0]: of_value[v][1] for v in part.held if v in of_value}
                 for bucket, window in whole.items():
                     window.slots.append(slot_of(part))
@@ -94,7 +107,9 @@ def _windows(
         if len(stages) > 1:
             several = ", ".join(map(str, sorted(stages)))
             raise FormatError(
-                f"{role.role} gathers {bucket} for stages {several}; the format gathers each stage by itself. Untie them, "
+                f"{role.role} gathers {bucket} for stages {several}; the format gathers each stage "
+                f"by itself. Untie "
+                f"them, "
                 f"{WAY_OUT}"
             )
     return {b: found[b] for b in used_by}, {b: next(iter(stages)) for b, stages in used_by.items()}
@@ -104,12 +119,17 @@ def _read(plan: Plan, part: Part) -> list[str]:
     """Return the parameters that a step reads."""
     assert isinstance(part.op, Compute) and part.op.step != "B"
     chunk: Chunk = plan.chunk(part.op.variant)
-    inputs = [chunk.inputs[int(p[2:])] for p in chunk.steps[part.op.step].reads if p.startswith("in")]
+    inputs = [
+        chunk.inputs[int(p[2:])] for p in chunk.steps[part.op.step].reads if p.startswith("in")
+    ]
     return [i.ref for i in inputs if i.kind == "param"]
 
 
 def _stage_cells(
-    role: RolePlan, stage: int, windows: Mapping[str, Sequence[_Window]], slots: Sequence[tuple[int, Slot]]
+    role: RolePlan,
+    stage: int,
+    windows: Mapping[str, Sequence[_Window]],
+    slots: Sequence[tuple[int, Slot]],
 ) -> list[Placed]:
     """Return UNSHARD and RESHARD of a stage; raise FormatError unless its buckets come and go together."""
     leading = max(windows, key=lambda b: len({k for w in windows[b] for k in w.slots}))
@@ -117,10 +137,17 @@ def _stage_cells(
     out: list[Placed] = []
     behind = -1
     for first, last in spans:
-        inside = {b: [w for w in own if first <= min(w.slots) and max(w.slots) <= last] for b, own in windows.items()}
+        inside = {
+            b: [w for w in own if first <= min(w.slots) and max(w.slots) <= last]
+            for b, own in windows.items()
+        }
         again = next((b for b, own in inside.items() if len(own) > 1), None)
         if again is not None:
-            _refuse(role, stage, f"{again} is gathered {len(inside[again])} times while {leading} is kept")
+            _refuse(
+                role,
+                stage,
+                f"{again} is gathered {len(inside[again])} times while {leading} is kept",
+            )
         gathers = [w.gather for own in inside.values() for w in own]
         out.append((max(behind, min(gathers)), UNSHARD_ORDER, CommCell(stage, "UNSHARD")))
         behind = slots[last][0]
@@ -131,12 +158,18 @@ def _stage_cells(
     for k, (_, slot) in enumerate(slots):
         for action in slot:
             if action.stage == stage and not any(a <= k <= b for a, b in spans):
-                _refuse(role, stage, f"{action} runs without its parameters, which torch's runtime does not allow")
+                _refuse(
+                    role,
+                    stage,
+                    f"{action} runs without its parameters, which torch's runtime does not allow",
+                )
     return out
 
 
 def _refuse(role: RolePlan, stage: int, what: str) -> None:
     raise FormatError(
-        f"{role.role} does not gather stage {stage} as a whole: {what}; the format has UNSHARD and RESHARD of whole stages. Use "
+        f"{role.role} does not gather stage {stage} as a whole: {what}; the format has UNSHARD and "
+        f"RESHARD of whole "
+        f"stages. Use "
         f'one bucket per stage (bucket_mb) or resident_mb="step", {WAY_OUT}'
     )

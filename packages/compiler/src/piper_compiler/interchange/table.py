@@ -39,7 +39,10 @@ Cell = Slot | CommCell | None
 Rows = tuple[tuple[Cell, ...], ...]
 
 PAIR = "OVERLAP_F_B"
-ACCEPTED = f"2F0, 3I1, 0W4, 1B2, (0F7;7B3){PAIR}, 3SEND_F1, 3RECV_B1, 1UNSHARD, 1RESHARD, 1REDUCE_GRAD, or nothing"
+ACCEPTED = (
+    f"2F0, 3I1, 0W4, 1B2, (0F7;7B3){PAIR}, 3SEND_F1, 3RECV_B1, 1UNSHARD, 1RESHARD, 1REDUCE_GRAD, "
+    f"or nothing"
+)
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _TRANSFER = re.compile(rf"(\d{{1,9}})({'|'.join(TRANSFERS)})(\d{{1,9}})")
 _OF_STAGE = re.compile(rf"(\d{{1,9}})({'|'.join(OF_STAGE)})")
@@ -81,7 +84,10 @@ def _action(found: re.Match[str]) -> Action:
 def check_pair(slot: Slot) -> None:
     """Raise ValueError for an overlapped group that the format does not have."""
     if len(slot) != 2 or slot[0].phase != "F" or slot[1].phase == "F":
-        raise ValueError(f"{PAIR} holds one forward and then one backward, not {'; '.join(map(str, slot)) or 'nothing'}")
+        raise ValueError(
+            f"{PAIR} holds one forward and then one backward, not "
+            f"{'; '.join(map(str, slot)) or 'nothing'}"
+        )
 
 
 def cell_text(cell: Cell) -> str:
@@ -101,15 +107,22 @@ AROUND = 3
 def picture(texts: Sequence[Sequence[str]], row: int, cell: int) -> str:
     """Return the table around a cell, with an arrow at it."""
     rows = range(max(0, row - AROUND), min(len(texts), row + AROUND + 1))
-    columns = range(max(0, cell - AROUND), max(cell, min(cell + AROUND, max((len(texts[r]) for r in rows), default=1) - 1)) + 1)
+    columns = range(
+        max(0, cell - AROUND),
+        max(cell, min(cell + AROUND, max((len(texts[r]) for r in rows), default=1) - 1)) + 1,
+    )
     heads = {c: f"cell {c + 1}" for c in columns}
-    shown = {r: {c: texts[r][c].strip() if c < len(texts[r]) else "" for c in columns} for r in rows}
+    shown = {
+        r: {c: texts[r][c].strip() if c < len(texts[r]) else "" for c in columns} for r in rows
+    }
     widths = {c: max(len(heads[c]), *(len(shown[r][c]) for r in rows)) for c in columns}
     label = max(len(f"device {r}") for r in rows) + 2
     before = label + sum(widths[c] + 2 for c in columns if c < cell)
     lines = [" " * label + "  ".join(heads[c].ljust(widths[c]) for c in columns)]
     for r in rows:
-        lines.append(f"device {r}".ljust(label) + "  ".join(shown[r][c].ljust(widths[c]) for c in columns))
+        lines.append(
+            f"device {r}".ljust(label) + "  ".join(shown[r][c].ljust(widths[c]) for c in columns)
+        )
         if r == row:
             lines.append(" " * before + "^" * max(1, len(shown[r][cell])) + " here")
     return "\n".join(line.rstrip() for line in lines)

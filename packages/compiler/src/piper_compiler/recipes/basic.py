@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from piper_compiler.directives import Boundaries, Directive, order, partition, place, recompute, replicate, shard, split
+from piper_compiler.directives import (
+    Boundaries,
+    Directive,
+    order,
+    partition,
+    place,
+    recompute,
+    replicate,
+    shard,
+    split,
+)
 from piper_compiler.directives.shard import AttentionExchange, Overflow, TokenOrder
 from piper_compiler.recipes.registry import recipe
 from piper_compiler.recipes.stages import check_numbers
@@ -27,7 +37,9 @@ def gpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
     Source: Huang et al. 2019, arXiv 1811.06965. Makespan (m + p - 1)(F + B); peak on every device: m activations.
     """
     check_numbers("gpipe", pp=pp, microbatches=microbatches)
-    orders = [[*(("F", i) for i in range(microbatches)), *(("B", i) for i in range(microbatches))]] * pp
+    orders = [
+        [*(("F", i) for i in range(microbatches)), *(("B", i) for i in range(microbatches))]
+    ] * pp
     return (*pipeline(pp=pp, microbatches=microbatches, at=at), *stage_orders(orders))
 
 
@@ -72,7 +84,11 @@ def data_parallel(
 
     It composes with a pipeline recipe written before it.
     """
-    return (replicate(where(), over, zero, bucket_mb, reduce, shard, resident_mb, reduced_mb, prefetch, gather),)
+    return (
+        replicate(
+            where(), over, zero, bucket_mb, reduce, shard, resident_mb, reduced_mb, prefetch, gather
+        ),
+    )
 
 
 def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ...]:
@@ -81,12 +97,17 @@ def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ..
     A stage that keeps all needs none. It composes with a pipeline recipe written before it.
     """
     if isinstance(keep, str):
-        raise DirectiveError(f"recomputation(keep={keep!r}): a policy for each stage is needed, such as keep=[{keep!r}] * 4")
+        raise DirectiveError(
+            f"recomputation(keep={keep!r}): a policy for each stage is needed, such as "
+            f"keep=[{keep!r}] * 4"
+        )
     stages_by_policy: dict[str, list[int]] = {}
     for stage, policy in enumerate(keep):
         stages_by_policy.setdefault(policy, []).append(stage)
     return tuple(
-        recompute(where(stage=tuple(stages) if len(stages) > 1 else stages[0]), keep=policy, group=group)
+        recompute(
+            where(stage=tuple(stages) if len(stages) > 1 else stages[0]), keep=policy, group=group
+        )
         for policy, stages in stages_by_policy.items()
         if policy != KEEP_ALL
     )
@@ -103,7 +124,9 @@ def tensor_parallel(*, sequence: bool = False, cut: bool = False) -> tuple[Direc
     return (shard(where(), over="tp", stream="tokens" if sequence else "", cut=cut),)
 
 
-def context_parallel(*, attention: AttentionExchange = "heads", order: TokenOrder = "") -> tuple[Directive, ...]:
+def context_parallel(
+    *, attention: AttentionExchange = "heads", order: TokenOrder = ""
+) -> tuple[Directive, ...]:
     """Let the devices along the mesh axis cp compute their tokens of every op; see `shard`.
 
     Attention is computed by exchanging tokens for heads, in a "ring", or with keys that each device has to "gather";
@@ -114,7 +137,12 @@ def context_parallel(*, attention: AttentionExchange = "heads", order: TokenOrde
 
 
 def expert_parallel(
-    *, over: str = "ep", channel: str = "", sms: int | None = None, bound: float = 1.25, overflow: Overflow = "rounds"
+    *,
+    over: str = "ep",
+    channel: str = "",
+    sms: int | None = None,
+    bound: float = 1.25,
+    overflow: Overflow = "rounds",
 ) -> tuple[Directive, ...]:
     """Let the devices along a mesh axis share the experts of a mixture, and have rows of their own elsewhere.
 
@@ -125,7 +153,14 @@ def expert_parallel(
     `channel` and `sms` for those with a capacity.
     """
     asked = shard(
-        where(experts=ANY), over=over, index="experts", stream="rows", channel=channel, sms=sms, bound=bound, overflow=overflow
+        where(experts=ANY),
+        over=over,
+        index="experts",
+        stream="rows",
+        channel=channel,
+        sms=sms,
+        bound=bound,
+        overflow=overflow,
     )
     return (asked,)
 

@@ -17,9 +17,12 @@ _Move = tuple[int, ActionPhase, int]
 
 @recipe(
     source="DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe",
-    formula="bubble (p - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, m >= 2p",
+    formula="bubble (p - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, m "
+    ">= 2p",
     peak="2p + 1",
-    use="expert parallelism: a forward's communication hides behind a backward's compute, with one copy of the parameters",
+    use="expert parallelism: a forward's communication hides behind a backward's compute, with one "
+    "copy of the "
+    "parameters",
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
 def dualpipe_v(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
@@ -40,16 +43,22 @@ def dualpipe_v_orders(pp: int, microbatches: int) -> Orders:
     whole = max(microbatches, 2 * pp)
     devices = [_both_ways(pp, r, whole) for r in range(pp)]
     orders = [
-        [tuple(Action(v_stage(pp, r, way), phase, mb) for way, phase, mb in slot) for slot in devices[r]] for r in range(pp)
+        [
+            tuple(Action(v_stage(pp, r, way), phase, mb) for way, phase, mb in slot)
+            for slot in devices[r]
+        ]
+        for r in range(pp)
     ]
     return first_microbatches(orders, microbatches)
 
 
 @recipe(
     source="DeepSeek-AI 2024, arXiv 2412.19437",
-    formula="bubble (p/2 - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, m >= 2p and even",
+    formula="bubble (p/2 - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, "
+    "m >= 2p and even",
     peak="p + 1",
-    use="as DualPipeV, with half as many stages per device and every stage's parameters on two devices",
+    use="as DualPipeV, with half as many stages per device and every stage's parameters on two "
+    "devices",
     rule="pp even; any microbatches >= 1",
 )
 def dualpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
@@ -64,7 +73,9 @@ def dualpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Di
     """
     check_numbers("dualpipe", pp=pp, microbatches=microbatches)
     if pp % 2:
-        raise DirectiveError(f"dualpipe(pp={pp}): its two directions need an even number of devices; use pp={pp + 1}")
+        raise DirectiveError(
+            f"dualpipe(pp={pp}): its two directions need an even number of devices; use pp={pp + 1}"
+        )
     return scheduled(dualpipe_orders(pp, microbatches), microbatches=microbatches, at=at)
 
 
@@ -77,7 +88,9 @@ def dualpipe_orders(pp: int, microbatches: int) -> Orders:
         slots: list[Slot] = []
         for slot in _both_ways(pp // 2, near, whole):
             turned = [(way ^ mirrored, phase, k) for way, phase, k in slot]
-            slots.append(tuple([Action(pp - 1 - r if d else r, phase, 2 * k + d) for d, phase, k in turned]))
+            slots.append(
+                tuple([Action(pp - 1 - r if d else r, phase, 2 * k + d) for d, phase, k in turned])
+            )
         orders.append(slots)
     return first_microbatches(orders, microbatches)
 
@@ -95,7 +108,9 @@ def _both_ways(devices: int, r: int, microbatches: int) -> list[tuple[_Move, ...
         todo.weight()
         todo.forward(1)
     for k in range(microbatches - 2 * devices + r + 1):
-        if k == 0 and after == 0:  # at the far end the first pair would start later than its forward alone
+        if (
+            k == 0 and after == 0
+        ):  # at the far end the first pair would start later than its forward alone
             todo.forward(0)
             todo.backward(1)
         else:
@@ -139,7 +154,9 @@ class _Pieces:
         self.slots.append(((way, "W", k),))
 
     def pair(self, forward: int, backward: int) -> None:
-        self.slots.append((self._forward(forward), (backward, "B", self._next(self._backwards, backward))))
+        self.slots.append(
+            (self._forward(forward), (backward, "B", self._next(self._backwards, backward)))
+        )
 
     def _forward(self, way: int) -> _Move:
         return way, "F", self._next(self._forwards, way)

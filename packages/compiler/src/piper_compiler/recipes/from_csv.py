@@ -16,6 +16,8 @@ def from_csv(path: str | Path, *, at: Boundaries = "even") -> tuple[Directive, .
 
     `at` cuts the model into stages, as in `partition`.
     """
-    from piper_compiler.interchange import read_schedule_csv  # it knows strategies, and strategies are made of recipes
+    from piper_compiler.interchange import (
+        read_schedule_csv,
+    )  # it knows strategies, and strategies are made of recipes
 
     return read_schedule_csv(path).directives(at=at)

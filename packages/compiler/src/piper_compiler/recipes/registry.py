@@ -51,7 +51,8 @@ def recipe(*, source: str, formula: str, peak: str, use: str, rule: str = "") ->
         known = RECIPES.get(make.__name__)
         if known is not None and known.make.__module__ != make.__module__:
             raise DirectiveError(
-                f"two recipes are called {make.__name__}: in {known.make.__module__} and {make.__module__}; rename one"
+                f"two recipes are called {make.__name__}: in {known.make.__module__} and "
+                f"{make.__module__}; rename one"
             )
         RECIPES[make.__name__] = Recipe(make.__name__, make, source, formula, peak, use, rule)
         return make

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from piper_compiler.actions import Action, Orders
-from piper_compiler.directives import Boundaries, Directive, order, overlap, partition, place, split, split_backward
+from piper_compiler.directives import (
+    Boundaries,
+    Directive,
+    order,
+    overlap,
+    partition,
+    place,
+    split,
+    split_backward,
+)
 from piper_ir.ground.select import Where, where
 
 
-def scheduled(orders: Orders, *, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
+def scheduled(
+    orders: Orders, *, microbatches: int, at: Boundaries = "even"
+) -> tuple[Directive, ...]:
     """Return the directives that make device r of the axis pp run `orders[r]`.
 
     A stage is placed where its actions stand: on two devices if that depends on the microbatch. Its backward is split
@@ -17,13 +28,19 @@ def scheduled(orders: Orders, *, microbatches: int, at: Boundaries = "even") -> 
     """
     actions = [a for slots in orders for slot in slots for a in slot]
     stages = 1 + max(a.stage for a in actions)
-    out: list[Directive] = [partition(stages=stages, at=at), split(where(), microbatches=microbatches)]
+    out: list[Directive] = [
+        partition(stages=stages, at=at),
+        split(where(), microbatches=microbatches),
+    ]
     out += _splits(actions, stages, microbatches)
     for r, slots in enumerate(orders):
         homes: dict[int, list[int]] = {}
         for action in (a for slot in slots for a in slot if a.phase == "F"):
             homes.setdefault(action.stage, []).append(action.mb)
-        out += [place(_of(stage, sorted(homes[stage]), microbatches), on=dict(pp=r)) for stage in sorted(homes)]
+        out += [
+            place(_of(stage, sorted(homes[stage]), microbatches), on=dict(pp=r))
+            for stage in sorted(homes)
+        ]
     for slots in orders:
         items = [_one(slot[0]) if len(slot) == 1 else overlap(*map(_one, slot)) for slot in slots]
         if len(items) > 1 or (items and len(slots[0]) > 1):
@@ -36,7 +53,11 @@ def _one(action: Action) -> Where:
 
 
 def _of(stage: int, microbatches: list[int], total: int) -> Where:
-    return where(stage=stage) if len(microbatches) == total else where(stage=stage, mb=tuple(microbatches))
+    return (
+        where(stage=stage)
+        if len(microbatches) == total
+        else where(stage=stage, mb=tuple(microbatches))
+    )
 
 
 def _splits(actions: Iterable[Action], stages: int, microbatches: int) -> list[Directive]:
@@ -47,4 +68,7 @@ def _splits(actions: Iterable[Action], stages: int, microbatches: int) -> list[D
             split_at.setdefault(action.stage, []).append(action.mb)
     if len(split_at) == stages and all(len(mbs) == microbatches for mbs in split_at.values()):
         return [split_backward(where())]
-    return [split_backward(_of(stage, sorted(mbs), microbatches)) for stage, mbs in sorted(split_at.items())]
+    return [
+        split_backward(_of(stage, sorted(mbs), microbatches))
+        for stage, mbs in sorted(split_at.items())
+    ]

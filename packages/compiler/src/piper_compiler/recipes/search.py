@@ -139,7 +139,11 @@ class Search:
         if not one and not free:
             return rules
         policies = [
-            q._replace(yields=q.yields and not free, last=q.last and not one, ahead=q.ahead[:1] * 2 if one else q.ahead)
+            q._replace(
+                yields=q.yields and not free,
+                last=q.last and not one,
+                ahead=q.ahead[:1] * 2 if one else q.ahead,
+            )
             for q in rules.policies
         ]
         return rules._replace(policies=tuple(policies))
@@ -152,10 +156,16 @@ class Search:
         """Return where list scheduling may end early because its result would be of no use, with rounding forgiven."""
         best, bound, close = self.best, self.bound, 1e-9 * self.best.makespan
         makespan = max(best.makespan, self._latest(reach))
-        tied = best.makespan <= bound + close and self._latest(reach) < bound - close  # only the span can become better
-        return Cutoff(makespan + close, best.span + close if tied else inf, wanted + close, bound - close)
+        tied = (
+            best.makespan <= bound + close and self._latest(reach) < bound - close
+        )  # only the span can become better
+        return Cutoff(
+            makespan + close, best.span + close if tied else inf, wanted + close, bound - close
+        )
 
-    def _consider(self, value: OrderScore, orders: list[Queue], rules: Rules, tightened: bool) -> None:
+    def _consider(
+        self, value: OrderScore, orders: list[Queue], rules: Rules, tightened: bool
+    ) -> None:
         if value < self.best and all(map(self.problem.fits, orders, self.problem.limit)):
             self.best, self.orders, self.rules, self.tightened = value, orders, rules, tightened
 
@@ -165,23 +175,33 @@ class Search:
         if self.problem.stages.chunks == 1:
             for ahead in ([p - r for r in range(p)], [2 * (p - r) - 1 for r in range(p)], [m] * p):
                 for pending, yields in product((m + 1, 1), (True, False)):
-                    yield Rules(tuple([Policy(_ONE[0], (n, m), pending, yields, False) for n in ahead]), m)
+                    yield Rules(
+                        tuple([Policy(_ONE[0], (n, m), pending, yields, False) for n in ahead]), m
+                    )
             return
         half = self._units() / 2
         even = [(_whole(half + r / 8, m), _whole(half + 3 * r / 4, m)) for r in range(p)]
         yield Rules(tuple([Policy(_FLAT, n, 1, False, False) for n in even]), m)  # V-Half
-        free = [Rules((Policy(prefer, (m, m), m + 1, True, True),) * p, lead) for lead, prefer in product((0, m), _TWO)]
+        free = [
+            Rules((Policy(prefer, (m, m), m + 1, True, True),) * p, lead)
+            for lead, prefer in product((0, m), _TWO)
+        ]
         yield free[0]  # V-Min
         for prefer in _TWO:
             if prefer[0] == (FORWARD, 1):
                 for n in (1, 2):
-                    yield Rules(tuple([Policy(prefer, (m, 1 + n * r), 1, False, False) for r in range(p)]), m)
+                    yield Rules(
+                        tuple([Policy(prefer, (m, 1 + n * r), 1, False, False) for r in range(p)]),
+                        m,
+                    )
         yield from free[1:]
 
     def _units(self) -> float:
         """Return how many activations the first device may keep, at most the number that can be of use."""
         problem = self.problem
-        return min(problem.limit[0] / (problem.stages.activation[0] or 1.0), 2.0 * problem.stages.devices)
+        return min(
+            problem.limit[0] / (problem.stages.activation[0] or 1.0), 2.0 * problem.stages.devices
+        )
 
     def _sample(self) -> Rules:
         """Return random rules with bounds `ahead` that change linearly along the devices."""
@@ -193,7 +213,10 @@ class Search:
         first, slope = units * (0.3 + 0.7 * x()) + 1, units / p * (1.5 * x() - 1)
         second, rise = 0.5 + units * 0.7 * x(), units / p * (1.5 * x() - 0.5)
         ahead = [(_whole(first + slope * r, m), _whole(second + rise * r, m)) for r in range(p)]
-        return Rules(tuple([Policy(prefer, n, pending, yields, last, wait) for n in ahead]), self._one_of((m, m, 0, 2)))
+        return Rules(
+            tuple([Policy(prefer, n, pending, yields, last, wait) for n in ahead]),
+            self._one_of((m, m, 0, 2)),
+        )
 
     def _descend(self) -> None:
         """Change one entry of the best rules at a time, on one device or from one device to the last."""
@@ -205,7 +228,9 @@ class Search:
             start = int(self.random() * p)
             stop = start + 1 if self.random() < 0.5 else p
             change = self._change()
-            policies = tuple([change(q) if start <= r < stop else q for r, q in enumerate(current.policies)])
+            policies = tuple(
+                [change(q) if start <= r < stop else q for r, q in enumerate(current.policies)]
+            )
             trial = current._replace(policies=policies)
             result = self._try(trial, 0.5 if self.tightened else -1.0, _steer(value)[0])
             if _steer(result) <= _steer(value):

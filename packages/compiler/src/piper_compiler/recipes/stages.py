@@ -20,13 +20,18 @@ def check_numbers(name: str, **given: int) -> None:
     """
     if any(type(n) is not int or n < 1 for n in given.values()):
         shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
-        raise DirectiveError(f"{name}({shown}): {'both' if len(given) == 2 else 'all'} must be integers of at least 1")
+        raise DirectiveError(
+            f"{name}({shown}): {'both' if len(given) == 2 else 'all'} must be integers of at least "
+            f"1"
+        )
     forwards = prod(given.get(factor, 1) for factor in FACTORS)
     if forwards > MOST_NODES:
         shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
         most = max(1, MOST_NODES * given.get("microbatches", 1) // forwards)
         raise DirectiveError(
-            f"{name}({shown}): its order would have {forwards} forwards; at most {MOST_NODES} are accepted, that is {most} "
+            f"{name}({shown}): its order would have {forwards} forwards; at most {MOST_NODES} are "
+            f"accepted, that is "
+            f"{most} "
             "microbatches with these stages"
         )
 
@@ -46,7 +51,9 @@ def slot(stage: int, phase: ActionPhase, mb: int) -> Slot:
     return (Action(stage, phase, mb),)
 
 
-def round_robin(pp: int, chunks: int, device: int, groups: int, size: int, back: bool = False) -> Iterator[tuple[int, int]]:
+def round_robin(
+    pp: int, chunks: int, device: int, groups: int, size: int, back: bool = False
+) -> Iterator[tuple[int, int]]:
     """Yield (stage, microbatch) of the forwards of a device in loop placement, or with `back` of the backwards.
 
     Each group of `size` microbatches goes through all chunks before the next group; backwards begin at the last chunk.
@@ -62,4 +69,7 @@ def first_microbatches(orders: Iterable[Iterable[Slot]], microbatches: int) -> O
 
     Microbatches do not depend on each other, so the shorter orders have no deadlock if the longer ones have none.
     """
-    return [[left for slot in slots if (left := tuple([a for a in slot if a.mb < microbatches]))] for slots in orders]
+    return [
+        [left for slot in slots if (left := tuple([a for a in slot if a.mb < microbatches]))]
+        for slots in orders
+    ]

@@ -35,7 +35,12 @@ class Anneal:
         `heat` is the seconds by which a step may be worse, at the start about one in three times.
         """
         start, tries, arcs = self.sweeps, 0, self._arcs()
-        while self.sweeps - start < sweeps and tries < 20 * sweeps and not self.best.meets(goal) and arcs:
+        while (
+            self.sweeps - start < sweeps
+            and tries < 20 * sweeps
+            and not self.best.meets(goal)
+            and arcs
+        ):
             tries += 1
             left = 1 - (self.sweeps - start) / sweeps
             if self._moved(*self._move(arcs), heat * left + 1e-9 * self.best.makespan):
@@ -53,7 +58,10 @@ class Anneal:
         """Try a move, and keep it when it is legal and good enough; return whether it was kept."""
         queue, problem = self.now[r], self.problem
         op = queue[source]
-        if any(self._tied(op, x) for x in (queue[target:source] if target < source else queue[source + 1 : target + 1])):
+        if any(
+            self._tied(op, x)
+            for x in (queue[target:source] if target < source else queue[source + 1 : target + 1])
+        ):
             return False
         queue.insert(target, queue.pop(source))
         if problem.fits(queue, problem.limit[r]):
@@ -88,7 +96,9 @@ class Anneal:
         problem, swept = self.problem, self.swept
         p = len(self.now)
         spans = [swept.last[r] - swept.first[r] - problem.busy[r] for r in range(p)]
-        ends = dict.fromkeys((max(range(p), key=swept.last.__getitem__), max(range(p), key=spans.__getitem__)))
+        ends = dict.fromkeys(
+            (max(range(p), key=swept.last.__getitem__), max(range(p), key=spans.__getitem__))
+        )
         place = [0] * problem.count
         for queue in self.now:
             for i, op in enumerate(queue):

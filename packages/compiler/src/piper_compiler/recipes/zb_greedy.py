@@ -97,10 +97,14 @@ class Greedy:
         of = given.of_devices()
         self.next = list(range(self.width))
         """The next operation of each kind."""
-        self.moves = [[self._move(mine, q, *x) for x in q.prefer] for mine, q in zip(of, rules.policies, strict=True)]
+        self.moves = [
+            [self._move(mine, q, *x) for x in q.prefer]
+            for mine, q in zip(of, rules.policies, strict=True)
+        ]
         """The possible moves of each device, by preference."""
         self.weights = [
-            [3 * s + WEIGHT for s in mine[:: -1 if q.last else 1]] for mine, q in zip(of, rules.policies, strict=True)
+            [3 * s + WEIGHT for s in mine[:: -1 if q.last else 1]]
+            for mine, q in zip(of, rules.policies, strict=True)
         ]
         """The kinds of each device's W, by preference."""
         self.waiting = [0] * given.devices
@@ -198,7 +202,9 @@ class Greedy:
         if upcoming[kind] > upcoming[kind - 1]:
             kind = kinds[1]  # none of the first stage waits
         if best >= 0:
-            if not (blocked and policy.yields) and not any([upcoming[x - WEIGHT] < self.problem.count for x in kinds]):
+            if not (blocked and policy.yields) and not any(
+                [upcoming[x - WEIGHT] < self.problem.count for x in kinds]
+            ):
                 return best
         elif not blocked:
             done = now + self.problem.seconds[kind] * (1 - policy.wait)
@@ -211,7 +217,17 @@ class Greedy:
         waiting = (self.next[second + INPUT] - self.next[second + WEIGHT] + 1) // self.width
         return max(0.0, reserve - waiting * held)
 
-    def _comes(self, r: int, by: float, kind: int, ahead: int, keeps: float, second: int, reserve: float, held: float) -> bool:
+    def _comes(
+        self,
+        r: int,
+        by: float,
+        kind: int,
+        ahead: int,
+        keeps: float,
+        second: int,
+        reserve: float,
+        held: float,
+    ) -> bool:
         """Return whether an operation that no limit delays arrives before `by`."""
         upcoming = self.next
         op = upcoming[kind]
@@ -236,7 +252,10 @@ class Justify:
         given, count = problem.stages, problem.count
         self.problem, self.key, self.width = problem, key, 3 * len(given.seconds)
         of = given.of_devices()
-        self.moves = [[(3 * s + x, x, *_keeps(given, mine, c)) for c, s in enumerate(mine) for x in range(3)] for mine in of]
+        self.moves = [
+            [(3 * s + x, x, *_keeps(given, mine, c)) for c, s in enumerate(mine) for x in range(3)]
+            for mine in of
+        ]
         """The possible moves of each device: kind, phase, and what W takes, as in `_Move`."""
         self.next = list(range(count - self.width, count))
         """The next operation of each kind."""
@@ -246,7 +265,14 @@ class Justify:
         self.arrives[WEIGHT:count:3] = [0.0] * (count // 3)
 
     def run(self) -> list[Queue]:
-        problem, key, width, moves, upcoming, arrives = self.problem, self.key, self.width, self.moves, self.next, self.arrives
+        problem, key, width, moves, upcoming, arrives = (
+            self.problem,
+            self.key,
+            self.width,
+            self.moves,
+            self.next,
+            self.arrives,
+        )
         p, activation = len(moves), problem.stages.activation
         used, free, wake = [0.0] * p, [0.0] * p, [0.0] * p
         orders: list[Queue] = [[] for _ in range(p)]

@@ -11,9 +11,12 @@ from piper_compiler.recipes.stages import check_numbers, first_microbatches, slo
 
 @recipe(
     source="Qi et al. 2024, arXiv 2405.15362 and 2401.10241",
-    formula="F = I = W: span bubble 0, global (p - 1) F; I >= F, I >= W: global (p - 1) max(I, 2(I - W)); m >= 2p - 1",
+    formula="F = I = W: span bubble 0, global (p - 1) F; I >= F, I >= W: global (p - 1) max(I, 2(I "
+    "- W)); m >= 2p - 1",
     peak="2p",
-    use="no bubble in steady state where F = I = W, for the memory of 1F1B's first device; loss and first stage on one device",
+    use="no bubble in steady state where F = I = W, for the memory of 1F1B's first device; loss "
+    "and first stage on one "
+    "device",
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
 def zbv(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
@@ -48,7 +51,9 @@ def _device(pp: int, r: int, microbatches: int) -> list[Slot]:
                 count[chunk, phase] = mb + 1
                 out.append(slot(v_stage(pp, r, chunk), phase, mb))
 
-    for _ in range(2 * (pp - r) - 1):  # until the first microbatch is back from the far end of the V
+    for _ in range(
+        2 * (pp - r) - 1
+    ):  # until the first microbatch is back from the far end of the V
         run(0, ("F",))
     for _ in range(r):
         run(1, ("F",))

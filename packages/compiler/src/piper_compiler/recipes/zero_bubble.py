@@ -23,8 +23,10 @@ ROUNDING = 1e-9
     source="search; Qi et al. 2023 (arXiv 2401.10241), Qi et al. 2024 (arXiv 2405.15362)",
     formula="none in general; equal to ZB-H1, ZB-H2 and ZBV, or better, at their memory",
     peak="at most memory_limit",
-    use="stages of different cost, slow links, or a memory limit between those of the named schedules",
-    rule="chunks 1, or 2 (V placement); memory_limit holds one microbatch of all stages of a device",
+    use="stages of different cost, slow links, or a memory limit between those of the named "
+    "schedules",
+    rule="chunks 1, or 2 (V placement); memory_limit holds one microbatch of all stages of a "
+    "device",
 )
 def zero_bubble(
     *,
@@ -60,7 +62,9 @@ def zero_bubble(
         chunks: 1 places stage r on device r; 2 places stages r and 2 pp - 1 - r there (V).
         at: where stages begin, as in `partition`.
     """
-    stages = _stages("zero_bubble", pp, microbatches, chunks, (F, I, W), hop, activation, kept_after_I)
+    stages = _stages(
+        "zero_bubble", pp, microbatches, chunks, (F, I, W), hop, activation, kept_after_I
+    )
     limit = _limit(memory_limit, stages)
     return scheduled(find_orders(stages, microbatches, limit), microbatches=microbatches, at=at)
 
@@ -105,12 +109,18 @@ def v_frontier(p: int, units: int) -> int:
     return 3 * p - 1 - 3 * units + max(3 * p, p - 1 + 2 * (1 + (units + 1) // 2))
 
 
-def _preset(name: str, pp: int, microbatches: int, more: int, share: int, at: Boundaries) -> tuple[Directive, ...]:
+def _preset(
+    name: str, pp: int, microbatches: int, more: int, share: int, at: Boundaries
+) -> tuple[Directive, ...]:
     """Return the V placement within 2 floor((p + more) / share) units; the search ends at the frontier."""
     stages = _stages(name, pp, microbatches, 2, (1.0, 1.0, 1.0), 0.0, 1.0, None)
     units = 2 * ((pp + more) // share)
     bubble = float(v_frontier(pp, units))
-    goal = OrderScore(6 * microbatches + max(bubble, pp - 1.0), bubble, 0.0) if microbatches >= pp else None
+    goal = (
+        OrderScore(6 * microbatches + max(bubble, pp - 1.0), bubble, 0.0)
+        if microbatches >= pp
+        else None
+    )
     found = find_orders(stages, microbatches, _limit(float(units), stages), goal)
     return scheduled(found, microbatches=microbatches, at=at)
 
@@ -127,15 +137,21 @@ def _stages(
 ) -> Stages:
     check_numbers(name, pp=pp, microbatches=microbatches)
     if chunks not in (1, 2):
-        raise DirectiveError(f"zero_bubble(chunks={chunks!r}): chunks must be 1, or 2 for the V placement")
+        raise DirectiveError(
+            f"zero_bubble(chunks={chunks!r}): chunks must be 1, or 2 for the V placement"
+        )
     n = pp * chunks
-    forward, back, weight = (_each(name, x, n, "stage") for name, x in zip("FIW", times, strict=True))
+    forward, back, weight = (
+        _each(name, x, n, "stage") for name, x in zip("FIW", times, strict=True)
+    )
     keeps = _each("activation", activation, n, "stage")
     after = keeps if kept is None else _each("kept_after_I", kept, n, "stage")
     for s in range(n):
         if after[s] > keeps[s]:
             raise DirectiveError(
-                f"zero_bubble(kept_after_I=...): stage {s} keeps {after[s]:g} after I and {keeps[s]:g} before it; W cannot need "
+                f"zero_bubble(kept_after_I=...): stage {s} keeps {after[s]:g} after I and "
+                f"{keeps[s]:g} before it; W "
+                f"cannot need "
                 "more than F saved"
             )
     (latency,) = _each("hop", hop, 1, "pipeline")
@@ -154,7 +170,9 @@ def _limit(given: _PerStage | None, stages: Stages) -> tuple[float, ...]:
             own = " and ".join(str(s) for s, home in enumerate(stages.home) if home == r)
             smallest = max(least) if isinstance(given, int | float) else need
             raise DirectiveError(
-                f"zero_bubble(memory_limit={given!r}): no schedule fits. Device {r} keeps {need:g} for one microbatch of stage "
+                f"zero_bubble(memory_limit={given!r}): no schedule fits. Device {r} keeps {need:g} "
+                f"for one microbatch "
+                f"of stage "
                 f"{own}, and may keep {limit:g}; the smallest limit that fits is {smallest:g}"
             )
     return tuple([x * (1 + ROUNDING) for x in limits])
@@ -164,13 +182,21 @@ def _each(name: str, value: _PerStage, count: int, of: str) -> tuple[float, ...]
     """Return a number per stage or device."""
     given = (value,) * count if isinstance(value, int | float) else value
     if not isinstance(given, tuple | list) or any(type(x) not in (int, float) for x in given):
-        raise DirectiveError(f"zero_bubble({name}={value!r}): a number is needed, or a list with a number per {of}")
+        raise DirectiveError(
+            f"zero_bubble({name}={value!r}): a number is needed, or a list with a number per {of}"
+        )
     try:
         values = tuple([float(x) for x in given])
     except OverflowError:  # an integer of hundreds of digits
         values = (inf,) * count
     if len(values) != count:
-        raise DirectiveError(f"zero_bubble({name}=...): {len(values)} values for {count} {of}s; give one number, or one per {of}")
+        raise DirectiveError(
+            f"zero_bubble({name}=...): {len(values)} values for {count} {of}s; give one number, or "
+            f"one per {of}"
+        )
     if not all(isfinite(x) and x >= 0 for x in values):
-        raise DirectiveError(f"zero_bubble({name}={value!r}): every value must be a finite number that is not negative")
+        raise DirectiveError(
+            f"zero_bubble({name}={value!r}): every value must be a finite number that is not "
+            f"negative"
+        )
     return values

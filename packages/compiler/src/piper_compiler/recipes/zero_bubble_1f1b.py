@@ -30,7 +30,8 @@ def zb_h1(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
 
 @recipe(
     source=_QI,
-    formula="span bubble (p - 1)(F + I - 2W), global (p - 1) max(F, F + I - 2W); W <= F, W <= I, m >= 2p - 1",
+    formula="span bubble (p - 1)(F + I - 2W), global (p - 1) max(F, F + I - 2W); W <= F, W <= I, m "
+    ">= 2p - 1",
     peak="min(m, 2p - 1)",
     use="no bubble in steady state where F = I = W, for twice the memory of ZB-H1",
     rule="any pp, microbatches >= 1",
@@ -43,17 +44,23 @@ def zb_h2(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
     2p - 1; peak on every device: min(m, 2p - 1) activations. Any pp and microbatches.
     """
     check_numbers("zb_h2", pp=pp, microbatches=microbatches)
-    return scheduled(late_weight_orders(pp, microbatches, ahead=2), microbatches=microbatches, at=at)
+    return scheduled(
+        late_weight_orders(pp, microbatches, ahead=2), microbatches=microbatches, at=at
+    )
 
 
 @recipe(
     source=f"{_QI}, over the chunks of arXiv 2104.04473",
-    formula="bubble (p - 1)(F + I - W), which is 1/v of that of ZB-H1 on the same model; W <= F, W <= I, m a multiple of p",
+    formula="bubble (p - 1)(F + I - W), which is 1/v of that of ZB-H1 on the same model; W <= F, W "
+    "<= I, m a multiple "
+    "of p",
     peak="min(v m, v p)",
     use="as interleaved, with a third of its bubble and less memory on the first device",
     rule="any pp, microbatches, chunks >= 1",
 )
-def interleaved_zb(*, pp: int, microbatches: int, chunks: int = 2, at: Boundaries = "even") -> tuple[Directive, ...]:
+def interleaved_zb(
+    *, pp: int, microbatches: int, chunks: int = 2, at: Boundaries = "even"
+) -> tuple[Directive, ...]:
     """Run ZB-H1 over `chunks` chunks per device, stage s on device s mod pp.
 
     pp microbatches go through a chunk before the next chunk's turn. Sources: Qi et al. 2024, arXiv 2401.10241;
@@ -64,7 +71,9 @@ def interleaved_zb(*, pp: int, microbatches: int, chunks: int = 2, at: Boundarie
     chunk. Any pp, microbatches and chunks.
     """
     check_numbers("interleaved_zb", pp=pp, microbatches=microbatches, chunks=chunks)
-    return scheduled(late_weight_orders(pp, microbatches, chunks=chunks), microbatches=microbatches, at=at)
+    return scheduled(
+        late_weight_orders(pp, microbatches, chunks=chunks), microbatches=microbatches, at=at
+    )
 
 
 def late_weight_orders(pp: int, microbatches: int, *, chunks: int = 1, ahead: int = 1) -> Orders:

@@ -100,7 +100,9 @@ def with_peaks(plan: Plan) -> Plan:
     uses = PartUses(plan)
     for role in plan.roles:
         most = _walk(plan, role, uses).peak()
-        roles.append(replace(role, peak_bytes=most.total, peak_at=most.instr, peak_by_category=most.bytes))
+        roles.append(
+            replace(role, peak_bytes=most.total, peak_at=most.instr, peak_by_category=most.bytes)
+        )
     return replace(plan, roles=tuple(roles))
 
 
@@ -145,13 +147,21 @@ class _Walk(Generic[V]):
             for v in change.early:
                 live[self.category(v)] -= self.size(v)
             total -= change.freed
-            inside = _together(live, effect.fullest) if effect.most >= effect.more + change.more else None
+            inside = (
+                _together(live, effect.fullest)
+                if effect.most >= effect.more + change.more
+                else None
+            )
             _add(live, effect.after, 1)
             for v in change.made:
                 live[self.category(v)] = live.get(self.category(v), 0) + self.size(v)
             most = total + effect.most
             total += effect.more + change.more
-            yield Usage(change.index, total, _present(live)) if inside is None else Usage(change.index, most, inside)
+            yield (
+                Usage(change.index, total, _present(live))
+                if inside is None
+                else Usage(change.index, most, inside)
+            )
 
     def peak(self) -> Usage:
         """Return the first fullest moment."""
@@ -164,7 +174,11 @@ class _Walk(Generic[V]):
     def totals(self) -> Iterator[tuple[int, int, int]]:
         """Yield (instruction, most while its parts run, afterwards) of each step, in bytes above those before."""
         for change in self.changes():
-            yield change.index, change.effect.most - change.freed, change.effect.more - change.freed + change.more
+            yield (
+                change.index,
+                change.effect.most - change.freed,
+                change.effect.more - change.freed + change.more,
+            )
 
     def until(self, live: Counter[Category], at: int) -> _Change[V]:
         """Take all steps before that of instruction `at`, and return that one."""
@@ -202,7 +216,9 @@ class _Walk(Generic[V]):
             return out | {"workspace": use.beside} if use.beside else out
         gone = -use.beside  # some of the inputs that die here were given back already
         for v in use.part.frees:
-            early = 0 if v in use.part.held else min(gone, self.size(v))  # what is held dies after the part
+            early = (
+                0 if v in use.part.held else min(gone, self.size(v))
+            )  # what is held dies after the part
             out[self.category(v)] = out.get(self.category(v), 0) - early
             gone -= early
         return out
@@ -267,7 +283,11 @@ class _NamedWalk(_Walk[str]):
             for part in instr.parts:
                 fullest.append(more + uses.most(part, nbytes))
                 more += sum([nbytes[v] for v in part.writes]) - sum([nbytes[v] for v in part.frees])
-            yield index, max(fullest, default=more), more + sum([nbytes[v] for v in instr.allocs_after])
+            yield (
+                index,
+                max(fullest, default=more),
+                more + sum([nbytes[v] for v in instr.allocs_after]),
+            )
 
     def until(self, live: Counter[Category], at: int) -> _Change[str]:
         program, nbytes, category = self.role.program, self.nbytes, self.category
@@ -286,7 +306,10 @@ class _NamedWalk(_Walk[str]):
 
     def _check(self, alive: set[str], index: int, instr: Instr) -> None:
         """Raise PlanError if an instruction frees a value that is not alive."""
-        for writes, frees in [((), instr.frees_before), *[(p.writes, p.frees) for p in instr.parts]]:
+        for writes, frees in [
+            ((), instr.frees_before),
+            *[(p.writes, p.frees) for p in instr.parts],
+        ]:
             alive.update(writes)
             if not alive.issuperset(frees) or len(set(frees)) < len(frees):
                 lost = next(v for v in frees if v not in alive or frees.count(v) > 1)
@@ -303,7 +326,9 @@ class _TableWalk(_Walk[int]):
         super().__init__(role, uses)
         self.table, self.count = table, table.values.count
         self.sizes, self.kinds = table.values.nbytes, table.values.kinds
-        self.effects = [self.effect(t.parts) if t.stream == COMPUTE else None for t in table.templates]
+        self.effects = [
+            self.effect(t.parts) if t.stream == COMPUTE else None for t in table.templates
+        ]
 
     def size(self, value: int) -> int:
         return self.sizes[value // self.count]

@@ -67,7 +67,13 @@ def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
     for held in held_at_peak(plan, role):
         found.setdefault((held.category, held.name), []).append(held)
     out = [
-        MemoryOwner(category, name, len(held), tuple(sorted({h.mb for h in held if h.mb >= 0})), sum(h.bytes for h in held))
+        MemoryOwner(
+            category,
+            name,
+            len(held),
+            tuple(sorted({h.mb for h in held if h.mb >= 0})),
+            sum(h.bytes for h in held),
+        )
         for (category, name), held in found.items()
     ]
     return sorted((o for o in out if o.bytes), key=lambda o: (-o.bytes, o.category, o.name))
@@ -118,11 +124,18 @@ def origins(plan: Plan, role: RolePlan, wanted: Collection[str]) -> dict[str, tu
     return out
 
 
-def _sent(plan: Plan, channel: str, values: list[str], wanted: Collection[str]) -> dict[str, tuple[str, int]]:
+def _sent(
+    plan: Plan, channel: str, values: list[str], wanted: Collection[str]
+) -> dict[str, tuple[str, int]]:
     """Return the owners of values that arrive by a channel: the n-th to arrive is the n-th that was sent."""
     source = plan.role(plan.channel(channel).roles[0])
     parts = (part for instr in source.program for part in instr.parts)
-    sent = [v for part in parts if isinstance(part.op, Send) and part.op.channel == channel for v in part.reads]
+    sent = [
+        v
+        for part in parts
+        if isinstance(part.op, Send) and part.op.channel == channel
+        for v in part.reads
+    ]
     pairs = {here: there for here, there in zip(sent, values, strict=False) if there in wanted}
     known = origins(plan, source, pairs)
     return {there: known.get(here, (here, -1)) for here, there in pairs.items()}
@@ -141,7 +154,11 @@ def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | No
         for use in step.uses:
             alive |= {v: plan.values[v].nbytes for v in use.part.writes}
             if step.index == most.instr and states + sum(alive.values()) + use.beside == most.total:
-                return _without(alive, use.part.frees, max(0, -use.beside)), max(0, use.beside), use.part
+                return (
+                    _without(alive, use.part.frees, max(0, -use.beside)),
+                    max(0, use.beside),
+                    use.part,
+                )
             for v in use.part.frees:
                 del alive[v]
         alive |= {v: plan.values[v].nbytes for v in step.made}

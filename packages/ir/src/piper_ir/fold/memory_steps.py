@@ -54,7 +54,9 @@ def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
     uses = PartUses(plan)
     for index, instr in enumerate(role.program):
         if instr.stream == COMPUTE:
-            yield MemoryStep(index, instr, tuple([uses.of(part, _sizes(plan, part)) for part in instr.parts]))
+            yield MemoryStep(
+                index, instr, tuple([uses.of(part, _sizes(plan, part)) for part in instr.parts])
+            )
 
 
 def _sizes(plan: Plan, part: PartLike[str]) -> dict[str, int]:
@@ -74,7 +76,9 @@ class PartUses:
     @cached_property
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of each value by name."""
-        specs = {id(spec): spec for spec, _ in self.kinds.values()}  # objects that microbatches share
+        specs = {
+            id(spec): spec for spec, _ in self.kinds.values()
+        }  # objects that microbatches share
         sizes = {key: bind(spec.nbytes, 0) for key, spec in specs.items()}
         return {value: sizes[id(spec)] for value, (spec, _) in self.kinds.items()}
 

@@ -40,13 +40,18 @@ def part_peak(plan: Plan, part: PartLike[V], nbytes: Mapping[V, int]) -> int:
     chunk = plan.chunk(part.op.variant)
     assert part.op.step != "B", "a plan holds I and W parts; B exists in graphs only"
     sig = chunk.steps[part.op.step]
-    if not sig.liveness.consumed and sig.liveness.segments == ((),):  # nothing known (synthetic): no temporaries
+    if not sig.liveness.consumed and sig.liveness.segments == (
+        (),
+    ):  # nothing known (synthetic): no temporaries
         return writes
     ports = value_ports(chunk, part)
     dying = {
         v: i
         for i, v in sorted(
-            ports.items(), key=lambda p: sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1
+            ports.items(),
+            key=lambda p: (
+                sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1
+            ),
         )
     }
     return sig.liveness.peak({dying[v]: nbytes[v] for v in part.frees if v in dying}, plan.device)
@@ -59,4 +64,8 @@ def value_ports(chunk: Chunk, part: PartLike[V]) -> dict[int, V]:
     """
     assert isinstance(part.op, Compute) and part.op.step != "B"
     values = iter(part.reads)
-    return {i: next(values) for i, port in enumerate(chunk.steps[part.op.step].reads) if not is_state(chunk, port)}
+    return {
+        i: next(values)
+        for i, port in enumerate(chunk.steps[part.op.step].reads)
+        if not is_state(chunk, port)
+    }

@@ -8,13 +8,25 @@ from itertools import pairwise
 from piper_ir.fold.timing import Prepared, sweep
 
 
-def period(prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64) -> float:
+def period(
+    prepared: Prepared,
+    durations: Sequence[float],
+    *,
+    latency: float = 0.0,
+    issue: float = 0.0,
+    most: int = 64,
+) -> float:
     """Return seconds per step in steady state (see `steady`), from at most `most` steps without a barrier."""
     return step_and_period(prepared, durations, latency=latency, issue=issue, most=most)[1]
 
 
 def step_and_period(
-    prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64
+    prepared: Prepared,
+    durations: Sequence[float],
+    *,
+    latency: float = 0.0,
+    issue: float = 0.0,
+    most: int = 64,
 ) -> tuple[float, float]:
     """Return the seconds of the first step alone (`sweep`), and the `period`."""
     last = [nodes[-1] for nodes in prepared.streams]
@@ -36,7 +48,9 @@ def host_seconds(prepared: Prepared, issue: float) -> float:
     return issue * max((b - a for a, b in pairwise(prepared.offsets)), default=0)
 
 
-def steady(history: Sequence[Sequence[float]], host: float, tolerance: float = 1e-12) -> float | None:
+def steady(
+    history: Sequence[Sequence[float]], host: float, tolerance: float = 1e-12
+) -> float | None:
     """Return the period of steps that are in steady state, None when they are not.
 
     They are once every stream advances by the same amount over c steps, twice in a row, for a c up to 4 (such systems

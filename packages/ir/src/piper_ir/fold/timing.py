@@ -158,10 +158,22 @@ def grouped(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepar
         for m in members:
             group_of[m] = g
     roles = tuple([order.role for order in orders])
-    return Prepared(roles, tuple(offsets), tuple(streams), tuple(stream_of), (), groups, tuple(group_of), p2p, ())
+    return Prepared(
+        roles,
+        tuple(offsets),
+        tuple(streams),
+        tuple(stream_of),
+        (),
+        groups,
+        tuple(group_of),
+        p2p,
+        (),
+    )
 
 
-def with_waits(prepared: Prepared, waits: tuple[tuple[int, ...], ...], orders: Sequence[IssueOrder]) -> Prepared:
+def with_waits(
+    prepared: Prepared, waits: tuple[tuple[int, ...], ...], orders: Sequence[IssueOrder]
+) -> Prepared:
     """Return the DAG with these waits, an entry per node; raise PlanError for a deadlock.
 
     `orders`, from which the DAG was made, give nodes their names in messages.
@@ -172,15 +184,30 @@ def with_waits(prepared: Prepared, waits: tuple[tuple[int, ...], ...], orders: S
 def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
     """Return the nodes that each instruction of a role waits for; `own` has the role's nodes by stream."""
     try:
-        return [tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else () for waits in order.waits]
+        return [
+            tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else ()
+            for waits in order.waits
+        ]
     except (KeyError, IndexError):
-        i, stream, n = next((i, s, n) for i, waits in enumerate(order.waits) for s, n in waits if n > len(own.get(s, ())))
+        i, stream, n = next(
+            (i, s, n)
+            for i, waits in enumerate(order.waits)
+            for s, n in waits
+            if n > len(own.get(s, ()))
+        )
         where = f"role {order.role}, instruction {i} {order.label(i)}"
-        raise PlanError(f"{where}: waits for {n} of stream {stream!r}, which has {len(own.get(stream, ()))}") from None
+        raise PlanError(
+            f"{where}: waits for {n} of stream {stream!r}, which has {len(own.get(stream, ()))}"
+        ) from None
 
 
 def sweep(
-    prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, after: Times | None = None
+    prepared: Prepared,
+    durations: Sequence[float],
+    *,
+    latency: float = 0.0,
+    issue: float = 0.0,
+    after: Times | None = None,
 ) -> Times:
     """Return the times of one step.
 
@@ -254,7 +281,12 @@ def after_updates(prepared: Prepared) -> dict[int, int]:
     out = {}
     for first, *_ in prepared.streams:
         group, role = prepared.group_of[first], _role_of(prepared, first)
-        if group >= 0 and not prepared.p2p[group] and not prepared.waits[first] and role in computed:
+        if (
+            group >= 0
+            and not prepared.p2p[group]
+            and not prepared.waits[first]
+            and role in computed
+        ):
             out[first] = computed[role]
     return out
 
@@ -264,7 +296,9 @@ def _role_of(prepared: Prepared, node: int) -> int:
     return bisect_right(prepared.offsets, node) - 1
 
 
-def _issued(prepared: Prepared, issue: float, after: Times | None) -> tuple[list[float], list[float]]:
+def _issued(
+    prepared: Prepared, issue: float, after: Times | None
+) -> tuple[list[float], list[float]]:
     """Return when each node is issued, and when each host is through."""
     clocks = list(after.host) if after is not None else [0.0] * len(prepared.roles)
     if not issue:
@@ -294,29 +328,46 @@ def _groups(
         ends = [uses[channel.id][role] for role in channel.roles] if channel.id in uses else []
         for k, members in enumerate(zip_longest(*ends)):
             if None in members:
-                counts = ", ".join(f"{len(e)} on {role}" for e, role in zip(ends, channel.roles, strict=True))
-                raise PlanError(f"channel {channel.id}: use {k + 1} has no counterpart; the channel is used {counts} times")
+                counts = ", ".join(
+                    f"{len(e)} on {role}" for e, role in zip(ends, channel.roles, strict=True)
+                )
+                raise PlanError(
+                    f"channel {channel.id}: use {k + 1} has no counterpart; the channel is used "
+                    f"{counts} times"
+                )
             groups.append(members)
             p2p.append(channel.kind == "p2p")
     for name in uses:
         if name not in known:
-            raise PlanError(f"channel {name!r} is used by {', '.join(sorted(uses[name]))} and not declared in the plan")
+            raise PlanError(
+                f"channel {name!r} is used by {', '.join(sorted(uses[name]))} and not declared in "
+                f"the plan"
+            )
     return tuple(groups), tuple(p2p)
 
 
-def _order(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tuple[int, ...]]) -> tuple[SweepStep, ...]:
+def _order(
+    orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tuple[int, ...]]
+) -> tuple[SweepStep, ...]:
     """Return a fixed topological order, in which each stream in turn goes as far as it can.
 
     The members of a group stand next to each other. Raises PlanError with the cycle when there is no order.
     """
-    streams, stream_of, groups, group_of = prepared.streams, prepared.stream_of, prepared.groups, prepared.group_of
+    streams, stream_of, groups, group_of = (
+        prepared.streams,
+        prepared.stream_of,
+        prepared.groups,
+        prepared.group_of,
+    )
     n = len(stream_of)
     ended = [0] * len(streams)  # per stream: how many of its nodes are done
     waiting: dict[int, list[int]] = {}  # by node: the streams that wait for it
     arrived = [0] * len(groups)
     done = bytearray(n)
     order: list[SweepStep] = []
-    ready = list(reversed(range(len(streams))))  # each stream is here, or waits for a node, or for its group
+    ready = list(
+        reversed(range(len(streams)))
+    )  # each stream is here, or waits for a node, or for its group
     while ready:
         stream = ready.pop()
         nodes, position = streams[stream], ended[stream]
@@ -347,7 +398,9 @@ def _order(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tup
                         member_stream = stream_of[m]
                         i = ended[member_stream]
                         ended[member_stream] = i + 1
-                        whole.append((m, streams[member_stream][i - 1] if i else n + member_stream, waits[m]))
+                        whole.append(
+                            (m, streams[member_stream][i - 1] if i else n + member_stream, waits[m])
+                        )
                         done[m] = 1
                         ready += waiting.get(m, ())
                         if member_stream != stream:
@@ -363,7 +416,12 @@ def _order(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tup
     return tuple(order)
 
 
-def _cycle(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tuple[int, ...]], ran: set[int]) -> str:
+def _cycle(
+    orders: Sequence[IssueOrder],
+    prepared: Prepared,
+    waits: Sequence[tuple[int, ...]],
+    ran: set[int],
+) -> str:
     """Return the message of a deadlock, in which each line waits for the next, and the last for the first."""
     offsets, groups, group_of, n = prepared.offsets, prepared.groups, prepared.group_of, len(waits)
     before = [0] * n
@@ -375,19 +433,32 @@ def _cycle(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tup
     node = min(set(range(n)) - ran)
     while node not in seen:
         seen[node] = len(path)
-        blockers = [(w, "waits for") for w in waits[node]] + [(before[node], "comes on its stream after")]
+        blockers = [(w, "waits for") for w in waits[node]] + [
+            (before[node], "comes on its stream after")
+        ]
         blocker = next((b for b in blockers if b[0] < n and b[0] not in ran), None)
         if blocker is None:  # held up by a partner that cannot come
             partners = groups[group_of[node]]
-            stuck = (m for m in partners if any(b < n and b not in ran for b in (*waits[m], before[m])))
+            stuck = (
+                m for m in partners if any(b < n and b not in ran for b in (*waits[m], before[m]))
+            )
             blocker = next(stuck), "meets"
         path.append((node, blocker[1]))
         node = blocker[0]
     lines = [f"  {_where(orders, offsets, x)} {why}" for x, why in path[seen[node] :]]
-    return "\n".join(["deadlock: these instructions wait for each other", *lines, f"  {_where(orders, offsets, node)}"])
+    return "\n".join(
+        [
+            "deadlock: these instructions wait for each other",
+            *lines,
+            f"  {_where(orders, offsets, node)}",
+        ]
+    )
 
 
 def _where(orders: Sequence[IssueOrder], offsets: Sequence[int], node: int) -> str:
     r = next(r for r in range(len(orders)) if node < offsets[r + 1])
     order, index = orders[r], node - offsets[r]
-    return f"role {order.role}, stream {order.streams[index]!r}, instruction {index} {order.label(index)}"
+    return (
+        f"role {order.role}, stream {order.streams[index]!r}, instruction {index} "
+        f"{order.label(index)}"
+    )

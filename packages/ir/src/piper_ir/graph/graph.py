@@ -107,9 +107,15 @@ class Graph(NamedNodes, Selecting):
     costs: Costs | None = None
     index: Mapping[tuple[str, Coord], tuple[str, ...]] = field(default_factory=dict, repr=False)
     chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
-    _found: dict[Terms, list[Node]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _kept: dict[int, tuple[object, object]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _alike: dict[Terms, list[tuple[str, str, Sequence[str]]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _found: dict[Terms, list[Node]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _kept: dict[int, tuple[object, object]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _alike: dict[Terms, list[tuple[str, str, Sequence[str]]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -127,7 +133,9 @@ class Graph(NamedNodes, Selecting):
 
     def compute(self, chunk: str, step: str) -> tuple[Node, ...]:
         """Return the nodes that compute a step of a chunk, by their first microbatch."""
-        return tuple(sorted(self.families.get(compute_id(chunk, step), ()), key=lambda node: node.each[0]))
+        return tuple(
+            sorted(self.families.get(compute_id(chunk, step), ()), key=lambda node: node.each[0])
+        )
 
     def writers_of(self, value: str, mbs: Mbs | None) -> Iterator[tuple[Node, Mbs | None]]:
         """Yield the nodes that write a value, each with the microbatches in which it does."""
@@ -135,7 +143,10 @@ class Graph(NamedNodes, Selecting):
 
 
 def _writers(
-    families: Mapping[str, tuple[Node, ...]], writers: Mapping[str, tuple[str, ...]], value: str, mbs: Mbs | None
+    families: Mapping[str, tuple[Node, ...]],
+    writers: Mapping[str, tuple[str, ...]],
+    value: str,
+    mbs: Mbs | None,
 ) -> Iterator[tuple[Node, Mbs | None]]:
     for id in writers.get(value, ()):
         for node in families[id]:
@@ -167,7 +178,9 @@ class Editor:
         self.replication = dict(graph.replication)
         self.microbatches = graph.microbatches
         self._index = dict(graph.index)
-        self._entered: dict[tuple[str, Coord], dict[str, None]] = {}  # the entries of the index that changed
+        self._entered: dict[
+            tuple[str, Coord], dict[str, None]
+        ] = {}  # the entries of the index that changed
         self._made = graph.sequence[-1].made + 1 if graph.families else 0
 
     @property
@@ -230,7 +243,13 @@ class Editor:
         Other nodes are rarely selected, and then all terms are checked.
         """
         coords = node.coords
-        keys = coords.items() if coords.get("op") == "compute" else [("op", coords["op"])] if "op" in coords else []
+        keys = (
+            coords.items()
+            if coords.get("op") == "compute"
+            else [("op", coords["op"])]
+            if "op" in coords
+            else []
+        )
         for key in keys:
             ids = self._entered.get(key)
             if ids is None:
@@ -262,7 +281,9 @@ class Editor:
                 self._index_node(node)
             if node.reads is not old.reads:
                 self._use(node)
-        left = {v for old in self.families[node.id] if old.reads is not node.reads for v in old.reads}
+        left = {
+            v for old in self.families[node.id] if old.reads is not node.reads for v in old.reads
+        }
         family = self.families[node.id] = joined_nodes(out)
         for v in left.difference(v for one in family for v in one.reads):
             self._users[v] = tuple([id for id in self._users[v] if id != node.id])
@@ -274,13 +295,18 @@ class Editor:
         assert old is not None
         coords = {name: value for name, value in node.coords.items() if name != "mb"}
         reads = tuple([self._value_at(v)[0] for v in node.reads])
-        return replace(node, id=id, coords=coords, reads=reads, writes=old.writes, mbs=mbs_of((mb,)))
+        return replace(
+            node, id=id, coords=coords, reads=reads, writes=old.writes, mbs=mbs_of((mb,))
+        )
 
     def _value_at(self, name: str) -> At:
         if name in self.values:
             return name, -1
         return next(
-            (v, mb) for v, held in self.values.items() for mb in range(self.microbatches) if named(v, held.tail, mb) == name
+            (v, mb)
+            for v, held in self.values.items()
+            for mb in range(self.microbatches)
+            if named(v, held.tail, mb) == name
         )
 
     def remove(self, nodes: Iterable[Node]) -> None:
@@ -289,7 +315,11 @@ class Editor:
             left = []
             for old in self.families[node.id]:
                 shared = common(old.mbs, node.mbs)
-                if shared is not None and old.mbs is not None and (rest := without(old.mbs, shared)):
+                if (
+                    shared is not None
+                    and old.mbs is not None
+                    and (rest := without(old.mbs, shared))
+                ):
                     left.append(in_mbs(old, rest))
             if left:
                 self.families[node.id] = tuple(left)
@@ -310,7 +340,11 @@ class Editor:
         for mine in [n for n in self.families[node.id] if old in n.reads]:
             shared = common(mine.mbs, node.mbs)
             if shared is None or shared:
-                self.update(replace(mine, mbs=shared, reads=tuple([new if v == old else v for v in mine.reads])))
+                self.update(
+                    replace(
+                        mine, mbs=shared, reads=tuple([new if v == old else v for v in mine.reads])
+                    )
+                )
 
     def order(self, before: At | str, after: At | str) -> None:
         """Ask that `before` runs before `after`; the first directive that asked is remembered."""
@@ -324,7 +358,9 @@ class Editor:
 
     def channel(self, source: str, to: str, category: Category) -> Channel:
         """Return the channel between two roles, made on first use."""
-        purpose: Literal["gradient", "activation"] = "gradient" if category == "gradient" else "activation"
+        purpose: Literal["gradient", "activation"] = (
+            "gradient" if category == "gradient" else "activation"
+        )
         id = f"{source}>{to}.{'grad' if purpose == 'gradient' else 'act'}"
         channel = self.channels.get(id)
         if channel is None:
@@ -350,8 +386,32 @@ class Editor:
         self.values[copy] = GraphValue(held.spec, held.category, tail)
         for writer, some in list(self.writers_of(value, mbs)):
             send, recv = ({**writer.coords, "op": op} for op in ("send", "recv"))
-            self.add(Node(send_id(copy), Send(channel.id), send, (value,), (), source, channel.streams[0], some, tail))
-            self.add(Node(f"recv.{copy}", Recv(channel.id), recv, (), (copy,), to, channel.streams[1], some, tail))
+            self.add(
+                Node(
+                    send_id(copy),
+                    Send(channel.id),
+                    send,
+                    (value,),
+                    (),
+                    source,
+                    channel.streams[0],
+                    some,
+                    tail,
+                )
+            )
+            self.add(
+                Node(
+                    f"recv.{copy}",
+                    Recv(channel.id),
+                    recv,
+                    (),
+                    (copy,),
+                    to,
+                    channel.streams[1],
+                    some,
+                    tail,
+                )
+            )
         return copy
 
     def done(self, applied: Applied | None = None) -> Graph:
@@ -372,12 +432,21 @@ class Editor:
             replication=self.replication,
             microbatches=self.microbatches,
             log=(*self.graph.log, applied) if applied else self.graph.log,
-            index={key: ids for key, ids in (self._index | {k: tuple(ids) for k, ids in self._entered.items()}).items() if ids},
+            index={
+                key: ids
+                for key, ids in (
+                    self._index | {k: tuple(ids) for k, ids in self._entered.items()}
+                ).items()
+                if ids
+            },
         )
 
 
 def _less(table: dict[K, tuple[str, ...]], gone: str) -> dict[K, tuple[str, ...]]:
-    return {key: tuple([id for id in ids if id != gone]) if gone in ids else ids for key, ids in table.items()}
+    return {
+        key: tuple([id for id in ids if id != gone]) if gone in ids else ids
+        for key, ids in table.items()
+    }
 
 
 def _meet(a: Mbs | None, b: Mbs | None) -> bool:

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from piper_ir.graph.graph import Applied, At, Graph, GraphValue, Node, OverlapGroup, Replication, TransferStreams
+from piper_ir.graph.graph import (
+    Applied,
+    At,
+    Graph,
+    GraphValue,
+    Node,
+    OverlapGroup,
+    Replication,
+    TransferStreams,
+)
 from piper_ir.graph.graph_parts import EdgeExchange, in_mbs, mbs_of
 from piper_ir.ground.codec import register
 from piper_ir.ground.errors import FormatError
@@ -75,7 +84,15 @@ def from_document(document: GraphDocument) -> Graph:
         raise FormatError(f"Graph: it has {counts}; one entry of mbs for each node is expected")
     index = {c.id: i for i, c in enumerate(document.program.chunks)}
     bare = Graph(
-        document.mesh, document.program, {}, document.values, {}, {}, log=document.log, costs=document.costs, chunk_index=index
+        document.mesh,
+        document.program,
+        {},
+        document.values,
+        {},
+        {},
+        log=document.log,
+        costs=document.costs,
+        chunk_index=index,
     )
     edit = bare.edit()
     for node, mbs in zip(document.nodes, document.mbs, strict=True):

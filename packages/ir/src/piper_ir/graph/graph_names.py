@@ -27,7 +27,9 @@ class NamedNodes:
 
     def at(self, place: At) -> Node | None:
         """Return the node of an id that stands for a microbatch."""
-        return next((node for node in self.families.get(place[0], ()) if place[1] in node.each), None)
+        return next(
+            (node for node in self.families.get(place[0], ()) if place[1] in node.each), None
+        )
 
     def reads_at(self, node: Node, mb: int) -> list[At]:
         """Return the values that a node reads in a microbatch; `Node` describes a node of the whole step."""
@@ -35,7 +37,12 @@ class NamedNodes:
             return [(v, mb) for v in node.reads]
         out: list[At] = []
         for v in node.reads:
-            made = [n for id in self.writers.get(v, ()) for n in self.families[id] if n.mbs is not None and n.role == node.role]
+            made = [
+                n
+                for id in self.writers.get(v, ())
+                for n in self.families[id]
+                if n.mbs is not None and n.role == node.role
+            ]
             out += [(v, k) for k in sorted(k for n in made for k in n.each)] if made else [(v, -1)]
         return out
 
@@ -46,7 +53,9 @@ class NamedNodes:
 
     def names(self, values: Iterable[At]) -> tuple[str, ...]:
         """Return the names of values in microbatches."""
-        return tuple([named(v, self.values[v].tail if v in self.values else "", mb) for v, mb in values])
+        return tuple(
+            [named(v, self.values[v].tail if v in self.values else "", mb) for v, mb in values]
+        )
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
         """Return a node per microbatch for the given nodes, with its name there and `mb` among its coordinates."""
@@ -55,7 +64,17 @@ class NamedNodes:
             for mb in n.each:
                 coords = n.coords if mb < 0 else {**n.coords, "mb": mb}
                 writes = self.names([(v, mb) for v in n.writes])
-                out.append(Node(n.name(mb), n.op, coords, self.names(self.reads_at(n, mb)), writes, n.role, n.stream))
+                out.append(
+                    Node(
+                        n.name(mb),
+                        n.op,
+                        coords,
+                        self.names(self.reads_at(n, mb)),
+                        writes,
+                        n.role,
+                        n.stream,
+                    )
+                )
         return out
 
     @cached_property

@@ -90,7 +90,9 @@ class Node:
     writes: tuple[str, ...] = ()
     role: str = ""
     stream: str = "compute"
-    mbs: Mbs | None = field(default=None, metadata={"json": False})  # written by `piper_ir.graph.graph_json`
+    mbs: Mbs | None = field(
+        default=None, metadata={"json": False}
+    )  # written by `piper_ir.graph.graph_json`
     tail: str = ""
     made: int = field(default=-1, compare=False, metadata={"json": False})
 
@@ -117,7 +119,8 @@ class Node:
         """Return whether the two differ in their microbatches only."""
         return (
             self.made == other.made
-            and (self.role, self.stream, self.reads, self.writes) == (other.role, other.stream, other.reads, other.writes)
+            and (self.role, self.stream, self.reads, self.writes)
+            == (other.role, other.stream, other.reads, other.writes)
             and self.op == other.op
             and self.coords == other.coords
         )
@@ -127,7 +130,18 @@ def in_mbs(node: Node, mbs: Mbs | None) -> Node:
     """Return the node restricted to some of its microbatches."""
     if mbs is node.mbs:
         return node
-    return Node(node.id, node.op, node.coords, node.reads, node.writes, node.role, node.stream, mbs, node.tail, node.made)
+    return Node(
+        node.id,
+        node.op,
+        node.coords,
+        node.reads,
+        node.writes,
+        node.role,
+        node.stream,
+        mbs,
+        node.tail,
+        node.made,
+    )
 
 
 def joined_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
@@ -145,7 +159,18 @@ def joined_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 def on_role(node: Node, role: str) -> Node:
     """Return the node placed on a role."""
-    return Node(node.id, node.op, node.coords, node.reads, node.writes, role, node.stream, node.mbs, node.tail, node.made)
+    return Node(
+        node.id,
+        node.op,
+        node.coords,
+        node.reads,
+        node.writes,
+        role,
+        node.stream,
+        node.mbs,
+        node.tail,
+        node.made,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,14 @@ class Selecting:
 
     def coordinates(self) -> dict[str, list[Coord]]:
         """Return every coordinate with its values, sorted, for messages about selectors."""
-        out: dict[str, set[Coord]] = {"mb": set(range(self.microbatches))} if self.microbatches else {}
+        out: dict[str, set[Coord]] = (
+            {"mb": set(range(self.microbatches))} if self.microbatches else {}
+        )
         for name, value in self.index:
             out.setdefault(name, set()).add(value)
-        return {n: sorted(vs, key=lambda v: (isinstance(v, str), v)) for n, vs in sorted(out.items())}
+        return {
+            n: sorted(vs, key=lambda v: (isinstance(v, str), v)) for n, vs in sorted(out.items())
+        }
 
     def find(self, selection: Where) -> list[Node]:
         """Return the selected nodes along the step, each in its selected microbatches; none is no error.
@@ -53,13 +57,19 @@ class Selecting:
             found = self._found[rest] = sorted(self._matching(dict(rest)), key=self.along)
         if wanted is None:
             return list(found)
-        return [node if mbs is node.mbs else in_mbs(node, mbs) for node in found for mbs in _selected(node, wanted)]
+        return [
+            node if mbs is node.mbs else in_mbs(node, mbs)
+            for node in found
+            for mbs in _selected(node, wanted)
+        ]
 
     def pick(self, selection: Where) -> list[Node]:
         """Return the same as `find`; raise SelectorError when nothing matches."""
         found = self.find(selection)
         if not found:
-            raise SelectorError(f"{selection} matches no node. {self._what_exists(_with_op(selection.terms))}")
+            raise SelectorError(
+                f"{selection} matches no node. {self._what_exists(_with_op(selection.terms))}"
+            )
         return found
 
     def kept(self, owner: object, make: Callable[[], T]) -> T:
@@ -99,7 +109,12 @@ class Selecting:
             if alike is None:
                 alike = known[terms] = self._roles(self.find(Where.of(terms)))
             if alike and type(mb) is int and mb in every:
-                out.append({role: tuple([(id, mb) for id in ids]) if ids else ((id, mb),) for role, id, ids in alike})
+                out.append(
+                    {
+                        role: tuple([(id, mb) for id in ids]) if ids else ((id, mb),)
+                        for role, id, ids in alike
+                    }
+                )
             else:
                 out.append(self._by_role(selection))
         return out
@@ -135,7 +150,11 @@ class Selecting:
         return sorted(self.copies(self.pick(selection)), key=self.position)
 
     def _matching(self, terms: dict[str, Match]) -> list[Node]:
-        indexed = {n: w for n, w in terms.items() if w not in (ANY, NONE)} if terms["op"] == "compute" else {"op": terms["op"]}
+        indexed = (
+            {n: w for n, w in terms.items() if w not in (ANY, NONE)}
+            if terms["op"] == "compute"
+            else {"op": terms["op"]}
+        )
         rest = Where(tuple(terms.items()))
         found = [node for id in self._candidates(indexed) for node in self.families[id]]
         return [node for node in found if rest.matches(node.coords)]
@@ -158,7 +177,11 @@ class Selecting:
         if unknown:
             return f"There is no coordinate {unknown[0]!r}; there are {', '.join(there)}."
         shown = [f"{n} in {_span(there[n])}" for n in terms if n != "op"]
-        return "There are nodes with " + ", ".join(shown) + "." if shown else "The graph has no such node."
+        return (
+            "There are nodes with " + ", ".join(shown) + "."
+            if shown
+            else "The graph has no such node."
+        )
 
     def along(self, node: Node) -> tuple[int, int, str]:
         """Return a sort key along the step, whatever the microbatch."""

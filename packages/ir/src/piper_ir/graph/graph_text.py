@@ -23,11 +23,19 @@ def format_graph(graph: Graph, *, log: bool = True) -> str:
     buckets and replicated chunks follow. With `log` the text begins with the directives that were applied and where
     they were written.
     """
-    head = [f"graph on {graph.mesh}, {graph.microbatches or 'no'} microbatch{'es' * (graph.microbatches != 1)}"]
+    head = [
+        f"graph on {graph.mesh}, {graph.microbatches or 'no'} "
+        f"microbatch{'es' * (graph.microbatches != 1)}"
+    ]
     if log:
         head += [f"  {k}. {applied}" for k, applied in enumerate(graph.log, start=1)]
     rows = [_row(node, before) for node, before in _ordered(graph)]
-    return "\n".join([*head, *_aligned(rows), *_channels(graph), *_replication(graph), *_buckets(graph)]) + "\n"
+    return (
+        "\n".join(
+            [*head, *_aligned(rows), *_channels(graph), *_replication(graph), *_buckets(graph)]
+        )
+        + "\n"
+    )
 
 
 def _ordered(graph: Graph) -> Iterable[tuple[Node, list[str]]]:
@@ -64,8 +72,13 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _channels(graph: Graph) -> Iterable[str]:
     for channel in graph.channels.values():
-        sms = ["" if n is None else f" on {n} SMs" for n in channel.sms] or [""] * len(channel.roles)
-        ends = [f"{role}/{stream}{n}" for role, stream, n in zip(channel.roles, channel.streams, sms, strict=True)]
+        sms = ["" if n is None else f" on {n} SMs" for n in channel.sms] or [""] * len(
+            channel.roles
+        )
+        ends = [
+            f"{role}/{stream}{n}"
+            for role, stream, n in zip(channel.roles, channel.streams, sms, strict=True)
+        ]
         if channel.kind == "p2p":
             yield f"channel {channel.id}: {' -> '.join(ends)}"
         else:
@@ -76,8 +89,9 @@ def _channels(graph: Graph) -> Iterable[str]:
 def _replication(graph: Graph) -> Iterable[str]:
     for chunk, policy in graph.replication.items():
         over = " ".join(policy.over) or "nothing"
-        yield f"replicated {chunk}: over {over}, buckets of {policy.bucket_bytes} bytes" + f" on {policy.stream}" * bool(
-            policy.stream
+        yield (
+            f"replicated {chunk}: over {over}, buckets of {policy.bucket_bytes} bytes"
+            + f" on {policy.stream}" * bool(policy.stream)
         )
 
 
@@ -85,4 +99,7 @@ def _buckets(graph: Graph) -> Iterable[str]:
     for bucket in graph.buckets.values():
         size = bucket_bytes(bucket)
         reduced = f", reduced by {bucket.channel}" if bucket.channel else ""
-        yield f"{bucket.id}: {' '.join(bucket.params)}, {size} bytes on {' '.join(bucket.roles)}{reduced}"
+        yield (
+            f"{bucket.id}: {' '.join(bucket.params)}, {size} bytes on "
+            f"{' '.join(bucket.roles)}{reduced}"
+        )

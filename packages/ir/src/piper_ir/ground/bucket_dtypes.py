@@ -41,4 +41,6 @@ class BucketDtypes:
     @property
     def narrowest(self) -> int:
         """Return the fewest bytes of an element in any of its dtypes."""
-        return min(ITEM_BYTES[dtype] for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype))
+        return min(
+            ITEM_BYTES[dtype] for dtype in (self.dtype, self.compute_dtype, self.reduce_dtype)
+        )

@@ -24,7 +24,13 @@ T = TypeVar("T")
 D = TypeVar("D")
 FORMAT_VERSION = 1
 
-_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", type(None): "null"}
+_NAMES = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
@@ -44,7 +50,9 @@ class _DocumentForm:
 _DOCUMENT_FORMS: dict[type, _DocumentForm] = {}
 
 
-def register(kind: type[T], document: type[D], to_document: Callable[[T], D], from_document: Callable[[D], T]) -> None:
+def register(
+    kind: type[T], document: type[D], to_document: Callable[[T], D], from_document: Callable[[D], T]
+) -> None:
     """Let `dumps` and `loads` write and read objects of class `kind` as documents of another class.
 
     The document's class attribute FORMAT is the name of the format, by default the class name.
@@ -58,7 +66,9 @@ def dumps(document: Any, indent: int | None = None) -> str:
     if form is not None:
         document = form.to_document(document)
     head = {"format": _format(type(document)), "version": FORMAT_VERSION}
-    return json.dumps(head | encode(document), indent=indent, separators=None if indent else (",", ":"))
+    return json.dumps(
+        head | encode(document), indent=indent, separators=None if indent else (",", ":")
+    )
 
 
 def loads(kind: type[T], text: str, where: str = "text") -> T:
@@ -95,7 +105,9 @@ def read_json(text: str, where: str) -> Any:
         within = any(word.startswith(rest) for word in ("true", "false", "null"))
         cut = within or e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated")
         hint = " (is the file truncated?)" if cut else ""
-        raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None
+        raise FormatError(
+            f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}"
+        ) from None
     except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits
         raise FormatError(f"{where}: not JSON that this Piper writes: {e}") from None
 
@@ -151,7 +163,13 @@ def _dataclass_encoder(kind: type) -> Encoder:
     hints = get_type_hints(kind)
     written: list[tuple[str, Any, bool]] = []
     for f in _written_fields(kind, hints):
-        default = f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else MISSING
+        default = (
+            f.default
+            if f.default is not MISSING
+            else f.default_factory()
+            if f.default_factory is not MISSING
+            else MISSING
+        )
         written.append((f.name, default, _is_union_of_classes(hints[f.name])))
 
     def run(v: Any) -> dict[str, Any]:
@@ -167,13 +185,17 @@ def _dataclass_encoder(kind: type) -> Encoder:
 
 def _written_fields(kind: type, hints: Mapping[str, Any]) -> list[Field[Any]]:
     """Return the fields that are written; raise TypeError for one that JSON cannot hold."""
-    written = [f for f in fields(kind) if f.init and f.metadata.get("json", True) and f.name != "version"]
+    written = [
+        f for f in fields(kind) if f.init and f.metadata.get("json", True) and f.name != "version"
+    ]
     for f in written:
         for option in _options(hints[f.name]):
             if _is_mapping(option) and not _is_text(get_args(option)[0]):
                 raise TypeError(
-                    f"no JSON form for {kind.__name__}: the keys of its field {f.name} are no strings; "
-                    f"import the module that registers a document for {kind.__name__} (piper_ir.ground.codec.register)"
+                    f"no JSON form for {kind.__name__}: the keys of its field {f.name} are no "
+                    f"strings; "
+                    f"import the module that registers a document for {kind.__name__} "
+                    f"(piper_ir.ground.codec.register)"
                 )
     return written
 
@@ -184,7 +206,9 @@ def _is_mapping(hint: Any) -> bool:
 
 
 def _is_text(hint: Any) -> bool:
-    return hint is str or (get_origin(hint) is Literal and all(isinstance(option, str) for option in get_args(hint)))
+    return hint is str or (
+        get_origin(hint) is Literal and all(isinstance(option, str) for option in get_args(hint))
+    )
 
 
 def _is_class(option: Any) -> bool:
@@ -201,7 +225,13 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {
+        dict: "an object",
+        list: "an array",
+        str: "a string",
+        bool: "a boolean",
+        type(None): "null",
+    }
     return names.get(type(value), f"the number {value}")
 
 
@@ -236,7 +266,13 @@ def _affine(value: Any, where: str) -> Affine:
 
 
 def _scalar_decoder(hint: Any) -> Decoder:
-    accepted = {str: (str,), int: (int,), float: (int, float), bool: (bool,), type(None): (type(None),)}
+    accepted = {
+        str: (str,),
+        int: (int,),
+        float: (int, float),
+        bool: (bool,),
+        type(None): (type(None),),
+    }
     if hint is Any:
         return lambda value, where: value
     if hint not in accepted:
@@ -251,7 +287,9 @@ def _scalar_decoder(hint: Any) -> Decoder:
         try:
             return float(value)  # an integer is a number
         except OverflowError:
-            raise FormatError(f"{where}: an integer of {len(str(value))} digits is too large for a number") from None
+            raise FormatError(
+                f"{where}: an integer of {len(str(value))} digits is too large for a number"
+            ) from None
 
     return run
 
@@ -277,7 +315,9 @@ def _tuple_decoder(args: tuple[Any, ...]) -> Decoder:
             return tuple([one(x, f"{where}[{i}]") for i, x in enumerate(value)])
         if len(value) != len(items):
             raise FormatError(f"{where}: {len(items)} items are expected, found {len(value)}")
-        return tuple(d(x, f"{where}[{i}]") for i, (d, x) in enumerate(zip(items, value, strict=True)))
+        return tuple(
+            d(x, f"{where}[{i}]") for i, (d, x) in enumerate(zip(items, value, strict=True))
+        )
 
     return run
 
@@ -305,7 +345,9 @@ def _union_decoder(options: tuple[Any, ...]) -> Decoder:
         if isinstance(value, dict) and classes:
             name = value.get("is")
             if not isinstance(name, str) or name not in classes:
-                raise FormatError(f'{where}: "is" is {name!r}; one of {", ".join(sorted(classes))} is expected')
+                raise FormatError(
+                    f'{where}: "is" is {name!r}; one of {", ".join(sorted(classes))} is expected'
+                )
             return classes[name]({k: x for k, x in value.items() if k != "is"}, where)
         if isinstance(value, list) and affine_ok:
             return _affine(value, where)
@@ -315,7 +357,9 @@ def _union_decoder(options: tuple[Any, ...]) -> Decoder:
             except FormatError:
                 continue
         names = [_NAMES.get(o, "an array" if get_origin(o) is tuple else str(o)) for o in others]
-        expected = " or ".join(names + ["a size [a, b]"] * affine_ok + [f"an object ({c})" for c in sorted(classes)])
+        expected = " or ".join(
+            names + ["a size [a, b]"] * affine_ok + [f"an object ({c})" for c in sorted(classes)]
+        )
         raise _fail(where, expected, value)
 
     return run
@@ -335,14 +379,18 @@ def _dataclass_decoder(kind: type) -> Decoder:
             raise _fail(where, f"an object ({name})", value)
         for key in value:
             if key not in decoders:
-                raise FormatError(f"{where}: unknown key {key!r} in {name}; known are {', '.join(decoders)}")
+                raise FormatError(
+                    f"{where}: unknown key {key!r} in {name}; known are {', '.join(decoders)}"
+                )
         missing = required - value.keys()
         if missing:
             raise FormatError(f"{where}: {name} lacks {', '.join(sorted(missing))}")
         made = {k: decoders[k](x, f"{where}.{k}") for k, x in value.items()}
         try:
             return kind(**made)
-        except PiperError as e:  # the class itself refuses the fields together; only here is it known where
+        except (
+            PiperError
+        ) as e:  # the class itself refuses the fields together; only here is it known where
             raise FormatError(f"{where}: {e}") from None
 
     return run

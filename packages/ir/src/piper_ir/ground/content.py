@@ -40,5 +40,7 @@ def _silent(chunk: Any, signatures: dict[int, Any]) -> Any:
     """Return a chunk whose collectives give no reason; chunks that share a signature still do."""
     for sig in chunk.steps.values():
         if id(sig) not in signatures:
-            signatures[id(sig)] = replace(sig, collectives=tuple(replace(c, why="") for c in sig.collectives))
+            signatures[id(sig)] = replace(
+                sig, collectives=tuple(replace(c, why="") for c in sig.collectives)
+            )
     return replace(chunk, steps={step: signatures[id(sig)] for step, sig in chunk.steps.items()})

@@ -37,14 +37,24 @@ def experts_of(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, dict[
             if kind == DROPPED_ROWS:
                 dropped[module] = dropped.get(module, 0) + found[0]
                 continue
-            summed[module] = [a + b for a, b in zip(summed.get(module, [0] * len(found)), found, strict=True)]
+            summed[module] = [
+                a + b for a, b in zip(summed.get(module, [0] * len(found)), found, strict=True)
+            ]
     left = {module: {"dropped": rows} for module, rows in dropped.items()}
-    return {module: _load(summed[module]) | left.get(module, {}) for module in sorted(summed, key=_in_order)}
+    return {
+        module: _load(summed[module]) | left.get(module, {})
+        for module in sorted(summed, key=_in_order)
+    }
 
 
 def _load(counts: list[int]) -> dict[str, Any]:
     tokens, over = counts[: len(counts) // 2], counts[len(counts) // 2 :]
-    return {"mean": sum(tokens) / len(tokens), "max": max(tokens), "overflow": sum(over), "tokens": tokens}
+    return {
+        "mean": sum(tokens) / len(tokens),
+        "max": max(tokens),
+        "overflow": sum(over),
+        "tokens": tokens,
+    }
 
 
 def _in_order(module: str) -> list[tuple[int, str]]:

@@ -46,11 +46,15 @@ def checked_fields(error: type[PiperError]) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
-def check_keywords(name: str, given: Iterable[str], known: Collection[str], error: type[PiperError]) -> None:
+def check_keywords(
+    name: str, given: Iterable[str], known: Collection[str], error: type[PiperError]
+) -> None:
     """Raise `error` for a keyword that a call of `name` does not take."""
     for keyword in given:
         if keyword not in known:
-            raise error(f"{name}({keyword}=...): there is no argument {keyword!r}; {meant(keyword, known)}")
+            raise error(
+                f"{name}({keyword}=...): there is no argument {keyword!r}; {meant(keyword, known)}"
+            )
 
 
 def meant(word: str, known: Collection[str]) -> str:
@@ -59,7 +63,9 @@ def meant(word: str, known: Collection[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"accepted are {', '.join(known)}"
 
 
-def _text(function: Callable[..., object], names: list[str], given: Collection[str], problem: TypeError) -> str:
+def _text(
+    function: Callable[..., object], names: list[str], given: Collection[str], problem: TypeError
+) -> str:
     name = function.__qualname__
     try:
         check_keywords(name, given, names, PiperError)

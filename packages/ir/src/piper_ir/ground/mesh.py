@@ -42,12 +42,20 @@ class Mesh:
         given = dict(sizes) | axes
         for name, size in given.items():
             if whole_axis(name) not in AXES:
-                raise CompileError(f"Mesh: unknown axis {name!r}; the axes are {', '.join(sorted(AXES))}")
+                raise CompileError(
+                    f"Mesh: unknown axis {name!r}; the axes are {', '.join(sorted(AXES))}"
+                )
             if type(size) is not int or size < 1:
-                raise CompileError(f"Mesh: axis {name} has size {size!r}; a positive integer is needed")
-        object.__setattr__(self, "sizes", tuple((a, given[a]) for a in sorted(given, key=_speed) if given[a] > 1))
+                raise CompileError(
+                    f"Mesh: axis {name} has size {size!r}; a positive integer is needed"
+                )
+        object.__setattr__(
+            self, "sizes", tuple((a, given[a]) for a in sorted(given, key=_speed) if given[a] > 1)
+        )
         if self.world > MOST_RANKS:
-            raise CompileError(f"{self}: {self.world} ranks; at most {MOST_RANKS} are accepted, use smaller axes")
+            raise CompileError(
+                f"{self}: {self.world} ranks; at most {MOST_RANKS} are accepted, use smaller axes"
+            )
 
     def split(self, axis: str, degrees: Sequence[int]) -> Mesh:
         """Return the same ranks with an axis in several: "tp.0", "tp.1", ..., of which the last varies fastest."""

@@ -53,12 +53,18 @@ class Where:
                     return False
             elif name not in coords:
                 return False
-            elif wanted != ANY and coords[name] not in (wanted if isinstance(wanted, tuple) else (wanted,)):
+            elif wanted != ANY and coords[name] not in (
+                wanted if isinstance(wanted, tuple) else (wanted,)
+            ):
                 return False
         return True
 
     def __str__(self) -> str:
-        return "where(" + ", ".join(f"{n}={w if w in (ANY, NONE) else repr(w)}" for n, w in self.terms) + ")"
+        return (
+            "where("
+            + ", ".join(f"{n}={w if w in (ANY, NONE) else repr(w)}" for n, w in self.terms)
+            + ")"
+        )
 
 
 def where(**coords: Any) -> Where:
@@ -74,4 +80,7 @@ def _match(name: str, value: Any) -> Match:
         value = tuple(value)
     if isinstance(value, tuple | list) and value and all(isinstance(v, int | str) for v in value):
         return tuple(value)
-    raise SelectorError(f"where({name}={value!r}): a value is an int, a name, a non-empty tuple or range of them, ANY or NONE")
+    raise SelectorError(
+        f"where({name}={value!r}): a value is an int, a name, a non-empty tuple or range of them, "
+        f"ANY or NONE"
+    )

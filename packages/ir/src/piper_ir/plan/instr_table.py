@@ -48,7 +48,9 @@ class ValueTable:
     def nbytes(self) -> tuple[int, ...]:
         """Return the bytes of each value in one microbatch."""
         known: dict[int, int] = {}
-        return tuple([known.get(id(s)) or known.setdefault(id(s), bind(s.nbytes, 0)) for s, _ in self.kinds])
+        return tuple(
+            [known.get(id(s)) or known.setdefault(id(s), bind(s.nbytes, 0)) for s, _ in self.kinds]
+        )
 
     @cached_property
     def names(self) -> list[str]:
@@ -175,7 +177,9 @@ class InstrTable(Sequence[Instr]):
             name = self.values.names.__getitem__
             waits = [t.stream for t in self.templates]
             places = [(waits[k], n) for k, n in zip(self.used, self._places, strict=True)]
-            return tuple([made or self._instr(i, name, places) for i, made in enumerate(self._instrs)])
+            return tuple(
+                [made or self._instr(i, name, places) for i, made in enumerate(self._instrs)]
+            )
 
     @property
     def streams(self) -> list[str]:
@@ -211,7 +215,11 @@ class InstrTable(Sequence[Instr]):
         """Return what an instruction does, without the names of its values."""
         sizes, count = self.values.nbytes, self.values.count
         parts = [
-            (p.op, tuple([sizes[v // count] for v in p.reads]), tuple([sizes[v // count] for v in p.writes]))
+            (
+                p.op,
+                tuple([sizes[v // count] for v in p.reads]),
+                tuple([sizes[v // count] for v in p.writes]),
+            )
             for p in template.parts
         ]
         return template.stream, template.seconds, tuple(parts)
@@ -226,7 +234,9 @@ class InstrTable(Sequence[Instr]):
             out.append(counts[stream])
         return out
 
-    def _instr(self, i: int, name: Callable[[int], str], places: list[tuple[str, int]] | None = None) -> Instr:
+    def _instr(
+        self, i: int, name: Callable[[int], str], places: list[tuple[str, int]] | None = None
+    ) -> Instr:
         """Return instruction i with its waits; `places` holds the stream and the count on it of each instruction."""
         stream, parts, seconds = self._said(i, name)
         own = self.waits[i]
@@ -245,7 +255,9 @@ class InstrTable(Sequence[Instr]):
         stream, parts, seconds = self._said(i, name)
         return Instr(stream, parts, seconds=seconds)
 
-    def _said(self, i: int, name: Callable[[int], str]) -> tuple[str, tuple[Part, ...], float | None]:
+    def _said(
+        self, i: int, name: Callable[[int], str]
+    ) -> tuple[str, tuple[Part, ...], float | None]:
         """Return the stream, parts and duration that follow from an instruction's template and microbatch."""
         template, mb = self.templates[self.used[i]], self.mbs[i]
         shift = mb if mb > 0 else 0
@@ -274,12 +286,17 @@ class InstrTable(Sequence[Instr]):
         microbatch leads out of what the table has for a value, or that is in none, is alike to none.
         """
         room = [self._room(t) for t in self.templates]
-        return [k if 0 <= mb < room[k] else -1 - i for i, (k, mb) in enumerate(zip(self.used, self.mbs, strict=True))]
+        return [
+            k if 0 <= mb < room[k] else -1 - i
+            for i, (k, mb) in enumerate(zip(self.used, self.mbs, strict=True))
+        ]
 
     def _room(self, template: InstrTemplate) -> int:
         """Return how many microbatches a template has values for."""
         count = self.values.count
-        values = [v % count for p in template.parts for v in (*p.reads, *p.writes, *p.frees, *p.held)]
+        values = [
+            v % count for p in template.parts for v in (*p.reads, *p.writes, *p.frees, *p.held)
+        ]
         return count - max([*values, *[p.ahead for p in template.parts]], default=0)
 
     def written(self) -> Iterator[int]:
@@ -293,14 +310,30 @@ class InstrTable(Sequence[Instr]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle columns by their differences, which are small because columns change evenly."""
         back = [[i - j for j in waits] for i, waits in enumerate(self.waits)]
-        columns = [self.used, self.mbs, *_flat(back), *self._packed(self.early), *self._packed(self.made)]
-        return _unpacked, (self.values, tuple(self.templates), [_pack(c) for c in columns], self.first)
+        columns = [
+            self.used,
+            self.mbs,
+            *_flat(back),
+            *self._packed(self.early),
+            *self._packed(self.made),
+        ]
+        return _unpacked, (
+            self.values,
+            tuple(self.templates),
+            [_pack(c) for c in columns],
+            self.first,
+        )
 
     def _packed(self, numbers: _ValuesByInstr) -> list[Iterable[int]]:
         """Return instructions, the number of values of each, the values, and their microbatches (relative)."""
         count = self.values.count
         flat = [(v // count, v % count - self.mbs[i]) for i, vs in numbers.items() for v in vs]
-        return [numbers.keys(), [len(vs) for vs in numbers.values()], [v for v, _ in flat], [mb for _, mb in flat]]
+        return [
+            numbers.keys(),
+            [len(vs) for vs in numbers.values()],
+            [v for v, _ in flat],
+            [mb for _, mb in flat],
+        ]
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
@@ -318,18 +351,33 @@ def _unpack(column: bytes) -> list[int]:
 
 
 def _unpacked(
-    values: ValueTable, templates: tuple[InstrTemplate, ...], columns: list[bytes], first: tuple[int, ...]
+    values: ValueTable,
+    templates: tuple[InstrTemplate, ...],
+    columns: list[bytes],
+    first: tuple[int, ...],
 ) -> InstrTable:
     used, mbs, many, back, *rest = map(_unpack, columns)
-    waits = [tuple([i - n for n in back[a:b]]) for i, (a, b) in enumerate(pairwise(accumulate(many, initial=0)))]
+    waits = [
+        tuple([i - n for n in back[a:b]])
+        for i, (a, b) in enumerate(pairwise(accumulate(many, initial=0)))
+    ]
     early, made = (_numbers(values.count, mbs, *rest[k : k + 4]) for k in (0, 4))
     return InstrTable(values, templates, used, mbs, waits, early, made, first)
 
 
-def _numbers(count: int, own: list[int], instrs: list[int], many: list[int], places: list[int], mbs: list[int]) -> _ValuesByInstr:
+def _numbers(
+    count: int,
+    own: list[int],
+    instrs: list[int],
+    many: list[int],
+    places: list[int],
+    mbs: list[int],
+) -> _ValuesByInstr:
     out = {}
     for i, (a, b) in zip(instrs, pairwise(accumulate(many, initial=0)), strict=True):
-        out[i] = tuple([v * count + mb + own[i] for v, mb in zip(places[a:b], mbs[a:b], strict=True)])
+        out[i] = tuple(
+            [v * count + mb + own[i] for v, mb in zip(places[a:b], mbs[a:b], strict=True)]
+        )
     return out
 
 
@@ -348,7 +396,11 @@ class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
         out: dict[str, tuple[TensorSpec, Category]] = {}
         with no_garbage_collection():
             for program in self._programs:
-                names, kinds, count = program.values.names, program.values.kinds, program.values.count
+                names, kinds, count = (
+                    program.values.names,
+                    program.values.kinds,
+                    program.values.count,
+                )
                 out.update({names[v]: kinds[v // count] for v in program.written()})
         return out
 

@@ -9,7 +9,9 @@ from typing import Literal
 from piper_ir.plan.plan import Instr
 from piper_ir.program.ops import Collective, Compute, Fold, Fresh, Update
 
-Phase = Literal["F", "B", "R", "I", "W", "pair", "U", "fold", "other", "gather", "scatter", "comm", "batch"]
+Phase = Literal[
+    "F", "B", "R", "I", "W", "pair", "U", "fold", "other", "gather", "scatter", "comm", "batch"
+]
 PHASES: Mapping[Phase, str] = {
     "F": "forward",
     "B": "backward (I and W together)",
@@ -53,7 +55,9 @@ class InstrLabel:
     @property
     def label(self) -> str:
         """Return a short text such as "F3", "U" or "F3&B1"; "" for an instruction without a letter."""
-        return "&".join(("" if p in _UNNAMED else p) + (str(mb) if mb >= 0 else "") for p, mb in self.halves)
+        return "&".join(
+            ("" if p in _UNNAMED else p) + (str(mb) if mb >= 0 else "") for p, mb in self.halves
+        )
 
 
 _UNNAMED = ("fold", "other", "gather", "scatter", "comm", "batch")
@@ -67,7 +71,9 @@ def instr_label(instr: Instr) -> InstrLabel:
     first = next((p.mb for p in instr.parts if p.mb >= 0), -1)
     if instr.comm:
         op = instr.parts[0].op
-        return InstrLabel(((_SHARED.get(op.kind, "comm") if isinstance(op, Collective) else "comm", first),))
+        return InstrLabel(
+            ((_SHARED.get(op.kind, "comm") if isinstance(op, Collective) else "comm", first),)
+        )
     steps: dict[tuple[bool, int], set[str]] = {}
     for part in instr.parts:
         if isinstance(part.op, Compute):
@@ -75,7 +81,10 @@ def instr_label(instr: Instr) -> InstrLabel:
     if not steps:
         return InstrLabel((_beside(instr, first),))
     # Reversed, so that the first microbatch of each direction is kept.
-    halves = {backward: (_joined(steps_there), mb) for (backward, mb), steps_there in reversed(steps.items())}
+    halves = {
+        backward: (_joined(steps_there), mb)
+        for (backward, mb), steps_there in reversed(steps.items())
+    }
     again = any("R" in found and len(found) > 1 for found in steps.values())
     return InstrLabel(tuple(halves[b] for b in sorted(halves)), again)
 

@@ -262,7 +262,10 @@ class Plan(Brief):
     @property
     def codes(self) -> tuple[str, ...]:
         """Return the ids of all code that ranks run: that of chunks, and that which counts in a batch."""
-        return (*(c.code for c in (*self.chunks, *self.variants)), *(b.counter for b in self.batch if b.counter))
+        return (
+            *(c.code for c in (*self.chunks, *self.variants)),
+            *(b.counter for b in self.batch if b.counter),
+        )
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield what the plan is for, its size, and the peak of its fullest role."""
@@ -292,7 +295,11 @@ class Plan(Brief):
     def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
         """Return the spec and category of every value by id, which is cheaper than to build `Value` objects."""
         values = self.values
-        return values.kinds if isinstance(values, Values) else {id: (v.spec, v.category) for id, v in values.items()}
+        return (
+            values.kinds
+            if isinstance(values, Values)
+            else {id: (v.spec, v.category) for id, v in values.items()}
+        )
 
     @property
     def replicas(self) -> int:
@@ -304,7 +311,9 @@ class Plan(Brief):
         """Return the parameters with the specs that they have over all devices, as the model makes them."""
         degrees = dict(self.mesh.sizes)
         return tuple(
-            replace(p, spec=TensorSpec(whole_shape(p.spec.shape, p.layout, degrees), p.spec.dtype)) if p.layout else p
+            replace(p, spec=TensorSpec(whole_shape(p.spec.shape, p.layout, degrees), p.spec.dtype))
+            if p.layout
+            else p
             for p in self.params
         )
 
@@ -350,11 +359,19 @@ class Plan(Brief):
     def peers(self, channel: Channel, rank: int) -> tuple[int, ...]:
         """Return the ranks of `rank`'s instance of a channel, ascending; (source, destination) for p2p."""
         coords = self.mesh.coords(rank)
-        free = {a: coords[a] for a in self.mesh.axes if a not in channel.over and a not in self.role_of(rank).placed}
+        free = {
+            a: coords[a]
+            for a in self.mesh.axes
+            if a not in channel.over and a not in self.role_of(rank).placed
+        }
         if channel.kind == "p2p":
-            source, destination = (self.mesh.rank({**coords, **self.role(r).placed}) for r in channel.roles)
+            source, destination = (
+                self.mesh.rank({**coords, **self.role(r).placed}) for r in channel.roles
+            )
             return source, destination
-        members = {r for role in channel.roles for r in self.mesh.ranks({**free, **self.role(role).placed})}
+        members = {
+            r for role in channel.roles for r in self.mesh.ranks({**free, **self.role(role).placed})
+        }
         return tuple(sorted(members))
 
     def instructions(self) -> Iterator[tuple[RolePlan, int, Instr]]:

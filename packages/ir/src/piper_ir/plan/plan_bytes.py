@@ -29,7 +29,9 @@ class PlanBytes:
             case Fold():  # reads its value and the kept gradients, and writes these
                 return 3 * nbytes
             case Update(buckets=buckets):
-                return nbytes + sum(self._updated(s) for s in role.states if s.flat and s.name in buckets)
+                return nbytes + sum(
+                    self._updated(s) for s in role.states if s.flat and s.name in buckets
+                )
             case _:
                 return nbytes
 
@@ -68,7 +70,9 @@ class PlanBytes:
     def nbytes(self, value: str) -> int:
         """Return the bytes of a value."""
         spec = self._plan.values[value].spec
-        if id(spec) not in self._sizes:  # microbatches share specs: objects that the plan keeps alive
+        if (
+            id(spec) not in self._sizes
+        ):  # microbatches share specs: objects that the plan keeps alive
             self._sizes[id(spec)] = bind(spec.nbytes, 0)
         return self._sizes[id(spec)]
 
@@ -78,7 +82,11 @@ def own_bytes(plan: Plan, state: State) -> int:
     shard = plan.bucket(state.name).shard
     match state.category:
         case "param" | "master" | "grad":
-            return state.nbytes * plan.mesh.degree(shard.of(state.category)) // plan.mesh.degree(shard.optim)
+            return (
+                state.nbytes
+                * plan.mesh.degree(shard.of(state.category))
+                // plan.mesh.degree(shard.optim)
+            )
         case _:
             return state.nbytes
 
@@ -93,13 +101,17 @@ def flat_bytes(bucket: Bucket, mesh: Mesh | None = None) -> dict[SharedState, in
 
     With a mesh they are those of one rank, which may share them with others.
     """
-    kinds: tuple[SharedState, ...] = ("param", "master", "grad") if bucket.mastered else ("param", "grad")
+    kinds: tuple[SharedState, ...] = (
+        ("param", "master", "grad") if bucket.mastered else ("param", "grad")
+    )
     parts = {kind: mesh.degree(bucket.shard.of(kind)) if mesh else 1 for kind in kinds}
     return {kind: bucket.numel * ITEM_BYTES[bucket.dtype_of(kind)] // parts[kind] for kind in kinds}
 
 
 def state_message_bytes(bucket: Bucket, op: Collective, mesh: Mesh) -> int:
     """Return the bytes of the whole tensor of a collective on a bucket's state."""
-    kept = mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1  # it is among those that keep the same part
+    kept = (
+        mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1
+    )  # it is among those that keep the same part
     item = ITEM_BYTES[bucket.compute_dtype if op.law.state == "param" else bucket.reduce_dtype]
     return bucket.numel * item // kept

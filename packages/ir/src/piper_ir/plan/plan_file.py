@@ -79,7 +79,9 @@ def plan_text(plan: Plan) -> str:
     if len(tables) < len(plan.roles) or not tables or len(plan.values) <= MOST_VALUES:
         return dumps(plan)
     values = tables[0].values
-    assert all(table.values is values for table in tables), "the programs of a plan share their values"
+    assert all(table.values is values for table in tables), (
+        "the programs of a plan share their values"
+    )
     kinds = {kind: n for n, kind in enumerate(dict.fromkeys(values.kinds))}
     return dumps(PlanTables(
         replace(plan, roles=tuple(replace(role, program=()) for role in plan.roles), values={}),
@@ -95,46 +97,94 @@ def read_plan(text: str, where: str = "text") -> Plan:
     document = loads(PlanTables, text, where)
     _check(document, where)
     kinds = [(kind.spec, kind.category) for kind in document.kinds]
-    values = ValueTable(document.ids, document.tails, tuple(kinds[k] for k in document.kind), document.whole, document.count)
+    values = ValueTable(
+        document.ids,
+        document.tails,
+        tuple(kinds[k] for k in document.kind),
+        document.whole,
+        document.count,
+    )
     programs = [_table(program, values) for program in document.programs]
-    roles = tuple(replace(role, program=table) for role, table in zip(document.plan.roles, programs, strict=True))
+    roles = tuple(
+        replace(role, program=table)
+        for role, table in zip(document.plan.roles, programs, strict=True)
+    )
     return replace(document.plan, roles=roles, values=Values(TableKinds(programs)))
 
 
 def _columns(table: InstrTable) -> ProgramTable:
     waits = tuple(tuple(i - j for j in own) for i, own in enumerate(table.waits))
-    early, made = (tuple(sorted((i, tuple(vs)) for i, vs in column.items())) for column in (table.early, table.made))
-    return ProgramTable(tuple(table.templates), tuple(table.used), tuple(table.mbs), waits, early, made, table.first)
+    early, made = (
+        tuple(sorted((i, tuple(vs)) for i, vs in column.items()))
+        for column in (table.early, table.made)
+    )
+    return ProgramTable(
+        tuple(table.templates), tuple(table.used), tuple(table.mbs), waits, early, made, table.first
+    )
 
 
 def _table(program: ProgramTable, values: ValueTable) -> InstrTable:
     waits = [tuple([i - back for back in own]) for i, own in enumerate(program.waits)]
     early, made = dict(program.early), dict(program.made)
-    return InstrTable(values, program.templates, list(program.used), list(program.mbs), waits, early, made, program.first)
+    return InstrTable(
+        values,
+        program.templates,
+        list(program.used),
+        list(program.mbs),
+        waits,
+        early,
+        made,
+        program.first,
+    )
 
 
 def _check(document: PlanTables, where: str) -> None:
     """Raise FormatError for numbers that lead out of a table, which nothing else would notice before it is used."""
     count, ids = document.count, len(document.ids)
     if not len(document.tails) == len(document.whole) == len(document.kind) == ids or count < 1:
-        raise FormatError(f"{where}: ids, tails, whole and kind have {ids} entries each, and count is at least 1")
+        raise FormatError(
+            f"{where}: ids, tails, whole and kind have {ids} entries each, and count is at least 1"
+        )
     _within(document.kind, len(document.kinds), f"{where}.kind")
     if len(document.programs) != len(document.plan.roles):
-        raise FormatError(f"{where}: a program for each of the {len(document.plan.roles)} roles is expected")
+        raise FormatError(
+            f"{where}: a program for each of the {len(document.plan.roles)} roles is expected"
+        )
     for r, program in enumerate(document.programs):
         here, length = f"{where}.programs[{r}]", len(program.used)
         if not len(program.mbs) == len(program.waits) == length:
-            raise FormatError(f"{here}: used, mbs and waits have an entry for each of {length} instructions")
+            raise FormatError(
+                f"{here}: used, mbs and waits have an entry for each of {length} instructions"
+            )
         _within(program.used, len(program.templates), f"{here}.used")
         _within((mb + 1 for mb in program.mbs), count + 1, f"{here}.mbs")
-        _within((i - back for i, own in enumerate(program.waits) for back in own), length, f"{here}.waits")
+        _within(
+            (i - back for i, own in enumerate(program.waits) for back in own),
+            length,
+            f"{here}.waits",
+        )
         columns: Sequence[Mapping[int, Numbers]] = dict(program.early), dict(program.made)
         _within((i for column in columns for i in column), length, f"{here}.early and made")
-        own = [v for t in program.templates for p in t.parts for v in (*p.reads, *p.writes, *p.frees, *p.held)]
-        _within([*own, *program.first, *(v for column in columns for vs in column.values() for v in vs)], ids * count, here)
+        own = [
+            v
+            for t in program.templates
+            for p in t.parts
+            for v in (*p.reads, *p.writes, *p.frees, *p.held)
+        ]
+        _within(
+            [
+                *own,
+                *program.first,
+                *(v for column in columns for vs in column.values() for v in vs),
+            ],
+            ids * count,
+            here,
+        )
 
 
 def _within(numbers: Iterable[int], end: int, where: str) -> None:
     wrong = next((n for n in numbers if not 0 <= n < end), None)
     if wrong is not None:
-        raise FormatError(f"{where}: the number {wrong} leads out of its table, which has {end} entries")
+        raise FormatError(
+            f"{where}: the number {wrong} leads out of its table, which has {end} entries"
+        )

@@ -68,9 +68,18 @@ class Channel:
     roles: tuple[str, ...]
     streams: tuple[str, ...]
     over: tuple[str, ...] = ()
-    purpose: Literal["activation", "gradient", "reduce", "gather", "scatter", "weight", "norm", "tensor", "expert", "terms"] = (
-        "activation"
-    )
+    purpose: Literal[
+        "activation",
+        "gradient",
+        "reduce",
+        "gather",
+        "scatter",
+        "weight",
+        "norm",
+        "tensor",
+        "expert",
+        "terms",
+    ] = "activation"
     sms: tuple[int | None, ...] = ()
 
     def stream_on(self, role: str) -> str:

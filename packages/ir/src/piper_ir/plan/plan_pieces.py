@@ -23,12 +23,18 @@ def plan_pieces(document: Any) -> Iterator[str] | None:
     """Return the text of a plan whose programs are tables, in pieces; None for anything else."""
     if not isinstance(document, Plan) or not document.roles:
         return None
-    return _pieces(document) if all(isinstance(role.program, InstrTable) for role in document.roles) else None
+    return (
+        _pieces(document)
+        if all(isinstance(role.program, InstrTable) for role in document.roles)
+        else None
+    )
 
 
 def _pieces(plan: Plan) -> Iterator[str]:
     roles = tuple(replace(role, program=()) for role in plan.roles)
-    head = {"format": "Plan", "version": FORMAT_VERSION} | encode(replace(plan, roles=roles, values={}))
+    head = {"format": "Plan", "version": FORMAT_VERSION} | encode(
+        replace(plan, roles=roles, values={})
+    )
     for k, (key, value) in enumerate(head.items()):
         yield f"{',' if k else '{'}{quoted(key)}:"
         if key == "roles":
@@ -59,7 +65,9 @@ def _values(plan: Plan) -> Iterator[str]:
         rest = known.get(id(kind))
         if rest is None:
             spec, category = kind
-            rest = known[id(kind)] = f',"spec":{_text(encode(spec))},"category":{quoted(category)}}}'
+            rest = known[id(kind)] = (
+                f',"spec":{_text(encode(spec))},"category":{quoted(category)}}}'
+            )
         name = quoted(value)
         yield f'{begin}{name}:{{"id":{name}{rest}'
         begin = ","
@@ -84,18 +92,27 @@ def _program(table: InstrTable, known: dict[int, list[str]]) -> str:
         for key, column in (("frees_before", table.early), ("allocs_after", table.made)):
             if column.get(i):
                 text += f',"{key}":[{",".join([names[v] for v in column[i]])}]'
-        out.append(text + ("}" if template.seconds is None else f',"seconds":{_text(template.seconds)}}}'))
+        out.append(
+            text + ("}" if template.seconds is None else f',"seconds":{_text(template.seconds)}}}')
+        )
     return f"[{','.join(out)}]"
 
 
-def _part(part: PartTemplate, mb: int, shift: int, names: Sequence[str], ops: dict[int, str]) -> str:
+def _part(
+    part: PartTemplate, mb: int, shift: int, names: Sequence[str], ops: dict[int, str]
+) -> str:
     op = ops.get(id(part.op))
     if op is None:
         op = ops[id(part.op)] = _text(tagged(part.op))
     text = f'{{"node":{quoted(named(part.node, part.tail, mb))},"op":{op}'
     if mb != -1:
         text += f',"mb":{mb}'
-    for key, values in (("reads", part.reads), ("writes", part.writes), ("frees", part.frees), ("held", part.held)):
+    for key, values in (
+        ("reads", part.reads),
+        ("writes", part.writes),
+        ("frees", part.frees),
+        ("held", part.held),
+    ):
         if values:
             text += f',"{key}":[{",".join([names[v + shift] for v in values])}]'
     return text + "}"

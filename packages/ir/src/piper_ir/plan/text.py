@@ -27,7 +27,17 @@ from typing import Any, assert_never, get_args
 from piper_ir.ground.codec import decode, encode
 from piper_ir.ground.errors import FormatError, PiperError
 from piper_ir.ground.sizes import Dim, TensorSpec
-from piper_ir.plan.plan import PLAN_VERSION, Bucket, Category, Channel, Instr, Part, Plan, RolePlan, Value
+from piper_ir.plan.plan import (
+    PLAN_VERSION,
+    Bucket,
+    Category,
+    Channel,
+    Instr,
+    Part,
+    Plan,
+    RolePlan,
+    Value,
+)
 from piper_ir.plan.text_words import Words, read_value, whole_number, written_word
 from piper_ir.program.collectives import COLLECTIVES, kind_named
 from piper_ir.program.ops import (
@@ -66,7 +76,11 @@ _SPEC = re.compile(r"(\w+)(\[.*\])\Z", re.DOTALL)
 
 def format_plan(plan: Plan) -> str:
     """Return the text of a plan, in the plan's own order; equal plans give equal text."""
-    rest = {k: v for k, v in encode(plan).items() if k not in ("values", "roles", *(f for f, _ in _TABLES.values()))}
+    rest = {
+        k: v
+        for k, v in encode(plan).items()
+        if k not in ("values", "roles", *(f for f, _ in _TABLES.values()))
+    }
     lines = [_HEADER, f"plan {_json(rest)}"]
     for word, (name, _) in _TABLES.items():
         lines += [f"{word} {_json(encode(item))}" for item in getattr(plan, name)]
@@ -89,7 +103,10 @@ def _instruction_lines(role: RolePlan) -> Iterator[str]:
             *_clause("allocs", instr.allocs_after),
             *([] if instr.seconds is None else ["takes", written_word(json.dumps(instr.seconds))]),
         ]
-        line = f"{index:>{digits}} {written_word(instr.stream):<{width}} {' + '.join(map(_part, instr.parts))}"
+        line = (
+            f"{index:>{digits}} {written_word(instr.stream):<{width}} "
+            f"{' + '.join(map(_part, instr.parts))}"
+        )
         yield line + (f" | {' '.join(tail)}" if tail else "")
 
 
@@ -123,7 +140,13 @@ def _op(op: Op) -> list[str]:
         case Zeros(dtype=dtype):
             return [name, written_word(dtype)]
         case SquaredNorm(buckets=buckets, dtype=dtype, once=once, over=over):
-            return [name, written_word(dtype), *map(written_word, buckets), *_clause("once", once), *_clause("over", over)]
+            return [
+                name,
+                written_word(dtype),
+                *map(written_word, buckets),
+                *_clause("once", once),
+                *_clause("over", over),
+            ]
         case Fresh(bucket=bucket) | Fold(bucket=bucket):
             return [name, written_word(bucket)]
         case Send(channel=channel) | Recv(channel=channel):
@@ -203,10 +226,17 @@ class _Parser:
             self._roles.append(({"role": words.next("the role's name"), **_object(words.rest)}, []))
         else:
             known = ", ".join(("plan", *_TABLES, "value", "role", "end"))
-            raise FormatError(f"a line starts with one of {known} (plan once), or with the number of an instruction")
+            raise FormatError(
+                f"a line starts with one of {known} (plan once), or with the number of an "
+                f"instruction"
+            )
 
     def _value(self, words: Words) -> None:
-        id, category, spec = words.next("the value's id"), words.next("its category"), words.next("its dtype[shape]")
+        id, category, spec = (
+            words.next("the value's id"),
+            words.next("its category"),
+            words.next("its dtype[shape]"),
+        )
         match = _SPEC.match(spec)
         if match is None:
             raise FormatError(f"{spec} is not a dtype[shape], such as float32[2,8]")
@@ -232,7 +262,9 @@ class _Parser:
             raise FormatError(f"{self._where}: the text has no line `{missing}`; is it truncated?")
         roles = []
         for head, program in self._roles:
-            role: RolePlan = decode(RolePlan, {**head, "program": []}, f"{self._where}, role {head['role']}")
+            role: RolePlan = decode(
+                RolePlan, {**head, "program": []}, f"{self._where}, role {head['role']}"
+            )
             roles.append(replace(role, program=tuple(program)))
         empty: dict[str, Any] = {"roles": [], "values": {}, **{name: [] for name in self._tables}}
         plan: Plan = decode(Plan, {**self._plan, **empty}, f"{self._where}, line `plan`")
@@ -247,13 +279,19 @@ def _parse_instruction(words: Words) -> Instr:
         parts.append(_parse_part(words))
     tail = words.accept("|")
     clauses = _clauses(words, ("waits", "frees", "allocs", "takes")) if tail else {}
-    words.end("waits, frees, allocs, takes or the end of the line" if tail else '"+", "|" or the end of the line')
+    words.end(
+        "waits, frees, allocs, takes or the end of the line"
+        if tail
+        else '"+", "|" or the end of the line'
+    )
     waits = tuple(map(_wait, clauses.get("waits", ())))
     takes = clauses.get("takes", ())
     if len(takes) > 1:
         raise FormatError(f"one number of seconds is expected after takes, found {len(takes)}")
     seconds = _float(takes[0]) if takes else None
-    return Instr(stream, tuple(parts), waits, clauses.get("frees", ()), clauses.get("allocs", ()), seconds)
+    return Instr(
+        stream, tuple(parts), waits, clauses.get("frees", ()), clauses.get("allocs", ()), seconds
+    )
 
 
 def _parse_part(words: Words) -> Part:
@@ -284,7 +322,10 @@ def _wait(word: str) -> tuple[str, int]:
 def _parse_op(words: Words) -> Op:
     name = words.next("an op")
     if name in _STEPS:
-        chunk, keep = words.next("a chunk"), words.next("a policy") if words.accept("keeping") else KEEP_ALL
+        chunk, keep = (
+            words.next("a chunk"),
+            words.next("a policy") if words.accept("keeping") else KEEP_ALL,
+        )
         return Compute(chunk, name, keep, bool(words.accept("apart")))  # type: ignore[arg-type]  # one of _STEPS
     match name:
         case "Load":
@@ -310,7 +351,12 @@ def _parse_op(words: Words) -> Op:
         case "Update":
             buckets, weighted = words.names(), bool(words.accept("weighted"))
             clip = _float(words.next("a number")) if words.accept("clip") else None
-            return Update(buckets, weighted, clip, whole_number(words.next("bytes"), "bytes") if words.accept("holds") else 0)
+            return Update(
+                buckets,
+                weighted,
+                clip,
+                whole_number(words.next("bytes"), "bytes") if words.accept("holds") else 0,
+            )
         case _:
             return _parse_collective(name, words)
 

@@ -49,7 +49,10 @@ class Words:
 
     def next(self, expected: str) -> str:
         if not self.more() or self._special():
-            raise FormatError(f"{expected} is expected {f'before {self.peek()[0]}' if self.more() else 'at the end'}")
+            raise FormatError(
+                f"{expected} is expected "
+                f"{f'before {self.peek()[0]}' if self.more() else 'at the end'}"
+            )
         self._at += 1
         return self._words[self._at - 1][0]
 
@@ -89,7 +92,9 @@ def read_value(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
-        raise FormatError(f"not JSON: {e.msg} at column {e.colno} of {text[:40]}{'...' if len(text) > 40 else ''}") from None
+        raise FormatError(
+            f"not JSON: {e.msg} at column {e.colno} of {text[:40]}{'...' if len(text) > 40 else ''}"
+        ) from None
     except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits
         raise FormatError(f"not JSON that this Piper writes: {e}") from None
 

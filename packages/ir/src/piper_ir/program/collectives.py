@@ -21,7 +21,20 @@ Combination = Literal["sum", "blocks", "first", "previous"]
 Pattern = Literal["ring", "pairs", "next"]
 
 
-SUMMED_DTYPES = (*("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "int64", "int32", "int8", "uint8"),)
+SUMMED_DTYPES = (
+    *(
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "complex128",
+        "complex64",
+        "int64",
+        "int32",
+        "int8",
+        "uint8",
+    ),
+)
 """The dtypes whose numbers every transport adds, and in the same way."""
 
 
@@ -75,11 +88,15 @@ class Law:
     def written(self, read: TensorSpec, n: int) -> TensorSpec:
         """Return what n members get when each gives `read`; raise PlanError if the first dimension does not divide."""
         if self.result == "sum" and read.dtype not in SUMMED_DTYPES:
-            raise PlanError(f"{self.name} adds {', '.join(SUMMED_DTYPES)}; {read.dtype} is none of them")
+            raise PlanError(
+                f"{self.name} adds {', '.join(SUMMED_DTYPES)}; {read.dtype} is none of them"
+            )
         if not self.blocks:
             return read
         if not read.shape:
-            raise PlanError(f"{self.name} takes a tensor apart along its first dimension, and a scalar has none")
+            raise PlanError(
+                f"{self.name} takes a tensor apart along its first dimension, and a scalar has none"
+            )
         rows, *others = read.shape
         return TensorSpec((self._rows(rows, n), *others), read.dtype)
 
@@ -87,13 +104,18 @@ class Law:
         if self.reads == "part":
             return rows * n
         if not isinstance(rows, int) or rows % n:
-            raise PlanError(f"{self.name} of {n} members needs a first dimension that divides by {n}, found {rows}")
+            raise PlanError(
+                f"{self.name} of {n} members needs a first dimension that divides by {n}, found "
+                f"{rows}"
+            )
         return rows // n if self.writes == "part" else rows
 
 
 COLLECTIVES: dict[str, Law] = {
     "all_reduce": Law("AllReduce", "whole", "whole", "sum", rounds=2, state="grad"),
-    "all_gather": Law("AllGather", "part", "whole", "blocks", state="param", undoes="reduce_scatter"),
+    "all_gather": Law(
+        "AllGather", "part", "whole", "blocks", state="param", undoes="reduce_scatter"
+    ),
     "reduce_scatter": Law("ReduceScatter", "whole", "part", "sum", state="grad", spoils=True),
     "all_to_all": Law("AllToAll", "whole", "whole", "blocks", route="pairs", undoes="all_to_all"),
     "shift": Law("Shift", "whole", "whole", "previous", route="next"),

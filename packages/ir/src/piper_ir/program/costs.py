@@ -39,7 +39,10 @@ class Duration:
     def __post_init__(self) -> None:
         for seconds in (self.seconds, self.spread):
             if not 0 <= seconds < float("inf"):
-                raise FormatError(f"a duration is {seconds!r} seconds; a finite number that is not negative is needed")
+                raise FormatError(
+                    f"a duration is {seconds!r} seconds; a finite number that is not negative is "
+                    f"needed"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +177,22 @@ class Costs:
     allocator: AllocatorCosts | None = None
     origin: Origin | None = None
     _steps: dict[tuple[str, str], _DurationsBySize] = field(init=False, repr=False, compare=False)
-    _comm: dict[tuple[str, int, int], _DurationsBySize] = field(init=False, repr=False, compare=False)
-    _busy: dict[tuple[str, int, int], _DurationsBySize] = field(init=False, repr=False, compare=False)
+    _comm: dict[tuple[str, int, int], _DurationsBySize] = field(
+        init=False, repr=False, compare=False
+    )
+    _busy: dict[tuple[str, int, int], _DurationsBySize] = field(
+        init=False, repr=False, compare=False
+    )
     _parts: dict[str, _DurationsBySize] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for chunk, by_step in self.compute.items():
             for step in by_step:
                 if step not in STEPS:
-                    raise FormatError(f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are F, R, I and W")
+                    raise FormatError(
+                        f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are "
+                        f"F, R, I and W"
+                    )
         self._check_sizes()
         steps = (((s.code, s.step), s.rows, s.duration) for s in self.steps)
         comm = (((c.op, c.group, c.nodes), c.bytes, c.duration) for c in self.comm)
@@ -196,12 +206,19 @@ class Costs:
     def _check_sizes(self) -> None:
         """Raise FormatError for a size at which nothing can have been measured."""
         sizes = [(f"{s.step} of {s.code}", "rows", s.rows, 1) for s in self.steps]
-        sizes += [(c.op, "bytes", c.bytes, 0) for c in self.comm] + [(p.op, "amount", p.amount, 0) for p in self.parts]
+        sizes += [(c.op, "bytes", c.bytes, 0) for c in self.comm] + [
+            (p.op, "amount", p.amount, 0) for p in self.parts
+        ]
         for what, name, size, least in sizes:
             if size < least:
-                raise FormatError(f"Costs: the duration of {what} has {name} {size}; a number from {least} is expected")
+                raise FormatError(
+                    f"Costs: the duration of {what} has {name} {size}; a number from {least} is "
+                    f"expected"
+                )
 
-    def of_compute(self, chunk: str, step: Step, code: str = "", rows: int | None = None) -> Duration | None:
+    def of_compute(
+        self, chunk: str, step: Step, code: str = "", rows: int | None = None
+    ) -> Duration | None:
         """Return the duration of one step of a chunk; None when it is not known.
 
         `code` is that of the chunk, `rows` the rows of its microbatches; without rows, the largest measured number
@@ -224,7 +241,11 @@ class Costs:
 
     def busy_s(self, op: str, nbytes: int, group: int, nodes: int = 1) -> float:
         """Return the processor seconds that a communication takes from computation on each rank; 0 if not known."""
-        busy = table.at_least(nbytes) if (table := self._busy.get((op, group, nodes))) is not None else None
+        busy = (
+            table.at_least(nbytes)
+            if (table := self._busy.get((op, group, nodes))) is not None
+            else None
+        )
         return busy.seconds if busy is not None else 0.0
 
     def of_part(self, op: str, amount: int) -> Duration | None:
@@ -271,7 +292,9 @@ class _DurationsBySize:
 
     def _spread(self, seconds: float) -> float:
         """Return a spread with the largest share of the duration that any point has."""
-        return seconds * max((d.spread / d.seconds for d in self.exact.values() if d.seconds), default=0.0)
+        return seconds * max(
+            (d.spread / d.seconds for d in self.exact.values() if d.seconds), default=0.0
+        )
 
 
 def _tables(entries: Iterable[tuple[K, int, Duration]]) -> dict[K, _DurationsBySize]:
@@ -280,4 +303,7 @@ def _tables(entries: Iterable[tuple[K, int, Duration]]) -> dict[K, _DurationsByS
         if x in by_size.setdefault(key, {}):
             raise FormatError(f"Costs: two durations of {key} at {x}; one is needed")
         by_size[key][x] = duration
-    return {k: _DurationsBySize(tuple((x, d[x].seconds) for x in sorted(d)), d) for k, d in by_size.items()}
+    return {
+        k: _DurationsBySize(tuple((x, d[x].seconds) for x in sorted(d)), d)
+        for k, d in by_size.items()
+    }

@@ -133,10 +133,14 @@ class StepCollective:
 
     def bind(self, rows: int) -> StepCollective:
         """Return the collective at a number of rows."""
-        return StepCollective(self.kind, self.axis, bind(self.nbytes, rows), self.why, bind(self.mean_nbytes, rows))
+        return StepCollective(
+            self.kind, self.axis, bind(self.nbytes, rows), self.why, bind(self.mean_nbytes, rows)
+        )
 
 
-def whole_shape(shape: Sequence[Dim], layout: Layout, degrees: Mapping[str, int]) -> tuple[Dim, ...]:
+def whole_shape(
+    shape: Sequence[Dim], layout: Layout, degrees: Mapping[str, int]
+) -> tuple[Dim, ...]:
     """Return the shape of a tensor over all devices, given that of one device's part."""
     sizes = list(shape)
     for part in layout:
@@ -146,4 +150,6 @@ def whole_shape(shape: Sequence[Dim], layout: Layout, degrees: Mapping[str, int]
 
 def places(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[DimPart, int, int], ...]:
     """Return the entries of a layout, each with the number of devices and the rank's place among them."""
-    return tuple((part, mesh.size(part.axis), mesh.index_along((part.axis,), rank)) for part in layout)
+    return tuple(
+        (part, mesh.size(part.axis), mesh.index_along((part.axis,), rank)) for part in layout
+    )

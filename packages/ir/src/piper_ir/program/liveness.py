@@ -62,10 +62,16 @@ class Liveness:
         `dying` maps indexes into reads to bytes, for the inputs that die here. With `device` "cuda" it counts what
         kernels hold inside there, too. Raises PlanError where entries are missing, as in a file that was edited.
         """
-        if len(self.segments) != len(self.consumed) + 1 or len(self.inside) not in (0, len(self.segments)):
+        if len(self.segments) != len(self.consumed) + 1 or len(self.inside) not in (
+            0,
+            len(self.segments),
+        ):
             raise PlanError(
-                f"a step's liveness has {len(self.segments)} segments and {len(self.inside)} entries of inside, and "
-                f"{len(self.consumed)} inputs consumed; one segment more than these is needed, and inside for each or for none. "
+                f"a step's liveness has {len(self.segments)} segments and {len(self.inside)} "
+                f"entries of inside, and "
+                f"{len(self.consumed)} inputs consumed; one segment more than these is needed, and "
+                f"inside for each or "
+                f"for none. "
                 "Compile the plan again, or restore its file"
             )
         freed = 0

@@ -154,7 +154,20 @@ class Update:
     workspace: int = 0
 
 
-Op = Load | Seed | Compute | Add | Zeros | SquaredNorm | Fresh | Fold | Send | Recv | Collective | Update
+Op = (
+    Load
+    | Seed
+    | Compute
+    | Add
+    | Zeros
+    | SquaredNorm
+    | Fresh
+    | Fold
+    | Send
+    | Recv
+    | Collective
+    | Update
+)
 Comm = Send | Recv | Collective
 COMM = (Send, Recv, Collective)
 

@@ -71,7 +71,9 @@ class Kernel:
         """Return the kernels at a number of rows."""
         dims = tuple(bind(d, rows) for d in self.dims)
         rest = self.count, self.lowering, self.op, self.formula, self.shared, self.counts
-        return Kernel(self.kind, dims, self.dtype, bind(self.flops, rows), bind(self.bytes, rows), *rest)
+        return Kernel(
+            self.kind, dims, self.dtype, bind(self.flops, rows), bind(self.bytes, rows), *rest
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,14 @@ class Signature:
     def bind(self, rows: int) -> Signature:
         """Return the step at a number of rows."""
         inside = tuple([c.bind(rows) for c in self.collectives])
-        return Signature(self.reads, self.writes, self.accumulates, self.cost.bind(rows), self.liveness.bind(rows), inside)
+        return Signature(
+            self.reads,
+            self.writes,
+            self.accumulates,
+            self.cost.bind(rows),
+            self.liveness.bind(rows),
+            inside,
+        )
 
     @property
     def empty(self) -> bool:
@@ -198,7 +207,12 @@ class Chunk:
     @property
     def trades(self) -> str:
         """Return the axis along which it exchanges what it reads and writes; "" where steps exchange inside."""
-        inside = {axis for sig in self.steps.values() for one in sig.collectives for axis in one.axis.split("+")}
+        inside = {
+            axis
+            for sig in self.steps.values()
+            for one in sig.collectives
+            for axis in one.axis.split("+")
+        }
         return "" if self.experts in inside else self.experts
 
     @property
@@ -221,14 +235,18 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
     bound = []
     for chunk in chunks:
         inputs = tuple(Input(i.kind, i.ref, i.spec.bind(rows), i.needs_grad) for i in chunk.inputs)
-        outputs = tuple(Output(o.kind, o.spec.bind(rows), o.ref, o.needs_grad, o.varies) for o in chunk.outputs)
+        outputs = tuple(
+            Output(o.kind, o.spec.bind(rows), o.ref, o.needs_grad, o.varies) for o in chunk.outputs
+        )
         if id(chunk.ports) not in ports:
             ports[id(chunk.ports)] = {p: s.bind(rows) for p, s in chunk.ports.items()}
         for sig in chunk.steps.values():
             if id(sig) not in steps:
                 steps[id(sig)] = sig.bind(rows)
         new = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
-        bound.append(replace(chunk, inputs=inputs, outputs=outputs, ports=ports[id(chunk.ports)], steps=new))
+        bound.append(
+            replace(chunk, inputs=inputs, outputs=outputs, ports=ports[id(chunk.ports)], steps=new)
+        )
     return tuple(bound)
 
 
@@ -344,4 +362,6 @@ class Program:
     @cached_property
     def key(self) -> str:
         """Return the hash of the content; equal programs have equal keys on every machine."""
-        return content_key(replace(self, variants=(), chained=True) if self.variants or not self.chained else self)
+        return content_key(
+            replace(self, variants=(), chained=True) if self.variants or not self.chained else self
+        )

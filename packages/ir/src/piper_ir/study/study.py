@@ -65,7 +65,9 @@ def objective_of(row: Row, measured: bool = False) -> float:
     seconds = row.measured_period_s if measured else row.period_s
     if seconds is None:
         return float("inf")
-    return seconds if row.value is None or not row.period_s else seconds * (row.value / row.period_s)
+    return (
+        seconds if row.value is None or not row.period_s else seconds * (row.value / row.period_s)
+    )
 
 
 def limit_text(limit: int | None, by_device: Mapping[str, int]) -> str | None:
@@ -74,7 +76,11 @@ def limit_text(limit: int | None, by_device: Mapping[str, int]) -> str | None:
     `by_device` has the limit by type of device, where a cluster has several.
     """
     if limit is None or len(set(by_device.values())) < 2:
-        return None if limit is None else f"{size_text(min(by_device.values(), default=limit))} per device"
+        return (
+            None
+            if limit is None
+            else f"{size_text(min(by_device.values(), default=limit))} per device"
+        )
     return ", ".join(f"{size_text(own)} per {device}" for device, own in by_device.items())
 
 

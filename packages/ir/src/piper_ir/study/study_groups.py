@@ -25,7 +25,10 @@ class FoldedRows:
         """Return the values by parameter in which they differ, those of the best first."""
         rows = (self.best, *self.others)
         names = dict.fromkeys(name for row in rows for name in row.params)
-        values = {name: tuple(dict.fromkeys(row.params[name] for row in rows if name in row.params)) for name in names}
+        values = {
+            name: tuple(dict.fromkeys(row.params[name] for row in rows if name in row.params))
+            for name in names
+        }
         absent = {name for name in names if any(name not in row.params for row in rows)}
         return {name: found for name, found in values.items() if len(found) > 1 or name in absent}
 
@@ -46,7 +49,9 @@ def folded(rows: Sequence[Row]) -> list[FoldedRows]:
 
 
 def _equal(a: Row, b: Row) -> bool:
-    comparable = a.source == b.source and b.measured_period_s is None and a.measured_period_s is None
+    comparable = (
+        a.source == b.source and b.measured_period_s is None and a.measured_period_s is None
+    )
     return comparable and _same(a, b)
 
 
@@ -75,7 +80,10 @@ def indifferent(rows: Sequence[Row]) -> dict[str, int]:
 
 def indifferent_text(rows: Sequence[Row]) -> str:
     """Return one line about the parameters that make no difference; "" where all do, or nobody knows."""
-    found = [f"{name} ({count} pair{'s' if count > 1 else ''})" for name, count in indifferent(rows).items()]
+    found = [
+        f"{name} ({count} pair{'s' if count > 1 else ''})"
+        for name, count in indifferent(rows).items()
+    ]
     return f"make no difference of {EQUAL:.1%} or more: {', '.join(found)}" if found else ""
 
 
@@ -85,6 +93,7 @@ def folded_text(group: FoldedRows) -> str:
         return ""
     own = group.best.params
     values = (
-        f"{name}={', '.join(str(v) for v in found if name not in own or v != own[name])}" for name, found in group.differs.items()
+        f"{name}={', '.join(str(v) for v in found if name not in own or v != own[name])}"
+        for name, found in group.differs.items()
     )
     return f"and {len(group.others)} equal to {EQUAL:.1%} with " + "; ".join(values)

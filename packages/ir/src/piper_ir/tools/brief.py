@@ -17,8 +17,14 @@ class Brief:
         """Yield names and values, the most telling first; each value is short as a text."""
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {', '.join(f'{name} {value}' for name, value in self.facts())}>"
+        return (
+            f"<{type(self).__name__}: "
+            f"{', '.join(f'{name} {value}' for name, value in self.facts())}>"
+        )
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in self.facts())
+        rows = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
+            for name, value in self.facts()
+        )
         return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"

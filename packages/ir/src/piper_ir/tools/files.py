@@ -12,7 +12,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     A full disk neither destroys an older file nor leaves half of a new one. Links are followed.
     """
-    special = path.exists() and not path.is_file()  # /dev/stdout, a pipe, a folder: nothing that could be replaced
+    special = (
+        path.exists() and not path.is_file()
+    )  # /dev/stdout, a pipe, a folder: nothing that could be replaced
     target = path if special else Path(os.path.realpath(path))
     unfinished = target if special else target.with_name(f"{target.name}.unfinished")
     try:

@@ -97,7 +97,9 @@ class _PlainLines(_Line):
 
     def _write(self, text: str) -> None:
         self._last = time.monotonic()
-        with suppress(OSError, ValueError, PiperError):  # nobody reads it any more, which must not end the work
+        with suppress(
+            OSError, ValueError, PiperError
+        ):  # nobody reads it any more, which must not end the work
             self._stream.write(f"{text}\n")
             self._stream.flush()
 

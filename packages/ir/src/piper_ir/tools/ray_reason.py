@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-_HEADINGS = ("The actor died unexpectedly before finishing this task.", "Failed to set up runtime environment.")
+_HEADINGS = (
+    "The actor died unexpectedly before finishing this task.",
+    "Failed to set up runtime environment.",
+)
 """The lines with which Ray begins, whatever has happened."""
 _FIELD = re.compile(r"\s*\w+: \S*$")
 """The lines of which actor it was: its class, id, process and address."""
@@ -26,11 +29,15 @@ def ray_reason(error: BaseException) -> str:
     if found := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
         reason = f"{found[1]}: {found[2].strip()}"
     else:
-        reason = next((line for line in lines if line not in _HEADINGS and not _FIELD.match(line)), lines[0])
+        reason = next(
+            (line for line in lines if line not in _HEADINGS and not _FIELD.match(line)), lines[0]
+        )
     if not _MEMORY.search(text):
         return reason
     used = re.search(r"was running was ([^,]*\))", text)
     return (
-        f"{reason.rstrip('.')}{f' ({used[1]})' if used else ''}; put fewer ranks on a node, or use a strategy that keeps less "
+        f"{reason.rstrip('.')}{f' ({used[1]})' if used else ''}; put fewer ranks on a node, or use "
+        f"a strategy that "
+        f"keeps less "
         "(more microbatches, recompute, zero)"
     )

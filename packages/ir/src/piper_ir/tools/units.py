@@ -18,7 +18,9 @@ def time_text(seconds: float) -> str:
         return "0 s"
     if abs(seconds) >= 1:
         return f"{_digits(seconds)} s"
-    return f"{_digits(seconds * 1e3)} ms" if abs(seconds) >= 1e-3 else f"{_digits(seconds * 1e6)} us"
+    return (
+        f"{_digits(seconds * 1e3)} ms" if abs(seconds) >= 1e-3 else f"{_digits(seconds * 1e6)} us"
+    )
 
 
 def size_text(nbytes: float) -> str:

@@ -13,7 +13,15 @@ from piper_ir.ground.errors import PiperError
 LIBRARIES = (*(sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")), "<")
 """The beginnings of file names that are not the user's: installed libraries, Python's own, and generated code."""
 
-PACKAGES = {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report", "piper_autotune"}
+PACKAGES = {
+    "piper_ir",
+    "piper_ops",
+    "piper_compiler",
+    "piper_simulator",
+    "piper_runtime",
+    "piper_report",
+    "piper_autotune",
+}
 """The folders that hold Piper's own code."""
 
 

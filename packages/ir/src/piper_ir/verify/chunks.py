@@ -19,7 +19,10 @@ def check_chunks(findings: Findings) -> None:
         for k, entry in enumerate(chunk.inputs):
             spec = given[entry.kind, entry.ref]
             if entry.spec != spec:
-                text = f"input {k} of {where} is the {entry.kind} {entry.ref} as a {entry.spec}; it is a {spec}"
+                text = (
+                    f"input {k} of {where} is the {entry.kind} {entry.ref} as a {entry.spec}; it "
+                    f"is a {spec}"
+                )
                 findings.add("R07-signature", text)
         for text in _accumulation_problems(chunk):
             findings.add("R34-accumulation", f"{where} {text}")
@@ -30,7 +33,9 @@ def _given(plan: Plan) -> dict[tuple[str, str], TensorSpec]:
     out: dict[tuple[str, str], TensorSpec] = {("param", p.name): p.spec for p in plan.params}
     out |= {("buffer", b.name): b.spec for b in plan.buffers}
     out |= {("batch", b.name): b.spec.bind(plan.rows) for b in plan.batch}
-    return out | {("value", f"{c.id}:out{k}"): o.spec for c in plan.chunks for k, o in enumerate(c.outputs)}
+    return out | {
+        ("value", f"{c.id}:out{k}"): o.spec for c in plan.chunks for k, o in enumerate(c.outputs)
+    }
 
 
 def _accumulation_problems(chunk: Chunk) -> list[str]:
@@ -39,5 +44,8 @@ def _accumulation_problems(chunk: Chunk) -> list[str]:
     for k, entry in enumerate(chunk.inputs):
         wanted = int(entry.kind == "param" and entry.needs_grad)
         if added[k] != wanted:
-            out.append(f"adds {added[k]} times to the gradient of {entry.ref} in a microbatch; {wanted} is expected")
+            out.append(
+                f"adds {added[k]} times to the gradient of {entry.ref} in a microbatch; {wanted} "
+                f"is expected"
+            )
     return out

@@ -13,7 +13,20 @@ from typing import assert_never
 
 from piper_ir.plan.plan import Bucket, Channel, Part, Plan, RolePlan, is_state
 from piper_ir.program.collectives import law_of
-from piper_ir.program.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.program.ops import (
+    Add,
+    Collective,
+    Compute,
+    Fold,
+    Fresh,
+    Load,
+    Recv,
+    Seed,
+    Send,
+    SquaredNorm,
+    Update,
+    Zeros,
+)
 from piper_ir.program.program import Chunk
 from piper_ir.verify.rules import Findings, part_name
 from piper_ir.verify.run import Events
@@ -95,7 +108,12 @@ class _Dataflow:
         self._asked: dict[tuple[str, str], tuple[list[_Asked], list[Term | None], list[Term]]] = {}
         self._axes: dict[str, tuple[str, ...]] = {}
         self._tangents = _tangents(self._plan)
-        self._weights = [f"out{k}" for c in self._plan.chunks for k, o in enumerate(c.outputs) if o.kind == "weight"]
+        self._weights = [
+            f"out{k}"
+            for c in self._plan.chunks
+            for k, o in enumerate(c.outputs)
+            if o.kind == "weight"
+        ]
 
     def communicate(self, parts: Mapping[str, Part]) -> None:
         """Follow the values of a meeting on a channel, by role: of a send and its receive, or of a collective."""
@@ -105,7 +123,9 @@ class _Dataflow:
                 atom: Atom = ("", f"parameters of {op.bucket}"), -1
                 self._origin.update([(v, atom) for part in parts.values() for v in part.writes])
             else:
-                for role, origin in self._collected(op, {r: self._origin[p.reads[0]] for r, p in parts.items()}).items():
+                for role, origin in self._collected(
+                    op, {r: self._origin[p.reads[0]] for r, p in parts.items()}
+                ).items():
                     self._origin[parts[role].writes[0]] = origin
             return
         source = next(v for p in parts.values() for v in p.reads)
@@ -124,7 +144,9 @@ class _Dataflow:
             case "sum" if law.writes == "whole":
                 return dict.fromkeys(reads, total)
             case "first" if law.writes == "whole" and not over:
-                return dict.fromkeys(reads, reads[min(reads, key=lambda r: self._plan.role(r).ranks[0])])
+                return dict.fromkeys(
+                    reads, reads[min(reads, key=lambda r: self._plan.role(r).ranks[0])]
+                )
             case "sum":
                 whole: Mapping[str, _Origin] = dict.fromkeys(reads, total)
             case "first" | "blocks" | "previous":
@@ -138,7 +160,9 @@ class _Dataflow:
         """Return the axes along which the members of a channel really differ."""
         found = self._axes.get(channel.id)
         if found is None:
-            found = self._axes[channel.id] = tuple(a for a in channel.over if self._plan.mesh.size(a) > 1)
+            found = self._axes[channel.id] = tuple(
+                a for a in channel.over if self._plan.mesh.size(a) > 1
+            )
         return found
 
     def compute(self, role: RolePlan, index: int, part: Part) -> None:
@@ -148,7 +172,9 @@ class _Dataflow:
             case Compute():
                 mb = part.mb
                 asks, only, writes = self._ports(op)
-                if [origin[v] for v in part.reads] != [(term, mb) for term in only]:  # most ask for one atom
+                if [origin[v] for v in part.reads] != [
+                    (term, mb) for term in only
+                ]:  # most ask for one atom
                     for value, asked in zip(part.reads, asks, strict=True):
                         problem = asked.problem(origin[value], mb)
                         if problem:
@@ -165,7 +191,9 @@ class _Dataflow:
                 origin[part.writes[0]] = _Sum(())
             case SquaredNorm(buckets=buckets, once=once, over=over):
                 along = frozenset(a for a in over if self._plan.mesh.size(a) > 1)
-                origin[part.writes[0]] = _Sum(tuple([_counted(b, along if b in once else frozenset()) for b in buckets]))
+                origin[part.writes[0]] = _Sum(
+                    tuple([_counted(b, along if b in once else frozenset()) for b in buckets])
+                )
             case Fresh(bucket=bucket):
                 origin[part.writes[0]] = ("", f"gradients of {bucket}"), -1
             case Fold():
@@ -188,12 +216,18 @@ class _Dataflow:
             chunk = self._plan.chunk(op.variant)
             sig = chunk.steps[op.step]  # type: ignore[index]  # R07 refuses B
             asks = [self._ask(chunk, p) for p in sig.reads if not is_state(chunk, p)]
-            found = self._asked[key] = asks, [asked.only for asked in asks], [(op.chunk, port) for port in sig.writes]
+            found = self._asked[key] = (
+                asks,
+                [asked.only for asked in asks],
+                [(op.chunk, port) for port in sig.writes],
+            )
         return found
 
     def _ask(self, chunk: Chunk, port: str) -> _Asked:
         if port.startswith("tan"):
-            return _Asked(port, frozenset(self._term(chunk, *term) for term in self._tangents[chunk.id, port]))
+            return _Asked(
+                port, frozenset(self._term(chunk, *term) for term in self._tangents[chunk.id, port])
+            )
         if not port.startswith("in"):
             return _Asked(port, frozenset([((chunk.id, port), NOWHERE)]))
         entry = chunk.inputs[int(port[2:])]
@@ -220,11 +254,16 @@ class _Dataflow:
             opened = _open(self._origin[reads.pop(0)])
             wanted = Counter([self._norm(bucket, opened) for bucket in self._plan.buckets])
             if opened != wanted:
-                yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(opened, wanted)}"
+                yield (
+                    f"the norm that it clips by is not the sum over each bucket, once: "
+                    f"{_difference(opened, wanted)}"
+                )
 
     def _norm(self, bucket: Bucket, opened: Opened) -> tuple[Atom, frozenset[str]]:
         """Return how a bucket counts in the norm: over the ranks that share it, and those that have it alike once."""
-        shared = frozenset(a for a in (*bucket.shard.optim, *bucket.parts) if self._plan.mesh.size(a) > 1)
+        shared = frozenset(
+            a for a in (*bucket.shard.optim, *bucket.parts) if self._plan.mesh.size(a) > 1
+        )
         for atom, over in opened:
             if over > shared and atom == _counted(bucket.id, over):
                 return atom, over
@@ -235,9 +274,18 @@ class _Dataflow:
         replicated = frozenset(a for a in plan.replicated if plan.mesh.size(a) > 1)
         last = plan.chunks[-1].id
         opened = _open(origin)
-        wanted = Counter({(((last, port), mb), replicated): 1 for port in self._weights for mb in range(plan.microbatches)})
+        wanted = Counter(
+            {
+                (((last, port), mb), replicated): 1
+                for port in self._weights
+                for mb in range(plan.microbatches)
+            }
+        )
         if opened != wanted:
-            yield f"the weight that it divides by is not the sum over microbatches and replicas: {_difference(opened, wanted)}"
+            yield (
+                f"the weight that it divides by is not the sum over microbatches and replicas: "
+                f"{_difference(opened, wanted)}"
+            )
 
 
 def _exchanged(term: Term, axes: Iterable[str]) -> Term:
@@ -248,7 +296,10 @@ def _exchanged(term: Term, axes: Iterable[str]) -> Term:
 
 def _counted(bucket: str, once: frozenset[str]) -> Atom:
     """Return the atom of a bucket's norm, which ranks that have the same along some axes count once."""
-    return ("", f"norm, once along {', '.join(sorted(once))}, {bucket}" if once else f"norm {bucket}"), -1
+    return (
+        "",
+        f"norm, once along {', '.join(sorted(once))}, {bucket}" if once else f"norm {bucket}",
+    ), -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +338,11 @@ def _open(origin: _Origin) -> Opened:
         term, over = todo.pop()
         if isinstance(term, _Sum):
             todo += [(t, over.union(term.over)) for t in term.terms]
-        elif isinstance(term, _Blocks) and isinstance(atom := term.meeting.given, tuple) and term.meeting.of_experts:
+        elif (
+            isinstance(term, _Blocks)
+            and isinstance(atom := term.meeting.given, tuple)
+            and term.meeting.of_experts
+        ):
             opened[(_exchanged(atom[0], term.meeting.channel.over), atom[1]), over] += 1
         elif isinstance(term, _Blocks):
             opened[(("", f"blocks of {term.meeting.name}"), -1), over] += 1
@@ -320,10 +375,14 @@ def _difference(opened: Opened, wanted: Opened) -> str:
 
 def _names(terms: Opened) -> str:
     shown = []
-    for (((chunk, port), mb), over), count in sorted(terms.items(), key=lambda t: (t[0][0], sorted(t[0][1]))):
+    for (((chunk, port), mb), over), count in sorted(
+        terms.items(), key=lambda t: (t[0][0], sorted(t[0][1]))
+    ):
         name = f"{chunk}:{port}" if chunk else port
         axes = f" summed over {', '.join(sorted(over))}" if over else ""
-        shown.append(f"{f'{count} x ' if count > 1 else ''}{name}{f'@{mb}' if mb >= 0 else ''}{axes}")
+        shown.append(
+            f"{f'{count} x ' if count > 1 else ''}{name}{f'@{mb}' if mb >= 0 else ''}{axes}"
+        )
     return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 

@@ -35,19 +35,33 @@ def _axis_problems(plan: Plan, axis: str) -> Iterator[str]:
     if plan.mesh.size(axis) < 2:
         yield f"and {plan.mesh} has no such axis"
     elif axis not in plan.replicated:
-        yield f"and rows are shared out along {', '.join(plan.replicated) or 'no axis'}; each device needs rows of its own"
+        yield (
+            f"and rows are shared out along {', '.join(plan.replicated) or 'no axis'}; each device "
+            f"needs rows of its own"
+        )
     if axis in plan.shared:
         yield "and share the work of all chunks along it, too"
 
 
 def _chunk_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Iterator[str]:
-    along = {part.axis for i in chunk.inputs if i.kind == "param" for part in params[i.ref].layout} & set(plan.experts)
+    along = {
+        part.axis for i in chunk.inputs if i.kind == "param" for part in params[i.ref].layout
+    } & set(plan.experts)
     if chunk.experts and chunk.experts not in plan.experts:
-        yield f"has experts along {chunk.experts}; devices have different ones along {', '.join(plan.experts) or 'no axis'}"
+        yield (
+            f"has experts along {chunk.experts}; devices have different ones along "
+            f"{', '.join(plan.experts) or 'no axis'}"
+        )
     elif chunk.experts and along != {chunk.experts}:
-        yield f"has experts along {chunk.experts}, and its parameters have parts along {', '.join(sorted(along)) or 'no axis'}"
+        yield (
+            f"has experts along {chunk.experts}, and its parameters have parts along "
+            f"{', '.join(sorted(along)) or 'no axis'}"
+        )
     elif along and not chunk.experts:
-        yield f"reads parameters of the experts of one device along {', '.join(along)}, and is not said to compute them"
+        yield (
+            f"reads parameters of the experts of one device along {', '.join(along)}, and is not "
+            f"said to compute them"
+        )
     if chunk.experts and any(i.kind == "batch" for i in chunk.inputs):
         yield "has the rows of several devices, and reads the batch, of which each has its own"
 
@@ -57,7 +71,10 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
         return f"is for tokens of experts, and joins {', '.join(channel.roles)}; one role is needed"
     if len(channel.over) != 1 or channel.over[0] not in plan.experts:
         along = ", ".join(plan.experts) or "no axis"
-        return f"is for tokens of experts, and joins ranks along {', '.join(channel.over)}; their experts differ along {along}"
+        return (
+            f"is for tokens of experts, and joins ranks along {', '.join(channel.over)}; their "
+            f"experts differ along {along}"
+        )
     return ""
 
 
@@ -66,5 +83,13 @@ def _use_problems(plan: Plan, role: RolePlan) -> Iterator[tuple[int, str]]:
     for index, instr in enumerate(role.program):
         for part in instr.parts:
             op = part.op
-            if isinstance(op, Collective) and plan.channel(op.channel).purpose == PURPOSE and op.kind != "all_to_all":
-                yield index, f"it is an {op.law.name} on {op.channel}, where tokens go to experts and back by AllToAll"
+            if (
+                isinstance(op, Collective)
+                and plan.channel(op.channel).purpose == PURPOSE
+                and op.kind != "all_to_all"
+            ):
+                yield (
+                    index,
+                    f"it is an {op.law.name} on {op.channel}, where tokens go to experts and back "
+                    f"by AllToAll",
+                )

@@ -51,7 +51,11 @@ def check_tables(findings: Findings) -> None:
             findings.add("R02-streams", f"streams are {', '.join(role.streams)}", role)
         for value in role.allocs_first:
             if value not in findings.kinds:
-                findings.add("R06-names", f"there is no value {value} in the plan, to be allocated first", role)
+                findings.add(
+                    "R06-names",
+                    f"there is no value {value} in the plan, to be allocated first",
+                    role,
+                )
     for channel in plan.channels:
         problem = _channel_problem(plan, channel)
         if problem:
@@ -59,7 +63,9 @@ def check_tables(findings: Findings) -> None:
     names = _Names(findings)
     for role, index, instr in plan.instructions():
         if instr.stream not in role.streams:
-            findings.add("R02-streams", f"the role has the streams {', '.join(role.streams)}", role, index)
+            findings.add(
+                "R02-streams", f"the role has the streams {', '.join(role.streams)}", role, index
+            )
         for name in names.unknown(instr):
             findings.add("R06-names", f"there is no {name} in the plan", role, index)
 
@@ -71,14 +77,21 @@ def check_instructions(findings: Findings) -> None:
     for role in plan.roles:
         done = dict.fromkeys(role.streams, 0)
         sound: set[int] = set()  # those that say the same in other microbatches are so too
-        for index, (instr, kind) in enumerate(zip(role.program, alike(plan, role.program), strict=True)):
+        for index, (instr, kind) in enumerate(
+            zip(role.program, alike(plan, role.program), strict=True)
+        ):
             judged, known = len(findings.violations), kind in sound
             problem = "" if known else _parts_problem(instr)
             if problem:
                 findings.add("R03-parts", problem, role, index)
-            if instr.stream != COMPUTE and (instr.frees_before or instr.allocs_after or any(p.frees for p in instr.parts)):
+            if instr.stream != COMPUTE and (
+                instr.frees_before or instr.allocs_after or any(p.frees for p in instr.parts)
+            ):
                 findings.add(
-                    "R04-allocation", f"stream {instr.stream} allocates or frees; move it to a compute instruction", role, index
+                    "R04-allocation",
+                    f"stream {instr.stream} allocates or frees; move it to a compute instruction",
+                    role,
+                    index,
                 )
             for stream, count in instr.waits:
                 if not 1 <= count <= done.get(stream, 0):
@@ -128,7 +141,10 @@ def _ids(findings: Findings) -> None:
         dtypes = (bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype)
         missing += [f"dtype {dtype}" for dtype in dict.fromkeys(dtypes) if dtype not in ITEM_BYTES]
         if missing:
-            findings.add("R06-names", f"bucket {bucket.id} names {', '.join(missing)}, which the plan does not have")
+            findings.add(
+                "R06-names",
+                f"bucket {bucket.id} names {', '.join(missing)}, which the plan does not have",
+            )
 
 
 def _chunks(findings: Findings) -> None:
@@ -139,26 +155,43 @@ def _chunks(findings: Findings) -> None:
     known |= {("batch", b.name) for b in plan.batch}
     ids = {c.id for c in plan.chunks}
     for name in [c.variant for c in plan.chunks if c.keep != KEEP_ALL]:
-        findings.add("R06-names", f"{name} stands among the chunks, which keep all; it belongs to the variants")
+        findings.add(
+            "R06-names",
+            f"{name} stands among the chunks, which keep all; it belongs to the variants",
+        )
     for name in [v.variant for v in plan.variants if v.keep == KEEP_ALL or v.id not in ids]:
-        findings.add("R06-names", f"the variant {name} is under no policy, or of no chunk of the plan")
+        findings.add(
+            "R06-names", f"the variant {name} is under no policy, or of no chunk of the plan"
+        )
     for chunk in (*plan.chunks, *plan.variants):
         where = f"chunk {chunk.variant}"
         for k, entry in enumerate(chunk.inputs):
             if (entry.kind, entry.ref) not in known:
-                findings.add("R06-names", f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does not have")
+                findings.add(
+                    "R06-names",
+                    f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does "
+                    f"not have",
+                )
         for step, sig in chunk.steps.items():
             unknown = [p for p in (*sig.reads, *sig.writes) if not _is_port(chunk, p)]
             unknown += [f"accumulator {k}" for k in sig.accumulates if not _is_param(chunk, k)]
             if unknown:
-                findings.add("R06-names", f"{step} of {where} uses {', '.join(unknown)}, which the chunk does not have")
+                findings.add(
+                    "R06-names",
+                    f"{step} of {where} uses {', '.join(unknown)}, which the chunk does not have",
+                )
 
 
 def _is_port(chunk: Chunk, port: str) -> bool:
     match = _PORT.fullmatch(port)
     if match is None:
         return False
-    limits = {"in": len(chunk.inputs), "gin": len(chunk.inputs), "out": len(chunk.outputs), "tan": len(chunk.outputs)}
+    limits = {
+        "in": len(chunk.inputs),
+        "gin": len(chunk.inputs),
+        "out": len(chunk.outputs),
+        "tan": len(chunk.outputs),
+    }
     kind, index = match[1], int(match[2])
     return (kind == "in" or port in chunk.ports) and (kind not in limits or index < limits[kind])
 
@@ -174,15 +207,22 @@ def _sizes(findings: Findings) -> None:
         if count < 1:
             findings.add("R07-signature", f"the plan has {count} {name}; at least one is needed")
     specs = [("value", id, spec) for id, (spec, _) in findings.kinds.items()]
-    specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
-    good: set[int] = set()  # by identity: microbatches share specs, objects that the plan keeps alive
+    specs += [("parameter", p.name, p.spec) for p in plan.params] + [
+        ("buffer", b.name, b.spec) for b in plan.buffers
+    ]
+    good: set[int] = (
+        set()
+    )  # by identity: microbatches share specs, objects that the plan keeps alive
     for what, name, spec in specs:
         if id(spec) in good:
             continue
         if all(isinstance(size, int) and size >= 0 for size in spec.shape):
             good.add(id(spec))
         else:
-            findings.add("R07-signature", f"{what} {name} is a {spec}; in a plan all sizes are integers from 0")
+            findings.add(
+                "R07-signature",
+                f"{what} {name} is a {spec}; in a plan all sizes are integers from 0",
+            )
 
 
 def _ranks(findings: Findings) -> None:
@@ -193,14 +233,22 @@ def _ranks(findings: Findings) -> None:
         if wrong:
             findings.add("R01-ranks", f"{', '.join(wrong)} is outside of {plan.mesh}", role)
         elif role.ranks != plan.mesh.ranks(role.placed):
-            findings.add("R01-ranks", f"the ranks at {dict(role.placed)} are {plan.mesh.ranks(role.placed)}", role)
+            findings.add(
+                "R01-ranks",
+                f"the ranks at {dict(role.placed)} are {plan.mesh.ranks(role.placed)}",
+                role,
+            )
         for rank in role.ranks:
             if rank in owner:
                 findings.add("R01-ranks", f"rank {rank} is also in role {owner[rank]}", role)
             owner[rank] = role.role
     idle = sorted(set(range(plan.mesh.world)) - owner.keys())
     if idle:
-        findings.add("R01-ranks", f"no role has rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of {plan.mesh}")
+        findings.add(
+            "R01-ranks",
+            f"no role has rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of "
+            f"{plan.mesh}",
+        )
 
 
 def _channel_problem(plan: Plan, channel: Channel) -> str:
@@ -208,9 +256,16 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     if unknown:
         return f"there is no role {', '.join(unknown)}"
     if len(channel.streams) != len(channel.roles):
-        return f"it has {len(channel.roles)} roles and {len(channel.streams)} streams; one stream per role is expected"
-    if channel.sms and (len(channel.sms) != len(channel.roles) or any(n is not None and n < 0 for n in channel.sms)):
-        return f"its sms are {channel.sms}; per role none or a number that is not negative is expected"
+        return (
+            f"it has {len(channel.roles)} roles and {len(channel.streams)} streams; one stream per "
+            f"role is expected"
+        )
+    if channel.sms and (
+        len(channel.sms) != len(channel.roles) or any(n is not None and n < 0 for n in channel.sms)
+    ):
+        return (
+            f"its sms are {channel.sms}; per role none or a number that is not negative is expected"
+        )
     for role, stream in zip(channel.roles, channel.streams, strict=True):
         if channel.purpose == "tensor" and stream == COMPUTE:
             continue
@@ -221,7 +276,10 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     if channel.kind == "group":
         axes = {role: plan.role(role).placed.keys() - set(channel.over) for role in channel.roles}
         odd = [role for role in axes if axes[role] != axes[channel.roles[0]]]
-        differ = [f"its roles {channel.roles[0]} and {role} place different axes, so members would differ" for role in odd]
+        differ = [
+            f"its roles {channel.roles[0]} and {role} place different axes, so members would differ"
+            for role in odd
+        ]
         return "".join(differ[:1]) if axes else "it has no roles"
     if len(channel.roles) != 2:
         return f"p2p needs a source and a destination, it has {len(channel.roles)} roles"
@@ -236,7 +294,9 @@ class _Names:
     def __init__(self, findings: Findings) -> None:
         self._plan = findings.plan
         self._values = set(findings.kinds)
-        self._known: dict[int, Op] = {}  # by identity: microbatches share ops; these name what is there
+        self._known: dict[
+            int, Op
+        ] = {}  # by identity: microbatches share ops; these name what is there
 
     def unknown(self, instr: Instr) -> list[str]:
         """Return what an instruction names and the plan does not have."""
@@ -292,7 +352,11 @@ def alike(plan: Plan, program: Sequence[Instr]) -> Sequence[int]:
     Their values have the same sizes then: those of the table, unless the plan says something else of its values. Their
     microbatches are the plan's, unless it says another number of them than the table.
     """
-    if isinstance(program, InstrTable) and isinstance(plan.kinds, TableKinds) and plan.kinds.are_of(program):
+    if (
+        isinstance(program, InstrTable)
+        and isinstance(plan.kinds, TableKinds)
+        and plan.kinds.are_of(program)
+    ):
         if program.values.count == plan.microbatches:
             return program.alike
     return range(len(program))
@@ -303,17 +367,26 @@ def _parts_problem(instr: Instr) -> str:
         return "it has no part"
     communications = [p for p in instr.parts if isinstance(p.op, COMM)]
     if instr.stream == COMPUTE:
-        return f"{part_name(communications[0])} is communication; it needs a stream of its own" if communications else ""
+        return (
+            f"{part_name(communications[0])} is communication; it needs a stream of its own"
+            if communications
+            else ""
+        )
     if not communications:
         return f"{part_name(instr.parts[0])} belongs on the stream compute"
-    return f"it has {len(instr.parts)} parts; a communication has one" if len(instr.parts) > 1 else ""
+    return (
+        f"it has {len(instr.parts)} parts; a communication has one" if len(instr.parts) > 1 else ""
+    )
 
 
 def _wait_problem(role: RolePlan, stream: str, count: int, done: dict[str, int]) -> str:
     if stream not in done:
         return f"it waits for the stream {stream}; the role has {', '.join(role.streams)}"
     earlier = done[stream]
-    return f"it waits for {count} instructions of {stream}, of which {earlier} stand before it; 1 to {earlier} can be waited for"
+    return (
+        f"it waits for {count} instructions of {stream}, of which {earlier} stand before it; 1 to "
+        f"{earlier} can be waited for"
+    )
 
 
 def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
@@ -353,7 +426,12 @@ class _States:
                 self._sizes[kind, bucket.id, True] = size
 
     def needed(self, role: RolePlan) -> Collection[_StateName]:
-        chunks = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
+        chunks = {
+            part.op.chunk
+            for instr in role.program
+            for part in instr.parts
+            if isinstance(part.op, Compute)
+        }
         inputs = (i for c in self._plan.chunks if c.id in chunks for i in c.inputs)
         names: list[_StateName] = []
         for i in inputs:
@@ -361,7 +439,12 @@ class _States:
                 names.append(("param", self._home.get(i.ref, i.ref), i.ref in self._home))
             elif i.kind == "buffer":
                 names.append(("buffer", i.ref, False))
-        names += [(kind, b.id, True) for b in self._plan.buckets if role.role in b.roles for kind in flat_bytes(b)]
+        names += [
+            (kind, b.id, True)
+            for b in self._plan.buckets
+            if role.role in b.roles
+            for kind in flat_bytes(b)
+        ]
         return dict.fromkeys(names)
 
     def check(self, findings: Findings, role: RolePlan) -> None:
@@ -371,16 +454,24 @@ class _States:
         here = {name for _, name, flat in needed if flat}
         for name in needed:
             if name not in owned:
-                findings.add("R08-states", f"it uses {name[0]}:{name[1]} and has no such state", role)
+                findings.add(
+                    "R08-states", f"it uses {name[0]}:{name[1]} and has no such state", role
+                )
         for id, count in Counter(s.id for s in role.states).items():
             if count > 1:
                 findings.add("R08-states", f"it has the state {id} {count} times", role)
         for state in role.states:
             size = self._sizes.get((state.category, state.name, state.flat))
             if state.flat and state.name in self._plan._buckets and state.name not in here:
-                findings.add("R08-states", f"it has the state {state.id} of a bucket that it does not use", role)
+                findings.add(
+                    "R08-states",
+                    f"it has the state {state.id} of a bucket that it does not use",
+                    role,
+                )
             if state.category == "optim" and state.flat and state.name in self._plan._buckets:
                 continue  # of any size: it is the optimizer's
             if size != state.nbytes:
                 expected = "the plan has no such tensor" if size is None else f"{size} are expected"
-                findings.add("R08-states", f"the state {state.id} has {state.nbytes} bytes; {expected}", role)
+                findings.add(
+                    "R08-states", f"the state {state.id} has {state.nbytes} bytes; {expected}", role
+                )

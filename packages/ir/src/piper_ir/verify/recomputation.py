@@ -44,7 +44,10 @@ def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
     chunk = plan.chunk(variant.id)
     if (chunk.inputs, chunk.outputs) != (variant.inputs, variant.outputs):
         yield "its inputs or outputs are not those of the chunk"
-    written = {step: [p for p in sig.writes if p.startswith("saved")] for step, sig in variant.steps.items()}
+    written = {
+        step: [p for p in sig.writes if p.startswith("saved")]
+        for step, sig in variant.steps.items()
+    }
     forward, again = written.get("F", []), written.get("R", [])
     for port in sorted({*forward} & {*again}):
         yield f"both F and R write {port}; one of them does"
@@ -72,10 +75,19 @@ def _computing(plan: Plan) -> Iterator[_Placed]:
 
 def _exchanges(plan: Plan) -> Iterator[Part]:
     for _, _, instr in plan.instructions():
-        yield from (part for part in instr.parts if isinstance(part.op, Collective) and part.reads and part.mb >= 0)
+        yield from (
+            part
+            for part in instr.parts
+            if isinstance(part.op, Collective) and part.reads and part.mb >= 0
+        )
 
 
-def _check_part(findings: Findings, placed: _Placed, forwards: Mapping[tuple[str, int], _Placed], again: Collection[str]) -> None:
+def _check_part(
+    findings: Findings,
+    placed: _Placed,
+    forwards: Mapping[tuple[str, int], _Placed],
+    again: Collection[str],
+) -> None:
     """Check that a part follows the policy of its forward, and that R reads what the forward read."""
     role, index, part = placed
     op = part.op
@@ -86,13 +98,18 @@ def _check_part(findings: Findings, placed: _Placed, forwards: Mapping[tuple[str
     _, _, forward = found
     assert isinstance(forward.op, Compute)
     if forward.op.keep != op.keep:
-        message = f"{part_name(part)} runs under the policy {op.keep}, its forward under {forward.op.keep}; one is expected"
+        message = (
+            f"{part_name(part)} runs under the policy {op.keep}, its forward under "
+            f"{forward.op.keep}; one is expected"
+        )
         findings.add(RULE, message, role, index)
     elif op.step == "R":
         read, given = _inputs(findings.plan, part), _inputs(findings.plan, forward)
         for port, value in read.items():
             if given.get(port, value) != value and value not in again:
-                message = f"{part_name(part)} reads {value} as {port}; its forward read {given[port]}"
+                message = (
+                    f"{part_name(part)} reads {value} as {port}; its forward read {given[port]}"
+                )
                 findings.add(RULE, message, role, index)
 
 

@@ -32,7 +32,9 @@ class Events:
 
     def __init__(self, plan: Plan, meetings: list[list[int]]) -> None:
         self.plan = plan
-        self.at: list[tuple[RolePlan, int]] = [(role, i) for role in plan.roles for i in range(len(role.program))]
+        self.at: list[tuple[RolePlan, int]] = [
+            (role, i) for role in plan.roles for i in range(len(role.program))
+        ]
         self.instrs: list[Instr] = [instr for role in plan.roles for instr in role.program]
         self.members: list[list[int]] = []
         self.event: list[int] = [-1] * len(self.at)
@@ -50,12 +52,17 @@ class Events:
     def says(self, i: int) -> str:
         """Return the name of an instruction in messages."""
         role, index = self.at[i]
-        return f"{role.role}[{index}] {instr_title(role.program[index])} on {role.program[index].stream}"
+        return (
+            f"{role.role}[{index}] {instr_title(role.program[index])} on "
+            f"{role.program[index].stream}"
+        )
 
 
 def meetings(findings: Findings) -> list[list[int]]:
     """Return the instructions that meet, numbered through all roles, per channel in order; check R17 and R18."""
-    uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in findings.plan.channels}
+    uses: dict[str, dict[str, list[int]]] = {
+        c.id: {r: [] for r in c.roles} for c in findings.plan.channels
+    }
     placed: dict[int, tuple[RolePlan, int, Part]] = {}
     for number, (role, index, instr) in enumerate(findings.plan.instructions()):
         op = instr.parts[0].op
@@ -70,11 +77,16 @@ def meetings(findings: Findings) -> list[list[int]]:
         rule = "R17-p2p-match" if channel.kind == "p2p" else "R18-group-match"
         if len({len(s) for s in sides}) > 1:
             verbs = ("sends", "receives") if channel.kind == "p2p" else ("meets",) * len(sides)
-            counts = [f"role {r} {verb} {len(s)} times" for r, verb, s in zip(channel.roles, verbs, sides, strict=True)]
+            counts = [
+                f"role {r} {verb} {len(s)} times"
+                for r, verb, s in zip(channel.roles, verbs, sides, strict=True)
+            ]
             findings.add(rule, f"channel {channel.id}: {', '.join(counts)}")
             continue
         for n, met in enumerate(zip(*sides, strict=True)):
-            carried = [_carries(findings, placed[i][2]) for i in met] if len(met) > 1 else []  # else nothing can differ
+            carried = (
+                [_carries(findings, placed[i][2]) for i in met] if len(met) > 1 else []
+            )  # else nothing can differ
             if any(one != carried[0] for one in carried[1:]):
                 findings.add(rule, _mismatch(channel, n, carried), *placed[met[0]][:2])
             all_meetings.append(list(met))
@@ -94,7 +106,9 @@ def _carries(findings: Findings, part: Part) -> _Carried:
 
 def _mismatch(channel: Channel, n: int, carried: list[_Carried]) -> str:
     texts = [_carried_text(op, spec) for op, spec in carried]
-    sides = ", ".join(f"{what} on role {role}" for what, role in zip(texts, channel.roles, strict=True))
+    sides = ", ".join(
+        f"{what} on role {role}" for what, role in zip(texts, channel.roles, strict=True)
+    )
     return f"number {n} on channel {channel.id} is {sides}; all must carry the same"
 
 
@@ -172,12 +186,16 @@ def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str
     happened = set(done)
     blocked: dict[int, list[_Blocked]] = {}
     for i, conditions in _conditions(events, serial):
-        waits = [(i, before, why) for before, why in conditions if events.event[before] not in happened]
+        waits = [
+            (i, before, why) for before, why in conditions if events.event[before] not in happened
+        ]
         if waits:
             blocked.setdefault(events.event[i], []).extend(waits)
     start = min(blocked)
     walked: set[int] = set()
-    while start not in walked:  # each event that did not happen has one before it, so this comes round
+    while (
+        start not in walked
+    ):  # each event that did not happen has one before it, so this comes round
         walked.add(start)
         start = events.event[blocked[start][0][1]]
     lines: list[tuple[int, str]] = []

@@ -12,7 +12,9 @@ Sorted = tuple[set[str], set[str]]
 """The values of a role that keep the rules for sure, and the others."""
 
 
-def settled_values(roles: Sequence[RolePlan], orders: Mapping[str, HappensBefore]) -> dict[str, Sorted]:
+def settled_values(
+    roles: Sequence[RolePlan], orders: Mapping[str, HappensBefore]
+) -> dict[str, Sorted]:
     """Return, by role, the values that keep the rules and that no other role touches, and the others that it names."""
     out: dict[str, Sorted] = {}
     seen, shared = set[str](), set[str]()
@@ -114,7 +116,12 @@ class _Walk:
                 self._send(v, part, i)
             for v in part.writes:
                 at = self._allocated.get(v)
-                if at is None or v in self._written or v in self._freed or not (at < 0 or self._order.precedes(at, i)):
+                if (
+                    at is None
+                    or v in self._written
+                    or v in self._freed
+                    or not (at < 0 or self._order.precedes(at, i))
+                ):
                     self._odd.add(v)
                 self._written[v] = self._carried[v] = i
 
@@ -131,7 +138,9 @@ class _Walk:
             self._odd.add(v)
         self._sent[v] = i
         if isinstance(part.op, Collective) and part.op.law.spoils:
-            last = self._computed.get(v)  # who has waited for this has waited for all that compute read before
+            last = self._computed.get(
+                v
+            )  # who has waited for this has waited for all that compute read before
             if last is not None and not self._order.precedes(last, i):
                 self._odd.add(v)
             self._spoiled.add(v)

@@ -26,14 +26,27 @@ def _shard_problem(plan: Plan, bucket: Bucket) -> str:
     shard, axes = bucket.shard, set(bucket.shard.optim)
     if not axes:
         extra = shard.params or shard.grads or bucket.gather or bucket.scatter
-        return "shares parameters or gradients, or has channels for it, with whole optimizer states" if extra else ""
+        return (
+            "shares parameters or gradients, or has channels for it, with whole optimizer states"
+            if extra
+            else ""
+        )
     if not set(shard.params) <= set(shard.grads) <= axes <= set(bucket.over):
-        return f"is replicated along {bucket.over} and shared along {shard}; each must be among the one before"
+        return (
+            f"is replicated along {bucket.over} and shared along {shard}; each must be among the "
+            f"one before"
+        )
     if any(kept and set(kept) != axes for kept in (shard.params, shard.grads)):
-        return f"is shared along {shard}; the axes of parameters and gradients are all of the optimizer's, or none"
+        return (
+            f"is shared along {shard}; the axes of parameters and gradients are all of the "
+            f"optimizer's, or none"
+        )
     parts = plan.mesh.degree(shard.optim)
     if bucket.numel % parts or bucket.numel // parts * bucket.narrowest % ALIGNMENT:
-        return f"has {bucket.numel} elements, which {parts} ranks cannot share in whole {ALIGNMENT} bytes"
+        return (
+            f"has {bucket.numel} elements, which {parts} ranks cannot share in whole {ALIGNMENT} "
+            f"bytes"
+        )
     for what, channels in (("gather", bucket.gather), ("scatter", bucket.scatter)):
         if len(channels) != len(bucket.roles):
             return f"has {len(channels)} channels to {what} for {len(bucket.roles)} roles"
@@ -41,7 +54,8 @@ def _shard_problem(plan: Plan, bucket: Bucket) -> str:
             channel = next((c for c in plan.channels if c.id == id), None)
             if channel is None or not _joins(channel, role, axes):
                 return (
-                    f"needs a channel to {what} on role {role} among the ranks along {', '.join(sorted(axes))}; it names {id!r}"
+                    f"needs a channel to {what} on role {role} among the ranks along "
+                    f"{', '.join(sorted(axes))}; it names {id!r}"
                 )
     return ""
 
@@ -63,10 +77,16 @@ class _Asked:
     def __init__(self, plan: Plan) -> None:
         home = {p: b for b in plan.buckets for p in b.params}
         self._steps: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
-        for chunk in (*plan.chunks, *plan.variants) if any(b.shard.grads for b in plan.buckets) else ():
+        for chunk in (
+            (*plan.chunks, *plan.variants) if any(b.shard.grads for b in plan.buckets) else ()
+        ):
             for step, sig in chunk.steps.items():
                 ports = [chunk.inputs[int(p[2:])] for p in sig.reads if p.startswith("in")]
-                reads = {home[i.ref].id for i in ports if i.kind == "param" and i.ref in home and home[i.ref].shard.params}
+                reads = {
+                    home[i.ref].id
+                    for i in ports
+                    if i.kind == "param" and i.ref in home and home[i.ref].shard.params
+                }
                 adds = {chunk.inputs[k].ref for k in sig.accumulates}
                 added = {home[p].id for p in adds if p in home and home[p].shard.grads}
                 self._steps[chunk.variant, step] = reads, added
@@ -89,7 +109,9 @@ class _Buffer:
 class _SharedValues:
     """Check the gathered and reduced values of one role."""
 
-    def __init__(self, findings: Findings, role: RolePlan, order: HappensBefore, asked: _Asked) -> None:
+    def __init__(
+        self, findings: Findings, role: RolePlan, order: HappensBefore, asked: _Asked
+    ) -> None:
         self.findings, self.role, self.order, self.asked = findings, role, order, asked
         self.gathered: Named = {}
         self.buffers: dict[str, _Buffer] = {}
@@ -119,9 +141,16 @@ class _SharedValues:
 
     def _scatter(self, index: int, op: Collective, value: str, result: str) -> None:
         bucket = self.findings.plan.bucket(self.buffers[value].bucket)
-        channel = bucket.scatter[bucket.roles.index(self.role.role)] if self.role.role in bucket.roles else ""
+        channel = (
+            bucket.scatter[bucket.roles.index(self.role.role)]
+            if self.role.role in bucket.roles
+            else ""
+        )
         if op.kind != "reduce_scatter" or op.channel != channel:
-            text = f"{value} is given to {op.law.name} on channel {op.channel}; ReduceScatter on {channel} is expected"
+            text = (
+                f"{value} is given to {op.law.name} on channel {op.channel}; ReduceScatter on "
+                f"{channel} is expected"
+            )
             self.findings.add("R32-contributions", text, self.role, index)
         self.buffers[value].scatters.append(index)
         self.sums[result] = value
@@ -129,8 +158,17 @@ class _SharedValues:
     def _fold(self, index: int, bucket: str, value: str) -> None:
         buffer = self.buffers.get(self.sums.get(value, ""))
         if buffer is None or buffer.bucket != bucket:
-            found = "no sum of gradients" if buffer is None else f"a sum of gradients of {buffer.bucket}"
-            self.findings.add("R32-contributions", f"it adds {value} to {bucket}, which is {found}", self.role, index)
+            found = (
+                "no sum of gradients"
+                if buffer is None
+                else f"a sum of gradients of {buffer.bucket}"
+            )
+            self.findings.add(
+                "R32-contributions",
+                f"it adds {value} to {bucket}, which is {found}",
+                self.role,
+                index,
+            )
         else:
             buffer.folds.append(index)
 
@@ -139,10 +177,18 @@ class _SharedValues:
         gathered = [self.gathered[v] for v in held if v in self.gathered]
         added = [self.buffers[v].bucket for v in held if v in self.buffers]
         if sorted(gathered) != sorted(reads):
-            text = f"it holds gathered parameters of {gathered}, and reads parameters of {sorted(reads)}"
+            text = (
+                f"it holds gathered parameters of {gathered}, and reads parameters of "
+                f"{sorted(reads)}"
+            )
             self.findings.add("R31-gathered", text, self.role, index)
         if sorted(added) != sorted(adds) or len(gathered) + len(added) < len(held):
-            self.findings.add("R32-contributions", f"it holds buffers of {added}, and adds to {sorted(adds)}", self.role, index)
+            self.findings.add(
+                "R32-contributions",
+                f"it holds buffers of {added}, and adds to {sorted(adds)}",
+                self.role,
+                index,
+            )
         for v in held:
             if v in self.buffers:
                 self.buffers[v].adds.append(index)
@@ -155,7 +201,8 @@ class _SharedValues:
             problem = f"the sum of {value} is folded {len(buffer.folds)} times; once is expected"
         elif late := [i for i in buffer.adds if not self.order.precedes(i, buffer.scatters[0])]:
             problem, index = (
-                f"it adds to {value}, which instruction {buffer.scatters[0]} scatters without waiting for it",
+                f"it adds to {value}, which instruction {buffer.scatters[0]} scatters without "
+                f"waiting for it",
                 late[0],
             )
         if problem:

@@ -50,17 +50,29 @@ def _axis_problem(plan: Plan, axis: str) -> str:
 def _param_problems(plan: Plan, param: Param) -> Iterator[str]:
     axes = [part.axis for part in param.layout]
     apart = (*plan.shared, *plan.experts)
-    for what, named, known in (("is in parts", axes, apart), ("has gradients that are terms", list(param.summed), plan.shared)):
+    for what, named, known in (
+        ("is in parts", axes, apart),
+        ("has gradients that are terms", list(param.summed), plan.shared),
+    ):
         if odd := [a for a in named if a not in known or named.count(a) > 1]:
-            yield f"{what} along {', '.join(odd)}; devices share chunks along {', '.join(known) or 'no axis'}, each once"
+            yield (
+                f"{what} along {', '.join(odd)}; devices share chunks along "
+                f"{', '.join(known) or 'no axis'}, each once"
+            )
     if both := sorted(set(axes) & set(param.summed)):
-        yield f"is in parts along {', '.join(both)}, and gradients of parts are no terms of a sum there"
+        yield (
+            f"is in parts along {', '.join(both)}, and gradients of parts are no terms of a sum "
+            f"there"
+        )
     shape = param.spec.shape
     for part in param.layout:
         if not 0 <= part.dim < len(shape):
             yield f"is in parts of dimension {part.dim}, and has {len(shape)} dimensions"
         elif part.outer < 1 or bind(shape[part.dim], 0) % part.outer:
-            yield f"has {shape[part.dim]} elements in dimension {part.dim}, which are not {part.outer} equal parts"
+            yield (
+                f"has {shape[part.dim]} elements in dimension {part.dim}, which are not "
+                f"{part.outer} equal parts"
+            )
 
 
 def _bucket_problem(bucket: Bucket, members: Iterable[Param]) -> str:
@@ -68,11 +80,17 @@ def _bucket_problem(bucket: Bucket, members: Iterable[Param]) -> str:
         axes = {part.axis for part in param.layout}
         if axes != set(bucket.parts):
             text = f"has other parts along {', '.join(bucket.parts) or 'no axis'}"
-            return f"{text}, and its parameter {param.name} along {', '.join(sorted(axes)) or 'no axis'}"
+            return (
+                f"{text}, and its parameter {param.name} along "
+                f"{', '.join(sorted(axes)) or 'no axis'}"
+            )
     sums = {frozenset(p.summed): p.name for p in members}
     if len(sums) > 1:
         one, other = list(sums.values())[:2]
-        return f"has {one} and {other}, whose gradients are sums along different axes; one reduction cannot be right for both"
+        return (
+            f"has {one} and {other}, whose gradients are sums along different axes; one reduction "
+            f"cannot be right for both"
+        )
     return ""
 
 
@@ -87,13 +105,21 @@ def _step_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Iterat
             yield f"chunk {chunk.variant} holds terms of {port}, which none of its steps writes"
         if odd := [a for a in over if a not in plan.shared]:
             along = ", ".join(plan.shared) or "no axis"
-            yield f"chunk {chunk.variant} holds terms of {port} along {', '.join(odd)}; devices share chunks along {along}"
+            yield (
+                f"chunk {chunk.variant} holds terms of {port} along {', '.join(odd)}; devices "
+                f"share chunks along {along}"
+            )
     if plan.shared and (sig_f := chunk.steps.get("F")) is not None:
         read = [chunk.inputs[int(p[2:])] for p in sig_f.reads if p.startswith("in")]
         parts = {part.axis for i in read if i.kind == "param" for part in params[i.ref].layout}
-        met = {a for one in sig_f.collectives for a in plan.mesh.along(one.axis)} | {a for _, over in chunk.terms for a in over}
+        met = {a for one in sig_f.collectives for a in plan.mesh.along(one.axis)} | {
+            a for _, over in chunk.terms for a in over
+        }
         if alone := sorted(parts - met - set(plan.experts)):
-            yield f"F of chunk {chunk.variant} reads parts along {', '.join(alone)}, and exchanges nothing along it"
+            yield (
+                f"F of chunk {chunk.variant} reads parts along {', '.join(alone)}, and exchanges "
+                f"nothing along it"
+            )
 
 
 def _collective_problem(plan: Plan, one: StepCollective) -> str:
@@ -101,41 +127,78 @@ def _collective_problem(plan: Plan, one: StepCollective) -> str:
         return f"asks for the collective {one.kind}; known are {', '.join(COLLECTIVES)}"
     along = plan.mesh.along(one.axis)
     if not along or not set(along) <= {*plan.shared, *plan.experts}:
-        return f"has an {one.kind} along {one.axis}; devices share chunks along {', '.join(plan.shared) or 'no axis'}"
+        return (
+            f"has an {one.kind} along {one.axis}; devices share chunks along "
+            f"{', '.join(plan.shared) or 'no axis'}"
+        )
     degree = plan.mesh.degree(along)
     if law_of(one.kind).blocks and bind(one.nbytes, 0) % degree:
-        return f"has an {one.kind} of {one.nbytes} bytes, which {degree} devices cannot share equally"
+        return (
+            f"has an {one.kind} of {one.nbytes} bytes, which {degree} devices cannot share equally"
+        )
     return ""
 
 
-def _alike_problems(chunk: Chunk, known: dict[tuple[str, str], tuple[str, tuple[StepCollective, ...]]]) -> Iterator[str]:
+def _alike_problems(
+    chunk: Chunk, known: dict[tuple[str, str], tuple[str, tuple[StepCollective, ...]]]
+) -> Iterator[str]:
     """Compare what steps exchange with what the first chunk of the same code does."""
     for step, sig in chunk.steps.items() if chunk.code else ():
         other, collectives = known.setdefault((chunk.code, step), (chunk.variant, sig.collectives))
         if collectives != sig.collectives:
-            yield f"{step} of chunk {chunk.variant} exchanges something else than in {other}, which has the same code"
+            yield (
+                f"{step} of chunk {chunk.variant} exchanges something else than in {other}, which "
+                f"has the same code"
+            )
 
 
 def _channel_problem(plan: Plan, channel: Channel) -> str:
     what = "steps" if channel.purpose == "tensor" else "sums between chunks"
-    if channel.kind != "group" or len(channel.roles) != 1 or (channel.purpose == "tensor" and channel.streams != (COMPUTE,)):
+    if (
+        channel.kind != "group"
+        or len(channel.roles) != 1
+        or (channel.purpose == "tensor" and channel.streams != (COMPUTE,))
+    ):
         place = f" on {COMPUTE}" if channel.purpose == "tensor" else ""
-        return f"is for {what}, and joins {', '.join(channel.roles)} on {', '.join(channel.streams)}; one role{place} is needed"
+        return (
+            f"is for {what}, and joins {', '.join(channel.roles)} on {', '.join(channel.streams)}; "
+            f"one role{place} is needed"
+        )
     if not channel.over or not set(channel.over) <= {*plan.shared, *plan.experts}:
         along = ", ".join(plan.shared) or "no axis"
-        return f"is for {what}, and joins ranks along {', '.join(channel.over)}; devices share chunks along {along}"
+        return (
+            f"is for {what}, and joins ranks along {', '.join(channel.over)}; devices share chunks "
+            f"along {along}"
+        )
     return ""
 
 
 def _missing(plan: Plan, role: RolePlan) -> Iterator[str]:
     """Yield the axes along which steps of a role meet without a channel that joins just the ranks there."""
-    ran = {part.op.variant: part.op for i in role.program for part in i.parts if isinstance(part.op, Compute)}
-    axes = {one.axis for name in ran for sig in plan.chunk(name).steps.values() for one in sig.collectives}
+    ran = {
+        part.op.variant: part.op
+        for i in role.program
+        for part in i.parts
+        if isinstance(part.op, Compute)
+    }
+    axes = {
+        one.axis
+        for name in ran
+        for sig in plan.chunk(name).steps.values()
+        for one in sig.collectives
+    }
     for axis in sorted(axes):
         id = inside_channel(axis, role.role)
         channel = next((c for c in plan.channels if c.id == id), None)
         if channel is None:
             yield f"its steps meet along {axis}, and there is no channel {id}"
-        elif (channel.purpose, channel.roles, set(channel.over)) != ("tensor", (role.role,), set(plan.mesh.along(axis))):
-            joins = f"{', '.join(channel.roles)} over ({', '.join(channel.over)}) for purpose {channel.purpose}"
+        elif (channel.purpose, channel.roles, set(channel.over)) != (
+            "tensor",
+            (role.role,),
+            set(plan.mesh.along(axis)),
+        ):
+            joins = (
+                f"{', '.join(channel.roles)} over ({', '.join(channel.over)}) for purpose "
+                f"{channel.purpose}"
+            )
             yield f"its steps meet along {axis} on channel {id}, which joins {joins}"

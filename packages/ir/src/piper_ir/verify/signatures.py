@@ -8,7 +8,21 @@ from typing import assert_never
 from piper_ir.ground.errors import PlanError
 from piper_ir.ground.sizes import ITEM_BYTES, TensorSpec
 from piper_ir.plan.plan import Category, Part, is_state
-from piper_ir.program.ops import Add, Collective, Compute, Fold, Fresh, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.program.ops import (
+    Add,
+    Collective,
+    Compute,
+    Fold,
+    Fresh,
+    Load,
+    Op,
+    Recv,
+    Seed,
+    Send,
+    SquaredNorm,
+    Update,
+    Zeros,
+)
 from piper_ir.program.program import Chunk
 from piper_ir.verify.rules import Findings
 
@@ -25,7 +39,10 @@ class Signatures:
 
     def problems(self, part: Part) -> Iterable[str]:
         """Yield what is wrong with what a part reads and writes."""
-        if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self._plan.microbatches:
+        if (
+            isinstance(part.op, Compute | Load | Seed)
+            and not 0 <= part.mb < self._plan.microbatches
+        ):
             yield f"microbatch {part.mb} is not in 0..{self._plan.microbatches - 1}"
         elif part.mb != -1 and _of_step(part.op):
             yield f"it is an op of the whole step, and names the microbatch {part.mb}"
@@ -34,7 +51,10 @@ class Signatures:
         if isinstance(part.op, Compute):
             if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.variant).steps:
                 steps = ", ".join(self._plan.chunk(part.op.variant).steps)
-                yield f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has {steps}"
+                yield (
+                    f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has "
+                    f"{steps}"
+                )
                 return
             reads, writes = self._step(part.op)
         else:
@@ -46,7 +66,9 @@ class Signatures:
         yield from self._compare("reads", part.reads, reads)
         yield from self._compare("writes", part.writes, writes)
 
-    def _compare(self, verb: str, values: tuple[str, ...], expected: list[TensorSpec]) -> Iterable[str]:
+    def _compare(
+        self, verb: str, values: tuple[str, ...], expected: list[TensorSpec]
+    ) -> Iterable[str]:
         if len(values) != len(expected):
             yield f"it {verb} {len(values)} values; {len(expected)} are expected"
             return
@@ -69,12 +91,18 @@ class Signatures:
     def _op(self, part: Part) -> tuple[list[TensorSpec], list[TensorSpec]]:
         """Return what an op reads and writes; for ops that take any shape, that of their first value."""
         kinds, op = self._kinds, part.op
-        first = [kinds[v][0] for v in (*part.reads, *part.writes)[:1]] or [TensorSpec((), "float32")]
+        first = [kinds[v][0] for v in (*part.reads, *part.writes)[:1]] or [
+            TensorSpec((), "float32")
+        ]
         match op:
             case Load(tensor=tensor):
                 return [], [self._batch[tensor]]
-            case Seed(dtype=dtype) | Zeros(dtype=dtype) | SquaredNorm(dtype=dtype) if dtype not in ITEM_BYTES:
-                raise PlanError(f"there is no dtype {dtype}; one of {', '.join(ITEM_BYTES)} is expected")
+            case Seed(dtype=dtype) | Zeros(dtype=dtype) | SquaredNorm(dtype=dtype) if (
+                dtype not in ITEM_BYTES
+            ):
+                raise PlanError(
+                    f"there is no dtype {dtype}; one of {', '.join(ITEM_BYTES)} is expected"
+                )
             case Seed(dtype=dtype):  # of the loss's shape, which synthetic programs leave empty
                 return [], [TensorSpec(first[0].shape, dtype)]
             case Zeros(dtype=dtype) | SquaredNorm(dtype=dtype):
@@ -82,7 +110,11 @@ class Signatures:
             case Fresh(bucket=id):
                 return [], [self._flat(id, "reduced")]
             case Fold(bucket=id):
-                return [self._flat(id, "reduced", self._plan.mesh.degree(self._plan.bucket(id).shard.grads))], []
+                return [
+                    self._flat(
+                        id, "reduced", self._plan.mesh.degree(self._plan.bucket(id).shard.grads)
+                    )
+                ], []
             case Add():
                 return first * max(1, len(part.reads)), first
             case Send():
@@ -104,7 +136,9 @@ class Signatures:
         flat = self._plan.bucket(bucket)
         return TensorSpec((flat.numel // parts,), flat.dtype_of(category))
 
-    def _collective(self, op: Collective, first: list[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    def _collective(
+        self, op: Collective, first: list[TensorSpec]
+    ) -> tuple[list[TensorSpec], list[TensorSpec]]:
         """Return what a member of a collective reads and writes; PlanError when its law does not allow it."""
         if not op.bucket:
             return first, [op.law.written(first[0], self._members(op.channel))]
@@ -117,15 +151,23 @@ class Signatures:
         """Return how many ranks meet on a group channel."""
         if channel not in self._sizes:
             group = self._plan.channel(channel)
-            self._sizes[channel] = len(self._plan.peers(group, self._plan.role(group.roles[0]).ranks[0]))
+            self._sizes[channel] = len(
+                self._plan.peers(group, self._plan.role(group.roles[0]).ranks[0])
+            )
         return self._sizes[channel]
 
 
 def _of_step(op: Op) -> bool:
     """Return whether an op stands once in a step: it works on gradients that are complete, or on the optimizer."""
-    return isinstance(op, SquaredNorm | Update) or (isinstance(op, Collective) and bool(op.bucket) and op.kind == "all_reduce")
+    return isinstance(op, SquaredNorm | Update) or (
+        isinstance(op, Collective) and bool(op.bucket) and op.kind == "all_reduce"
+    )
 
 
 def port_spec(chunk: Chunk, port: str) -> TensorSpec:
     """Return the shape and dtype of a port; inputs may be given by the chunk's list of inputs only."""
-    return chunk.ports[port] if port in chunk.ports else chunk.inputs[int(port.removeprefix("in"))].spec
+    return (
+        chunk.ports[port]
+        if port in chunk.ports
+        else chunk.inputs[int(port.removeprefix("in"))].spec
+    )

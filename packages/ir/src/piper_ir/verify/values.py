@@ -54,7 +54,12 @@ def check_values(findings: Findings, orders: dict[str, HappensBefore]) -> None:
                 _Lifetime(findings, role, order, value, life).check()
             elif value in home:
                 index = max(0, next(life.places())[0])
-                findings.add("R11-written-once", f"it uses {value}, which lives on role {home[value]}", role, index)
+                findings.add(
+                    "R11-written-once",
+                    f"it uses {value}, which lives on role {home[value]}",
+                    role,
+                    index,
+                )
 
 
 def _lives(role: RolePlan, wanted: set[str]) -> dict[str, _Life]:
@@ -88,20 +93,40 @@ def _lives(role: RolePlan, wanted: set[str]) -> dict[str, _Life]:
     return lives
 
 
-def _check_writers(findings: Findings, role: RolePlan, value: str, life: _Life, home: dict[str, str]) -> None:
+def _check_writers(
+    findings: Findings, role: RolePlan, value: str, life: _Life, home: dict[str, str]
+) -> None:
     first = life.writes[0]
     if value in home and home[value] != role.role:
-        findings.add("R11-written-once", f"it writes {value}, which role {home[value]} writes too", role, first[0])
+        findings.add(
+            "R11-written-once",
+            f"it writes {value}, which role {home[value]} writes too",
+            role,
+            first[0],
+        )
     elif len(life.writes) > 1:
-        findings.add("R11-written-once", f"it writes {value}, which instruction {first[0]} writes too", role, life.writes[1][0])
+        findings.add(
+            "R11-written-once",
+            f"it writes {value}, which instruction {first[0]} writes too",
+            role,
+            life.writes[1][0],
+        )
     home.setdefault(value, role.role)
 
 
 class _Lifetime:
     """Check R12 to R16 and R29 for one value on the role that writes it."""
 
-    def __init__(self, findings: Findings, role: RolePlan, order: HappensBefore, value: str, life: _Life) -> None:
-        self.findings, self.role, self.order, self.value, self.life = findings, role, order, value, life
+    def __init__(
+        self, findings: Findings, role: RolePlan, order: HappensBefore, value: str, life: _Life
+    ) -> None:
+        self.findings, self.role, self.order, self.value, self.life = (
+            findings,
+            role,
+            order,
+            value,
+            life,
+        )
         self.writer = life.writes[0]
 
     def add(self, rule: str, message: str, index: int) -> None:
@@ -115,7 +140,9 @@ class _Lifetime:
         """Return the text of a position in messages."""
         if place == FIRST:
             return "the start of the step"
-        return f"instruction {place[0]} ({self.instr(place).stream}: {instr_title(self.instr(place))})"
+        return (
+            f"instruction {place[0]} ({self.instr(place).stream}: {instr_title(self.instr(place))})"
+        )
 
     def check(self) -> None:
         """Add every violation of the value's life."""
@@ -124,11 +151,17 @@ class _Lifetime:
         if read_in_order and len(self.life.reads) > 1:
             self._check_spoiled()
         if not self.life.frees:
-            self.add("R14-freed-once", f"{self.value} is written here and never freed", self.writer[0])
+            self.add(
+                "R14-freed-once", f"{self.value} is written here and never freed", self.writer[0]
+            )
             return
         if len(self.life.frees) > 1:
             again = self.life.frees[1]
-            self.add("R14-freed-once", f"it frees {self.value}, which {self.says(self.life.frees[0])} frees too", again[0])
+            self.add(
+                "R14-freed-once",
+                f"it frees {self.value}, which {self.says(self.life.frees[0])} frees too",
+                again[0],
+            )
             return
         if read_in_order:  # else a use that is out of order would be reported again for the free that follows from it
             for use in (self.writer, *self.life.reads):
@@ -141,14 +174,22 @@ class _Lifetime:
             if allocs:
                 self.add(
                     "R12-allocated",
-                    f"{self.value} is allocated by the part that writes it, and by {self.says(allocs[0])} too",
+                    f"{self.value} is allocated by the part that writes it, and by "
+                    f"{self.says(allocs[0])} too",
                     index,
                 )
             return
         if len(allocs) != 1:
-            self.add("R12-allocated", f"the buffer of {self.value} is allocated {len(allocs)} times; once is expected", index)
+            self.add(
+                "R12-allocated",
+                f"the buffer of {self.value} is allocated {len(allocs)} times; once is expected",
+                index,
+            )
         elif allocs[0] != FIRST and not self.order.precedes(allocs[0][0], index):
-            message = f"the buffer of {self.value} is made by {self.says(allocs[0])}; it must stand before, and be waited for"
+            message = (
+                f"the buffer of {self.value} is made by {self.says(allocs[0])}; it must stand "
+                f"before, and be waited for"
+            )
             self.add("R12-allocated", message, index)
 
     def _check_read(self, place: UsePosition) -> bool:
@@ -156,7 +197,11 @@ class _Lifetime:
         ok = w < place if w[0] == place[0] else self.order.precedes(w[0], place[0])
         if not ok:
             why = "only later" if w >= place else "and no wait makes this instruction come after it"
-            self.add("R13-read-after-write", f"it reads {self.value}, which {self.says(w)} writes {why}", place[0])
+            self.add(
+                "R13-read-after-write",
+                f"it reads {self.value}, which {self.says(w)} writes {why}",
+                place[0],
+            )
         return ok
 
     def _check_spoiled(self) -> None:
@@ -164,17 +209,37 @@ class _Lifetime:
         for place in self.life.reads:
             op = self.instr(place).parts[place[1]].op
             if isinstance(op, Collective) and op.law.spoils:
-                late = next((r for r in self.life.reads if r != place and not self.order.precedes(r[0], place[0])), None)
+                late = next(
+                    (
+                        r
+                        for r in self.life.reads
+                        if r != place and not self.order.precedes(r[0], place[0])
+                    ),
+                    None,
+                )
                 if late is not None:
-                    message = f"{self.value} is undefined after {op.law.name}, and {self.says(late)} may read it then"
+                    message = (
+                        f"{self.value} is undefined after {op.law.name}, and {self.says(late)} may "
+                        f"read it then"
+                    )
                     self.add("R29-spoiled", message, place[0])
 
     def _check_use_before_free(self, use: UsePosition, free: UsePosition) -> bool:
         if use[0] > free[0] or (use[0] == free[0] and use[1] > free[1]):
-            self.add("R15-use-after-free", f"it uses {self.value}, which {self.says(free)} frees before", use[0])
+            self.add(
+                "R15-use-after-free",
+                f"it uses {self.value}, which {self.says(free)} frees before",
+                use[0],
+            )
             return False
-        if use[0] != free[0] and self.instr(use).stream != COMPUTE and not self.order.precedes(use[0], free[0]):
-            message = f"it frees {self.value} without having waited for {self.says(use)}, which uses it"
+        if (
+            use[0] != free[0]
+            and self.instr(use).stream != COMPUTE
+            and not self.order.precedes(use[0], free[0])
+        ):
+            message = (
+                f"it frees {self.value} without having waited for {self.says(use)}, which uses it"
+            )
             self.add("R16-free-covered", message, free[0])
             return False
         return True

@@ -17,11 +17,12 @@ from piper_ir.verify.experts import check_experts
 from piper_ir.verify.form import check_instructions, check_tables
 from piper_ir.verify.happens_before import HappensBefore
 from piper_ir.verify.recomputation import check_recomputation
+from piper_ir.verify.reductions import check_reductions
 from piper_ir.verify.rules import RULES, Findings, Violation
 from piper_ir.verify.run import Events, meetings, run
 from piper_ir.verify.sharding import check_sharded_use, check_shards
 from piper_ir.verify.sharing import check_sharing
-from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
+from piper_ir.verify.training import check_holders, check_layout, check_steps
 from piper_ir.verify.values import check_values
 
 __all__ = ["RULES", "Violation", "check", "check_joined", "verify"]
@@ -35,7 +36,12 @@ def verify(plan: Plan) -> None:
     violations = check(plan)
     if violations:
         more = len(violations) - 1
-        rest = f"\n({more} more violation{'s' if more > 1 else ''}; piper_ir.verify.check(plan) lists all)" if more else ""
+        rest = (
+            f"\n({more} more violation{'s' if more > 1 else ''}; piper_ir.verify.check(plan) lists "
+            f"all)"
+            if more
+            else ""
+        )
         raise PlanError(f"the plan is not valid. {violations[0]}{rest}")
 
 
@@ -45,7 +51,12 @@ def check(plan: Plan) -> list[Violation]:
     Rules are checked in groups; a group is checked only if those before it hold, because it builds on them.
     """
     findings = Findings(plan)
-    groups: tuple[Callable[[Findings], None], ...] = (check_tables, _check_form, _check_use, _check_memory)
+    groups: tuple[Callable[[Findings], None], ...] = (
+        check_tables,
+        _check_form,
+        _check_use,
+        _check_memory,
+    )
     with no_garbage_collection():
         for group in groups:
             group(findings)
@@ -108,5 +119,9 @@ def _check_memory(findings: Findings) -> None:
         scanned = (usage.total, usage.instr, dict(usage.bytes))
         if stated != scanned:
             names = ("bytes", "instruction", "by category")
-            wrong = [f"{n} {s!r}, and the scan gives {f!r}" for n, s, f in zip(names, stated, scanned, strict=True) if s != f]
+            wrong = [
+                f"{n} {s!r}, and the scan gives {f!r}"
+                for n, s, f in zip(names, stated, scanned, strict=True)
+                if s != f
+            ]
             findings.add("R28-peak", f"the plan states a peak of {'; '.join(wrong)}", role)

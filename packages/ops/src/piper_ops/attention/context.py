@@ -42,7 +42,9 @@ def _split(tensor: Tensor, dim: int, count: int) -> Tensor:
     return tensor.view(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
 
 
-def _blocks_of(tensor: Tensor, dim: int, place: int, step: int, keys: bool, degree: int) -> tuple[Tensor, Tensor]:
+def _blocks_of(
+    tensor: Tensor, dim: int, place: int, step: int, keys: bool, degree: int
+) -> tuple[Tensor, Tensor]:
     """Return the two blocks of a tensor that take part in a step, as views."""
     split = _split(tensor, dim, 2 * degree)
     pair = chosen(place, step, keys) if step else (0, 1)
@@ -50,7 +52,9 @@ def _blocks_of(tensor: Tensor, dim: int, place: int, step: int, keys: bool, degr
     return first, second
 
 
-def _take_fake(x: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int) -> Tensor:
+def _take_fake(
+    x: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int
+) -> Tensor:
     shape = list(x.shape)
     shape[dim] = shape[dim] // degree
     if order == ZIGZAG and step:
@@ -58,9 +62,15 @@ def _take_fake(x: Tensor, dim: int, place: int, step: int, order: str, keys: boo
     return contiguous_empty(x, shape)
 
 
-def _take_kernel(x: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int) -> Tensor:
+def _take_kernel(
+    x: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int
+) -> Tensor:
     if order != ZIGZAG:
-        return _split(x, dim, degree).select(dim, (place - step) % degree).clone(memory_format=torch.contiguous_format)
+        return (
+            _split(x, dim, degree)
+            .select(dim, (place - step) % degree)
+            .clone(memory_format=torch.contiguous_format)
+        )
     pair = _blocks_of(x, dim, place, step, keys, degree)
     return torch.stack(pair, 1).flatten(0, 1) if step else torch.cat(pair, dim)
 
@@ -69,14 +79,43 @@ def _add_fake(total: Tensor, more: Tensor, *_: object) -> Tensor:
     return contiguous_empty(total, total.shape)
 
 
-def _add_kernel(total: Tensor, more: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int) -> Tensor:
-    return _add_into(total.clone(memory_format=torch.contiguous_format), more, dim, place, step, order, keys, degree)
+def _add_kernel(
+    total: Tensor,
+    more: Tensor,
+    dim: int,
+    place: int,
+    step: int,
+    order: str,
+    keys: bool,
+    degree: int,
+) -> Tensor:
+    return _add_into(
+        total.clone(memory_format=torch.contiguous_format),
+        more,
+        dim,
+        place,
+        step,
+        order,
+        keys,
+        degree,
+    )
 
 
-def _add_into(total: Tensor, more: Tensor, dim: int, place: int, step: int, order: str, keys: bool, degree: int) -> Tensor:
+def _add_into(
+    total: Tensor,
+    more: Tensor,
+    dim: int,
+    place: int,
+    step: int,
+    order: str,
+    keys: bool,
+    degree: int,
+) -> Tensor:
     if order == ZIGZAG:
         parts = more.unflatten(0, (-1, 2)).unbind(1) if step else more.chunk(2, dim)
-        for part, into in zip(parts, _blocks_of(total, dim, place, step, keys, degree), strict=True):
+        for part, into in zip(
+            parts, _blocks_of(total, dim, place, step, keys, degree), strict=True
+        ):
             into.add_(part)
     elif counts(place, step, order):
         _split(total, dim, degree).select(dim, (place - step) % degree).add_(more)
@@ -89,22 +128,41 @@ def counts(place: int, step: int, order: str) -> bool:
 
 
 def _merge_fake(
-    out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Tensor, place: int, step: int, order: str, last: bool
+    out: Tensor,
+    logsumexp: Tensor,
+    more: Tensor,
+    more_logsumexp: Tensor,
+    place: int,
+    step: int,
+    order: str,
+    last: bool,
 ) -> tuple[Tensor, Tensor]:
     dtype = more.dtype if last else logsumexp.dtype
     return contiguous_empty(out, out.shape, dtype), contiguous_empty(logsumexp, logsumexp.shape)
 
 
 def _merge_kernel(
-    out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Tensor, place: int, step: int, order: str, last: bool
+    out: Tensor,
+    logsumexp: Tensor,
+    more: Tensor,
+    more_logsumexp: Tensor,
+    place: int,
+    step: int,
+    order: str,
+    last: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return what queries get from the keys of both, and the logsumexp over both."""
     total = out.to(logsumexp.dtype, copy=True, memory_format=torch.contiguous_format)
     both = logsumexp.clone(memory_format=torch.contiguous_format)
     if order == ZIGZAG:
-        outs, logsumexps = more.unflatten(0, (-1, 2)).unbind(1), more_logsumexp.unflatten(0, (-1, 2)).unbind(1)
+        outs, logsumexps = (
+            more.unflatten(0, (-1, 2)).unbind(1),
+            more_logsumexp.unflatten(0, (-1, 2)).unbind(1),
+        )
         for block, part, lse in zip(chosen(place, step, keys=False), outs, logsumexps, strict=True):
-            _merge_into(_split(total, 1, 2).select(1, block), _split(both, 2, 2).select(2, block), part, lse)
+            _merge_into(
+                _split(total, 1, 2).select(1, block), _split(both, 2, 2).select(2, block), part, lse
+            )
     elif counts(place, step, order):
         _merge_into(total, both, more, more_logsumexp)
     return total.to(more.dtype) if last else total, both
@@ -126,7 +184,9 @@ context_take = define("context_take", f"(Tensor x, {_STEP}) -> Tensor", _take_fa
 In zigzag order these are two blocks, stacked in the batch, but for step 0, which has all tokens of the device.
 """
 
-context_add = define("context_add", f"(Tensor total, Tensor more, {_STEP}) -> Tensor", _add_fake, _add_kernel)
+context_add = define(
+    "context_add", f"(Tensor total, Tensor more, {_STEP}) -> Tensor", _add_fake, _add_kernel
+)
 """An op that returns `total` with `more` added to the tokens that `context_take` has taken."""
 
 LIBRARY.define(f"context_add_(Tensor(a!) total, Tensor more, {_STEP}) -> Tensor(a!)")
@@ -137,7 +197,8 @@ context_add_ = torch.ops.piper.context_add_.default
 
 context_merge = define(
     "context_merge",
-    "(Tensor out, Tensor logsumexp, Tensor more, Tensor more_logsumexp, int place, int step, str order, bool last) "
+    "(Tensor out, Tensor logsumexp, Tensor more, Tensor more_logsumexp, int place, int step, str "
+    "order, bool last) "
     "-> (Tensor, Tensor)",
     _merge_fake,
     _merge_kernel,

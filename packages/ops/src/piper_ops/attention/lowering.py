@@ -87,7 +87,9 @@ def attention_lowering(
         }
     else:
         raise ValueError(f"attention has lowerings for cpu and cuda, not for {device!r}")
-    names: tuple[LoweringName, ...] = ("cpu_flash",) if device == "cpu" else ("cuda_cudnn", "cuda_flash", "cuda_efficient")
+    names: tuple[LoweringName, ...] = (
+        ("cpu_flash",) if device == "cpu" else ("cuda_cudnn", "cuda_flash", "cuda_efficient")
+    )
     for name in names:
         if not refusals[name]:
             return Lowering(name)

@@ -13,24 +13,42 @@ import torch
 from torch import Tensor
 
 from piper_ops.attention.lowering import attention_lowering
-from piper_ops.attention.sdpa_kernels import KERNELS, AttentionOptions, BackwardKernel, ForwardKernel
+from piper_ops.attention.sdpa_kernels import (
+    KERNELS,
+    AttentionOptions,
+    BackwardKernel,
+    ForwardKernel,
+)
 from piper_ops.ground.errors import UnsupportedVariant
 from piper_ops.ground.library import FLOATS, accumulate_dtype, contiguous_empty, define
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, _: object = None, gqa: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    _: object = None,
+    gqa: bool = False,
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise UnsupportedVariant(f"attention: {shapes} are not all 4-dimensional, as [batch, T, heads, head_dim]")
+        raise UnsupportedVariant(
+            f"attention: {shapes} are not all 4-dimensional, as [batch, T, heads, head_dim]"
+        )
     if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
-        raise UnsupportedVariant(f"attention: dtypes {q.dtype}, {k.dtype}, {v.dtype} are not one floating-point dtype")
+        raise UnsupportedVariant(
+            f"attention: dtypes {q.dtype}, {k.dtype}, {v.dtype} are not one floating-point dtype"
+        )
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise UnsupportedVariant(f"attention: {shapes} do not match (batch sizes must be equal, none is broadcast)")
+        raise UnsupportedVariant(
+            f"attention: {shapes} do not match (batch sizes must be equal, none is broadcast)"
+        )
     if q.shape[2] != k.shape[2] and (not gqa or q.shape[2] % k.shape[2]):
         raise UnsupportedVariant(
-            f"attention: {q.shape[2]} query heads and {k.shape[2]} key heads need enable_gqa and a whole ratio"
+            f"attention: {q.shape[2]} query heads and {k.shape[2]} key heads need enable_gqa and a "
+            f"whole ratio"
         )
     if mask is not None:
         _check_mask(q, k, mask, is_causal)
@@ -38,12 +56,21 @@ def _check(
 
 def _check_mask(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> None:
     if is_causal:
-        raise UnsupportedVariant("attention: attn_mask together with is_causal; put the causal part into the mask")
+        raise UnsupportedVariant(
+            "attention: attn_mask together with is_causal; put the causal part into the mask"
+        )
     if mask.dtype not in (torch.bool, torch.float32, q.dtype):
-        raise UnsupportedVariant(f"attention: attn_mask of {mask.dtype} is neither bool nor float32 nor {q.dtype}")
+        raise UnsupportedVariant(
+            f"attention: attn_mask of {mask.dtype} is neither bool nor float32 nor {q.dtype}"
+        )
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if not 2 <= mask.dim() <= 4 or any(m not in (1, f) for m, f in zip(mask.shape[::-1], full[::-1], strict=False)):
-        raise UnsupportedVariant(f"attention: attn_mask {tuple(mask.shape)} does not broadcast to (B, H, T_q, T_k) = {full}")
+    if not 2 <= mask.dim() <= 4 or any(
+        m not in (1, f) for m, f in zip(mask.shape[::-1], full[::-1], strict=False)
+    ):
+        raise UnsupportedVariant(
+            f"attention: attn_mask {tuple(mask.shape)} does not broadcast to (B, H, T_q, T_k) = "
+            f"{full}"
+        )
 
 
 def _default_scale(q: Tensor, scale: float | None) -> float:
@@ -55,11 +82,15 @@ def additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.full(mask.shape, float("-inf"), dtype=q.dtype, device=q.device).masked_fill_(mask, 0.0)
+        mask = torch.full(mask.shape, float("-inf"), dtype=q.dtype, device=q.device).masked_fill_(
+            mask, 0.0
+        )
     return mask.unsqueeze(0) if mask.dim() == 3 else mask
 
 
-def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[ForwardKernel, BackwardKernel]:
+def _kernels(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
+) -> tuple[ForwardKernel, BackwardKernel]:
     return _chosen(q.device, q.dtype, q.shape, k.shape, v.shape, mask is not None, is_causal)
 
 
@@ -75,7 +106,9 @@ def _chosen(
 ) -> tuple[ForwardKernel, BackwardKernel]:
     """Return the kernels of a call, remembered because choosing costs the host more than a small kernel does."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    choice = attention_lowering(device.type, dtype, q, k, v, masked=masked, is_causal=causal, capability=capability)
+    choice = attention_lowering(
+        device.type, dtype, q, k, v, masked=masked, is_causal=causal, capability=capability
+    )
     return KERNELS[choice.name]
 
 
@@ -93,14 +126,26 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
 
 
 def _attention_kernel(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None, *_: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *_: bool,
 ) -> tuple[Tensor, Tensor]:
     forward = _kernels(q, k, v, mask, is_causal)[0]
     return run_forward(forward, q, k, v, mask, is_causal, scale)
 
 
 def run_forward(
-    forward: ForwardKernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+    forward: ForwardKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Run piper::attention by one of `sdpa_kernels.KERNELS`."""
     options = AttentionOptions(additive(mask, q), is_causal, _default_scale(q, scale))
@@ -109,7 +154,9 @@ def run_forward(
     return out.transpose(1, 2).contiguous(), lse
 
 
-def _dgrad_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _dgrad_fake(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
     return contiguous_empty(q, q.shape), contiguous_empty(k, k.shape), contiguous_empty(v, v.shape)
 
 
@@ -142,8 +189,13 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run piper::attention_dgrad by one of `sdpa_kernels.KERNELS`."""
     options = AttentionOptions(additive(mask, q), is_causal, _default_scale(q, scale))
-    grad, q, k, v, out = (_heads_first(t) for t in (grad_out.contiguous(), q, k, v, out.contiguous()))
-    gq, gk, gv = (g.transpose(1, 2).contiguous() for g in backward(grad, q, k, v, out, logsumexp.contiguous(), options))
+    grad, q, k, v, out = (
+        _heads_first(t) for t in (grad_out.contiguous(), q, k, v, out.contiguous())
+    )
+    gq, gk, gv = (
+        g.transpose(1, 2).contiguous()
+        for g in backward(grad, q, k, v, out, logsumexp.contiguous(), options)
+    )
     return gq, gk, gv
 
 
@@ -151,7 +203,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     q, k, v, mask, ctx.is_causal, ctx.scale, _ = inputs
     if mask is not None and mask.requires_grad:
         raise UnsupportedVariant(
-            "attention: attn_mask requires a gradient, which no fused kernel gives on every device; "
+            "attention: attn_mask requires a gradient, which no fused kernel gives on every "
+            "device; "
             "write this attention out with matmul and softmax"
         )
     out, lse = output
@@ -160,7 +213,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(q, k, v, out, lse, mask)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * 7
     q, k, v, out, lse, mask = ctx.saved_tensors
@@ -170,7 +225,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 attention_dgrad = define(
     "attention_dgrad",
-    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? mask=None, bool is_causal=False, "
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? "
+    "mask=None, bool "
+    "is_causal=False, "
     "float? scale=None) -> (Tensor, Tensor, Tensor)",
     _dgrad_fake,
     _dgrad_kernel,
@@ -180,7 +237,8 @@ attention_dgrad = define(
 
 attention = define(
     "attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask=None, bool is_causal=False, float? scale=None, bool enable_gqa=False) "
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask=None, bool is_causal=False, float? scale=None, "
+    "bool enable_gqa=False) "
     "-> (Tensor, Tensor)",
     _attention_fake,
     _attention_kernel,

@@ -44,7 +44,9 @@ class AttentionOptions:
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 ForwardKernel = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Pair]
-BackwardKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionOptions], Triple]
+BackwardKernel = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionOptions], Triple
+]
 
 
 def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
@@ -53,10 +55,14 @@ def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     return out, lse
 
 
-def cpu_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+def cpu_flash_dgrad(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
+) -> Triple:
     """Run the backward of `cpu_flash`."""
     mask = cpu_mask(o.mask, q)
-    grads: Triple = _cpu_flash_backward(grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale)
+    grads: Triple = _cpu_flash_backward(
+        grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale
+    )
     return grads
 
 
@@ -69,32 +75,70 @@ def cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """Run FlashAttention-2 as aten ships it: half precision, no mask."""
-    out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, o.is_causal, False, scale=o.scale)[:2]
+    out, lse = aten._scaled_dot_product_flash_attention(
+        q, k, v, 0.0, o.is_causal, False, scale=o.scale
+    )[:2]
     return out, lse
 
 
-def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+def cuda_flash_dgrad(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
+) -> Triple:
     """Run the backward of `cuda_flash`."""
     # without dropout these are not read
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
     grads: Triple = aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, o.is_causal, seed, offset, scale=o.scale
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        o.is_causal,
+        seed,
+        offset,
+        scale=o.scale,
     )
     return grads
 
 
 def cuda_cudnn(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """Run cuDNN's fused attention: half precision, no mask, no grouped heads."""
-    out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, o.is_causal, False, scale=o.scale)[:2]
+    out, lse = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, o.is_causal, False, scale=o.scale
+    )[:2]
     return out, lse.reshape(q.shape[:3])
 
 
-def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+def cuda_cudnn_dgrad(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
+) -> Triple:
     """Run the backward of `cuda_cudnn`."""
-    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))  # unread without dropout
+    seed, offset = (
+        torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)
+    )  # unread without dropout
     lengths = (q.shape[2], k.shape[2])
     grads: Triple = aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse.unsqueeze(-1), seed, offset, None, None, None, *lengths, 0.0, o.is_causal, scale=o.scale
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse.unsqueeze(-1),
+        seed,
+        offset,
+        None,
+        None,
+        None,
+        *lengths,
+        0.0,
+        o.is_causal,
+        scale=o.scale,
     )
     return grads
 
@@ -103,20 +147,38 @@ def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair
     """Run aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
     k, v = _repeat_heads(q, k, v)
     bias = aligned_bias(q, k, o.mask)
-    out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, o.is_causal, scale=o.scale)[:2]
+    out, lse = aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, o.is_causal, scale=o.scale
+    )[:2]
     return out, lse[..., : q.shape[2]]
 
 
-def cuda_efficient_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+def cuda_efficient_dgrad(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
+) -> Triple:
     """Run the backward of `cuda_efficient`; gradients of repeated heads are summed."""
     kv_heads = k.shape[1]
     k, v = _repeat_heads(q, k, v)
     bias = aligned_bias(q, k, o.mask)
     # padding rows must give exp(score - lse) = 0
     lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % LSE_ALIGNMENT), value=float("inf"))
-    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))  # unread without dropout
+    seed, offset = (
+        torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)
+    )  # unread without dropout
     gq, gk, gv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, bias, out, lse, seed, offset, 0.0, [True, True, True, False], o.is_causal, scale=o.scale
+        grad,
+        q,
+        k,
+        v,
+        bias,
+        out,
+        lse,
+        seed,
+        offset,
+        0.0,
+        [True, True, True, False],
+        o.is_causal,
+        scale=o.scale,
     )
     return gq, _sum_groups(gk, kv_heads), _sum_groups(gv, kv_heads)
 
@@ -140,7 +202,9 @@ def math(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     return out.to(q.dtype), lse
 
 
-def math_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
+def math_dgrad(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
+) -> Triple:
     """Compute dS = P * (dO v^T - rowsum(dO * O)), as in FlashAttention (arXiv 2205.14135, appendix B.2)."""
     kv_heads = k.shape[1]
     k, v = _repeat_heads(q, k, v)

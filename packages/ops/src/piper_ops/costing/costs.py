@@ -57,7 +57,12 @@ class KernelInfo:
     formula: bool = True
 
 
-def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> KernelInfo:
+def kernel_of(
+    op: object,
+    args_meta: Sequence[Any],
+    out_meta: Any,
+    kwargs_meta: Mapping[str, Any] | None = None,
+) -> KernelInfo:
     """Return the cost of `op(*args_meta, **kwargs_meta) -> out_meta`; tensors are fake or real, with concrete shapes.
 
     `op` is an OpOverload, or operator.getitem. Raises TypeError for anything else: only ops of a joint graph have a
@@ -66,35 +71,72 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     if op is operator.getitem:
         return KernelInfo("other", (), 0, 0, _dtype([*_tensors(out_meta)]))
     if not isinstance(op, torch._ops.OpOverload):
-        raise TypeError(f"{op!r} is no OpOverload; trace the function with AOTAutograd first and pass the node's target")
+        raise TypeError(
+            f"{op!r} is no OpOverload; trace the function with AOTAutograd first and pass the "
+            f"node's target"
+        )
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
-    operands = [*_tensors([call.args[a.name] for a in op._schema.arguments if a.name in call.args and not _is_out(a)])]
+    operands = [
+        *_tensors(
+            [
+                call.args[a.name]
+                for a in op._schema.arguments
+                if a.name in call.args and not _is_out(a)
+            ]
+        )
+    ]
     moved = sum(map(_nbytes, operands)) + sum(map(_nbytes, call.outs))
     dtype, name = _dtype([*call.outs, *operands]), _name(op)
     own = _OWN.get(op.name())
     if own is not None:
         nbytes = moved if own.bytes is None else _counted(op.name(), "bytes", own.bytes, call)
-        return KernelInfo(own.kind, (), _counted(op.name(), "flops", own.flops, call), nbytes, dtype, op=name)
+        return KernelInfo(
+            own.kind, (), _counted(op.name(), "flops", own.flops, call), nbytes, dtype, op=name
+        )
     portable = _FORMULAS.get(op)
     if portable is not None:
         record, formula = portable
         nbytes = moved if formula.bytes is None else formula.bytes(call)
-        return KernelInfo(record.kind, formula.dims(call), formula.flops(call), nbytes, dtype, record.lowering, name)
-    if _is_view(op) or op.namespace == "prim":  # prim::device and its like ask a tensor what it is and run no kernel
+        return KernelInfo(
+            record.kind,
+            formula.dims(call),
+            formula.flops(call),
+            nbytes,
+            dtype,
+            record.lowering,
+            name,
+        )
+    if (
+        _is_view(op) or op.namespace == "prim"
+    ):  # prim::device and its like ask a tensor what it is and run no kernel
         return KernelInfo("other", (), 0, 0, dtype)
     packet = op.overloadpacket
     product = PRODUCTS.get(packet) or OF_LIBRARIES.get(op._schema.name)
     if product is not None:
-        return KernelInfo(product.kind, product.dims(call), product.count(call), moved, dtype, product.lowering, name)
+        return KernelInfo(
+            product.kind,
+            product.dims(call),
+            product.count(call),
+            moved,
+            dtype,
+            product.lowering,
+            name,
+        )
     if packet in _GATHERS:
         # only the rows that are picked are read, not the whole table
         indices = sum(_nbytes(t) for t in operands[1:])
-        return KernelInfo(_GATHERS[packet], (), 0, indices + 2 * sum(map(_nbytes, call.outs)), dtype, op=name)
+        return KernelInfo(
+            _GATHERS[packet], (), 0, indices + 2 * sum(map(_nbytes, call.outs)), dtype, op=name
+        )
     if packet is aten.embedding_dense_backward:
         # the whole table is set to zero, then the rows that were picked are written
-        return KernelInfo("embedding", (), operands[0].numel(), moved + _nbytes(operands[0]), dtype, op=name)
+        return KernelInfo(
+            "embedding", (), operands[0].numel(), moved + _nbytes(operands[0]), dtype, op=name
+        )
     if packet in _SCANS:
-        return KernelInfo("elementwise", _scanned(call), call.outs[0].numel(), moved, dtype, op=name)
+        return KernelInfo(
+            "elementwise", _scanned(call), call.outs[0].numel(), moved, dtype, op=name
+        )
     if packet in _MOVES:
         return KernelInfo("elementwise", (), 0, moved, dtype, op=name)
     flops = max((t.numel() for t in (*operands, *call.outs)), default=0)
@@ -113,7 +155,11 @@ _OWN: dict[str, _Own] = {}
 
 
 def op_cost(
-    op: str, *, flops: Callable[[Call], float], bytes: Callable[[Call], float] | None = None, kind: _KernelKind = "elementwise"
+    op: str,
+    *,
+    flops: Callable[[Call], float],
+    bytes: Callable[[Call], float] | None = None,
+    kind: _KernelKind = "elementwise",
 ) -> None:
     """Set the cost of a custom op, before a model with that op is captured.
 
@@ -132,7 +178,10 @@ def op_cost(
     namespace, _, name = op.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
     if packet is None:
-        raise ValueError(f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, mutates_args=())")
+        raise ValueError(
+            f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, "
+            f"mutates_args=())"
+        )
     _OWN[packet.default.name()] = _Own(flops, bytes, kind)
 
 
@@ -142,20 +191,33 @@ def _counted(op: str, name: str, formula: Callable[[Call], float], call: Call) -
         value = formula(call)
     except Exception as error:  # whatever the user's formula raises
         raise WrongCost(
-            f"op_cost({op!r}): the formula of {name} fails: {type(error).__name__}: {error}. It gets the call: call.tensor(NAME) "
+            f"op_cost({op!r}): the formula of {name} fails: {type(error).__name__}: {error}. It "
+            f"gets the call: "
+            f"call.tensor(NAME) "
             f"for {', '.join(call.args)}, and call.outs"
         ) from error
     if not isinstance(value, Real) or not isfinite(value) or value < 0:
-        raise WrongCost(f"op_cost({op!r}): the formula of {name} gives {value!r}; a number of at least 0 is needed")
+        raise WrongCost(
+            f"op_cost({op!r}): the formula of {name} gives {value!r}; a number of at least 0 is "
+            f"needed"
+        )
     return int(value) if isinstance(value, int) else round(float(value))
 
 
 def own_costs() -> tuple[tuple[object, ...], ...]:
     """Return what `op_cost` has set so far, as plain tuples in the order of operators' names."""
-    return tuple((name, own.kind, own.flops, own.bytes) for name, own in sorted(_OWN.items(), key=lambda found: found[0]))
+    return tuple(
+        (name, own.kind, own.flops, own.bytes)
+        for name, own in sorted(_OWN.items(), key=lambda found: found[0])
+    )
 
 
-def call_of(op: torch._ops.OpOverload, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any]) -> Call:
+def call_of(
+    op: torch._ops.OpOverload,
+    args_meta: Sequence[Any],
+    out_meta: Any,
+    kwargs_meta: Mapping[str, Any],
+) -> Call:
     """Return a call of an op in the form that formulas read."""
     return Call(_bound(op, args_meta, kwargs_meta), tuple(_tensors(out_meta)))
 
@@ -167,7 +229,9 @@ def _name(op: torch._ops.OpOverload) -> str:
     return name if namespace in ("aten", "piper") else f"{namespace}::{name}"
 
 
-def _bound(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bound(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     schema = op._schema.arguments
     bound = {a.name: a.default_value for a in schema if a.has_default_value()}
     bound.update((a.name, value) for a, value in zip(schema, args, strict=False))
@@ -188,7 +252,9 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    stored = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    stored = prod(
+        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
+    )
     return stored * tensor.element_size()
 
 
@@ -199,7 +265,9 @@ def _dtype(tensors: Sequence[Tensor]) -> str:
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
     returns = op._schema.returns
-    aliases = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    aliases = bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
     return aliases or op.overloadpacket is aten._unsafe_view
 
 

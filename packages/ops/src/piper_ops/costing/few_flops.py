@@ -75,6 +75,10 @@ def needs_no_formula(op: torch._ops.OpOverload) -> bool:
     namespace, _, name = op._schema.name.partition("::")
     if namespace != "aten":
         return False
-    packet = op.overloadpacket  # overloads that write into a given tensor may lack the tags of the others
-    tagged = any(tag in getattr(packet, overload).tags for overload in packet.overloads() for tag in _TAGS)
+    packet = (
+        op.overloadpacket
+    )  # overloads that write into a given tensor may lack the tags of the others
+    tagged = any(
+        tag in getattr(packet, overload).tags for overload in packet.overloads() for tag in _TAGS
+    )
     return tagged or name in NAMES or name.removesuffix("_") in NAMES

@@ -114,7 +114,14 @@ def _attention_flops(per_dim: int, per_value_dim: int) -> Callable[[Call], int]:
 
     def flops(call: Call) -> int:
         batch, heads, queries, keys, dim = _attention(call)
-        full = 2 * batch * heads * queries * keys * (per_dim * dim + per_value_dim * call.tensor("value").shape[3])
+        full = (
+            2
+            * batch
+            * heads
+            * queries
+            * keys
+            * (per_dim * dim + per_value_dim * call.tensor("value").shape[3])
+        )
         return full // 2 if call.args["is_causal"] else full
 
     return flops
@@ -158,26 +165,46 @@ _FORWARD = Product(_attention, _attention_flops(1, 1), "attention", FLASH)
 _BACKWARD = Product(_attention, _attention_flops(3, 2), "attention", FLASH)
 _KERNELS = tuple(
     f"_scaled_dot_product_{name}_attention{ending}"
-    for name, ending in (("flash", ""), ("flash", "_for_cpu"), ("efficient", ""), ("cudnn", ""), ("fused", "_overrideable"))
+    for name, ending in (
+        ("flash", ""),
+        ("flash", "_for_cpu"),
+        ("efficient", ""),
+        ("cudnn", ""),
+        ("fused", "_overrideable"),
+    )
 )
 _CONVOLUTIONS = (aten.convolution, aten._convolution, aten.convolution_overrideable)
 
 PRODUCTS: Mapping[Packet, Product] = {
-    **dict.fromkeys((aten.mm, aten._int_mm, aten._scaled_mm, aten._scaled_mm_v2), Product(_matrices("self", "mat2"))),
-    **dict.fromkeys((aten.addmm, aten.addmm_, aten._addmm_activation), Product(_matrices("mat1", "mat2"))),
+    **dict.fromkeys(
+        (aten.mm, aten._int_mm, aten._scaled_mm, aten._scaled_mm_v2),
+        Product(_matrices("self", "mat2")),
+    ),
+    **dict.fromkeys(
+        (aten.addmm, aten.addmm_, aten._addmm_activation), Product(_matrices("mat1", "mat2"))
+    ),
     aten.bmm: Product(_matrices("self", "mat2")),
-    **dict.fromkeys((aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_), Product(_matrices("batch1", "batch2"))),
+    **dict.fromkeys(
+        (aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_),
+        Product(_matrices("batch1", "batch2")),
+    ),
     aten.mv: Product(_vector("self", "vec")),
     **dict.fromkeys((aten.addmv, aten.addmv_), Product(_vector("mat", "vec"))),
     aten.dot: Product(_vector("self", "tensor")),
     aten.vdot: Product(_vector("self", "other")),
-    **dict.fromkeys((aten._grouped_mm, aten._scaled_grouped_mm, aten._scaled_grouped_mm_v2), Product(_grouped("self", "mat2"))),
+    **dict.fromkeys(
+        (aten._grouped_mm, aten._scaled_grouped_mm, aten._scaled_grouped_mm_v2),
+        Product(_grouped("self", "mat2")),
+    ),
     **dict.fromkeys(_CONVOLUTIONS, Product(_convolution)),
     **dict.fromkeys(
-        (aten.convolution_backward, aten.convolution_backward_overrideable), Product(_no_dims, _convolution_backward_flops)
+        (aten.convolution_backward, aten.convolution_backward_overrideable),
+        Product(_no_dims, _convolution_backward_flops),
     ),
     aten._fft_c2c: Product(_no_dims, _fourier_flops(5), "elementwise"),
-    **dict.fromkeys((aten._fft_r2c, aten._fft_c2r), Product(_no_dims, _fourier_flops(2.5), "elementwise")),
+    **dict.fromkeys(
+        (aten._fft_r2c, aten._fft_c2r), Product(_no_dims, _fourier_flops(2.5), "elementwise")
+    ),
     aten._trilinear: Product(_no_dims, _trilinear_flops, "elementwise"),
     # Counted off the definition: subtract, power, add; and back: subtract, power, scale, add.
     aten._cdist_forward: Product(_no_dims, _distances(3), "elementwise"),
@@ -186,7 +213,9 @@ PRODUCTS: Mapping[Packet, Product] = {
     **{getattr(aten, f"{name}_backward"): _BACKWARD for name in _KERNELS},
 }
 
-OF_LIBRARIES: Mapping[str, Product] = {"transformers::grouped_mm_fallback": Product(_grouped("input", "weight"))}
+OF_LIBRARIES: Mapping[str, Product] = {
+    "transformers::grouped_mm_fallback": Product(_grouped("input", "weight"))
+}
 """The formulas of ops that other libraries register, by their names.
 
 Hugging Face registers one for experts where torch has no grouped kernel (transformers/integrations/moe.py).

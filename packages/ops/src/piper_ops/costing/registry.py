@@ -78,7 +78,9 @@ class PortableOp:
 
     @property
     def formulas(self) -> tuple[Formula, ...]:
-        return tuple(f for f in (self.forward, self.dgrad, self.wgrad, self.backward) if f is not None)
+        return tuple(
+            f for f in (self.forward, self.dgrad, self.wgrad, self.backward) if f is not None
+        )
 
 
 FLASH = "flash"
@@ -189,11 +191,23 @@ def copied_flops(call: Call) -> int:
 
 def rounds_formulas() -> list[tuple[torch._ops.OpOverload, Formula]]:
     """Return those of ops that trade rows; of no further round, in which rows come home, or zeros are written."""
-    trades = rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_drop, rounds.experts_checked
-    made = {rounds.experts_return: 2, rounds.experts_return_dgrad: 1, rounds.experts_return_wgrad: 1}
+    trades = (
+        rounds.experts_send,
+        rounds.experts_home,
+        rounds.experts_give,
+        rounds.experts_drop,
+        rounds.experts_checked,
+    )
+    made = {
+        rounds.experts_return: 2,
+        rounds.experts_return_dgrad: 1,
+        rounds.experts_return_wgrad: 1,
+    }
 
     def passes(op: torch._ops.OpOverload) -> Callable[[Call], int]:
-        return lambda call: call.tensor("table").nbytes + made.get(op, 0) * sum(out.nbytes for out in call.outs)
+        return lambda call: (
+            call.tensor("table").nbytes + made.get(op, 0) * sum(out.nbytes for out in call.outs)
+        )
 
     with_rounds = [(op, Formula(op, copied_flops, bytes=passes(op))) for op in rounds.ROUNDS]
     return [*((op, Formula(op, copied_flops)) for op in trades), *with_rounds]
@@ -233,12 +247,20 @@ def context_merge_flops(call: Call) -> int:
 
 def grouped_dims(call: Call) -> tuple[int, ...]:
     """Return (rows, columns, elements) of the products of all experts together, of which each row meets one matrix."""
-    return *call.tensor("rows").shape[:1], call.tensor("weight").shape[2], call.tensor("weight").shape[1]
+    return (
+        *call.tensor("rows").shape[:1],
+        call.tensor("weight").shape[2],
+        call.tensor("weight").shape[1],
+    )
 
 
 def grouped_dgrad_dims(call: Call) -> tuple[int, ...]:
     """Return (rows, elements, columns): the matrices are read the other way around."""
-    return *call.tensor("grad").shape[:1], call.tensor("weight").shape[1], call.tensor("weight").shape[2]
+    return (
+        *call.tensor("grad").shape[:1],
+        call.tensor("weight").shape[1],
+        call.tensor("weight").shape[2],
+    )
 
 
 def grouped_wgrad_dims(call: Call) -> tuple[int, ...]:
@@ -286,7 +308,9 @@ PORTABLE: Mapping[str, PortableOp] = {
             forward=Formula(norms.layer_norm, _per_element("x", layer_norm_flops)),
             dgrad=Formula(norms.layer_norm_dgrad, _per_element("x", layer_norm_dgrad_flops)),
             wgrad=Formula(norms.layer_norm_wgrad, _per_element("x", layer_norm_wgrad_flops)),
-            backward=Formula(norms.layer_norm_backward, _per_element("x", layer_norm_backward_flops)),
+            backward=Formula(
+                norms.layer_norm_backward, _per_element("x", layer_norm_backward_flops)
+            ),
         ),
         PortableOp(
             "rms_norm",
@@ -302,23 +326,40 @@ PORTABLE: Mapping[str, PortableOp] = {
             "loss",
             outputs=("loss", "logsumexp"),
             saved=("logsumexp",),
-            forward=Formula(losses.cross_entropy, _per_element("logits", cross_entropy_flops), loss_dims),
-            dgrad=Formula(losses.cross_entropy_dgrad, _per_element("logits", cross_entropy_dgrad_flops), loss_dims),
+            forward=Formula(
+                losses.cross_entropy, _per_element("logits", cross_entropy_flops), loss_dims
+            ),
+            dgrad=Formula(
+                losses.cross_entropy_dgrad,
+                _per_element("logits", cross_entropy_dgrad_flops),
+                loss_dims,
+            ),
         ),
         PortableOp(
             "cross_entropy_part",
             "loss",
             outputs=("statistics",),
             saved=(),
-            forward=Formula(vocabulary.cross_entropy_part, _per_element("logits", cross_entropy_flops), loss_dims),
-            dgrad=Formula(vocabulary.cross_entropy_part_dgrad, _per_element("logits", cross_entropy_dgrad_flops), loss_dims),
+            forward=Formula(
+                vocabulary.cross_entropy_part,
+                _per_element("logits", cross_entropy_flops),
+                loss_dims,
+            ),
+            dgrad=Formula(
+                vocabulary.cross_entropy_part_dgrad,
+                _per_element("logits", cross_entropy_dgrad_flops),
+                loss_dims,
+            ),
         ),
         PortableOp(
             "cross_entropy_joined",
             "loss",
             outputs=("loss", "logsumexp"),
             saved=(),
-            forward=Formula(vocabulary.cross_entropy_joined, _per_element("statistics", cross_entropy_joined_flops)),
+            forward=Formula(
+                vocabulary.cross_entropy_joined,
+                _per_element("statistics", cross_entropy_joined_flops),
+            ),
         ),
         PortableOp(
             "context_take",
@@ -339,7 +380,11 @@ PORTABLE: Mapping[str, PortableOp] = {
             "elementwise",
             outputs=("out",),
             saved=(),
-            forward=Formula(context.context_add_, lambda call: call.tensor("more").numel(), bytes=context_add_in_place_bytes),
+            forward=Formula(
+                context.context_add_,
+                lambda call: call.tensor("more").numel(),
+                bytes=context_add_in_place_bytes,
+            ),
         ),
         PortableOp(
             "context_merge",
@@ -354,7 +399,11 @@ PORTABLE: Mapping[str, PortableOp] = {
             outputs=("out",),
             saved=(),
             forward=Formula(vocabulary.embedding_part, copied_flops, bytes=embedding_part_bytes),
-            wgrad=Formula(vocabulary.embedding_part_dgrad, embedding_part_dgrad_flops, bytes=embedding_part_dgrad_bytes),
+            wgrad=Formula(
+                vocabulary.embedding_part_dgrad,
+                embedding_part_dgrad_flops,
+                bytes=embedding_part_dgrad_bytes,
+            ),
         ),
         PortableOp(
             "route",
@@ -370,15 +419,21 @@ PORTABLE: Mapping[str, PortableOp] = {
             outputs=("out",),
             saved=(),
             forward=Formula(experts.grouped_mm, _grouped_flops(grouped_dims), grouped_dims),
-            dgrad=Formula(experts.grouped_mm_dgrad, _grouped_flops(grouped_dgrad_dims), grouped_dgrad_dims),
-            wgrad=Formula(experts.grouped_mm_wgrad, _grouped_flops(grouped_wgrad_dims), grouped_wgrad_dims),
+            dgrad=Formula(
+                experts.grouped_mm_dgrad, _grouped_flops(grouped_dgrad_dims), grouped_dgrad_dims
+            ),
+            wgrad=Formula(
+                experts.grouped_mm_wgrad, _grouped_flops(grouped_wgrad_dims), grouped_wgrad_dims
+            ),
         ),
         PortableOp(
             "grouped_mm_wgrad_",
             "matmul",
             outputs=("total",),
             saved=(),
-            forward=Formula(experts.grouped_mm_wgrad_, _grouped_flops(grouped_wgrad_dims), grouped_wgrad_dims),
+            forward=Formula(
+                experts.grouped_mm_wgrad_, _grouped_flops(grouped_wgrad_dims), grouped_wgrad_dims
+            ),
         ),
         PortableOp(
             "unroute",
@@ -390,10 +445,18 @@ PORTABLE: Mapping[str, PortableOp] = {
             wgrad=Formula(experts.unroute_wgrad, unroute_flops),
         ),
         *[
-            PortableOp(op._schema.name.removeprefix("piper::"), "elementwise", ("out",), (), formula)
+            PortableOp(
+                op._schema.name.removeprefix("piper::"), "elementwise", ("out",), (), formula
+            )
             for op, formula in rounds_formulas()
         ],
-        PortableOp("experts_take", "elementwise", ("rows", "counts"), (), Formula(rounds.experts_take, copied_flops)),
+        PortableOp(
+            "experts_take",
+            "elementwise",
+            ("rows", "counts"),
+            (),
+            Formula(rounds.experts_take, copied_flops),
+        ),
     )
 }
 """The portable ops by name."""

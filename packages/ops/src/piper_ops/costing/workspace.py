@@ -55,7 +55,10 @@ class Workspace:
 
 
 def cuda_workspace(
-    op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None
+    op: object,
+    args_meta: Sequence[Any],
+    out_meta: Any,
+    kwargs_meta: Mapping[str, Any] | None = None,
 ) -> Workspace | None:
     """Return the workspace of the kernel of `op(*args_meta, **kwargs_meta) -> out_meta`; None where nothing is counted.
 
@@ -66,7 +69,12 @@ def cuda_workspace(
     return _RULES[op](call_of(op, args_meta, out_meta, kwargs_meta or {}))
 
 
-def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> int:
+def cpu_workspace(
+    op: object,
+    args_meta: Sequence[Any],
+    out_meta: Any,
+    kwargs_meta: Mapping[str, Any] | None = None,
+) -> int:
     """Return the bytes that an op's kernel holds on a CPU, where they are counted.
 
     These are a mask of attention in the form of torch's kernel, copies of tensors that lie in another way than kernels
@@ -101,17 +109,29 @@ class _Fused:
     name: LoweringName
     own: int = 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
         inside = self._inside(q, k, o)
         made = self._result(q, self.name != "cuda_efficient", v.shape[3]), q.new_empty(q.shape[:3])
         del inside
         return made
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        o: AttentionOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         inside = self._inside(q, k, o)
-        gq, gk, gv = (self._result(t, self.name in ("cuda_flash", "cuda_cudnn"), t.shape[3]) for t in (q, k, v))
+        gq, gk, gv = (
+            self._result(t, self.name in ("cuda_flash", "cuda_cudnn"), t.shape[3])
+            for t in (q, k, v)
+        )
         del inside
         return gq, gk, gv
 
@@ -122,7 +142,11 @@ class _Fused:
     def _result(self, like: Tensor, alike: bool, dim: int) -> Tensor:
         """Return a tensor that lies as another one does, or as the op gives it."""
         batch, heads, tokens, _ = like.shape
-        return torch.empty_like(like) if alike else like.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+        return (
+            torch.empty_like(like)
+            if alike
+            else like.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+        )
 
 
 def _around(call: Call, kernel: _Fused) -> int:
@@ -131,7 +155,9 @@ def _around(call: Call, kernel: _Fused) -> int:
 
 
 def _run(call: Call, forward: ForwardKernel, backward: BackwardKernel) -> int:
-    q, k, v, *options = (_on_meta(call.args[name]) for name in ("q", "k", "v", "mask", "is_causal", "scale"))
+    q, k, v, *options = (
+        _on_meta(call.args[name]) for name in ("q", "k", "v", "mask", "is_causal", "scale")
+    )
     if "grad_out" not in call.args:
         return peak_bytes_inside(sdpa.run_forward, forward, q, k, v, *options)
     grad, out, logsumexp = (_on_meta(call.args[name]) for name in ("grad_out", "out", "logsumexp"))
@@ -158,7 +184,9 @@ def _cross_entropy(call: Call) -> Workspace:
     tokens, classes = logits.shape
     item = accumulate_dtype(logits.dtype).itemsize
     if logits.dtype == torch.bfloat16:
-        rows = 2 * item * classes - 8  # less what is not there yet: the slice's losses and logsumexps
+        rows = (
+            2 * item * classes - 8
+        )  # less what is not there yet: the slice's losses and logsumexps
         return _in_slices(logits, 4 * tokens - 4, rows)
     return _in_slices(logits, item * tokens, item * classes + 8 + item, item)
 
@@ -173,7 +201,9 @@ def _cross_entropy_dgrad(call: Call) -> Workspace:
     tokens, classes = logits.shape
     item = accumulate_dtype(logits.dtype).itemsize
     half = logits.element_size() < item
-    return _in_slices(logits, (item + 1 + 8) * tokens + (item if half else 0), item * (classes if half else 1))
+    return _in_slices(
+        logits, (item + 1 + 8) * tokens + (item if half else 0), item * (classes if half else 1)
+    )
 
 
 def _cross_entropy_part(call: Call) -> Workspace:
@@ -187,7 +217,9 @@ def _cross_entropy_part_dgrad(call: Call) -> Workspace:
     logits = call.tensor("logits")
     tokens, classes = logits.shape
     item = accumulate_dtype(logits.dtype).itemsize
-    return _in_slices(logits, (2 * item + 8) * tokens, item * classes if logits.element_size() < item else 0)
+    return _in_slices(
+        logits, (2 * item + 8) * tokens, item * classes if logits.element_size() < item else 0
+    )
 
 
 def _cross_entropy_joined(call: Call) -> Workspace:
@@ -242,24 +274,35 @@ def _routing(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
 
 def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspace:
     """Return a workspace of `row` bytes for each row of a slice, `more` bytes, and `always`."""
-    return Workspace(always, row * logits.shape[0] + more, row * losses.rows_per_slice("cuda", logits.shape[1]) + more)
+    return Workspace(
+        always,
+        row * logits.shape[0] + more,
+        row * losses.rows_per_slice("cuda", logits.shape[1]) + more,
+    )
 
 
 def _attention(call: Call) -> Workspace:
     """Count the mask of fused kernels and copies around them; they hold nothing else worth counting."""
-    return Workspace(_most(call, lambda name: _math(call) if name == "math" else _around(call, _Fused(name))))
+    return Workspace(
+        _most(call, lambda name: _math(call) if name == "math" else _around(call, _Fused(name)))
+    )
 
 
 def _attention_dgrad(call: Call) -> Workspace:
     def of(name: LoweringName) -> int:
-        return _math(call) if name == "math" else _around(call, _Fused(name, _fused_dgrad(call, name)))
+        return (
+            _math(call) if name == "math" else _around(call, _Fused(name, _fused_dgrad(call, name)))
+        )
 
     return Workspace(_most(call, of))
 
 
 def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
     mask, causal = call.args["mask"] is not None, call.args["is_causal"]
-    lowerings = [attention_lowering("cuda", *_taken(call), masked=mask, is_causal=causal, capability=c) for c in CAPABILITIES]
+    lowerings = [
+        attention_lowering("cuda", *_taken(call), masked=mask, is_causal=causal, capability=c)
+        for c in CAPABILITIES
+    ]
     return max(of(name) for name in {lowering.name for lowering in lowerings})
 
 
@@ -279,7 +322,9 @@ def _fused_dgrad(call: Call, name: LoweringName) -> int:
     q, k, v = (call.tensor(name) for name in "qkv")
     batch, queries, heads, dim = q.shape
     item, rows = q.element_size(), batch * heads
-    repeated = batch * k.shape[1] * heads * (k.shape[3] + v.shape[3]) * item if heads != k.shape[2] else 0
+    repeated = (
+        batch * k.shape[1] * heads * (k.shape[3] + v.shape[3]) * item if heads != k.shape[2] else 0
+    )
     if name == "cuda_cudnn":
         return 4 * rows * (queries * dim + k.shape[1] * (dim + v.shape[3]))
     if name == "cuda_flash":
@@ -304,16 +349,28 @@ def _on_meta(value: Any) -> Any:
 
 
 def room_of_rounds(
-    rows: Tensor, back: Tensor, table: Tensor, weights: Sequence[Tensor], body: str, wanted: Sequence[bool]
+    rows: Tensor,
+    back: Tensor,
+    table: Tensor,
+    weights: Sequence[Tensor],
+    body: str,
+    wanted: Sequence[bool],
 ) -> list[int]:
     """Return the most bytes that each op of further rounds holds at once; tensors are on meta."""
     given = rows, table, weights, body, "", back.shape[1], 0, (0,) * len(rounds.ROUNDS)
     runs = list(rounds.ROUNDS.values())
     grad = back.new_empty((rows.shape[0], back.shape[2]))
     totals = [torch.empty_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
-    calls = [(back, *given), (grad, *given), (grad, *given, list(wanted)), (grad, *given, torch.empty_like(rows))]
+    calls = [
+        (back, *given),
+        (grad, *given),
+        (grad, *given, list(wanted)),
+        (grad, *given, torch.empty_like(rows)),
+    ]
     found = []
-    for run, args in zip(runs, [*calls, (grad, *given, list(wanted), totals[1:], *totals[:1])], strict=True):
+    for run, args in zip(
+        runs, [*calls, (grad, *given, list(wanted), totals[1:], *totals[:1])], strict=True
+    ):
         if run is rounds.run_further_wgrad and not totals:
             found.append(0)
             continue
@@ -355,7 +412,13 @@ class _Live(TorchDispatchMode):
 
 
 ROUTING = (
-    *(experts.route, experts.route_dgrad, experts.unroute, experts.unroute_dgrad, experts.unroute_wgrad),
+    *(
+        experts.route,
+        experts.route_dgrad,
+        experts.unroute,
+        experts.unroute_dgrad,
+        experts.unroute_wgrad,
+    ),
     *(rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_take),
     *(rounds.experts_drop, rounds.experts_checked),
 )
@@ -380,7 +443,15 @@ _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace | None]] = {
 _ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
     sdpa.attention: _attention_on_cpu,
     sdpa.attention_dgrad: _attention_on_cpu,
-    **{op: _copied for op in (norms.layer_norm, norms.layer_norm_dgrad, norms.layer_norm_wgrad, norms.layer_norm_backward)},
+    **{
+        op: _copied
+        for op in (
+            norms.layer_norm,
+            norms.layer_norm_dgrad,
+            norms.layer_norm_wgrad,
+            norms.layer_norm_backward,
+        )
+    },
     **{op: _routing_on_cpu(op) for op in ROUTING if op not in IN_BLOCKS},
     **{op: partial(_room, op) for op in rounds.ROUNDS},
 }

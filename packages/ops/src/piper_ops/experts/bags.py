@@ -59,7 +59,9 @@ _last = _Last()
 def takes(*tensors: Tensor) -> bool:
     """Return whether the kernels take tensors of floating-point numbers: of one dtype, dense, and some."""
     dtype = tensors[0].dtype
-    return dtype in SUMMED and all(t.dtype == dtype and t.is_contiguous() and t.numel() for t in tensors)
+    return dtype in SUMMED and all(
+        t.dtype == dtype and t.is_contiguous() and t.numel() for t in tensors
+    )
 
 
 def order(chosen: Tensor, experts: int = 0) -> Tensor:
@@ -85,7 +87,11 @@ def order(chosen: Tensor, experts: int = 0) -> Tensor:
 
 def counts(chosen: Tensor, experts: int) -> Tensor:
     """Return how many choices each expert has."""
-    return chosen.new_empty(experts) if chosen.is_meta else torch.bincount(chosen.reshape(-1), minlength=experts)
+    return (
+        chosen.new_empty(experts)
+        if chosen.is_meta
+        else torch.bincount(chosen.reshape(-1), minlength=experts)
+    )
 
 
 def places(chosen: Tensor) -> Tensor:
@@ -103,7 +109,11 @@ def _summed(rows: Tensor, picked: Tensor, first: Tensor, share: Tensor | None) -
     if not rows.is_meta:
         found: Tensor = _sum_bags(rows, picked, first, False, 0, False, share)[0]
         return found
-    sizes = (0 if rows.dtype == torch.float32 else picked.shape[0] + 1, first.shape[0], first.shape[0])
+    sizes = (
+        0 if rows.dtype == torch.float32 else picked.shape[0] + 1,
+        first.shape[0],
+        first.shape[0],
+    )
     made = rows.new_empty((first.shape[0], rows.shape[1]))
     beside = [picked.new_empty(size) for size in sizes]  # what torch's kernel returns, too
     del beside
@@ -140,5 +150,7 @@ def unroute_wgrad(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: torch.dtype
     place = places(chosen)
     bag = _numbers(place).floor_divide_(chosen.shape[1])
     first = _numbers(place, chosen.shape[1])
-    made: Tensor = grad.new_empty(place.shape) if grad.is_meta else _dot_bags(grad, rows, place, first, bag, 0)
+    made: Tensor = (
+        grad.new_empty(place.shape) if grad.is_meta else _dot_bags(grad, rows, place, first, bag, 0)
+    )
     return made.view(chosen.shape)

@@ -19,7 +19,9 @@ SIZES = "_piper_sizes"
 T = TypeVar("T")
 
 
-def _known(table: Tensor, key: tuple[str, int, int, int], count: Callable[[Tensor, int, int, int], T]) -> T:
+def _known(
+    table: Tensor, key: tuple[str, int, int, int], count: Callable[[Tensor, int, int, int], T]
+) -> T:
     """Return what is counted of a table, once: passes forth and back, and those of gradients, ask for the same."""
     found: dict[object, T] = table.__dict__.setdefault(SIZES, {})
     if key not in found:
@@ -116,7 +118,9 @@ def _at_home(sizes: Sequence[tuple[int, int, int]], rows: int) -> list[int]:
     return [*flat, rows - sum(flat)]
 
 
-def take_packed(came: Tensor, sizes: Sequence[Sequence[int]], own: Tensor | None = None, place: int = -1) -> Tensor:
+def take_packed(
+    came: Tensor, sizes: Sequence[Sequence[int]], own: Tensor | None = None, place: int = -1
+) -> Tensor:
     """Return rows that came in behind each other, sorted by expert and then by device.
 
     Those of the device at `place` are in `own` where they have not come in.
@@ -128,7 +132,11 @@ def take_packed(came: Tensor, sizes: Sequence[Sequence[int]], own: Tensor | None
         mine = own if device == apart else None
         blocks.append(mine.split_with_sizes(of) if mine is not None else [next(given) for _ in of])
     made, filled = torch.empty_like(came), sum(map(sum, sizes))
-    _joined([block for of_expert in zip(*blocks, strict=True) for block in of_expert], made[:filled], [made[filled:]])
+    _joined(
+        [block for of_expert in zip(*blocks, strict=True) for block in of_expert],
+        made[:filled],
+        [made[filled:]],
+    )
     return made
 
 
@@ -143,7 +151,10 @@ def give_packed(made: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
     out = torch.empty_like(made)
     given = made.split_with_sizes(_turned(sizes, made.shape[0]))
     devices, each = len(sizes), len(sizes[0])
-    _joined([given[e * devices + d] for d in range(devices) for e in range(each)], out[: sum(map(sum, sizes))])
+    _joined(
+        [given[e * devices + d] for d in range(devices) for e in range(each)],
+        out[: sum(map(sum, sizes))],
+    )
     return out
 
 
@@ -172,7 +183,9 @@ def home_packed(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) 
 def send(rows: Tensor, sizes: Sequence[tuple[int, int, int]], places: int) -> Tensor:
     """Return what goes to each device, [n, places, W]."""
     out = rows.new_empty((len(sizes), places, rows.shape[1]))
-    into = out.view(-1, rows.shape[1]).split_with_sizes([k for _, size, _ in sizes for k in (size, places - size)])
+    into = out.view(-1, rows.shape[1]).split_with_sizes(
+        [k for _, size, _ in sizes for k in (size, places - size)]
+    )
     _copied(into[::2], rows.split_with_sizes(_at_home(sizes, rows.shape[0]))[1::3], ())
     return out
 
@@ -181,7 +194,9 @@ def home(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tens
     """Return rows where they were sent from, and zeros elsewhere."""
     out = back.new_empty((rows, back.shape[2]))
     into = out.split_with_sizes(_at_home(sizes, rows))
-    given = back.view(-1, back.shape[2]).split_with_sizes([k for _, size, _ in sizes for k in (size, back.shape[1] - size)])
+    given = back.view(-1, back.shape[2]).split_with_sizes(
+        [k for _, size, _ in sizes for k in (size, back.shape[1] - size)]
+    )
     _copied(into[1::3], given[::2], [gap for k, gap in enumerate(into) if k % 3 != 1])
     return out
 

@@ -25,7 +25,14 @@ from torch import Tensor
 
 from piper_ops.experts import bags
 from piper_ops.ground.errors import UnsupportedVariant
-from piper_ops.ground.library import DIRECT, FLOATS, LIBRARY, accumulate_dtype, contiguous_empty, define
+from piper_ops.ground.library import (
+    DIRECT,
+    FLOATS,
+    LIBRARY,
+    accumulate_dtype,
+    contiguous_empty,
+    define,
+)
 
 ALIGNED = 8
 """The multiple of elements of bfloat16 that torch's grouped kernel needs of a row: 16 bytes."""
@@ -34,13 +41,17 @@ ALIGNED = 8
 def _check_choices(op: str, tokens: int | torch.SymInt, chosen: Tensor) -> None:
     if chosen.dim() != 2 or chosen.shape[0] != tokens or chosen.dtype != torch.int64:
         raise UnsupportedVariant(
-            f"{op}: chosen {tuple(chosen.shape)} of {chosen.dtype} is not (N, k) of int64 with a row for each of the tokens"
+            f"{op}: chosen {tuple(chosen.shape)} of {chosen.dtype} is not (N, k) of int64 with a "
+            f"row for each of the "
+            f"tokens"
         )
 
 
 def _check_route(x: Tensor, chosen: Tensor, experts: int) -> None:
     if x.dim() != 2 or x.dtype not in FLOATS:
-        raise UnsupportedVariant(f"route: x {tuple(x.shape)} of {x.dtype} is not (N, W) of a floating-point dtype")
+        raise UnsupportedVariant(
+            f"route: x {tuple(x.shape)} of {x.dtype} is not (N, W) of a floating-point dtype"
+        )
     if experts < 1:
         raise UnsupportedVariant(f"route: experts={experts}; there must be one at least")
     _check_choices("route", x.shape[0], chosen)
@@ -48,11 +59,19 @@ def _check_route(x: Tensor, chosen: Tensor, experts: int) -> None:
 
 def _check_unroute(rows: Tensor, chosen: Tensor, share: Tensor) -> None:
     if rows.dim() != 2 or rows.dtype not in FLOATS:
-        raise UnsupportedVariant(f"unroute: rows {tuple(rows.shape)} of {rows.dtype} are not (N k, W) of a floating-point dtype")
-    _check_choices("unroute", share.shape[0], chosen)
-    if share.shape != chosen.shape or share.dtype not in FLOATS or rows.shape[0] != chosen.shape[0] * chosen.shape[1]:
         raise UnsupportedVariant(
-            f"unroute: rows {tuple(rows.shape)} and share {tuple(share.shape)} do not fit chosen {tuple(chosen.shape)}: there is "
+            f"unroute: rows {tuple(rows.shape)} of {rows.dtype} are not (N k, W) of a "
+            f"floating-point dtype"
+        )
+    _check_choices("unroute", share.shape[0], chosen)
+    if (
+        share.shape != chosen.shape
+        or share.dtype not in FLOATS
+        or rows.shape[0] != chosen.shape[0] * chosen.shape[1]
+    ):
+        raise UnsupportedVariant(
+            f"unroute: rows {tuple(rows.shape)} and share {tuple(share.shape)} do not fit chosen "
+            f"{tuple(chosen.shape)}: there is "
             "a row and a share for each choice"
         )
 
@@ -61,12 +80,16 @@ def _check_grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> None:
     fits = rows.dim() == 2 and weight.dim() == 3 and rows.shape[1] == weight.shape[1]
     if not fits or rows.dtype not in FLOATS or rows.dtype != weight.dtype:
         raise UnsupportedVariant(
-            f"grouped_mm: rows {tuple(rows.shape)} of {rows.dtype} and weight {tuple(weight.shape)} of {weight.dtype} are not "
+            f"grouped_mm: rows {tuple(rows.shape)} of {rows.dtype} and weight "
+            f"{tuple(weight.shape)} of {weight.dtype} "
+            f"are not "
             "(M, K) and (E, K, N) of one floating-point dtype"
         )
     if counts.dim() != 1 or counts.shape[0] != weight.shape[0] or counts.dtype != torch.int64:
         raise UnsupportedVariant(
-            f"grouped_mm: counts {tuple(counts.shape)} of {counts.dtype} are not int64, one for each of the {weight.shape[0]} "
+            f"grouped_mm: counts {tuple(counts.shape)} of {counts.dtype} are not int64, one for "
+            f"each of the "
+            f"{weight.shape[0]} "
             "experts"
         )
 
@@ -160,13 +183,19 @@ def _unroute_wgrad_picked(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: tor
 
 CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "route": bags.route,
-    "route_dgrad": lambda grad, *rest: (bags.route_dgrad if bags.takes(grad) else _route_dgrad_picked)(grad, *rest),
-    "unroute": lambda rows, chosen, share: (bags.unroute if bags.takes(rows, share) else _unroute_picked)(rows, chosen, share),
-    "unroute_dgrad": lambda grad, chosen, share: (bags.unroute_dgrad if bags.takes(grad, share) else _unroute_dgrad_picked)(
-        grad, chosen, share
-    ),
+    "route_dgrad": lambda grad, *rest: (
+        bags.route_dgrad if bags.takes(grad) else _route_dgrad_picked
+    )(grad, *rest),
+    "unroute": lambda rows, chosen, share: (
+        bags.unroute if bags.takes(rows, share) else _unroute_picked
+    )(rows, chosen, share),
+    "unroute_dgrad": lambda grad, chosen, share: (
+        bags.unroute_dgrad if bags.takes(grad, share) else _unroute_dgrad_picked
+    )(grad, chosen, share),
     "unroute_wgrad": lambda grad, chosen, rows, dtype: (
-        bags.unroute_wgrad if grad.dtype == dtype and bags.takes(grad, rows) else _unroute_wgrad_picked
+        bags.unroute_wgrad
+        if grad.dtype == dtype and bags.takes(grad, rows)
+        else _unroute_wgrad_picked
     )(grad, chosen, rows, dtype),
 }
 """The kernels of a CPU by the name of the op; on meta tensors they hold what they hold on a CPU."""
@@ -186,14 +215,20 @@ def _sizes(counts: Tensor, rows: int) -> list[int]:
     sizes: list[int] = counts.tolist()
     behind = rows - sum(sizes)
     if behind < 0:
-        raise IndexError(f"grouped_mm: the counts add up to {sum(sizes)}, and there are {rows} rows")
+        raise IndexError(
+            f"grouped_mm: the counts add up to {sum(sizes)}, and there are {rows} rows"
+        )
     return [*sizes, behind]
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
     """Return whether torch's grouped kernel takes these tensors, of which one dimension of the last two is dense."""
     return all(
-        t.is_cuda and t.dtype == torch.bfloat16 and t.shape[-1] % ALIGNED == 0 and t.shape[-2] > 0 and 1 in t.stride()[-2:]
+        t.is_cuda
+        and t.dtype == torch.bfloat16
+        and t.shape[-1] % ALIGNED == 0
+        and t.shape[-2] > 0
+        and 1 in t.stride()[-2:]
         for t in tensors
     )
 
@@ -202,7 +237,12 @@ def _has_cpu_kernel(rows: Tensor, weight: Tensor) -> bool:
     """Return whether torch's grouped kernel takes these on a CPU, where it calls one product after the other."""
     dense = rows.is_contiguous() and rows.shape[0] > 0 and 1 in weight.stride()[-2:]
     sizes = (rows.shape[1], weight.shape[2])
-    return rows.device.type == "cpu" and rows.dtype == torch.float32 and dense and not any(n == 0 or n % 4 for n in sizes)
+    return (
+        rows.device.type == "cpu"
+        and rows.dtype == torch.float32
+        and dense
+        and not any(n == 0 or n % 4 for n in sizes)
+    )
 
 
 def _grouped_fake(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
@@ -226,7 +266,9 @@ def _grouped_kernel(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
         return found
     out = rows.new_empty((rows.shape[0], weight.shape[2]))
     *results, behind = out.split_with_sizes(sizes)
-    for x, matrix, result in zip(rows.split_with_sizes(sizes), weight.unbind(), results, strict=False):
+    for x, matrix, result in zip(
+        rows.split_with_sizes(sizes), weight.unbind(), results, strict=False
+    ):
         if x.shape[0]:
             torch.mm(x, matrix, out=result)
     behind.zero_()
@@ -250,8 +292,13 @@ def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
         made: Tensor = torch._grouped_mm(rows.contiguous().t(), grad.contiguous(), offs=ends)
         return made.masked_fill_((counts == 0).view(-1, 1, 1), 0)
-    out, sizes = rows.new_empty((counts.shape[0], rows.shape[1], grad.shape[1])), _sizes(counts, rows.shape[0])
-    for x, above, result in zip(rows.split_with_sizes(sizes), grad.split_with_sizes(sizes), out.unbind(), strict=False):
+    out, sizes = (
+        rows.new_empty((counts.shape[0], rows.shape[1], grad.shape[1])),
+        _sizes(counts, rows.shape[0]),
+    )
+    for x, above, result in zip(
+        rows.split_with_sizes(sizes), grad.split_with_sizes(sizes), out.unbind(), strict=False
+    ):
         if x.shape[0]:
             torch.mm(x.t(), above, out=result)
         else:
@@ -262,7 +309,9 @@ def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
 def _grouped_wgrad_add(rows: Tensor, counts: Tensor, grad: Tensor, total: Tensor) -> Tensor:
     sizes = _sizes(counts, rows.shape[0])
     columns = rows.t().split_with_sizes(sizes, 1)
-    for x, above, result in zip(columns, grad.split_with_sizes(sizes), total.unbind(), strict=False):
+    for x, above, result in zip(
+        columns, grad.split_with_sizes(sizes), total.unbind(), strict=False
+    ):
         if x.shape[1]:
             result.addmm_(x, above)
     return total
@@ -277,7 +326,9 @@ def _route_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     ctx.save_for_backward(inputs[1])
 
 
-def _route_backward(ctx: Any, grad: Tensor | None, of_counts: Tensor | None) -> tuple[Tensor | None, ...]:
+def _route_backward(
+    ctx: Any, grad: Tensor | None, of_counts: Tensor | None
+) -> tuple[Tensor | None, ...]:
     (chosen,) = ctx.saved_tensors
     return (None if grad is None else route_dgrad(grad, chosen)), None, None
 
@@ -373,7 +424,9 @@ grouped_mm_wgrad = define(
     direct=True,
 )
 """An op that returns the gradient (E, K, N) of the matrices: zeros for an expert without rows."""
-LIBRARY.define("grouped_mm_wgrad_(Tensor rows, Tensor counts, Tensor grad, Tensor(a!) total) -> Tensor(a!)")
+LIBRARY.define(
+    "grouped_mm_wgrad_(Tensor rows, Tensor counts, Tensor grad, Tensor(a!) total) -> Tensor(a!)"
+)
 for _key in ("CPU", "CUDA"):
     LIBRARY.impl("grouped_mm_wgrad_", _grouped_wgrad_add, _key)
 grouped_mm_wgrad_ = torch.ops.piper.grouped_mm_wgrad_.default

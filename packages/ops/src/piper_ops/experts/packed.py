@@ -32,24 +32,39 @@ def there(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of all devices for the own experts, sorted by expert, and how many each expert has."""
     if not trades.counted(table):
-        return trades.take(exchange("all_to_all", axis, trades.send(rows, table, place, slot, 0)), table, place, 0)
+        return trades.take(
+            exchange("all_to_all", axis, trades.send(rows, table, place, slot, 0)), table, place, 0
+        )
     sizes, of = blocks.taken_sizes(table, place, 0, slot), blocks.sent_sizes(table, place, 0, slot)
     came = rows.new_empty((len(sizes) * slot, rows.shape[1]))
     parts = blocks.sent_blocks(rows, of)
     sent, got = [size for _, size, _ in of], [sum(size) for size in sizes]
-    own = parts[place] if place in (0, len(parts) - 1) else None  # what others get lies side by side without it
+    own = (
+        parts[place] if place in (0, len(parts) - 1) else None
+    )  # what others get lies side by side without it
     if own is not None:
         sent[place] = got[place] = 0
     if any(behind for _, _, behind in of):
-        given = blocks.packed([part[:size] for part, size in zip(parts, sent, strict=True)], came.shape)
+        given = blocks.packed(
+            [part[:size] for part, size in zip(parts, sent, strict=True)], came.shape
+        )
     else:
         given = rows if own is None or place else rows[own.shape[0] :]
     exchange("all_to_all", axis, given, Cuts(came, sent, got))
     del given
-    return blocks.take_packed(came, sizes, own, place), torch.tensor([sum(size) for size in zip(*sizes, strict=True)])
+    return blocks.take_packed(came, sizes, own, place), torch.tensor(
+        [sum(size) for size in zip(*sizes, strict=True)]
+    )
 
 
-def back(exchange: Callable[..., Tensor], axis: str, box: list[Tensor], table: Tensor, place: int, rows: int) -> Tensor:
+def back(
+    exchange: Callable[..., Tensor],
+    axis: str,
+    box: list[Tensor],
+    table: Tensor,
+    place: int,
+    rows: int,
+) -> Tensor:
     """Return rows that are sorted by own expert where they were sent from, and zeros elsewhere; `box` is emptied."""
     if not trades.counted(table):
         came = exchange("all_to_all", axis, trades.give(box.pop(), table, place, 0))
@@ -68,7 +83,9 @@ def returned(
         return rounds.run_return(exchange, came, *rest, room)
     sizes = _give(box, table, place)
     reserved.reserve(room[0], rows.device)
-    return rounds.add_further(exchange, _home(exchange, axis, box, sizes, table, place, rows.shape[0]), *rest)
+    return rounds.add_further(
+        exchange, _home(exchange, axis, box, sizes, table, place, rows.shape[0]), *rest
+    )
 
 
 def _give(box: list[Tensor], table: Tensor, place: int) -> list[list[int]]:
@@ -86,7 +103,9 @@ def _home(
     given = box.pop()
     of = blocks.sent_sizes(table, place, 0, given.shape[0] // len(sizes))
     sent, got = [sum(size) for size in sizes], [size for _, size, _ in of]
-    came = torch.empty_like(given)  # asked for in any case, so that a step holds as much whatever is chosen
+    came = torch.empty_like(
+        given
+    )  # asked for in any case, so that a step holds as much whatever is chosen
     if any(behind for _, _, behind in of):
         exchange("all_to_all", axis, given, Cuts(came, sent, got))
         del given

@@ -75,7 +75,9 @@ def _loaded(body: str, device: str) -> tuple[Callable[[list[Tensor]], tuple[Tens
 class _Rounds:
     """Run further rounds: what goes to experts, and what comes back."""
 
-    def __init__(self, exchange: Exchanged, table: Tensor, body: str, axis: str, slot: int, place: int) -> None:
+    def __init__(
+        self, exchange: Exchanged, table: Tensor, body: str, axis: str, slot: int, place: int
+    ) -> None:
         self._exchange, self._table, self._axis = exchange, table, axis
         self._slot, self._place = slot, place
         self._body, self._any_rows = _loaded(body, str(table.device))
@@ -94,7 +96,13 @@ class _Rounds:
         """Return the rows of all devices for the own experts, and their counts."""
         places = self._places(number)
         sent = _send(rows, self._table, self._place, self._slot, number, places)
-        return _take(self._exchange("all_to_all", self._axis, sent), self._table, self._place, number, self._slot)
+        return _take(
+            self._exchange("all_to_all", self._axis, sent),
+            self._table,
+            self._place,
+            number,
+            self._slot,
+        )
 
     def add_back(self, made: Tensor, number: int, total: Tensor) -> None:
         """Add what all devices made of the own rows to `total`, in the rows' places."""
@@ -165,7 +173,9 @@ def _add_dgrad(
     return total
 
 
-def run_return_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, table: Tensor, weights: Any, *rest: Any) -> list[Tensor]:
+def run_return_wgrad(
+    exchange: Exchanged, grad: Tensor, rows: Tensor, table: Tensor, weights: Any, *rest: Any
+) -> list[Tensor]:
     """Compute the gradients of the wanted matrices in further rounds."""
     *how, room, wanted = rest
     reserved.reserve(room[2], rows.device)
@@ -193,7 +203,9 @@ def _add_wgrad(
         given, counts = run.there(rows, number)
         above, _ = run.there(grad, number)
         busy = run.busy(counts)
-        own = [w[busy].detach().requires_grad_(mine) for w, mine in zip(weights, wanted, strict=True)]
+        own = [
+            w[busy].detach().requires_grad_(mine) for w, mine in zip(weights, wanted, strict=True)
+        ]
         with torch.enable_grad():
             made = run.made(given, counts[busy], own)
         found = torch.autograd.grad(made, [w for w in own if w.requires_grad], above)
@@ -209,7 +221,9 @@ def _add_wgrad(
 def _drop_kernel(chosen: Tensor, experts: int, degree: int, slot: int) -> Tensor:
     """Return the choices, those for which a device has no place as `experts`: of its choices the last ones."""
     device = chosen.reshape(-1).div(experts // degree, rounding_mode="floor")
-    before = (device.unsqueeze(1) == torch.arange(degree, device=chosen.device)).cumsum(0, dtype=torch.int32)
+    before = (device.unsqueeze(1) == torch.arange(degree, device=chosen.device)).cumsum(
+        0, dtype=torch.int32
+    )
     turn = before.gather(1, device.unsqueeze(1)).view(chosen.shape)
     return torch.where(turn <= slot, chosen, experts)
 
@@ -219,7 +233,8 @@ def _checked_kernel(table: Tensor, slot: int, bound: float, rows: int, mean: flo
         most = _most(table)
         enough = math.ceil(-(-most // rows) / mean * 100) / 100
         raise ExpertsOverflow(
-            f"a device has {most} rows for the experts of another, and bound={bound:g} has places for {slot}; "
+            f"a device has {most} rows for the experts of another, and bound={bound:g} has places "
+            f"for {slot}; "
             f"bound={enough:g} would do in this step, and overflow='rounds' in every one"
         )
     return table.clone()
@@ -238,7 +253,9 @@ def _home_fake(back: Tensor, table: Tensor, place: int, rows: int) -> Tensor:
 
 def _take_fake(came: Tensor, table: Tensor, place: int) -> tuple[Tensor, Tensor]:
     devices, slot, width = came.shape
-    return contiguous_empty(came, (devices * slot, width)), contiguous_empty(table, (table.shape[1] // devices,))
+    return contiguous_empty(came, (devices * slot, width)), contiguous_empty(
+        table, (table.shape[1] // devices,)
+    )
 
 
 def _give_fake(made: Tensor, table: Tensor, place: int) -> Tensor:
@@ -254,12 +271,16 @@ def _return_dgrad_fake(grad: Tensor, rows: Tensor, *_: Any) -> Tensor:
     return contiguous_empty(rows, rows.shape)
 
 
-def _return_wgrad_fake(grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+def _return_wgrad_fake(
+    grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor], *rest: Any
+) -> list[Tensor]:
     return [contiguous_empty(w, w.shape) for w, mine in zip(weights, rest[-1], strict=True) if mine]
 
 
 def _elsewhere(*args: Any) -> Any:
-    raise RuntimeError("further rounds of experts are run by the engine that runs the step, not as an op")
+    raise RuntimeError(
+        "further rounds of experts are run by the engine that runs the step, not as an op"
+    )
 
 
 # --- gradients of autograd
@@ -291,7 +312,11 @@ def _take_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 
 def _take_backward(ctx: Any, grad: Tensor | None, of_counts: Tensor | None) -> tuple[Any, ...]:
-    return (None if grad is None else experts_give(grad, ctx.saved_tensors[0], ctx.place)), None, None
+    return (
+        (None if grad is None else experts_give(grad, ctx.saved_tensors[0], ctx.place)),
+        None,
+        None,
+    )
 
 
 def _give_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -314,7 +339,9 @@ def _return_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rows, table, *weights = ctx.saved_tensors
     _, _, slot, place, _ = ctx.rest
     of_back = experts_send(grad, table, place, slot)
-    of_rows = experts_return_dgrad(grad, rows, table, weights, *ctx.rest) if ctx.wants_rows else None
+    of_rows = (
+        experts_return_dgrad(grad, rows, table, weights, *ctx.rest) if ctx.wants_rows else None
+    )
     of_weights: list[Tensor | None] = [None for _ in weights]
     if any(ctx.wanted):
         found = iter(experts_return_wgrad(grad, rows, table, weights, *ctx.rest, ctx.wanted))
@@ -322,7 +349,10 @@ def _return_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return of_back, of_rows, None, of_weights, None, None, None, None, None
 
 
-_SCHEMA = "Tensor rows, Tensor table, Tensor[] weights, str body, str axis, int slot, int place, int[] room"
+_SCHEMA = (
+    "Tensor rows, Tensor table, Tensor[] weights, str body, str axis, int slot, int place, int[] "
+    "room"
+)
 
 experts_home = define(
     "experts_home", "(Tensor back, Tensor table, int place, int rows) -> Tensor", _home_fake,
@@ -348,10 +378,15 @@ experts_take = define(
     direct=True, backward=_take_backward, setup_context=_take_setup,
 )  # fmt: skip
 """An op that sorts what came in round 0 by own expert, and says how many rows each has."""
-experts_return_dgrad = define("experts_return_dgrad", f"(Tensor grad, {_SCHEMA}) -> Tensor", _return_dgrad_fake, _elsewhere)
+experts_return_dgrad = define(
+    "experts_return_dgrad", f"(Tensor grad, {_SCHEMA}) -> Tensor", _return_dgrad_fake, _elsewhere
+)
 """An op that returns the gradient of the rows of further rounds."""
 experts_return_wgrad = define(
-    "experts_return_wgrad", f"(Tensor grad, {_SCHEMA}, bool[] wanted) -> Tensor[]", _return_wgrad_fake, _elsewhere
+    "experts_return_wgrad",
+    f"(Tensor grad, {_SCHEMA}, bool[] wanted) -> Tensor[]",
+    _return_wgrad_fake,
+    _elsewhere,
 )
 """An op that returns the gradients of matrices in further rounds."""
 experts_return = define(
@@ -359,7 +394,10 @@ experts_return = define(
     backward=_return_backward, setup_context=_return_setup,
 )  # fmt: skip
 """An op that returns all rows (M, W) where they were sent from, after further rounds."""
-for _name, _more in (("dgrad", "Tensor(a!) total"), ("wgrad", "bool[] wanted, Tensor(b!)[] others, Tensor(a!) total")):
+for _name, _more in (
+    ("dgrad", "Tensor(a!) total"),
+    ("wgrad", "bool[] wanted, Tensor(b!)[] others, Tensor(a!) total"),
+):
     LIBRARY.define(f"experts_further_{_name}_(Tensor grad, {_SCHEMA}, {_more}) -> Tensor(a!)")
 experts_further_dgrad_ = torch.ops.piper.experts_further_dgrad_.default
 experts_further_wgrad_ = torch.ops.piper.experts_further_wgrad_.default

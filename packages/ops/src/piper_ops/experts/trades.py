@@ -22,7 +22,9 @@ def counted(table: Tensor) -> bool:
     return table.device.type == "cpu"
 
 
-def send(rows: Tensor, table: Tensor, place: int, slot: int, number: int, places: int = 0) -> Tensor:
+def send(
+    rows: Tensor, table: Tensor, place: int, slot: int, number: int, places: int = 0
+) -> Tensor:
     """Return what goes to each device in a round; nobody reads what stands behind a device's rows.
 
     `places` are those for a device in this round, `slot` unless they are fewer.
@@ -49,10 +51,16 @@ def home(back: Tensor, table: Tensor, place: int, rows: int, number: int, slot: 
     turn = number_of - (ends - total).index_select(0, device)
     other = (turn.div(slot, rounding_mode="floor") != number) | (number_of >= ends[-1])
     found = device.mul_(places).add_(turn.remainder_(slot).clamp_(max=places - 1))
-    return back.view(devices * places, width).index_select(0, found).masked_fill_(other.unsqueeze(1), 0)
+    return (
+        back.view(devices * places, width)
+        .index_select(0, found)
+        .masked_fill_(other.unsqueeze(1), 0)
+    )
 
 
-def add_home(back: Tensor, table: Tensor, place: int, total: Tensor, number: int, slot: int) -> None:
+def add_home(
+    back: Tensor, table: Tensor, place: int, total: Tensor, number: int, slot: int
+) -> None:
     """Add the rows of a round to those of `total` where they were sent from; there are `slot` places in round 0."""
     if counted(table):
         blocks.add_home(back, blocks.sent_sizes(table, place, number * slot, back.shape[1]), total)
@@ -60,19 +68,25 @@ def add_home(back: Tensor, table: Tensor, place: int, total: Tensor, number: int
         total += home(back, table, place, total.shape[0], number, slot)
 
 
-def by_expert(table: Tensor, place: int, slot: int, number: int, places: int) -> tuple[Tensor, Tensor]:
+def by_expert(
+    table: Tensor, place: int, slot: int, number: int, places: int
+) -> tuple[Tensor, Tensor]:
     """Return the order by own expert of what came in in a round, and how many rows each expert has.
 
     Rows of one expert are in the order of the devices that they come from. Places that nobody filled are last.
     """
     devices, experts = table.shape[0], table.shape[1] // table.shape[0]
     ends = table[:, place * experts : (place + 1) * experts].cumsum(1)
-    turn = torch.arange(number * slot, number * slot + places, device=table.device).repeat(devices, 1)
+    turn = torch.arange(number * slot, number * slot + places, device=table.device).repeat(
+        devices, 1
+    )
     expert, order = torch.sort(torch.searchsorted(ends, turn, right=True).view(-1), stable=True)
     return order, torch.searchsorted(expert, torch.arange(experts + 1, device=table.device)).diff()
 
 
-def take(came: Tensor, table: Tensor, place: int, number: int, slot: int = 0) -> tuple[Tensor, Tensor]:
+def take(
+    came: Tensor, table: Tensor, place: int, number: int, slot: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return what came in in a round sorted by own expert, and how many rows each has."""
     places = came.shape[1]
     slot = slot or places
@@ -83,7 +97,9 @@ def take(came: Tensor, table: Tensor, place: int, number: int, slot: int = 0) ->
     return came.view(-1, came.shape[2]).index_select(0, order), counts
 
 
-def give(made: Tensor, table: Tensor, place: int, number: int, slot: int = 0, places: int = 0) -> Tensor:
+def give(
+    made: Tensor, table: Tensor, place: int, number: int, slot: int = 0, places: int = 0
+) -> Tensor:
     """Return rows that are sorted by expert as they came in."""
     devices = table.shape[0]
     slot = slot or made.shape[0] // devices

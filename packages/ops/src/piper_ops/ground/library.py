@@ -87,7 +87,9 @@ def _unseen(op: _Kernel, kernel: _Kernel) -> _Kernel:
 
 def _no_double_backward(qualified: str) -> Callable[..., Any]:
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise NotImplementedError(f"{qualified} is a gradient and has none of its own: double backward is not supported")
+        raise NotImplementedError(
+            f"{qualified} is a gradient and has none of its own: double backward is not supported"
+        )
 
     return backward
 
@@ -97,6 +99,8 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def contiguous_empty(like: Tensor, shape: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
+def contiguous_empty(
+    like: Tensor, shape: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None
+) -> Tensor:
     """Return a new contiguous tensor on the device of `like`, with its dtype unless another one is given."""
     return like.new_empty(tuple(shape), dtype=dtype or like.dtype)

@@ -30,7 +30,9 @@ def shared(tensor: Tensor) -> Tensor:
 def is_shared(tensor: Tensor, name: str, patterns: tuple[str, ...]) -> bool:
     """Return whether a tensor of a batch has no rows, by its mark or by its name ("inputs.positions", "positions")."""
     last = name.rpartition(".")[2]
-    return hasattr(tensor, _SHARED) or any(fnmatchcase(name, p) or fnmatchcase(last, p) for p in patterns)
+    return hasattr(tensor, _SHARED) or any(
+        fnmatchcase(name, p) or fnmatchcase(last, p) for p in patterns
+    )
 
 
 def batch_pair(result: object) -> tuple[Any, Any] | None:
@@ -52,12 +54,20 @@ def _register_dataclasses(nest: Any) -> None:
 
 
 def _is_record(leaf: Any) -> bool:
-    return is_dataclass(leaf) and not isinstance(leaf, type | Mapping) and all(f.init for f in fields(leaf))
+    return (
+        is_dataclass(leaf)
+        and not isinstance(leaf, type | Mapping)
+        and all(f.init for f in fields(leaf))
+    )
 
 
 def _plain(nest: Any) -> Any:
     def leaf(value: Any) -> Any:
-        return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+        return (
+            {key: _plain(item) for key, item in value.items()}
+            if isinstance(value, Mapping)
+            else value
+        )
 
     _register_dataclasses(nest)
     return pytree.tree_map(leaf, nest)
@@ -73,4 +83,6 @@ def batch_leaves(inputs: Any, targets: Any) -> Iterator[tuple[str, Any]]:
 
 def _key(entry: Any) -> str:
     """Return the name of one step of a path: a dict's key, a sequence's index, or a field's name."""
-    return next((str(getattr(entry, a)) for a in ("key", "idx", "name") if hasattr(entry, a)), str(entry))
+    return next(
+        (str(getattr(entry, a)) for a in ("key", "idx", "name") if hasattr(entry, a)), str(entry)
+    )

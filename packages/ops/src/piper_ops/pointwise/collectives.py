@@ -26,13 +26,16 @@ def _stacked(x: Tensor, axis: str, degree: int) -> Tensor:
 def _own(x: Tensor, axis: str, degree: int) -> Tensor:
     if x.dim() == 0 or x.shape[0] != degree:
         raise ValueError(
-            f"a tensor with one element of its first dimension for each of {degree} devices is needed, not {x.shape}"
+            f"a tensor with one element of its first dimension for each of {degree} devices is "
+            f"needed, not {x.shape}"
         )
     return contiguous_empty(x, x.shape[1:])
 
 
 def _elsewhere(*args: Any) -> Tensor:
-    raise RuntimeError("a collective inside of a step is run by the engine that runs the step, not as an op")
+    raise RuntimeError(
+        "a collective inside of a step is run by the engine that runs the step, not as an op"
+    )
 
 
 _SCHEMA = "(Tensor x, str axis, int degree) -> Tensor"
@@ -59,7 +62,14 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return all_to_all(grad, ctx.axis, ctx.degree), None, None
 
 
-all_to_all = define("all_to_all", _SCHEMA, _same, _elsewhere, backward=_all_to_all_backward, setup_context=_all_to_all_setup)
+all_to_all = define(
+    "all_to_all",
+    _SCHEMA,
+    _same,
+    _elsewhere,
+    backward=_all_to_all_backward,
+    setup_context=_all_to_all_setup,
+)
 """An op that sends element k of the leading dimension to device k, and stacks what comes in by where it came from.
 
 Its gradient is sent back in the same way.

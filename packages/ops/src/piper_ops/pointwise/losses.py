@@ -30,14 +30,18 @@ _softmax = torch.ops.aten._softmax.out
 def _check(logits: Tensor, target: Tensor, reduction: str = "mean", *_: object) -> None:
     if logits.dim() != 2 or tuple(target.shape) != tuple(logits.shape[:1]):
         raise UnsupportedVariant(
-            f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} are not (N, C) and (N,)"
+            f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} are not "
+            f"(N, C) and (N,)"
         )
     if logits.dtype not in FLOATS or target.dtype != torch.int64:
         raise UnsupportedVariant(
-            f"cross_entropy: logits of {logits.dtype} and target of {target.dtype} are not floating-point and int64"
+            f"cross_entropy: logits of {logits.dtype} and target of {target.dtype} are not "
+            f"floating-point and int64"
         )
     if reduction not in REDUCTIONS:
-        raise UnsupportedVariant(f"cross_entropy: reduction {reduction!r}; accepted are {', '.join(REDUCTIONS)}")
+        raise UnsupportedVariant(
+            f"cross_entropy: reduction {reduction!r}; accepted are {', '.join(REDUCTIONS)}"
+        )
 
 
 def rows_per_slice(device: str, classes: int) -> int:
@@ -51,10 +55,14 @@ def slices_of(logits: Tensor) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, max(1, logits.shape[0]), rows)]
 
 
-def _cross_entropy_fake(logits: Tensor, target: Tensor, reduction: str = "mean", *_: object) -> tuple[Tensor, Tensor]:
+def _cross_entropy_fake(
+    logits: Tensor, target: Tensor, reduction: str = "mean", *_: object
+) -> tuple[Tensor, Tensor]:
     _check(logits, target, reduction)
     rows, dtype = logits.shape[:1], accumulate_dtype(logits.dtype)
-    return contiguous_empty(logits, rows if reduction == "none" else (), dtype), contiguous_empty(logits, rows, dtype)
+    return contiguous_empty(logits, rows if reduction == "none" else (), dtype), contiguous_empty(
+        logits, rows, dtype
+    )
 
 
 def _cross_entropy_kernel(
@@ -71,7 +79,9 @@ def _cross_entropy_kernel(
     return total / (target != ignore_index).sum() if reduction == "mean" else total, lse
 
 
-def _slice_loss(logits: Tensor, target: Tensor, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _slice_loss(
+    logits: Tensor, target: Tensor, reduction: str, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     """Return the loss and the logsumexp of a slice of rows.
 
     A row's logsumexp is its logit at the target (at any class for an ignored row) less its log-softmax there.
@@ -87,7 +97,12 @@ def _dgrad_fake(grad_loss: Tensor, logits: Tensor, *_: object) -> Tensor:
 
 
 def _dgrad_kernel(
-    grad_loss: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, reduction: str = "mean", ignore_index: int = -100
+    grad_loss: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    logsumexp: Tensor,
+    reduction: str = "mean",
+    ignore_index: int = -100,
 ) -> Tensor:
     """Return (softmax(logits) - onehot(target)) * row_scale, with row_scale 0 where the target is ignored.
 
@@ -96,7 +111,9 @@ def _dgrad_kernel(
     dtype = logsumexp.dtype
     counted = target != ignore_index
     scale = grad_loss.to(dtype)
-    scale = torch.where(counted, scale / counted.sum() if reduction == "mean" else scale, 0.0).unsqueeze(1)
+    scale = torch.where(
+        counted, scale / counted.sum() if reduction == "mean" else scale, 0.0
+    ).unsqueeze(1)
     index = target.clamp(0, logits.shape[1] - 1).unsqueeze(1)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     write = _write_half_dgrad if logits.dtype in HALF else _write_dgrad
@@ -105,13 +122,17 @@ def _dgrad_kernel(
     return grad
 
 
-def _write_dgrad(grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor) -> None:
+def _write_dgrad(
+    grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor
+) -> None:
     """Write the gradient of a slice, with the softmax in place so that no second copy of the slice is alive."""
     _softmax(logits, 1, False, out=grad)
     grad.mul_(scale).scatter_add_(1, index, -scale)
 
 
-def _write_half_dgrad(grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor) -> None:
+def _write_half_dgrad(
+    grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor
+) -> None:
     """Write the gradient of a slice in half precision, with one float32 copy of the slice alive, from the logsumexp.
 
     torch's softmax converts bfloat16 before it begins, which makes another copy (CUDA, torch 2.11: "conversion is
@@ -130,16 +151,25 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(logits, target, lse)
 
 
-def _backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
         return (None,) * 4
     logits, target, lse = ctx.saved_tensors
-    return cross_entropy_dgrad(grad_loss, logits, target, lse, ctx.reduction, ctx.ignore_index), None, None, None
+    return (
+        cross_entropy_dgrad(grad_loss, logits, target, lse, ctx.reduction, ctx.ignore_index),
+        None,
+        None,
+        None,
+    )
 
 
 cross_entropy_dgrad = define(
     "cross_entropy_dgrad",
-    '(Tensor grad_loss, Tensor logits, Tensor target, Tensor logsumexp, str reduction="mean", int ignore_index=-100) -> Tensor',
+    '(Tensor grad_loss, Tensor logits, Tensor target, Tensor logsumexp, str reduction="mean", int '
+    "ignore_index=-100) "
+    "-> Tensor",
     _dgrad_fake,
     _dgrad_kernel,
     direct="unseen",
@@ -148,7 +178,8 @@ cross_entropy_dgrad = define(
 
 cross_entropy = define(
     "cross_entropy",
-    '(Tensor logits, Tensor target, str reduction="mean", int ignore_index=-100) -> (Tensor, Tensor)',
+    '(Tensor logits, Tensor target, str reduction="mean", int ignore_index=-100) -> (Tensor, '
+    "Tensor)",
     _cross_entropy_fake,
     _cross_entropy_kernel,
     check=_check,

@@ -27,7 +27,12 @@ STATISTICS = 2
 
 
 def own_numbers(
-    numbers: Tensor, size: int, place: Sequence[int], degree: Sequence[int], rest: Sequence[int], ignored: Tensor | None = None
+    numbers: Tensor,
+    size: int,
+    place: Sequence[int],
+    degree: Sequence[int],
+    rest: Sequence[int],
+    ignored: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the places of numbers in a device's part, 0 where another device has them, and whether it has them.
 
@@ -56,7 +61,9 @@ def _refuse(wrong: Tensor, size: int) -> None:
     """Raise IndexError where something is wrong; a GPU is not waited for."""
     if wrong.device.type == "cpu":
         if bool(wrong.any()):
-            raise IndexError(f"an index is out of range: the vocabulary has {size} numbers, from 0 on")
+            raise IndexError(
+                f"an index is out of range: the vocabulary has {size} numbers, from 0 on"
+            )
     else:
         torch._assert_async(~wrong.any())
 
@@ -66,7 +73,11 @@ def _embedding_fake(weight: Tensor, indices: Tensor, *_: object) -> Tensor:
 
 
 def _embedding_kernel(
-    weight: Tensor, indices: Tensor, place: Sequence[int], degree: Sequence[int], rest: Sequence[int]
+    weight: Tensor,
+    indices: Tensor,
+    place: Sequence[int],
+    degree: Sequence[int],
+    rest: Sequence[int],
 ) -> Tensor:
     local, mine = own_numbers(indices, weight.shape[0], place, degree, rest)
     return torch.embedding(weight, local).masked_fill_(mine.logical_not_().unsqueeze(-1), 0)
@@ -97,7 +108,8 @@ def _embedding_dgrad_kernel(
 def _part_check(logits: Tensor, target: Tensor) -> None:
     if logits.dim() != 2 or tuple(target.shape) != tuple(logits.shape[:1]):
         raise UnsupportedVariant(
-            f"cross_entropy_part: logits {tuple(logits.shape)} and target {tuple(target.shape)} are not (N, C) and (N,)"
+            f"cross_entropy_part: logits {tuple(logits.shape)} and target {tuple(target.shape)} "
+            f"are not (N, C) and (N,)"
         )
 
 
@@ -134,9 +146,13 @@ def _logsumexp(logits: Tensor, out: Tensor) -> None:
     out.log_().add_(most)
 
 
-def _joined_fake(statistics: Tensor, target: Tensor, reduction: str = "mean", *_: object) -> tuple[Tensor, Tensor]:
+def _joined_fake(
+    statistics: Tensor, target: Tensor, reduction: str = "mean", *_: object
+) -> tuple[Tensor, Tensor]:
     rows = statistics.shape[-1:]
-    return contiguous_empty(statistics, rows if reduction == "none" else ()), contiguous_empty(statistics, rows)
+    return contiguous_empty(statistics, rows if reduction == "none" else ()), contiguous_empty(
+        statistics, rows
+    )
 
 
 def _joined_kernel(
@@ -173,21 +189,36 @@ def _part_dgrad_kernel(
     scale = _row_scale(grad_loss, target, logsumexp.dtype, reduction, ignore_index)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     for rows in losses.slices_of(logits):
-        _write_part_dgrad(grad[rows], logits[rows], logsumexp[rows].unsqueeze(1), scale[rows], index[rows], less[rows])
+        _write_part_dgrad(
+            grad[rows],
+            logits[rows],
+            logsumexp[rows].unsqueeze(1),
+            scale[rows],
+            index[rows],
+            less[rows],
+        )
     return grad
 
 
-def _write_part_dgrad(grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor, less: Tensor) -> None:
+def _write_part_dgrad(
+    grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor, less: Tensor
+) -> None:
     """Write the gradient of a slice, where it can be in place of its powers."""
-    powers = torch.sub(logits, logsumexp, out=grad if grad.dtype == logsumexp.dtype else None).exp_()
+    powers = torch.sub(
+        logits, logsumexp, out=grad if grad.dtype == logsumexp.dtype else None
+    ).exp_()
     torch.mul(powers.scatter_add_(1, index, less), scale, out=grad)
 
 
-def _row_scale(grad_loss: Tensor, target: Tensor, dtype: torch.dtype, reduction: str, ignore_index: int) -> Tensor:
+def _row_scale(
+    grad_loss: Tensor, target: Tensor, dtype: torch.dtype, reduction: str, ignore_index: int
+) -> Tensor:
     """Return what the gradient of the loss scales each row by, as a column: 0 where the target is ignored."""
     counted = target != ignore_index
     scale = grad_loss.to(dtype)
-    return torch.where(counted, scale / counted.sum() if reduction == "mean" else scale, 0.0).unsqueeze(1)
+    return torch.where(
+        counted, scale / counted.sum() if reduction == "mean" else scale, 0.0
+    ).unsqueeze(1)
 
 
 embedding_part = define(
@@ -200,7 +231,8 @@ embedding_part = define(
 
 embedding_part_dgrad = define(
     "embedding_part_dgrad",
-    "(Tensor grad, Tensor indices, int rows, int[] place, int[] degree, int[] rest, int padding_idx=-1) -> Tensor",
+    "(Tensor grad, Tensor indices, int rows, int[] place, int[] degree, int[] rest, int "
+    "padding_idx=-1) -> Tensor",
     _embedding_dgrad_fake,
     _embedding_dgrad_kernel,
 )
@@ -208,7 +240,8 @@ embedding_part_dgrad = define(
 
 cross_entropy_part_dgrad = define(
     "cross_entropy_part_dgrad",
-    "(Tensor grad_loss, Tensor logits, Tensor target, Tensor logsumexp, int[] place, int[] degree, int[] rest, "
+    "(Tensor grad_loss, Tensor logits, Tensor target, Tensor logsumexp, int[] place, int[] degree, "
+    "int[] rest, "
     'str reduction="mean", int ignore_index=-100) -> Tensor',
     _part_dgrad_fake,
     _part_dgrad_kernel,
@@ -217,7 +250,8 @@ cross_entropy_part_dgrad = define(
 
 cross_entropy_part = define(
     "cross_entropy_part",
-    "(Tensor logits, Tensor target, int[] place, int[] degree, int[] rest, int ignore_index=-100) -> Tensor",
+    "(Tensor logits, Tensor target, int[] place, int[] degree, int[] rest, int ignore_index=-100) "
+    "-> Tensor",
     _part_fake,
     _part_kernel,
 )
@@ -225,7 +259,8 @@ cross_entropy_part = define(
 
 cross_entropy_joined = define(
     "cross_entropy_joined",
-    '(Tensor statistics, Tensor target, str reduction="mean", int ignore_index=-100) -> (Tensor, Tensor)',
+    '(Tensor statistics, Tensor target, str reduction="mean", int ignore_index=-100) -> (Tensor, '
+    "Tensor)",
     _joined_fake,
     _joined_kernel,
 )

@@ -60,7 +60,9 @@ def _mix(words: Tensor) -> Tensor:
     return words
 
 
-def numbers(key: Key, start: int, count: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+def numbers(
+    key: Key, start: int, count: int, device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield the numbers of the elements from `start` on, as parts of 32 bits (torch.int32) with their places.
 
     A part is overwritten when the next one is asked for.
@@ -81,4 +83,8 @@ def numbers(key: Key, start: int, count: int, device: torch.device) -> Iterator[
 def numbers_at(key: Key, elements: Tensor) -> Tensor:
     """Return the numbers of elements (int64, any order) as torch.int32."""
     words = _mix(elements.bitwise_right_shift(1).mul_(signed(key[1])).add_(signed(key[0])))
-    return words.view(torch.int32).view(*elements.shape, 2).gather(-1, elements.bitwise_and(1)[..., None])[..., 0]
+    return (
+        words.view(torch.int32)
+        .view(*elements.shape, 2)
+        .gather(-1, elements.bitwise_and(1)[..., None])[..., 0]
+    )

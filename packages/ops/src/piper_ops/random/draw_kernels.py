@@ -22,7 +22,9 @@ class NumberSource(Protocol):
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor: ...
     def open(self, shape: Sequence[int], device: torch.device, stream: int = 0) -> Tensor: ...
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor: ...
-    def integers(self, shape: Sequence[int], low: int, high: int, device: torch.device) -> Tensor: ...
+    def integers(
+        self, shape: Sequence[int], low: int, high: int, device: torch.device
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,21 @@ def _call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Ca
     given = {**defaults, **dict(zip(names, args)), **kwargs}
     if not isinstance(given.get("dtype"), torch.dtype):
         given["dtype"] = None  # a schema has a number for the default of integers
-    tensors = [t for name in ("self", "input", "mean", "std") if isinstance(t := given.get(name), Tensor)]
+    tensors = [
+        t for name in ("self", "input", "mean", "std") if isinstance(t := given.get(name), Tensor)
+    ]
     if tensors:
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-        dtype, device = given.get("dtype") or tensors[0].dtype, given.get("device") or tensors[0].device
+        dtype, device = (
+            given.get("dtype") or tensors[0].dtype,
+            given.get("device") or tensors[0].device,
+        )
     else:
         shape = torch.Size([given["n"]] if "n" in given else given["size"])
-        dtype, device = given.get("dtype") or torch.get_default_dtype(), given.get("device") or torch.device("cpu")
+        dtype, device = (
+            given.get("dtype") or torch.get_default_dtype(),
+            given.get("device") or torch.device("cpu"),
+        )
     return _Call(given, tuple(shape), dtype, torch.device(device))
 
 
@@ -87,7 +97,11 @@ def _normal(call: _Call, numbers: NumberSource) -> Tensor:
 
 
 def _log_normal(call: _Call, numbers: NumberSource) -> Tensor:
-    result: Tensor = (numbers.normal(call.shape, call.device) * call.given["std"] + call.given["mean"]).exp_().to(call.dtype)
+    result: Tensor = (
+        (numbers.normal(call.shape, call.device) * call.given["std"] + call.given["mean"])
+        .exp_()
+        .to(call.dtype)
+    )
     return result
 
 
@@ -101,12 +115,22 @@ def _cauchy(call: _Call, numbers: NumberSource) -> Tensor:
 
 
 def _geometric(call: _Call, numbers: NumberSource) -> Tensor:
-    return numbers.open(call.shape, call.device).log_().div_(math.log1p(-call.given["p"])).ceil_().to(call.dtype)
+    return (
+        numbers.open(call.shape, call.device)
+        .log_()
+        .div_(math.log1p(-call.given["p"]))
+        .ceil_()
+        .to(call.dtype)
+    )
 
 
 def _integers(call: _Call, numbers: NumberSource) -> Tensor:
     given = call.given
-    low, high = (given["from"], given["to"]) if "from" in given else (given.get("low", 0), given.get("high", given.get("to")))
+    low, high = (
+        (given["from"], given["to"])
+        if "from" in given
+        else (given.get("low", 0), given.get("high", given.get("to")))
+    )
     return numbers.integers(call.shape, int(low), int(high), call.device).to(_integer_dtype(call))
 
 
@@ -116,7 +140,11 @@ def _integer_dtype(call: _Call) -> torch.dtype:
 
 
 def _order(call: _Call, numbers: NumberSource) -> Tensor:
-    return numbers.open(call.shape, call.device).argsort(stable=True).to(call.given.get("dtype") or torch.int64)
+    return (
+        numbers.open(call.shape, call.device)
+        .argsort(stable=True)
+        .to(call.given.get("dtype") or torch.int64)
+    )
 
 
 def _multinomial(call: _Call, numbers: NumberSource) -> Tensor:
@@ -152,11 +180,21 @@ def is_draw(op: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None 
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     names = [a.name for a in op._schema.arguments]
-    given = {a.name: a.default_value for a in op._schema.arguments} | dict(zip(names, args)) | dict(kwargs or {})
-    return bool(given.get("dropout_p", True)) and bool(given.get("training", True)) and "_backward" not in op._schema.name
+    given = (
+        {a.name: a.default_value for a in op._schema.arguments}
+        | dict(zip(names, args))
+        | dict(kwargs or {})
+    )
+    return (
+        bool(given.get("dropout_p", True))
+        and bool(given.get("training", True))
+        and "_backward" not in op._schema.name
+    )
 
 
-def refusal_of_draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype) -> str:
+def refusal_of_draw(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> str:
     """Return why an operation cannot be computed from counted numbers; "" where it can. `dtype` is its result's."""
     name = op._schema.name.removeprefix("aten::")
     if (
@@ -166,15 +204,23 @@ def refusal_of_draw(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
     ):
         return f"torch's {name.strip('_')} is not among the operations that Piper can draw by row"
     if op is torch.ops.aten.randint_like.Tensor:
-        return "torch's randint_like with a tensor of bounds is not among the operations that Piper can draw by row"
+        return (
+            "torch's randint_like with a tensor of bounds is not among the operations that Piper "
+            "can draw by row"
+        )
     if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
         return "a torch.Generator of one's own goes on from microbatch to microbatch"
-    if not (dtype.is_floating_point or (not dtype.is_complex and name in (*_INTEGERS, "bernoulli", "bernoulli_"))):
+    if not (
+        dtype.is_floating_point
+        or (not dtype.is_complex and name in (*_INTEGERS, "bernoulli", "bernoulli_"))
+    ):
         return f"numbers of {str(dtype).removeprefix('torch.')} are not drawn by row"
     return ""
 
 
-def run_counted(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: NumberSource) -> Any:
+def run_counted(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: NumberSource
+) -> Any:
     """Run an operation of `KERNELS` on counted numbers; it changes the tensors that torch's would change."""
     call, name = _call(op, args, kwargs), op._schema.name.removeprefix("aten::")
     drawn = KERNELS[name](call, numbers)
@@ -183,7 +229,13 @@ def run_counted(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
         return drawn[0]
     if name in ("native_dropout", "rrelu_with_noise_functional"):
         return drawn
-    into = call.given.get("out") if "out" in call.given else call.given["self"] if name.endswith("_") else None
+    into = (
+        call.given.get("out")
+        if "out" in call.given
+        else call.given["self"]
+        if name.endswith("_")
+        else None
+    )
     if into is not None:
         return into.copy_(drawn)
     like = call.given.get("self")
@@ -192,4 +244,6 @@ def run_counted(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 def _like(given: Tensor, drawn: Tensor) -> Tensor:
     """Return a drawn tensor with its dimensions in memory in the order of the given one."""
-    return drawn if given.is_contiguous() else torch.empty_like(given, dtype=drawn.dtype).copy_(drawn)
+    return (
+        drawn if given.is_contiguous() else torch.empty_like(given, dtype=drawn.dtype).copy_(drawn)
+    )

@@ -75,18 +75,26 @@ class DrawsOfCall:
             self.begin(drawn.place)
             return op(*args, **kwargs)
         numbers = DrawnNumbers(self, drawn)
-        return _seen(op, args, kwargs, numbers) if _watchers() else run_counted(op, args, kwargs, numbers)
+        return (
+            _seen(op, args, kwargs, numbers)
+            if _watchers()
+            else run_counted(op, args, kwargs, numbers)
+        )
 
 
 _watchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-def _seen(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], numbers: DrawnNumbers) -> Any:
+def _seen(
+    op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], numbers: DrawnNumbers
+) -> Any:
     """Run a random operation under a mode that is to see torch's operation, and nothing inside of it."""
     result = op(*args, **kwargs)
     with _disable_current_modes():
         drawn = run_counted(op, args, kwargs, numbers)
-        for into, made in zip(*((r if isinstance(r, tuple) else (r,)) for r in (result, drawn)), strict=True):
+        for into, made in zip(
+            *((r if isinstance(r, tuple) else (r,)) for r in (result, drawn)), strict=True
+        ):
             if into is not made:
                 into.copy_(made)
     return result
@@ -123,7 +131,12 @@ class DrawnNumbers:
         return index
 
     def made(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, make: Callable[[Tensor], Tensor], stream: int = 0
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        make: Callable[[Tensor], Tensor],
+        stream: int = 0,
     ) -> Tensor:
         """Return a contiguous tensor that `make` computes of the numbers (torch.int32); streams are independent."""
         key, begin = self._key(stream), self._begin(shape)
@@ -144,11 +157,22 @@ class DrawnNumbers:
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return floats in [0, 1), of the leading bits that the dtype holds."""
         bits = UNIFORM[dtype]
-        return self.made(shape, dtype, device, lambda part: ((part >> (32 - bits)) + 2 ** (bits - 1)).to(dtype) * 2.0**-bits)
+        return self.made(
+            shape,
+            dtype,
+            device,
+            lambda part: ((part >> (32 - bits)) + 2 ** (bits - 1)).to(dtype) * 2.0**-bits,
+        )
 
     def open(self, shape: Sequence[int], device: torch.device, stream: int = 0) -> Tensor:
         """Return floats (float64) in (0, 1), of all 32 bits."""
-        return self.made(shape, torch.float64, device, lambda part: (part.double() + (2.0**31 + 0.5)) * 2.0**-32, stream)
+        return self.made(
+            shape,
+            torch.float64,
+            device,
+            lambda part: (part.double() + (2.0**31 + 0.5)) * 2.0**-32,
+            stream,
+        )
 
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return normally distributed floats (float64), by Box and Muller from two numbers each."""
@@ -157,8 +181,16 @@ class DrawnNumbers:
 
     def integers(self, shape: Sequence[int], low: int, high: int, device: torch.device) -> Tensor:
         """Return integers in [low, high), each the rest of 63 bits of two numbers."""
-        upper, lower = (self.made(shape, torch.int64, device, lambda part: part.long() + 2**31, stream) for stream in (0, 1))
-        return upper.bitwise_left_shift_(31).add_(lower.bitwise_right_shift_(1)).remainder_(high - low).add_(low)
+        upper, lower = (
+            self.made(shape, torch.int64, device, lambda part: part.long() + 2**31, stream)
+            for stream in (0, 1)
+        )
+        return (
+            upper.bitwise_left_shift_(31)
+            .add_(lower.bitwise_right_shift_(1))
+            .remainder_(high - low)
+            .add_(low)
+        )
 
 
 class _Local(threading.local):

@@ -55,14 +55,18 @@ def rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
         gqa=constant(build, bound, "enable_gqa", False),
     )
     if call.mask is not None and call.causal:
-        raise build.refuse("attn_mask together with is_causal", "Put the causal part into the mask.")
+        raise build.refuse(
+            "attn_mask together with is_causal", "Put the causal part into the mask."
+        )
     if call.dropout or _mask_trained(build, call):
         return written_out(build, call)
     shapes = [build.example(t).shape for t in call.tensors]
     if [len(s) for s in shapes] == [4, 4, 4] and not call.gqa:
         heads = [shape[1] for shape in shapes]
         if heads[1:] == [1, 1] and heads[0] != 1:
-            call = replace(call, gqa=True)  # keys of one head are broadcast: all heads of queries are one group
+            call = replace(
+                call, gqa=True
+            )  # keys of one head are broadcast: all heads of queries are one group
         elif heads != [heads[0]] * 3:
             return written_out(build, call)
     if [len(s) for s in shapes] == [4, 4, 4] and not _broadcast(shapes):
@@ -80,7 +84,9 @@ def _mask_trained(build: Builder, call: _Attention) -> bool:
 def _broadcast(shapes: Sequence[Sequence[Any]]) -> bool:
     """Return whether one tensor has a single entry where another has several, which a symbol of rows always is."""
     first = [shape[0] for shape in shapes]
-    return any(isinstance(size, int) and size == 1 for size in first) and not all(isinstance(size, int) for size in first)
+    return any(isinstance(size, int) and size == 1 for size in first) and not all(
+        isinstance(size, int) for size in first
+    )
 
 
 def _fused(build: Builder, call: _Attention) -> fx.Node:
@@ -113,7 +119,9 @@ def written_out(build: Builder, call: _Attention) -> fx.Node:
     q, k, v = repeated(build, *call.tensors) if call.gqa else call.tensors
     scores = scores_of(build, q, k, call.scale)
     if call.causal:
-        full = build.method("new_full", scores, tuple(size_of(build, scores, d) for d in (-2, -1)), float("-inf"))
+        full = build.method(
+            "new_full", scores, tuple(size_of(build, scores, d) for d in (-2, -1)), float("-inf")
+        )
         scores = build.call(torch.add, scores, build.method("triu", full, 1))
     if call.mask is not None:
         scores = build.call(torch.add, scores, _added(build, call.mask, scores))
@@ -130,7 +138,9 @@ def scores_of(build: Builder, q: fx.Node, k: fx.Node, scale: float | None) -> fx
     return build.call(torch.matmul, scaled, build.method("transpose", k, -2, -1))
 
 
-def weighted(build: Builder, scores: fx.Node, v: fx.Node, dropout: float, *, masked: bool) -> fx.Node:
+def weighted(
+    build: Builder, scores: fx.Node, v: fx.Node, dropout: float, *, masked: bool
+) -> fx.Node:
     """Return softmax(scores) v in the dtype of v; where `masked`, 0 for a query that attends to nothing."""
     shares = build.call(torch._safe_softmax if masked else torch.softmax, scores, -1)
     if dropout:
@@ -138,7 +148,9 @@ def weighted(build: Builder, scores: fx.Node, v: fx.Node, dropout: float, *, mas
     inside, dtype = build.example(shares).dtype, build.example(v).dtype
     if inside == dtype:
         return build.call(torch.matmul, shares, v)
-    return build.method("to", build.call(torch.matmul, shares, build.method("to", v, inside)), dtype)
+    return build.method(
+        "to", build.call(torch.matmul, shares, build.method("to", v, inside)), dtype
+    )
 
 
 def _added(build: Builder, mask: fx.Node, scores: fx.Node) -> fx.Node:
@@ -146,15 +158,22 @@ def _added(build: Builder, mask: fx.Node, scores: fx.Node) -> fx.Node:
     example = build.example(mask)
     if example.dtype != torch.bool:
         return build.method("to", mask, build.example(scores).dtype)
-    zeros = build.method("new_zeros", scores, tuple(size_of(build, mask, d) for d in range(example.dim())))
+    zeros = build.method(
+        "new_zeros", scores, tuple(size_of(build, mask, d) for d in range(example.dim()))
+    )
     return build.method("masked_fill", zeros, build.call(torch.logical_not, mask), float("-inf"))
 
 
-def repeated(build: Builder, q: fx.Node, k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+def repeated(
+    build: Builder, q: fx.Node, k: fx.Node, v: fx.Node
+) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Return q, and keys and values with an entry for each head of queries."""
     heads, own = (build.example(t).shape[-3] for t in (q, k))
     if heads % own:
-        raise build.refuse(f"{heads} query heads are no multiple of {own} key heads", "Give a whole ratio of heads.")
+        raise build.refuse(
+            f"{heads} query heads are no multiple of {own} key heads",
+            "Give a whole ratio of heads.",
+        )
     if heads != own:
         k, v = (build.method("repeat_interleave", t, heads // own, -3) for t in (k, v))
     return q, k, v

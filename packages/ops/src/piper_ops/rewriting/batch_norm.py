@@ -15,8 +15,27 @@ from piper_ops.rewriting.builder import Bound, Builder, constant, user_line
 STATISTICS = "piper_statistics"
 """The key of the meta of operations that take the statistics of a microbatch by the user's own word."""
 BATCH_NORMS: Mapping[object, tuple[str, ...]] = {
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-    torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"),
+    F.batch_norm: (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    ),
+    torch.batch_norm: (
+        "input",
+        "weight",
+        "bias",
+        "running_mean",
+        "running_var",
+        "training",
+        "momentum",
+        "eps",
+        "cudnn_enabled",
+    ),
 }
 """The calls that may be rewritten, with their parameters by position."""
 
@@ -59,7 +78,9 @@ def rewrite_batch_norm(build: Builder, bound: Bound) -> fx.Node:
     mean = build.call(torch.mean, x, dims, True)
     centred = build.call(torch.sub, x, mean)
     variance = build.call(torch.mean, build.call(torch.mul, centred, centred), dims, True)
-    scale = build.call(torch.rsqrt, build.call(torch.add, variance, constant(build, bound, "eps", 1e-5)))
+    scale = build.call(
+        torch.rsqrt, build.call(torch.add, variance, constant(build, bound, "eps", 1e-5))
+    )
     if bound.get("weight") is not None:
         scale = build.call(torch.mul, scale, _channels(build, bound["weight"], given))
     out = build.call(torch.mul, centred, scale)
@@ -81,5 +102,9 @@ def _channels(build: Builder, of: fx.Node, given: Tensor) -> fx.Node:
 def _average(build: Builder, running: fx.Node, found: fx.Node, momentum: Any) -> None:
     """Bring a running average nearer to what was found."""
     held = build.example(running)
-    flat = build.method("to", build.method("reshape", build.method("detach", found), -1), held.dtype)
-    build.method("add_", build.method("mul_", running, 1 - momentum), build.call(torch.mul, flat, momentum))
+    flat = build.method(
+        "to", build.method("reshape", build.method("detach", found), -1), held.dtype
+    )
+    build.method(
+        "add_", build.method("mul_", running, 1 - momentum), build.call(torch.mul, flat, momentum)
+    )

@@ -62,7 +62,10 @@ class Builder:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Let example values be computed as that of the replaced call: fake, and with gradients only if it has one."""
-        with getattr(self._first_result(), "fake_mode", nullcontext()), torch.set_grad_enabled(self.trained):
+        with (
+            getattr(self._first_result(), "fake_mode", nullcontext()),
+            torch.set_grad_enabled(self.trained),
+        ):
             yield
 
     def _first_result(self) -> Any:
@@ -75,7 +78,9 @@ class Builder:
 
     def method(self, name: str, *args: Any) -> fx.Node:
         """Add a call of the tensor method `name` on the first argument."""
-        return self._finish(self.graph.call_method(name, args), lambda tensor, *rest: getattr(tensor, name)(*rest))
+        return self._finish(
+            self.graph.call_method(name, args), lambda tensor, *rest: getattr(tensor, name)(*rest)
+        )
 
     def first(self, call: fx.Node) -> fx.Node:
         """Add the selection of the first result of a call that has several."""
@@ -90,7 +95,10 @@ class Builder:
     def example(self, node: fx.Node) -> Any:
         """Return the node's example value; raise UnsupportedVariant when it has none."""
         if "example_value" not in node.meta:
-            raise self.refuse(f"its argument {node.name} has no example value", "Give the graph as Dynamo captured it.")
+            raise self.refuse(
+                f"its argument {node.name} has no example value",
+                "Give the graph as Dynamo captured it.",
+            )
         return node.meta["example_value"]
 
     def refuse(self, variant: str, way_out: str) -> UnsupportedVariant:
@@ -114,7 +122,11 @@ def is_swap(node: fx.Node) -> bool:
         return False
     dims = [d % 4 if isinstance(d, int) else d for d in node.args[1:]]
     example = node.meta.get("example_value")
-    return sorted(map(str, dims)) == ["1", "2"] and isinstance(example, torch.Tensor) and example.dim() == 4
+    return (
+        sorted(map(str, dims)) == ["1", "2"]
+        and isinstance(example, torch.Tensor)
+        and example.dim() == 4
+    )
 
 
 def constant(build: Builder, bound: Bound, name: str, default: Any) -> Any:

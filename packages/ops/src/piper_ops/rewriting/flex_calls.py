@@ -31,7 +31,9 @@ tensors of mask_mod), and its results (out, logsumexp / ln 2, largest scores).
 
 aten = torch.ops.aten
 _MAKES = frozenset(("new_ones", "new_zeros", "new_full"))
-_PLAIN = frozenset((aten._to_copy, aten.detach, aten.alias, aten.clone, aten.lift_fresh_copy, aten.scalar_tensor))
+_PLAIN = frozenset(
+    (aten._to_copy, aten.detach, aten.alias, aten.clone, aten.lift_fresh_copy, aten.scalar_tensor)
+)
 
 
 def rewrite_flex(build: Builder, owner: fx.GraphModule) -> list[fx.Node]:
@@ -57,11 +59,15 @@ def _computed(build: Builder, owner: fx.GraphModule, statistics: bool) -> list[f
     q, k, v, score_mod, block_mask, scale, _, score_tensors, mask_tensors = build.old.args
     mask_mod: Any = block_mask[-1]  # type: ignore[index]  # a tuple, see FLEX
     places = _Places(build, owner, q, k)
-    mask = None if _is_whole(_graph(owner, mask_mod)) else places.compute(mask_mod, (), mask_tensors)
+    mask = (
+        None if _is_whole(_graph(owner, mask_mod)) else places.compute(mask_mod, (), mask_tensors)
+    )
     q, k, v = repeated(build, q, k, v)  # type: ignore[arg-type]  # nodes
     plain = _is_identity(_graph(owner, score_mod))
     if plain and not statistics:
-        fused = build.first(build.call(attention, *(build.swap(t) for t in (q, k, v)), mask, False, scale, False))
+        fused = build.first(
+            build.call(attention, *(build.swap(t) for t in (q, k, v)), mask, False, scale, False)
+        )
         return [build.method("transpose", fused, 1, 2)]
     scores = scores_of(build, q, k, scale)  # type: ignore[arg-type]  # a number
     if not plain:
@@ -128,13 +134,20 @@ class _Places:
         if dim not in self._made:
             build = self._build
             numbers = build.call(torch.arange, size_of(build, self._tensors[dim], min(dim, 2)))
-            self._made[dim] = build.method("reshape", build.method("to", numbers, torch.int32), -1, *[1] * (3 - dim))
+            self._made[dim] = build.method(
+                "reshape", build.method("to", numbers, torch.int32), -1, *[1] * (3 - dim)
+            )
         return self._made[dim]
 
-    def _copied(self, node: fx.Node, env: Mapping[fx.Node, fx.Node], varies: set[fx.Node]) -> fx.Node:
+    def _copied(
+        self, node: fx.Node, env: Mapping[fx.Node, fx.Node], varies: set[fx.Node]
+    ) -> fx.Node:
         build = self._build
         if node.op == "get_attr":
-            raise build.refuse("score_mod or mask_mod has a constant tensor inside", "Make it a buffer of the model.")
+            raise build.refuse(
+                "score_mod or mask_mod has a constant tensor inside",
+                "Make it a buffer of the model.",
+            )
         copied = build.graph.node_copy(node, env.__getitem__)
         args, kwargs = fx.map_arg((copied.args, dict(copied.kwargs)), build.example)
         watch = _ElementWise()
@@ -144,8 +157,16 @@ class _Places:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise self._refused(node, f"fails on all places at once ({error})") from error
         if node in varies and not _looked_up(node, args, varies):
-            shapes = [t.shape for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            if watch.others or node.target is operator.getitem or value.shape != torch.broadcast_shapes(*shapes):
+            shapes = [
+                t.shape
+                for t in torch.utils._pytree.tree_leaves((args, kwargs))
+                if isinstance(t, Tensor)
+            ]
+            if (
+                watch.others
+                or node.target is operator.getitem
+                or value.shape != torch.broadcast_shapes(*shapes)
+            ):
                 raise self._refused(node, "is not computed element by element")
         copied.meta = {**build.old.meta, "example_value": value}
         return copied
@@ -153,7 +174,9 @@ class _Places:
     def _refused(self, node: fx.Node, why: str) -> UnsupportedVariant:
         return self._build.refuse(
             f"{getattr(node.target, '__name__', node.target)} in its score_mod or mask_mod {why}",
-            "Use element-wise operations of scores and places, and look up a table with all of its indexes at once, such as "
+            "Use element-wise operations of scores and places, and look up a table with all of its "
+            "indexes at once, "
+            "such as "
             "table[b, q_idx].",
         )
 
@@ -170,7 +193,10 @@ def _looked_up(node: fx.Node, args: Sequence[Any], varies: set[fx.Node]) -> bool
     if node.target is not operator.getitem or node.args[0] in varies:
         return False
     indexes = args[1] if isinstance(args[1], tuple) else (args[1],)
-    whole = all(isinstance(i, int) or (isinstance(i, Tensor) and i.dtype in (torch.int32, torch.int64)) for i in indexes)
+    whole = all(
+        isinstance(i, int) or (isinstance(i, Tensor) and i.dtype in (torch.int32, torch.int64))
+        for i in indexes
+    )
     return whole and len(indexes) == args[0].dim()
 
 
@@ -182,7 +208,11 @@ class _ElementWise(TorchDispatchMode):
         self.others = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = torch.Tag.pointwise in func.tags or func.overloadpacket in _PLAIN or func.namespace == "prim"
+        plain = (
+            torch.Tag.pointwise in func.tags
+            or func.overloadpacket in _PLAIN
+            or func.namespace == "prim"
+        )
         self.others = self.others or not plain
         return func(*args, **(kwargs or {}))
 

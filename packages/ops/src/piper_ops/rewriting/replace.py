@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from piper_ops.rewriting.batch_norm import BATCH_NORMS, BatchNorm, described, rewrite_batch_norm, uses_batch
+from piper_ops.rewriting.batch_norm import (
+    BATCH_NORMS,
+    BatchNorm,
+    described,
+    rewrite_batch_norm,
+    uses_batch,
+)
 from piper_ops.rewriting.builder import Bound, Builder, unsupported
 from piper_ops.rewriting.flex_calls import FLEX, rewrite_flex
 from piper_ops.rewriting.refusals import REFUSALS
@@ -17,7 +23,10 @@ from piper_ops.written.examples import Examples
 
 
 def replace_portable(
-    gm: fx.GraphModule, opaque: Callable[[fx.Node], bool] = lambda _: False, *, statistics: bool = False
+    gm: fx.GraphModule,
+    opaque: Callable[[fx.Node], bool] = lambda _: False,
+    *,
+    statistics: bool = False,
 ) -> tuple[BatchNorm, ...]:
     """Rewrite a forward graph that Dynamo captured, in place, with the graphs nested in it, and recompile it.
 
@@ -36,14 +45,19 @@ def replace_portable(
     return tuple(found)
 
 
-def _batch_norms(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Examples) -> Iterator[BatchNorm]:
+def _batch_norms(
+    gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Examples
+) -> Iterator[BatchNorm]:
     """Rewrite batch norms with statistics of the batch; raise UnsupportedVariant for those that are opaque."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in BATCH_NORMS:
             bound = dict(zip(BATCH_NORMS[node.target], node.args, strict=False)) | node.kwargs
             if uses_batch(bound):
                 if opaque(node):
-                    reason = "batch statistics inside an opaque region, where its kernel keeps other bytes on every device"
+                    reason = (
+                        "batch statistics inside an opaque region, where its kernel keeps other "
+                        "bytes on every device"
+                    )
                     raise unsupported(node, reason, "Leave it outside of the region.")
                 yield described(node, bound)
                 _put(gm.graph, node, rewrite_batch_norm, bound, examples)
@@ -82,7 +96,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node, examples: Examples) -> None:
     _put(graph, node, rewrite, bound, examples)
 
 
-def _put(graph: fx.Graph, node: fx.Node, rewrite: Rewrite, bound: Bound, examples: Examples) -> None:
+def _put(
+    graph: fx.Graph, node: fx.Node, rewrite: Rewrite, bound: Bound, examples: Examples
+) -> None:
     """Put what a rewrite makes in the place of a node."""
     with graph.inserting_before(node):
         result = rewrite(Builder(graph, node, examples), bound)
@@ -107,7 +123,9 @@ def _refresh(wider: fx.Node, examples: Examples) -> None:
     """
     changed, node = {wider}, wider.next
     while node.op != "root":
-        if node.op in ("call_function", "call_method") and changed.intersection(node.all_input_nodes):
+        if node.op in ("call_function", "call_method") and changed.intersection(
+            node.all_input_nodes
+        ):
             before = _dtype(node)
             node.meta["example_value"] = _example(node, examples)
             if _dtype(node) != before:

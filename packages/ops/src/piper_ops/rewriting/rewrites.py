@@ -18,7 +18,9 @@ from piper_ops.rewriting.builder import Bound, Builder, constant
 def _rewrite_layer_norm(build: Builder, bound: Bound) -> fx.Node:
     shape = tuple(constant(build, bound, "normalized_shape", ()))
     eps = constant(build, bound, "eps", 1e-5)
-    return build.first(build.call(layer_norm, bound["input"], shape, bound.get("weight"), bound.get("bias"), eps))
+    return build.first(
+        build.call(layer_norm, bound["input"], shape, bound.get("weight"), bound.get("bias"), eps)
+    )
 
 
 def _rewrite_rms_norm(build: Builder, bound: Bound) -> fx.Node:
@@ -31,13 +33,17 @@ def _rewrite_instance_norm(build: Builder, bound: Bound) -> fx.Node:
     """Call group_norm with a group for each channel: an instance norm without running averages is just that."""
     x = bound["input"]
     eps = constant(build, bound, "eps", 1e-5)
-    return build.call(F.group_norm, x, build.example(x).shape[1], bound.get("weight"), bound.get("bias"), eps)
+    return build.call(
+        F.group_norm, x, build.example(x).shape[1], bound.get("weight"), bound.get("bias"), eps
+    )
 
 
 def _rewrite_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
     """Call the fused loss where it computes what is asked for, else torch's with its logits as wide as a loss is."""
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
-        raise build.refuse("the legacy arguments size_average and reduce", "Say reduction='mean', 'sum' or 'none'.")
+        raise build.refuse(
+            "the legacy arguments size_average and reduce", "Say reduction='mean', 'sum' or 'none'."
+        )
     smoothing, weight = constant(build, bound, "label_smoothing", 0.0), bound.get("weight")
     if weight is None and not smoothing and not build.example(bound["target"]).is_floating_point():
         return _fused_cross_entropy(build, bound)
@@ -47,8 +53,13 @@ def _rewrite_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
         raise build.refuse(both, "Cast them where they meet: weight.to(logits.dtype).")
     wide = build.method("to", bound["input"], accumulate_dtype(logits.dtype))
     weight = None if weight is None else build.method("to", weight, accumulate_dtype(logits.dtype))
-    reduction, ignored = constant(build, bound, "reduction", "mean"), constant(build, bound, "ignore_index", -100)
-    return build.call(F.cross_entropy, wide, bound["target"], weight, None, ignored, None, reduction, smoothing)
+    reduction, ignored = (
+        constant(build, bound, "reduction", "mean"),
+        constant(build, bound, "ignore_index", -100),
+    )
+    return build.call(
+        F.cross_entropy, wide, bound["target"], weight, None, ignored, None, reduction, smoothing
+    )
 
 
 def _fused_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
@@ -71,13 +82,30 @@ def _fused_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
 
 _NORMALISED = ("use_input_stats", "momentum", "eps")
 _INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", *_NORMALISED)
-_TORCH_INSTANCE_NORM = ("input", "weight", "bias", "running_mean", "running_var", *_NORMALISED, "cudnn_enabled")
+_TORCH_INSTANCE_NORM = (
+    "input",
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    *_NORMALISED,
+    "cudnn_enabled",
+)
 
 Rewrite = Callable[[Builder, Bound], fx.Node]
 
 _LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
 _RMS_NORM = ("input", "normalized_shape", "weight", "eps")
-_CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_CROSS_ENTROPY = (
+    "input",
+    "target",
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+    "label_smoothing",
+)
 
 REWRITES: Mapping[object, tuple[tuple[str, ...], Rewrite]] = {
     F.scaled_dot_product_attention: (ATTENTION, rewrite_attention),

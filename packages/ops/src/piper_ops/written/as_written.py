@@ -74,10 +74,16 @@ class ModuleCall:
         """Return results without content, on the device and with the symbols of the tensors."""
         rows = 0 if self.rows is None else self.rows.of(tensors)
         if self.random:
-            torch.rand((), device=tensors[0].device)  # who watches the ops sees that the call is random
+            torch.rand(
+                (), device=tensors[0].device
+            )  # who watches the ops sees that the call is random
 
         def one(leaf: MadeTensor | None) -> Tensor | None:
-            return None if leaf is None else tensors[0].new_empty([a + b * rows for a, b in leaf.shape], dtype=leaf.dtype)
+            return (
+                None
+                if leaf is None
+                else tensors[0].new_empty([a + b * rows for a, b in leaf.shape], dtype=leaf.dtype)
+            )
 
         return reached(pytree.tree_map(one, self.results, is_leaf=_is_result), wanted_of(tensors))
 
@@ -89,11 +95,16 @@ class ModuleCall:
         rows = 0 if self.rows is None else self.rows.of(tensors)
         wanted, form = pytree.tree_flatten(self.results, is_leaf=_is_result)
         found, other = pytree.tree_flatten(results, is_leaf=lambda leaf: leaf is None)
-        planned = [None if w is None else (tuple(a + b * rows for a, b in w.shape), w.dtype) for w in wanted]
+        planned = [
+            None if w is None else (tuple(a + b * rows for a, b in w.shape), w.dtype)
+            for w in wanted
+        ]
         actual = [(tuple(f.shape), f.dtype) if isinstance(f, Tensor) else f for f in found]
         if form != other or planned != actual:
             raise RuntimeError(
-                f"{self.kind} returned {actual}, and {planned} in capture: what leaves a module that runs as it is must "
+                f"{self.kind} returned {actual}, and {planned} in capture: what leaves a module "
+                f"that runs as it is "
+                f"must "
                 "have sizes that do not depend on values of tensors"
             )
         return reached(results, source)
@@ -137,7 +148,9 @@ class LoadedModule:
         self._stand_ins: dict[int, Tensor] = {}
         self.module: nn.Module = _Unpickler(io.BytesIO(pickled), self._stand_in).load()
         numbers = {id(tensor): k for k, tensor in self._stand_ins.items()}
-        self._places = [(home, key, numbers[id(t)]) for home, key, t in _held(self.module) if id(t) in numbers]
+        self._places = [
+            (home, key, numbers[id(t)]) for home, key, t in _held(self.module) if id(t) in numbers
+        ]
 
     def _stand_in(self, number: int, parameter: bool) -> Tensor:
         if number not in self._stand_ins:
@@ -158,7 +171,9 @@ class LoadedModule:
 
     def replaced(self, tensors: Sequence[Tensor]) -> list[str]:
         """Return the names of tensors in whose place the module has put something else."""
-        return [f"self.{key}" for home, key, number in self._places if home[key] is not tensors[number]]
+        return [
+            f"self.{key}" for home, key, number in self._places if home[key] is not tensors[number]
+        ]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -203,7 +218,9 @@ PLANNING: dict[str, Callable[[Sequence[Tensor], Any, Any], Any]] = {}
 """The calls of a capture that is under way, by name: functions of a module's tensors and its arguments."""
 
 
-def as_written(call: str, own: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def as_written(
+    call: str, own: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Run a call: a module on its `own` tensors and the arguments of its forward."""
     if call in PLANNING:
         return PLANNING[call](own, args, kwargs)

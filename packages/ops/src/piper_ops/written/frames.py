@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep  # with the separator: torchvision and torchao begin alike
+_TORCH = (
+    os.path.dirname(torch.__file__) + os.sep
+)  # with the separator: torchvision and torchao begin alike
 _PIPER = frozenset({"piper_ops", "piper_compiler"})
 
 

@@ -65,7 +65,9 @@ class _Places:
 
     def __init__(self, params: Mapping[int, torch.Tensor]) -> None:
         self.given = dict(params)  # a forward may ask for gradients itself
-        self._params: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by storage; parameters may share one
+        self._params: dict[
+            int, list[tuple[int, torch.Tensor]]
+        ] = {}  # by storage; parameters may share one
         for k, t in sorted(params.items(), key=lambda item: item[1].storage_offset()):
             self._params.setdefault(storage_key(t), []).append((k, t))
 
@@ -119,29 +121,49 @@ def forward_step(
     def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given = tuple(args)
         args.clear()
-        inputs = tuple(t.detach().requires_grad_(want) for t, want in zip(given, wanted, strict=True))
+        inputs = tuple(
+            t.detach().requires_grad_(want) for t, want in zip(given, wanted, strict=True)
+        )
         places = _Places({k: inputs[k] for k in params})
-        with torch.enable_grad(), saved_tensors_hooks(places.pack, places.unpack) if params else nullcontext():
+        with (
+            torch.enable_grad(),
+            saved_tensors_hooks(places.pack, places.unpack) if params else nullcontext(),
+        ):
             outputs = tuple(body(*inputs, *constants))
-            edges = tuple(get_gradient_edge(o) for o, comes in zip(outputs, tangents, strict=True) if comes)
+            edges = tuple(
+                get_gradient_edge(o) for o, comes in zip(outputs, tangents, strict=True) if comes
+            )
         places.ended()
         with torch.no_grad():
             results = owned((o.detach() for o in outputs), given) if returns != "handle" else ()
             del outputs
             if returns == "outputs" or not edges:
                 return results
-            handle = torch.empty(0, dtype=torch.uint8, device=given[params[0]].device if params else None)
+            handle = torch.empty(
+                0, dtype=torch.uint8, device=given[params[0]].device if params else None
+            )
             shapes = tuple(t.shape for t, w in zip(inputs, wanted) if w)
             for k in params:
                 if wanted[k]:  # the graph keeps the tensor, but not its memory
                     inputs[k].data = handle.view(inputs[k].dtype)
-            setattr(handle, _GRAPH, Recorded(edges, tuple(t for t, w in zip(inputs, wanted) if w), places.given, shapes))
+            setattr(
+                handle,
+                _GRAPH,
+                Recorded(
+                    edges, tuple(t for t, w in zip(inputs, wanted) if w), places.given, shapes
+                ),
+            )
             return (*results, handle)
 
     return step
 
 
-def backward_step(tangents: int, used: Sequence[bool], params: Mapping[int, int] | None = None, zeros: bool = False) -> BoxedStep:
+def backward_step(
+    tangents: int,
+    used: Sequence[bool],
+    params: Mapping[int, int] | None = None,
+    zeros: bool = False,
+) -> BoxedStep:
     """Return the step I of an opaque chunk.
 
     The step's arguments are the handle, as many tangents as `tangents` says, and more tensors: the parameters, and what
@@ -167,14 +189,19 @@ def backward_step(tangents: int, used: Sequence[bool], params: Mapping[int, int]
         finally:
             again.clear()
         with torch.no_grad():
-            made = [t.new_zeros(shape) if g is None else g for g, t, shape in zip(found, inputs, shapes, strict=True)]
+            made = [
+                t.new_zeros(shape) if g is None else g
+                for g, t, shape in zip(found, inputs, shapes, strict=True)
+            ]
             del inputs, outputs, found
             return owned(made, given)
 
     return step
 
 
-def owned(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def owned(
+    tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """Return the tensors, copied unless contiguous with a storage that no other one and none of `others` shares."""
     seen = {storage_key(t) for t in others}
     out = []

@@ -20,14 +20,19 @@ def alike_ranks(traces: Sequence[Trace], plan: Plan | None) -> Groups:
     if any(trace.kind == "executed" for trace in traces):
         return {
             rank: (rank,)
-            for rank in sorted({s.rank for t in traces for s in t.spans} | {r for t in traces for r in t.shown_as()})
+            for rank in sorted(
+                {s.rank for t in traces for s in t.spans}
+                | {r for t in traces for r in t.shown_as()}
+            )
         }
     said = {ranks[0]: ranks for trace in traces for ranks in trace.alike}
     return dict(sorted((said or _equal(traces, plan)).items()))
 
 
 def _equal(traces: Sequence[Trace], plan: Plan | None) -> Groups:
-    role_of = {rank: role.role for role in plan.roles for rank in role.ranks} if plan is not None else {}
+    role_of = (
+        {rank: role.role for role in plan.roles for rank in role.ranks} if plan is not None else {}
+    )
     does: dict[int, list[object]] = {}
     for number, trace in enumerate(traces):
         for s in trace.spans:

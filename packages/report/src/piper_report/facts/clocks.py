@@ -48,7 +48,11 @@ class Offset:
     def __str__(self) -> str:
         if self.error == inf:
             return "unknown: no transfer leads to it"
-        doubt = f"; the transfers contradict each other by {time_text(self.slack)}" if self.slack else ""
+        doubt = (
+            f"; the transfers contradict each other by {time_text(self.slack)}"
+            if self.slack
+            else ""
+        )
         return f"offset {_signed(self.seconds)} +- {time_text(self.error)}{doubt}"
 
     @property
@@ -69,7 +73,11 @@ def offsets(plan: Plan, trace: Trace) -> dict[int, Offset]:
     for r in ranks:
         high, low = after[r], -before[r]
         known = high < inf and low > -inf
-        out[r] = Offset((high + low) / 2, max(0.0, (high - low) / 2) + slack, slack) if known else Offset(0.0, inf, slack)
+        out[r] = (
+            Offset((high + low) / 2, max(0.0, (high - low) / 2) + slack, slack)
+            if known
+            else Offset(0.0, inf, slack)
+        )
     return out
 
 
@@ -81,14 +89,23 @@ def aligned(plan: Plan, trace: Trace, found: Mapping[int, Offset] | None = None)
     """
     found = offsets(plan, trace) if found is None else found
     needed = any(o.needed for o in found.values())
-    notes = {NOTE.format(r): str(o if needed else _unmoved(o)) for r, o in found.items() if r != min(found)}
+    notes = {
+        NOTE.format(r): str(o if needed else _unmoved(o))
+        for r, o in found.items()
+        if r != min(found)
+    }
     if not needed:
         return replace(trace, notes={**trace.notes, **notes})
     zero = min(s.start + found[s.rank].seconds for s in trace.spans)
     move = {r: o.seconds - zero for r, o in found.items()}
     spans, waits = (
         tuple(
-            replace(s, start=s.start + move[s.rank], end=s.end + move[s.rank], ready=max(0.0, s.ready + move[s.rank]))
+            replace(
+                s,
+                start=s.start + move[s.rank],
+                end=s.end + move[s.rank],
+                ready=max(0.0, s.ready + move[s.rank]),
+            )
             for s in found_spans
         )
         for found_spans in (trace.spans, trace.waits)
@@ -123,7 +140,9 @@ def _slack(ranks: Sequence[int], bounds: Bounds) -> float:
     low, high = 0.0, -min(bounds.values())
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _shortest(ranks, bounds, middle) is not None else (middle, high)
+        low, high = (
+            (low, middle) if _shortest(ranks, bounds, middle) is not None else (middle, high)
+        )
     return high
 
 

@@ -153,7 +153,8 @@ class ExpertHistory:
                 layer = self.layers[module] = self._new(module, len(tokens), where)
             if len(tokens) != len(layer.tokens):
                 raise FormatError(
-                    f"{where}.{module}: it has {len(tokens)} experts, and had {len(layer.tokens)} before; "
+                    f"{where}.{module}: it has {len(tokens)} experts, and had {len(layer.tokens)} "
+                    f"before; "
                     "put the metrics of different models into different folders"
                 )
             layer.add(tokens)
@@ -162,14 +163,25 @@ class ExpertHistory:
         self.steps.append(step)
         for layer in self.layers.values():
             layer.skip(len(self.steps) - len(layer.expert.values))
-        loads = [v for layer in self.layers.values() if layer.ranks > 1 and not isnan(v := layer.rank.values[-1])]
+        loads = [
+            v
+            for layer in self.layers.values()
+            if layer.ranks > 1 and not isnan(v := layer.rank.values[-1])
+        ]
         self.rank_of_step.values.append(sum(loads) / len(loads) if loads else nan)
 
     def _new(self, module: str, experts: int, where: str) -> LayerLoad:
-        ranks = self._plan.mesh.degree(expert_axes(self._plan, module)) if self._plan is not None else 1
+        ranks = (
+            self._plan.mesh.degree(expert_axes(self._plan, module)) if self._plan is not None else 1
+        )
         if experts % ranks:
-            raise FormatError(f"{where}.{module}: its {experts} experts cannot be those of {ranks} ranks, as plan.json says")
-        layer = LayerLoad(module, ranks, [0] * experts, RankTally([0.0] * ranks, [0.0] * ranks, [0] * ranks))
+            raise FormatError(
+                f"{where}.{module}: its {experts} experts cannot be those of {ranks} ranks, as "
+                f"plan.json says"
+            )
+        layer = LayerLoad(
+            module, ranks, [0] * experts, RankTally([0.0] * ranks, [0.0] * ranks, [0] * ranks)
+        )
         layer.skip(len(self.steps))
         return layer
 
@@ -191,7 +203,10 @@ def _logged(of: Any, where: str) -> tuple[list[int], int, int | None]:
     found: Mapping[str, Any] = a_mapping(of, where)
     tokens, overflow, dropped = found.get("tokens"), found.get("overflow"), found.get("dropped")
     if not isinstance(tokens, list) or not _counts(tokens) or not _counts([overflow, dropped or 0]):
-        raise FormatError(f"{where}: the tokens of each expert, overflow and dropped are expected, as integers from 0 on")
+        raise FormatError(
+            f"{where}: the tokens of each expert, overflow and dropped are expected, as integers "
+            f"from 0 on"
+        )
     return tokens, int(found["overflow"]), dropped
 
 

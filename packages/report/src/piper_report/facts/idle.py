@@ -36,13 +36,17 @@ class RankIdle:
 
 def makespan(trace: Trace) -> float:
     """Return the seconds from the first start to the last end of any rank."""
-    return max((s.end for s in trace.spans), default=0.0) - min((s.start for s in trace.spans), default=0.0)
+    return max((s.end for s in trace.spans), default=0.0) - min(
+        (s.start for s in trace.spans), default=0.0
+    )
 
 
 def idle_ranks(trace: Trace, plan: Plan | None = None) -> list[RankIdle]:
     """Return the idle time of each rank of the trace, ascending by rank."""
     step = makespan(trace)
-    working: dict[int, list[Span]] = {s.rank: [] for s in sorted(trace.spans, key=lambda s: (s.rank, s.start))}
+    working: dict[int, list[Span]] = {
+        s.rank: [] for s in sorted(trace.spans, key=lambda s: (s.rank, s.start))
+    }
     for s in sorted(trace.spans, key=lambda s: s.start):
         if s.stream == COMPUTE and s.end > s.start:
             working[s.rank].append(s)
@@ -50,7 +54,11 @@ def idle_ranks(trace: Trace, plan: Plan | None = None) -> list[RankIdle]:
     out = []
     for rank, spans in working.items():
         computing = [(s.start, s.end) for s in spans]
-        found = idle(computing, None if moving is None else moving.get(rank, []), sum(s.end - s.start for s in spans))
+        found = idle(
+            computing,
+            None if moving is None else moving.get(rank, []),
+            sum(s.end - s.start for s in spans),
+        )
         out.append(RankIdle(rank, found.busy, step - found.busy, found.span, found.exposed))
     return out
 

@@ -49,7 +49,11 @@ def read_metrics(path: Path, plan: Plan | None) -> tuple[tuple[Metric, ...], Exp
     steps, experts = [], ExpertHistory(plan)
     for line, where in lines_of(path):
         found = a_mapping(read_json(line, where), where)
-        evaluation = {name.removeprefix(EVALUATED): value for name, value in found.items() if name.startswith(EVALUATED)}
+        evaluation = {
+            name.removeprefix(EVALUATED): value
+            for name, value in found.items()
+            if name.startswith(EVALUATED)
+        }
         rest = {name: value for name, value in found.items() if not name.startswith(EVALUATED)}
         step = checked(Metric, rest | ({"evaluation": evaluation} if evaluation else {}), where)
         if rest.get(EXPERTS):

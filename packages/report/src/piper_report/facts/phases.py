@@ -41,7 +41,9 @@ def _guess(span: Span) -> InstrLabel:
         return InstrLabel(((_COMMUNICATION.get(span.name.partition(".")[0], "comm"), mb),))
     if span.name.startswith("update"):
         return InstrLabel((("U", -1),))
-    if span.name.startswith("load") and "+" in span.name:  # a chunk's forward, fused with the loading of its batch
+    if (
+        span.name.startswith("load") and "+" in span.name
+    ):  # a chunk's forward, fused with the loading of its batch
         return InstrLabel((("F", mb),))
     if span.name.startswith("seed") and "+" in span.name:
         return InstrLabel((("B", mb),))
@@ -59,7 +61,9 @@ def chunks_of(plan: Plan) -> dict[str, list[int]]:
     """Return for each role the stages that it computes, ascending: its chunks."""
     out = {}
     for role in plan.roles:
-        found = {_stage(plan, instr, forward) for instr in role.program for forward in (True, False)}
+        found = {
+            _stage(plan, instr, forward) for instr in role.program for forward in (True, False)
+        }
         out[role.role] = sorted(stage for stage in found if stage is not None)
     return out
 
@@ -72,7 +76,9 @@ def chunk_numbers(
     for span, kind in work.items():
         role = plan.role_of(span.rank)
         stages = [_stage(plan, role.program[span.instr], phase == "F") for phase, _ in kind.halves]
-        out[span] = tuple([None if stage is None else chunks[role.role].index(stage) for stage in stages])
+        out[span] = tuple(
+            [None if stage is None else chunks[role.role].index(stage) for stage in stages]
+        )
     return out
 
 

@@ -123,7 +123,9 @@ class Predicted:
 
     def by_rank(self) -> dict[int, RankPrediction]:
         """Return the prediction of each rank."""
-        return dict(enumerate(self.ranks)) | {rank: role for role in self.roles for rank in role.ranks}
+        return dict(enumerate(self.ranks)) | {
+            rank: role for role in self.roles for rank in role.ranks
+        }
 
 
 @dataclass(frozen=True)
@@ -256,10 +258,15 @@ def load(folder: str | Path, plan: Plan | None = None) -> Results:
     except (OSError, ValueError):  # a name that nothing can have
         found = False
     if not found:
-        raise FormatError(f"{folder} is not a folder; the folder of a run, simulation, tuning or profile is expected")
+        raise FormatError(
+            f"{folder} is not a folder; the folder of a run, simulation, tuning or profile is "
+            f"expected"
+        )
     if not any((folder / name).is_file() for name in FILES):
         known = "\n".join(f"  {name:22} {command}" for name, command in FILES.items())
-        raise FormatError(f"{folder} holds no results; a folder with some of these files is expected:\n{known}")
+        raise FormatError(
+            f"{folder} holds no results; a folder with some of these files is expected:\n{known}"
+        )
     said = _read(folder, "strategy.json", _strategy) or {}
     plan = _read(folder, "plan.json", read_plan) if plan is None else plan
     steps = folder / "metrics.jsonl"
@@ -314,7 +321,11 @@ def _strategy(text: str, where: str) -> Mapping[str, Any]:
     data = read_json(text, where)
     directives = data.get("directives", []) if isinstance(data, dict) else None
     params = data.get("params", {}) if isinstance(data, dict) else None
-    if not isinstance(params, dict) or not isinstance(directives, list) or not all(isinstance(d, dict) for d in directives):
+    if (
+        not isinstance(params, dict)
+        or not isinstance(directives, list)
+        or not all(isinstance(d, dict) for d in directives)
+    ):
         raise FormatError(f"{where}: a JSON object of a Strategy is expected")
     said: Mapping[str, Any] = data
     return said
@@ -323,9 +334,13 @@ def _strategy(text: str, where: str) -> Mapping[str, Any]:
 def _check_together(results: Results) -> None:
     """Refuse a trace of another plan, since its instructions would get the wrong names."""
     plan = results.plan
-    for name, trace in (("spans-predicted.json", results.predicted_trace), ("spans-measured.json", results.measured_trace)):
+    for name, trace in (
+        ("spans-predicted.json", results.predicted_trace),
+        ("spans-measured.json", results.measured_trace),
+    ):
         if plan is not None and trace is not None and trace.plan_key != plan.key:
             raise FormatError(
-                f"{results.folder / name} is of plan {trace.plan_key}, but plan.json there is plan {plan.key}; "
+                f"{results.folder / name} is of plan {trace.plan_key}, but plan.json there is plan "
+                f"{plan.key}; "
                 "put the files of different runs into different folders"
             )

@@ -25,7 +25,9 @@ TERMINAL = {"F": 75, "B": 214, "R": 220, "I": 36, "W": 175, "pair": 228, "U": 24
 """The numbers of xterm's 256 colours, near those of the pictures; an overlapped pair has one of its own."""
 
 
-def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None = None, colour: bool = False) -> str:
+def schedule_table(
+    trace: Trace, plan: Plan | None = None, *, width: int | None = None, colour: bool = False
+) -> str:
     """Return each rank's compute over time, at most `width` characters wide (default: the terminal's).
 
     Ranks that the trace says are alike have one line.
@@ -37,7 +39,11 @@ def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None 
     """
     width = max(NARROWEST, width or shutil.get_terminal_size().columns)
     found = kinds(trace, plan)
-    work = {s: k for s, k in found.items() if s.stream == COMPUTE and k.phase != "other" and s.end > s.start}
+    work = {
+        s: k
+        for s, k in found.items()
+        if s.stream == COMPUTE and k.phase != "other" and s.end > s.start
+    }
     if not work:
         return "nothing is computed in this trace"
     marks = _Marks(work, plan)
@@ -59,7 +65,10 @@ def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None 
     for rank, row in rows.items():
         cells = [*_cells(row, marks, cell)]
         if colour:
-            cells = [_coloured(text, work[span].phase) if span else text for text, span in zip(cells, row, strict=True)]
+            cells = [
+                _coloured(text, work[span].phase) if span else text
+                for text, span in zip(cells, row, strict=True)
+            ]
         lines.append(names[rank].ljust(indent) + "".join(cells).rstrip())
     return "\n".join([*lines, "", *_legend(work.values(), slot, cell > 1, missed, width, marks)])
 
@@ -88,7 +97,9 @@ class _Marks:
             return text
         if self.most == 2:
             return text.lower() if number else text
-        return text + (ascii_lowercase[number] if self.most <= len(ascii_lowercase) else f".{number}")
+        return text + (
+            ascii_lowercase[number] if self.most <= len(ascii_lowercase) else f".{number}"
+        )
 
     def letter(self, span: Span) -> str:
         phase = self.work[span].phase
@@ -104,7 +115,11 @@ class _Marks:
         if self.most == 2:
             return ["lower case: the device's second chunk"]
         names = "a, b, ..." if self.most <= len(ascii_lowercase) else ".0, .1, ..."
-        return [f"{names}: the chunk of the device" if numbered else "lower case: every other chunk of the device"]
+        return [
+            f"{names}: the chunk of the device"
+            if numbered
+            else "lower case: every other chunk of the device"
+        ]
 
 
 def _cell_widths(letters: int, unit: float | None, length: float, room: int) -> tuple[int, ...]:
@@ -113,7 +128,10 @@ def _cell_widths(letters: int, unit: float | None, length: float, room: int) -> 
     They are labels of `letters` and a space, or without the space where only so a column can be the common unit of all
     times; then one letter.
     """
-    if unit is not None and (slots := round(length / unit)) * (letters + 1) > room >= slots * letters:
+    if (
+        unit is not None
+        and (slots := round(length / unit)) * (letters + 1) > room >= slots * letters
+    ):
         return (letters, 1)
     return (letters + 1, 1)
 
@@ -182,7 +200,9 @@ def _coloured(text: str, phase: Phase) -> str:
     return f"\x1b[30;48;5;{TERMINAL.get(phase, 250)}m{letters}\x1b[0m{text[len(letters) :]}"
 
 
-def _legend(found: Iterable[InstrLabel], slot: float, numbered: bool, missed: int, width: int, marks: _Marks) -> list[str]:
+def _legend(
+    found: Iterable[InstrLabel], slot: float, numbered: bool, missed: int, width: int, marks: _Marks
+) -> list[str]:
     phases = {p for k in found for p, _ in k.halves} | {k.phase for k in found}
     words = [f"{p} {PHASES[p]}" for p in PHASES if p in phases and p != "pair"]
     if "pair" in phases:

@@ -26,7 +26,8 @@ COUNTED = {
 CATEGORY_NAMES = {
     "param": "parameters", "master": "master parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers",
     "gathered": "gathered parameters", "reduced": "gradient buffers", "activation": "activations",
-    "gradient": "gradients of activations", "scalar": "scalars", "measured": "measured", "workspace": "kernels",
+    "gradient": "gradients of "
+                "activations", "scalar": "scalars", "measured": "measured", "workspace": "kernels",
 }  # fmt: skip
 """The names of categories of memory for people, where they are others."""
 WIDEST = 8
@@ -47,7 +48,9 @@ class Table:
 
     def plain(self) -> str:
         """Return aligned columns: the first to the left, the others to the right."""
-        widths = [max(len(row[i]) for row in (self.columns, *self.rows)) for i in range(len(self.columns))]
+        widths = [
+            max(len(row[i]) for row in (self.columns, *self.rows)) for i in range(len(self.columns))
+        ]
 
         def line(row: tuple[str, ...]) -> str:
             others = [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
@@ -102,7 +105,9 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
         *_load(s),
         ("durations from", sources(s["sources"])),
     )
-    counted = [COUNTED[name] for name, known in ((MFU, s["mfu"]), (HFU, s["hfu"])) if known is not None]
+    counted = [
+        COUNTED[name] for name, known in ((MFU, s["mfu"]), (HFU, s["hfu"])) if known is not None
+    ]
     return Table(title, ("", "worst device"), rows, (*_verdict(s), *counted, *_warnings(s)))
 
 
@@ -114,7 +119,13 @@ def _load(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("load of experts", f"{load['mean']:.3g} ({load['source']}: {load['text']})")]
     if load["worst"] > load["mean"]:
         worst = load["worst_step_s"]
-        rows.append(("worst load", f"{load['worst']:.3g}" + ("" if worst is None else f", first step {time_text(worst)}")))
+        rows.append(
+            (
+                "worst load",
+                f"{load['worst']:.3g}"
+                + ("" if worst is None else f", first step {time_text(worst)}"),
+            )
+        )
     return rows
 
 
@@ -123,8 +134,13 @@ def memory_table(prediction: Prediction) -> Table:
     s = prediction.summary()
     lines: Mapping[str, int] = s["memory"]
     total = sum(lines.values()) or 1
-    rows = [(name.replace("_", " "), size_text(b), percent(b / total)) for name, b in lines.items() if b]
-    rows += [("allocated", size_text(s["peak_bytes"]), ABSENT), ("device", size_text(s["device_bytes"]), percent(1.0))]
+    rows = [
+        (name.replace("_", " "), size_text(b), percent(b / total)) for name, b in lines.items() if b
+    ]
+    rows += [
+        ("allocated", size_text(s["peak_bytes"]), ABSENT),
+        ("device", size_text(s["device_bytes"]), percent(1.0)),
+    ]
     return Table("memory of the fullest device at its peak", ("", "size", "share"), tuple(rows))
 
 
@@ -134,7 +150,9 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[str, ...]:
     return (f"DOES NOT FIT: {oom['text']}",) if oom else ()
 
 
-def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str, counted: bool = False) -> Table:
+def beside_table(
+    prediction: Prediction, measured: MeasuredRun, *, title: str, counted: bool = False
+) -> Table:
     """Return a table of predicted beside measured, with predicted / measured.
 
     `counted` says that the run logs the load of its experts: that nobody measured it is then not said. The table has
@@ -143,14 +161,20 @@ def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str, c
     """
     rows = [_compared("step in steady state", prediction.period_s, measured.period_s, time_text)]
     if measured.step_s:
-        rows.append((FIRST_STEP, time_text(prediction.step_s), time_text(measured.step_s[0]), ABSENT))
+        rows.append(
+            (FIRST_STEP, time_text(prediction.step_s), time_text(measured.step_s[0]), ABSENT)
+        )
     busy, did = compute_seconds(prediction.trace), compute_seconds(measured.trace)
-    rows += [_compared(f"compute, rank {r}", busy[r], did.get(r), time_text) for r in _ranks(busy) if did]
+    rows += [
+        _compared(f"compute, rank {r}", busy[r], did.get(r), time_text) for r in _ranks(busy) if did
+    ]
     waited = _seconds(measured.trace.waits)
     rows += [(f"{WAITING}, rank {r}", ABSENT, time_text(waited[r]), ABSENT) for r in _ranks(waited)]
     peaks = dict(enumerate(prediction.peak_bytes))
     held = measured.peak_bytes
-    rows += [_compared(f"peak memory, rank {r}", peaks[r], held.get(r), size_text) for r in _ranks(peaks)]
+    rows += [
+        _compared(f"peak memory, rank {r}", peaks[r], held.get(r), size_text) for r in _ranks(peaks)
+    ]
     s = prediction.summary()
     notes = (
         *_verdict(s),
@@ -159,7 +183,11 @@ def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str, c
         *busy_note(measured.trace),
         *far_from_measured(prediction.period_s, measured.period_s, s["sources"]),
         f"predicted durations from: {sources(s['sources'])}",
-        *(w for w in _warnings(s) if not (counted and w.startswith(f"warning: {LOAD_NOT_MEASURED}"))),
+        *(
+            w
+            for w in _warnings(s)
+            if not (counted and w.startswith(f"warning: {LOAD_NOT_MEASURED}"))
+        ),
     )
     return Table(title, ("", "predicted", "measured", "predicted / measured"), tuple(rows), notes)
 
@@ -174,14 +202,20 @@ MEASURED = ("measured", "interpolated", "given")
 """The sources of durations that were measured here, or that are not predicted at all."""
 
 
-def far_from_measured(predicted: float, measured: float | None, shares: Mapping[str, float]) -> tuple[str, ...]:
+def far_from_measured(
+    predicted: float, measured: float | None, shares: Mapping[str, float]
+) -> tuple[str, ...]:
     """Return advice where a prediction is far from the measurement and rests on formulas."""
     known = sum(shares.get(name, 0.0) for name in MEASURED)
     if not measured or not predicted or known > 0.5 or 1 / FAR <= predicted / measured <= FAR:
         return ()
     return (
-        f"warning: predicted / measured is {predicted / measured:.2f}, and {1 - known:.0%} of the predicted durations were not "
-        "measured on this machine: run `piper profile FILE.py --out costs.json` once, then predict with --costs costs.json",
+        f"warning: predicted / measured is {predicted / measured:.2f}, and {1 - known:.0%} of the "
+        f"predicted durations "
+        f"were not "
+        "measured on this machine: run `piper profile FILE.py --out costs.json` once, then predict "
+        "with --costs "
+        "costs.json",
     )
 
 
@@ -189,7 +223,10 @@ def _traced(measured: MeasuredRun, traced: bool) -> tuple[str, ...]:
     """Return the step that compute is of; on a shared machine it may be far from the steady state, a median."""
     if not traced or not measured.step_s:
         return ()
-    return (f"compute is of the last step, the one that was traced, which took {time_text(measured.step_s[-1])}",)
+    return (
+        f"compute is of the last step, the one that was traced, which took "
+        f"{time_text(measured.step_s[-1])}",
+    )
 
 
 def _warnings(summary: Mapping[str, Any]) -> tuple[str, ...]:
@@ -220,10 +257,17 @@ def sources(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {share * 100:.0f} %" for name, share in parts) or ABSENT
 
 
-def _compared(name: str, predicted: float, measured: float | None, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+def _compared(
+    name: str, predicted: float, measured: float | None, form: Callable[[float], str]
+) -> tuple[str, str, str, str]:
     if measured is None:
         return name, form(predicted), ABSENT, ABSENT
-    return name, form(predicted), form(measured), f"{predicted / measured:.2f}" if measured else ABSENT
+    return (
+        name,
+        form(predicted),
+        form(measured),
+        f"{predicted / measured:.2f}" if measured else ABSENT,
+    )
 
 
 def _ranks(figures: Mapping[int, float]) -> list[int]:

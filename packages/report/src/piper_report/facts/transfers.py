@@ -30,7 +30,9 @@ def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
             if index in known:
                 if op.channel not in members:
                     peers = plan.peers(plan.channel(op.channel), rank)
-                    members[op.channel] = tuple(sorted({same.get(p, p) for p in peers})) if same else peers
+                    members[op.channel] = (
+                        tuple(sorted({same.get(p, p) for p in peers})) if same else peers
+                    )
                 uses.setdefault((op.channel, members[op.channel], k), []).append(known[index])
     return [tuple(spans) for spans in uses.values()]
 

@@ -60,12 +60,16 @@ class Curve:
     high: Sequence[float]
 
 
-def curve(steps: Sequence[int], loads: Sequence[Sequence[float]], points: int = MOST_POINTS) -> Curve:
+def curve(
+    steps: Sequence[int], loads: Sequence[Sequence[float]], points: int = MOST_POINTS
+) -> Curve:
     """Return the loads of one or several layers by step, in at most so many points."""
     each = -(-len(steps) // points) or 1
     starts = range(0, len(steps), each)
     found = [[v for of in loads for v in of[k : k + each] if not isnan(v)] for k in starts]
-    mean, low, high = ([of(values) if values else nan for values in found] for of in (_mean, min, max))
+    mean, low, high = (
+        [of(values) if values else nan for values in found] for of in (_mean, min, max)
+    )
     return Curve([steps[k] for k in starts], mean, low, high)
 
 
@@ -78,8 +82,14 @@ def load_figure(history: ExpertHistory) -> Picture | None:
     if not layers:
         return None
     names = layer_names([layer.module for layer in layers])
-    shared = [(name, layer.rank.values) for name, layer in zip(names, layers, strict=True) if layer.ranks > 1]
-    kinds = {"expert": [(name, layer.expert.values) for name, layer in zip(names, layers, strict=True)]}
+    shared = [
+        (name, layer.rank.values)
+        for name, layer in zip(names, layers, strict=True)
+        if layer.ranks > 1
+    ]
+    kinds = {
+        "expert": [(name, layer.expert.values) for name, layer in zip(names, layers, strict=True)]
+    }
     kinds |= {"rank": shared} if shared else {}
     figure = new_figure(0.7 + 2.2 * len(kinds), SMALLER)
     axes = panels(figure, len(kinds), sharex=True)
@@ -89,14 +99,21 @@ def load_figure(history: ExpertHistory) -> Picture | None:
         ax.set_ylabel(f"fullest {kind} / mean")
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False
+    )
     each = -(-len(history.steps) // MOST_POINTS)
     caption = "Tokens over the mean of all; 1 is even."
     if len(layers) > len(LINES):
         caption += f" The band is from the least to the fullest of {len(layers)} layers."
     if each > 1:
-        caption += f" A point is {each:,} steps: their mean, and in a pale band their least and highest."
-    said = "; ".join(f"fullest {kind} {_ends(curve(history.steps, [v for _, v in loads]))}" for kind, loads in kinds.items())
+        caption += (
+            f" A point is {each:,} steps: their mean, and in a pale band their least and highest."
+        )
+    said = "; ".join(
+        f"fullest {kind} {_ends(curve(history.steps, [v for _, v in loads]))}"
+        for kind, loads in kinds.items()
+    )
     alt = f"Load of the experts of {len(layers)} layers by step, mean of layers: {said}."
     return picture(figure, "expert_load", "Load of experts by step", alt, caption)
 
@@ -109,15 +126,29 @@ def _curves(ax: Axes, history: ExpertHistory, loads: Sequence[tuple[str, Sequenc
         of_all = [(name, curve(history.steps, [values])) for name, values in loads]
     for (name, drawn), (colour, dash) in zip(of_all, LINES):
         marker = "o" if len(drawn.steps) <= 60 else ""
-        ax.plot(drawn.steps, drawn.mean, color=colour, linestyle=dash, linewidth=1.4, marker=marker, markersize=3, label=name)
+        ax.plot(
+            drawn.steps,
+            drawn.mean,
+            color=colour,
+            linestyle=dash,
+            linewidth=1.4,
+            marker=marker,
+            markersize=3,
+            label=name,
+        )
         if drawn.low != drawn.high:
             ax.plot(drawn.steps, drawn.high, color=colour, linewidth=0.5, alpha=0.6)
-            ax.fill_between(drawn.steps, drawn.low, drawn.high, color=colour, alpha=0.18, linewidth=0)
+            ax.fill_between(
+                drawn.steps, drawn.low, drawn.high, color=colour, alpha=0.18, linewidth=0
+            )
 
 
 def _ends(drawn: Curve) -> str:
     known = [v for v in drawn.mean if not isnan(v)]
-    return f"from {known[0]:.2f} to {known[-1]:.2f}, at most {max(v for v in drawn.high if not isnan(v)):.2f}"
+    return (
+        f"from {known[0]:.2f} to {known[-1]:.2f}, at most "
+        f"{max(v for v in drawn.high if not isnan(v)):.2f}"
+    )
 
 
 def layer_names(modules: Sequence[str]) -> list[str]:
@@ -138,7 +169,9 @@ def token_figure(history: ExpertHistory) -> Picture | None:
         return None
     loads = [over_mean(layer.recent_tokens()) for layer in layers]
     experts, most = max(map(len, loads)), max(map(max, loads))
-    height = 0.9 + min(6.0, max(0.24 if len(layers) <= MOST_NUMBERS else 0.12, 0.6 / len(layers)) * len(layers))
+    height = 0.9 + min(
+        6.0, max(0.24 if len(layers) <= MOST_NUMBERS else 0.12, 0.6 / len(layers)) * len(layers)
+    )
     figure = new_figure(height, WIDTH if experts > MOST_NUMBERS else SMALLER)
     (ax,) = panels(figure, 1)
     ax.grid(False)
@@ -150,7 +183,9 @@ def token_figure(history: ExpertHistory) -> Picture | None:
         for row, of in enumerate(loads):
             for k, load in enumerate(of):
                 ink = ink_on(colours(scale(load))[:3])
-                ax.text(k, row, f"{load:.2f}", ha="center", va="center_baseline", fontsize=7, color=ink)
+                ax.text(
+                    k, row, f"{load:.2f}", ha="center", va="center_baseline", fontsize=7, color=ink
+                )
     _edges(ax, layers)
     names = layer_names([layer.module for layer in layers])
     each = -(-len(names) // MOST_ROWS)
@@ -158,15 +193,25 @@ def token_figure(history: ExpertHistory) -> Picture | None:
     ax.tick_params(length=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlabel("expert")
-    figure.colorbar(ScalarMappable(scale, colours), ax=ax, pad=0.01, label="tokens / mean", ticks=MaxNLocator(4))
+    figure.colorbar(
+        ScalarMappable(scale, colours), ax=ax, pad=0.01, label="tokens / mean", ticks=MaxNLocator(4)
+    )
     steps = min(RECENT, len(history.steps))
     unused = sum(load == 0 for of in loads for load in of)
-    alt = f"Tokens of {experts} experts in each of {len(layers)} layers over the mean, last {steps} steps: up to {most:.2f}"
+    alt = (
+        f"Tokens of {experts} experts in each of {len(layers)} layers over the mean, last {steps} "
+        f"steps: up to {most:.2f}"
+    )
     caption = f"In the last {steps} steps; white is even, orange more, purple less."
-    caption += " An expert that is full in one step and empty in the next looks even here, and not in the figure above."
+    caption += (
+        " An expert that is full in one step and empty in the next looks even here, and not in the "
+        "figure above."
+    )
     caption += " A line is between ranks." if any(layer.ranks > 1 for layer in layers) else ""
     caption += f" Experts without a token: {unused}." if unused else ""
-    return picture(figure, "expert_tokens", "Tokens of each expert over the mean", f"{alt}.", caption, marks=0)
+    return picture(
+        figure, "expert_tokens", "Tokens of each expert over the mean", f"{alt}.", caption, marks=0
+    )
 
 
 def _edges(ax: Axes, layers: Sequence[LayerLoad]) -> None:
@@ -174,7 +219,13 @@ def _edges(ax: Axes, layers: Sequence[LayerLoad]) -> None:
     for row, layer in enumerate(layers):
         size = len(layer.tokens) // layer.ranks
         between = [r * size - 0.5 for r in range(1, layer.ranks)]
-        ax.vlines(between, row - 0.5, row + 0.5, color=INK, linewidth=1.2 if layer.ranks <= FEW_RANKS else 0.3)
+        ax.vlines(
+            between,
+            row - 0.5,
+            row + 0.5,
+            color=INK,
+            linewidth=1.2 if layer.ranks <= FEW_RANKS else 0.3,
+        )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -103,14 +103,25 @@ def timelines(traces: Sequence[Trace], plan: Plan | None, length: float = 0.0) -
     """
     length = max(length, *(makespan(t) for t in traces)) or SHORTEST
     found = [kinds(t, plan) for t in traces]
-    line = Timeline(traces, plan, found, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length)
+    line = Timeline(
+        traces, plan, found, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length
+    )
     out = [_gantt(line, Window(0.0, length), "timeline", "Timeline of a step")]
-    bars = sorted(s.end - s.start for k in found for s in k if s.stream == COMPUTE and s.end > s.start)
+    bars = sorted(
+        s.end - s.start for k in found for s in k if s.stream == COMPUTE and s.end > s.start
+    )
     usual = bars[len(bars) // 2] if bars else length
     if usual < 2 * UNREADABLE * Window(0.0, length).column:
         half = usual / READABLE * WIDTH * PLOT_SHARE * DPI / 2
         middle = min(makespan(t) for t in traces) / 2
-        out.append(_gantt(line, Window(middle - half, middle + half), "timeline_middle", "The middle of the step, enlarged"))
+        out.append(
+            _gantt(
+                line,
+                Window(middle - half, middle + half),
+                "timeline_middle",
+                "The middle of the step, enlarged",
+            )
+        )
     return out
 
 
@@ -127,16 +138,28 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
     labels = {k for found in line.kinds for k in found.values()}
     handles = _legend(labels)
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, handlelength=1.6)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=5, frameon=False, handlelength=1.6
+    )
     every = [row for some in rows.values() for row in some]
     both = " over ".join("predicted" if t.kind == "simulated" else "measured" for t in line.traces)
-    everyone = len({s.rank for t in line.traces for s in t.spans} | {rank for t in line.traces for rank in t.shown_as()})
+    everyone = len(
+        {s.rank for t in line.traces for s in t.spans}
+        | {rank for t in line.traces for rank in t.shown_as()}
+    )
     alt = (
-        f"Gantt chart of one step, {both}: {len(rows)} rows for {everyone} ranks, each with its streams, "
+        f"Gantt chart of one step, {both}: {len(rows)} rows for {everyone} ranks, each with its "
+        f"streams, "
         f"from {time_text(window.start)} to {time_text(window.end)} after the step began."
     )
     shared = any(k.phase in ("gather", "scatter") for k in labels)
-    caption = _caption(line.traces, sum(map(len, line.ranks.values())), everyone, sum(r.hidden for r in every), shared)
+    caption = _caption(
+        line.traces,
+        sum(map(len, line.ranks.values())),
+        everyone,
+        sum(r.hidden for r in every),
+        shared,
+    )
     return picture(figure, name, title, alt, caption, least=900, marks=sum(r.drawn for r in every))
 
 
@@ -146,9 +169,13 @@ def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> Groups:
     Of more roles than that, some from the first to the last, evenly spaced.
     """
     groups = alike_ranks(traces, plan)
-    firsts = sorted({min(role.ranks) for role in plan.roles} & groups.keys()) if plan is not None else []
+    firsts = (
+        sorted({min(role.ranks) for role in plan.roles} & groups.keys()) if plan is not None else []
+    )
     if len(firsts) > MOST_RANKS:
-        firsts = [firsts[round(i * (len(firsts) - 1) / (MOST_RANKS - 1))] for i in range(MOST_RANKS)]
+        firsts = [
+            firsts[round(i * (len(firsts) - 1) / (MOST_RANKS - 1))] for i in range(MOST_RANKS)
+        ]
     chosen = sorted(sorted(groups, key=lambda r: (r not in firsts, r))[:MOST_RANKS])
     return {rank: groups[rank] for rank in chosen}
 
@@ -156,18 +183,31 @@ def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> Groups:
 def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
     """Return a row per stream and trace with spans of it, in the plan's order, or compute first, then by name."""
     owners = [t.shown_as().get(rank, rank) for t in line.traces]
-    used = [{s.stream for s in (*t.spans, *t.waits) if s.rank == own} for t, own in zip(line.traces, owners)]
+    used = [
+        {s.stream for s in (*t.spans, *t.waits) if s.rank == own}
+        for t, own in zip(line.traces, owners)
+    ]
     every = set().union(*used)
-    known = [s for s in line.plan.role_of(rank).streams if s in every] if line.plan is not None else []
+    known = (
+        [s for s in line.plan.role_of(rank).streams if s in every] if line.plan is not None else []
+    )
     streams = known + sorted(every - set(known), key=lambda name: (name != COMPUTE, name))
     out: dict[tuple[str, int], _StreamRow] = {}
     for stream in streams:
         here = [i for i in range(len(used)) if stream in used[i]]
         for i in here:
-            word = ("predicted" if line.traces[i].kind == "simulated" else "measured") if len(line.traces) > 1 else ""
+            word = (
+                ("predicted" if line.traces[i].kind == "simulated" else "measured")
+                if len(line.traces) > 1
+                else ""
+            )
             out[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == here[0] else word)
-    for i, (trace, found, begun, own) in enumerate(zip(line.traces, line.kinds, line.begun, owners)):
-        for span in sorted((s for s in (*trace.spans, *trace.waits) if s.rank == own), key=lambda s: s.start):
+    for i, (trace, found, begun, own) in enumerate(
+        zip(line.traces, line.kinds, line.begun, owners)
+    ):
+        for span in sorted(
+            (s for s in (*trace.spans, *trace.waits) if s.rank == own), key=lambda s: s.start
+        ):
             if span.start <= window.end and span.end >= window.start:
                 _add(out[span.stream, i], span, found[span], begun.get(span, span.start), window)
     return list(out.values())
@@ -210,11 +250,23 @@ def _draw(ax: Axes, rows: Sequence[_StreamRow], unit: TimeUnit) -> None:
     for y, row in enumerate(rows):
         for (face, edge, hatch), bars in row.bars.items():
             corners = [_corners(start * unit.scale, width * unit.scale, y) for start, width in bars]
-            drawn = PolyCollection(corners, facecolor=face, edgecolor=edge, hatch=hatch, linewidth=0.6)
-            ax.add_collection(drawn, autolim=False)  # the limits are known, and finding them takes longer than drawing
+            drawn = PolyCollection(
+                corners, facecolor=face, edgecolor=edge, hatch=hatch, linewidth=0.6
+            )
+            ax.add_collection(
+                drawn, autolim=False
+            )  # the limits are known, and finding them takes longer than drawing
         for middle, text, ground, hatched in row.labels[:budget]:
             box = {"facecolor": ground, "edgecolor": "none", "pad": 0.6} if hatched else None
-            text_at = ax.text(middle * unit.scale, y, text, fontsize=7, color=ink_on(ground), bbox=box, clip_on=True)
+            text_at = ax.text(
+                middle * unit.scale,
+                y,
+                text,
+                fontsize=7,
+                color=ink_on(ground),
+                bbox=box,
+                clip_on=True,
+            )
             text_at.set(ha="center", va="center_baseline")
         budget -= min(budget, len(row.labels))
     ax.set_yticks(range(len(rows)), [r.name for r in rows])
@@ -235,22 +287,32 @@ def _legend(found: set[InstrLabel]) -> list[Patch]:
     again = [p for p in phases if any(k.again and k.phase == p for k in found)]
     if again:
         text = "backward after recomputation"
-        out.append(Patch(facecolor=PHASE_COLOURS[again[0]], edgecolor="white", hatch=AGAIN, label=text))
+        out.append(
+            Patch(facecolor=PHASE_COLOURS[again[0]], edgecolor="white", hatch=AGAIN, label=text)
+        )
     return out
 
 
 def _caption(traces: Sequence[Trace], shown: int, everyone: int, hidden: int, shared: bool) -> str:
-    parts = ["The number in a bar is its microbatch; bars without room for the whole label have none."]
+    parts = [
+        "The number in a bar is its microbatch; bars without room for the whole label have none."
+    ]
     if shared:
         parts.append(
-            "Gathers and reduce-scatters of shared buckets have the colours that their buffers have in the memory figure."
+            "Gathers and reduce-scatters of shared buckets have the colours that their buffers "
+            "have in the memory "
+            "figure."
         )
     if any(t.kind == "executed" for t in traces):
         parts.append(
-            "A measured communication is hollow while its rank waits for the other side, and filled from when all were there."
+            "A measured communication is hollow while its rank waits for the other side, and "
+            "filled from when all were "
+            "there."
         )
     if shown < everyone:
-        parts.append(f"{shown} of {everyone} ranks are shown; the traces for Chrome's viewer have all.")
+        parts.append(
+            f"{shown} of {everyone} ranks are shown; the traces for Chrome's viewer have all."
+        )
     if hidden:
         parts.append(f"Instructions that are narrower than half a pixel and not drawn: {hidden}.")
     return " ".join(parts)

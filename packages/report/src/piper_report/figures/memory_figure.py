@@ -34,7 +34,10 @@ from piper_report.figures.style import (
 MOST_PANELS = 8
 STATES = ("param", "master", "grad", "optim", "buffer")
 IN_ALL, HAS = "in all on the device", "what the device has"
-BESIDE = "In all, a device also holds what torch has not allocated: the reserve of its allocator, the context, and communicators."
+BESIDE = (
+    "In all, a device also holds what torch has not allocated: the reserve of its allocator, the "
+    "context, and communicators."
+)
 NEAR = 1.6
 """The most of the curve's height at which a line is still drawn; higher ones would make the curve flat."""
 MOST_SAMPLES = 800
@@ -42,7 +45,10 @@ MOST_SAMPLES = 800
 
 
 def memory_figure(
-    predicted: Trace | None, measured: Trace | None, plan: Plan | None, devices: Mapping[int, RankPrediction] | None = None
+    predicted: Trace | None,
+    measured: Trace | None,
+    plan: Plan | None,
+    devices: Mapping[int, RankPrediction] | None = None,
 ) -> Picture | None:
     """Draw one panel per role (its first rank), the fullest 8; None when no trace has memory.
 
@@ -57,7 +63,9 @@ def memory_figure(
     shown = predicted if predicted is not None and predicted.memory else measured
     length = (makespan(shown) if shown is not None else 0.0) or SHORTEST
     unit = time_unit(length)
-    space = size_unit(max(_total(m) for t in (predicted, measured) if t is not None for m in t.memory))
+    space = size_unit(
+        max(_total(m) for t in (predicted, measured) if t is not None for m in t.memory)
+    )
     figure = new_figure(0.9 + 2.1 * len(ranks))
     axes = panels(figure, len(ranks), sharex=True)
     used: dict[str, None] = {}
@@ -73,14 +81,19 @@ def memory_figure(
         role = f" ({plan.role_of(rank).role})" if plan is not None else ""
         device = (devices or {}).get(rank)
         lines |= _device_lines(ax, device, max([0, *map(_total, (*curve, *points))]), space)
-        ax.set_title(f"{named_ranks(groups[rank])}{role}: {_peaks(curve, points, unit)}{_held(device)}", loc="left")
+        ax.set_title(
+            f"{named_ranks(groups[rank])}{role}: {_peaks(curve, points, unit)}{_held(device)}",
+            loc="left",
+        )
         ax.set_ylabel(space.name)
         ax.set_ylim(bottom=0)
     axes[-1].set_xlim(0, length * unit.scale)
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
     shares = {category: part for category, part in _shares(plan).items() if category in used}
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=CATEGORIES[c], label=CATEGORY_NAMES.get(c, c) + shares.get(c, "")) for c in CATEGORIES if c in used
+        Patch(facecolor=CATEGORIES[c], label=CATEGORY_NAMES.get(c, c) + shares.get(c, ""))
+        for c in CATEGORIES
+        if c in used
     ]
     if measured is not None and measured.memory:
         handles.append(Line2D([], [], color=INK, linewidth=1.2, label="measured, in all"))
@@ -88,25 +101,37 @@ def memory_figure(
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
     return picture(
         figure, "memory", "Memory over the step",
-        "Stacked areas of the bytes that each rank holds over one step, by category, with the peak marked: "
+        "Stacked areas of the bytes that each rank holds over one step, by category, with the peak "
+        "marked: "
         + "; ".join(ax.get_title(loc="left") for ax in axes),
         "Each instruction stands at its start with the most bytes that are held while it runs."
-        + (f" Of the states that ranks share this rank keeps a part: {_words(shares)}." if shares else "")
+        + (f" Of the states that ranks share this rank keeps a part: "
+           f"{_words(shares)}." if shares else "")
         + (f" {BESIDE}" if any(devices or {}) else "")
-        + (" Measured bytes stand at the predicted time of their instruction." if predicted and measured else ""),
+        + (" Measured bytes stand at the predicted time of their "
+           "instruction." if predicted and measured else ""),
         marks=marks,
     )  # fmt: skip
 
 
-def _device_lines(ax: Axes, device: RankPrediction | None, top: int, space: SizeUnit) -> dict[str, Line2D]:
+def _device_lines(
+    ax: Axes, device: RankPrediction | None, top: int, space: SizeUnit
+) -> dict[str, Line2D]:
     """Draw what the device holds in all and what it has, where that is near the curve; return the lines by name."""
     if device is None:
         return {}
     out = {}
-    for name, nbytes, colour, dash in ((IN_ALL, device.device_bytes, INK, ":"), (HAS, device.limit_bytes, RED, "--")):
+    for name, nbytes, colour, dash in (
+        (IN_ALL, device.device_bytes, INK, ":"),
+        (HAS, device.limit_bytes, RED, "--"),
+    ):
         if nbytes is not None and nbytes != top and nbytes <= NEAR * top:
-            ax.axhline(nbytes / space.scale, color="white", linewidth=3)  # so that it can be seen on any colour
-            out[name] = ax.axhline(nbytes / space.scale, color=colour, linestyle=dash, linewidth=1.3, label=name)
+            ax.axhline(
+                nbytes / space.scale, color="white", linewidth=3
+            )  # so that it can be seen on any colour
+            out[name] = ax.axhline(
+                nbytes / space.scale, color=colour, linestyle=dash, linewidth=1.3, label=name
+            )
     return out
 
 
@@ -172,7 +197,9 @@ def _total(sample: MemSample) -> int:
     return sum(sample.bytes.values())
 
 
-def _stack(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, space: SizeUnit) -> dict[str, None]:
+def _stack(
+    ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, space: SizeUnit
+) -> dict[str, None]:
     """Draw the categories on top of each other, and return those that occur."""
     used = [c for c in CATEGORIES if any(c in m.bytes for m in samples)]
     if samples and samples[0].time > 0:  # before its first instruction a rank holds its states
@@ -187,17 +214,33 @@ def _stack(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, sp
         below = above
     if samples:
         top = max(samples, key=_total)
-        ax.plot([top.time * unit.scale], [_total(top) / space.scale], "v", color=RED, markersize=7, clip_on=False)
+        ax.plot(
+            [top.time * unit.scale],
+            [_total(top) / space.scale],
+            "v",
+            color=RED,
+            markersize=7,
+            clip_on=False,
+        )
     return dict.fromkeys(used)
 
 
-def _line(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, space: SizeUnit) -> None:
+def _line(
+    ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, space: SizeUnit
+) -> None:
     if samples:
         times = [m.time * unit.scale for m in samples] + [length * unit.scale]
         held = [_total(m) / space.scale for m in samples]
         ax.step(times, held + held[-1:], where="post", color=INK, linewidth=1.2)
         top = max(samples, key=_total)
-        ax.plot([top.time * unit.scale], [_total(top) / space.scale], "v", color=RED, markersize=5, clip_on=False)
+        ax.plot(
+            [top.time * unit.scale],
+            [_total(top) / space.scale],
+            "v",
+            color=RED,
+            markersize=5,
+            clip_on=False,
+        )
 
 
 def _peaks(curve: list[MemSample], points: list[MemSample], unit: TimeUnit) -> str:
@@ -205,5 +248,7 @@ def _peaks(curve: list[MemSample], points: list[MemSample], unit: TimeUnit) -> s
     for name, samples in (("predicted", curve), ("measured", points)):
         if samples:
             top = max(samples, key=_total)
-            words.append(f"{name} peak {size_text(_total(top))} at {top.time * unit.scale:.3g} {unit.name}")
+            words.append(
+                f"{name} peak {size_text(_total(top))} at {top.time * unit.scale:.3g} {unit.name}"
+            )
     return ", ".join(words)

@@ -44,10 +44,21 @@ def parallel_figure(study: StudyDocument) -> Picture | None:
     scale = Normalize(min(values.values()), max(values.values()))
     colours = colormaps["cividis"]
     axes = {n: Axis([t.params.get(n) for t, _ in found]) for n in names}
-    _lines(ax, found, axes, study.best, {number: colours(scale(value)) for number, value in values.items()})
+    _lines(
+        ax,
+        found,
+        axes,
+        study.best,
+        {number: colours(scale(value)) for number, value in values.items()},
+    )
     _ticks(ax, axes)
-    figure.colorbar(ScalarMappable(scale, colours), ax=ax, label=f"predicted {goal.label}", pad=0.01)
-    alt = f"Parallel coordinates of {len(found)} complete candidates over {', '.join(names)}, coloured by predicted {goal.name}."
+    figure.colorbar(
+        ScalarMappable(scale, colours), ax=ax, label=f"predicted {goal.label}", pad=0.01
+    )
+    alt = (
+        f"Parallel coordinates of {len(found)} complete candidates over {', '.join(names)}, "
+        f"coloured by predicted {goal.name}."
+    )
     shade = "lighter" if goal.rises else "darker"
     caption = f"A line is a candidate; the {shade}, the {goal.better}." + (
         " The best one is red." if study.best is not None else ""
@@ -56,11 +67,15 @@ def parallel_figure(study: StudyDocument) -> Picture | None:
     return picture(figure, "parameters", "Parameters", alt, caption, least=least, marks=marks)
 
 
-def _lines(ax: Axes, found: ScoredTrials, axes: dict[str, Axis], best: int | None, colours: dict[int, Any]) -> None:
+def _lines(
+    ax: Axes, found: ScoredTrials, axes: dict[str, Axis], best: int | None, colours: dict[int, Any]
+) -> None:
     """Draw the quick candidates above the slow ones and the best on top; with a single parameter a line is level."""
     xs = list(range(len(axes))) if len(axes) > 1 else [-0.2, 0.2]
     for trial, _ in sorted(found, key=lambda x: (x[0].number == best, -x[1])):
-        heights = [axis.place(trial.params.get(name)) for name, axis in axes.items()] * (1 if len(axes) > 1 else 2)
+        heights = [axis.place(trial.params.get(name)) for name, axis in axes.items()] * (
+            1 if len(axes) > 1 else 2
+        )
         if trial.number == best:
             ax.plot(xs, heights, color=RED, linewidth=2.4)
         else:
@@ -72,7 +87,15 @@ def _ticks(ax: Axes, axes: dict[str, Axis]) -> None:
     for x, axis in enumerate(axes.values()):
         ax.axvline(x, color=GREY, linewidth=0.8)
         for height, text in axis.ticks():
-            ax.annotate(text, (x, height), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5, bbox=ground)
+            ax.annotate(
+                text,
+                (x, height),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7.5,
+                bbox=ground,
+            )
     ax.set_xticks(range(len(axes)), list(axes))
     ax.set_yticks([])
     ax.set_xlim(-0.3, len(axes) - 1 + 0.45)
@@ -87,7 +110,11 @@ class Axis:
     def __init__(self, values: Sequence[Any]) -> None:
         self.unset = any(v is None for v in values)
         given = [v for v in values if v is not None]
-        found = [v for v in given if isinstance(v, int | float) and not isinstance(v, bool) and isfinite(v)]
+        found = [
+            v
+            for v in given
+            if isinstance(v, int | float) and not isinstance(v, bool) and isfinite(v)
+        ]
         numbers, numeric = sorted(set(found)), len(found) == len(given)
         names = sorted({_text(v) for v in given} - {_text(n) for n in numbers})
         self.texts = [*map(_text, numbers), *names]
@@ -110,10 +137,16 @@ class Axis:
         unset = [(BELOW, UNSET)] if self.unset else []
         if self.range is None:
             every = max(1, -(-len(self.texts) // MOST_TICKS))
-            return [(self.place(t), t if len(t) <= LONGEST else t[: LONGEST - 1] + "…") for t in self.texts[::every]] + unset
+            return [
+                (self.place(t), t if len(t) <= LONGEST else t[: LONGEST - 1] + "…")
+                for t in self.texts[::every]
+            ] + unset
         low, high = self.range
         heights = [i / (FEW_TICKS - 1) for i in range(FEW_TICKS)]
-        return [(h, f"{low * (high / low) ** h if self.wide else low + h * (high - low):.3g}") for h in heights] + unset
+        return [
+            (h, f"{low * (high / low) ** h if self.wide else low + h * (high - low):.3g}")
+            for h in heights
+        ] + unset
 
 
 def _text(value: Any) -> str:

@@ -68,7 +68,9 @@ def draw_schedules(drawings: Sequence[Drawing], path: str | Path) -> None:
     try:
         write_whole(Path(path), png)
     except OSError as e:
-        raise OutputError(f"cannot write the schedule to {path}: {e.strerror}; choose another path") from None
+        raise OutputError(
+            f"cannot write the schedule to {path}: {e.strerror}; choose another path"
+        ) from None
 
 
 def _drawn(drawings: Sequence[Drawing]) -> bytes:
@@ -84,18 +86,38 @@ def _drawn(drawings: Sequence[Drawing]) -> bytes:
     unit = time_unit(length)
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
     halves = {h[0] for found in work for k in found.values() for h in k.halves}
-    handles = [Patch(facecolor=PHASE_COLOURS[p], edgecolor=GREY, linewidth=0.4, label=PHASES[p]) for p in PHASES if p in halves]
+    handles = [
+        Patch(facecolor=PHASE_COLOURS[p], edgecolor=GREY, linewidth=0.4, label=PHASES[p])
+        for p in PHASES
+        if p in halves
+    ]
     handles.append(Patch(facecolor=IDLE, edgecolor=GREY, linewidth=0.4, label="idle"))
     if any(len(c) > 1 for d in drawings if d.plan is not None for c in chunks_of(d.plan).values()):
         pale = tint(PHASE_COLOURS["F"], PALEST)
-        handles.append(Patch(facecolor=pale, edgecolor=GREY, linewidth=0.4, label="paler: a later chunk of the device"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), max(2, int(width / 2.2))), frameon=False)
+        handles.append(
+            Patch(
+                facecolor=pale,
+                edgecolor=GREY,
+                linewidth=0.4,
+                label="paler: a later chunk of the device",
+            )
+        )
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(len(handles), max(2, int(width / 2.2))),
+        frameon=False,
+    )
     return rendered(figure, "png")
 
 
 def _work(drawing: Drawing) -> dict[Span, InstrLabel]:
     """Return the computing spans that take time, with their labels."""
-    return {s: k for s, k in kinds(drawing.trace, drawing.plan).items() if s.stream == COMPUTE and s.end > s.start}
+    return {
+        s: k
+        for s, k in kinds(drawing.trace, drawing.plan).items()
+        if s.stream == COMPUTE and s.end > s.start
+    }
 
 
 def _width(work: Mapping[Span, InstrLabel], length: float) -> float:
@@ -104,7 +126,9 @@ def _width(work: Mapping[Span, InstrLabel], length: float) -> float:
     return min(WIDEST, 1.2 + CELL * length / lengths[len(lengths) // 4])
 
 
-def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, InstrLabel], length: float, width: float) -> None:
+def _schedule(
+    ax: Axes, drawing: Drawing, work: Mapping[Span, InstrLabel], length: float, width: float
+) -> None:
     """Draw one schedule, on an axis of time that others may share."""
     ranks = sorted({s.rank for s in drawing.trace.spans})
     origin = min((s.start for s in drawing.trace.spans), default=0.0)
@@ -112,11 +136,25 @@ def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, InstrLabel], lengt
     ax.grid(False)
     row_of = {rank: y for y, rank in enumerate(ranks)}
     for y in row_of.values():
-        ax.broken_barh([(0, makespan(drawing.trace) * unit.scale)], (y - 0.45, 0.9), facecolor=IDLE, edgecolor="none")
+        ax.broken_barh(
+            [(0, makespan(drawing.trace) * unit.scale)],
+            (y - 0.45, 0.9),
+            facecolor=IDLE,
+            edgecolor="none",
+        )
     points = width * 0.88 * 72 / length  # per second
     strengths = _strengths(drawing, work)
     for span, kind in work.items():
-        _cell(ax, span, kind, strengths[span], row_of[span.rank], origin, unit, (span.end - span.start) * points)
+        _cell(
+            ax,
+            span,
+            kind,
+            strengths[span],
+            row_of[span.rank],
+            origin,
+            unit,
+            (span.end - span.start) * points,
+        )
     alike = {same[0]: same for same in drawing.trace.alike}
     ax.set_yticks(range(len(ranks)), [named_ranks(alike.get(r, (r,))) for r in ranks])
     ax.set_ylim(len(ranks) - 0.45, -0.55)
@@ -140,7 +178,14 @@ def _strengths(drawing: Drawing, work: Mapping[Span, InstrLabel]) -> dict[Span, 
 
 
 def _cell(
-    ax: Axes, span: Span, kind: InstrLabel, strengths: Sequence[float], y: int, origin: float, unit: TimeUnit, points: float
+    ax: Axes,
+    span: Span,
+    kind: InstrLabel,
+    strengths: Sequence[float],
+    y: int,
+    origin: float,
+    unit: TimeUnit,
+    points: float,
 ) -> None:
     """Draw one instruction, its halves above each other."""
     start, length = (span.start - origin) * unit.scale, (span.end - span.start) * unit.scale
@@ -148,11 +193,21 @@ def _cell(
     for i, (phase, mb) in enumerate(kind.halves):
         low = y - 0.45 + i * each
         colour = tint(PHASE_COLOURS[phase], strengths[i])
-        ax.broken_barh([(start, length)], (low, each), facecolor=colour, edgecolor="white", linewidth=0.5)
+        ax.broken_barh(
+            [(start, length)], (low, each), facecolor=colour, edgecolor="white", linewidth=0.5
+        )
         text, font = str(mb) if mb >= 0 else "", 8 if len(kind.halves) == 1 else 6
         if text and points > 0.62 * font * len(text) + 1.5:
             ax.text(
-                start + length / 2, low + each / 2, text, ha="center", va="center_baseline", fontsize=font, color=ink_on(colour)
+                start + length / 2,
+                low + each / 2,
+                text,
+                ha="center",
+                va="center_baseline",
+                fontsize=font,
+                color=ink_on(colour),
             )
     if len(kind.halves) > 1:
-        ax.broken_barh([(start, length)], (y - 0.45, 0.9), facecolor="none", edgecolor=INK, linewidth=0.8)
+        ax.broken_barh(
+            [(start, length)], (y - 0.45, 0.9), facecolor="none", edgecolor=INK, linewidth=0.8
+        )

@@ -20,9 +20,24 @@ from matplotlib.ticker import MaxNLocator
 
 from piper_ir.plan.phases import Phase
 
-BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"
+BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+)
 INK, GREY, PALE = "#222222", "#808080", "#D9D9D9"
-NAVY, VIOLET, BROWN, MINT, DARK, LIGHT = "#1B2A5C", "#7A3FD0", "#8C5A2B", "#A6E8A0", "#4E4E4E", "#CECECE"
+NAVY, VIOLET, BROWN, MINT, DARK, LIGHT = (
+    "#1B2A5C",
+    "#7A3FD0",
+    "#8C5A2B",
+    "#A6E8A0",
+    "#4E4E4E",
+    "#CECECE",
+)
 PHASE_COLOURS: Mapping[Phase, str] = {
     "F": SKY, "B": ORANGE, "R": YELLOW, "I": GREEN, "W": PURPLE, "pair": MINT, "U": DARK, "fold": BROWN, "other": LIGHT,
     "gather": NAVY, "scatter": VIOLET, "comm": BLUE, "batch": RED,
@@ -89,9 +104,14 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
-def panels(figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence[float] | None = None) -> list[Axes]:
+def panels(
+    figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence[float] | None = None
+) -> list[Axes]:
     """Return axes one above the other, without a box and on a pale grid; `heights` are relative (default: equal)."""
-    out = [ax for (ax,) in figure.subplots(rows, 1, squeeze=False, sharex=sharex, height_ratios=heights)]
+    out = [
+        ax
+        for (ax,) in figure.subplots(rows, 1, squeeze=False, sharex=sharex, height_ratios=heights)
+    ]
     for ax in out:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(True, color="#EBEBEB", linewidth=0.6)
@@ -109,7 +129,16 @@ def one_panel(height: float, x: str, y: str, *, numbered: bool = True) -> tuple[
     return figure, ax
 
 
-def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", *, least: int = 0, marks: int = 0) -> Picture:
+def picture(
+    figure: Figure,
+    name: str,
+    title: str,
+    alt: str,
+    caption: str = "",
+    *,
+    least: int = 0,
+    marks: int = 0,
+) -> Picture:
     """Render a figure: PNG for its file, and for the page SVG, or the PNG where that would be too large.
 
     `marks` is the number of bars and points drawn.
@@ -126,7 +155,9 @@ def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", 
 def rendered(figure: Figure, kind: str) -> bytes:
     """Return the file's content; the same figure gives the same bytes."""
     out = BytesIO()
-    figure.savefig(out, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    figure.savefig(
+        out, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None}
+    )
     return out.getvalue()
 
 
@@ -161,7 +192,8 @@ class SizeUnit:
 def size_unit(most: int) -> SizeUnit:
     """Return the unit in which the largest size is 4 or more, if there is one."""
     return next(
-        (u for u in (SizeUnit("GiB", 1 << 30), SizeUnit("MiB", 1 << 20)) if most >= 4 * u.scale), SizeUnit("KiB", 1 << 10)
+        (u for u in (SizeUnit("GiB", 1 << 30), SizeUnit("MiB", 1 << 20)) if most >= 4 * u.scale),
+        SizeUnit("KiB", 1 << 10),
     )
 
 

@@ -6,7 +6,16 @@ from math import inf, isfinite
 
 from piper_ir.tools import time_text
 from piper_report.facts.results import Results
-from piper_report.figures.style import BLUE, GREY, ORANGE, RED, Picture, one_panel, picture, time_unit
+from piper_report.figures.style import (
+    BLUE,
+    GREY,
+    ORANGE,
+    RED,
+    Picture,
+    one_panel,
+    picture,
+    time_unit,
+)
 
 WARMUP_STEPS = 3
 """The number of steps before steady state, which is the median of the later ones, as in piper_runtime."""
@@ -18,7 +27,12 @@ def steps_of(results: Results) -> list[tuple[int, float, float]]:
         return [(m.step, m.loss, m.step_s) for m in results.metrics]
     if results.measured is None:
         return []
-    return [(i, loss, s) for i, (loss, s) in enumerate(zip(results.measured.losses, results.measured.step_s, strict=False))]
+    return [
+        (i, loss, s)
+        for i, (loss, s) in enumerate(
+            zip(results.measured.losses, results.measured.step_s, strict=False)
+        )
+    ]
 
 
 def loss_figure(results: Results) -> Picture | None:
@@ -27,17 +41,38 @@ def loss_figure(results: Results) -> Picture | None:
     if not points:
         return None
     figure, ax = one_panel(3.0, "step", "loss")
-    ax.plot(*zip(*points), color=BLUE, linewidth=1.4, marker="o" if len(points) <= 60 else "", markersize=3)
+    ax.plot(
+        *zip(*points),
+        color=BLUE,
+        linewidth=1.4,
+        marker="o" if len(points) <= 60 else "",
+        markersize=3,
+    )
     first, last = points[0][1], points[-1][1]
-    alt = f"Loss by step, from {first:.4g} at step {points[0][0]} to {last:.4g} at step {points[-1][0]}."
+    alt = (
+        f"Loss by step, from {first:.4g} at step {points[0][0]} to {last:.4g} at step "
+        f"{points[-1][0]}."
+    )
     note = "Over the global batch of each step."
-    evaluated = [(m.step, m.evaluation["loss"]) for m in results.metrics if isfinite(m.evaluation.get("loss", inf))]
+    evaluated = [
+        (m.step, m.evaluation["loss"])
+        for m in results.metrics
+        if isfinite(m.evaluation.get("loss", inf))
+    ]
     if evaluated:
         ax.lines[0].set_label("training")
-        ax.plot(*zip(*evaluated), color=ORANGE, linewidth=1.4, marker="s", markersize=4, label="evaluation")
+        ax.plot(
+            *zip(*evaluated),
+            color=ORANGE,
+            linewidth=1.4,
+            marker="s",
+            markersize=4,
+            label="evaluation",
+        )
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
         alt += (
-            f" In evaluation {evaluated[0][1]:.4g} after step {evaluated[0][0]}, {evaluated[-1][1]:.4g} after {evaluated[-1][0]}."
+            f" In evaluation {evaluated[0][1]:.4g} after step {evaluated[0][0]}, "
+            f"{evaluated[-1][1]:.4g} after {evaluated[-1][0]}."
         )
         note += " Evaluation is over Job.eval_data, in eval mode."
     return picture(figure, "loss", "Loss", alt, note, marks=len(points) + len(evaluated))
@@ -45,14 +80,29 @@ def loss_figure(results: Results) -> Picture | None:
 
 def gradient_figure(results: Results) -> Picture | None:
     """Draw the norm of the gradient by step, before it was clipped; None where it was not logged."""
-    points = [(m.step, m.gradient_norm) for m in results.metrics if m.gradient_norm is not None and isfinite(m.gradient_norm)]
+    points = [
+        (m.step, m.gradient_norm)
+        for m in results.metrics
+        if m.gradient_norm is not None and isfinite(m.gradient_norm)
+    ]
     if not points:
         return None
     figure, ax = one_panel(3.0, "step", "norm of the gradient")
-    ax.plot(*zip(*points), color=BLUE, linewidth=1.4, marker="o" if len(points) <= 60 else "", markersize=3)
+    ax.plot(
+        *zip(*points),
+        color=BLUE,
+        linewidth=1.4,
+        marker="o" if len(points) <= 60 else "",
+        markersize=3,
+    )
     first, last = points[0], points[-1]
-    alt = f"Norm of the gradient by step, from {first[1]:.4g} at step {first[0]} to {last[1]:.4g} at step {last[0]}."
-    return picture(figure, "gradient_norm", "Gradient norm", alt, "Before it was clipped.", marks=len(points))
+    alt = (
+        f"Norm of the gradient by step, from {first[1]:.4g} at step {first[0]} to {last[1]:.4g} at "
+        f"step {last[0]}."
+    )
+    return picture(
+        figure, "gradient_norm", "Gradient norm", alt, "Before it was clipped.", marks=len(points)
+    )
 
 
 def step_time_figure(results: Results) -> Picture | None:
@@ -65,14 +115,44 @@ def step_time_figure(results: Results) -> Picture | None:
     lines = [v for v in (measured, predicted) if v is not None]
     unit = time_unit(max([s for *_, s in points] + lines))
     figure, ax = one_panel(3.0, "step", f"time of the step ({unit.name})")
-    for name, colour, some in (("warm-up", GREY, points[:WARMUP_STEPS]), ("steady state", BLUE, points[WARMUP_STEPS:])):
+    for name, colour, some in (
+        ("warm-up", GREY, points[:WARMUP_STEPS]),
+        ("steady state", BLUE, points[WARMUP_STEPS:]),
+    ):
         if some:
-            ax.plot([p[0] for p in some], [p[2] * unit.scale for p in some], "o", color=colour, markersize=4, label=name)
-    for name, colour, dash, value in (("measured, median", RED, "-", measured), ("predicted", ORANGE, "--", predicted)):
+            ax.plot(
+                [p[0] for p in some],
+                [p[2] * unit.scale for p in some],
+                "o",
+                color=colour,
+                markersize=4,
+                label=name,
+            )
+    for name, colour, dash, value in (
+        ("measured, median", RED, "-", measured),
+        ("predicted", ORANGE, "--", predicted),
+    ):
         if value is not None:
-            ax.axhline(value * unit.scale, color=colour, linestyle=dash, linewidth=1.4, label=f"{name}: {time_text(value)}")
+            ax.axhline(
+                value * unit.scale,
+                color=colour,
+                linestyle=dash,
+                linewidth=1.4,
+                label=f"{name}: {time_text(value)}",
+            )
     ax.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    said = " and ".join(f"{n} {time_text(v)}" for n, v in (("measured", measured), ("predicted", predicted)) if v is not None)
+    said = " and ".join(
+        f"{n} {time_text(v)}"
+        for n, v in (("measured", measured), ("predicted", predicted))
+        if v is not None
+    )
     alt = f"Time of each of {len(points)} steps" + (f"; in steady state {said}." if said else ".")
-    return picture(figure, "step_time", "Time per step", alt, "Between completions, on the slowest rank.", marks=len(points))
+    return picture(
+        figure,
+        "step_time",
+        "Time per step",
+        alt,
+        "Between completions, on the slowest rank.",
+        marks=len(points),
+    )

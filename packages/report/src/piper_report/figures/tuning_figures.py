@@ -23,7 +23,11 @@ ScoredTrials = list[tuple[Row, float]]
 
 def scored(study: StudyDocument) -> ScoredTrials:
     """Return the complete trials that have a predicted value of the objective."""
-    found = [(t, objective_of(t)) for t in study.trials if t.state == "complete" and t.period_s is not None]
+    found = [
+        (t, objective_of(t))
+        for t in study.trials
+        if t.state == "complete" and t.period_s is not None
+    ]
     return [(t, value) for t, value in found if isfinite(value)]
 
 
@@ -57,10 +61,19 @@ def goal_of(study: StudyDocument) -> Goal:
     match study.objective:
         case "tokens_per_s_per_device":
             name = "tokens per second and device"
-            return Goal(name, "tokens/s", True, "better", _inverse, lambda v: f"{_inverse(v):,.0f} tokens/s")
+            return Goal(
+                name, "tokens/s", True, "better", _inverse, lambda v: f"{_inverse(v):,.0f} tokens/s"
+            )
         case "dollars_per_token":
             text = "dollars per million tokens"
-            return Goal(text, "dollars", False, "cheaper", lambda v: v * MILLION, lambda v: f"{v * MILLION:.4g} dollars")
+            return Goal(
+                text,
+                "dollars",
+                False,
+                "cheaper",
+                lambda v: v * MILLION,
+                lambda v: f"{v * MILLION:.4g} dollars",
+            )
         case _:
             unit = style.time_unit(min((value for _, value in scored(study)), default=1.0))
             return Goal("period", unit.name, False, "quicker", lambda v: v * unit.scale, time_text)
@@ -85,20 +98,48 @@ def history_figure(study: StudyDocument) -> Picture | None:
     least = list(accumulate([value for _, value in found], min))
     best = [goal.shown(value) for value in least]
     to_the_end = [*numbers, max(t.number for t in study.trials)]
-    ax.step(to_the_end, best + best[-1:], where="post", color=style.ORANGE, linewidth=1.6, label="best so far")
-    confirmed = [(t.number, goal.shown(objective_of(t, True))) for t, _ in found if t.measured_period_s is not None]
+    ax.step(
+        to_the_end,
+        best + best[-1:],
+        where="post",
+        color=style.ORANGE,
+        linewidth=1.6,
+        label="best so far",
+    )
+    confirmed = [
+        (t.number, goal.shown(objective_of(t, True)))
+        for t, _ in found
+        if t.measured_period_s is not None
+    ]
     if confirmed:
         ax.plot(*zip(*confirmed), "D", color=style.GREEN, markersize=5, label="measured")
     rejected = [t.number for t in study.trials if t.state == "rejected"]
     if rejected:
         foot = ax.get_xaxis_transform()
-        ax.plot(rejected, [0.03] * len(rejected), "x", color=style.RED, transform=foot, label="rejected", clip_on=False)
+        ax.plot(
+            rejected,
+            [0.03] * len(rejected),
+            "x",
+            color=style.RED,
+            transform=foot,
+            label="rejected",
+            clip_on=False,
+        )
         ax.margins(y=0.12)
     _log_if_wide(ax, values)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    goes = f"{'rises' if goal.rises else 'falls'} from {goal.text(least[0])} to {goal.text(least[-1])}"
-    alt = f"Predicted {goal.name} of {len(found)} complete trials in order; the best {goes}; {len(rejected)} were rejected."
-    caption = "Rejected candidates are crosses at the foot, at their number; the table below says why." if rejected else ""
+    goes = (
+        f"{'rises' if goal.rises else 'falls'} from {goal.text(least[0])} to {goal.text(least[-1])}"
+    )
+    alt = (
+        f"Predicted {goal.name} of {len(found)} complete trials in order; the best {goes}; "
+        f"{len(rejected)} were rejected."
+    )
+    caption = (
+        "Rejected candidates are crosses at the foot, at their number; the table below says why."
+        if rejected
+        else ""
+    )
     return picture(figure, "history", "Search history", alt, caption, marks=len(study.trials))
 
 
@@ -124,21 +165,51 @@ def pareto_figure(study: StudyDocument) -> Picture | None:
     if over:
         ax.plot(*columns(over), "x", color=style.RED, markersize=5, label="rejected")
     front = pareto_front(found)
-    ax.step(*columns(front), "o-", where="post", color=style.ORANGE, linewidth=1.6, markersize=4, label="Pareto front")
+    ax.step(
+        *columns(front),
+        "o-",
+        where="post",
+        color=style.ORANGE,
+        linewidth=1.6,
+        markersize=4,
+        label="Pareto front",
+    )
     if study.memory_limit is not None:
-        limits = study.device_limits or {"": study.memory_limit}  # of several types of devices each has its own
+        limits = study.device_limits or {
+            "": study.memory_limit
+        }  # of several types of devices each has its own
         for dash, (device, limit) in zip(cycle(("--", ":", "-.")), limits.items()):
-            label = " ".join(["limit", device, size_text(limit)] if device else ["limit", size_text(limit)])
-            ax.axvline(limit / space.scale, color=style.INK, linestyle=dash, linewidth=1.2, label=label)
-    best = [(b, p) for t, p in scored(study) if t.number == study.best and (b := held(t)) is not None]
+            label = " ".join(
+                ["limit", device, size_text(limit)] if device else ["limit", size_text(limit)]
+            )
+            ax.axvline(
+                limit / space.scale, color=style.INK, linestyle=dash, linewidth=1.2, label=label
+            )
+    best = [
+        (b, p) for t, p in scored(study) if t.number == study.best and (b := held(t)) is not None
+    ]
     if best:
-        ax.plot(*columns(best), "*", color=style.ORANGE, markeredgecolor=style.INK, markersize=13, label="best")
+        ax.plot(
+            *columns(best),
+            "*",
+            color=style.ORANGE,
+            markeredgecolor=style.INK,
+            markersize=13,
+            label="best",
+        )
     _log_if_wide(ax, [goal.shown(value) for _, value in found])
     figure.legend(loc="outside lower center", ncols=3 if study.device_limits else 5, frameon=False)
-    alt = f"Predicted {goal.name} against peak memory of {len(found)} candidates; {len(front)} are on the Pareto front."
+    alt = (
+        f"Predicted {goal.name} against peak memory of {len(found)} candidates; {len(front)} are "
+        f"on the Pareto front."
+    )
     where = "above" if goal.rises else "below"
     caption = f"Left and {where} is better; on the front nothing is both {goal.better} and smaller."
-    title = "Time against memory" if goal.name == "period" else f"{goal.name.capitalize()} against memory"
+    title = (
+        "Time against memory"
+        if goal.name == "period"
+        else f"{goal.name.capitalize()} against memory"
+    )
     return picture(figure, "pareto", title, alt, caption, marks=len(study.trials))
 
 

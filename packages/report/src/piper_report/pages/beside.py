@@ -45,12 +45,17 @@ def write_beside(a: str | Path, b: str | Path, *, out: str | Path | None = None)
         OutputError: they cannot be written.
     """
     names = _names(Path(a), Path(b))
-    sides = [Side(name, with_aligned_clocks(load(folder))) for name, folder in zip(names, (a, b), strict=True)]
+    sides = [
+        Side(name, with_aligned_clocks(load(folder)))
+        for name, folder in zip(names, (a, b), strict=True)
+    ]
     target = Path(out) if out is not None else Path(b) / f"report-beside-{Path(a).resolve().name}"
     with house_style():
         sections = _sections(sides)
     title = f"Piper: {names[0]} beside {names[1]}"
-    facts = [(name, str(Path(folder).resolve())) for name, folder in zip(names, (a, b), strict=True)]
+    facts = [
+        (name, str(Path(folder).resolve())) for name, folder in zip(names, (a, b), strict=True)
+    ]
     items = [x for s in sections for x in s.items]
     return write_files(target, page(title, facts, sections), items)
 
@@ -61,12 +66,19 @@ def _names(a: Path, b: Path) -> tuple[str, str]:
 
 
 def _sections(sides: Sequence[Side]) -> list[PageSection]:
-    stages = [_named(stage_sheet(side.results), "stages", side, key) for side, key in zip(sides, SIDES, strict=True)]
+    stages = [
+        _named(stage_sheet(side.results), "stages", side, key)
+        for side, key in zip(sides, SIDES, strict=True)
+    ]
     timed = [*_timelines(sides)]
     loss = _losses(sides)
     figures = _figures("headline", "Figures", [headline(side.results) for side in sides], sides)
     lines = [line_sheet(side.results) for side in sides]
-    memory = [] if None in lines else [_figures("memory_lines", "Memory of the fullest device, predicted", lines, sides)]
+    memory = (
+        []
+        if None in lines
+        else [_figures("memory_lines", "Memory of the fullest device, predicted", lines, sides)]
+    )
     return [
         PageSection("facts", "What differs", (), [_differences(sides)]),
         PageSection("summary", "Headline", (), [figures]),
@@ -80,7 +92,11 @@ def _sections(sides: Sequence[Side]) -> list[PageSection]:
 def _named(found: Sheet | None, name: str, side: Side, key: str) -> Sheet | None:
     if found is None:
         return None
-    return replace(found, name=f"{name}_{key}", table=replace(found.table, title=f"{found.table.title} of {side.name}"))
+    return replace(
+        found,
+        name=f"{name}_{key}",
+        table=replace(found.table, title=f"{found.table.title} of {side.name}"),
+    )
 
 
 def _differences(sides: Sequence[Side]) -> Sheet:
@@ -98,7 +114,11 @@ def _differences(sides: Sequence[Side]) -> Sheet:
 def _figures(name: str, title: str, sheets: Sequence[Sheet | None], sides: Sequence[Side]) -> Sheet:
     """Return the figures of two sheets beside each other, each kind (predicted, measured) with its change."""
     found = [_numbers(s) for s in sheets if s is not None]
-    kinds = [k for k in ("predicted", "measured", "bytes") if any(k in row for side in found for row in side.values())]
+    kinds = [
+        k
+        for k in ("predicted", "measured", "bytes")
+        if any(k in row for side in found for row in side.values())
+    ]
     columns, texts, numbers = [""], [], []
     for kind in kinds:
         word = "" if kind == "bytes" else f", {kind}"
@@ -108,7 +128,11 @@ def _figures(name: str, title: str, sheets: Sequence[Sheet | None], sides: Seque
         number: list[Any] = [figure]
         for kind in kinds:
             pair = [side.get(figure, {}).get(kind, (None, ABSENT)) for side in found]
-            change = _change(*(value for value, _ in pair)) if figure != FIRST_STEP or kind == "predicted" else None
+            change = (
+                _change(*(value for value, _ in pair))
+                if figure != FIRST_STEP or kind == "predicted"
+                else None
+            )
             text += [*(shown for _, shown in pair), ABSENT if change is None else _told(change)]
             number += [*(value for value, _ in pair), change]
         texts.append(tuple(text))
@@ -116,17 +140,27 @@ def _figures(name: str, title: str, sheets: Sequence[Sheet | None], sides: Seque
     keep = [k for k in range(len(columns)) if not texts or any(row[k] != ABSENT for row in texts)]
     rows = tuple(tuple(row[k] for k in keep) for row in texts)
     heads = ["figure", *(f"{what}_{kind}" for kind in kinds for what in (*SIDES, "change"))]
-    return Sheet(name, DataFrame(numbers, columns=heads, dtype=object), Table(title, tuple(columns[k] for k in keep), rows))
+    return Sheet(
+        name,
+        DataFrame(numbers, columns=heads, dtype=object),
+        Table(title, tuple(columns[k] for k in keep), rows),
+    )
 
 
 def _numbers(sheet: Sheet) -> Mapping[str, Mapping[str, tuple[Any, str]]]:
     """Return by row and kind the number and its text."""
-    shown = {row[0]: dict(zip(sheet.table.columns[1:], row[1:], strict=True)) for row in sheet.table.rows}
+    shown = {
+        row[0]: dict(zip(sheet.table.columns[1:], row[1:], strict=True)) for row in sheet.table.rows
+    }
     words = {"predicted": "predicted", "measured": "measured", "bytes": "size"}
     out = {}
     for record in sheet.frame.to_dict("records"):
         name = record[sheet.frame.columns[0]]
-        out[name] = {k: (record[k], shown.get(name, {}).get(word, ABSENT)) for k, word in words.items() if k in record}
+        out[name] = {
+            k: (record[k], shown.get(name, {}).get(word, ABSENT))
+            for k, word in words.items()
+            if k in record
+        }
     return out
 
 
@@ -141,7 +175,14 @@ def _told(change: float) -> str:
 
 def _timelines(sides: Sequence[Side]) -> list[Picture]:
     """Return a timeline of each side, all on the same scale of time."""
-    traces = [[t for t in (s.results.predicted_trace, s.results.measured_trace) if t is not None and t.spans] for s in sides]
+    traces = [
+        [
+            t
+            for t in (s.results.predicted_trace, s.results.measured_trace)
+            if t is not None and t.spans
+        ]
+        for s in sides
+    ]
     length = max([makespan(t) for some in traces for t in some], default=0.0)
     out = []
     for side, key, some in zip(sides, SIDES, traces, strict=True):
@@ -152,7 +193,10 @@ def _timelines(sides: Sequence[Side]) -> list[Picture]:
 
 def _losses(sides: Sequence[Side]) -> Picture | None:
     """Draw the loss of both sides by step; None when neither was trained."""
-    curves = [[(step, loss) for step, loss, _ in steps_of(side.results) if isfinite(loss)] for side in sides]
+    curves = [
+        [(step, loss) for step, loss, _ in steps_of(side.results) if isfinite(loss)]
+        for side in sides
+    ]
     if not any(curves):
         return None
     figure, ax = one_panel(3.0, "step", "loss")
@@ -160,6 +204,12 @@ def _losses(sides: Sequence[Side]) -> Picture | None:
         if points:
             ax.plot(*zip(*points), color=colour, linestyle=dash, linewidth=1.4, label=side.name)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    said = "; ".join(f"{side.name} ends at {points[-1][1]:.4g}" for side, points in zip(sides, curves, strict=True) if points)
+    said = "; ".join(
+        f"{side.name} ends at {points[-1][1]:.4g}"
+        for side, points in zip(sides, curves, strict=True)
+        if points
+    )
     caption = "Over the global batch of each step."
-    return picture(figure, "loss", "Loss", f"Loss by step: {said}.", caption, marks=sum(map(len, curves)))
+    return picture(
+        figure, "loss", "Loss", f"Loss by step: {said}.", caption, marks=sum(map(len, curves))
+    )

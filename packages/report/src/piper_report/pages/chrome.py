@@ -26,18 +26,38 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     for s in (*trace.spans, *trace.waits):
         streams[s.rank].add(s.stream)
     for rank in ranks:
-        for tid, stream in enumerate(sorted(streams[rank], key=lambda name: (name != COMPUTE, name))):
+        for tid, stream in enumerate(
+            sorted(streams[rank], key=lambda name: (name != COMPUTE, name))
+        ):
             threads[rank, stream] = tid
     alike = {same[0]: same for same in trace.alike}
     names = {rank: named_ranks(alike.get(rank, (rank,))) for rank in ranks}
-    events: list[dict[str, Any]] = [_metadata("process_name", rank, 0, name) for rank, name in names.items()]
-    events += [_metadata("thread_name", rank, tid, stream) for (rank, stream), tid in threads.items()]
+    events: list[dict[str, Any]] = [
+        _metadata("process_name", rank, 0, name) for rank, name in names.items()
+    ]
+    events += [
+        _metadata("thread_name", rank, tid, stream) for (rank, stream), tid in threads.items()
+    ]
     for s in (*trace.spans, *trace.waits):
-        args: dict[str, Any] = {"instr": s.instr, "ready_us": s.ready * MICROSECONDS, "source": s.source}
-        args |= {k: v for k, v in (("bytes", s.bytes), ("flops", s.flops), ("inside_us", s.inside_s * MICROSECONDS)) if v}
+        args: dict[str, Any] = {
+            "instr": s.instr,
+            "ready_us": s.ready * MICROSECONDS,
+            "source": s.source,
+        }
+        args |= {
+            k: v
+            for k, v in (
+                ("bytes", s.bytes),
+                ("flops", s.flops),
+                ("inside_us", s.inside_s * MICROSECONDS),
+            )
+            if v
+        }
         event = {"ph": "X", "name": s.name, "cat": CATEGORIES.get(s.stream, "communication")}
         times = {"ts": s.start * MICROSECONDS, "dur": (s.end - s.start) * MICROSECONDS}
-        events.append(event | {"pid": s.rank, "tid": threads[s.rank, s.stream]} | times | {"args": args})
+        events.append(
+            event | {"pid": s.rank, "tid": threads[s.rank, s.stream]} | times | {"args": args}
+        )
     events += _counters(trace)
     other = {"plan": trace.plan_key, "kind": trace.kind, "step": trace.step, **trace.notes}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
@@ -58,6 +78,12 @@ def _counters(trace: Trace) -> list[dict[str, Any]]:
     for m in trace.memory:
         categories.setdefault(m.rank, {}).update(dict.fromkeys(m.bytes, 0))
     return [
-        {"ph": "C", "name": "memory", "pid": m.rank, "ts": m.time * MICROSECONDS, "args": categories[m.rank] | dict(m.bytes)}
+        {
+            "ph": "C",
+            "name": "memory",
+            "pid": m.rank,
+            "ts": m.time * MICROSECONDS,
+            "args": categories[m.rank] | dict(m.bytes),
+        }
         for m in trace.memory
     ]

@@ -67,10 +67,15 @@ def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[PageSe
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>'
+        f'<link rel="icon" '
+        f'href="data:,">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>'
     )
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
-    body = [f"<header><h1>{escape(title)}</h1><dl>{listed}</dl></header>", _contents(shown), "<main>"]
+    body = [
+        f"<header><h1>{escape(title)}</h1><dl>{listed}</dl></header>",
+        _contents(shown),
+        "<main>",
+    ]
     body += [_section(s) for s in shown]
     return "\n".join([head, *body, "</main>", "</body>", "</html>", ""])
 
@@ -78,8 +83,16 @@ def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[PageSe
 def _contents(sections: Sequence[PageSection]) -> str:
     lines = []
     for s in sections:
-        inner = "".join(f'<li><a href="#{_anchor(x)}">{escape(_title(x))}</a></li>' for x in _titled(s) if _title(x) != s.title)
-        lines.append(f'<li><a href="#{s.name}">{escape(s.title)}</a>' + (f"<ol>{inner}</ol>" if inner else "") + "</li>")
+        inner = "".join(
+            f'<li><a href="#{_anchor(x)}">{escape(_title(x))}</a></li>'
+            for x in _titled(s)
+            if _title(x) != s.title
+        )
+        lines.append(
+            f'<li><a href="#{s.name}">{escape(s.title)}</a>'
+            + (f"<ol>{inner}</ol>" if inner else "")
+            + "</li>"
+        )
     return f'<nav aria-label="Contents"><strong>Contents</strong><ol>{"".join(lines)}</ol></nav>'
 
 
@@ -123,7 +136,11 @@ def _table(table: Table) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         marks = [f' class="{kind}"' if kind else "" for kind in kinds]
         scope = ' scope="col"' if tag == "th" else ""
-        return "<tr>" + "".join(f"<{tag}{scope}{m}>{escape(c)}</{tag}>" for c, m in zip(cells, marks)) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f"<{tag}{scope}{m}>{escape(c)}</{tag}>" for c, m in zip(cells, marks))
+            + "</tr>"
+        )
 
     rows = "".join(row(r, "td") for r in table.rows)
     notes = "".join(f'<p class="note">{escape(n)}</p>' for n in table.notes)

@@ -38,17 +38,23 @@ from piper_report.tables.tables import (
     sheet,
     source_sheet,
     step_sheet,
-    trial_text,
-    tuning_sheets,
 )
+from piper_report.tables.tuning_tables import trial_text, tuning_sheets
 
 DEFINITIONS = (
-    "Exposed communication: a rank computes nothing while one of its transfers is under way. Bubble, global: the step's length "
-    "less the rank's compute; span: from the rank's first to its last compute, less its compute. Each is that of the worst "
-    "rank. Utilisation: FLOPs over the peak of the devices; N are the parameters, of experts as many as a token visits."
+    "Exposed communication: a rank computes nothing while one of its transfers is under way. "
+    "Bubble, global: the "
+    "step's length "
+    "less the rank's compute; span: from the rank's first to its last compute, less its compute. "
+    "Each is that of the "
+    "worst "
+    "rank. Utilisation: FLOPs over the peak of the devices; N are the parameters, of experts as "
+    "many as a token visits."
 )
 OF_MEASURED = (
-    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that was traced. Step in steady "
+    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that "
+    "was traced. Step in "
+    "steady "
     "state, measured: the median without the first 3 steps."
 )
 
@@ -69,7 +75,9 @@ class Report:
     experts: Table | None = None
 
 
-def write_report(folder: str | Path, *, out: str | Path | None = None, plan: Plan | None = None) -> Report:
+def write_report(
+    folder: str | Path, *, out: str | Path | None = None, plan: Plan | None = None
+) -> Report:
     """Write report.html, a PNG per figure and a CSV file per table into `out` (default: report/ in the folder).
 
     `plan` is what plan.json holds, where it is known already: a large one takes long to read.
@@ -83,20 +91,30 @@ def write_report(folder: str | Path, *, out: str | Path | None = None, plan: Pla
     with house_style():
         sections = _sections(results)
     items = [x for s in sections for x in (*s.items, *s.folded)]
-    made = write_files(target, page(f"Piper: {Path(folder).resolve().name}", facts_of(results), sections), items)
+    made = write_files(
+        target, page(f"Piper: {Path(folder).resolve().name}", facts_of(results), sections), items
+    )
     if made.experts is None:
         return made
-    return replace(made, experts=replace(made.experts, notes=(*made.experts.notes, *load_note(results))))
+    return replace(
+        made, experts=replace(made.experts, notes=(*made.experts.notes, *load_note(results)))
+    )
 
 
 def write_files(target: Path, document: str, items: Sequence[Picture | Sheet | str]) -> Report:
     """Write a page, a PNG per figure and a CSV file per table into a folder; raise OutputError where that fails."""
     figures = {target / f"{x.name}.png": x.png for x in items if isinstance(x, Picture)}
-    tables = {target / f"{x.name}.csv": x.frame.to_csv(index=False).encode() for x in items if isinstance(x, Sheet)}
+    tables = {
+        target / f"{x.name}.csv": x.frame.to_csv(index=False).encode()
+        for x in items
+        if isinstance(x, Sheet)
+    }
     html = target / "report.html"
     _write(target, {**figures, **tables, html: document.encode()})
     by_name = {x.name: x.table for x in items if isinstance(x, Sheet)}
-    return Report(html, tuple(figures), tuple(tables), by_name.get("headline"), by_name.get("experts"))
+    return Report(
+        html, tuple(figures), tuple(tables), by_name.get("headline"), by_name.get("experts")
+    )
 
 
 def with_aligned_clocks(results: Results) -> Results:
@@ -139,7 +157,9 @@ def _why(results: Results) -> PageSection:
 
 def _explained(number: int, table: WhyTable) -> Sheet:
     """Return a table of an explanation; columns of words need names in the file, too."""
-    columns = [Column(title or f"column{k}", title) for k, title in enumerate(table.columns, start=1)]
+    columns = [
+        Column(title or f"column{k}", title) for k, title in enumerate(table.columns, start=1)
+    ]
     title = table.title[:1].upper() + table.title[1:]
     return sheet(f"why{number}", title, columns, table.rows, table.notes)
 
@@ -149,10 +169,18 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
     plan, study = results.plan, results.study
     facts = []
     if plan is not None:
-        facts.append(("plan", f"{plan.key} on {plan.mesh}: {len(plan.roles)} roles, {plan.mesh.world:,} ranks"))
+        facts.append(
+            (
+                "plan",
+                f"{plan.key} on {plan.mesh}: {len(plan.roles)} roles, {plan.mesh.world:,} ranks",
+            )
+        )
         tokens = f", {plan.tokens_per_step:,} tokens" if plan.tokens_per_step else ""
         rows = "1 row" if plan.rows == 1 else f"{plan.rows} rows"
-        batch = f"{plan.global_batch:,} rows{tokens} per step; {plan.microbatches} microbatches of {rows}"
+        batch = (
+            f"{plan.global_batch:,} rows{tokens} per step; {plan.microbatches} microbatches of "
+            f"{rows}"
+        )
         facts.append(("batch", batch))
     if results.params:
         facts.append(("parameters", ", ".join(f"{k}={v}" for k, v in results.params.items())))
@@ -164,7 +192,10 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
     if study is not None:
         limit = limit_text(study.memory_limit, study.device_limits) or "none"
         ended = "; interrupted, this is what was found until then" if study.interrupted else ""
-        text = f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit {limit}{ended}"
+        text = (
+            f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit "
+            f"{limit}{ended}"
+        )
         facts.append(("tuned for", text))
         best = next((t for t in study.trials if t.number == study.best), None)
         facts.append(("best candidate", "none was found" if best is None else _told(best)))
@@ -180,7 +211,13 @@ def _origin(results: Results) -> list[tuple[str, str]]:
         return []
     versions = ", ".join(f"{name} {number}" for name, number in made.versions.items())
     seed = "" if made.seed is None else str(made.seed)
-    said = [("made on", made.machine), ("at", made.time), ("with", versions), ("commit", made.commit), ("seed", seed)]
+    said = [
+        ("made on", made.machine),
+        ("at", made.time),
+        ("with", versions),
+        ("commit", made.commit),
+        ("seed", seed),
+    ]
     return [(name, text) for name, text in (*said, ("command", made.command)) if text]
 
 
@@ -192,18 +229,35 @@ def _told(best: Row) -> str:
 
 def _summary(results: Results) -> PageSection:
     items: list[Picture | Sheet | str] = []
-    warnings = [f"warning: this run hung; {results.folder / HANG_FILE} says where every rank was"] if results.hung else []
+    warnings = (
+        [f"warning: this run hung; {results.folder / HANG_FILE} says where every rank was"]
+        if results.hung
+        else []
+    )
     if results.predicted is not None:
         oom = results.predicted.oom
         warnings += [f"DOES NOT FIT: {oom.text}"] if oom is not None else []
         # A run that measured the load of experts has that in the place of the note that nobody did.
         measured = results.experts is not None
-        warnings += [f"warning: {n}" for n in results.predicted.notes if not (measured and n.startswith(LOAD_NOT_MEASURED))]
+        warnings += [
+            f"warning: {n}"
+            for n in results.predicted.notes
+            if not (measured and n.startswith(LOAD_NOT_MEASURED))
+        ]
         period = results.measured.period_s if results.measured is not None else None
         warnings += far_from_measured(results.predicted.period_s, period, results.predicted.sources)
     if results.predicted is not None or results.measured is not None:
-        items += [*load_note(results), headline(results), DEFINITIONS, *([OF_MEASURED] if results.measured is not None else [])]
-    items += [s for s in (restart_sheet(results), rank_sheet(results), source_sheet(results)) if s is not None]
+        items += [
+            *load_note(results),
+            headline(results),
+            DEFINITIONS,
+            *([OF_MEASURED] if results.measured is not None else []),
+        ]
+    items += [
+        s
+        for s in (restart_sheet(results), rank_sheet(results), source_sheet(results))
+        if s is not None
+    ]
     return PageSection("summary", "Headline", warnings, items)
 
 
@@ -211,7 +265,9 @@ def _timeline(results: Results) -> PageSection:
     traces = _with_spans(results)
     items: list[Picture | Sheet | str] = [*timelines(traces, results.plan)] if traces else []
     if results.measured_trace is not None:
-        clocks = {k: v for k, v in results.measured_trace.notes.items() if k.startswith(NOTE.format(""))}
+        clocks = {
+            k: v for k, v in results.measured_trace.notes.items() if k.startswith(NOTE.format(""))
+        }
         items += [f"Clocks: {_clocks(clocks)}"] if clocks else []
     return PageSection("timeline", "Timeline of a step", (), items)
 
@@ -221,11 +277,16 @@ def _clocks(notes: dict[str, str]) -> str:
     by_text: dict[str, list[str]] = {}
     for key, text in notes.items():
         by_text.setdefault(text, []).append(key.removeprefix(NOTE.format("")))
-    return "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()) + " (against the lowest rank)."
+    return (
+        "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items())
+        + " (against the lowest rank)."
+    )
 
 
 def _with_spans(results: Results) -> list[Trace]:
-    return [t for t in (results.predicted_trace, results.measured_trace) if t is not None and t.spans]
+    return [
+        t for t in (results.predicted_trace, results.measured_trace) if t is not None and t.spans
+    ]
 
 
 def _memory(results: Results) -> PageSection:
@@ -236,7 +297,11 @@ def _memory(results: Results) -> PageSection:
 
 
 def _training(results: Results) -> PageSection:
-    items = [x for x in (loss_figure(results), gradient_figure(results), step_time_figure(results)) if x is not None]
+    items = [
+        x
+        for x in (loss_figure(results), gradient_figure(results), step_time_figure(results))
+        if x is not None
+    ]
     steps = step_sheet(results)
     return PageSection("training", "Training", (), items, [steps] if steps is not None else [])
 
@@ -245,8 +310,15 @@ def _experts(results: Results) -> PageSection:
     history = results.experts
     if history is None:
         return PageSection("experts", "Experts")
-    found = layer_sheet(history), rank_load_sheet(history, results.plan), load_figure(history), token_figure(history)
-    return PageSection("experts", "Experts", (), [x for x in found if x is not None], [token_sheet(history)])
+    found = (
+        layer_sheet(history),
+        rank_load_sheet(history, results.plan),
+        load_figure(history),
+        token_figure(history),
+    )
+    return PageSection(
+        "experts", "Experts", (), [x for x in found if x is not None], [token_sheet(history)]
+    )
 
 
 def _tuning(results: Results) -> PageSection:
@@ -257,9 +329,13 @@ def _tuning(results: Results) -> PageSection:
     sheets = {s.name: s for s in tuning_sheets(results)}
     items: list[Picture | Sheet | str] = [x for x in figures if x is not None]
     items += [sheets[n] for n in ("confirmed", "rejected", "rules") if n in sheets]
-    return PageSection("tuning", "Tuning", (), items, [sheets["trials"]] if "trials" in sheets else [])
+    return PageSection(
+        "tuning", "Tuning", (), items, [sheets["trials"]] if "trials" in sheets else []
+    )
 
 
 def _costs(results: Results) -> PageSection:
     found = cost_sheet(results)
-    return PageSection("costs", "Costs", (), (), [found] if found is not None and len(found.frame) else [])
+    return PageSection(
+        "costs", "Costs", (), (), [found] if found is not None and len(found.frame) else []
+    )

@@ -30,9 +30,21 @@ def strategy_sheet(results: Results) -> Sheet | None:
     for kind, found in kinds.items():
         same = [_arguments(d) for d in found]
         words = dict.fromkeys(same)
-        shown = next(iter(words)) if len(words) == 1 else f"{same[0]}; ...; {same[-1]}" if len(same) > 2 else "; ".join(same)
-        rows.append((kind, len(found), shown if len(shown) <= MOST_WORDS else f"{shown[:MOST_WORDS]} ..."))
-    columns = [Column("directive", "directive"), Column("count", "how many"), Column("arguments", "arguments")]
+        shown = (
+            next(iter(words))
+            if len(words) == 1
+            else f"{same[0]}; ...; {same[-1]}"
+            if len(same) > 2
+            else "; ".join(same)
+        )
+        rows.append(
+            (kind, len(found), shown if len(shown) <= MOST_WORDS else f"{shown[:MOST_WORDS]} ...")
+        )
+    columns = [
+        Column("directive", "directive"),
+        Column("count", "how many"),
+        Column("arguments", "arguments"),
+    ]
     return sheet("strategy", "Strategy", columns, rows) if rows else None
 
 
@@ -43,13 +55,21 @@ def _called(kind: str) -> str:
 
 def _arguments(directive: Mapping[str, Any]) -> str:
     """Return a directive's arguments as text, with selections as pairs."""
-    return ", ".join(f"{name}={_value(value)}" for name, value in directive.items() if name != "is" and value not in ({}, []))
+    return ", ".join(
+        f"{name}={_value(value)}"
+        for name, value in directive.items()
+        if name != "is" and value not in ({}, [])
+    )
 
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping) and "terms" in value:
         return "where(" + ", ".join(f"{name}={_value(own)}" for name, own in value["terms"]) + ")"
-    if isinstance(value, list) and value and all(isinstance(v, list) and len(v) == 2 and isinstance(v[0], str) for v in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(v, list) and len(v) == 2 and isinstance(v[0], str) for v in value)
+    ):
         return ", ".join(f"{name}={_value(own)}" for name, own in value)
     if isinstance(value, list):
         shown = value if len(value) <= NAMES else value[:1]
@@ -84,15 +104,36 @@ def stage_sheet(results: Results) -> Sheet | None:
             ranks = ranks_text(role.ranks)
             kept = ", ".join(keeps) or None
             here = [found.get((role.role, stage)) for found in times]
-            share = counted[role.role, stage] / mean - 1 if mean and (role.role, stage) in counted else None
-            rows.append((stage, role.role, ranks, layers, others, *sizes, kept, role.peak_bytes, *here, share))
+            share = (
+                counted[role.role, stage] / mean - 1
+                if mean and (role.role, stage) in counted
+                else None
+            )
+            rows.append(
+                (
+                    stage,
+                    role.role,
+                    ranks,
+                    layers,
+                    others,
+                    *sizes,
+                    kept,
+                    role.peak_bytes,
+                    *here,
+                    share,
+                )
+            )
     rows.sort(key=lambda row: (row[0] is None, row[0] or 0))
-    return sheet("stages", "Stages", columns, rows) if any(row[3] or row[4] for row in rows) else None
+    return (
+        sheet("stages", "Stages", columns, rows) if any(row[3] or row[4] for row in rows) else None
+    )
 
 
 def _stages(plan: Plan, role: RolePlan) -> dict[int | None, list[Chunk]]:
     """Return the chunks that a role computes by their stage, each under the policy that it runs under."""
-    used = dict.fromkeys(p.op.variant for i in role.program for p in i.parts if isinstance(p.op, Compute))
+    used = dict.fromkeys(
+        p.op.variant for i in role.program for p in i.parts if isinstance(p.op, Compute)
+    )
     by_id = {plan.chunk(name).id: plan.chunk(name) for name in used}
     out: dict[int | None, list[Chunk]] = {}
     for chunk in by_id.values():
@@ -107,7 +148,11 @@ def _compute_s(plan: Plan, trace: Trace | None) -> dict[tuple[str, int | None], 
     """
     stage_of: dict[tuple[str, int], int | None] = {}
     for role, index, instr in plan.instructions():
-        found = {plan.chunk(p.op.variant).coords.get("stage") for p in instr.parts if isinstance(p.op, Compute)}
+        found = {
+            plan.chunk(p.op.variant).coords.get("stage")
+            for p in instr.parts
+            if isinstance(p.op, Compute)
+        }
         if len(found) > 1:
             return {}
         if found:
@@ -148,4 +193,7 @@ def _modules(chunks: Iterable[Chunk]) -> str | None:
             names = [i.ref.rpartition(".")[0] or i.ref for i in c.inputs if i.kind == "param"]
             out |= dict.fromkeys(names or [c.id])
     found = list(out)
-    return ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "") or None
+    return (
+        ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "")
+        or None
+    )

@@ -10,8 +10,6 @@ from pandas import DataFrame
 
 from piper_ir.fold.memory_owners import owners
 from piper_ir.ground.codec import encode
-from piper_ir.study.study import Row, objective_of
-from piper_ir.study.study_groups import folded, folded_text
 from piper_ir.tools import ranks_text, size_text, time_text
 from piper_report.facts.idle import RankIdle, busy_note, idle_ranks
 from piper_report.facts.results import Results
@@ -29,7 +27,6 @@ from piper_report.facts.summary import (
     percent,
 )
 from piper_report.figures.training_figures import steps_of
-from piper_report.figures.tuning_figures import goal_of, held
 
 Form = Callable[[Any], str]
 TOP_OWNERS = 10
@@ -56,7 +53,13 @@ class Column:
     form: Form = str
 
 
-def sheet(name: str, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], notes: tuple[str, ...] = ()) -> Sheet:
+def sheet(
+    name: str,
+    title: str,
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[Any]],
+    notes: tuple[str, ...] = (),
+) -> Sheet:
     """Return a sheet of rows of plain values; None is a dash on the page and an empty cell in the file.
 
     A column without any value is in the file only.
@@ -64,7 +67,10 @@ def sheet(name: str, title: str, columns: Sequence[Column], rows: Sequence[Seque
     frame = DataFrame([list(r) for r in rows], columns=[c.name for c in columns], dtype=object)
     known = [k for k in range(len(columns)) if any(r[k] is not None for r in rows)]
     columns = [columns[k] for k in known]
-    texts = tuple(tuple(ABSENT if r[k] is None else columns[n].form(r[k]) for n, k in enumerate(known)) for r in rows[:MOST_ROWS])
+    texts = tuple(
+        tuple(ABSENT if r[k] is None else columns[n].form(r[k]) for n, k in enumerate(known))
+        for r in rows[:MOST_ROWS]
+    )
     if len(rows) > MOST_ROWS:
         notes = (*notes, f"{MOST_ROWS} of {len(rows)} rows are shown; {name}.csv has all.")
     return Sheet(name, frame, Table(title, tuple(c.title for c in columns), texts, notes))
@@ -82,7 +88,11 @@ def signed_percent(value: float) -> str:
 def headline(results: Results) -> Sheet:
     """Return the figures of `Simulation.summary` for the worst rank, predicted beside measured."""
     p, m = results.predicted, results.measured
-    gaps = idle_ranks(results.measured_trace, results.plan) if results.measured_trace is not None else []
+    gaps = (
+        idle_ranks(results.measured_trace, results.plan)
+        if results.measured_trace is not None
+        else []
+    )
     period = m.period_s if m else None
     most = max(m.peak_bytes.values(), default=None) if m else None
     mfu, hfu = (None, None) if period is None else _used(results, period)
@@ -105,17 +115,31 @@ def headline(results: Results) -> Sheet:
     ]  # fmt: skip
     shown = [r for r in rows if r[3] is not None or r[4] is not None]
     errors = [None if r[0] == FIRST_STEP else error_of(r[3], r[4]) for r in shown]
-    notes = {r[0]: COUNTED.get(r[0], WARM_UP if r[0] == FIRST_STEP and r[4] is not None else None) for r in shown}
+    notes = {
+        r[0]: COUNTED.get(r[0], WARM_UP if r[0] == FIRST_STEP and r[4] is not None else None)
+        for r in shown
+    }
     text = tuple(
-        (name, *(ABSENT if v is None else form(v) for v in (a, b)), ABSENT if error is None else signed_percent(error))
+        (
+            name,
+            *(ABSENT if v is None else form(v) for v in (a, b)),
+            ABSENT if error is None else signed_percent(error),
+        )
         for (name, _, form, a, b), error in zip(shown, errors)
     )
     frame = DataFrame(
         [(name, unit, a, b, error, notes[name]) for (name, unit, _, a, b), error in zip(shown, errors)],
         columns=["figure", "unit", "predicted", "measured", "error", "note"], dtype=object,
     )  # fmt: skip
-    below = (*(note for note in notes.values() if note is not None), *busy_note(results.measured_trace))
-    return Sheet("headline", frame, _without_dashes(Table("Headline", ("", "predicted", "measured", "error"), text, below)))
+    below = (
+        *(note for note in notes.values() if note is not None),
+        *busy_note(results.measured_trace),
+    )
+    return Sheet(
+        "headline",
+        frame,
+        _without_dashes(Table("Headline", ("", "predicted", "measured", "error"), text, below)),
+    )
 
 
 def _without_dashes(table: Table) -> Table:
@@ -131,7 +155,10 @@ def _used(results: Results, period: float) -> tuple[float | None, float | None]:
     if p is None or not period:
         return None, None
     ratio = p.period_s / period
-    return (p.mfu * ratio if p.mfu is not None else None, p.hfu * ratio if p.hfu is not None else None)
+    return (
+        p.mfu * ratio if p.mfu is not None else None,
+        p.hfu * ratio if p.hfu is not None else None,
+    )
 
 
 def _worst(gaps: Sequence[RankIdle], name: str) -> float | None:
@@ -148,17 +175,39 @@ def rank_sheet(results: Results) -> Sheet | None:
     if results.predicted_trace:
         same = results.predicted_trace.shown_as()
         before = {g.rank: g for g in idle_ranks(results.predicted_trace, results.plan)}
-    after = {g.rank: g for g in idle_ranks(results.measured_trace, results.plan)} if results.measured_trace else {}
-    peaks = {rank: r.peak_bytes for rank, r in results.predicted.by_rank().items()} if results.predicted else {}
-    held_by = {int(r): b for r, b in results.measured.peak_bytes.items()} if results.measured else {}
+    after = (
+        {g.rank: g for g in idle_ranks(results.measured_trace, results.plan)}
+        if results.measured_trace
+        else {}
+    )
+    peaks = (
+        {rank: r.peak_bytes for rank, r in results.predicted.by_rank().items()}
+        if results.predicted
+        else {}
+    )
+    held_by = (
+        {int(r): b for r, b in results.measured.peak_bytes.items()} if results.measured else {}
+    )
     columns = [Column("rank", "rank"), Column("role", "role")]
-    for key, word in (("busy", "compute"), ("global_bubble", "bubble"), ("exposed", "exposed comm.")):
-        columns += [Column(f"{key}_{w}_s", f"{word}, {w}", time_text) for w in ("predicted", "measured")]
-    columns += [Column(f"peak_{w}_bytes", f"peak, {w}", size_text) for w in ("predicted", "measured")]
+    for key, word in (
+        ("busy", "compute"),
+        ("global_bubble", "bubble"),
+        ("exposed", "exposed comm."),
+    ):
+        columns += [
+            Column(f"{key}_{w}_s", f"{word}, {w}", time_text) for w in ("predicted", "measured")
+        ]
+    columns += [
+        Column(f"peak_{w}_bytes", f"peak, {w}", size_text) for w in ("predicted", "measured")
+    ]
     columns += [Column("peak_error", "peak, error", signed_percent)]
     rows = []
     measured = after.keys() | held_by.keys()
-    role_of = {rank: role.role for role in results.plan.roles for rank in role.ranks} if results.plan else {}
+    role_of = (
+        {rank: role.role for role in results.plan.roles for rank in role.ranks}
+        if results.plan
+        else {}
+    )
     for rank in sorted(before.keys() | measured | {r for r in peaks if r not in same}):
         row: list[Any] = [rank, role_of.get(rank)]
         for key in ("busy", "global_bubble", "exposed"):
@@ -186,14 +235,30 @@ def line_sheet(results: Results) -> Sheet | None:
     """Return the memory of the fullest device at its peak, by line."""
     lines = results.predicted.memory if results.predicted is not None else {}
     total = sum(lines.values())
-    columns = [Column("line", "line"), Column("bytes", "size", size_text), Column("share", "share", percent)]
-    rows: list[tuple[Any, ...]] = [(name.replace("_", " "), b, b / total) for name, b in lines.items() if b]
+    columns = [
+        Column("line", "line"),
+        Column("bytes", "size", size_text),
+        Column("share", "share", percent),
+    ]
+    rows: list[tuple[Any, ...]] = [
+        (name.replace("_", " "), b, b / total) for name, b in lines.items() if b
+    ]
     if rows and results.predicted is not None:
         by_rank = results.predicted.by_rank().values()
-        limit = next((r.limit_bytes for r in by_rank if r.device_bytes == results.predicted.device_bytes), None)
-        rows += [("allocated by torch", results.predicted.peak_bytes, None), ("in all on the device", total, 1.0)]
+        limit = next(
+            (r.limit_bytes for r in by_rank if r.device_bytes == results.predicted.device_bytes),
+            None,
+        )
+        rows += [
+            ("allocated by torch", results.predicted.peak_bytes, None),
+            ("in all on the device", total, 1.0),
+        ]
         rows += [("what the device has", limit, None)] if limit is not None else []
-    return sheet("memory_lines", "Memory of the fullest device at its peak, predicted", columns, rows) if rows else None
+    return (
+        sheet("memory_lines", "Memory of the fullest device at its peak, predicted", columns, rows)
+        if rows
+        else None
+    )
 
 
 def owner_sheet(results: Results) -> Sheet | None:
@@ -216,12 +281,26 @@ def owner_sheet(results: Results) -> Sheet | None:
     for role in sorted(plan.roles, key=lambda r: -r.peak_bytes):
         found = owners(plan, role)
         total = sum(o.bytes for o in found)
-        mine = [(role.role, o.category, o.name, o.count, _ranges(o.mbs) or None, o.bytes, o.bytes / total) for o in found]
+        mine = [
+            (
+                role.role,
+                o.category,
+                o.name,
+                o.count,
+                _ranges(o.mbs) or None,
+                o.bytes,
+                o.bytes / total,
+            )
+            for o in found
+        ]
         top += mine[:TOP_OWNERS]
         rows += mine
         if len(found) > TOP_OWNERS:
             rest = sum(o.bytes for o in found[TOP_OWNERS:])
-            notes.append(f"{role.role}: {len(found) - TOP_OWNERS} further owners hold {size_text(rest)} together.")
+            notes.append(
+                f"{role.role}: {len(found) - TOP_OWNERS} further owners hold {size_text(rest)} "
+                f"together."
+            )
     if not rows:
         return None
     shown = sheet("owners", "Owners of the peak", columns, top, tuple(notes[:MOST_NOTES]))
@@ -245,7 +324,8 @@ def source_sheet(results: Results) -> Sheet | None:
         return None
     rows = sorted(results.predicted.sources.items(), key=lambda s: -s[1])
     return sheet("sources", "Where the predicted durations come from",
-                 [Column("source", "source"), Column("share", "share of all seconds", percent)], rows)  # fmt: skip
+                 [Column("source", "source"), Column("share", "share of all "
+                                                              "seconds", percent)], rows)  # fmt: skip
 
 
 def step_sheet(results: Results) -> Sheet | None:
@@ -270,7 +350,10 @@ def _logged(results: Results) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for m in results.metrics:
         several = len(set(m.learning_rates)) > 1
-        rates = {f"learning rate {k}" if several else "learning rate": rate for k, rate in enumerate(m.learning_rates)}
+        rates = {
+            f"learning rate {k}" if several else "learning rate": rate
+            for k, rate in enumerate(m.learning_rates)
+        }
         norm = {} if m.gradient_norm is None else {"gradient norm": m.gradient_norm}
         evaluated = {f"eval {name}": value for name, value in m.evaluation.items()}
         for name, value in {**norm, **rates, **m.metrics, **evaluated}.items():
@@ -281,10 +364,23 @@ def _logged(results: Results) -> dict[str, dict[int, float]]:
 def restart_sheet(results: Results) -> Sheet | None:
     """Return what failed while a run went on, and how it went on each time; None when nothing did."""
     found = results.measured.restarts if results.measured is not None else ()
-    columns = [Column("step", "in step"), Column("resumed", "went on with step"), Column("ranks", "ranks"),
-               Column("lost", "ranks that died"), Column("seconds", "to the next finished step", time_text),
+    columns = [Column("step", "in step"), Column("resumed", "went on with "
+                                                            "step"), Column("ranks", "ranks"),
+               Column("lost", "ranks that died"), Column("seconds", "to the next finished "
+                                                                    "step", time_text),
                Column("source", "from"), Column("message", "failure")]  # fmt: skip
-    rows = [(r.step, r.resumed, r.ranks, ", ".join(map(str, r.lost)) or None, r.seconds, r.source, r.message) for r in found]
+    rows = [
+        (
+            r.step,
+            r.resumed,
+            r.ranks,
+            ", ".join(map(str, r.lost)) or None,
+            r.seconds,
+            r.source,
+            r.message,
+        )
+        for r in found
+    ]
     return sheet("restarts", "Restarts", columns, rows) if rows else None
 
 
@@ -293,7 +389,11 @@ def cost_sheet(results: Results) -> Sheet | None:
     if results.costs is None:
         return None
     document: dict[str, Any] = encode(results.costs)
-    rows = [(kind, ", ".join(words), *found) for kind, value in document.items() for words, *found in _durations(value, ())]
+    rows = [
+        (kind, ", ".join(words), *found)
+        for kind, value in document.items()
+        for words, *found in _durations(value, ())
+    ]
     columns = [
         Column("kind", "kind"),
         Column("of", "of"),
@@ -306,7 +406,9 @@ def cost_sheet(results: Results) -> Sheet | None:
     return sheet("costs", "Measured durations", columns, rows, notes) if rows else None
 
 
-def _durations(value: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float, float | None, str]]:
+def _durations(
+    value: Any, words: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], float, float | None, str]]:
     """Yield the entries with seconds of a document of Costs: (subject, seconds, spread, source)."""
     if isinstance(value, list):
         for item in value:
@@ -326,64 +428,3 @@ def _scalars(value: Any) -> list[str]:
     if isinstance(value, list):
         return [text for v in value for text in _scalars(v)]
     return [str(value)]
-
-
-def trial_text(trial: Row) -> str:
-    """Return the parameters of a trial as text."""
-    return ", ".join(f"{k}={v}" for k, v in trial.params.items()) or ABSENT
-
-
-def tuning_sheets(results: Results) -> list[Sheet]:
-    """Return confirmed candidates, reasons of the rejected ones, the rules, and all trials, each if it has rows."""
-    if results.study is None:
-        return []
-    trials = results.study.trials
-    rules = sheet("rules", "Rules that reject before compiling", [Column("rule", "rule")], [(r,) for r in results.study.rules])
-    return [s for s in (_confirmed(trials), _rejected(trials), rules, _trials(results)) if len(s.frame)]
-
-
-def _confirmed(trials: Sequence[Row]) -> Sheet:
-    done = [t for t in trials if t.measured_period_s is not None]
-    columns = [Column("trial", "trial"), Column("params", "parameters"), Column("period_s", "period, predicted", time_text),
-               Column("measured_period_s", "period, measured", time_text), Column("error", "error", signed_percent),
-               Column("peak_bytes", "peak, predicted", size_text), Column("measured_peak_bytes", "peak, measured", size_text),
-               Column("peak_error", "error", signed_percent)]  # fmt: skip
-    rows = [
-        (t.number, trial_text(t), t.period_s, t.measured_period_s, error_of(t.period_s, t.measured_period_s), t.peak_bytes,
-         t.measured_peak_bytes, error_of(t.peak_bytes, t.measured_peak_bytes))
-        for t in sorted(done, key=lambda t: t.measured_period_s or 0.0)
-    ]  # fmt: skip
-    return sheet("confirmed", "Confirmed on hardware", columns, rows)
-
-
-def _rejected(trials: Sequence[Row]) -> Sheet:
-    by_kind: dict[str, list[Row]] = {}
-    for t in trials:
-        if t.state == "rejected":
-            by_kind.setdefault(t.kind or "other", []).append(t)
-    columns = [Column("reason", "reason"), Column("count", "candidates"), Column("trial", "for example, trial"),
-               Column("params", "with"), Column("example", "was told")]  # fmt: skip
-    rows = [
-        (kind, len(some), some[0].number, trial_text(some[0]), some[0].reason)
-        for kind, some in sorted(by_kind.items(), key=lambda x: (-len(x[1]), x[0]))
-    ]
-    return sheet("rejected", "Rejected candidates by reason", columns, rows)
-
-
-def _trials(results: Results) -> Sheet:
-    """Return all candidates, the best first, the rejected last."""
-    assert results.study is not None
-    columns = [Column("trial", "trial"), Column("state", "state"), Column("params", "parameters"),
-               Column("period_s", "period", time_text), Column("memory_bytes", "memory", size_text),
-               Column("source", "scored by"), Column("reason", "reason")]  # fmt: skip
-    order = sorted(results.study.trials, key=lambda t: (t.state == "rejected", objective_of(t), t.number))
-    goal, other = goal_of(results.study), results.study.objective != "period"
-    columns += [Column("value", goal.name, goal.text)] if other else []
-    more = [[t.value] if other else [] for t in order]
-    rows = [
-        (t.number, t.state, trial_text(t), t.period_s, held(t), t.source, t.reason, *own)
-        for t, own in zip(order, more, strict=True)
-    ]
-    equal = [text for group in folded([t for t in order if t.state == "complete"]) if (text := folded_text(group))]
-    notes = dict.fromkeys((*equal, *(f"warning: {note}" for t in order for note in t.notes)))
-    return sheet("trials", "All candidates", columns, rows, tuple(notes)[:MOST_NOTES])

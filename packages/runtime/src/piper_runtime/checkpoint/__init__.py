@@ -8,7 +8,12 @@ from piper_runtime.checkpoint.converting import checkpoint_at, convert
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import Restore, restore
-from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
+from piper_runtime.checkpoint.saved_run import (
+    SavedRun,
+    check_resumable,
+    check_settings,
+    open_checkpoint,
+)
 from piper_runtime.checkpoint.settings import (
     Checkpoints,
     chosen_checkpoint,

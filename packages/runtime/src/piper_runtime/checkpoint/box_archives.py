@@ -57,7 +57,9 @@ def archive_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Archive:
         (record,) = [r for r in file.infolist() if r.filename.endswith("/data/0")]
         central = data.index(record.filename.encode(), file.start_dir) - CENTRAL_HEADER
     at = record.header_offset
-    name, extra = (int.from_bytes(data[at + p : at + p + 2], "little") for p in (NAME_LENGTH, EXTRA_LENGTH))
+    name, extra = (
+        int.from_bytes(data[at + p : at + p + 2], "little") for p in (NAME_LENGTH, EXTRA_LENGTH)
+    )
     begin = at + LOCAL_HEADER + name + extra
     end = begin + record.file_size
     return Archive(data[:begin], data[end:], at + LOCAL_CRC, central + CENTRAL_CRC - end)

@@ -41,7 +41,9 @@ class CheckpointCommits:
     def __init__(self, checkpoint: Checkpoints, plan: Plan, job: Job, initial: InitialState):
         self._checkpoint, self._world = checkpoint, plan.mesh.world
         self._about, self._job = about_run(plan, job), job
-        self._names = [model_key(n) for n in (*(p.name for p in plan.params), *(b.name for b in plan.buffers))]
+        self._names = [
+            model_key(n) for n in (*(p.name for p in plan.params), *(b.name for b in plan.buffers))
+        ]
         params, buffers = left_out(plan)
         self._unheld = {model_key(n): initial.tensor(initial.params, n) for n in params}
         self._unheld |= {model_key(n): initial.tensor(initial.buffers, n) for n in buffers}
@@ -69,7 +71,9 @@ class CheckpointCommits:
         if problem:
             shutil.rmtree(partial, ignore_errors=True)
             warnings.warn(
-                f"the checkpoint of step {step} could not be written: {problem}; training goes on", PiperWarning, stacklevel=2
+                f"the checkpoint of step {step} could not be written: {problem}; training goes on",
+                PiperWarning,
+                stacklevel=2,
             )
         else:
             self._prune(step)
@@ -79,17 +83,25 @@ class CheckpointCommits:
             prune(self._checkpoint)
         except (OSError, JobError) as e:
             warnings.warn(
-                f"the checkpoint of step {step} is complete, but an older one could not be deleted: {e}; training goes on",
+                f"the checkpoint of step {step} is complete, but an older one could not be "
+                f"deleted: {e}; training goes "
+                f"on",
                 PiperWarning,
                 stacklevel=2,
             )
 
     def _commit(self, step: int, partial: Path, reports: list[SaveDone]) -> None:
         boxes = [box for r in reports for box in r.boxes]
-        unheld = [(t.reshape(-1), [NamedRange(key, tuple(t.shape), 0, 0, t.numel())]) for key, t in self._unheld.items()]
+        unheld = [
+            (t.reshape(-1), [NamedRange(key, tuple(t.shape), 0, 0, t.numel())])
+            for key, t in self._unheld.items()
+        ]
         boxes += write_boxes(partial / rank_file("unused"), unheld)[0]
         if key := unwritten(boxes, self._names):
-            raise ExecutionError(f"the ranks together have not written all of {key} after step {step}: a mistake of Piper's")
+            raise ExecutionError(
+                f"the ranks together have not written all of {key} after step {step}: a mistake of "
+                f"Piper's"
+            )
         complete(
             partial,
             self._checkpoint.path / step_folder(step),
@@ -117,11 +129,16 @@ def _invisible(partial: Path, reports: list[SaveDone]) -> str:
     for report in reports:
         path = partial / rank_file(report.rank)
         if report.nbytes and (not path.is_file() or path.stat().st_size != report.nbytes):
-            return f"the file of rank {report.rank} is not in {partial} here; all machines must share the folder"
+            return (
+                f"the file of rank {report.rank} is not in {partial} here; all machines must share "
+                f"the folder"
+            )
     return ""
 
 
-def _described(about: CheckpointMeta, step: int, reports: list[SaveDone], data: Mapping[str, Any]) -> CheckpointMeta:
+def _described(
+    about: CheckpointMeta, step: int, reports: list[SaveDone], data: Mapping[str, Any]
+) -> CheckpointMeta:
     counters = {name: n for r in reports for name, n in r.counters.items()}
     numbers = {name: n for r in reports for name, n in r.numbers.items()}
     kind, schedule = reports[0].optimizer

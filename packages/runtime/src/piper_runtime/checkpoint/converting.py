@@ -34,7 +34,10 @@ def checkpoint_at(path: Path) -> Path:
     """Return the checkpoint at a path, which may hold one and no more; raise JobError otherwise."""
     if path.is_dir() and not (path / MARKER).is_file() and (inside := complete_checkpoints(path)):
         if len(inside) > 1:
-            raise JobError(f"{path} holds {len(inside)} checkpoints; give one of them, such as {inside[max(inside)]}")
+            raise JobError(
+                f"{path} holds {len(inside)} checkpoints; give one of them, such as "
+                f"{inside[max(inside)]}"
+            )
         return inside[max(inside)]
     return path
 
@@ -45,13 +48,22 @@ def convert(source: Path, target: Path) -> str:
     The one whose name ends in ".safetensors" is the file. Raises JobError, FormatError or OutputError.
     """
     if source.suffix == target.suffix == SUFFIX or SUFFIX not in (source.suffix, target.suffix):
-        raise JobError(f"{source} and {target}: one of them is a checkpoint, the other one a file whose name ends in {SUFFIX}")
+        raise JobError(
+            f"{source} and {target}: one of them is a checkpoint, the other one a file whose name "
+            f"ends in {SUFFIX}"
+        )
     try:
-        return import_weights(source, target) if source.suffix == SUFFIX else export_weights(checkpoint_at(source), target)
+        return (
+            import_weights(source, target)
+            if source.suffix == SUFFIX
+            else export_weights(checkpoint_at(source), target)
+        )
     except OSError as e:
         if isinstance(e, OutputError):
             raise
-        raise OutputError(f"{target} cannot be written: {e.strerror}; choose another place") from None
+        raise OutputError(
+            f"{target} cannot be written: {e.strerror}; choose another place"
+        ) from None
 
 
 def export_weights(source: Path, target: Path) -> str:
@@ -63,7 +75,10 @@ def export_weights(source: Path, target: Path) -> str:
     for key, tensor in saved.tensors.items():
         path = key_path(key)
         if path[0] == MODEL and path[1] not in saved.meta.tied:
-            dtype, read = getattr(torch, tensor.dtype), partial(read_range, saved.path, tensor, 0, prod(tensor.shape))
+            dtype, read = (
+                getattr(torch, tensor.dtype),
+                partial(read_range, saved.path, tensor, 0, prod(tensor.shape)),
+            )
             tensors.append(ToWrite(path[1], dtype, tensor.shape, read))
     texts = {"format": "pt", "step": str(saved.meta.step)}
     texts |= {TIED: json.dumps(saved.meta.tied)} if saved.meta.tied else {}
@@ -87,21 +102,30 @@ def import_weights(source: Path, target: Path) -> str:
         boxes = []
         for k, (name, part) in enumerate(parts.items()):
             found = NamedRange(model_key(name), part.shape, 0, 0, prod(part.shape))
-            boxes += write_boxes(unfinished / rank_file(k), [(part.flat(0, found.numel), [found])])[0]
+            boxes += write_boxes(unfinished / rank_file(k), [(part.flat(0, found.numel), [found])])[
+                0
+            ]
         complete(unfinished, folder, CheckpointMeta(0, tied=tied, versions=versions()), boxes)
     finally:
         if unfinished.exists():
             shutil.rmtree(unfinished)
-    return f"{len(parts)} tensors ({', '.join(sorted({dtype_name(p.dtype) for p in parts.values()}))}) are in {folder}"
+    return (
+        f"{len(parts)} tensors "
+        f"({', '.join(sorted({dtype_name(p.dtype) for p in parts.values()}))}) are in {folder}"
+    )
 
 
 def _tied(source: Path, texts: Mapping[str, str], parts: Mapping[str, Any]) -> dict[str, str]:
     """Return the further names of tensors that an exported file tells; files of other programs tell none."""
     try:
         tied = json.loads(texts.get(TIED, "{}"))
-        fits = isinstance(tied, dict) and all(n not in parts and first in parts for n, first in tied.items())
+        fits = isinstance(tied, dict) and all(
+            n not in parts and first in parts for n, first in tied.items()
+        )
     except (ValueError, TypeError, RecursionError):
         fits = False
     if not fits:
-        raise FormatError(f"{source} has a text {TIED!r} that does not name its tensors; take another copy of it")
+        raise FormatError(
+            f"{source} has a text {TIED!r} that does not name its tensors; take another copy of it"
+        )
     return dict(tied)

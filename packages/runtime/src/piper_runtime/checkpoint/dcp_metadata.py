@@ -33,7 +33,9 @@ def metadata_bytes(boxes: Iterable[SavedBox], aliases: Mapping[str, str]) -> byt
             if key not in tensors:
                 properties = TensorProperties(dtype=getattr(torch, saved.dtype))
                 tensors[key] = TensorStorageMetadata(properties, torch.Size(saved.shape), [])
-            tensors[key].chunks.append(ChunkStorageMetadata(torch.Size(saved.offsets), torch.Size(saved.sizes)))
+            tensors[key].chunks.append(
+                ChunkStorageMetadata(torch.Size(saved.offsets), torch.Size(saved.sizes))
+            )
             index = MetadataIndex(key, saved.offsets, len(tensors[key].chunks) - 1)
             storage[index] = _StorageInfo(saved.file, saved.at, saved.nbytes)
     paths = {key: key_path(key) for key in tensors}

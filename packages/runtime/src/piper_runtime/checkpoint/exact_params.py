@@ -16,7 +16,9 @@ from piper_runtime.rank.binding.rank_state import RankState
 from piper_runtime.rank.values.layouts import own_parts
 
 
-def keep_exact(rank: RankState, given: Mapping[str, torch.Tensor], *, share: bool, restored: bool) -> None:
+def keep_exact(
+    rank: RankState, given: Mapping[str, torch.Tensor], *, share: bool, restored: bool
+) -> None:
     """Let a rank keep the exact numbers of its frozen parameters, those `given`; of all, or of its `share` of writing.
 
     Where its state is about to be `restored`, there is only memory for them.
@@ -34,4 +36,8 @@ def narrowed(plan: Plan) -> dict[str, torch.dtype]:
     """Return the parameters outside of buckets that ranks hold in another dtype than checkpoints, with the latter."""
     bucketed = {name for bucket in plan.buckets for name in bucket.params}
     specs = {p.name: p.spec.dtype for p in plan.params if p.name not in bucketed}
-    return {name: getattr(torch, d) for name, d in saved_dtypes(plan).items() if name in specs and specs[name] != d}
+    return {
+        name: getattr(torch, d)
+        for name, d in saved_dtypes(plan).items()
+        if name in specs and specs[name] != d
+    }

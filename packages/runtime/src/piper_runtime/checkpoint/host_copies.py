@@ -40,7 +40,9 @@ class HostCopies:
             found = self._slots[index]
             if (found.numel(), found.dtype) == (tensor.numel(), tensor.dtype):
                 return found
-        return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
+        return torch.empty(
+            tensor.numel(), dtype=tensor.dtype, pin_memory=self._device.type == "cuda"
+        )
 
     def _copy_beside(self, states: Sequence[FlatState]) -> None:
         if self._stream is None:
@@ -48,7 +50,9 @@ class HostCopies:
         compute = torch.cuda.current_stream(self._device)
         both = list(zip(self._slots, states, strict=True))
         for slot, state in both:
-            if state.early:  # the next forward may write it, which waits for nothing: in order with compute
+            if (
+                state.early
+            ):  # the next forward may write it, which waits for nothing: in order with compute
                 slot.copy_(state.tensor, non_blocking=True)
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):

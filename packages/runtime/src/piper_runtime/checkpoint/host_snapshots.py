@@ -24,7 +24,14 @@ from piper_runtime.checkpoint.rank_tensors import (
     saved_portion,
     varying_buffers,
 )
-from piper_runtime.checkpoint.snapshot_files import BYTES, INDEX, PRESENT, CopiedState, SnapshotIndex, place_name
+from piper_runtime.checkpoint.snapshot_files import (
+    BYTES,
+    INDEX,
+    PRESENT,
+    CopiedState,
+    SnapshotIndex,
+    place_name,
+)
 from piper_runtime.checkpoint.sole_writer import LOCK
 from piper_runtime.rank.binding.rank_state import RankState
 
@@ -94,7 +101,9 @@ class SnapshotWriter:
             write_index(path, self._index(done, states))
         except OSError as e:
             self._able = False
-            self._warn(f"rank {self._rank.rank} keeps no host snapshots: {path.parent}: {e.strerror}")
+            self._warn(
+                f"rank {self._rank.rank} keeps no host snapshots: {path.parent}: {e.strerror}"
+            )
         self._turn += 1
 
     def _slots(self, path: Path, states: Sequence[FlatState]) -> list[torch.Tensor]:
@@ -110,15 +119,30 @@ class SnapshotWriter:
 
     def _index(self, done: int, states: Sequence[FlatState]) -> SnapshotIndex:
         rank = self._rank
-        copied = [CopiedState(dtype_name(s.tensor.dtype), at, s.ranges) for at, s in zip(_offsets(states), states, strict=False)]
-        return SnapshotIndex(done, tuple(copied), optimizer_numbers(rank, self._portion), group_settings(rank.optimizer.groups))
+        copied = [
+            CopiedState(dtype_name(s.tensor.dtype), at, s.ranges)
+            for at, s in zip(_offsets(states), states, strict=False)
+        ]
+        return SnapshotIndex(
+            done,
+            tuple(copied),
+            optimizer_numbers(rank, self._portion),
+            group_settings(rank.optimizer.groups),
+        )
 
 
 def snapshot_portion(rank: RankState) -> Portion:
     """Return the states that a rank copies: all, but of buffers that follow the batch only those that it would save."""
     varying, own = varying_buffers(rank.plan), saved_portion(rank.plan, rank.rank)
-    buffers = frozenset(name for name in rank.store.buffers if name not in varying or name in own.buffers)
-    return replace(own, buckets=frozenset(b.id for b in rank.store.buckets), params=frozenset(rank.store.params), buffers=buffers)
+    buffers = frozenset(
+        name for name in rank.store.buffers if name not in varying or name in own.buffers
+    )
+    return replace(
+        own,
+        buckets=frozenset(b.id for b in rank.store.buckets),
+        params=frozenset(rank.store.params),
+        buffers=buffers,
+    )
 
 
 def copy_states(slots: Sequence[torch.Tensor], states: Sequence[FlatState]) -> None:

@@ -74,7 +74,9 @@ def data_of(job: Job, step: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if hasattr(batch, "fingerprint"):
         with user_code("Job.batch.fingerprint()", JobError):
-            found["fingerprint"] = batch.fingerprint() if callable(batch.fingerprint) else batch.fingerprint
+            found["fingerprint"] = (
+                batch.fingerprint() if callable(batch.fingerprint) else batch.fingerprint
+            )
     if callable(getattr(batch, "state_dict", None)):
         with user_code(f"Job.batch.state_dict({step})", JobError):
             found["state"] = batch.state_dict(step)
@@ -82,7 +84,9 @@ def data_of(job: Job, step: int) -> dict[str, Any]:
         return dict(json.loads(json.dumps(found, allow_nan=False)))
     except (TypeError, ValueError) as e:
         raise JobError(
-            f"what Job.batch says of its data cannot be saved ({e}); give texts, numbers, lists or dicts as its fingerprint and "
+            f"what Job.batch says of its data cannot be saved ({e}); give texts, numbers, lists or "
+            f"dicts as its "
+            f"fingerprint and "
             "state_dict"
         ) from e
 

@@ -62,7 +62,9 @@ Contents = Sequence[tuple[torch.Tensor, Sequence[NamedRange]]]
 """The type of flat tensors on the CPU, each with the ranges that lie in it."""
 
 
-def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lambda: None) -> tuple[list[SavedBox], int]:
+def write_boxes(
+    path: Path, contents: Contents, wrote: Callable[[], None] = lambda: None
+) -> tuple[list[SavedBox], int]:
     """Write all ranges as boxes into a new file, and make them durable; return where they are, and the file's size.
 
     `wrote` is called after each box. Without ranges no file is made. Raises OSError, or torch's RuntimeError, when the
@@ -78,7 +80,11 @@ def write_boxes(path: Path, contents: Contents, wrote: Callable[[], None] = lamb
                 key, shape = together[0].key, together[0].shape
                 for box, part in _parts(flat, together):
                     (size, checksum), name = write_tensor(file, part), dtype_name(flat.dtype)
-                    out.append(SavedBox(key, name, shape, box.offsets, box.sizes, path.name, at, size, checksum))
+                    out.append(
+                        SavedBox(
+                            key, name, shape, box.offsets, box.sizes, path.name, at, size, checksum
+                        )
+                    )
                     at += size
                     wrote()
         file.flush()

@@ -54,7 +54,9 @@ class RankSaver:
         self._work: SimpleQueue[tuple[SaveDone, Contents] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        self._thread = threading.Thread(target=self._write_all, name="piper checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_all, name="piper checkpoint", daemon=True
+        )
         self._thread.start()
         self._written = 0
         self._last = -1
@@ -98,7 +100,9 @@ class RankSaver:
             self._wait()
 
     def _write_all(self) -> None:
-        with suppress(OSError):  # on Linux a thread has a priority of its own; elsewhere it stays as it is
+        with suppress(
+            OSError
+        ):  # on Linux a thread has a priority of its own; elsewhere it stays as it is
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (given := self._work.get()) is not None:
             try:
@@ -114,7 +118,9 @@ class RankSaver:
             folder = self._checkpoint.path / partial_folder(report.step)
             folder.mkdir(exist_ok=True)
             boxes, size = write_boxes(folder / rank_file(report.rank), contents, self._count)
-            report = replace(report, boxes=boxes, nbytes=size, written_s=time.perf_counter() - began)
+            report = replace(
+                report, boxes=boxes, nbytes=size, written_s=time.perf_counter() - began
+            )
         except (OSError, RuntimeError) as e:  # torch has its own class for a disk that is full
             report = replace(report, problem=f"rank {report.rank}: {e}")
         self._tell(report)

@@ -80,7 +80,9 @@ def in_line(ranges: Sequence[NamedRange]) -> Iterator[list[NamedRange]]:
     """Yield ranges together that are of one tensor and follow each other in memory: the rows that a rank has of it."""
     group: list[NamedRange] = []
     for found in ranges:
-        if group and (group[-1].key != found.key or group[-1].offset + group[-1].numel != found.offset):
+        if group and (
+            group[-1].key != found.key or group[-1].offset + group[-1].numel != found.offset
+        ):
             yield group
             group = []
         group.append(found)
@@ -133,24 +135,38 @@ def saved_portion(plan: Plan, rank: int) -> Portion:
         ranks = [r for r in holders.get(id, []) if plan.mesh.index_along(axes, r) == part]
         return bool(ranks) and ranks[index % len(ranks)] == rank
 
-    buckets = frozenset(b.id for k, b in enumerate(plan.buckets) if mine(f"grad:{b.id}", k, (*b.shard.optim, *b.parts)))
+    buckets = frozenset(
+        b.id
+        for k, b in enumerate(plan.buckets)
+        if mine(f"grad:{b.id}", k, (*b.shard.optim, *b.parts))
+    )
     bucketed = {name for b in plan.buckets for name in b.params}
     alone = [(k, p) for k, p in enumerate(plan.params) if p.name not in bucketed]
-    params = frozenset(p.name for k, p in alone if mine(f"param:{p.name}", k, tuple(part.axis for part in p.layout)))
-    return Portion(buckets, params, frozenset(b.name for b in plan.buffers if mine(f"buffer:{b.name}", 0)))
+    params = frozenset(
+        p.name
+        for k, p in alone
+        if mine(f"param:{p.name}", k, tuple(part.axis for part in p.layout))
+    )
+    return Portion(
+        buckets, params, frozenset(b.name for b in plan.buffers if mine(f"buffer:{b.name}", 0))
+    )
 
 
 def left_out(plan: Plan) -> tuple[list[str], list[str]]:
     """Return the parameters and the buffers that no rank holds, since no operation uses them."""
     held = {s.id for role in plan.roles for s in role.states}
     bucketed = {name for b in plan.buckets for name in b.params}
-    params = [p.name for p in plan.params if p.name not in bucketed and f"param:{p.name}" not in held]
+    params = [
+        p.name for p in plan.params if p.name not in bucketed and f"param:{p.name}" not in held
+    ]
     return params, [b.name for b in plan.buffers if f"buffer:{b.name}" not in held]
 
 
 def varying_buffers(plan: Plan) -> set[str]:
     """Return the buffers whose content depends on the batch, so that replicas may have different ones."""
-    return {o.ref for chunk in plan.chunks for o in chunk.outputs if o.kind == "buffer" and o.varies}
+    return {
+        o.ref for chunk in plan.chunks for o in chunk.outputs if o.kind == "buffer" and o.varies
+    }
 
 
 def saved_dtypes(plan: Plan) -> dict[str, str]:
@@ -178,7 +194,10 @@ def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[Fl
     for name, tensor in store.params.items():
         if name not in bucketed and (portion is None or name in portion.params):
             found = store.exact.get(name, tensor)
-            yield FlatState(found.detach().reshape(-1), tuple(_in_named(rank, name, model_key(name), 0, found.numel(), 0)))
+            yield FlatState(
+                found.detach().reshape(-1),
+                tuple(_in_named(rank, name, model_key(name), 0, found.numel(), 0)),
+            )
     for name, tensor in store.buffers.items():
         if portion is None or name in portion.buffers:
             yield _alone(model_key(name), tensor, early=True)
@@ -209,7 +228,9 @@ def _ranges(
     return tuple(out)
 
 
-def _in_named(rank: RankState, name: str, key: str, begin: int, end: int, offset: int) -> Iterator[NamedRange]:
+def _in_named(
+    rank: RankState, name: str, key: str, begin: int, end: int, offset: int
+) -> Iterator[NamedRange]:
     """Yield where the elements [begin, end) of what a rank has of a parameter lie in it.
 
     They begin at `offset` in memory.
@@ -221,7 +242,11 @@ def _in_named(rank: RankState, name: str, key: str, begin: int, end: int, offset
 
 
 def _alone(key: str, tensor: torch.Tensor, *, early: bool = False) -> FlatState:
-    return FlatState(tensor.detach().reshape(-1), (NamedRange(key, tuple(tensor.shape), 0, 0, tensor.numel()),), early)
+    return FlatState(
+        tensor.detach().reshape(-1),
+        (NamedRange(key, tuple(tensor.shape), 0, 0, tensor.numel()),),
+        early,
+    )
 
 
 def _optimizer_tensors(rank: RankState, bucket: Bucket, *, again: bool) -> Iterator[FlatState]:
@@ -238,7 +263,10 @@ def _optimizer_tensors(rank: RankState, bucket: Bucket, *, again: bool) -> Itera
             elif value.ndim:
                 yield FlatState(value, _ranges(rank, bucket, partial(_under, key), of))
             elif again or (_first_part(rank, bucket) and not of.first):
-                yield FlatState(value.view(1), tuple(NamedRange(optimizer_key(n, key), (), 0, 0, 1) for n in of.names))
+                yield FlatState(
+                    value.view(1),
+                    tuple(NamedRange(optimizer_key(n, key), (), 0, 0, 1) for n in of.names),
+                )
 
 
 def _under(key: str, name: str) -> str:
@@ -263,7 +291,9 @@ def _number(value: Any, what: str) -> Number:
     if value is None or isinstance(value, int | float | bool | str):
         return value
     raise JobError(
-        f"the optimizer keeps a {type(value).__name__} as {what}, which a checkpoint cannot hold; keep tensors and numbers in "
+        f"the optimizer keeps a {type(value).__name__} as {what}, which a checkpoint cannot hold; "
+        f"keep tensors and "
+        f"numbers in "
         "Optimizer.state, or run without checkpoints"
     )
 
@@ -296,6 +326,8 @@ _NONE = object()
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, int | float | bool | str):
         return value
-    if isinstance(value, list | tuple) and all(isinstance(v, int | float | bool | str) for v in value):
+    if isinstance(value, list | tuple) and all(
+        isinstance(v, int | float | bool | str) for v in value
+    ):
         return list(value)
     return _NONE

@@ -58,8 +58,16 @@ def restore_of(saved: SavedRun | HostSnapshot, names: Collection[str]) -> Restor
         copied = {key: t for key, t in saved.tensors.items() if _name(key) in wanted}
         return Restore(str(saved.folder), copied, _of_names(saved.numbers, wanted), saved.groups)
     folder = str(saved.path)
-    tensors = {key: DcpTensor(folder, t) for key, t in saved.tensors.items() if _name(key) in wanted}
-    return Restore(folder, tensors, _of_names(saved.meta.numbers, wanted), saved.meta.groups, saved.weights_only)
+    tensors = {
+        key: DcpTensor(folder, t) for key, t in saved.tensors.items() if _name(key) in wanted
+    }
+    return Restore(
+        folder,
+        tensors,
+        _of_names(saved.meta.numbers, wanted),
+        saved.meta.groups,
+        saved.weights_only,
+    )
 
 
 def _of_names(numbers: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
@@ -87,7 +95,9 @@ def unheld_tensors(saved: SavedRun, plan: Plan) -> dict[str, torch.Tensor]:
     return out
 
 
-def restore(rank: RankState, saved: Restore, beat: Callable[[int], object] = lambda n: None) -> None:
+def restore(
+    rank: RankState, saved: Restore, beat: Callable[[int], object] = lambda n: None
+) -> None:
     """Give a rank the parameters, buffers and optimizer state that are saved; tell `beat` how many tensors are read.
 
     Raises JobError when the state does not fit its optimizer, and FormatError when it cannot be read.
@@ -117,8 +127,11 @@ def _fill(state: FlatState, saved: Restore) -> None:
         values = _fitting(found, saved).flats([part.span for part in together])
         if state.shared and before is not None and not torch.equal(values, before):
             raise JobError(
-                f"{folder}: the optimizer has made {values.item():g} steps on {found.key} and {before.item():g} on "
-                f"{state.ranges[0].key}, which this run would keep in one bucket; give them parameter groups of their own"
+                f"{folder}: the optimizer has made {values.item():g} steps on {found.key} and "
+                f"{before.item():g} on "
+                f"{state.ranges[0].key}, which this run would keep in one bucket; give them "
+                f"parameter groups of their "
+                f"own"
             )
         before = values
         state.tensor[found.offset : found.offset + values.numel()].copy_(values)
@@ -127,11 +140,16 @@ def _fill(state: FlatState, saved: Restore) -> None:
 def _fitting(found: NamedRange, saved: Restore) -> DcpTensor | CopiedTensor:
     tensor = saved.tensors[found.key]
     if tensor.shape != found.shape:
-        raise JobError(f"{saved.folder}: {found.key} has shape {list(tensor.shape)}, here it has {list(found.shape)}")
+        raise JobError(
+            f"{saved.folder}: {found.key} has shape {list(tensor.shape)}, here it has "
+            f"{list(found.shape)}"
+        )
     return tensor
 
 
-def _make_states(rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[str, set[str]]) -> None:
+def _make_states(
+    rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[str, set[str]]
+) -> None:
     """Make the state that the optimizer makes in its first step, where it does not exist yet, for `_fill` to fill."""
     for of in rank.optimizer.states(bucket):
         group = rank.optimizer.groups[bucket.group]
@@ -147,7 +165,9 @@ def _make_states(rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[
                     of.state[key] = _zeros(saved.tensors[whole], of, key, group)
 
 
-def _zeros(saved: DcpTensor | CopiedTensor, of: OptimizerState, key: str, group: Mapping[str, Any]) -> torch.Tensor:
+def _zeros(
+    saved: DcpTensor | CopiedTensor, of: OptimizerState, key: str, group: Mapping[str, Any]
+) -> torch.Tensor:
     """Return memory for a saved tensor where torch's optimizers keep it: beside the parameter, but step counters."""
     counter = key == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if counter else of.tensor.device
@@ -156,7 +176,9 @@ def _zeros(saved: DcpTensor | CopiedTensor, of: OptimizerState, key: str, group:
 
 def _restore_groups(rank: RankState, saved: Restore) -> None:
     """Take over the settings of groups that an optimizer may change itself; torch's own leave them to the schedule."""
-    for own, group, found in zip(rank.optimizer.own_groups, rank.optimizer.groups, saved.groups, strict=False):
+    for own, group, found in zip(
+        rank.optimizer.own_groups, rank.optimizer.groups, saved.groups, strict=False
+    ):
         if own:
             group.update({key: _as_before(group.get(key), value) for key, value in found.items()})
 

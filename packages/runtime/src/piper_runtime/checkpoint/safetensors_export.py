@@ -32,14 +32,23 @@ class ToWrite:
 
 def write_safetensors(path: Path, tensors: Sequence[ToWrite], texts: Mapping[str, str]) -> None:
     """Write tensors as one file, one at a time; raise JobError for a dtype that the format lacks."""
-    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.name))  # so that each lies at a multiple of its item
+    ordered = sorted(
+        tensors, key=lambda t: (-t.dtype.itemsize, t.name)
+    )  # so that each lies at a multiple of its item
     header: dict[str, Any] = {FREE_TEXT: dict(texts)}
     end = 0
     for t in ordered:
         if t.dtype not in _NAMES:
-            raise JobError(f"{t.name} is {t.dtype}, which safetensors files do not know; known are {', '.join(STORED_DTYPES)}")
+            raise JobError(
+                f"{t.name} is {t.dtype}, which safetensors files do not know; known are "
+                f"{', '.join(STORED_DTYPES)}"
+            )
         begin, end = end, end + math.prod(t.shape) * t.dtype.itemsize
-        header[t.name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
+        header[t.name] = {
+            "dtype": _NAMES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     unfinished = path.with_name(f"{path.name}.unfinished")

@@ -48,7 +48,9 @@ class SavedRun:
     @property
     def weights_only(self) -> bool:
         """Return whether it is a beginning: weights without any step of training."""
-        return self.meta.step == 0 and not any(key.startswith(f"{OPTIMIZER}.") for key in self.tensors)
+        return self.meta.step == 0 and not any(
+            key.startswith(f"{OPTIMIZER}.") for key in self.tensors
+        )
 
 
 def open_checkpoint(path: Path) -> SavedRun:
@@ -62,9 +64,14 @@ def open_checkpoint(path: Path) -> SavedRun:
     described, tensors = marked_tensors(path)
     meta = loads(CheckpointMeta, decoded(described, path / META), str(path / META))
     if meta.step < 0:
-        raise FormatError(f"{path / META}: step {meta.step} is before the first one; take another checkpoint")
+        raise FormatError(
+            f"{path / META}: step {meta.step} is before the first one; take another checkpoint"
+        )
     if (named := step_of(path)) is not None and named != meta.step:
-        raise FormatError(f"{path} holds step {meta.step}, and not the one of its name; rename the folder, or take another one")
+        raise FormatError(
+            f"{path} holds step {meta.step}, and not the one of its name; rename the folder, or "
+            f"take another one"
+        )
     return SavedRun(path, meta, tensors)
 
 
@@ -78,7 +85,9 @@ def check_resumable(saved: SavedRun, plan: Plan, job: Job) -> None:
     made = saved.meta.program_key
     if made and made != plan.program_key:
         warnings.warn(
-            f"the checkpoint {saved.path} was made with another program of a model with the same parameters; the run goes on "
+            f"the checkpoint {saved.path} was made with another program of a model with the same "
+            f"parameters; the run "
+            f"goes on "
             "with this one",
             PiperWarning,
             stacklevel=2,
@@ -90,9 +99,19 @@ WEIGHTS_FROM = "to start another training from its weights, give its folder as J
 
 def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
     meta = saved.meta
-    for name, ours, theirs in (("seed", job.seed, meta.seed), ("global_batch", job.global_batch, meta.global_batch)):
-        if theirs is not None and ours != theirs and name not in getattr(job.batch, "follows_state", ()):
-            yield f"was made with {name}={theirs}, the job has {ours}; use the same, or {WEIGHTS_FROM}"
+    for name, ours, theirs in (
+        ("seed", job.seed, meta.seed),
+        ("global_batch", job.global_batch, meta.global_batch),
+    ):
+        if (
+            theirs is not None
+            and ours != theirs
+            and name not in getattr(job.batch, "follows_state", ())
+        ):
+            yield (
+                f"was made with {name}={theirs}, the job has {ours}; use the same, or "
+                f"{WEIGHTS_FROM}"
+            )
     if meta.seed is not None and (changes := data_changes(job, meta.data)):
         yield f"was made with other data ({changes}); use the same, or {WEIGHTS_FROM}"
     yield from _other_tensors(saved, plan)
@@ -100,11 +119,17 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
         return
     spec = optimizer_spec(job, plan.whole_params)
     if spec.kind != meta.optimizer:
-        yield f"holds the state of {meta.optimizer or 'no optimizer'}, the job has {spec.kind}; use the same, or {WEIGHTS_FROM}"
+        yield (
+            f"holds the state of {meta.optimizer or 'no optimizer'}, the job has {spec.kind}; use "
+            f"the same, or {WEIGHTS_FROM}"
+        )
     trained, before = {p.name for p in plan.params if p.trained}, set(meta.trained)
     for name in sorted(trained ^ before):
         then, now = ("frozen", "trained") if name in trained else ("trained", "frozen")
-        yield f"was made with parameter {name!r} {then}, which is {now} in the job; use the same, or {WEIGHTS_FROM}"
+        yield (
+            f"was made with parameter {name!r} {then}, which is {now} in the job; use the same, or "
+            f"{WEIGHTS_FROM}"
+        )
     if spec.separable:
         yield from _other_keys(saved, state_keys(job, plan.whole_params))
 
@@ -114,9 +139,13 @@ def _other_keys(saved: SavedRun, needed: Mapping[str, set[str]]) -> Iterator[str
     found = kept_keys([*saved.tensors, *saved.meta.numbers])
     for name, keys in needed.items():
         if found.get(name, set()) != keys:
-            then, now = (", ".join(sorted(kept)) or "nothing" for kept in (found.get(name, set()), keys))
+            then, now = (
+                ", ".join(sorted(kept)) or "nothing" for kept in (found.get(name, set()), keys)
+            )
             yield (
-                f"was made when the optimizer kept {then}, with this job's settings it keeps {now} of parameter {name!r}; use "
+                f"was made when the optimizer kept {then}, with this job's settings it keeps {now} "
+                f"of parameter "
+                f"{name!r}; use "
                 "the settings of then (momentum, amsgrad, centered, ...)"
             )
 
@@ -124,19 +153,30 @@ def _other_keys(saved: SavedRun, needed: Mapping[str, set[str]]) -> Iterator[str
 def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
     dtypes = saved_dtypes(plan)
     wanted: dict[str, tuple[str, TensorSpec]] = {
-        p.name: ("parameter", replace(p.spec, dtype=dtypes.get(p.name, p.spec.dtype))) for p in plan.whole_params
+        p.name: ("parameter", replace(p.spec, dtype=dtypes.get(p.name, p.spec.dtype)))
+        for p in plan.whole_params
     }
     wanted |= {b.name: ("buffer", b.spec) for b in plan.buffers if b.name not in wanted}
     for name, (kind, spec) in wanted.items():
         found = saved.tensors.get(model_key(name))
         shape = tuple(bind(d, 0) for d in spec.shape)
         if found is None:
-            if saved.meta.seed is not None or kind == "parameter":  # files of other programs hold no buffers that are made
+            if (
+                saved.meta.seed is not None or kind == "parameter"
+            ):  # files of other programs hold no buffers that are made
                 yield f"has no {kind} {name!r}, which the model has; use the same model"
         elif found.shape != shape:
-            yield f"has {kind} {name!r} of shape {list(found.shape)}, the model one of {list(shape)}; use the same model"
-        elif found.dtype != spec.dtype and not (saved.weights_only and _are_floats(found.dtype, spec.dtype)):
-            yield f"has {kind} {name!r} in {found.dtype}, the model in {spec.dtype}; use the same precision"
+            yield (
+                f"has {kind} {name!r} of shape {list(found.shape)}, the model one of "
+                f"{list(shape)}; use the same model"
+            )
+        elif found.dtype != spec.dtype and not (
+            saved.weights_only and _are_floats(found.dtype, spec.dtype)
+        ):
+            yield (
+                f"has {kind} {name!r} in {found.dtype}, the model in {spec.dtype}; use the same "
+                f"precision"
+            )
     names = {model_key(n) for n in wanted} | {model_key(n) for n in saved.meta.tied}
     more = [key for key in saved.tensors if key.startswith("model.") and key not in names]
     for key in more:
@@ -161,7 +201,9 @@ def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
     _compare("schedule", schedule, saved.meta.schedule_state, saved)
     settings, then = group_settings(list(groups_of(optimizers))), saved.meta.groups
     for name, index, before in _groups(saved, plan):
-        what = f"group {index}" + (f", with parameter {name!r} of group {before} then," if index != before else "")
+        what = f"group {index}" + (
+            f", with parameter {name!r} of group {before} then," if index != before else ""
+        )
         if index < len(settings) and 0 <= before < len(then):
             _compare(what, settings[index], then[before], saved)
 
@@ -182,7 +224,9 @@ def _compare(what: str, now: Mapping[str, Any], then: Mapping[str, Any], saved: 
     if changed:
         values = ", ".join(f"{k}={now[k]!r} for {then[k]!r}" for k in changed)
         warnings.warn(
-            f"the optimizer's {what} goes on with other settings than the checkpoint {saved.path} has in step {saved.meta.step}: "
+            f"the optimizer's {what} goes on with other settings than the checkpoint {saved.path} "
+            f"has in step "
+            f"{saved.meta.step}: "
             f"{values}",
             PiperWarning,
             stacklevel=4,

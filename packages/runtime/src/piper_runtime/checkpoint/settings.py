@@ -46,9 +46,13 @@ class Checkpoints:
             if none and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise JobError(f"Checkpoints({name}={value!r}): an integer of at least 1 is needed{none}")
+                raise JobError(
+                    f"Checkpoints({name}={value!r}): an integer of at least 1 is needed{none}"
+                )
         if not isinstance(self.asynchronous, bool):
-            raise JobError(f"Checkpoints(asynchronous={self.asynchronous!r}): True or False is needed")
+            raise JobError(
+                f"Checkpoints(asynchronous={self.asynchronous!r}): True or False is needed"
+            )
 
     @property
     def path(self) -> Path:
@@ -82,7 +86,9 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
         found = [(p, _STEP.fullmatch(p.name)) for p in folder.iterdir()] if folder.exists() else []
         steps = {int(m[1]): p for p, m in found if m is not None and (p / MARKER).is_file()}
     except OSError as e:
-        raise JobError(f"the checkpoints in {folder} cannot be read: {e.strerror}; give another folder") from None
+        raise JobError(
+            f"the checkpoints in {folder} cannot be read: {e.strerror}; give another folder"
+        ) from None
     return dict(sorted(steps.items()))
 
 
@@ -91,22 +97,38 @@ def newest_checkpoint(folder: Path) -> Path:
     found = complete_checkpoints(folder)
     if found:
         return found[max(found)]
-    names = sorted(p.name for p in folder.iterdir() if p.name.startswith("step-")) if folder.is_dir() else []
-    what = f"only incomplete ones ({', '.join(names[:3])}), which a killed run has left" if names else "none"
-    raise JobError(f"{folder} holds no complete checkpoint, {what}; leave resume out to start from step 0")
+    names = (
+        sorted(p.name for p in folder.iterdir() if p.name.startswith("step-"))
+        if folder.is_dir()
+        else []
+    )
+    what = (
+        f"only incomplete ones ({', '.join(names[:3])}), which a killed run has left"
+        if names
+        else "none"
+    )
+    raise JobError(
+        f"{folder} holds no complete checkpoint, {what}; leave resume out to start from step 0"
+    )
 
 
 def chosen_checkpoint(resume: str | Path, checkpoint: Checkpoints | None) -> Path:
     """Return the folder of the checkpoint that a run resumes from; raise JobError when there is none."""
     if resume == "latest":
         if checkpoint is None:
-            raise JobError("resume='latest' needs the folder of the checkpoints: give checkpoint=Checkpoints(folder), or a path")
+            raise JobError(
+                "resume='latest' needs the folder of the checkpoints: give "
+                "checkpoint=Checkpoints(folder), or a path"
+            )
         return newest_checkpoint(checkpoint.path)
     if not isinstance(resume, str | Path) or not str(resume):
         raise JobError(f"resume={resume!r}: 'latest' or the path of a checkpoint is needed")
     path = Path(resume).expanduser().absolute()
     if not path.is_dir():
-        raise JobError(f"resume={str(resume)!r}: there is no such folder; give the path of a checkpoint, or 'latest'")
+        raise JobError(
+            f"resume={str(resume)!r}: there is no such folder; give the path of a checkpoint, or "
+            f"'latest'"
+        )
     if not (path / MARKER).is_file() and (inside := complete_checkpoints(path)):
         raise JobError(
             f"resume={str(resume)!r} holds {len(inside)} checkpoints; give one of them, such as "
@@ -131,7 +153,9 @@ def prepare_folder(checkpoint: Checkpoints, first_step: int, *, first: bool) -> 
     later = [step for step in complete_checkpoints(folder) if step > first_step]
     if later:
         raise JobError(
-            f"{folder} holds a checkpoint of step {max(later)}, and this run begins with step {first_step}: give a folder of its "
+            f"{folder} holds a checkpoint of step {max(later)}, and this run begins with step "
+            f"{first_step}: give a "
+            f"folder of its "
             "own, or go on from there with resume='latest'"
         )
     if not first:
@@ -144,4 +168,6 @@ def prepare_folder(checkpoint: Checkpoints, first_step: int, *, first: bool) -> 
         trial.write_bytes(b"")
         trial.unlink()
     except OSError as e:
-        raise OutputError(f"checkpoints cannot be written to {folder}: {e.strerror}; choose another folder") from None
+        raise OutputError(
+            f"checkpoints cannot be written to {folder}: {e.strerror}; choose another folder"
+        ) from None

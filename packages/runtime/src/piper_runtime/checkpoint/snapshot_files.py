@@ -94,7 +94,9 @@ class CopiedTensor:
                 out[at - start : end - start] = self._read(piece, at, end)
                 at = end
         if at < stop:
-            raise ExecutionError(f"a host snapshot lacks {stop - at} elements of a tensor: a mistake of Piper's")
+            raise ExecutionError(
+                f"a host snapshot lacks {stop - at} elements of a tensor: a mistake of Piper's"
+            )
         return out
 
     def _read(self, piece: CopiedPiece, start: int, stop: int) -> torch.Tensor:
@@ -104,7 +106,9 @@ class CopiedTensor:
                 file.seek(piece.at + (start - piece.start) * size)
                 data = bytearray(file.read((stop - start) * size))
         except OSError as e:
-            raise ExecutionError(f"the host snapshot {piece.path} cannot be read on this machine: {e.strerror}") from None
+            raise ExecutionError(
+                f"the host snapshot {piece.path} cannot be read on this machine: {e.strerror}"
+            ) from None
         return torch.frombuffer(data, dtype=self.dtype)
 
 
@@ -140,7 +144,10 @@ class HostSnapshot:
     def text(self) -> str:
         """Return whose copies they are, for people."""
         several = "s" * (len(self.ranks) > 1)
-        return f"the host snapshot{several} of rank{several} {', '.join(map(str, self.ranks))} after {self.step} steps"
+        return (
+            f"the host snapshot{several} of rank{several} {', '.join(map(str, self.ranks))} after "
+            f"{self.step} steps"
+        )
 
 
 def place_name(rank: int, turn: int) -> str:
@@ -169,16 +176,25 @@ def newest_snapshot(folder: Path, names: Sequence[str], most: int) -> HostSnapsh
     found: dict[int, dict[int, tuple[Path, SnapshotIndex]]] = {}
     for path in sorted(folder.glob(f"*{INDEX}")):
         with suppress(OSError):
-            index: SnapshotIndex = pickle.loads(path.read_bytes())  # of our own ranks, in a folder that is ours alone
-            found.setdefault(index.step, {})[int(path.name.partition("-")[0])] = (path.with_suffix(BYTES), index)
+            index: SnapshotIndex = pickle.loads(
+                path.read_bytes()
+            )  # of our own ranks, in a folder that is ours alone
+            found.setdefault(index.step, {})[int(path.name.partition("-")[0])] = (
+                path.with_suffix(BYTES),
+                index,
+            )
     for step in sorted((s for s in found if s <= most), reverse=True):
         snapshot = _joined(folder, step, found[step])
-        if all(name in snapshot.tensors for name in names) and not any(t.missing() for t in snapshot.tensors.values()):
+        if all(name in snapshot.tensors for name in names) and not any(
+            t.missing() for t in snapshot.tensors.values()
+        ):
             return snapshot
     return None
 
 
-def _joined(folder: Path, step: int, copies: Mapping[int, tuple[Path, SnapshotIndex]]) -> HostSnapshot:
+def _joined(
+    folder: Path, step: int, copies: Mapping[int, tuple[Path, SnapshotIndex]]
+) -> HostSnapshot:
     """Return what ranks have together after a step."""
     pieces: dict[str, list[CopiedPiece]] = {}
     forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -189,7 +205,9 @@ def _joined(folder: Path, step: int, copies: Mapping[int, tuple[Path, SnapshotIn
             dtype: torch.dtype = getattr(torch, state.dtype)
             for found in state.ranges:
                 at = state.at + found.offset * dtype.itemsize
-                pieces.setdefault(found.key, []).append(CopiedPiece(str(path), at, found.start, found.numel))
+                pieces.setdefault(found.key, []).append(
+                    CopiedPiece(str(path), at, found.start, found.numel)
+                )
                 forms[found.key] = dtype, found.shape
     tensors = {key: CopiedTensor(*forms[key], tuple(found)) for key, found in pieces.items()}
     groups = tuple(next(iter(copies.values()))[1].groups)

@@ -25,7 +25,9 @@ def sole_writer(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise JobError(
-            f"another run is writing its checkpoints to {folder}; give each run a folder of its own, or wait for its end"
+            f"another run is writing its checkpoints to {folder}; give each run a folder of its "
+            f"own, or wait for its "
+            f"end"
         ) from None
     except OSError:  # the file system has no locks
         pass
@@ -38,6 +40,8 @@ def sole_writer(folder: Path) -> Iterator[None]:
 def let_go(lock: FileLock) -> None:
     """Remove the file of a lock that is held, and let others have it; they make a new file."""
     if lock.is_locked:
-        with suppress(NotADirectoryError):  # the folder may have gone, and something else be in its place
+        with suppress(
+            NotADirectoryError
+        ):  # the folder may have gone, and something else be in its place
             Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()

@@ -38,7 +38,9 @@ class BatchSource(ABC):
         """Go on after what `state_dict` has returned; raise JobError for one that does not fit."""
 
 
-def bind_batch(batch: Callable[[int, range], Any], global_batch: int) -> Callable[[int, range], Any]:
+def bind_batch(
+    batch: Callable[[int, range], Any], global_batch: int
+) -> Callable[[int, range], Any]:
     """Return a job's batch function, bound to the job's global batch if it is Piper's own."""
     return batch.bound(global_batch) if isinstance(batch, BatchSource) else batch
 

@@ -38,7 +38,9 @@ class DatasetBatch(BatchSource):
 
     def index(self, step: int, row: int) -> int:
         """Return the index in the dataset of a row of a step's global batch."""
-        epoch, place = divmod(step * bound_rows(self.global_batch, "from_dataset") + row, self.samples)
+        epoch, place = divmod(
+            step * bound_rows(self.global_batch, "from_dataset") + row, self.samples
+        )
         return permutation(self.samples, self.seed, epoch)(place) if self.shuffle else place
 
     def _fetch(self, indices: list[int]) -> list[Any]:
@@ -69,7 +71,9 @@ class DatasetBatch(BatchSource):
         """Do nothing: all follows from the step."""
 
 
-def from_dataset(dataset: Any, collate: Collate | None = None, seed: int = 0, shuffle: bool = True) -> DatasetBatch:
+def from_dataset(
+    dataset: Any, collate: Collate | None = None, seed: int = 0, shuffle: bool = True
+) -> DatasetBatch:
     """Return a batch function for `piper.Job`: every epoch goes once through the dataset, in an order of its own.
 
     Which samples a step reads follows from the step and the job's global batch alone. So it is the same for every
@@ -87,17 +91,22 @@ def from_dataset(dataset: Any, collate: Collate | None = None, seed: int = 0, sh
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise JobError(
-            f"from_dataset got a {type(dataset).__name__}, which has no samples by number; give a dataset with len(dataset) and "
+            f"from_dataset got a {type(dataset).__name__}, which has no samples by number; give a "
+            f"dataset with "
+            f"len(dataset) and "
             "dataset[i], or use from_stream"
         )
     try:
         samples = len(dataset)
     except (TypeError, NotImplementedError) as e:
         raise JobError(
-            f"from_dataset got a {type(dataset).__name__} without a length: {e}; give it __len__, or use from_stream"
+            f"from_dataset got a {type(dataset).__name__} without a length: {e}; give it __len__, "
+            f"or use from_stream"
         ) from e
     if samples < 1:
-        raise JobError(f"from_dataset got a {type(dataset).__name__} without samples; is the path right?")
+        raise JobError(
+            f"from_dataset got a {type(dataset).__name__} without samples; is the path right?"
+        )
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise JobError(f"from_dataset(seed={seed!r}): an integer is needed")
     if not isinstance(shuffle, bool):
@@ -118,7 +127,9 @@ def bound_rows(global_batch: int | None, name: str) -> int:
     """Return the rows per step; raise JobError while they are not known."""
     if global_batch is None:
         raise JobError(
-            f"{name}: the rows per step are not known yet; call the `batch` of a piper.Job that was made with it, or the result "
+            f"{name}: the rows per step are not known yet; call the `batch` of a piper.Job that "
+            f"was made with it, or "
+            f"the result "
             f"of bound(global_batch)"
         )
     return global_batch
@@ -133,8 +144,12 @@ def pair_of(collated: Any, name: str) -> tuple[Any, Any]:
         return collated, None
     if not isinstance(collated, Sequence) or isinstance(collated, str) or len(collated) != 2:
         raise JobError(
-            f"{name}: a batch of samples was collated to a {type(collated).__name__}; a pair (inputs, targets) is needed, or a "
-            "dict of inputs. Let the dataset return pairs, or give collate=, a function of a list of samples that returns a pair"
+            f"{name}: a batch of samples was collated to a {type(collated).__name__}; a pair "
+            f"(inputs, targets) is "
+            f"needed, or a "
+            "dict of inputs. Let the dataset return pairs, or give collate=, a function of a list "
+            "of samples that "
+            "returns a pair"
         )
     inputs, targets = collated
     return tuple(inputs) if isinstance(inputs, list) else inputs, targets

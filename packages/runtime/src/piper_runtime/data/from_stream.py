@@ -104,7 +104,10 @@ class StreamShard:
             if self._began == self._next:
                 break
             self._samples, self._began = iter(self._make(self._shard)), self._next
-        raise JobError(f"from_stream: the stream of shard {self._shard} gave no sample; give at most as many shards as have some")
+        raise JobError(
+            f"from_stream: the stream of shard {self._shard} gave no sample; give at most as many "
+            f"shards as have some"
+        )
 
 
 class StreamBatch(BatchSource):
@@ -115,8 +118,15 @@ class StreamBatch(BatchSource):
     Open streams stay in the process that reads them: a copy in another process opens its own where it begins.
     """
 
-    def __init__(self, make: MakeStream, shards: int, collate: Collate, global_batch: int | None = None) -> None:
-        self.make, self.shards, self.collate, self.global_batch = make, shards, collate, global_batch
+    def __init__(
+        self, make: MakeStream, shards: int, collate: Collate, global_batch: int | None = None
+    ) -> None:
+        self.make, self.shards, self.collate, self.global_batch = (
+            make,
+            shards,
+            collate,
+            global_batch,
+        )
         self._start = 0
         self._given = [0] * shards
         self._open: dict[int, StreamShard] = {}
@@ -130,7 +140,9 @@ class StreamBatch(BatchSource):
         offset = self._given[shard] - layout.consumed(self._start, shard)
         if number + offset < 0:
             raise JobError(
-                f"from_stream: step {step} lies before step {self._start}, from which this stream was resumed with another "
+                f"from_stream: step {step} lies before step {self._start}, from which this stream "
+                f"was resumed with "
+                f"another "
                 f"global batch; its rows are not known"
             )
         stream = self._open.setdefault(shard, StreamShard(self.make, shard))
@@ -147,8 +159,12 @@ class StreamBatch(BatchSource):
     def check_replicas(self, replicas: int) -> None:
         if self.shards % replicas:
             raise JobError(
-                f"from_stream(shards={self.shards}): the {replicas} data-parallel replicas of this strategy do not divide the "
-                f"shards, so that two replicas would read one stream; give a multiple of {replicas} as shards, or another mesh"
+                f"from_stream(shards={self.shards}): the {replicas} data-parallel replicas of this "
+                f"strategy do not "
+                f"divide the "
+                f"shards, so that two replicas would read one stream; give a multiple of "
+                f"{replicas} as shards, or "
+                f"another mesh"
             )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -158,7 +174,10 @@ class StreamBatch(BatchSource):
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return how many samples each shard has given when `step` steps are done."""
         layout = self._layout()
-        counts = [self._given[k] + layout.consumed(step, k) - layout.consumed(self._start, k) for k in range(self.shards)]
+        counts = [
+            self._given[k] + layout.consumed(step, k) - layout.consumed(self._start, k)
+            for k in range(self.shards)
+        ]
         return {"step": step, "consumed": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,7 +185,9 @@ class StreamBatch(BatchSource):
         step, consumed = state["step"], list(state["consumed"])
         if len(consumed) != self.shards or min(step, *consumed) < 0:
             raise JobError(
-                f"from_stream(shards={self.shards}): the state is that of {len(consumed)} shards at step {step}; give the "
+                f"from_stream(shards={self.shards}): the state is that of {len(consumed)} shards "
+                f"at step {step}; give "
+                f"the "
                 "shards with which it was written"
             )
         self._start, self._given = step, consumed
@@ -194,7 +215,9 @@ def from_stream(make: MakeStream, shards: int = 64, collate: Collate | None = No
     """
     if not callable(make):
         raise JobError(
-            f"from_stream got a {type(make).__name__}; give a function of a shard's number that returns the shard's samples"
+            f"from_stream got a {type(make).__name__}; give a function of a shard's number that "
+            f"returns the shard's "
+            f"samples"
         )
     if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
         raise JobError(f"from_stream(shards={shards!r}): an integer of at least 1 is needed")

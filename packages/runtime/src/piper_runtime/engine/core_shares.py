@@ -29,7 +29,12 @@ def core_share(device: torch.device, number: int, sharers: int) -> Iterator[bool
     """
     count = usable_cores()
     enough = sharers <= count
-    if device.type != "cpu" or sharers == 1 or sharers * torch.get_num_threads() > count or not hasattr(os, "sched_setaffinity"):
+    if (
+        device.type != "cpu"
+        or sharers == 1
+        or sharers * torch.get_num_threads() > count
+        or not hasattr(os, "sched_setaffinity")
+    ):
         yield enough
         return
     cores = sorted(os.sched_getaffinity(0))
@@ -50,6 +55,8 @@ def core_sharers(store: Any, rank: int, world: int) -> tuple[int, ...]:
     alone on its cores, and they are not divided again.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    store.set(f"cores/{rank}", blake2b(f"{platform.node()} {cores}".encode(), digest_size=16).digest())
+    store.set(
+        f"cores/{rank}", blake2b(f"{platform.node()} {cores}".encode(), digest_size=16).digest()
+    )
     found = store.multi_get([f"cores/{other}" for other in range(world)])
     return tuple(other for other, key in enumerate(found) if key == found[rank])

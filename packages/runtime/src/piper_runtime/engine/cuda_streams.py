@@ -33,7 +33,16 @@ from typing import Any, Protocol
 import torch
 
 from piper_ir.plan.plan import COMPUTE
-from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING, Heartbeat, StreamAborted, StreamWaits
+from piper_runtime.engine.streams import (
+    FIRST_STREAM,
+    ISSUED,
+    PHASE,
+    RUNNING,
+    WAITING,
+    Heartbeat,
+    StreamAborted,
+    StreamWaits,
+)
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.binding.parts import Thunk
 from piper_runtime.rank.binding.rank import BoundInstr
@@ -103,19 +112,31 @@ class CudaStreams:
     `program` decides which instructions need an event. Events are made once and used in every step.
     """
 
-    def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
+    def __init__(
+        self,
+        program: Sequence[BoundInstr],
+        streams: Iterable[str],
+        heart: Heartbeat,
+        api: StreamApi,
+    ):
         self.error: BaseException | None = None
         self._heart, self._api = heart, api
         names = dict.fromkeys(s for s in streams if s != COMPUTE)
         self._streams = {COMPUTE: api.current(), **{s: api.stream() for s in names}}
         self._marks = _Marks(program, self._streams, api)
-        self._progress = _Progress(self._marks, heart, {s: place for place, s in enumerate(names, FIRST_STREAM)})
+        self._progress = _Progress(
+            self._marks, heart, {s: place for place, s in enumerate(names, FIRST_STREAM)}
+        )
         self._start, self._zero, self._zero_s = api.event(), api.event(timed=True), 0.0
         self._clocks = False
         self._timed: list[tuple[int, Any, Any, list[TimedSpan]]] = []
 
     def bind(self, index: int, stream: str, waits: StreamWaits, work: Thunk) -> Thunk:
-        here, run, mark = self._streams[stream], self._api.bound(self._streams[stream], work), self._marks.events.get(index)
+        here, run, mark = (
+            self._streams[stream],
+            self._api.bound(self._streams[stream], work),
+            self._marks.events.get(index),
+        )
         needed = self._marks.needed(stream, waits)
         if not needed and mark is None:
             return run
@@ -131,7 +152,12 @@ class CudaStreams:
 
     def clock(self, index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:
         """Return `work` timed by the device; its span is in `spans` once the step is synchronized."""
-        begin, end, api, timed = self._api.event(timed=True), self._api.event(timed=True), self._api, self._timed
+        begin, end, api, timed = (
+            self._api.event(timed=True),
+            self._api.event(timed=True),
+            self._api,
+            self._timed,
+        )
         self._clocks = True
 
         def run() -> None:
@@ -164,7 +190,9 @@ class CudaStreams:
             time.sleep(POLL_S)
         self._heart[PHASE] = RUNNING
         for index, begin, end, spans in self._timed:
-            spans.append((index, *(self._zero_s + self._zero.elapsed_time(e) / 1e3 for e in (begin, end))))
+            spans.append(
+                (index, *(self._zero_s + self._zero.elapsed_time(e) / 1e3 for e in (begin, end)))
+            )
         self._timed.clear()
 
     def close(self) -> None:
@@ -186,15 +214,23 @@ class _Marks:
         self._on: dict[str, list[int]] = {s: [] for s in streams}
         for entry in program:
             self._on[entry.stream].append(entry.index)
-        foreign = {e.index: tuple((s, n) for s, n in e.waits if n and s != e.stream) for e in program}
+        foreign = {
+            e.index: tuple((s, n) for s, n in e.waits if n and s != e.stream) for e in program
+        }
         looked_at = {self._on[s][n - 1] for waits in foreign.values() for s, n in waits}
         self.last_index, compute = len(program) - 1, self._on[COMPUTE]
         # Those before a wait too: else a device that is in them looks like one that waits.
         looked_at |= {i for i, following in pairwise(compute) if foreign[following]}
         looked_at |= {*compute[MARK_EVERY - 1 :: MARK_EVERY], *compute[-1:]}
-        self.order = {s: [i for i in on if s != COMPUTE or i in looked_at] for s, on in self._on.items()}
+        self.order = {
+            s: [i for i in on if s != COMPUTE or i in looked_at] for s, on in self._on.items()
+        }
         self.events = {i: api.event() for indices in self.order.values() for i in indices}
-        self.last = {s: self.events[indices[-1]] for s, indices in self._on.items() if indices and s != COMPUTE}
+        self.last = {
+            s: self.events[indices[-1]]
+            for s, indices in self._on.items()
+            if indices and s != COMPUTE
+        }
         self.behind: dict[int, frozenset[int]] = {}
         gathered: dict[str, set[int]] = {s: set() for s in self._on}
         for e in program:
@@ -271,15 +307,25 @@ class StagedStreams(CudaStreams):
     on the host for that, and then lets the device wait for the event.
     """
 
-    def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
+    def __init__(
+        self,
+        program: Sequence[BoundInstr],
+        streams: Iterable[str],
+        heart: Heartbeat,
+        api: StreamApi,
+    ):
         super().__init__(program, streams, heart, api)
         self._moved = threading.Condition()
         self._done = dict.fromkeys(self._progress.places, 0)
-        self._queues: dict[str, SimpleQueue[tuple[int, StreamWaits, tuple[Any, ...], Thunk] | None]] = {}
+        self._queues: dict[
+            str, SimpleQueue[tuple[int, StreamWaits, tuple[Any, ...], Thunk] | None]
+        ] = {}
         self._threads: list[threading.Thread] = []
         for stream in self._progress.places:
             self._queues[stream] = SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(stream,), name=f"piper {stream}", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(stream,), name=f"piper {stream}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -288,13 +334,20 @@ class StagedStreams(CudaStreams):
         if stream == COMPUTE:
             issue = super().bind(index, stream, waits, work)
             return self._after(index, hosted, issue) if hosted else issue
-        here, mark, run = self._streams[stream], self._marks.events[index], self._api.bound(self._streams[stream], work)
+        here, mark, run = (
+            self._streams[stream],
+            self._marks.events[index],
+            self._api.bound(self._streams[stream], work),
+        )
 
         def carry() -> None:
             run()
             mark.record(here)
 
-        put, task = self._queues[stream].put, (index, hosted, self._marks.needed(stream, waits), carry)
+        put, task = (
+            self._queues[stream].put,
+            (index, hosted, self._marks.needed(stream, waits), carry),
+        )
         return lambda: put(task)
 
     def _after(self, index: int, waits: StreamWaits, issue: Thunk) -> Thunk:

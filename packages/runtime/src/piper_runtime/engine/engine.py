@@ -11,7 +11,14 @@ import torch
 from piper_ir.ground.errors import ExecutionError, PiperError
 from piper_runtime.engine.exchanges import Exchanges
 from piper_runtime.engine.memory import Counter
-from piper_runtime.engine.streams import ISSUED, STEP, Heartbeat, Posted, StreamAborted, StreamBackend
+from piper_runtime.engine.streams import (
+    ISSUED,
+    STEP,
+    Heartbeat,
+    Posted,
+    StreamAborted,
+    StreamBackend,
+)
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.binding.parts import Thunk
 from piper_runtime.rank.binding.rank import BoundComm, Rank
@@ -43,14 +50,24 @@ class Engine:
         self.spans: list[TimedSpan] = []
         self._rank, self._backend, self._heart = rank, backend, heart
         rank.exchange = Exchanges(rank, communicate)
-        self._works = [e.work if e.work is not None else self._communication(communicate, e.comm, e.index) for e in rank.entries]
+        self._works = [
+            e.work if e.work is not None else self._communication(communicate, e.comm, e.index)
+            for e in rank.entries
+        ]
         self._issues = self._bind(self._works)
         # A second binding, with a clock around every instruction, so that steps without it pay nothing.
         clock = clock or _host_clock
-        self._traced = self._bind([clock(i, w, self.spans) for i, w in enumerate(self._works)]) if trace else None
+        self._traced = (
+            self._bind([clock(i, w, self.spans) for i, w in enumerate(self._works)])
+            if trace
+            else None
+        )
 
     def _bind(self, works: list[Thunk]) -> list[Thunk]:
-        return [self._backend.bind(e.index, e.stream, e.waits, w) for e, w in zip(self._rank.entries, works, strict=True)]
+        return [
+            self._backend.bind(e.index, e.stream, e.waits, w)
+            for e, w in zip(self._rank.entries, works, strict=True)
+        ]
 
     def _communication(self, communicate: Communicate, comm: BoundComm | None, index: int) -> Thunk:
         assert comm is not None
@@ -65,7 +82,9 @@ class Engine:
 
             return call
 
-        return Posted(named(lambda: named(work.start()))) if isinstance(work, Posted) else named(work)
+        return (
+            Posted(named(lambda: named(work.start()))) if isinstance(work, Posted) else named(work)
+        )
 
     def step(self, step: int, *, traced: bool = False, counter: Counter | None = None) -> None:
         """Run one optimizer step.
@@ -110,14 +129,21 @@ class Engine:
             with counter.during(entry.index):
                 issue()
 
-    def _failed(self, index: int, error: Exception, comm: BoundComm | None = None) -> ExecutionError:
+    def _failed(
+        self, index: int, error: Exception, comm: BoundComm | None = None
+    ) -> ExecutionError:
         entry = self._rank.entries[index]
         found = raised_in_step(error)
-        place = f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on {entry.stream})"
+        place = (
+            f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on "
+            f"{entry.stream})"
+        )
         if comm is None:
             return ExecutionError(f"{place}: {found}")
         peers = ", ".join(str(p) for p in comm.peers if p != self._rank.rank)
-        return PeerError(f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {found}")
+        return PeerError(
+            f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {found}"
+        )
 
 
 def _host_clock(index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:

@@ -25,7 +25,9 @@ class Exchanges:
         self._rank, self._communicate = rank, communicate
         self._bound: dict[tuple[str, str], _Slot] = {}
 
-    def __call__(self, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None) -> torch.Tensor:
+    def __call__(
+        self, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
+    ) -> torch.Tensor:
         slot = self._bound.get((kind, axis))
         if slot is None:
             slot = self._bound[kind, axis] = self._bind(kind, axis)
@@ -53,7 +55,9 @@ class Exchanges:
         channel = inside_channel(axis, rank.role.role)
         slot = _Slot(plan.peers(plan.channel(channel), rank.rank))
         result = None if law_of(kind).in_place else slot.output
-        slot.run = self._communicate(BoundComm(kind, channel, slot.peers, slot.input, result, lambda: slot.cuts))
+        slot.run = self._communicate(
+            BoundComm(kind, channel, slot.peers, slot.input, result, lambda: slot.cuts)
+        )
         return slot
 
 

@@ -47,7 +47,10 @@ class Fiber:
         self._result: torch.Tensor | None = None
         self._error: BaseException | None = None
         self._cancelled = False
-        self._go, self._back = threading.Lock(), threading.Lock()  # each is taken by who waits, and released by the other
+        self._go, self._back = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # each is taken by who waits, and released by the other
         self._go.acquire()
         self._back.acquire()
         self._thread = threading.Thread(target=self._run, name="piper fiber", daemon=True)
@@ -79,12 +82,16 @@ class Fiber:
             self._go.release()
             self._thread.join()
 
-    def exchange(self, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None) -> torch.Tensor:
+    def exchange(
+        self, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
+    ) -> torch.Tensor:
         """Wait for a collective; the work calls it. As in other engines, an all-reduce works in place."""
         into = given if law_of(kind).in_place else None
         whole = into if cuts is None else cuts.into
         drawn = torch.random.get_rng_state()
-        self.request = ExchangeRequest(kind, axis, given, None if cuts is None else tuple(cuts.sent))
+        self.request = ExchangeRequest(
+            kind, axis, given, None if cuts is None else tuple(cuts.sent)
+        )
         del given
         self._back.release()
         self._go.acquire()

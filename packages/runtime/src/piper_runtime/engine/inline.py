@@ -98,7 +98,10 @@ class InlineEngine:
                     if state.fiber is not None:
                         state.fiber.cancel()
             if not all(s.finished for s in states.values()):
-                raise ExecutionError(f"step {step}: deadlock; " + "; ".join(_stuck(s) for s in states.values() if not s.finished))
+                raise ExecutionError(
+                    f"step {step}: deadlock; "
+                    + "; ".join(_stuck(s) for s in states.values() if not s.finished)
+                )
             for state in states.values():
                 state.rank.end()
         return {r: s.spans for r, s in states.items()}
@@ -181,18 +184,35 @@ class InlineEngine:
             return None
         asked = state.fiber.request
         members = [states[p] for p in self._along(state.rank, asked.axis)]
-        fibers = [m.fiber for m in members if m.fiber is not None and m.fiber.request is not None and not m.fiber.answered]
+        fibers = [
+            m.fiber
+            for m in members
+            if m.fiber is not None and m.fiber.request is not None and not m.fiber.answered
+        ]
         fibers = [f for f in fibers if f.request is not None and f.request.axis == asked.axis]
         if len(fibers) < len(members):
             return None
         requests = [f.request for f in fibers if f.request is not None]
         found = {
-            (r.kind, r.given.shape if r.sent is None else r.given.shape[1:], r.given.dtype, r.sent is None) for r in requests
+            (
+                r.kind,
+                r.given.shape if r.sent is None else r.given.shape[1:],
+                r.given.dtype,
+                r.sent is None,
+            )
+            for r in requests
         }
         if len(found) > 1:
             channel = inside_channel(asked.axis, state.rank.role.role)
-            raise ExecutionError(f"collectives that do not fit together meet inside of steps on channel {channel}: {found}")
-        results = stacked_collective(asked.kind, [r.given for r in requests]) if asked.sent is None else _cut(requests)
+            raise ExecutionError(
+                f"collectives that do not fit together meet inside of steps on channel {channel}: "
+                f"{found}"
+            )
+        results = (
+            stacked_collective(asked.kind, [r.given for r in requests])
+            if asked.sent is None
+            else _cut(requests)
+        )
         if law_of(asked.kind).spoils:
             _spoil([r.given for r in requests])
         for fiber, result in zip(fibers, results, strict=True):
@@ -215,7 +235,9 @@ class InlineEngine:
         with state.counter.during(index):
             work()
 
-    def _communicate(self, state: _State, stream: str, states: dict[int, _State]) -> list[_State] | None:
+    def _communicate(
+        self, state: _State, stream: str, states: dict[int, _State]
+    ) -> list[_State] | None:
         """Try the head of a communication stream; return the ranks that took part, or None when it must wait."""
         entry = state.queues[stream][0]
         if not state.ready(entry):
@@ -246,7 +268,9 @@ def _meeting(rank: Rank) -> frozenset[int]:
         k
         for k, instr in enumerate(program)
         for op in [part.op for part in instr.parts]
-        if isinstance(op, Compute) and op.step != "B" and plan.chunk(op.variant).steps[op.step].collectives
+        if isinstance(op, Compute)
+        and op.step != "B"
+        and plan.chunk(op.variant).steps[op.step].collectives
     )
 
 
@@ -269,7 +293,11 @@ def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tenso
 
 def _head(state: _State, comm: BoundComm) -> BoundInstr:
     """Return the instruction with which a rank has posted on a channel: the head of the one stream that uses it."""
-    return next(q[0] for q in state.queues.values() if q and q[0].comm is not None and q[0].comm.channel == comm.channel)
+    return next(
+        q[0]
+        for q in state.queues.values()
+        if q and q[0].comm is not None and q[0].comm.channel == comm.channel
+    )
 
 
 def _ends(state: _State, entry: BoundInstr) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,7 +361,10 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
 def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> RankError:
     """Return the exception of a part as an error that names where it happened."""
     found = raised_in_step(error)
-    return RankError(f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}")
+    return RankError(
+        f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on "
+        f"{entry.stream}): {found}"
+    )
 
 
 def _stuck(state: _State) -> str:
@@ -341,11 +372,18 @@ def _stuck(state: _State) -> str:
     heads = [q[0] for q in state.queues.values() if q]
     if state.issued < len(rank.entries):
         heads.insert(0, rank.entries[state.issued])
-    return ", ".join(f"rank {rank.rank} is at {e.name} on {e.stream}, which waits for {_reason(state, e)}" for e in heads)
+    return ", ".join(
+        f"rank {rank.rank} is at {e.name} on {e.stream}, which waits for {_reason(state, e)}"
+        for e in heads
+    )
 
 
 def _reason(state: _State, entry: BoundInstr) -> str:
-    unmet = [f"{n} of {s} (done {state.done.get(s, 0)})" for s, n in entry.waits if state.done.get(s, 0) < n]
+    unmet = [
+        f"{n} of {s} (done {state.done.get(s, 0)})"
+        for s, n in entry.waits
+        if state.done.get(s, 0) < n
+    ]
     if unmet:
         return " and ".join(unmet)
     assert entry.comm is not None

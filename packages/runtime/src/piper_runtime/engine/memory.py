@@ -169,14 +169,20 @@ class AllocatorCounter:
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that exist already, such as parameters."""
-        storages = {s.data_ptr(): s.nbytes() for t in tensors if t.is_cuda and (s := t.untyped_storage()).nbytes()}
+        storages = {
+            s.data_ptr(): s.nbytes()
+            for t in tensors
+            if t.is_cuda and (s := t.untyped_storage()).nbytes()
+        }
         self.base += sum(storages.values())
 
     @contextmanager
     def during(self, instr: int) -> Iterator[None]:
         """Observe one instruction."""
         if self._outside is None:
-            torch.empty(1, device=self._device)  # the allocator looks for frees that waited for a stream when it is asked next
+            torch.empty(
+                1, device=self._device
+            )  # the allocator looks for frees that waited for a stream when it is asked next
             self._outside = self._asked("current") - self.base
         torch.cuda.reset_peak_memory_stats(self._device)
         self._peaks.clear()
@@ -184,7 +190,9 @@ class AllocatorCounter:
             yield
         finally:
             within = max(*self._peaks, self._asked("peak")) if self._peaks else self._asked("peak")
-            self.points.append(MemoryPoint(instr, within - self._outside, self._asked("current") - self._outside))
+            self.points.append(
+                MemoryPoint(instr, within - self._outside, self._asked("current") - self._outside)
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -201,7 +209,9 @@ class AllocatorCounter:
         return MemoryRecord(first.within, first.instr, self.base, tuple(self.points))
 
     def _asked(self, what: str) -> int:
-        nbytes: int = torch.cuda.memory_stats_as_nested_dict(self._device)["requested_bytes"]["all"][what]
+        nbytes: int = torch.cuda.memory_stats_as_nested_dict(self._device)["requested_bytes"][
+            "all"
+        ][what]
         return nbytes
 
 

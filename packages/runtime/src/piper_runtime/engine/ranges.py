@@ -61,10 +61,17 @@ def name_inline(rank: Rank) -> None:
     def operand(entry: BoundInstr) -> BoundInstr:
         if entry.comm is None:
             return entry
-        return replace(entry, comm=replace(entry.comm, operand=ranged(entry.name, entry.comm.operand, nvtx=nvtx)))
+        return replace(
+            entry,
+            comm=replace(entry.comm, operand=ranged(entry.name, entry.comm.operand, nvtx=nvtx)),
+        )
 
     rank.entries = tuple(operand(_named(entry, nvtx)) for entry in rank.entries)
 
 
 def _named(entry: BoundInstr, nvtx: bool) -> BoundInstr:
-    return entry if entry.work is None else replace(entry, work=ranged(entry.name, entry.work, nvtx=nvtx))
+    return (
+        entry
+        if entry.work is None
+        else replace(entry, work=ranged(entry.name, entry.work, nvtx=nvtx))
+    )

@@ -127,8 +127,12 @@ class CpuStreams:
         # The first place is not used: compute is what the issuing thread does.
         names = dict.fromkeys([COMPUTE, *streams])
         self._progress = {s: _Progress(place) for place, s in enumerate(names, FIRST_STREAM - 1)}
-        self._bound: dict[str, set[int]] = {s: set() for s in self._progress}  # a program may be bound more than once
-        self._queues: dict[str, SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Thunk] | None]] = {}
+        self._bound: dict[str, set[int]] = {
+            s: set() for s in self._progress
+        }  # a program may be bound more than once
+        self._queues: dict[
+            str, SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Thunk] | None]
+        ] = {}
         self._threads: list[threading.Thread] = []
 
     def bind(self, index: int, stream: str, waits: StreamWaits, work: Thunk) -> Thunk:
@@ -153,7 +157,9 @@ class CpuStreams:
 
     def _behind(self, needed: tuple[tuple[_Progress, int], ...], run: Thunk) -> Thunk:
         """Return `run` for the issuing thread, once its needs are done; earlier compute is done by then."""
-        needed = tuple((progress, n) for progress, n in needed if progress is not self._progress[COMPUTE])
+        needed = tuple(
+            (progress, n) for progress, n in needed if progress is not self._progress[COMPUTE]
+        )
         if not needed:
             return run
         heart = self._heart
@@ -168,12 +174,16 @@ class CpuStreams:
 
         return wait_and_run
 
-    def _queue(self, stream: str) -> SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Thunk] | None]:
+    def _queue(
+        self, stream: str
+    ) -> SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Thunk] | None]:
         """Return the queue of a stream's thread, which is started with it."""
         if stream not in self._queues:
             self._queues[stream] = SimpleQueue()
             place = self._progress[stream].place
-            thread = threading.Thread(target=self._serve, args=(stream, place), name=f"piper {stream}", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(stream, place), name=f"piper {stream}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
         return self._queues[stream]
@@ -183,7 +193,9 @@ class CpuStreams:
         heart, posted, place = self._heart, progress.posted, progress.place
         while posted and progress.done < n:
             heart[place] = posted[0][0] + 1
-            posted.popleft()[1]()  # not kept in a variable: it holds tensors, and the next instruction may free them
+            posted.popleft()[
+                1
+            ]()  # not kept in a variable: it holds tensors, and the next instruction may free them
             heart[place] = 0
             progress.done += 1
         self._wait(progress, n)

@@ -49,7 +49,9 @@ def executed_trace(
         for p in points
         if (rank, p.instr) in start
     )
-    return Trace(plan.key, "executed", tuple(out), samples, tuple(losses), step, dict(notes), tuple(waiting))
+    return Trace(
+        plan.key, "executed", tuple(out), samples, tuple(losses), step, dict(notes), tuple(waiting)
+    )
 
 
 def _rank_spans(plan: Plan, rank: int, found: Sequence[TimedSpan], zero: float) -> list[Span]:
@@ -65,7 +67,9 @@ def _rank_spans(plan: Plan, rank: int, found: Sequence[TimedSpan], zero: float) 
         begin = max(start - zero, done[-1] if done else 0.0)
         done.append(end - zero)
         nbytes, flops = sizes(instr)
-        out.append(Span(rank, instr.stream, index, instr.name, begin, end - zero, ready, nbytes, flops))
+        out.append(
+            Span(rank, instr.stream, index, instr.name, begin, end - zero, ready, nbytes, flops)
+        )
     return out
 
 
@@ -76,15 +80,23 @@ def _waiting(plan: Plan, rank: int, waits: Sequence[Wait]) -> list[Span]:
         for part in instr.parts:
             if isinstance(part.op, Load):
                 loading.setdefault(part.mb, index)
-    return [Span(rank, BATCH, loading[mb], f"batch@{mb}", start, end, start) for mb, start, end in waits if mb in loading]
+    return [
+        Span(rank, BATCH, loading[mb], f"batch@{mb}", start, end, start)
+        for mb, start, end in waits
+        if mb in loading
+    ]
 
 
 def _without_waits(spans: list[Span], waits: Sequence[Wait]) -> list[Span]:
     """Start compute after its waits for Job.batch, since instructions usually load first."""
     out = []
     for span in spans:
-        inside = sum(max(0.0, min(end, span.end) - max(start, span.start)) for _, start, end in waits)
-        out.append(replace(span, start=span.start + inside) if inside and span.stream == COMPUTE else span)
+        inside = sum(
+            max(0.0, min(end, span.end) - max(start, span.start)) for _, start, end in waits
+        )
+        out.append(
+            replace(span, start=span.start + inside) if inside and span.stream == COMPUTE else span
+        )
     return out
 
 

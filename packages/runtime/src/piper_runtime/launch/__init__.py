@@ -11,7 +11,13 @@ from piper_runtime.launch.processes.emulation import Durations, Emulation, emula
 from piper_runtime.launch.processes.processes import Pool
 from piper_runtime.launch.ray.ray_cluster import RayWording, connect
 from piper_runtime.launch.running.inline_run import rank_job
-from piper_runtime.launch.running.launchers import Launcher, LauncherKind, Workers, launcher_kind, open_pool
+from piper_runtime.launch.running.launchers import (
+    Launcher,
+    LauncherKind,
+    Workers,
+    launcher_kind,
+    open_pool,
+)
 from piper_runtime.launch.running.run import check_request, execute
 from piper_runtime.launch.torchrun.command_lines import launch_sections, launch_text
 from piper_runtime.launch.torchrun.torchrun import is_first, is_first_to_say

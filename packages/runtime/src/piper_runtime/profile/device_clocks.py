@@ -72,10 +72,14 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []  # made by the first record, which takes longer than another
+        self._events: list[
+            torch.cuda.Event
+        ] = []  # made by the first record, which takes longer than another
 
     def each(self, runs: Sequence[Thunk]) -> list[float]:
-        self._events += [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1 - len(self._events))]
+        self._events += [
+            torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1 - len(self._events))
+        ]
         events = self._events[: len(runs) + 1]
         events[0].record()
         for run, event in zip(runs, events[1:]):

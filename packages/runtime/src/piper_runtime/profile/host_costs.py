@@ -42,7 +42,9 @@ def host_seconds(heart: Heartbeat, turns: Iterable[object]) -> Iterator[tuple[fl
             yield (issued - bare) / INSTRUCTIONS, (sent - made) / INSTRUCTIONS
 
 
-def issue_seconds(device: torch.device, heart: Heartbeat, clock: Clock, turns: Iterable[object]) -> Iterator[float]:
+def issue_seconds(
+    device: torch.device, heart: Heartbeat, clock: Clock, turns: Iterable[object]
+) -> Iterator[float]:
     """Yield, at each turn, the seconds by the clock per instruction on a CUDA device, beyond its work there.
 
     They are the host's, which issues slower than the device makes scalars.
@@ -99,7 +101,9 @@ def _drop(_: object) -> None:
 
 
 def _idle_rank(plan: Plan, device: torch.device | None = None) -> Rank:
-    return Rank(plan, 0, {}, RankJob(_no_batch, _sgd, None, 0), {}, {}, None, device or torch.device("cpu"))
+    return Rank(
+        plan, 0, {}, RankJob(_no_batch, _sgd, None, 0), {}, {}, None, device or torch.device("cpu")
+    )
 
 
 def _no_batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,13 +66,23 @@ class Messages:
 
         Messages between CUDA devices go over `nccl`; ranks meet over gloo.
         """
-        self._rank, self._world, self._clock, self._device, self._alive = rank, world, clock, device, alive
+        self._rank, self._world, self._clock, self._device, self._alive = (
+            rank,
+            world,
+            clock,
+            device,
+            alive,
+        )
         self._carrier = gloo if nccl is None else nccl
-        self._partitions = [_blocks(world, size) for size in range(2, world + 1) if world % size == 0]
+        self._partitions = [
+            _blocks(world, size) for size in range(2, world + 1) if world % size == 0
+        ]
         everyone = tuple(range(world))
         self._gloo, self._everyone = gloo, everyone
         self._between: dict[int, Thunk] = {}
-        self._channels = channels_plan(world, tuple(dict.fromkeys([everyone, *(g for p in self._partitions for g in p)])))
+        self._channels = channels_plan(
+            world, tuple(dict.fromkeys([everyone, *(g for p in self._partitions for g in p)]))
+        )
         gloo.connect(self._channels)
         self._meeting = gloo.bind(_bound(MEETING, everyone, torch.zeros(1)))
 
@@ -105,7 +115,9 @@ class Messages:
             tensor = torch.zeros(max(1, size // 4), device=self._device)
             if self._world > 1:
                 alone = pair[1] == self._world
-                found += self._blocks("p2p", pair, tensor, () if alone else self._pair(pair, tensor), repeats)
+                found += self._blocks(
+                    "p2p", pair, tensor, () if alone else self._pair(pair, tensor), repeats
+                )
             for partition in self._partitions:
                 members = next(g for g in partition if self._rank in g)
                 for kind, law in COLLECTIVES.items():
@@ -115,24 +127,39 @@ class Messages:
                     )
                     if not (few or many):
                         comm, whole = self._collective(kind, members, tensor)
-                        found += self._blocks(kind, members, whole, (self._carrier.bind(comm),), repeats)
+                        found += self._blocks(
+                            kind, members, whole, (self._carrier.bind(comm),), repeats
+                        )
         return found
 
-    def _collective(self, kind: str, members: tuple[int, ...], tensor: torch.Tensor) -> tuple[BoundComm, torch.Tensor]:
+    def _collective(
+        self, kind: str, members: tuple[int, ...], tensor: torch.Tensor
+    ) -> tuple[BoundComm, torch.Tensor]:
         """Return a collective bound to tensors of its own, and a tensor of the size of its message."""
         law, n = law_of(kind), len(members)
         if not law.blocks:
-            return _bound(kind, members, tensor, None if law.in_place else torch.empty_like(tensor)), tensor
+            return _bound(
+                kind, members, tensor, None if law.in_place else torch.empty_like(tensor)
+            ), tensor
         each = -(-tensor.numel() // n)
         ends = {"whole": each * n, "part": each}
-        given, got = (torch.zeros(ends[extent], device=self._device) for extent in (law.reads, law.writes))
+        given, got = (
+            torch.zeros(ends[extent], device=self._device) for extent in (law.reads, law.writes)
+        )
         return _bound(kind, members, given, got), given if law.reads == "whole" else got
 
     def _blocks(
-        self, op: str, members: tuple[int, ...], tensor: torch.Tensor, turn: Sequence[Callable[[], Any]], repeats: int
+        self,
+        op: str,
+        members: tuple[int, ...],
+        tensor: torch.Tensor,
+        turn: Sequence[Callable[[], Any]],
+        repeats: int,
     ) -> list[MessageSample]:
         """Return one sample, or none for a rank without a turn, which meets the others all the same."""
-        count = block_length(op, tensor.nbytes, repeats, BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES)
+        count = block_length(
+            op, tensor.nbytes, repeats, BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES
+        )
         seconds, busy, waited = [], [], []
 
         def block(times: int = count) -> None:
@@ -144,23 +171,40 @@ class Messages:
         sleep = partial(self._clock.sleep, (count + 1) * len(turn) * ISSUE_S)
         runs: list[Thunk] = [sleep, partial(block, 1), block] if self._clock.ahead else [block]
         for _ in range(repeats + 1):
-            waits = core_waits_of_all()  # before the ranks meet: it takes longer on one than on another
+            waits = (
+                core_waits_of_all()
+            )  # before the ranks meet: it takes longer on one than on another
             self.barrier()
             if turn:
                 begin = time.process_time()
                 seconds.append(self._clock.each(runs)[-1] / (count * len(turn)))
-                busy.append(0.0 if self._clock.ahead else (time.process_time() - begin) / (count * len(turn)))
+                busy.append(
+                    0.0
+                    if self._clock.ahead
+                    else (time.process_time() - begin) / (count * len(turn))
+                )
                 waited.append(core_waits_of_all() - waits)
             self._alive()
-        return [MessageSample(op, tensor.nbytes, members, *(tuple(x[1:]) for x in (seconds, busy, waited)))] if turn else []
+        return (
+            [
+                MessageSample(
+                    op, tensor.nbytes, members, *(tuple(x[1:]) for x in (seconds, busy, waited))
+                )
+            ]
+            if turn
+            else []
+        )
 
-    def _pair(self, pair: tuple[int, int], tensor: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    def _pair(
+        self, pair: tuple[int, int], tensor: torch.Tensor
+    ) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Return the closures that send to the other rank of the pair and back, as this rank sees them."""
         low, high = pair
         kinds = ("send", "recv") if self._rank == low else ("recv", "send")
         ways = ((low, high), (high, low))
         there, back = (
-            self._carrier.bind(BoundComm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways)
+            self._carrier.bind(BoundComm(kind, f"{a}>{b}", (a, b), lambda: tensor))
+            for kind, (a, b) in zip(kinds, ways)
         )
         return there, back
 
@@ -172,8 +216,12 @@ def block_length(op: str, nbytes: int, repeats: int, each: int) -> int:
     return max(FEWEST, min(most, each // nbytes))
 
 
-def _bound(kind: str, members: tuple[int, ...], given: torch.Tensor, got: torch.Tensor | None = None) -> BoundComm:
-    return BoundComm(kind, group_channel(members), members, lambda: given, None if got is None else lambda: got)
+def _bound(
+    kind: str, members: tuple[int, ...], given: torch.Tensor, got: torch.Tensor | None = None
+) -> BoundComm:
+    return BoundComm(
+        kind, group_channel(members), members, lambda: given, None if got is None else lambda: got
+    )
 
 
 def _finish(message: Callable[[], Any]) -> None:

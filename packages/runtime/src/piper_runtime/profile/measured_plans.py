@@ -26,7 +26,9 @@ def messages_plan(count: int) -> Plan:
     source: list[Instr] = []
     for i, name in enumerate(sent):
         source.append(_zeros(name))
-        source.append(Instr(PIPE, (Part(f"send.{name}", Send(PIPE), reads=(name,)),), ((COMPUTE, i + 1),)))
+        source.append(
+            Instr(PIPE, (Part(f"send.{name}", Send(PIPE), reads=(name,)),), ((COMPUTE, i + 1),))
+        )
     sink = [Instr(PIPE, (Part(f"recv.{name}", Recv(PIPE), writes=(name,)),)) for name in got]
     roles = (
         _role(0, (*source, _last(sent)), (COMPUTE, PIPE)),
@@ -44,7 +46,10 @@ def channels_plan(world: int, groups: tuple[tuple[int, ...], ...]) -> Plan:
     roles = tuple(_role(r, (), (COMPUTE,)) for r in range(world))
     pairs = [(a, a ^ 1) for a in range(world) if a ^ 1 < world]
     p2p = [Channel(f"{a}>{b}", "p2p", (f"r{a}", f"r{b}"), ("pairs", "pairs")) for a, b in pairs]
-    group = [Channel(group_channel(g), "group", tuple(f"r{r}" for r in g), ("groups",) * len(g)) for g in groups]
+    group = [
+        Channel(group_channel(g), "group", tuple(f"r{r}" for r in g), ("groups",) * len(g))
+        for g in groups
+    ]
     return _plan(Mesh(pp=world), roles, (*p2p, *group), [])
 
 
@@ -63,11 +68,18 @@ def _last(held: list[str]) -> Instr:
     return Instr(COMPUTE, (part,), ((PIPE, len(held)),), frees_before=tuple(held))
 
 
-def _role(rank: int, program: tuple[Instr, ...], streams: tuple[str, ...], allocs_first: tuple[str, ...] = ()) -> RolePlan:
+def _role(
+    rank: int,
+    program: tuple[Instr, ...],
+    streams: tuple[str, ...],
+    allocs_first: tuple[str, ...] = (),
+) -> RolePlan:
     return RolePlan(f"r{rank}", {"pp": rank}, (rank,), program, streams, allocs_first=allocs_first)
 
 
-def _plan(mesh: Mesh, roles: tuple[RolePlan, ...], channels: tuple[Channel, ...], values: list[str]) -> Plan:
+def _plan(
+    mesh: Mesh, roles: tuple[RolePlan, ...], channels: tuple[Channel, ...], values: list[str]
+) -> Plan:
     held = {v: Value(v, SCALAR, "scalar") for v in values}
     param = Param("w", TensorSpec((1,), DTYPE), trained=False)  # torch's optimizers want one
     return Plan("profile", mesh, 1, 1, (), roles, channels, (), held, (), (param,))

@@ -34,7 +34,12 @@ from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
 from piper_runtime.profile.device_clocks import clock_of
 from piper_runtime.profile.host_costs import host_seconds, issue_seconds
 from piper_runtime.profile.measure_messages import Messages, MessageSample
-from piper_runtime.profile.resident import most_on_device, most_resident, reset_most_on_device, reset_most_resident
+from piper_runtime.profile.resident import (
+    most_on_device,
+    most_resident,
+    reset_most_on_device,
+    reset_most_resident,
+)
 from piper_runtime.rank.batches.batches import flatten_batch, microbatch_rows
 from piper_runtime.rank.binding.parts import Thunk, bind_alloc, bind_operand, bind_part
 from piper_runtime.rank.binding.rank import Rank
@@ -140,8 +145,11 @@ def profile(
     transport = agreed_transport(rank, plan.mesh.world, device, local_world, communicators)
     if transport == "staged" and shared(local_world):
         raise ExecutionError(
-            f"profile: {local_world} ranks of a node share {torch.cuda.device_count()} CUDA device, and what they take from each "
-            "other is not simulated; profile a strategy of at most as many ranks as there are devices"
+            f"profile: {local_world} ranks of a node share {torch.cuda.device_count()} CUDA "
+            f"device, and what they take "
+            f"from each "
+            "other is not simulated; profile a strategy of at most as many ranks as there are "
+            "devices"
         )
     nccl = nccl_of(communicators, device) if transport == "nccl" else None
     with core_share(device, *on_cores(plan.mesh.world)) as own_core, torch.no_grad():
@@ -164,10 +172,15 @@ class _Profiler:
         self._plan = plan
         self.report = ProfileReport(node=platform.node())
         if device.type == "cuda":
-            self.report.device, self.report.devices = torch.cuda.get_device_name(device), torch.cuda.device_count()
+            self.report.device, self.report.devices = (
+                torch.cuda.get_device_name(device),
+                torch.cuda.device_count(),
+            )
         heart[PHASE], heart[STEP] = RUNNING, 0
         # A message takes turns with the threads that carry it, which a run does, too.
-        self._messages = Messages(rank, self._plan.mesh.world, communicators, clock_of(device), device, self._alive, nccl)
+        self._messages = Messages(
+            rank, self._plan.mesh.world, communicators, clock_of(device), device, self._alive, nccl
+        )
 
     def _alive(self) -> None:
         """Show the launcher's watch that this rank makes progress."""
@@ -182,7 +195,11 @@ class _Profiler:
             gc.collect()  # a rank and its closures hold each other
             reset_most_on_device(self._device) if on_device else reset_most_resident()
             self._passes(plan, job)
-            if memory and (most := most_on_device(self._device) if on_device else most_resident()) is not None:
+            if (
+                memory
+                and (most := most_on_device(self._device) if on_device else most_resident())
+                is not None
+            ):
                 self.report.resident.append((plan.roles[0].peak_bytes, most))
         for plan in pickle.loads(self._request.again):
             self._passes(plan, job, only="R")
@@ -198,7 +215,11 @@ class _Profiler:
         return RankJob(batch, optimizer, scheduler, self._request.seed, draws=self._request.draws)
 
     def _bound(self, plan: Plan, rank: int, job: RankJob) -> Rank:
-        code, params, buffers = self._request.code[plan.rows], self._request.params, self._request.buffers
+        code, params, buffers = (
+            self._request.code[plan.rows],
+            self._request.params,
+            self._request.buffers,
+        )
         bound = Rank(plan, rank, code, job, params, buffers, None, self._device)
         bound.exchange = partial(_copied, plan)
         return bound
@@ -214,9 +235,13 @@ class _Profiler:
         """Measure steps of a plan for one device, part by part, and keep all of it or one step of each chunk."""
         bound = self._bound(plan, 0, job)
         batch: CostKey = ("", "Batch", plan.rows)
-        # A host that is ahead calls the batch function while the device computes; what is left of it is in the load that calls.
+        # A host that is ahead calls the batch function while the device computes; what is left of it is in the load
+        # that calls.
         ahead = self._clock.ahead
-        keys, runs = zip(*_clocked(bound, batch if ahead else None, None if ahead else self._messages), strict=True)
+        keys, runs = zip(
+            *_clocked(bound, batch if ahead else None, None if ahead else self._messages),
+            strict=True,
+        )
         for step, counts in self._turns():
             taken: list[tuple[CostKey | None, float]] = []
             if self._clock.ahead:
@@ -227,7 +252,11 @@ class _Profiler:
             taken += zip(keys, self._clock.each(runs), strict=True)
             bound.end()
             if counts:
-                self._keep((key, seconds) for key, seconds in taken if only is None or (key is not None and key[1] == only))
+                self._keep(
+                    (key, seconds)
+                    for key, seconds in taken
+                    if only is None or (key is not None and key[1] == only)
+                )
 
     def _lead(self, runs: Sequence[Thunk], begin: Thunk | None = None) -> None:
         """Let the host get ahead of a device, if it can, and the device get as warm as in a run."""
@@ -242,7 +271,10 @@ class _Profiler:
         traffic = PlanBytes(plan)
         ops = SquaredNorm | Update | Fresh | Fold
         parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, ops)]
-        keys, runs = [_key(p, bound, traffic) for p in parts], [bind_part(replace(p, frees=()), bound) for p in parts]
+        keys, runs = (
+            [_key(p, bound, traffic) for p in parts],
+            [bind_part(replace(p, frees=()), bound) for p in parts],
+        )
         for _, counts in self._turns():
             bound.store.values.update({v: self._ones(plan, v) for p in parts for v in p.reads})
             self._lead(runs)
@@ -271,13 +303,20 @@ class _Profiler:
     def instructions(self) -> None:
         """Measure the issuing thread's time for instructions, on all ranks at once."""
         if self._device.type == "cuda":
-            self.report.issue = list(issue_seconds(self._device, self._heart, self._clock, self._turns()))[WARMUP:]
+            self.report.issue = list(
+                issue_seconds(self._device, self._heart, self._clock, self._turns())
+            )[WARMUP:]
             return
         found = list(host_seconds(self._heart, self._turns()))[WARMUP:]
-        self.report.issue, self.report.talk = [issue for issue, _ in found], [talk for _, talk in found]
+        self.report.issue, self.report.talk = (
+            [issue for issue, _ in found],
+            [talk for _, talk in found],
+        )
 
 
-def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None) -> torch.Tensor:
+def _copied(
+    plan: Plan, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
+) -> torch.Tensor:
     """Return something of the shape that a collective inside of a step returns, without one.
 
     Messages are measured apart: here a device would wait for others, and measure them instead of its kernels.
@@ -287,7 +326,12 @@ def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | 
         for part in into.split(have) if have else (into,):
             part.copy_(given[: part.shape[0]]) if have else part.zero_()
         return cuts.into
-    if kind == "all_gather" and axis in plan.experts and given.dim() == 1 and not given.is_floating_point():
+    if (
+        kind == "all_gather"
+        and axis in plan.experts
+        and given.dim() == 1
+        and not given.is_floating_point()
+    ):
         given = _evenly(given, plan.mesh.size(axis))
     law = law_of(kind)
     if law.writes == "part":
@@ -305,11 +349,15 @@ def _evenly(counts: torch.Tensor, devices: int) -> torch.Tensor:
     """
     experts, total = counts.shape[0], counts.sum()
     own, numbers = experts // devices, torch.arange(experts, device=counts.device)
-    turn = numbers % own * devices + numbers // own  # the first experts of all devices, then the second ones
+    turn = (
+        numbers % own * devices + numbers // own
+    )  # the first experts of all devices, then the second ones
     return total.div(experts, rounding_mode="floor") + (turn < total.remainder(experts))
 
 
-def _clocked(bound: Rank, batch: CostKey | None, messages: Messages | None) -> Iterator[tuple[CostKey | None, Thunk]]:
+def _clocked(
+    bound: Rank, batch: CostKey | None, messages: Messages | None
+) -> Iterator[tuple[CostKey | None, Thunk]]:
     """Yield a rank's closures in order, each with the key under which its time is kept, or None.
 
     `batch` is the key of a load that calls the job's batch function. With `messages` ranks exchange something wherever
@@ -348,7 +396,11 @@ def _with_itself(part: Part, bound: Rank) -> Thunk:
 def _key(part: Part, bound: Rank, traffic: PlanBytes) -> CostKey:
     if isinstance(part.op, Compute):
         assert part.op.step != "B", "a plan holds I and W parts; B exists in graphs only"
-        return bound.plan.chunk(part.op.variant).cost_code(part.op.step), part.op.step, bound.plan.rows
+        return (
+            bound.plan.chunk(part.op.variant).cost_code(part.op.step),
+            part.op.step,
+            bound.plan.rows,
+        )
     return "", type(part.op).__name__, traffic.memory_bytes(bound.role, part)
 
 

@@ -14,7 +14,12 @@ from piper_runtime.rank.job.job import InitialState, Job, materialize
 from piper_runtime.rank.job.job_evaluation import of_loss, of_outputs
 from piper_runtime.rank.job.precision import Precision
 from piper_runtime.rank.optimizers.optimizer_groups import OptimizerSpec, optimizer_spec
-from piper_runtime.rank.optimizers.optimizer_kinds import KEEPS_TO, elementwise, per_parameter, with_declarations
+from piper_runtime.rank.optimizers.optimizer_kinds import (
+    KEEPS_TO,
+    elementwise,
+    per_parameter,
+    with_declarations,
+)
 from piper_runtime.rank.sending.code_names import (
     Home,
     Import,

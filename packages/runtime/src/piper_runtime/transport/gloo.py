@@ -83,7 +83,9 @@ class GlooCommunicators:
     def meeting(self, ranks: tuple[int, ...]) -> StoreMeeting:
         """Return what adds up, over these ranks, numbers that they count before a step; all ranks call this alike."""
         self._meetings += 1
-        return StoreMeeting(dist.PrefixStore(f"meeting {self._meetings}", self._store), self._rank, ranks)
+        return StoreMeeting(
+            dist.PrefixStore(f"meeting {self._meetings}", self._store), self._rank, ranks
+        )
 
     def close(self) -> None:
         """Drop the groups; a group that nobody else holds waits for its threads, which must be idle."""
@@ -104,7 +106,9 @@ class GlooCommunicators:
                 source = members.index(comm.peers[0])
                 return Posted(lambda: partial(finish, group.recv([operand()], source, 0)))
             case kind if kind in BINDINGS:
-                return Posted(BINDINGS[kind](Members(group, members.index(self._rank), len(members)), comm))
+                return Posted(
+                    BINDINGS[kind](Members(group, members.index(self._rank), len(members)), comm)
+                )
             case kind:
                 raise no_binding("gloo", kind, BINDINGS)
 
@@ -123,7 +127,9 @@ def _new_threads_let_others_run() -> Iterator[None]:
         yield
         return
     with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # new threads have the policy of the one that starts them
+        os.sched_setscheduler(
+            0, os.SCHED_BATCH, os.sched_param(0)
+        )  # new threads have the policy of the one that starts them
     try:
         yield
     finally:
@@ -146,7 +152,9 @@ GlooBinding = Callable[[Members, BoundComm], Callable[[], Thunk]]
 
 def no_binding(transport: str, kind: str, bindings: Mapping[str, object]) -> ExecutionError:
     """Return the error for a collective that a transport does not carry."""
-    return ExecutionError(f"{transport} has no binding for the collective {kind!r}; it has {', '.join(bindings)}")
+    return ExecutionError(
+        f"{transport} has no binding for the collective {kind!r}; it has {', '.join(bindings)}"
+    )
 
 
 def _all_reduce(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
@@ -172,7 +180,8 @@ def _reduce_scatter(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
 
         def take() -> None:
             _finish_holding(work, whole)
-            # Not by an operator: it would be taken for the first one of the instruction that waits, which frees before it runs.
+            # Not by an operator: it would be taken for the first one of the instruction that waits, which frees before
+            # it runs.
             memmove(part.data_ptr(), own, part.nbytes)
 
         return take
@@ -190,7 +199,9 @@ def _all_gather(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
             return _exchange(members, [given] * members.size, got.chunk(members.size))
         copies = torch.cat([_bytes(given)] * members.size)
         into = _bytes(got)
-        return partial(_finish_holding, members.group.alltoall_base(into, copies, [], []), given, got, copies)
+        return partial(
+            _finish_holding, members.group.alltoall_base(into, copies, [], []), given, got, copies
+        )
 
     return start
 
@@ -208,10 +219,19 @@ def _all_to_all(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
         to, into = _bytes(given), _bytes(got)
         cuts = comm.cuts() if comm.cuts is not None else None
         if cuts is None:
-            return partial(_finish_holding, members.group.alltoall_base(into, to, [], []), given, got)
-        row = math.prod(given.shape[1:]) * given.element_size()  # the stride of a single row says nothing
+            return partial(
+                _finish_holding, members.group.alltoall_base(into, to, [], []), given, got
+            )
+        row = (
+            math.prod(given.shape[1:]) * given.element_size()
+        )  # the stride of a single row says nothing
         gets, gives = ([row * rows for rows in sizes] for sizes in (cuts.got, cuts.sent))
-        return partial(_finish_holding, members.group.alltoall_base(into[: sum(gets)], to[: sum(gives)], gets, gives), given, got)
+        return partial(
+            _finish_holding,
+            members.group.alltoall_base(into[: sum(gets)], to[: sum(gives)], gets, gives),
+            given,
+            got,
+        )
 
     return start
 
@@ -224,7 +244,9 @@ def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch
     group, here = members.group, members.here
     _check_dense(*to, *into)
     works = []
-    for step in range(1, members.size):  # each in its own order, so that not all send to the same one at first
+    for step in range(
+        1, members.size
+    ):  # each in its own order, so that not all send to the same one at first
         source, target = (here - step) % members.size, (here + step) % members.size
         works += [group.recv([into[source]], source, 0), group.send([to[target]], target, 0)]
     memmove(into[here].data_ptr(), to[here].data_ptr(), into[here].nbytes)
@@ -271,14 +293,18 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
     gloo's own thread holds its tensor for a moment longer than `wait` takes, so that it would die later than planned.
     """
     _check_dense(tensor)
-    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, tensor.nbytes
+    )
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, borrowed."""
     _check_dense(tensor)
-    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, tensor.nbytes
+    )
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (tensor.nbytes,), (1,))
 
 
@@ -292,7 +318,10 @@ def _check_dense(*tensors: torch.Tensor) -> None:
     """Raise ExecutionError for a tensor that is not contiguous, since gloo reads memory in its order."""
     for tensor in tensors:
         if not tensor.is_contiguous():
-            raise ExecutionError(f"a collective was given a tensor of shape {tuple(tensor.shape)} that is not contiguous")
+            raise ExecutionError(
+                f"a collective was given a tensor of shape {tuple(tensor.shape)} that is not "
+                f"contiguous"
+            )
 
 
 def _finish_holding(work: Any, *owners: object) -> None:

@@ -50,8 +50,12 @@ class NcclCommunicators(GlooCommunicators):
     def group(self, key: str, members: list[int]) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
-        group = dist.ProcessGroupNCCL(dist.PrefixStore(key, self._store), members.index(self._rank), len(members), options)
-        group.eager_connect_single_device(self._device)  # else its first use would make it, and wait for the others
+        group = dist.ProcessGroupNCCL(
+            dist.PrefixStore(key, self._store), members.index(self._rank), len(members), options
+        )
+        group.eager_connect_single_device(
+            self._device
+        )  # else its first use would make it, and wait for the others
         return group
 
     def bind(self, comm: BoundComm) -> Thunk:

@@ -39,7 +39,9 @@ class StagedCommunicators:
 
         def run() -> None:
             tensors = [operand()] if result is None else [operand(), result()]
-            staged.extend(torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors)
+            staged.extend(
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors
+            )
             if comm.kind != "recv":
                 staged[0].copy_(tensors[0])  # waits for this stream
             try:

@@ -33,7 +33,9 @@ class StoreMeeting:
     def total(self) -> torch.Tensor:
         """Return the sum over the ranks, once all have given; the same bits on each rank."""
         if self._step not in self._sums:
-            self._sums[self._step] = self._added() if self._rank == self._ranks[0] else self._read(f"{self._step} sum")
+            self._sums[self._step] = (
+                self._added() if self._rank == self._ranks[0] else self._read(f"{self._step} sum")
+            )
         return self._sums[self._step]
 
     def _added(self) -> torch.Tensor:

@@ -59,7 +59,9 @@ def choose_transport(device: torch.device, local_world: int) -> TransportName:
     return "nccl" if joins and dist.is_nccl_available() else "staged"
 
 
-def agreed_transport(rank: int, world: int, device: torch.device, local_world: int, gloo: GlooCommunicators) -> TransportName:
+def agreed_transport(
+    rank: int, world: int, device: torch.device, local_world: int, gloo: GlooCommunicators
+) -> TransportName:
     """Return `choose_transport`; raise ExecutionError unless all ranks choose alike, which would block them.
 
     Each of the plan's `world` ranks calls this once per plan.
@@ -70,7 +72,9 @@ def agreed_transport(rank: int, world: int, device: torch.device, local_world: i
     theirs = gloo.store.compare_set(f"transport/{world}/{calls[world]}", "", mine).decode()
     if theirs != mine:
         raise ExecutionError(
-            f"rank {rank} would communicate over {mine}, another rank over {theirs}: every node of a run needs a CUDA device for "
+            f"rank {rank} would communicate over {mine}, another rank over {theirs}: every node of "
+            f"a run needs a CUDA "
+            f"device for "
             f"each of its ranks, or none does, and {SHARED_DEVICE} must be the same everywhere"
         )
     return mine
@@ -85,7 +89,9 @@ def apart() -> bool:
     """Return whether the environment makes each rank a host of its own to NCCL; raise ExecutionError if unclear."""
     wanted = os.environ.get(SHARED_DEVICE, "gloo")
     if wanted not in ("gloo", "nccl"):
-        raise ExecutionError(f'the environment has {SHARED_DEVICE}={wanted!r}; "gloo" and "nccl" are accepted')
+        raise ExecutionError(
+            f'the environment has {SHARED_DEVICE}={wanted!r}; "gloo" and "nccl" are accepted'
+        )
     return wanted == "nccl"
 
 
@@ -97,7 +103,13 @@ def nccl_of(gloo: GlooCommunicators, device: torch.device) -> NcclCommunicators:
 
 
 def connected(
-    rank: Rank, gloo: GlooCommunicators, heart: Heartbeat, *, local_world: int, trace: bool, name: Name | None = None
+    rank: Rank,
+    gloo: GlooCommunicators,
+    heart: Heartbeat,
+    *,
+    local_world: int,
+    trace: bool,
+    name: Name | None = None,
 ) -> tuple[StreamBackend, Engine]:
     """Return the streams and the engine of a rank, with its communicators connected.
 
@@ -117,9 +129,13 @@ def connected(
             staged = StagedCommunicators(gloo)
             staged.connect(rank.plan)
             hosted = StagedStreams(rank.entries, streams, heart, CudaApi(rank.device))
-            return hosted, Engine(rank, hosted, around(staged.bind), heart, trace=trace, clock=hosted.clock)
+            return hosted, Engine(
+                rank, hosted, around(staged.bind), heart, trace=trace, clock=hosted.clock
+            )
         case "nccl":
             nccl = nccl_of(gloo, rank.device)
             nccl.connect(rank.plan)
             device = CudaStreams(rank.entries, streams, heart, CudaApi(rank.device))
-            return device, Engine(rank, device, around(nccl.bind), heart, trace=trace, clock=device.clock)
+            return device, Engine(
+                rank, device, around(nccl.bind), heart, trace=trace, clock=device.clock
+            )

@@ -23,7 +23,10 @@ class Box:
         """Return whether the box is a piece of a tensor of this shape."""
         if not len(shape) == len(self.offsets) == len(self.sizes):
             return False
-        return all(o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offsets, self.sizes, shape, strict=True))
+        return all(
+            o >= 0 and s >= 0 and o + s <= n
+            for o, s, n in zip(self.offsets, self.sizes, shape, strict=True)
+        )
 
     def overlap(self, other: Box) -> Box | None:
         """Return the elements that two boxes of one tensor share, None where there are none."""
@@ -34,17 +37,28 @@ class Box:
 
     def with_next(self, other: Box) -> Box | None:
         """Return two boxes of one tensor as one, None where it would not hold first these elements and then those."""
-        k = next((k for k, (a, b) in enumerate(zip(self.offsets, other.offsets, strict=True)) if a != b), None)
+        k = next(
+            (k for k, (a, b) in enumerate(zip(self.offsets, other.offsets, strict=True)) if a != b),
+            None,
+        )
         if k is None or any(n != 1 for n in (*self.sizes[:k], *other.sizes[:k])):
             return None
-        alike = self.offsets[k + 1 :] == other.offsets[k + 1 :] and self.sizes[k + 1 :] == other.sizes[k + 1 :]
+        alike = (
+            self.offsets[k + 1 :] == other.offsets[k + 1 :]
+            and self.sizes[k + 1 :] == other.sizes[k + 1 :]
+        )
         if not alike or self.offsets[k] + self.sizes[k] != other.offsets[k]:
             return None
-        return Box(self.offsets, (*self.sizes[:k], self.sizes[k] + other.sizes[k], *self.sizes[k + 1 :]))
+        return Box(
+            self.offsets, (*self.sizes[:k], self.sizes[k] + other.sizes[k], *self.sizes[k + 1 :])
+        )
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Return the index that takes this box out of a tensor that holds the box `outer`."""
-        return tuple(slice(o - p, o - p + s) for o, p, s in zip(self.offsets, outer.offsets, self.sizes, strict=True))
+        return tuple(
+            slice(o - p, o - p + s)
+            for o, p, s in zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        )
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -59,7 +73,10 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     ndim - 1 of them: the rest of a row, whole rows, and the beginning of a row, in every dimension but the last one.
     """
     if not 0 <= start <= stop <= prod(shape):
-        raise ValueError(f"[{start}, {stop}) is no range of the {prod(shape)} elements of a tensor of shape {list(shape)}")
+        raise ValueError(
+            f"[{start}, {stop}) is no range of the {prod(shape)} elements of a tensor of shape "
+            f"{list(shape)}"
+        )
     return _boxes((), shape, start, stop) if start < stop else []
 
 

@@ -97,13 +97,22 @@ def read_metadata(data: bytes, where: str) -> dict[str, SavedTensor]:
     try:
         found = _Unpickler(io.BytesIO(data)).load()
         tensors, storage = found.state_dict_metadata, found.storage_data
-        if type(found).__name__ != "Metadata" or not isinstance(tensors, dict) or not isinstance(storage, dict):
+        if (
+            type(found).__name__ != "Metadata"
+            or not isinstance(tensors, dict)
+            or not isinstance(storage, dict)
+        ):
             raise ValueError("it describes no checkpoint")
         chunks = {(index.fqn, tuple(index.offset or ())): info for index, info in storage.items()}
-        return {key: _tensor(key, tensor, chunks) for key, tensor in tensors.items() if not _is_bytes(tensor)}
+        return {
+            key: _tensor(key, tensor, chunks)
+            for key, tensor in tensors.items()
+            if not _is_bytes(tensor)
+        }
     except BROKEN as e:
         raise FormatError(
-            f"{where} is no metadata of a checkpoint, or was changed ({e or type(e).__name__}); take another checkpoint"
+            f"{where} is no metadata of a checkpoint, or was changed ({e or type(e).__name__}); "
+            f"take another checkpoint"
         ) from None
 
 
@@ -122,11 +131,26 @@ def _tensor(key: Any, found: Any, chunks: Mapping[Any, Any]) -> SavedTensor:
         info = chunks[key, box.offsets]
         if not box.inside(sizes):
             raise ValueError(f"{key!r:.80} has a piece outside of its shape {list(sizes)}")
-        if not (isinstance(info.relative_path, str) and type(info.offset) is type(info.length) is int):
+        if not (
+            isinstance(info.relative_path, str) and type(info.offset) is type(info.length) is int
+        ):
             raise ValueError(f"{key!r:.80} has a piece in no file")
         if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{key!r:.80} was written by an extension ({info.transform_descriptors!r:.80})")
-        boxes.append(SavedBox(key, name, sizes, box.offsets, box.sizes, info.relative_path, info.offset, info.length))
+            raise ValueError(
+                f"{key!r:.80} was written by an extension ({info.transform_descriptors!r:.80})"
+            )
+        boxes.append(
+            SavedBox(
+                key,
+                name,
+                sizes,
+                box.offsets,
+                box.sizes,
+                info.relative_path,
+                info.offset,
+                info.length,
+            )
+        )
     return SavedTensor(name, sizes, tuple(boxes))
 
 
@@ -147,7 +171,10 @@ class _Unpickler(pickle._Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.2 pickles a member of an enum
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # as Python 3.11.2 pickles a member of an enum
             return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata does not need")
 
@@ -202,12 +229,24 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
         _check_sums(data, piece.checksum)
         found = torch.load(data, map_location="cpu", weights_only=True)
     except OSError as e:
-        raise JobError(f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the checkpoint") from None
+        raise JobError(
+            f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the "
+            f"checkpoint"
+        ) from None
     except (*BROKEN, RuntimeError, BadZipFile) as e:
         said = next(iter(str(e).splitlines()), type(e).__name__)
-        raise FormatError(f"{path} does not hold {piece.key} as it was written ({said:.200}); take another checkpoint") from None
-    if not isinstance(found, torch.Tensor) or found.dtype != getattr(torch, piece.dtype) or tuple(found.shape) != piece.sizes:
-        raise FormatError(f"{path} does not hold {piece.key} as the metadata says; take another checkpoint")
+        raise FormatError(
+            f"{path} does not hold {piece.key} as it was written ({said:.200}); take another "
+            f"checkpoint"
+        ) from None
+    if (
+        not isinstance(found, torch.Tensor)
+        or found.dtype != getattr(torch, piece.dtype)
+        or tuple(found.shape) != piece.sizes
+    ):
+        raise FormatError(
+            f"{path} does not hold {piece.key} as the metadata says; take another checkpoint"
+        )
     return found
 
 
@@ -220,8 +259,18 @@ def _check_sums(data: io.BytesIO, expected: int | None) -> None:
         with ZipFile(data) as archive:
             if (changed := archive.testzip()) is not None:
                 raise ValueError(f"the checksum of {changed} is another one")
-            if expected not in (None, *(record.CRC for record in archive.infolist() if record.filename.endswith("/data/0"))):
-                raise ValueError("the file is of another step, rank or run than complete.json; copy the whole folder again")
+            if expected not in (
+                None,
+                *(
+                    record.CRC
+                    for record in archive.infolist()
+                    if record.filename.endswith("/data/0")
+                ),
+            ):
+                raise ValueError(
+                    "the file is of another step, rank or run than complete.json; copy the whole "
+                    "folder again"
+                )
     data.seek(0)
 
 
@@ -275,13 +324,19 @@ def dcp_tensors(folder: Path) -> dict[str, DcpTensor]:
     found = read_metadata(data, str(path))
     for key, tensor in found.items():
         if problem := unreadable(tensor, sizes):
-            raise FormatError(f"{folder}: the metadata {problem} for {key}; take another checkpoint")
+            raise FormatError(
+                f"{folder}: the metadata {problem} for {key}; take another checkpoint"
+            )
     return weights_in(folder, found)
 
 
 def weights_in(folder: Path, found: Mapping[str, SavedTensor]) -> dict[str, DcpTensor]:
     """Return the weights among the tensors of a DCP by name, as `dcp_tensors` does."""
-    named = {key.removeprefix(WEIGHTS): DcpTensor(str(folder), t) for key, t in found.items() if key.startswith(WEIGHTS)}
+    named = {
+        key.removeprefix(WEIGHTS): DcpTensor(str(folder), t)
+        for key, t in found.items()
+        if key.startswith(WEIGHTS)
+    }
     return named or {key: DcpTensor(str(folder), t) for key, t in found.items()}
 
 
@@ -289,7 +344,14 @@ def unreadable(tensor: SavedTensor, sizes: Mapping[str, int]) -> str:
     """Return what is wrong with where a tensor lies, given the sizes of files; an empty text when nothing is."""
     elements = 0
     for saved in tensor.boxes:
-        if saved.file not in sizes or saved.at < 0 or saved.nbytes < 0 or saved.at + saved.nbytes > sizes[saved.file]:
+        if (
+            saved.file not in sizes
+            or saved.at < 0
+            or saved.nbytes < 0
+            or saved.at + saved.nbytes > sizes[saved.file]
+        ):
             return f"names bytes that no file of the checkpoint has ({saved.file!r:.80})"
         elements += saved.box.numel
-    return "" if elements == prod(tensor.shape) else f"has {elements} of {prod(tensor.shape)} elements"
+    return (
+        "" if elements == prod(tensor.shape) else f"has {elements} of {prod(tensor.shape)} elements"
+    )

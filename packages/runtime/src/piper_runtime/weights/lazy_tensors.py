@@ -32,7 +32,10 @@ class LazyTensors(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, forms: Mapping[str, TensorForm], recording: Recording, files: Mapping[str, PlacedTensor] | None = None
+        self,
+        forms: Mapping[str, TensorForm],
+        recording: Recording,
+        files: Mapping[str, PlacedTensor] | None = None,
     ) -> None:
         self.forms = dict(forms)
         self._recording = recording
@@ -66,11 +69,18 @@ class LazyTensors(Mapping[str, Tensor]):
         """Return these tensors alone, with no more than they need: this is what is sent to a rank."""
         forms = {name: self.forms[name] for name in names}
         made = [name for name in forms if name not in self._files]
-        return LazyTensors(forms, self._recording.part(made), {n: self._files[n] for n in forms if n in self._files})
+        return LazyTensors(
+            forms,
+            self._recording.part(made),
+            {n: self._files[n] for n in forms if n in self._files},
+        )
 
 
 def matched(
-    files: Mapping[str, PlacedTensor], forms: Mapping[str, TensorForm], wanted: Iterable[str], aliases: Mapping[str, str]
+    files: Mapping[str, PlacedTensor],
+    forms: Mapping[str, TensorForm],
+    wanted: Iterable[str],
+    aliases: Mapping[str, str],
 ) -> dict[str, PlacedTensor]:
     """Return what files give to each tensor of a model; raise JobError with all names where they do not fit.
 
@@ -81,7 +91,9 @@ def matched(
     names = {name: name for name in wanted}
     names |= {other: first for other, first in aliases.items() if first in names}
     unequal = [
-        f"{first!r} is tied to {name!r} in the model, and they differ in the files; untie them, or leave one out by rename"
+        f"{first!r} is tied to {name!r} in the model, and they differ in the files; untie them, or "
+        f"leave one out by "
+        f"rename"
         for name, first in names.items()
         if name in files and not _alike(found.setdefault(first, files[name]), files[name])
     ]
@@ -93,7 +105,9 @@ def matched(
     if extra:
         problems.append(f"the model has no place for {listed(extra)} of the files")
     problems += unequal
-    problems += [problem for name, placed in found.items() for problem in _unlike(name, placed, forms[name])]
+    problems += [
+        problem for name, placed in found.items() for problem in _unlike(name, placed, forms[name])
+    ]
     if problems:
         raise JobError("; ".join(problems[:3]))
     return found
@@ -117,8 +131,13 @@ def _unlike(name: str, placed: PlacedTensor, form: TensorForm) -> Iterator[str]:
     """Yield why a tensor of a file cannot be one of the model: other sizes, or numbers of another kind."""
     origin = placed.pieces[0].origin
     if placed.shape != form.shape:
-        yield f"{name!r} has shape {list(form.shape)}, and {origin!r} of the files has {list(placed.shape)}"
-    elif placed.dtype != form.dtype and not (placed.dtype.is_floating_point and form.dtype.is_floating_point):
+        yield (
+            f"{name!r} has shape {list(form.shape)}, and {origin!r} of the files has "
+            f"{list(placed.shape)}"
+        )
+    elif placed.dtype != form.dtype and not (
+        placed.dtype.is_floating_point and form.dtype.is_floating_point
+    ):
         yield f"{name!r} is {form.dtype}, and {origin!r} of the files is {placed.dtype}"
 
 

@@ -14,7 +14,14 @@ from pathlib import Path
 
 from piper_ir.ground.codec import read_document
 from piper_ir.ground.errors import FormatError, JobError
-from piper_runtime.weights.dcp_tensors import DCP_METADATA, MOST_BYTES, SavedBox, SavedTensor, read_metadata, unreadable
+from piper_runtime.weights.dcp_tensors import (
+    DCP_METADATA,
+    MOST_BYTES,
+    SavedBox,
+    SavedTensor,
+    read_metadata,
+    unreadable,
+)
 
 MARKER = "complete.json"
 """The file that is written last: only a folder that has it is a checkpoint. It says which other files belong to it."""
@@ -72,12 +79,16 @@ def _does_not_belong(marker: Marker, described: bytes) -> str:
     if (step, run) == (marker.step, marker.run):
         return f"was changed, or is not the one of step {marker.step} to which {MARKER} belongs"
     return (
-        f"does not belong to {MARKER}: that is of step {marker.step} of run {marker.run:.8}, and {META} of step {step} of run "
+        f"does not belong to {MARKER}: that is of step {marker.step} of run {marker.run:.8}, and "
+        f"{META} of step {step} "
+        f"of run "
         f"{run:.8}"
     )
 
 
-def _with_checksums(tensors: Mapping[str, SavedTensor], marker: Marker, path: Path) -> dict[str, SavedTensor]:
+def _with_checksums(
+    tensors: Mapping[str, SavedTensor], marker: Marker, path: Path
+) -> dict[str, SavedTensor]:
     """Return where tensors lie, with the checksum of each box, by which it is known when it is read."""
     if not marker.checksums:
         return dict(tensors)
@@ -88,10 +99,15 @@ def _with_checksums(tensors: Mapping[str, SavedTensor], marker: Marker, path: Pa
     for name, found in places.items():
         expected = marker.checksums.get(name, [])
         if len(expected) != len(found):
-            raise FormatError(f"{path / MARKER} has {len(expected)} checksums of {name}, which holds {len(found)} boxes; {AGAIN}")
+            raise FormatError(
+                f"{path / MARKER} has {len(expected)} checksums of {name}, which holds "
+                f"{len(found)} boxes; {AGAIN}"
+            )
         sums |= {(name, at): sum for at, sum in zip(sorted(found), expected, strict=True)}
     return {
-        key: replace(t, boxes=tuple(replace(box, checksum=sums[box.file, box.at]) for box in t.boxes))
+        key: replace(
+            t, boxes=tuple(replace(box, checksum=sums[box.file, box.at]) for box in t.boxes)
+        )
         for key, t in tensors.items()
     }
 
@@ -102,17 +118,34 @@ def read_marker(path: Path) -> Marker:
     Raises JobError or FormatError unless its files are all there, as long as they were written.
     """
     if not (path / MARKER).is_file():
-        kind = "is a checkpoint that was not completed" if (path / META).is_file() else "is no checkpoint of Piper's"
-        raise JobError(f"{path} {kind}: it has no {MARKER}; give another one, or resume='latest' for the newest complete one")
+        kind = (
+            "is a checkpoint that was not completed"
+            if (path / META).is_file()
+            else "is no checkpoint of Piper's"
+        )
+        raise JobError(
+            f"{path} {kind}: it has no {MARKER}; give another one, or resume='latest' for the "
+            f"newest complete one"
+        )
     where = str(path / MARKER)
-    found = read_document(MARKER_FORMAT, MARKER_VERSION, decoded(read_bytes(path / MARKER), path / MARKER), where)
+    found = read_document(
+        MARKER_FORMAT, MARKER_VERSION, decoded(read_bytes(path / MARKER), path / MARKER), where
+    )
     sizes, digests, checksums = (found.get(name, {}) for name in ("files", "digests", "checksums"))
-    if not isinstance(sizes, dict) or not all(_is_file_name(n) and type(s) is int for n, s in sizes.items()):
-        raise FormatError(f"{where}: names of files with their sizes are expected; take another checkpoint")
+    if not isinstance(sizes, dict) or not all(
+        _is_file_name(n) and type(s) is int for n, s in sizes.items()
+    ):
+        raise FormatError(
+            f"{where}: names of files with their sizes are expected; take another checkpoint"
+        )
     if not isinstance(digests, dict) or not digests.keys() <= {META, DCP_METADATA}:
-        raise FormatError(f"{where}: digests of {META} and {DCP_METADATA} are expected; take another checkpoint")
+        raise FormatError(
+            f"{where}: digests of {META} and {DCP_METADATA} are expected; take another checkpoint"
+        )
     if not isinstance(checksums, dict) or not all(isinstance(s, list) for s in checksums.values()):
-        raise FormatError(f"{where}: lists of checksums by file are expected; take another checkpoint")
+        raise FormatError(
+            f"{where}: lists of checksums by file are expected; take another checkpoint"
+        )
     for name, size in sizes.items():
         there = (path / name).stat().st_size if (path / name).is_file() else None
         if there != size:
@@ -125,7 +158,12 @@ def read_marker(path: Path) -> Marker:
 
 
 def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..") and "\0" not in name
+    return (
+        isinstance(name, str)
+        and Path(name).name == name
+        and name not in ("", ".", "..")
+        and "\0" not in name
+    )
 
 
 def read_bytes(path: Path) -> bytes:
@@ -148,7 +186,13 @@ def decoded(data: bytes, path: Path) -> str:
         raise FormatError(f"{path} is no text; take another checkpoint") from None
 
 
-def marker_text(run: str, step: int, sizes: Mapping[str, int], described: Mapping[str, bytes], boxes: Iterable[SavedBox]) -> str:
+def marker_text(
+    run: str,
+    step: int,
+    sizes: Mapping[str, int],
+    described: Mapping[str, bytes],
+    boxes: Iterable[SavedBox],
+) -> str:
     """Return the content of the mark, which lists the files with their sizes.
 
     The files of `described` are read whole, and `boxes` lie in others.

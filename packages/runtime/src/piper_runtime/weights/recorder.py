@@ -32,21 +32,43 @@ from piper_runtime.weights.recording import TRUNCATED, RecordedCall, Recording, 
 from piper_runtime.weights.shared_memory import check_separate
 
 ADVICE = (
-    "The constructor runs once without numbers, so that each tensor can be made by itself: compute numbers that it reads "
-    "(.item(), .tolist(), numpy, `if tensor`) with Python's math, or use init='model', which makes the whole model at once"
+    "The constructor runs once without numbers, so that each tensor can be made by itself: compute "
+    "numbers that it "
+    "reads "
+    "(.item(), .tolist(), numpy, `if tensor`) with Python's math, or use init='model', which makes "
+    "the whole model at "
+    "once"
 )
 TensorsByName = Mapping[str, Tensor]
 """A model's tensors by name."""
 
 _ZEROS = frozenset(
     f"aten::{name}"
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+    )
     + ("zeros", "zeros_like", "new_zeros")
 )
 """The operators whose results are zeros here; a storage begins with zeros, so that they need no call."""
 _FILLS = frozenset(
     f"aten::{name}_"
-    for name in ("normal", "uniform", "fill", "zero", "copy", "exponential", "random", "log_normal", "cauchy", "geometric")
+    for name in (
+        "normal",
+        "uniform",
+        "fill",
+        "zero",
+        "copy",
+        "exponential",
+        "random",
+        "log_normal",
+        "cauchy",
+        "geometric",
+    )
 )
 """The operators that give their first argument new content without reading it."""
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -61,7 +83,10 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def record(
-    make: Callable[[], nn.Module], seed: int, asked: str, named: Callable[[nn.Module], TensorsByName]
+    make: Callable[[], nn.Module],
+    seed: int,
+    asked: str,
+    named: Callable[[nn.Module], TensorsByName],
 ) -> tuple[nn.Module, Recording]:
     """Run a constructor on fake tensors; return the model, whose tensors are fake, and how to make each of them.
 
@@ -80,23 +105,34 @@ def record(
             fakes,
             log,
         ):
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch does, to copy modules
+            warnings.filterwarnings(
+                "ignore", "Accessing the data pointer of FakeTensor"
+            )  # torch does, to copy modules
             model = make()
     except JobError as error:
         raise _explained(error, asked) from error.__cause__
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")
     places = {name: log.place(name, tensor) for name, tensor in named(model).items()}
-    check_separate({name: log.given[p.storage] for name, p in places.items() if p.storage in log.given})
+    check_separate(
+        {name: log.given[p.storage] for name, p in places.items() if p.storage in log.given}
+    )
     calls = dict(enumerate(log.calls))
-    return model, Recording(seed, torch.get_default_dtype(), calls, log.sizes, log.constants, places)
+    return model, Recording(
+        seed, torch.get_default_dtype(), calls, log.sizes, log.constants, places
+    )
 
 
 def _explained(error: JobError, asked: str) -> JobError:
     cause = error.__cause__
     if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
-        return JobError(f"{asked}: Job.model() reads values of a tensor ({cause.func}){user_line(cause)}. {ADVICE}")
-    if isinstance(cause, RuntimeError | TypeError | ValueError):  # as torch says that a fake tensor has no numbers
+        return JobError(
+            f"{asked}: Job.model() reads values of a tensor ({cause.func}){user_line(cause)}. "
+            f"{ADVICE}"
+        )
+    if isinstance(
+        cause, RuntimeError | TypeError | ValueError
+    ):  # as torch says that a fake tensor has no numbers
         said = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
         return JobError(f"{asked}: Job.model() raised {said}{user_line(cause)}. {ADVICE}")
     return JobError(f"{error}{user_line(error)}" if cause is None else f"{asked}: {error}")
@@ -108,7 +144,11 @@ def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[N
     before, thread = getattr(owner, name), threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(before, *args, **kwargs) if threading.get_ident() == thread else before(*args, **kwargs)
+        return (
+            function(before, *args, **kwargs)
+            if threading.get_ident() == thread
+            else before(*args, **kwargs)
+        )
 
     setattr(owner, name, call)
     try:
@@ -140,12 +180,22 @@ class _ConstructorLog(TorchDispatchMode):
         self.calls: list[RecordedCall] = []
         self.sizes: dict[int, int] = {}
         self.constants: dict[int, Tensor] = {}
-        self.given: dict[int, Tensor] = {}  # as they were given, by storage; alive, so that each has its own address
+        self.given: dict[
+            int, Tensor
+        ] = {}  # as they were given, by storage; alive, so that each has its own address
         self._fakes, self._asked, self._draws = fakes, asked, 0
         self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []  # storages and tensors, so that no other storage gets the address of one
+        self._alive: list[
+            Any
+        ] = []  # storages and tensors, so that no other storage gets the address of one
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _LITERALS and not is_fake(args[0]):
             result = func(*args, **kwargs)
@@ -153,20 +203,35 @@ class _ConstructorLog(TorchDispatchMode):
             return result
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
         result = func(*args, **kwargs)
-        self._add(func, args, kwargs, [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)])
+        self._add(
+            func,
+            args,
+            kwargs,
+            [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)],
+        )
         return result
 
     def place(self, name: str, tensor: Tensor) -> StorageView:
         """Return where a tensor of the finished model is."""
         if tensor.device.type != "cpu":
             raise JobError(
-                f"Job.model() makes {name!r} on device {tensor.device}, where {self._asked} gives it no values. Make the model "
-                "on the CPU, without torch.device(...) or .to(...): a run moves it to the devices of its ranks"
+                f"Job.model() makes {name!r} on device {tensor.device}, where {self._asked} gives "
+                f"it no values. Make "
+                f"the model "
+                "on the CPU, without torch.device(...) or .to(...): a run moves it to the devices "
+                "of its ranks"
             )
         return self._view(self._faked(tensor))
 
     def truncate(
-        self, before: object, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+        self,
+        before: object,
+        tensor: Tensor,
+        mean: float,
+        std: float,
+        a: float,
+        b: float,
+        generator: Any = None,
     ) -> Tensor:
         """Write down a call of `nn.init.trunc_normal_`, in place of its inner function.
 
@@ -177,14 +242,20 @@ class _ConstructorLog(TorchDispatchMode):
         view, fills = self._view(fake), self._covers(fake)
         reads = () if fills else (view.storage,)
         args = (view, mean, std, a, b)
-        self.calls.append(RecordedCall(TRUNCATED, args, {}, (None,), reads, (view.storage,), fills, self._draw()))
+        self.calls.append(
+            RecordedCall(TRUNCATED, args, {}, (None,), reads, (view.storage,), fills, self._draw())
+        )
         return tensor
 
-    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+    def _add(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]
+    ) -> None:
         """Write down a call that was made; views and calls without effect on a storage are left out."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draw = self._draw() if torch.Tag.nondeterministic_seeded in func.tags else None
-        changed = [t for t in pytree.tree_leaves(_written(func, args, kwargs)) if isinstance(t, Tensor)]
+        changed = [
+            t for t in pytree.tree_leaves(_written(func, args, kwargs)) if isinstance(t, Tensor)
+        ]
         op = func._schema.name
         made = tuple(None if self._known(t) else self._new_view(t) for t in results)
         new = [place.storage for place in made if place is not None]
@@ -193,9 +264,15 @@ class _ConstructorLog(TorchDispatchMode):
         fills = op in _FILLS and self._covers(changed[0])
         reads = [self._number(t) for t in (given[1:] if fills else given)]
         writes = dict.fromkeys([*(self._number(t) for t in changed), *new])
-        args, kwargs = pytree.tree_map(lambda leaf: self._view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        args, kwargs = pytree.tree_map(
+            lambda leaf: self._view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
         name = f"{op}.{func._schema.overload_name}" if func._schema.overload_name else op
-        self.calls.append(RecordedCall(name, args, kwargs, made, tuple(dict.fromkeys(reads)), tuple(writes), fills, draw))
+        self.calls.append(
+            RecordedCall(
+                name, args, kwargs, made, tuple(dict.fromkeys(reads)), tuple(writes), fills, draw
+            )
+        )
 
     def _draw(self) -> int:
         self._draws += 1
@@ -205,12 +282,17 @@ class _ConstructorLog(TorchDispatchMode):
         """Return an argument with fake tensors only; refuse those that cannot be written down."""
         if isinstance(leaf, torch.Generator):
             raise JobError(
-                f"{self._asked}: Job.model() draws from a torch.Generator of its own; leave generator= out, since every draw "
-                "has a seed of its own, made of Job.seed and the number of the draw, or use init='model'"
+                f"{self._asked}: Job.model() draws from a torch.Generator of its own; leave "
+                f"generator= out, since "
+                f"every draw "
+                "has a seed of its own, made of Job.seed and the number of the draw, or use "
+                "init='model'"
             )
         if isinstance(leaf, torch.UntypedStorage):
             raise JobError(
-                f"{self._asked}: Job.model() works on a storage (torch.load, Tensor.set_). Give the path of weights as init=, "
+                f"{self._asked}: Job.model() works on a storage (torch.load, Tensor.set_). Give "
+                f"the path of weights as "
+                f"init=, "
                 "or use init='model'"
             )
         return self._faked(leaf) if isinstance(leaf, Tensor) else leaf
@@ -252,13 +334,21 @@ class _ConstructorLog(TorchDispatchMode):
     def _number(self, tensor: Tensor) -> int:
         found = self._numbers.get(tensor.untyped_storage()._cdata)
         if found is None:
-            raise JobError(f"{self._asked}: Job.model() uses a tensor whose making torch does not show; use init='model'")
+            raise JobError(
+                f"{self._asked}: Job.model() uses a tensor whose making torch does not show; use "
+                f"init='model'"
+            )
         return found
 
     def _view(self, tensor: Tensor) -> StorageView:
         flags = (tensor.is_conj(), tensor.is_neg())
         return StorageView(
-            self._number(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), *flags
+            self._number(tensor),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            *flags,
         )
 
     def _covers(self, tensor: Tensor) -> bool:
@@ -270,7 +360,9 @@ class _ConstructorLog(TorchDispatchMode):
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Return positions and names of the arguments that an operator changes."""
     arguments = enumerate(func._schema.arguments)
-    return tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(
+        (k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write
+    )
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:

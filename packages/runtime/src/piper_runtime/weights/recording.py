@@ -104,7 +104,11 @@ class Recording:
         place = self.places[name]
         memory: dict[int, torch.UntypedStorage] = {}
         positions = self._needed(place.storage)
-        last = {storage: p for p in positions for storage in (*self.calls[p].reads, *self.calls[p].writes)}
+        last = {
+            storage: p
+            for p in positions
+            for storage in (*self.calls[p].reads, *self.calls[p].writes)
+        }
         last[place.storage] = -1  # needed beyond the last call
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _default_dtype(self.default):
             for position in positions:
@@ -122,7 +126,13 @@ class Recording:
         used = {place.storage for place in places.values()}
         used.update(storage for call in calls.values() for storage in (*call.reads, *call.writes))
         constants = {s: c for s, c in self.constants.items() if s in used}
-        return replace(self, calls=calls, sizes={s: self.sizes[s] for s in used}, constants=constants, places=places)
+        return replace(
+            self,
+            calls=calls,
+            sizes={s: self.sizes[s] for s in used},
+            constants=constants,
+            places=places,
+        )
 
     @cached_property
     def _writers(self) -> Mapping[int, list[int]]:
@@ -147,14 +157,20 @@ class Recording:
                 call = self.calls[position]
                 if position not in needed:
                     needed.add(position)
-                    waiting += [(s, bisect_left(self._writers.get(s, []), position)) for s in call.reads]
+                    waiting += [
+                        (s, bisect_left(self._writers.get(s, []), position)) for s in call.reads
+                    ]
                 if call.fills:
                     break
         return sorted(needed)
 
     def _run(self, call: RecordedCall, memory: dict[int, torch.UntypedStorage]) -> None:
         def real(leaf: Any) -> Any:
-            return leaf.of(self._storage(leaf.storage, memory)) if isinstance(leaf, StorageView) else leaf
+            return (
+                leaf.of(self._storage(leaf.storage, memory))
+                if isinstance(leaf, StorageView)
+                else leaf
+            )
 
         args, kwargs = pytree.tree_map(real, (call.args, call.kwargs))
         if call.draw is not None:
@@ -165,18 +181,30 @@ class Recording:
             if place is not None:
                 memory[place.storage] = self._laid_out(tensor, place, memory)
 
-    def _storage(self, number: int, memory: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
+    def _storage(
+        self, number: int, memory: dict[int, torch.UntypedStorage]
+    ) -> torch.UntypedStorage:
         """Return a storage; one that no call has made yet begins with its constant, or with zeros."""
         if number not in memory:
             constant = self.constants.get(number)
-            made = torch.zeros(self.sizes[number], dtype=torch.uint8) if constant is None else constant.clone()
+            made = (
+                torch.zeros(self.sizes[number], dtype=torch.uint8)
+                if constant is None
+                else constant.clone()
+            )
             memory[number] = made.untyped_storage()
         return memory[number]
 
-    def _laid_out(self, tensor: Tensor, place: StorageView, memory: Mapping[int, torch.UntypedStorage]) -> torch.UntypedStorage:
+    def _laid_out(
+        self, tensor: Tensor, place: StorageView, memory: Mapping[int, torch.UntypedStorage]
+    ) -> torch.UntypedStorage:
         """Return the storage of a result, with the strides that were recorded and shared with no other storage."""
         storage = tensor.untyped_storage()
-        same = (tensor.dtype, tensor.stride(), tensor.storage_offset()) == (place.dtype, place.stride, place.offset)
+        same = (tensor.dtype, tensor.stride(), tensor.storage_offset()) == (
+            place.dtype,
+            place.stride,
+            place.offset,
+        )
         alone = all(storage._cdata != other._cdata for other in memory.values())
         if same and alone and storage.nbytes() == self.sizes[place.storage]:
             return storage
@@ -192,9 +220,14 @@ def _function(op: str) -> Callable[..., Any]:
     space, _, rest = op.partition("::")
     name, _, overload = rest.partition(".")
     try:
-        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
+        found: Callable[..., Any] = getattr(
+            getattr(getattr(torch.ops, space), name), overload or "default"
+        )
     except AttributeError as error:
-        raise JobError(f"the model's constructor calls the operator {op}, which this process does not have: {error}") from error
+        raise JobError(
+            f"the model's constructor calls the operator {op}, which this process does not have: "
+            f"{error}"
+        ) from error
     return found
 
 

@@ -55,11 +55,17 @@ class StoredTensor:
         """Return the elements of some spans, one after the other."""
         spans, width = list(spans), self.dtype.itemsize
         raw = bytearray(width * sum(stop - start for start, stop in spans))
-        read_bytes(self.path, [(self.start + width * a, width * (b - a)) for a, b in spans], memoryview(raw))
+        read_bytes(
+            self.path,
+            [(self.start + width * a, width * (b - a)) for a, b in spans],
+            memoryview(raw),
+        )
         return torch.frombuffer(raw, dtype=self.dtype) if raw else torch.empty(0, dtype=self.dtype)
 
 
-def runs(shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def runs(
+    shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterator[tuple[int, int]]:
     """Yield the spans of elements, as long as possible, that a box takes of a row-major tensor, in their order."""
     inner = len(shape)  # dimensions from here on are contiguous in the box
     while inner > 0 and (inner == len(shape) or sizes[inner] == shape[inner]):
@@ -87,10 +93,15 @@ def read_bytes(path: str, spans: Iterable[tuple[int, int]], into: memoryview) ->
                 while done < end:
                     count = file.readinto(into[done:end])
                     if not count:
-                        raise JobError(f"{path} ends early: it was changed after its header was read")
+                        raise JobError(
+                            f"{path} ends early: it was changed after its header was read"
+                        )
                     done += count
     except OSError as error:
-        raise JobError(f"{path} cannot be read: {error.strerror}; every machine of a run needs it under this path") from error
+        raise JobError(
+            f"{path} cannot be read: {error.strerror}; every machine of a run needs it under this "
+            f"path"
+        ) from error
 
 
 def read_header(path: str | Path) -> dict[str, StoredTensor]:
@@ -109,7 +120,10 @@ def read_headers(path: str | Path) -> tuple[dict[str, StoredTensor], dict[str, s
         read_bytes(path, [(0, LENGTH)], memoryview(first))
         length = int.from_bytes(first, "little")
         if length > min(size - LENGTH, LONGEST_HEADER):
-            raise _Broken(f"says that its header has {length} bytes; the file has {size}, and a header at most {LONGEST_HEADER}")
+            raise _Broken(
+                f"says that its header has {length} bytes; the file has {size}, and a header at "
+                f"most {LONGEST_HEADER}"
+            )
         raw = bytearray(length)
         read_bytes(path, [(LENGTH, length)], memoryview(raw))
         header = _parsed(bytes(raw))
@@ -148,19 +162,25 @@ def _tensors(path: str, header: dict[str, Any], begin: int, size: int) -> dict[s
         dtype, shape, start, stop = _entry(name, entry)
         bytes_needed = math.prod(shape) * dtype.itemsize
         if stop - start != bytes_needed:
-            raise _Broken(f"gives {name!r} {stop - start} bytes; {dtype} of shape {list(shape)} needs {bytes_needed}")
+            raise _Broken(
+                f"gives {name!r} {stop - start} bytes; {dtype} of shape {list(shape)} needs "
+                f"{bytes_needed}"
+            )
         found[name] = StoredTensor(path, dtype, shape, begin + start)
         spans.append((start, stop, name))
     end = 0
     for start, stop, name in sorted(spans):
         if start != end:
             raise _Broken(
-                f"has its tensors overlap, or a gap: {name!r} begins at byte {start}, and the one before it ends at {end}"
+                f"has its tensors overlap, or a gap: {name!r} begins at byte {start}, and the one "
+                f"before it ends at "
+                f"{end}"
             )
         end = stop
     if begin + end != size:
         raise _Broken(
-            f"has {size - begin} bytes of tensors, and its header describes {end}: it was cut off, or something follows"
+            f"has {size - begin} bytes of tensors, and its header describes {end}: it was cut off, "
+            f"or something follows"
         )
     return found
 
@@ -179,9 +199,13 @@ def _entry(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, in
     if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
         raise _Broken(f"has {name!r} in dtype {dtype!r}; known are {', '.join(STORED_DTYPES)}")
     if not _are_sizes(shape):
-        raise _Broken(f"gives {name!r} the shape {shape!r}; a list of integers of at least 0 is needed")
+        raise _Broken(
+            f"gives {name!r} the shape {shape!r}; a list of integers of at least 0 is needed"
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _Broken(f"gives {name!r} the data_offsets {offsets!r}; begin and end of its bytes are needed")
+        raise _Broken(
+            f"gives {name!r} the data_offsets {offsets!r}; begin and end of its bytes are needed"
+        )
     return STORED_DTYPES[dtype], tuple(shape), offsets[0], offsets[1]
 
 

@@ -14,8 +14,11 @@ def check_separate(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise JobError for two tensors that training would separate."""
     if shared := shared_memory(tensors):
         raise JobError(
-            f"Job.model() makes {shared[0]!r} and {shared[1]!r} of the same memory, from arrays of another library, and training "
-            "would separate them. Use one Parameter under both names, or copy one of them (torch.tensor)"
+            f"Job.model() makes {shared[0]!r} and {shared[1]!r} of the same memory, from arrays of "
+            f"another library, "
+            f"and training "
+            "would separate them. Use one Parameter under both names, or copy one of them "
+            "(torch.tensor)"
         )
 
 
@@ -25,7 +28,11 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
     numpy arrays and DLPack make such tensors; shared storage objects were found when the model was captured.
     """
     storages = {name: t.untyped_storage() for name, t in tensors.items() if t.device.type == "cpu"}
-    found = sorted((s.data_ptr(), s.data_ptr() + s.nbytes(), name) for name, s in storages.items() if s.nbytes())
+    found = sorted(
+        (s.data_ptr(), s.data_ptr() + s.nbytes(), name)
+        for name, s in storages.items()
+        if s.nbytes()
+    )
     for (_, end, first), (begin, _, second) in pairwise(found):
         if begin < end and storages[first]._cdata != storages[second]._cdata:
             return first, second

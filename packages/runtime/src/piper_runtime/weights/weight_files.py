@@ -36,13 +36,20 @@ def stored_tensors(path: Path) -> Mapping[str, FileTensor]:
     if not path.is_dir():
         return read_header(path)
     if (path / DCP_METADATA).is_file():
-        return weights_in(path, marked_tensors(path)[1]) if (path / MARKER).is_file() else dcp_tensors(path)
+        return (
+            weights_in(path, marked_tensors(path)[1])
+            if (path / MARKER).is_file()
+            else dcp_tensors(path)
+        )
     if (path / INDEX).is_file():
         return _indexed(path)
     if (path / WHOLE).is_file():
         return read_header(path / WHOLE)
     present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-    raise JobError(f"{path} has neither {INDEX}, {WHOLE} nor the {DCP_METADATA} of a checkpoint; it has {present}")
+    raise JobError(
+        f"{path} has neither {INDEX}, {WHOLE} nor the {DCP_METADATA} of a checkpoint; it has "
+        f"{present}"
+    )
 
 
 def _indexed(folder: Path) -> dict[str, StoredTensor]:
@@ -77,7 +84,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError) as error:
         raise JobError(f"{index} is no JSON ({type(error).__name__}: {error})") from None
     found = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+    if (
+        not isinstance(found, dict)
+        or not found
+        or not all(isinstance(file, str) for file in found.values())
+    ):
         raise JobError(f"{index} has no weight_map, which gives the file of each tensor")
     for file in found.values():
         if Path(file).name != file:

@@ -29,7 +29,9 @@ class KeyPath:
         return KeyPath(self.file, (*self.keys[:-1], f"{self.keys[-1]}[{k}]"))
 
     def error(self, message: str) -> ClusterError:
-        return ClusterError(f"{self.file}: {'.'.join(self.keys)}{': ' if self.keys else ''}{message}")
+        return ClusterError(
+            f"{self.file}: {'.'.join(self.keys)}{': ' if self.keys else ''}{message}"
+        )
 
 
 MOST_BITS = 1024
@@ -92,7 +94,9 @@ def text_or(other: Check) -> Check:
 
 def list_or(many: Check, other: Check) -> Check:
     """Accept a list, or something else."""
-    return lambda value, where: many(value, where) if isinstance(value, list) else other(value, where)
+    return lambda value, where: (
+        many(value, where) if isinstance(value, list) else other(value, where)
+    )
 
 
 def one_of(*accepted: str | bool) -> Check:
@@ -121,7 +125,12 @@ def number(*, whole: bool, least: float, above: bool) -> Check:
 
     def check(value: Any, where: KeyPath) -> Any:
         right = isinstance(value, int) or (isinstance(value, float) and not whole)
-        if not right or isinstance(value, bool) or not is_finite(value) or not (value > least if above else value >= least):
+        if (
+            not right
+            or isinstance(value, bool)
+            or not is_finite(value)
+            or not (value > least if above else value >= least)
+        ):
             raise where.error(f"{shown(value)} stands here; {needed} is needed")
         return value
 

@@ -64,20 +64,26 @@ class Cluster:
         who = f"cluster {self.label or (self.nodes[0][1].name if self.nodes else 'without nodes')}"
         where = KeyPath(who)
         if not isinstance(self.network, Network):
-            raise where.at("network").error(f"a {type(self.network).__name__} stands here; a piper.Network is needed")
+            raise where.at("network").error(
+                f"a {type(self.network).__name__} stands here; a piper.Network is needed"
+            )
         check_fields(self, who)
         if not self.nodes:
             raise where.at("nodes").error("none stand here; at least one is needed")
         for k, (count, device) in enumerate(self.nodes):
             COUNT(count, where.at(f"nodes[{k}]"))
             if device.synchronous != self.synchronous:
-                raise where.at("nodes").error(f"{device.name} and {self.device.name}: devices beside a CPU are not simulated")
+                raise where.at("nodes").error(
+                    f"{device.name} and {self.device.name}: devices beside a CPU are not simulated"
+                )
         if self.devices > MOST_RANKS:
             total = f"{self.per_node} devices on each of {self.node_count} nodes"
             raise where.at("nodes").error(f"{total}; at most {MOST_RANKS} devices are accepted")
         if len(self.network.links) not in (1, len(self.nodes)):
             raise where.at("network.links").error(
-                f"{len(self.network.links)} of them for {len(self.nodes)} runs of nodes; one for all, or one for each, is needed"
+                f"{len(self.network.links)} of them for {len(self.nodes)} runs of nodes; one for "
+                f"all, or one for each, "
+                f"is needed"
             )
         self._check_slow(where)
 
@@ -86,16 +92,22 @@ class Cluster:
         for rank in self.slow_ranks:
             INDEX(rank, where.at("slow_ranks"))
             if not 0 <= rank < self.devices:
-                raise where.at("slow_ranks").error(f"rank {rank} is not there; the ranks are 0 to {self.devices - 1}")
+                raise where.at("slow_ranks").error(
+                    f"rank {rank} is not there; the ranks are 0 to {self.devices - 1}"
+                )
         seen = set()
         at = where.at("slow_links")
         for link in self.network.slow_links:
             for node in (link.a, link.b):
                 if not 0 <= node < self.node_count:
-                    raise at.error(f"node {node} is not there; the nodes are 0 to {self.node_count - 1}")
+                    raise at.error(
+                        f"node {node} is not there; the nodes are 0 to {self.node_count - 1}"
+                    )
             ends = frozenset((link.a, link.b))
             if ends in seen:
-                raise at.error(f"the link of nodes {link.a} and {link.b} is there twice; give one factor")
+                raise at.error(
+                    f"the link of nodes {link.a} and {link.b} is there twice; give one factor"
+                )
             seen.add(ends)
 
     @property
@@ -128,9 +140,17 @@ class Cluster:
         """Return the name for `load_cluster`, or the label of a cluster from a file."""
         if self.label or self.device.name == CPU:
             return self.label or CPU
-        runs = [(name, sum(n for n, _ in run)) for name, run in groupby(self.nodes, key=lambda run: run[1].name)]
-        parts = [f"{device}:{self.per_node}" + (f"*{nodes}" if nodes > 1 else "") for device, nodes in runs]
-        return "+".join(parts) + (f"@{self.device.stack.name}" if self.device.stack is not None else "")
+        runs = [
+            (name, sum(n for n, _ in run))
+            for name, run in groupby(self.nodes, key=lambda run: run[1].name)
+        ]
+        parts = [
+            f"{device}:{self.per_node}" + (f"*{nodes}" if nodes > 1 else "")
+            for device, nodes in runs
+        ]
+        return "+".join(parts) + (
+            f"@{self.device.stack.name}" if self.device.stack is not None else ""
+        )
 
     @property
     def kinds(self) -> tuple[NodeKind, ...]:
@@ -139,7 +159,11 @@ class Cluster:
 
     @cached_property
     def _kinds_and_nodes(self) -> tuple[tuple[NodeKind, ...], tuple[int, ...]]:
-        links = self.network.links if len(self.network.links) > 1 else self.network.links * len(self.nodes)
+        links = (
+            self.network.links
+            if len(self.network.links) > 1
+            else self.network.links * len(self.nodes)
+        )
         kinds: list[NodeKind] = []
         of_node: list[int] = []
         for (count, device), own in zip(self.nodes, links, strict=True):
@@ -177,7 +201,9 @@ class Cluster:
 
     def each_links(self, change: Callable[[Links], Links]) -> Cluster:
         """Return the cluster with a change to the links of every type of device."""
-        return replace(self, network=replace(self.network, links=tuple(map(change, self.network.links))))
+        return replace(
+            self, network=replace(self.network, links=tuple(map(change, self.network.links)))
+        )
 
     @staticmethod
     def joined(parts: Sequence[Cluster]) -> Cluster:
@@ -190,13 +216,17 @@ class Cluster:
         for part in parts:
             if part.per_node != first.per_node:
                 raise ClusterError(
-                    f"cluster {first.label or first.device.name}: {part.per_node} devices per node of {part.device.name} and "
+                    f"cluster {first.label or first.device.name}: {part.per_node} devices per node "
+                    f"of "
+                    f"{part.device.name} and "
                     f"{first.per_node} of {first.device.name}; the same number is needed everywhere"
                 )
             every += [part.kinds[kind] for kind in part._kinds_and_nodes[1]]
         runs = [(len(list(nodes)), kind) for kind, nodes in groupby(every)]
         network = replace(first.network, links=tuple([kind.links for _, kind in runs]))
-        return replace(first, nodes=tuple([(count, kind.device) for count, kind in runs]), network=network)
+        return replace(
+            first, nodes=tuple([(count, kind.device) for count, kind in runs]), network=network
+        )
 
     def node_of(self, rank: int) -> int:
         return rank // self.per_node
@@ -219,4 +249,6 @@ class Cluster:
         """Return the devices' notes as warnings, with the cluster's name, or that of each kind where they differ."""
         if len({kind.device.notes for kind in self.kinds}) == 1:
             return (f"{self.name}: {self.device.notes}",) if self.device.notes else ()
-        return tuple(f"{kind.device.name}: {kind.device.notes}" for kind in self.kinds if kind.device.notes)
+        return tuple(
+            f"{kind.device.name}: {kind.device.notes}" for kind in self.kinds if kind.device.notes
+        )

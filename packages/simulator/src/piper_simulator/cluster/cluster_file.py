@@ -62,17 +62,26 @@ _DEVICE = (
     {"base": TEXT}
     | {key: check for key, check in checks_of(Device).items() if key not in _ELSEWHERE}
     | {"generation": one_of(*GENERATIONS), "allocator_factor": FACTOR}
-    | dict.fromkeys(("matmul_fraction", "memory_fraction"), FRACTION)  # a what-if may raise one above 1, a file may not
+    | dict.fromkeys(
+        ("matmul_fraction", "memory_fraction"), FRACTION
+    )  # a what-if may raise one above 1, a file may not
 )
 _LINKS, _NETWORK = checks_of(Links), checks_of(Network)
 
 
 def _keys(prefix: str) -> dict[str, Check]:
     """Return the checks of the fields that begin with `prefix`, by the rest of their names."""
-    return {field.removeprefix(prefix): check for field, check in _LINKS.items() if field.startswith(prefix)}
+    return {
+        field.removeprefix(prefix): check
+        for field, check in _LINKS.items()
+        if field.startswith(prefix)
+    }
 
 
-_INTRA, _INTER = ({key: _keys(f"{which}_")[key] for key in ("kind", "bandwidth", "latency")} for which in ("intra", "inter"))
+_INTRA, _INTER = (
+    {key: _keys(f"{which}_")[key] for key in ("kind", "bandwidth", "latency")}
+    for which in ("intra", "inter")
+)
 _COUNTS = {"count": COUNT, "devices": COUNT}
 _OF_NODES = table({"intra": table(_INTRA), "inter": table(_INTER | {"nics_per_node": COUNT})})
 SCHEMA = table(
@@ -81,14 +90,23 @@ SCHEMA = table(
         "stack": one_of(*STACKS),
         "sources": mapping(TEXT),
         "device": text_or(table(_DEVICE)),
-        "nodes": list_or(list_of(table(_COUNTS | {"device": text_or(table(_DEVICE)), "links": _OF_NODES})), table(_COUNTS)),
+        "nodes": list_or(
+            list_of(table(_COUNTS | {"device": text_or(table(_DEVICE)), "links": _OF_NODES})),
+            table(_COUNTS),
+        ),
         "links": table(
             {
                 "intra": table(_INTRA),
-                "inter": table(_INTER | {"nics_per_node": COUNT} | {k: _NETWORK[k] for k in ("rails", "oversubscription")}),
+                "inter": table(
+                    _INTER
+                    | {"nics_per_node": COUNT}
+                    | {k: _NETWORK[k] for k in ("rails", "oversubscription")}
+                ),
             }
         ),
-        "communication": table({"model": _LINKS["communication"], "messages": TEXT, "nccl": table(checks_of(Nccl))}),
+        "communication": table(
+            {"model": _LINKS["communication"], "messages": TEXT, "nccl": table(checks_of(Nccl))}
+        ),
         "slow_ranks": list_of(table({"rank": INDEX, "factor": FACTOR})),
         "slow_links": list_of(table({"nodes": list_of_each(INDEX, INDEX), "factor": FACTOR})),
         "kernel": KERNELS,
@@ -107,21 +125,31 @@ def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
     nodes = found.get("nodes", {})
     try:
         if isinstance(nodes, list):
-            cluster = Cluster.joined([_one_kind(*of, path, devices) for of in _runs(found, nodes, where)])
+            cluster = Cluster.joined(
+                [_one_kind(*of, path, devices) for of in _runs(found, nodes, where)]
+            )
         else:
             cluster = _one_kind(found, where, path, devices)
         ranks, links = _slow(found, where)
-        return replace(cluster, network=replace(cluster.network, slow_links=links), slow_ranks=ranks)
+        return replace(
+            cluster, network=replace(cluster.network, slow_links=links), slow_ranks=ranks
+        )
     except ClusterError as e:
         text = str(e)
         raise ClusterError(text if text.startswith(f"{path}: ") else f"{path}: {text}") from None
 
 
-def _runs(found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: KeyPath) -> Iterator[tuple[dict[str, Any], KeyPath]]:
+def _runs(
+    found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: KeyPath
+) -> Iterator[tuple[dict[str, Any], KeyPath]]:
     """Yield a file for each run of nodes, and the place of its device."""
     if not nodes:
         raise where.at("nodes").error("none stand here; at least one is needed")
-    tables = [where.at("communication").at("messages")] if "messages" in found.get("communication", {}) else []
+    tables = (
+        [where.at("communication").at("messages")]
+        if "messages" in found.get("communication", {})
+        else []
+    )
     tables += [where.at("kernel")] if "kernel" in found else []
     for at in tables:
         raise at.error("a table holds for one kind of device; leave it out where `nodes` is a list")
@@ -130,19 +158,33 @@ def _runs(found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: KeyP
         if "device" not in run and "device" not in found:
             raise at.error("device is missing, here or for the whole file")
         links = {
-            which: found.get("links", {}).get(which, {}) | run.get("links", {}).get(which, {}) for which in ("intra", "inter")
+            which: found.get("links", {}).get(which, {}) | run.get("links", {}).get(which, {})
+            for which in ("intra", "inter")
         }
-        one = found | {"nodes": run} | ({"links": links} if "links" in found or "links" in run else {})
-        yield one | ({"device": run["device"]} if "device" in run else {}), at if "device" in run else where
+        one = (
+            found
+            | {"nodes": run}
+            | ({"links": links} if "links" in found or "links" in run else {})
+        )
+        yield (
+            one | ({"device": run["device"]} if "device" in run else {}),
+            at if "device" in run else where,
+        )
 
 
-def _one_kind(found: Mapping[str, Any], where: KeyPath, path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
+def _one_kind(
+    found: Mapping[str, Any], where: KeyPath, path: Path, devices: Mapping[str, NodeKind]
+) -> Cluster:
     """Return the cluster of a file with one type of device and nothing slow; `where` is the device's place."""
     base, name = _base(found, where, devices)
     file = KeyPath(str(path))
     per_node = found.get("nodes", {}).get("devices", 1)
-    device = _device(found) | {"name": name} | ({"notes": found["notes"]} if "notes" in found else {})
-    device |= {"kernels": read_kernels(found["kernel"], where.at("kernel"))} if "kernel" in found else {}
+    device = (
+        _device(found) | {"name": name} | ({"notes": found["notes"]} if "notes" in found else {})
+    )
+    device |= (
+        {"kernels": read_kernels(found["kernel"], where.at("kernel"))} if "kernel" in found else {}
+    )
     links = _links(found, file, per_node, base) | _communication(found, file, path, base)
     if base is None:
         _complete(device, links, where)
@@ -150,7 +192,9 @@ def _one_kind(found: Mapping[str, Any], where: KeyPath, path: Path, devices: Map
     else:
         kind = NodeKind(replace(base.device, **device), replace(base.links, **links))
     inter = found.get("links", {}).get("inter", {})
-    network = Network((kind.links,), **{k: inter[k] for k in ("rails", "oversubscription") if k in inter})
+    network = Network(
+        (kind.links,), **{k: inter[k] for k in ("rails", "oversubscription") if k in inter}
+    )
     nodes = found.get("nodes", {}).get("count", 1)
     return Cluster(((nodes, kind.device),), network, per_node, label=found.get("name", path.stem))
 
@@ -160,26 +204,45 @@ def _parsed(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else e
-        raise ClusterError(f"cannot read the cluster file {path}: {why}; docs/clusters.md shows how one is written") from None
+        raise ClusterError(
+            f"cannot read the cluster file {path}: {why}; docs/clusters.md shows how one is written"
+        ) from None
     try:
-        return json.loads(text, object_pairs_hook=unique_keys) if path.suffix == ".json" else tomllib.loads(text)
+        return (
+            json.loads(text, object_pairs_hook=unique_keys)
+            if path.suffix == ".json"
+            else tomllib.loads(text)
+        )
     except (RecursionError, ValueError) as e:
-        raise ClusterError(f"{path}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {e}") from None
+        raise ClusterError(
+            f"{path}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {e}"
+        ) from None
 
 
-def _base(found: Mapping[str, Any], where: KeyPath, devices: Mapping[str, NodeKind]) -> tuple[NodeKind | None, str]:
+def _base(
+    found: Mapping[str, Any], where: KeyPath, devices: Mapping[str, NodeKind]
+) -> tuple[NodeKind | None, str]:
     """Return the built-in device on which a file rests, and the name of the file's own."""
     described = found.get("device")
     if described is None:
-        raise where.error(f'device is missing: device = "NAME" with one of {", ".join(devices)}, or a table [device]')
+        raise where.error(
+            f'device is missing: device = "NAME" with one of {", ".join(devices)}, or a table '
+            f"[device]"
+        )
     at = where.at("device")
-    base, name = (described, None) if isinstance(described, str) else (described.get("base"), described.get("name"))
+    base, name = (
+        (described, None)
+        if isinstance(described, str)
+        else (described.get("base"), described.get("name"))
+    )
     if base is None:
         if name is None:
             raise at.error("name is missing; a device without a base needs one")
         return None, name
     if base not in devices:
-        raise (at if isinstance(described, str) else at.at("base")).error(f"no device {base!r}; known: {', '.join(devices)}")
+        raise (at if isinstance(described, str) else at.at("base")).error(
+            f"no device {base!r}; known: {', '.join(devices)}"
+        )
     return devices[base], name or base
 
 
@@ -188,38 +251,58 @@ def _device(found: Mapping[str, Any]) -> dict[str, Any]:
     described = found["device"] if isinstance(found["device"], dict) else {}
     out = {k: v for k, v in described.items() if k not in ("base", "name", "memory_steps")}
     if "memory_steps" in described:
-        out["memory_steps"] = tuple((least, fraction) for least, fraction in sorted(described["memory_steps"], reverse=True))
+        out["memory_steps"] = tuple(
+            (least, fraction) for least, fraction in sorted(described["memory_steps"], reverse=True)
+        )
     return out | ({"stack": STACKS[found["stack"]]} if "stack" in found else {})
 
 
-def _links(found: Mapping[str, Any], where: KeyPath, per_node: int, base: NodeKind | None) -> dict[str, Any]:
+def _links(
+    found: Mapping[str, Any], where: KeyPath, per_node: int, base: NodeKind | None
+) -> dict[str, Any]:
     """Return the settings in a file for the links of a type of device."""
     links = found.get("links", {})
-    out = {f"{which}_{k}": v for which in ("intra", "inter") for k, v in links.get(which, {}).items() if k in _INTRA}
+    out = {
+        f"{which}_{k}": v
+        for which in ("intra", "inter")
+        for k, v in links.get(which, {}).items()
+        if k in _INTRA
+    }
     inter, at = links.get("inter", {}), where.at("links").at("inter")
     nics = inter.get("nics_per_node", per_node)
     if inter.get("rails", 1) > nics:
-        raise at.at("rails").error(f"{inter['rails']} rails with {nics} NICs per node; at most as many are possible")
+        raise at.at("rails").error(
+            f"{inter['rails']} rails with {nics} NICs per node; at most as many are possible"
+        )
     if nics != per_node:  # a device has its part of them
-        of_one = out.get("inter_bandwidth", base.links.inter_bandwidth if base is not None else None)
+        of_one = out.get(
+            "inter_bandwidth", base.links.inter_bandwidth if base is not None else None
+        )
         if of_one is None:
             raise at.error("bandwidth is missing: bytes/s of one NIC")
         out["inter_bandwidth"] = of_one * nics / per_node
     return out
 
 
-def _slow(found: Mapping[str, Any], where: KeyPath) -> tuple[dict[int, float], tuple[SlowLink, ...]]:
+def _slow(
+    found: Mapping[str, Any], where: KeyPath
+) -> tuple[dict[int, float], tuple[SlowLink, ...]]:
     """Return slow ranks and slow links; the cluster checks whether they exist."""
     ranks: dict[int, float] = {}
     for rank, factor, at in _entries(found, where, "slow_ranks", "rank"):
         if rank in ranks:
             raise at.error(f"rank {rank} is there twice; give one factor")
         ranks[rank] = factor
-    links = [SlowLink(ends[0], ends[1], factor) for ends, factor, _ in _entries(found, where, "slow_links", "nodes")]
+    links = [
+        SlowLink(ends[0], ends[1], factor)
+        for ends, factor, _ in _entries(found, where, "slow_links", "nodes")
+    ]
     return ranks, tuple(links)
 
 
-def _entries(found: Mapping[str, Any], where: KeyPath, name: str, key: str) -> Iterator[tuple[Any, float, KeyPath]]:
+def _entries(
+    found: Mapping[str, Any], where: KeyPath, name: str, key: str
+) -> Iterator[tuple[Any, float, KeyPath]]:
     """Yield each slow rank or link with its factor and its place."""
     for k, each in enumerate(found.get(name, ())):
         at = where.at(f"{name}[{k}]")
@@ -229,16 +312,22 @@ def _entries(found: Mapping[str, Any], where: KeyPath, name: str, key: str) -> I
         yield each[key], each["factor"], at
 
 
-def _communication(found: Mapping[str, Any], where: KeyPath, path: Path, base: NodeKind | None) -> dict[str, Any]:
+def _communication(
+    found: Mapping[str, Any], where: KeyPath, path: Path, base: NodeKind | None
+) -> dict[str, Any]:
     """Return the model of messages, its constants, and the table of messages from a file beside this one."""
     of, out = found.get("communication", {}), {}
     if "model" in of:
         out["communication"] = of["model"]
     if "nccl" in of:
-        constants = of["nccl"] | ({"ll_max": tuple(of["nccl"]["ll_max"])} if "ll_max" in of["nccl"] else {})
+        constants = of["nccl"] | (
+            {"ll_max": tuple(of["nccl"]["ll_max"])} if "ll_max" in of["nccl"] else {}
+        )
         out["nccl"] = replace(base.links.nccl if base is not None else Nccl(), **constants)
     if "messages" in of:
-        out["messages"] = read_messages(path.parent / of["messages"], where.at("communication").at("messages"))
+        out["messages"] = read_messages(
+            path.parent / of["messages"], where.at("communication").at("messages")
+        )
     elif base is not None and "links" in found:
         out["messages"] = ()  # measured on other links
     return out
@@ -250,15 +339,24 @@ def read_messages(path: Path, where: KeyPath) -> tuple[CommDuration, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise where.error(f"cannot read the table {path}: {e}") from None
-    rows = [(n, line) for n, line in enumerate(lines, start=1) if line.strip() and not line.startswith("#")]
+    rows = [
+        (n, line)
+        for n, line in enumerate(lines, start=1)
+        if line.strip() and not line.startswith("#")
+    ]
     if not rows or tuple(rows[0][1].split(",")) != COLUMNS:
-        raise where.error(f"{path}: the first line is {rows[0][1] if rows else 'missing'}; {','.join(COLUMNS)} is needed")
+        raise where.error(
+            f"{path}: the first line is {rows[0][1] if rows else 'missing'}; {','.join(COLUMNS)} "
+            f"is needed"
+        )
     found: dict[tuple[str, int, int, int], CommDuration] = {}
     for n, line in rows[1:]:
         message = _message(line, f"{path}, line {n}")
         key = (message.op, message.group, message.nodes, message.bytes)
         if key in found:
-            raise KeyPath(f"{path}, line {n}").error("measured on a line before; one of them is needed")
+            raise KeyPath(f"{path}, line {n}").error(
+                "measured on a line before; one of them is needed"
+            )
         found[key] = message
     return tuple(found.values())
 
@@ -286,7 +384,9 @@ def _number(cell: str) -> Any:
 def _complete(device: Mapping[str, Any], links: Mapping[str, Any], where: KeyPath) -> None:
     """Raise a ClusterError for a device without a base that lacks a constant without a default."""
     missing = [f"device.{field}" for field in _required(Device) if field not in device]
-    missing += [f"links.{field.replace('_', '.')}" for field in _required(Links) if field not in links]
+    missing += [
+        f"links.{field.replace('_', '.')}" for field in _required(Links) if field not in links
+    ]
     if missing:
         raise where.error(f"{', '.join(missing)} missing; a device without a base gives them all")
 

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated
 
-from piper_simulator.cluster.checks import POSITIVE, Count, Index, NotNegative, Positive, Text, check_fields, mapping, one_of
+from piper_simulator.cluster.checks import (
+    POSITIVE,
+    Count,
+    Index,
+    NotNegative,
+    Positive,
+    Text,
+    check_fields,
+    mapping,
+    one_of,
+)
 from piper_simulator.cluster.kernel_table import KernelDuration, KernelTable
 from piper_simulator.cluster.stacks import GENERATIONS, Stack
 
@@ -80,7 +90,10 @@ class Device:
     def guess(self, dtype: str, who: str) -> str:
         """Return a warning of `who` that says which rate `peak` takes for a dtype that it does not know."""
         slowest = min(self.peak_flops, key=lambda d: self.peak_flops[d])
-        return f"{who}: no FLOP/s known for {dtype}; computed with those of {slowest}, {self.peak(dtype) / 1e12:g} TFLOP/s"
+        return (
+            f"{who}: no FLOP/s known for {dtype}; computed with those of {slowest}, "
+            f"{self.peak(dtype) / 1e12:g} TFLOP/s"
+        )
 
     @cached_property
     def kernel_table(self) -> KernelTable:

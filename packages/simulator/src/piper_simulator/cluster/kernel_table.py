@@ -49,7 +49,12 @@ from piper_simulator.cluster.stacks import KINDS
 
 REACH = 2.0
 How = Literal["table", "interpolated", "scaled", "formula"]
-SOURCES: Mapping[How, Source] = {"table": "table", "interpolated": "interpolated", "scaled": "formula", "formula": "formula"}
+SOURCES: Mapping[How, Source] = {
+    "table": "table",
+    "interpolated": "interpolated",
+    "scaled": "formula",
+    "formula": "formula",
+}
 """The labels of durations, from the most to the least trusted."""
 SizeAxis = Literal["shape", "bytes", "flops"]
 AXES: tuple[SizeAxis, ...] = ("shape", "bytes", "flops")
@@ -87,7 +92,11 @@ class KernelDuration:
         where = f"{self.kind} kernel, {self.axis} {self.size} in {self.seconds!r} s ({self.source})"
         check_fields(self, where)
         if not self.size:
-            raise KeyPath(where).at("size").error("nothing stands here; positive whole numbers are needed")
+            raise (
+                KeyPath(where)
+                .at("size")
+                .error("nothing stands here; positive whole numbers are needed")
+            )
 
     @property
     def key(self) -> tuple[str, str, str, SizeAxis, Size]:
@@ -97,7 +106,11 @@ class KernelDuration:
 
 SCHEMA = list_of(
     table(
-        {k: TEXT if k == "op" else check for k, check in checks_of(KernelDuration).items() if k not in ("axis", "size")}
+        {
+            k: TEXT if k == "op" else check
+            for k, check in checks_of(KernelDuration).items()
+            if k not in ("axis", "size")
+        }
         | {"shape": list_of(COUNT), "bytes": COUNT, "flops": COUNT}
     )
 )
@@ -111,7 +124,9 @@ def read_kernels(found: Sequence[Mapping[str, Any]], where: KeyPath) -> tuple[Ke
     for k, entry in enumerate(found):
         row = _row(entry, where.item(k))
         if row.key in rows:
-            raise where.item(k).error(f"measured in {where.keys[-1]}[{rows[row.key]}] already; one of them is needed")
+            raise where.item(k).error(
+                f"measured in {where.keys[-1]}[{rows[row.key]}] already; one of them is needed"
+            )
         rows[row.key] = k
         out.append(row)
     return tuple(out)
@@ -122,15 +137,23 @@ def _row(entry: Mapping[str, Any], at: KeyPath) -> KernelDuration:
         raise at.error(f"{', '.join(missing)} missing")
     axes = [a for a in AXES if a in entry]
     if len(axes) != 1:
-        raise at.error(f"{' and '.join(axes) or 'no size'} given; exactly one of {', '.join(AXES)} is needed")
+        raise at.error(
+            f"{' and '.join(axes) or 'no size'} given; exactly one of {', '.join(AXES)} is needed"
+        )
     axis: SizeAxis = axes[0]
     kind = entry["kind"]
     size = tuple(entry[axis]) if axis == "shape" else (entry[axis],)
     if axis == "shape" and len(size) not in SHAPES.get(kind, {}):
         forms = " or ".join(f"[{names}]" for names in SHAPES.get(kind, {}).values())
-        needed = f"{forms} is needed" if forms else f"give bytes or flops; only {', '.join(SHAPES)} have a shape"
+        needed = (
+            f"{forms} is needed"
+            if forms
+            else f"give bytes or flops; only {', '.join(SHAPES)} have a shape"
+        )
         raise at.at("shape").error(f"{list(size)} stands here, of kind {kind!r}; {needed}")
-    return KernelDuration(kind, entry.get("op", ""), entry["dtype"], axis, size, entry["seconds"], entry["source"])
+    return KernelDuration(
+        kind, entry.get("op", ""), entry["dtype"], axis, size, entry["seconds"], entry["source"]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +186,20 @@ class KernelTable:
         for op in dict.fromkeys((kernel.op, "")):
             for axis in AXES:
                 size = _size(kernel, axis)
-                series = self._series.get((kernel.kind, op, kernel.dtype, axis, len(size))) if size else None
+                series = (
+                    self._series.get((kernel.kind, op, kernel.dtype, axis, len(size)))
+                    if size
+                    else None
+                )
                 found = _look(series, kernel, axis, size, formula) if series else None
                 if found is not None:
                     return found
         return Found(formula(kernel), "formula")
 
 
-def _look(series: Mapping[Size, float], kernel: Kernel, axis: SizeAxis, size: Size, formula: KernelFormula) -> Found | None:
+def _look(
+    series: Mapping[Size, float], kernel: Kernel, axis: SizeAxis, size: Size, formula: KernelFormula
+) -> Found | None:
     """Look a size up in the rows of one kind; None where nothing near was measured."""
     if size in series:
         return Found(series[size], "table")
@@ -179,7 +208,11 @@ def _look(series: Mapping[Size, float], kernel: Kernel, axis: SizeAxis, size: Si
         between = log_log(points, size[0]) if within(points, size[0]) else None
         if between is not None:
             return Found(between, "interpolated")
-    near = {k: _distance(k, size) for k in series if all(a <= REACH * b and b <= REACH * a for a, b in zip(k, size))}
+    near = {
+        k: _distance(k, size)
+        for k in series
+        if all(a <= REACH * b and b <= REACH * a for a, b in zip(k, size))
+    }
     if not near:
         return None
     ratios = {k: log(series[k] / formula(_resized(kernel, axis, size, k))) for k in near}

@@ -82,7 +82,9 @@ def cpu_local(
     found = _LOCAL.each_device(
         lambda device: _changed(
             device,
-            peak_flops=None if matmul_flops is None else {"float32": matmul_flops, "float64": matmul_flops / 2},
+            peak_flops=None
+            if matmul_flops is None
+            else {"float32": matmul_flops, "float64": matmul_flops / 2},
             memory_bandwidth=memory_bandwidth,
             memory_bytes=memory_bytes,
             launch_s=launch_s,
@@ -127,7 +129,8 @@ def load_cluster(name: str | Path) -> Cluster:
     """
     if not isinstance(name, str | Path):
         raise ClusterError(
-            f"a {type(name).__name__} names no cluster; a name such as h100x8, or the path of a cluster file, is needed"
+            f"a {type(name).__name__} names no cluster; a name such as h100x8, or the path of a "
+            f"cluster file, is needed"
         )
     if isinstance(name, Path) or name.strip().lower().endswith(FILES):
         return read_cluster(Path(name), DEVICES)
@@ -140,8 +143,12 @@ def load_cluster(name: str | Path) -> Cluster:
         return Cluster.joined([part for part in parts if part is not None])
     short = ", ".join([*(f"{a}x8" for a in ALIASES), "h100x8*4"])
     raise ClusterError(
-        f"unknown cluster {name!r}; a cluster is <device>:<per node>[*<nodes>][@<stack>] with a device of {', '.join(DEVICES)} "
-        f"(short: {short}; of two kinds: a100x8*2+h100x8*2) and a stack of {', '.join(STACKS)}; or {CPU}, or a file that ends in "
+        f"unknown cluster {name!r}; a cluster is <device>:<per node>[*<nodes>][@<stack>] with a "
+        f"device of "
+        f"{', '.join(DEVICES)} "
+        f"(short: {short}; of two kinds: a100x8*2+h100x8*2) and a stack of {', '.join(STACKS)}; or "
+        f"{CPU}, or a file "
+        f"that ends in "
         f"{' or '.join(FILES)}"
     )
 

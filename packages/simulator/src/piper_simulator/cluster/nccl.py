@@ -100,7 +100,10 @@ def ring(of: Nccl, op: str, nbytes: float, ranks: Ranks, protocol: int) -> float
     """Return the seconds around a ring."""
     rounds = law_of(op).rounds
     steps, between = rounds * (ranks.n - 1), rounds * (ranks.nodes - 1)
-    hop, net = RING_HOP[_hops(ranks.kind)][protocol] * of.hop_factor, RING_NET[protocol] * of.net_hop_factor
+    hop, net = (
+        RING_HOP[_hops(ranks.kind)][protocol] * of.hop_factor,
+        RING_NET[protocol] * of.net_hop_factor,
+    )
     latency = RING_BASE[protocol] + _more(of, protocol) + (steps - between) * hop + between * net
     moved = steps / ranks.n * nbytes / _bandwidth(of, ranks, protocol, LL128_FRACTION)
     return latency + moved + (nbytes / ranks.n / of.pass_bandwidth if rounds == 2 else 0.0)
@@ -108,8 +111,15 @@ def ring(of: Nccl, op: str, nbytes: float, ranks: Ranks, protocol: int) -> float
 
 def tree(of: Nccl, nbytes: float, ranks: Ranks, protocol: int) -> float:
     """Return the seconds of an all-reduce up and down a double binary tree."""
-    hop, net = TREE_HOP[_hops(ranks.kind)][protocol] * of.hop_factor, TREE_NET[protocol] * of.net_hop_factor
-    latency = TREE_BASE[protocol] + _more(of, protocol) + 2 * ((ranks.n / ranks.nodes - 1) * hop + log2(ranks.nodes) * net)
+    hop, net = (
+        TREE_HOP[_hops(ranks.kind)][protocol] * of.hop_factor,
+        TREE_NET[protocol] * of.net_hop_factor,
+    )
+    latency = (
+        TREE_BASE[protocol]
+        + _more(of, protocol)
+        + 2 * ((ranks.n / ranks.nodes - 1) * hop + log2(ranks.nodes) * net)
+    )
     bandwidth = _bandwidth(of, ranks, protocol, TREE_LL128[ranks.nodes > 1])
     return latency + 2 * nbytes / (bandwidth if protocol == LL else bandwidth * TREE_FRACTION)
 
@@ -125,7 +135,11 @@ def nvls(of: Nccl, nbytes: float, ranks: Ranks) -> float:
 
 def step_latency(of: Nccl, kind: str, between: bool, protocol: int) -> float:
     """Return the seconds of the start and of one step, within a node or between two."""
-    hop = RING_NET[protocol] * of.net_hop_factor if between else RING_HOP[_hops(kind)][protocol] * of.hop_factor
+    hop = (
+        RING_NET[protocol] * of.net_hop_factor
+        if between
+        else RING_HOP[_hops(kind)][protocol] * of.hop_factor
+    )
     return RING_BASE[protocol] + _more(of, protocol) + hop
 
 

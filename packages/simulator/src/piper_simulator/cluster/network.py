@@ -8,7 +8,15 @@ from typing import Annotated, Literal
 
 from piper_ir.program.collectives import COLLECTIVES
 from piper_ir.program.costs import CommDuration, Costs
-from piper_simulator.cluster.checks import Count, Factor, Index, NotNegative, Positive, check_fields, one_of
+from piper_simulator.cluster.checks import (
+    Count,
+    Factor,
+    Index,
+    NotNegative,
+    Positive,
+    check_fields,
+    one_of,
+)
 from piper_simulator.cluster.nccl import Nccl
 
 OPS: tuple[str, ...] = ("p2p", *COLLECTIVES)

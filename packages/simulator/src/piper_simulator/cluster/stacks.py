@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from piper_simulator.cluster.checks import TEXT, KeyPath, Positive, Text, check_of, checks_of, mapping, one_of, table
+from piper_simulator.cluster.checks import (
+    TEXT,
+    KeyPath,
+    Positive,
+    Text,
+    check_of,
+    checks_of,
+    mapping,
+    one_of,
+    table,
+)
 
 KINDS = ("matmul", "attention", "norm", "elementwise", "embedding", "loss", "other")
 GENERATIONS = ("ampere", "hopper", "blackwell")
@@ -51,7 +61,11 @@ class Stack:
     source: Text
 
 
-_STACK = {key: check for key, check in checks_of(Stack).items() if key not in ("name", "attention_fraction")}
+_STACK = {
+    key: check
+    for key, check in checks_of(Stack).items()
+    if key not in ("name", "attention_fraction")
+}
 _ATTENTION = table({"source": TEXT} | dict.fromkeys(GENERATIONS, check_of(Fractions)))
 SCHEMA = table({"attention": mapping(_ATTENTION), "stacks": mapping(table(_STACK))})
 
@@ -60,14 +74,19 @@ def read_stacks(path: Path) -> dict[str, Stack]:
     """Read the stacks of a file; raise ClusterError with file and keys."""
     where = KeyPath(str(path))
     found = SCHEMA(tomllib.loads(path.read_text(encoding="utf-8")), where)
-    return {name: _stack(name, entry, found["attention"], where.at("stacks").at(name)) for name, entry in found["stacks"].items()}
+    return {
+        name: _stack(name, entry, found["attention"], where.at("stacks").at(name))
+        for name, entry in found["stacks"].items()
+    }
 
 
 def _stack(name: str, entry: dict[str, Any], kernels: Mapping[str, Any], where: KeyPath) -> Stack:
     if missing := [k for k in _STACK if k not in entry]:
         raise where.error(f"{', '.join(missing)} missing")
     if entry["attention"] not in kernels:
-        raise where.at("attention").error(f"no kernel {entry['attention']!r}; known: {', '.join(kernels)}")
+        raise where.at("attention").error(
+            f"no kernel {entry['attention']!r}; known: {', '.join(kernels)}"
+        )
     reached = {g: tuple(f) for g, f in kernels[entry["attention"]].items() if g in GENERATIONS}
     lists = {k: tuple(entry[k]) for k in ("fused", "overlap")}
     return Stack(**(entry | lists | {"name": name, "attention_fraction": reached}))

@@ -52,7 +52,8 @@ def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
         first = of.setdefault(m.channel, m)
         if (first.op, first.instances) != (m.op, m.instances):
             raise ClusterError(
-                f"channel {m.channel!r} has {first.op} of {first.instances} and {m.op} of {m.instances}; "
+                f"channel {m.channel!r} has {first.op} of {first.instances} and {m.op} of "
+                f"{m.instances}; "
                 "messages that differ in op or members need channels of their own"
             )
     routes = {name: route(m.op, m.instances, wires) for name, m in of.items()}
@@ -63,7 +64,12 @@ def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
         key = m.channel, m.nbytes, m.seconds
         if key not in known:
             device = wires.cluster.of(m.instances[0][0])
-            ends = {role: End(named, device.sms, device.memory_bandwidth) for role, named in m.ends.items()}
-            known[key] = demand(len(known), routes[m.channel], m.nbytes, m.seconds, ends, wires, shared)
+            ends = {
+                role: End(named, device.sms, device.memory_bandwidth)
+                for role, named in m.ends.items()
+            }
+            known[key] = demand(
+                len(known), routes[m.channel], m.nbytes, m.seconds, ends, wires, shared
+            )
         out.append(known[key])
     return out

@@ -96,7 +96,9 @@ class Wiring:
         return bandwidth / self.factors[node, far] if far >= 0 else bandwidth
 
     def node_of(self, resource: Resource) -> int:
-        return resource[1] // (self.cluster.per_node if resource[0].startswith("port") else self.nics)
+        return resource[1] // (
+            self.cluster.per_node if resource[0].startswith("port") else self.nics
+        )
 
     def kind_of(self, resource: Resource) -> int:
         """Return the kind of device that a resource belongs to."""
@@ -148,7 +150,9 @@ class End:
     memory: float
 
 
-def message_flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wiring) -> list[Flow]:
+def message_flows(
+    plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wiring
+) -> list[Flow]:
     """Return the load of each group of `prepared`, given the work per node.
 
     Raises ClusterError for a stream that takes as many SMs as a device has, or where the cluster does not say how many
@@ -167,12 +171,20 @@ def slows_anything(found: Sequence[Flow]) -> bool:
 class PlanLoads:
     """Make the flows of one plan's messages; equal messages of a channel have the same flow."""
 
-    def __init__(self, plan: Plan, roles: Sequence[str], wires: Wiring, within: Sequence[tuple[Channel, str]] = ()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        roles: Sequence[str],
+        wires: Wiring,
+        within: Sequence[tuple[Channel, str]] = (),
+    ) -> None:
         """Prepare for a plan in whose steps there are messages of these kinds, on these channels."""
         self.wires = wires
         self.plan = plan
         self.index = {role: r for r, role in enumerate(roles)}
-        self.routes = {(c.id, op): route(op, instances(plan, c), wires) for c, op in (*_uses(plan), *within)}
+        self.routes = {
+            (c.id, op): route(op, instances(plan, c), wires) for c, op in (*_uses(plan), *within)
+        }
         self.shared = shared_resources(self.routes, wires)
         self.sms = named_sms(plan, wires.cluster)
         self.known: dict[tuple[str, str, int, float], Flow] = {}
@@ -190,7 +202,9 @@ class PlanLoads:
 
     def _flow(self, id: int, channel: Channel, op: str, work: Work) -> Flow:
         ends = {self.index[role]: self._end(channel, op, k) for k, role in enumerate(channel.roles)}
-        return demand(id, self.routes[channel.id, op], work.bytes, work.seconds, ends, self.wires, self.shared)
+        return demand(
+            id, self.routes[channel.id, op], work.bytes, work.seconds, ends, self.wires, self.shared
+        )
 
     def _end(self, channel: Channel, op: str, k: int) -> End:
         device = self.wires.cluster.of(self.plan.role(channel.roles[k]).ranks[0])
@@ -204,9 +218,15 @@ class PlanLoads:
 
 
 def _uses(plan: Plan) -> list[tuple[Channel, str]]:
-    used = {(op.channel, message_op(op)) for _, _, instr in plan.instructions() if isinstance(op := instr.parts[0].op, COMM)}
+    used = {
+        (op.channel, message_op(op))
+        for _, _, instr in plan.instructions()
+        if isinstance(op := instr.parts[0].op, COMM)
+    }
     place = {c.id: k for k, c in enumerate(plan.channels)}
-    return [(plan.channel(c), op) for c, op in sorted(used, key=lambda use: (place[use[0]], use[1]))]
+    return [
+        (plan.channel(c), op) for c, op in sorted(used, key=lambda use: (place[use[0]], use[1]))
+    ]
 
 
 def demand(
@@ -229,7 +249,9 @@ def demand(
     if not seconds or not wire or not route.slowest:
         return Flow(id, seconds, {}, 0.0)
     rate = min(wire / seconds, 1 / route.slowest)
-    shares = {shared[r]: n * rate / wires.capacity(r) for r, n in route.passes.items() if r in shared}
+    shares = {
+        shared[r]: n * rate / wires.capacity(r) for r, n in route.passes.items() if r in shared
+    }
     usual = PORT_SM_SHARE if route.port else NIC_SM_SHARE
     takes = {}
     for role, end in ends.items():
@@ -252,8 +274,15 @@ def named_sms(plan: Plan, cluster: Cluster) -> dict[tuple[str, str], int]:
             sms = min(cluster.of(rank).sms for rank in plan.role(role).ranks)
             if n and n >= sms:
                 name = cluster.name
-                has = f"has {sms} per device, and compute needs some" if sms else "does not say how many a device has"
-                raise ClusterError(f"stream {stream} of role {role} takes {n} SMs; {name} {has}; name fewer, or none")
+                has = (
+                    f"has {sms} per device, and compute needs some"
+                    if sms
+                    else "does not say how many a device has"
+                )
+                raise ClusterError(
+                    f"stream {stream} of role {role} takes {n} SMs; {name} {has}; name fewer, or "
+                    f"none"
+                )
     return out
 
 
@@ -264,7 +293,10 @@ def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
     """
     sizes = {len(members) for members in groups}
     if len(sizes) != 1 or sizes == {0}:
-        raise ClusterError(f"{op} of groups of {sorted(sizes)} ranks; instances of one group have the same number, at least 1")
+        raise ClusterError(
+            f"{op} of groups of {sorted(sizes)} ranks; instances of one group have the same "
+            f"number, at least 1"
+        )
     n = sizes.pop()
     if op == "p2p":
         if n != 2:
@@ -273,11 +305,17 @@ def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
     law = law_of(op)
     match law.route:
         case "ring":
-            return _through(Route(law.wire(n), 2), [passes(wires, members, False) for members in groups], wires)
+            return _through(
+                Route(law.wire(n), 2), [passes(wires, members, False) for members in groups], wires
+            )
         case "pairs":
-            return _through(Route(law.wire(n), 2), [_to_all(members, wires) for members in groups], wires)
+            return _through(
+                Route(law.wire(n), 2), [_to_all(members, wires) for members in groups], wires
+            )
         case "next":
-            return _through(Route(law.wire(n), 2), [_to_next(members, wires) for members in groups], wires)
+            return _through(
+                Route(law.wire(n), 2), [_to_next(members, wires) for members in groups], wires
+            )
         case _:
             assert_never(law.route)
 
@@ -318,7 +356,9 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
         here, there = cluster.node_of(source), cluster.node_of(destination)
         if here == there:
             return {("port out", source, -1): 1.0, ("port in", destination, -1): 1.0}
-        changes_rail = cluster.network.rails > 1 and cluster.rail_of(source) != cluster.rail_of(destination)
+        changes_rail = cluster.network.rails > 1 and cluster.rail_of(source) != cluster.rail_of(
+            destination
+        )
         kinds = ["nic", *(["spine"] if changes_rail else [])]
         out = {(f"{kind} out", wires.nic_of(source), -1): 1.0 for kind in kinds}
         out |= {(f"{kind} in", wires.nic_of(destination), -1): 1.0 for kind in kinds}
@@ -334,7 +374,11 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
         if count[node] > 1:
             found["port out", rank, -1] = found["port in", rank, -1] = 1.0
         if len(count) > 1:
-            slow = [far for far in count if far != node and (node, far) in wires.factors] if wires.factors else ()
+            slow = (
+                [far for far in count if far != node and (node, far) in wires.factors]
+                if wires.factors
+                else ()
+            )
             for direction in ("out", "in"):
                 for way in (("nic", -1), *(("slow nic", far) for far in slow)):
                     resource = f"{way[0]} {direction}", wires.nic_of(rank), way[1]

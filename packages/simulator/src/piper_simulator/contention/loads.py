@@ -48,8 +48,16 @@ def all_loads(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wirin
     """Return the loads of all messages, given the work per node; errors are those of `message_flows`."""
     inside = [(role, node) for role, node in _nodes(prepared) if work[node].inside]
     within = {(role, m.axis, m.op) for role, node in inside for m in work[node].inside}
-    channels = {(role, axis): meeting_inside(plan, axis, plan.role(role)) for role, axis, _ in sorted(within)}
-    loads = PlanLoads(plan, prepared.roles, wires, [(channels[role, axis], op) for role, axis, op in sorted(within)])
+    channels = {
+        (role, axis): meeting_inside(plan, axis, plan.role(role))
+        for role, axis, _ in sorted(within)
+    }
+    loads = PlanLoads(
+        plan,
+        prepared.roles,
+        wires,
+        [(channels[role, axis], op) for role, axis, op in sorted(within)],
+    )
     ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
     messages = [loads.of_group(ops[members[0]], work[members[0]]) for members in prepared.groups]
     known: dict[tuple[str, float, tuple[StepMessages, ...]], Sequence[TimedPiece]] = {}
@@ -57,7 +65,10 @@ def all_loads(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wirin
     for role, node in inside:
         key = role, work[node].seconds, work[node].inside
         if key not in known:
-            flows = [loads.flow(channels[role, m.axis], m.op, Work(m.seconds, "formula", m.bytes)) for m in work[node].inside]
+            flows = [
+                loads.flow(channels[role, m.axis], m.op, Work(m.seconds, "formula", m.bytes))
+                for m in work[node].inside
+            ]
             known[key] = _pieces(work[node], flows)
         pieces[node] = known[key]
     return SharedFlows(messages, pieces)

@@ -105,7 +105,9 @@ def fair_rates(flows: Sequence[Flow]) -> list[float]:
         limit = {r: free[r] / s for r, s in slope.items() if s > 0}
         level = min(min(limit.values()), min(flows[i].largest for i in live))
         full = {r for r, at in limit.items() if at <= level * _FULL}
-        settled = {i for i in live if flows[i].largest <= level or not full.isdisjoint(flows[i].shares)}
+        settled = {
+            i for i in live if flows[i].largest <= level or not full.isdisjoint(flows[i].shares)
+        }
         for i in settled:
             rates[i] = min(1.0, level / flows[i].largest)
             for r, share in flows[i].shares.items():
@@ -156,7 +158,12 @@ class SharedPool:
             crowded = crowded or link.load > _FULL
         for role in flow.takes:
             self._beside[role][flow.id] = found
-        self._slow(dict.fromkeys(flow.takes) | self._share({flow.id: found}, now) if crowded else flow.takes, now)
+        self._slow(
+            dict.fromkeys(flow.takes) | self._share({flow.id: found}, now)
+            if crowded
+            else flow.takes,
+            now,
+        )
         return found
 
     def arrived(self, message: RunningMessage, now: float) -> None:
@@ -171,13 +178,17 @@ class SharedPool:
                 relieved.update(link.users)
         for role in flow.takes:
             del self._beside[role][flow.id]
-        self._slow(dict.fromkeys(flow.takes) | self._share(relieved, now) if relieved else flow.takes, now)
+        self._slow(
+            dict.fromkeys(flow.takes) | self._share(relieved, now) if relieved else flow.takes, now
+        )
 
     def _shares_of(self, flow: Flow) -> list[tuple[_Link, float]]:
         """Return what a flow takes of each of its links."""
         found = self._shares.get(flow.id)
         if found is None:
-            found = [(self._links.setdefault(r, _Link()), share) for r, share in flow.shares.items()]
+            found = [
+                (self._links.setdefault(r, _Link()), share) for r, share in flow.shares.items()
+            ]
             self._shares[flow.id] = found
         return found
 

@@ -21,7 +21,9 @@ _SOURCES = get_args(Source)
 _MEMBERS = ("work", "issue_s", "uniform", "notes")
 
 
-def model_for(plan: Plan, cluster: Cluster | None, costs: Costs | None, factory: CostModelFactory) -> CostModel:
+def model_for(
+    plan: Plan, cluster: Cluster | None, costs: Costs | None, factory: CostModelFactory
+) -> CostModel:
     """Return the cost model of a plan.
 
     Raises ClusterError when the plan has more ranks than the cluster has devices, and CostModelError for a user's model
@@ -30,15 +32,21 @@ def model_for(plan: Plan, cluster: Cluster | None, costs: Costs | None, factory:
     if cluster is not None and plan.mesh.world > cluster.devices:
         world = plan.mesh.world
         raise ClusterError(
-            f"the plan runs on {world} ranks; {cluster.name} has {cluster.devices} devices; name a cluster of at least "
+            f"the plan runs on {world} ranks; {cluster.name} has {cluster.devices} devices; name a "
+            f"cluster of at least "
             f"{world}, or use a smaller mesh"
         )
     if factory is DeviceModel:
         return factory(plan, cluster, costs)
-    name = getattr(factory, "__name__", None) or getattr(getattr(factory, "func", None), "__name__", None) or repr(factory)
+    name = (
+        getattr(factory, "__name__", None)
+        or getattr(getattr(factory, "func", None), "__name__", None)
+        or repr(factory)
+    )
     if not callable(factory):
         raise CostModelError(
-            f"model={name}: a class that inherits from piper.CostModel is needed, or a function, called as "
+            f"model={name}: a class that inherits from piper.CostModel is needed, or a function, "
+            f"called as "
             "model(plan, cluster, costs)"
         )
     with user_code(f"model={name}: {name}(plan, cluster, costs)", CostModelError):
@@ -57,7 +65,10 @@ def under_load(model: CostModelFactory, loads: Loads) -> CostModelFactory:
         return model
     if model is not DeviceModel:
         mean = sum(load * share for load, share in loads)
-        raise PlanError(f"load={mean:g}: a cost model of your own decides itself how long experts take; leave the load out")
+        raise PlanError(
+            f"load={mean:g}: a cost model of your own decides itself how long experts take; leave "
+            f"the load out"
+        )
     return partial(DeviceModel, loads=loads)
 
 
@@ -68,13 +79,18 @@ class _CheckedModel(CostModel):
         missing = [member for member in _MEMBERS if not hasattr(model, member)]
         if missing:
             raise CostModelError(
-                f"model={name} made a {type(model).__name__}, which has no {', '.join(missing)}; inherit from piper.CostModel, "
+                f"model={name} made a {type(model).__name__}, which has no {', '.join(missing)}; "
+                f"inherit from "
+                f"piper.CostModel, "
                 "which has the defaults"
             )
         self._model, self._name = model, name
         self.issue_s, self.uniform = model.issue_s, bool(model.uniform)
         if not _is_amount(self.issue_s):
-            raise CostModelError(f"model={name}: issue_s is {shown(self.issue_s)}; finite seconds from 0 on are needed")
+            raise CostModelError(
+                f"model={name}: issue_s is {shown(self.issue_s)}; finite seconds from 0 on are "
+                f"needed"
+            )
 
     def work(self, role: RolePlan, instr: Instr) -> Work:
         """Return the model's work; raise CostModelError with role and instruction where it is none."""
@@ -87,16 +103,26 @@ class _CheckedModel(CostModel):
         if not isinstance(done, Work):
             raise self._error(role, instr, f"gave {done!r}; a piper.Work is needed")
         if not _is_amount(done.seconds):
-            raise self._error(role, instr, f"gave seconds={shown(done.seconds)}; finite seconds from 0 on are needed")
+            raise self._error(
+                role,
+                instr,
+                f"gave seconds={shown(done.seconds)}; finite seconds from 0 on are needed",
+            )
         for name in ("bytes", "flops"):
             if not _is_amount(amount := getattr(done, name)) or amount % 1:
-                raise self._error(role, instr, f"gave {name}={shown(amount)}; a whole number from 0 on is needed")
+                raise self._error(
+                    role, instr, f"gave {name}={shown(amount)}; a whole number from 0 on is needed"
+                )
         if done.source not in _SOURCES:
-            raise self._error(role, instr, f"gave source={done.source!r}; accepted are {', '.join(_SOURCES)}")
+            raise self._error(
+                role, instr, f"gave source={done.source!r}; accepted are {', '.join(_SOURCES)}"
+            )
         return done
 
     def _error(self, role: RolePlan, instr: Instr, problem: str) -> CostModelError:
-        return CostModelError(f"model={self._name}: work(role {role.role!r}, instruction {instr.name}) {problem}")
+        return CostModelError(
+            f"model={self._name}: work(role {role.role!r}, instruction {instr.name}) {problem}"
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -107,4 +133,9 @@ class _CheckedModel(CostModel):
 
 def _is_amount(value: object) -> bool:
     """Return whether a value is a finite number from 0 on; those of NumPy are."""
-    return isinstance(value, Real) and not isinstance(value, bool) and is_finite(value) and float(value) >= 0
+    return (
+        isinstance(value, Real)
+        and not isinstance(value, bool)
+        and is_finite(value)
+        and float(value) >= 0
+    )

@@ -62,7 +62,11 @@ def rank_group(cluster: Cluster, members: Sequence[int]) -> RankGroup:
     count = Counter([rank // per_node for rank in members])
     slow = crossed(cluster, members)
     inter, intra = ([x.factor for x in slow if (x.a == x.b) is within] for within in (False, True))
-    rails = {cluster.rail_of(r) for r in members} if len(count) > 1 and cluster.network.rails > 1 else ()
+    rails = (
+        {cluster.rail_of(r) for r in members}
+        if len(count) > 1 and cluster.network.rails > 1
+        else ()
+    )
     return RankGroup(
         len(members), len(count), min(count.values()), max(count.values()), max(inter, default=1.0), max(intra, default=1.0),
         len(rails) > 1, tuple(sorted({cluster.kind_of(r) for r in members})) if len(cluster.nodes) > 1 else (0,),
@@ -81,7 +85,9 @@ def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup) -> Duration:
         sizes = links.table.bytes_of(op, of.ranks, of.nodes)
         known = links.table.of_comm(op, min([nbytes, *sizes[-1:]]), of.ranks, of.nodes)
         if known is not None and sizes and nbytes > sizes[-1]:
-            return Duration(formula * known.seconds / by_formula(cluster, op, sizes[-1], of), "formula")
+            return Duration(
+                formula * known.seconds / by_formula(cluster, op, sizes[-1], of), "formula"
+            )
         if known is not None:
             return Duration(known.seconds, known.source)
     return Duration(formula, "formula")
@@ -93,7 +99,9 @@ def by_formula(cluster: Cluster, op: str, nbytes: float, of: RankGroup) -> float
     Between two kinds of devices it takes as long as among the slower kind: the slowest link of a ring, or the slower
     end of a transfer, decides.
     """
-    return max([_of_kind(cluster.network, cluster.kinds[k].links, op, nbytes, of) for k in of.kinds])
+    return max(
+        [_of_kind(cluster.network, cluster.kinds[k].links, op, nbytes, of) for k in of.kinds]
+    )
 
 
 def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGroup) -> float:
@@ -109,7 +117,9 @@ def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGro
             return _point_to_point(network, links, nbytes, of)
         case "ring" if links.communication == "nccl":
             bandwidth = bus_bandwidth(network, links, of)
-            ranks = nccl.Ranks(of.ranks, of.nodes, links.intra_kind, bandwidth, _network(network, links, of))
+            ranks = nccl.Ranks(
+                of.ranks, of.nodes, links.intra_kind, bandwidth, _network(network, links, of)
+            )
             return nccl.seconds(links.nccl, op, nbytes, ranks)
         case "ring":
             return _ring(network, links, law.rounds, nbytes, of)
@@ -127,12 +137,18 @@ def bus_bandwidth(network: Network, links: Links, of: RankGroup) -> float:
     if of.nodes == 1:
         return intra
     between = _network(network, links, of)
-    return between if of.most == 1 else min(between, intra)  # with one rank per node no link within a node is used
+    return (
+        between if of.most == 1 else min(between, intra)
+    )  # with one rank per node no link within a node is used
 
 
 def _network(network: Network, links: Links, of: RankGroup) -> float:
     """Return the bytes/s between two nodes of a group; a ring stays on its rails, as NCCL changes them over NVLink."""
-    per_device = links.inter_bandwidth / of.inter_factor / (network.oversubscription if network.rails == 1 else 1.0)
+    per_device = (
+        links.inter_bandwidth
+        / of.inter_factor
+        / (network.oversubscription if network.rails == 1 else 1.0)
+    )
     return of.least * per_device
 
 
@@ -146,11 +162,16 @@ def _ring(network: Network, links: Links, rounds: int, nbytes: float, of: RankGr
 
 def _point_to_point(network: Network, links: Links, nbytes: float, of: RankGroup) -> float:
     """Return the seconds of one step over one link; with NCCL of a ring of one step, the faster of LL and Simple."""
-    bandwidth = _one_link(network, links, of) if of.nodes > 1 else links.intra_bandwidth / of.intra_factor
+    bandwidth = (
+        _one_link(network, links, of) if of.nodes > 1 else links.intra_bandwidth / of.intra_factor
+    )
     if links.communication == "ring":
         return _start(links, of, nccl.SIMPLE) + nbytes / bandwidth
     flagged = min(bandwidth * links.nccl.ll_fraction, links.nccl.ll_max[min(of.nodes, 3) - 1])
-    return min(_start(links, of, nccl.LL) + nbytes / flagged, _start(links, of, nccl.SIMPLE) + nbytes / bandwidth)
+    return min(
+        _start(links, of, nccl.LL) + nbytes / flagged,
+        _start(links, of, nccl.SIMPLE) + nbytes / bandwidth,
+    )
 
 
 def _all_to_all(network: Network, links: Links, nbytes: float, of: RankGroup) -> float:
@@ -160,14 +181,22 @@ def _all_to_all(network: Network, links: Links, nbytes: float, of: RankGroup) ->
     """
     near = (of.least if of.nodes > 1 else of.ranks) - 1
     within = near / of.ranks * nbytes / (links.intra_bandwidth / of.intra_factor)
-    between = (of.ranks - 1 - near) / of.ranks * nbytes / _one_link(network, links, of) if of.nodes > 1 else 0.0
+    between = (
+        (of.ranks - 1 - near) / of.ranks * nbytes / _one_link(network, links, of)
+        if of.nodes > 1
+        else 0.0
+    )
     return _start(links, of, nccl.SIMPLE) + max(within, between)
 
 
 def _one_link(network: Network, links: Links, of: RankGroup) -> float:
     """Return the bytes/s of one device's part of its node's NICs."""
     through_spine = network.rails == 1 or of.changes_rail
-    return links.inter_bandwidth / of.inter_factor / (network.oversubscription if through_spine else 1.0)
+    return (
+        links.inter_bandwidth
+        / of.inter_factor
+        / (network.oversubscription if through_spine else 1.0)
+    )
 
 
 def _start(links: Links, of: RankGroup, protocol: int) -> float:

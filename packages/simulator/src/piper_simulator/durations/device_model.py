@@ -26,7 +26,13 @@ from piper_ir.program.ops import COMM, Comm, Compute, Load, Update, message_op
 from piper_ir.program.program import Chunk, Step
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
-from piper_simulator.durations.communication import RankGroup, by_formula, crossed, duration, rank_group
+from piper_simulator.durations.communication import (
+    RankGroup,
+    by_formula,
+    crossed,
+    duration,
+    rank_group,
+)
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
 from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages, places_over_mean
 from piper_simulator.durations.instances import axes_inside, instances, meeting_inside
@@ -54,18 +60,28 @@ class DeviceModel(CostModel):
     duration changes as its formula does.
     """
 
-    def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None, loads: Loads = EVEN) -> None:
+    def __init__(
+        self, plan: Plan, cluster: Cluster | None, costs: Costs | None, loads: Loads = EVEN
+    ) -> None:
         self.plan, self.cluster, self.costs, self.loads = plan, cluster, costs or Costs(), loads
         self.given = given_only(plan)
         if self.costs.compute and self.costs.rows not in (None, plan.rows):
             raise ClusterError(
-                f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them at {plan.rows}"
+                f"the costs hold for {self.costs.rows} rows per microbatch; the plan has "
+                f"{plan.rows}: measure them at "
+                f"{plan.rows}"
             )
-        self._devices: Sequence[Device | None] = [k.device for k in cluster.kinds] if cluster is not None else (None,)
+        self._devices: Sequence[Device | None] = (
+            [k.device for k in cluster.kinds] if cluster is not None else (None,)
+        )
         self._known = _known(self._devices, self.costs)
         self._provenance = Provenance(plan, cluster, self.costs)
         self._inline = cluster is not None and cluster.synchronous
-        issue = 0.0 if cluster is None or self.given else max(kind.device.host_issue_s for kind in cluster.kinds)
+        issue = (
+            0.0
+            if cluster is None or self.given
+            else max(kind.device.host_issue_s for kind in cluster.kinds)
+        )
         if self.costs.host is not None and not self.given:
             issue = self.costs.host.issue_s
         self.issue_s, self._inline_s = (0.0, issue) if self._inline else (issue, 0.0)
@@ -93,7 +109,10 @@ class DeviceModel(CostModel):
         kinds, factor = self._kinds_in(role), self._slower(role)
         done = self._computed(role, instr, kinds[0])
         if len(kinds) > 1:
-            done = max([done, *(self._computed(role, instr, k) for k in kinds[1:])], key=lambda w: w.seconds)
+            done = max(
+                [done, *(self._computed(role, instr, k) for k in kinds[1:])],
+                key=lambda w: w.seconds,
+            )
         if factor == 1:
             return done
         return replace(done, seconds=done.seconds + (factor - 1) * (done.seconds - done.inside_s))
@@ -102,7 +121,9 @@ class DeviceModel(CostModel):
         if len(self._devices) == 1 or self.cluster is None:
             return (0,)
         if role.role not in self._kinds_of:
-            self._kinds_of[role.role] = tuple(sorted({self.cluster.kind_of(rank) for rank in role.ranks}))
+            self._kinds_of[role.role] = tuple(
+                sorted({self.cluster.kind_of(rank) for rank in role.ranks})
+            )
         return self._kinds_of[role.role]
 
     def _computed(self, role: RolePlan, instr: Instr, kind: int) -> Work:
@@ -114,7 +135,11 @@ class DeviceModel(CostModel):
         if len(parts) == 1 and not more:
             return parts[0]
         seconds = more + sum([p.seconds for p in parts])
-        done = Work(seconds, min([p.source for p in parts], key=_TRUST.index), flops=sum([p.flops for p in parts]))
+        done = Work(
+            seconds,
+            min([p.source for p in parts], key=_TRUST.index),
+            flops=sum([p.flops for p in parts]),
+        )
         if not self._meets:
             return done
         inside = [(m, 1) for p in parts for m in p.inside]
@@ -158,21 +183,30 @@ class DeviceModel(CostModel):
                 issued.append((instr.stream, count[instr.stream], self._busy(op, instr.parts[0])))
             elif issued:
                 awaited = dict(instr.waits)
-                taken[id(instr)] = sum(each + (0.0 if awaited.get(stream, 0) >= k else busy) for stream, k, busy in issued)
+                taken[id(instr)] = sum(
+                    each + (0.0 if awaited.get(stream, 0) >= k else busy)
+                    for stream, k, busy in issued
+                )
                 issued.clear()
         return taken
 
     def _busy(self, op: Comm, part: Part) -> float:
         key = (op.channel, message_op(op), self._traffic.message_bytes(op, part))
         if key not in self._busy_s:
-            self._busy_s[key] = self.costs.busy_s(*self._comm_key(self.plan.channel(op.channel), key[1], key[2]))
+            self._busy_s[key] = self.costs.busy_s(
+                *self._comm_key(self.plan.channel(op.channel), key[1], key[2])
+            )
         return self._busy_s[key]
 
     def _part(self, role: RolePlan, part: Part, kind: int) -> Work:
         if isinstance(part.op, Compute):
             if (part.op, kind) not in self._steps:
                 self._steps[part.op, kind] = self._step(part.op, kind)
-            return self._with_messages(role, part.op, kind) if self._meets else self._steps[part.op, kind]
+            return (
+                self._with_messages(role, part.op, kind)
+                if self._meets
+                else self._steps[part.op, kind]
+            )
         if self.given:
             return Work(0.0, "given")
         update = updated(self.plan, role, part.op) if isinstance(part.op, Update) else None
@@ -191,7 +225,10 @@ class DeviceModel(CostModel):
         self._provenance.computed()
         if update is not None and device.stack is not None:
             return Work(update_seconds(device, update), "formula")
-        return Work(launched(device, touched / (device.memory_bandwidth * device.memory_fraction), 1), "formula")
+        return Work(
+            launched(device, touched / (device.memory_bandwidth * device.memory_fraction), 1),
+            "formula",
+        )
 
     def _batch_s(self, role: RolePlan, part: Part) -> float:
         """Return the seconds for which a load waits for the job's batch function: the first of a microbatch on a role.
@@ -227,14 +264,18 @@ class DeviceModel(CostModel):
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         chunk = self.plan.chunk(op.variant)
         cost = chunk.steps[op.step].cost
-        known = self._known[kind].of_compute(op.chunk, op.step, chunk.cost_code(op.step), self.plan.rows)
+        known = self._known[kind].of_compute(
+            op.chunk, op.step, chunk.cost_code(op.step), self.plan.rows
+        )
         if known is None and op.step == "R":
             known = self._as_forward(chunk, kind)
         if cost.seconds is not None:
             known = Duration(cost.seconds, "given")
         if known is not None:
             self._provenance.looked_up(chunk, op.step)
-            return Work(known.seconds * self._longer(chunk, op.step, kind), known.source, flops=cost.flops)
+            return Work(
+                known.seconds * self._longer(chunk, op.step, kind), known.source, flops=cost.flops
+            )
         device = self._need(f"step {op.step} of chunk {op.chunk}", kind)
         took, flops, guessed = self._formula(device, chunk, op.step, kind)
         self._provenance.computed_step(chunk, op.step, guessed, took.parts)
@@ -248,16 +289,29 @@ class DeviceModel(CostModel):
             kernels, chunk = self._steps[op, kind], self.plan.chunk(op.variant)
             bound, inside_of = places_over_mean(chunk), chunk.steps[op.step].collectives
             taken = [
-                (c, share * times, self._inside_message(meeting_inside(self.plan, c.axis, role), c.kind, nbytes, rows))
+                (
+                    c,
+                    share * times,
+                    self._inside_message(
+                        meeting_inside(self.plan, c.axis, role), c.kind, nbytes, rows
+                    ),
+                )
                 for c in inside_of
                 for load, share in (EVEN if bound is None else self.loads)
                 for times, nbytes, rows in (messages(c, load, bound),)
                 if times
             ]
-            inside = _summed([(StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds), times) for c, times, w in taken])
+            inside = _summed(
+                [
+                    (StepMessages(c.axis, c.kind, 1, w.bytes, w.seconds), times)
+                    for c, times, w in taken
+                ]
+            )
             source = min([kernels.source, *(w.source for _, _, w in taken)], key=_TRUST.index)
             seconds = kernels.seconds + sum([m.seconds for m in inside])
-            self._inside[key] = Work(seconds, source, sum([m.bytes for m in inside]), kernels.flops, inside)
+            self._inside[key] = Work(
+                seconds, source, sum([m.bytes for m in inside]), kernels.flops, inside
+            )
         return self._inside[key]
 
     def _inside_message(self, channel: Channel, op: str, nbytes: int, rows: float) -> Work:
@@ -266,10 +320,18 @@ class DeviceModel(CostModel):
         if not self._inline or self.cluster is None or self.given or rows == 1:
             return found
         of, cluster = self._instances(channel, self.cluster), self.cluster
-        full, sent = (max(by_formula(cluster, op, part * nbytes, g) for g in of) for part in (1.0, rows))
-        return replace(found, seconds=found.seconds * sent / full, bytes=round(rows * nbytes)) if full else found
+        full, sent = (
+            max(by_formula(cluster, op, part * nbytes, g) for g in of) for part in (1.0, rows)
+        )
+        return (
+            replace(found, seconds=found.seconds * sent / full, bytes=round(rows * nbytes))
+            if full
+            else found
+        )
 
-    def _formula(self, device: Device, chunk: Chunk, step: Step, kind: int) -> tuple[Took, int, tuple[str, ...]]:
+    def _formula(
+        self, device: Device, chunk: Chunk, step: Step, kind: int
+    ) -> tuple[Took, int, tuple[str, ...]]:
         """Return what a step takes under the loads, its FLOPs, and the dtypes whose rate on the device is a guess."""
         cost = chunk.steps[step].cost
         key = (id(cost), step, kind)  # the plan keeps it; equal layers share it
@@ -283,22 +345,38 @@ class DeviceModel(CostModel):
     def _under_loads(self, device: Device, chunk: Chunk, step: Step) -> tuple[Took, int]:
         """Return what a step takes under the loads, on average, and its FLOPs."""
         runs = [(share, loaded(chunk, step, load)) for load, share in self.loads]
-        tooks = [(share, step_took(device, run, step)) for share, run in runs[: None if runs[0][1] is not runs[-1][1] else 1]]
+        tooks = [
+            (share, step_took(device, run, step))
+            for share, run in runs[: None if runs[0][1] is not runs[-1][1] else 1]
+        ]
         if len(tooks) == 1:
             return tooks[0][1], runs[0][1].flops
         seconds = sum([share * took.seconds for share, took in tooks])
-        return replace(tooks[-1][1], seconds=seconds), round(sum([share * run.flops for share, run in runs]))
+        return replace(tooks[-1][1], seconds=seconds), round(
+            sum([share * run.flops for share, run in runs])
+        )
 
     def _longer(self, chunk: Chunk, step: Step, kind: int) -> float:
         """Return how many times as long a measured step takes under the loads as under one of 1."""
         device, even = self._devices[kind], loaded(chunk, step, 1.0)
-        if self.loads == EVEN or even is chunk.steps[step].cost or device is None or not even.kernels:
+        if (
+            self.loads == EVEN
+            or even is chunk.steps[step].cost
+            or device is None
+            or not even.kernels
+        ):
             return 1.0
-        return self._formula(device, chunk, step, kind)[0].seconds / step_took(device, even, step).seconds
+        return (
+            self._formula(device, chunk, step, kind)[0].seconds
+            / step_took(device, even, step).seconds
+        )
 
     def _as_forward(self, chunk: Chunk, kind: int) -> Duration | None:
         """Return the duration of R where that of F is known: it is to F's as computed durations are."""
-        known, device = self._known[kind].of_compute(chunk.id, "F", chunk.cost_code("F"), self.plan.rows), self._devices[kind]
+        known, device = (
+            self._known[kind].of_compute(chunk.id, "F", chunk.cost_code("F"), self.plan.rows),
+            self._devices[kind],
+        )
         if known is None or device is None:
             return None
         forward, again = (step_took(device, chunk.steps[s].cost, s).seconds for s in ("F", "R"))
@@ -307,11 +385,16 @@ class DeviceModel(CostModel):
     def _need(self, what: str, kind: int) -> Device:
         device = self._devices[kind]
         if device is None:
-            raise ClusterError(f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, 'h100x8')")
+            raise ClusterError(
+                f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, "
+                f"'h100x8')"
+            )
         return device
 
     def _comm(self, op: Comm, part: Part) -> Work:
-        return self._on_channel(self.plan.channel(op.channel), message_op(op), self._traffic.message_bytes(op, part))
+        return self._on_channel(
+            self.plan.channel(op.channel), message_op(op), self._traffic.message_bytes(op, part)
+        )
 
     def _on_channel(self, channel: Channel, op: str, nbytes: int) -> Work:
         key = (channel.id, op, nbytes)
@@ -335,13 +418,18 @@ class DeviceModel(CostModel):
         known = self.costs.of_comm(*key) if self.costs.comm and self._all_known(channel) else None
         if known is not None:
             self._provenance.sent(*key)
-            return Work(known.seconds * self._stretch(channel, op, nbytes), known.source, bytes=nbytes)
+            return Work(
+                known.seconds * self._stretch(channel, op, nbytes), known.source, bytes=nbytes
+            )
         if self.given:
             return Work(0.0, "given", bytes=nbytes)
         self._need(f"a message on channel {channel.id}", 0)
         cluster = self.cluster
         assert cluster is not None, "needed"
-        found = max((duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)), key=lambda d: d.seconds)
+        found = max(
+            (duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)),
+            key=lambda d: d.seconds,
+        )
         if found.source == "formula":
             self._provenance.sent_unknown(*key)
         return Work(found.seconds, found.source, bytes=nbytes)
@@ -352,24 +440,37 @@ class DeviceModel(CostModel):
         if cluster is None or not cluster.network.slow_links:
             return 1.0
         groups = self._instances(channel, cluster)
-        healthy = max(by_formula(cluster, op, nbytes, replace(g, inter_factor=1.0, intra_factor=1.0)) for g in groups)
+        healthy = max(
+            by_formula(cluster, op, nbytes, replace(g, inter_factor=1.0, intra_factor=1.0))
+            for g in groups
+        )
         return max(by_formula(cluster, op, nbytes, g) for g in groups) / healthy if healthy else 1.0
 
     def _all_known(self, channel: Channel) -> bool:
         """Return whether the costs hold for all kinds of devices on a channel."""
         if not self.plan.roles:
             return all(known is self.costs for known in self._known)
-        return all(self._known[k] is self.costs for role in channel.roles for k in self._kinds_in(self.plan.role(role)))
+        return all(
+            self._known[k] is self.costs
+            for role in channel.roles
+            for k in self._kinds_in(self.plan.role(role))
+        )
 
     def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
         """Return the rank groups of a channel's instances, of which the slowest gives the duration."""
         if channel.id not in self._groups:
             found = [rank_group(cluster, members) for members in instances(self.plan, channel)]
-            if not self.plan.roles:  # nobody knows yet where they are: at best over links that are not slow
+            if (
+                not self.plan.roles
+            ):  # nobody knows yet where they are: at best over links that are not slow
                 found = [replace(g, inter_factor=1.0, intra_factor=1.0) for g in found]
             self._groups[channel.id] = frozenset(found)
             if any(g.slowed for g in self._groups[channel.id]):
-                self._provenance.crossed(slow for members in instances(self.plan, channel) for slow in crossed(cluster, members))
+                self._provenance.crossed(
+                    slow
+                    for members in instances(self.plan, channel)
+                    for slow in crossed(cluster, members)
+                )
         return self._groups[channel.id]
 
 
@@ -381,8 +482,15 @@ def _summed(messages: Iterable[tuple[StepMessages, float]]) -> tuple[StepMessage
     found: dict[tuple[str, str], tuple[float, float, float]] = {}
     for m, times in messages:
         count, nbytes, seconds = found.get((m.axis, m.op), (0.0, 0.0, 0.0))
-        found[m.axis, m.op] = count + times * m.count, nbytes + times * m.bytes, seconds + times * m.seconds
-    return tuple(StepMessages(*key, max(1, round(n)), round(nbytes), seconds) for key, (n, nbytes, seconds) in found.items())
+        found[m.axis, m.op] = (
+            count + times * m.count,
+            nbytes + times * m.bytes,
+            seconds + times * m.seconds,
+        )
+    return tuple(
+        StepMessages(*key, max(1, round(n)), round(nbytes), seconds)
+        for key, (n, nbytes, seconds) in found.items()
+    )
 
 
 def _known(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:

@@ -114,7 +114,9 @@ def _softmax(classes: int, dtype: str) -> tuple[int, ...]:
 
 def _reads(classes: int, item: int) -> int:
     in_registers = classes <= WARP_CLASSES and classes * item <= 4 * WARP_CLASSES
-    shared = classes < (SHARED_BYTES - REDUCTION_BYTES) // item and classes * item % VECTOR_BYTES == 0
+    shared = (
+        classes < (SHARED_BYTES - REDUCTION_BYTES) // item and classes * item % VECTOR_BYTES == 0
+    )
     return 1 if in_registers or shared else 3
 
 
@@ -128,10 +130,14 @@ def _slices(rows: int, classes: int) -> tuple[int, ...]:
     return tuple(min(most, rows - k * most) for k in range(max(1, ceil(rows / most))))
 
 
-def _over(slices: tuple[int, ...], classes: int, per_logit: tuple[int, ...], small: int) -> Launched:
+def _over(
+    slices: tuple[int, ...], classes: int, per_logit: tuple[int, ...], small: int
+) -> Launched:
     """Count each of these kernels, by its bytes per logit, on each slice."""
     counts = {rows: slices.count(rows) for rows in dict.fromkeys(slices)}
-    return Launched(tuple((rows * classes * each, n) for each in per_logit for rows, n in counts.items()), small)
+    return Launched(
+        tuple((rows * classes * each, n) for each in per_logit for rows, n in counts.items()), small
+    )
 
 
 def _cross_entropy_part(rows: int, classes: int, dtype: str) -> Launched:
@@ -141,7 +147,12 @@ def _cross_entropy_part(rows: int, classes: int, dtype: str) -> Launched:
     sum; a comparison, a choice, logarithm and sum of one number per row, and a conversion in 16 bit."""
     item, wide = _items(dtype)
     slices = _slices(rows, classes)
-    return _over(slices, classes, (item, item + wide, 2 * wide, wide), 25 + (5 if item < wide else 4) * len(slices))
+    return _over(
+        slices,
+        classes,
+        (item, item + wide, 2 * wide, wide),
+        25 + (5 if item < wide else 4) * len(slices),
+    )
 
 
 def _cross_entropy_part_dgrad(rows: int, classes: int, dtype: str) -> Launched:
@@ -161,5 +172,11 @@ _LOSSES = {
 }
 SCANS = frozenset({"cumsum", "cumprod"})
 """The operators that go through a dimension one element after the other."""
-_SMALL = {"embedding_part": 19, "embedding_part_dgrad": 19, "cross_entropy_joined": 8, "topk": 1, "scatter": 1}
+_SMALL = {
+    "embedding_part": 19,
+    "embedding_part_dgrad": 19,
+    "cross_entropy_joined": 8,
+    "topk": 1,
+    "scatter": 1,
+}
 """The small kernels beside the one that moves an op's bytes: they look for places, or make one loss of many."""

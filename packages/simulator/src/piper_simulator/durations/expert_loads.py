@@ -23,7 +23,13 @@ from piper_ir.ground.expert_tokens import LOAD_NOT_MEASURED
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan
 from piper_ir.program.program import Chunk, Kernel
-from piper_simulator.durations.expert_work import EVEN, Loads, further_rounds, has_further_rounds, places_over_mean
+from piper_simulator.durations.expert_work import (
+    EVEN,
+    Loads,
+    further_rounds,
+    has_further_rounds,
+    places_over_mean,
+)
 
 EXPERTS = "experts"
 """The coordinate of chunks that compute experts, and the key of their tokens in a step's metrics."""
@@ -48,7 +54,11 @@ class Zipf:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.s, bool) or not isinstance(self.s, int | float) or not (isfinite(self.s) and self.s >= 0):
+        if (
+            isinstance(self.s, bool)
+            or not isinstance(self.s, int | float)
+            or not (isfinite(self.s) and self.s >= 0)
+        ):
             raise PlanError(f"Zipf({self.s!r}): a number from 0 on is needed, such as 0.3")
         for name, value, least in (("draws", self.draws, 1), ("seed", self.seed, 0)):
             if type(value) is not int or value < least:
@@ -119,8 +129,13 @@ def mixture_of(plan: Plan) -> Mixture | None:
             ranks = plan.mesh.degree(plan.mesh.along(chunk.experts))
             padded = len(kernel.dims) == 4
             each = bind(kernel.dims[-3], 0) * (experts if padded else 1)
-            choices, tokens = round(ranks * each / (bound or 1.0)), ranks * plan.rows * (plan.tokens_per_row or 0)
-            return Mixture(experts * ranks, ranks, choices, tokens, padded, bound, has_further_rounds(chunk))
+            choices, tokens = (
+                round(ranks * each / (bound or 1.0)),
+                ranks * plan.rows * (plan.tokens_per_row or 0),
+            )
+            return Mixture(
+                experts * ranks, ranks, choices, tokens, padded, bound, has_further_rounds(chunk)
+            )
     return None
 
 
@@ -157,20 +172,35 @@ def load_of(plan: Plan, load: GivenLoad | None) -> ExpertLoad | None:
     if isinstance(load, str | Path):
         return _measured(Path(load), found)
     if isinstance(load, bool) or not isinstance(load, int | float):
-        raise PlanError(f"load={load!r}: a number, piper.Zipf(s), or the {METRICS} of a run is needed")
+        raise PlanError(
+            f"load={load!r}: a number, piper.Zipf(s), or the {METRICS} of a run is needed"
+        )
     most = found.ranks if found.ranks > 1 else found.experts
     if not 1 <= load <= most:
         raise PlanError(
-            f"load={load:g}: from 1 (all ranks have equally many tokens) to {most} (one of {most} has them all) is accepted"
+            f"load={load:g}: from 1 (all ranks have equally many tokens) to {most} (one of {most} "
+            f"has them all) is "
+            f"accepted"
         )
     if found.ranks == 1:
-        return ExpertLoad(1.0, 1.0, "given", f"{load:g}, as given, is one expert's; every device has all experts")
-    return ExpertLoad(float(load), float(load), "given", f"{load:g} times the mean, as given", ((float(load), 1.0),))
+        return ExpertLoad(
+            1.0, 1.0, "given", f"{load:g}, as given, is one expert's; every device has all experts"
+        )
+    return ExpertLoad(
+        float(load),
+        float(load),
+        "given",
+        f"{load:g} times the mean, as given",
+        ((float(load), 1.0),),
+    )
 
 
 def _shares(loads: Sequence[float]) -> Loads:
     """Return loads, rounded, each with its share."""
-    return tuple((load, count / len(loads)) for load, count in sorted(Counter(max(1.0, round(x, 2)) for x in loads).items()))
+    return tuple(
+        (load, count / len(loads))
+        for load, count in sorted(Counter(max(1.0, round(x, 2)) for x in loads).items())
+    )
 
 
 def load_text(load: GivenLoad) -> str:
@@ -201,7 +231,9 @@ def drawn(zipf: Zipf, mixture: Mixture) -> list[float]:
     chance, out = Random(zipf.seed), []
     for _ in range(zipf.draws):
         chance.shuffle(parts)
-        loads = [max(0.0, tokens * p + chance.gauss(0, 1) * sqrt(tokens * p * (1 - p))) for p in parts]
+        loads = [
+            max(0.0, tokens * p + chance.gauss(0, 1) * sqrt(tokens * p * (1 - p))) for p in parts
+        ]
         out.append(_fullest(loads, mixture.ranks))
     return out
 
@@ -219,14 +251,20 @@ def _chosen(weights: Sequence[float], each: int) -> list[float]:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(1 - exp(-w * middle) for w in weights) < each else (low, middle)
+        low, high = (
+            (middle, high) if sum(1 - exp(-w * middle) for w in weights) < each else (low, middle)
+        )
     return [1 - exp(-w * high) for w in weights]
 
 
 def _fullest(tokens: Sequence[float], ranks: int) -> float:
     """Return the tokens of the fullest rank over the mean, where each has as many experts, in their order."""
     size, total = len(tokens) // ranks, sum(tokens)
-    return max(sum(tokens[r * size : (r + 1) * size]) for r in range(ranks)) * ranks / total if total else 1.0
+    return (
+        max(sum(tokens[r * size : (r + 1) * size]) for r in range(ranks)) * ranks / total
+        if total
+        else 1.0
+    )
 
 
 def _measured(path: Path, mixture: Mixture) -> ExpertLoad:
@@ -235,7 +273,9 @@ def _measured(path: Path, mixture: Mixture) -> ExpertLoad:
     steps = [_of_step(file, k, line, mixture) for k, line in enumerate(_lines(path, file), 1)]
     steps = [loads for loads in steps if loads]
     if not steps:
-        raise _no_load(file, "no line has tokens of experts: it is of a model without experts, or of no run")
+        raise _no_load(
+            file, "no line has tokens of experts: it is of a model without experts, or of no run"
+        )
     by_step = [sum(loads) / len(loads) for loads in steps]
     text = f"{file}, {len(steps)} steps of {len(steps[0])} layers"
     shares = _shares([load for loads in steps for load in loads])
@@ -243,7 +283,10 @@ def _measured(path: Path, mixture: Mixture) -> ExpertLoad:
 
 
 def _no_load(path: Path, problem: str) -> PlanError:
-    return PlanError(f"load={str(path)!r}: {problem}; the {METRICS} of a run of this model, or the run's folder, is accepted")
+    return PlanError(
+        f"load={str(path)!r}: {problem}; the {METRICS} of a run of this model, or the run's "
+        f"folder, is accepted"
+    )
 
 
 def _lines(path: Path, file: Path) -> Iterator[str]:
@@ -258,7 +301,9 @@ def _lines(path: Path, file: Path) -> Iterator[str]:
                     yield line
         return
     except FileNotFoundError:
-        problem = "there is no such file or folder" if file is path else f"this folder has no {METRICS}"
+        problem = (
+            "there is no such file or folder" if file is path else f"this folder has no {METRICS}"
+        )
     except UnicodeDecodeError:
         problem = "it is no text"
     except (OSError, ValueError) as e:
@@ -271,13 +316,21 @@ def _of_step(file: Path, number: int, line: str, mixture: Mixture) -> list[float
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
-        raise _no_load(file, f"line {number} is no line of a run's metrics: it is no JSON") from None
+        raise _no_load(
+            file, f"line {number} is no line of a run's metrics: it is no JSON"
+        ) from None
     by_layer = _tokens_by_layer(found)
     if by_layer is None:
-        raise _no_load(file, f"line {number} is no line of a run's metrics: it has no numbers of tokens by layer of experts")
+        raise _no_load(
+            file,
+            f"line {number} is no line of a run's metrics: it has no numbers of tokens by layer of "
+            f"experts",
+        )
     for name, tokens in by_layer.items():
         if len(tokens) != mixture.experts:
-            raise _no_load(file, f"{name} has {len(tokens)} experts, those of this plan are {mixture.experts}")
+            raise _no_load(
+                file, f"{name} has {len(tokens)} experts, those of this plan are {mixture.experts}"
+            )
     return [_fullest(tokens, mixture.ranks) for tokens in by_layer.values()]
 
 
@@ -289,7 +342,9 @@ def _tokens_by_layer(line: object) -> dict[str, list[float]] | None:
     by_layer: dict[str, list[float]] = {}
     for name, of in layers.items():
         counts = of.get("tokens") if isinstance(of, dict) else None
-        if not isinstance(counts, list) or not all(type(n) in (int, float) and 0 <= n < 2**63 for n in counts):
+        if not isinstance(counts, list) or not all(
+            type(n) in (int, float) and 0 <= n < 2**63 for n in counts
+        ):
             return None
         by_layer[name] = [float(n) for n in counts]
     return by_layer
@@ -306,14 +361,20 @@ def load_notes(plan: Plan, load: ExpertLoad | None) -> tuple[str, ...]:
         return ()
     if found.bound is None and found.ranks > 1 and not found.padded:
         return (
-            "this plan does not say how many rows come to its dropless experts, as those of earlier versions: its times are "
+            "this plan does not say how many rows come to its dropless experts, as those of "
+            "earlier versions: its "
+            "times are "
             "of all their places, whatever the load; compile it again",
         )
     said = _above_places(found, load)
     if load.source == "measured":
         return said
     if found.bound is None:
-        why = "each computes all its places" if found.padded else "every device has all experts of its layers"
+        why = (
+            "each computes all its places"
+            if found.padded
+            else "every device has all experts of its layers"
+        )
         return (f"{LOAD_NOT_MEASURED}; {why}, so that no time depends on it",)
     return (f"{LOAD_NOT_MEASURED}: {load.text}; a run's {METRICS} has it (load=)", *said)
 
@@ -325,8 +386,17 @@ def _above_places(mixture: Mixture, load: ExpertLoad) -> tuple[str, ...]:
         return ()
     share = sum(share for found, share in load.loads if found > bound)
     often = "always" if share > 0.995 else f"in {100 * share:.0f} % of cases"
-    above = f"the load of the experts, {load.mean:.2f} on average, is {often} above their places, {bound:.2f} times the mean"
+    above = (
+        f"the load of the experts, {load.mean:.2f} on average, is {often} above their places, "
+        f"{bound:.2f} times the mean"
+    )
     if not mixture.rounds:
-        return (f"{above}: times are of rows with a place; overflow='drop' leaves others out, 'error' ends the run",)
+        return (
+            f"{above}: times are of rows with a place; overflow='drop' leaves others out, 'error' "
+            f"ends the run",
+        )
     most = further_rounds(load.loads[-1][0], bound)
-    return (f"{above}: a layer then takes {'1 further round' if most == 1 else f'up to {most} further rounds'}",)
+    return (
+        f"{above}: a layer then takes "
+        f"{'1 further round' if most == 1 else f'up to {most} further rounds'}",
+    )

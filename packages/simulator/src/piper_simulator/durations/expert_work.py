@@ -30,7 +30,10 @@ TRADES = ("experts_send", "experts_take", "experts_give", "experts_home")
 def places_over_mean(chunk: Chunk) -> float | None:
     """Return the places for rows over their mean, about the `bound` of a strategy; None where no rows are exchanged."""
     inside = chunk.steps["F"].collectives if "F" in chunk.steps else ()
-    return next((bind(c.nbytes, 0) / bind(c.mean_nbytes, 0) for c in inside if c.mean_nbytes and c.nbytes), None)
+    return next(
+        (bind(c.nbytes, 0) / bind(c.mean_nbytes, 0) for c in inside if c.mean_nbytes and c.nbytes),
+        None,
+    )
 
 
 def has_further_rounds(chunk: Chunk) -> bool:
@@ -69,7 +72,9 @@ def loaded(chunk: Chunk, step: Step, load: float) -> Cost:
     rounds = further_rounds(load, bound)
     if rounds and any(c.further for c in chunk.steps[step].collectives):
         part = (load - bound) / bound / rounds
-        kernels += [replace(_part(k, part), count=k.count * rounds) for k in _of_a_round(chunk, step)]
+        kernels += [
+            replace(_part(k, part), count=k.count * rounds) for k in _of_a_round(chunk, step)
+        ]
     return replace(cost, kernels=tuple(kernels))
 
 
@@ -84,7 +89,13 @@ def _of_a_round(chunk: Chunk, step: Step) -> Sequence[Kernel]:
     if step == "I":
         return [*there, *body, *above, *[k for k in backward if k.op in TRADES]]
     inner = _inner(above, next((k.dims[-1] for k in body if _grouped(k)), 0))
-    return [*there, *there, *body, *inner, *[k for k in chunk.steps[step].cost.kernels if _grouped(k)]]
+    return [
+        *there,
+        *there,
+        *body,
+        *inner,
+        *[k for k in chunk.steps[step].cost.kernels if _grouped(k)],
+    ]
 
 
 def _inner(backward: Sequence[Kernel], width: Dim) -> Sequence[Kernel]:
@@ -105,7 +116,10 @@ def _between_trades(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
     A region may have more than its experts, such as a router or an expert of all tokens. That is before rows come or
     after they go, and in no further round.
     """
-    came, gone = ([at for at, k in enumerate(kernels) if k.op == op] for op in ("experts_take", "experts_give"))
+    came, gone = (
+        [at for at, k in enumerate(kernels) if k.op == op]
+        for op in ("experts_take", "experts_give")
+    )
     return kernels[came[-1] + 1 : gone[0] if gone else None] if came else ()
 
 
@@ -117,7 +131,9 @@ def _part(kernel: Kernel, part: float) -> Kernel:
     """Return a kernel of so many of the places."""
     if _grouped(kernel):
         return _with_rows(kernel, part)
-    return replace(kernel, flops=round(bind(kernel.flops, 0) * part), bytes=round(bind(kernel.bytes, 0) * part))
+    return replace(
+        kernel, flops=round(bind(kernel.flops, 0) * part), bytes=round(bind(kernel.bytes, 0) * part)
+    )
 
 
 def _with_rows(kernel: Kernel, part: float) -> Kernel:
@@ -131,4 +147,9 @@ def _with_rows(kernel: Kernel, part: float) -> Kernel:
     other = sum(s for k, s in enumerate(sizes) if k >= len(sizes) - 3 and k != at)
     dims: tuple[Dim, ...] = tuple(rows if k == at else d for k, d in enumerate(kernel.dims))
     fewer = (sizes[at] - rows) * other * ITEM_BYTES[kernel.dtype]
-    return replace(kernel, dims=dims, flops=round(bind(kernel.flops, 0) * part), bytes=max(0, bind(kernel.bytes, 0) - fewer))
+    return replace(
+        kernel,
+        dims=dims,
+        flops=round(bind(kernel.flops, 0) * part),
+        bytes=max(0, bind(kernel.bytes, 0) - fewer),
+    )

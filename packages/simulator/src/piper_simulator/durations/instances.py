@@ -12,7 +12,14 @@ def meeting_inside(plan: Plan, axis: str, role: RolePlan) -> Channel:
 
     It is also that of a role whose ranks are part of another's, and of a plan that has no channels yet.
     """
-    return Channel(inside_channel(axis, role.role), "group", (role.role,), (COMPUTE,), plan.mesh.along(axis), "tensor")
+    return Channel(
+        inside_channel(axis, role.role),
+        "group",
+        (role.role,),
+        (COMPUTE,),
+        plan.mesh.along(axis),
+        "tensor",
+    )
 
 
 def axes_inside(plan: Plan) -> tuple[str, ...]:
@@ -21,7 +28,13 @@ def axes_inside(plan: Plan) -> tuple[str, ...]:
     Devices that share the work of chunks do, and those that share the experts of a dropless mixture. Those that share
     experts with a capacity meet between steps.
     """
-    inside = {one.axis for chunk in plan.chunks if chunk.experts for sig in chunk.steps.values() for one in sig.collectives}
+    inside = {
+        one.axis
+        for chunk in plan.chunks
+        if chunk.experts
+        for sig in chunk.steps.values()
+        for one in sig.collectives
+    }
     met = {axis for axes in inside for axis in axes.split("+")}
     return (*plan.shared, *[axis for axis in plan.experts if axis in met])
 
@@ -37,7 +50,9 @@ def in_step(plan: Plan) -> Sequence[int]:
     units: dict[tuple[int, ...], int] = {}
     others = [axis for axis in plan.mesh.axes if axis not in met]
     places = [plan.mesh.coords(rank) for rank in range(world)]
-    return [units.setdefault(tuple([place[axis] for axis in others]), len(units)) for place in places]
+    return [
+        units.setdefault(tuple([place[axis] for axis in others]), len(units)) for place in places
+    ]
 
 
 def instances(plan: Plan, channel: Channel) -> list[tuple[int, ...]]:

@@ -80,7 +80,9 @@ def launch_count(device: Device, cost: Cost) -> int:
     if device.stack is None:
         return sum(k.count for k in cost.kernels)
     fused = {k.kind for k in cost.kernels if k.kind in device.stack.fused}
-    return len(fused) + sum(k.count * _launched(device, k).count for k in cost.kernels if k.kind not in fused)
+    return len(fused) + sum(
+        k.count * _launched(device, k).count for k in cost.kernels if k.kind not in fused
+    )
 
 
 def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
@@ -89,7 +91,11 @@ def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
     def formula(k: Kernel) -> float:
         return plain(device, k) if device.stack is None else by_kind(device, k, backward=backward)
 
-    return device.kernel_table.find(kernel, formula) if device.kernels else Found(formula(kernel), "formula")
+    return (
+        device.kernel_table.find(kernel, formula)
+        if device.kernels
+        else Found(formula(kernel), "formula")
+    )
 
 
 def launched(device: Device, busy: float, kernels: int) -> float:
@@ -120,7 +126,9 @@ def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
     elif kernel.kind == "attention" and kernel.dtype in HALF:
         computing *= device.matmul_fraction / _attention_fraction(device, backward)
     runs = _launched(device, kernel)
-    moving = sum(n * b / (device.memory_bandwidth * memory_fraction(device, b)) for b, n in runs.moved)
+    moving = sum(
+        n * b / (device.memory_bandwidth * memory_fraction(device, b)) for b, n in runs.moved
+    )
     at_best = sum(n * b for b, n in runs.moved) / (device.memory_bandwidth * device.memory_fraction)
     waiting = runs.loads * device.load_s
     alone = device.stack is None or kernel.kind not in device.stack.fused
@@ -142,7 +150,13 @@ def filled(dims: tuple[int, ...], sms: int) -> float:
         return 1.0
     products = batch[0] if batch else 1
     waste = k / (ceil(k / STEP) * STEP)
-    return max(products * m * n / (_waves(products, m, n, tile, sms) * sms * tile[0] * tile[1]) for tile in TILES) * waste
+    return (
+        max(
+            products * m * n / (_waves(products, m, n, tile, sms) * sms * tile[0] * tile[1])
+            for tile in TILES
+        )
+        * waste
+    )
 
 
 def _waves(products: int, m: int, n: int, tile: tuple[int, int], sms: int) -> int:
@@ -159,7 +173,9 @@ def _attention_fraction(device: Device, backward: bool) -> float:
 
     If nothing is published about the kernel on this device, it counts as a matrix product.
     """
-    known = device.stack.attention_fraction.get(device.generation) if device.stack is not None else None
+    known = (
+        device.stack.attention_fraction.get(device.generation) if device.stack is not None else None
+    )
     return device.matmul_fraction if known is None else known[backward]
 
 

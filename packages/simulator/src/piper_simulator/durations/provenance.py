@@ -16,7 +16,8 @@ from piper_simulator.cluster.network import SlowLink
 _KERNELS: Mapping[How, str] = {
     "table": "as measured",
     "interpolated": "between measured sizes",
-    "scaled": f"up to {REACH:g} times outside of them, by formula times measured / formula of the nearest",
+    "scaled": f"up to {REACH:g} times outside of them, by formula times measured / formula of the "
+    f"nearest",
     "formula": "by formula",
 }
 NAMED = 3
@@ -36,16 +37,24 @@ class Provenance:
         self._slow: dict[str, None] = {}
         self._lacking: dict[str, None] = {}  # sentences on stacks without a number
         self._links: dict[str, None] = {}  # slow ones that messages cross
-        self._kernels: dict[How, float] = dict.fromkeys(_KERNELS, 0.0)  # seconds, each step of a chunk once
+        self._kernels: dict[How, float] = dict.fromkeys(
+            _KERNELS, 0.0
+        )  # seconds, each step of a chunk once
         self._computed = False
 
     def looked_up(self, chunk: Chunk, step: Step) -> None:
         """Record that the duration of a step came from the costs."""
         rows, measured = self._plan.rows, self._costs.rows_of(chunk.cost_code(step), step)
-        if measured and not measured[0] <= rows <= measured[-1] and chunk.id not in self._costs.compute:
+        if (
+            measured
+            and not measured[0] <= rows <= measured[-1]
+            and chunk.id not in self._costs.compute
+        ):
             self._beyond[f"{rows} rows (measured {measured[0]} to {measured[-1]})"] = None
 
-    def computed_step(self, chunk: Chunk, step: Step, guessed: Iterable[str], parts: Mapping[How, float]) -> None:
+    def computed_step(
+        self, chunk: Chunk, step: Step, guessed: Iterable[str], parts: Mapping[How, float]
+    ) -> None:
         """Record that the duration of a step was computed.
 
         `guessed` are dtypes with another dtype's rate; `parts` are the seconds of its kernels by source.
@@ -54,15 +63,23 @@ class Provenance:
         for how, seconds in parts.items():
             self._kernels[how] += seconds
         self._dtypes.update(dict.fromkeys(guessed))
-        (self._far if self._costs.rows_of(chunk.cost_code(step), step) else self._unknown)[chunk.id] = None
+        (self._far if self._costs.rows_of(chunk.cost_code(step), step) else self._unknown)[
+            chunk.id
+        ] = None
 
     def lacked(self, device: Device) -> None:
         """Record that a device's stack has no number for an attention kernel that runs there."""
         stack = device.stack
         assert stack is not None, "without a stack all kernels have the device's own rates"
-        what = f"{device.generation} devices" if device.generation else "devices without a `generation` in their file"
+        what = (
+            f"{device.generation} devices"
+            if device.generation
+            else "devices without a `generation` in their file"
+        )
         self._lacking[
-            f"{device.name}: the stack {stack.name} has no number for its attention kernel {stack.attention} on {what}; "
+            f"{device.name}: the stack {stack.name} has no number for its attention kernel "
+            f"{stack.attention} on "
+            f"{what}; "
             "attention counts as a matrix product"
         ] = None
 
@@ -97,17 +114,35 @@ class Provenance:
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each kind of record."""
         cluster, host = self._cluster, self._costs.host
-        assumed = cluster.warnings if cluster is not None and (self._computed or host is None) else ()
+        assumed = (
+            cluster.warnings if cluster is not None and (self._computed or host is None) else ()
+        )
         guesses = () if cluster is None else tuple(cluster.guess(d) for d in self._dtypes)
-        slow = [f"slow {what}: {_some(found)}" for what, found in (("ranks", self._slow), ("links", self._links)) if found]
-        return (*assumed, *guesses, *self._lacking, *slow, *self._of_machine(), *self._of_kernels(), *self._of_chunks())
+        slow = [
+            f"slow {what}: {_some(found)}"
+            for what, found in (("ranks", self._slow), ("links", self._links))
+            if found
+        ]
+        return (
+            *assumed,
+            *guesses,
+            *self._lacking,
+            *slow,
+            *self._of_machine(),
+            *self._of_kernels(),
+            *self._of_chunks(),
+        )
 
     def _of_kernels(self) -> list[str]:
         """Return a sentence on how much of the kernels' time comes from a table, if there is one."""
         total = sum(self._kernels.values())
         if self._cluster is None or not self._cluster.device.kernels or not total:
             return []
-        shares = (f"{seconds / total:.0%} {_KERNELS[how]}" for how, seconds in self._kernels.items() if seconds)
+        shares = (
+            f"{seconds / total:.0%} {_KERNELS[how]}"
+            for how, seconds in self._kernels.items()
+            if seconds
+        )
         return [f"{self._cluster.name}: of the time of kernels {', '.join(shares)}"]
 
     def _of_machine(self) -> list[str]:
@@ -117,12 +152,23 @@ class Provenance:
             return []
         found = []
         if cluster is not None and cluster.name != origin.cluster:
-            found.append(f"the costs were measured on {origin.cluster} ({origin.device}), and this is {cluster.name}")
-        elif cluster is not None and cluster.name == CPU and origin.device != (here := machine_name()):
-            found.append(f"the costs were measured on another machine: {origin.device}; this is {here}")
+            found.append(
+                f"the costs were measured on {origin.cluster} ({origin.device}), and this is "
+                f"{cluster.name}"
+            )
+        elif (
+            cluster is not None
+            and cluster.name == CPU
+            and origin.device != (here := machine_name())
+        ):
+            found.append(
+                f"the costs were measured on another machine: {origin.device}; this is {here}"
+            )
         if origin.ranks != self._plan.mesh.world and (cluster is None or cluster.synchronous):
             found.append(
-                f"the costs were measured while {origin.ranks} ranks computed at once; the plan has {self._plan.mesh.world}, "
+                f"the costs were measured while {origin.ranks} ranks computed at once; the plan "
+                f"has "
+                f"{self._plan.mesh.world}, "
                 "which share what the machine has"
             )
         return found
@@ -134,17 +180,22 @@ class Provenance:
             origin = self._costs.origin
             whose = f" (program {origin.program}, {origin.date})" if origin is not None else ""
             found.append(
-                f"the costs{whose} are of another model: none of the {len(self._unknown)} chunks has a cost, all are computed by "
+                f"the costs{whose} are of another model: none of the {len(self._unknown)} chunks "
+                f"has a cost, all are "
+                f"computed by "
                 f"formula: {_some(self._unknown)}; profile this model, or leave the costs out"
             )
         elif self._costs.steps and self._unknown:
             found.append(
-                f"{len(self._unknown)} of {len(self._plan.chunks)} chunks have no cost and are computed by formula: "
+                f"{len(self._unknown)} of {len(self._plan.chunks)} chunks have no cost and are "
+                f"computed by formula: "
                 f"{_some(self._unknown)}"
             )
         if self._far:
             found.append(
-                f"{self._plan.rows} rows per microbatch are more than a factor of 2 outside of what was measured; computed by "
+                f"{self._plan.rows} rows per microbatch are more than a factor of 2 outside of "
+                f"what was measured; "
+                f"computed by "
                 f"formula: {_some(self._far)}"
             )
         if self._beyond:

@@ -75,7 +75,9 @@ def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     for bucket in buckets:
         if bucket.reduce_dtype != bucket.dtype:
             given = sizes["grad"][bucket.id]
-            copies.append(given + given // ITEM_BYTES[bucket.reduce_dtype] * ITEM_BYTES[bucket.dtype])
+            copies.append(
+                given + given // ITEM_BYTES[bucket.reduce_dtype] * ITEM_BYTES[bucket.dtype]
+            )
     grad, state = sum(sizes["grad"].values()), sum(sizes["optim"].values())
     others = sum(s.nbytes for s in held if s.category == "grad") - grad
     item = min((ITEM_BYTES[b.dtype] for b in buckets), default=1)

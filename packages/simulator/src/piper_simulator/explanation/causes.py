@@ -68,13 +68,25 @@ class Causes:
         phase = instr_label(instr).phase
         if phase in ("other", "fold"):
             return Cause("compute", type(op).__name__, role.role)
-        stages = {self._plan.chunk(p.op.chunk).coords.get("stage") for p in instr.parts if isinstance(p.op, Compute)}
+        stages = {
+            self._plan.chunk(p.op.chunk).coords.get("stage")
+            for p in instr.parts
+            if isinstance(p.op, Compute)
+        }
         numbers = sorted(s for s in stages if s is not None)
-        where = f"stage{'s' if len(numbers) > 1 else ''} {' and '.join(map(str, numbers))}" if numbers else role.role
+        where = (
+            f"stage{'s' if len(numbers) > 1 else ''} {' and '.join(map(str, numbers))}"
+            if numbers
+            else role.role
+        )
         return Cause("compute", phase, where)
 
     def of_piece(self, piece: PathPiece) -> Cause:
-        return Cause("host", "issue", self.at(piece.node)[0].role) if piece.holder == "host" else self.of_node(piece.node)
+        return (
+            Cause("host", "issue", self.at(piece.node)[0].role)
+            if piece.holder == "host"
+            else self.of_node(piece.node)
+        )
 
     def totals(self, pieces: Iterable[PathPiece]) -> Mapping[Cause, float]:
         """Return the seconds of pieces by cause, most first."""

@@ -62,7 +62,9 @@ def compare(a: Why, b: Why) -> Comparison:
     """
     for given in (a, b):
         if not isinstance(given, Why):
-            raise PlanError(f"compare: a {type(given).__name__} was given; two results of piper.why are needed")
+            raise PlanError(
+                f"compare: a {type(given).__name__} was given; two results of piper.why are needed"
+            )
     return Comparison(
         StepDifference("step", a.step_s, b.step_s),
         _differences(_by(a.path_by_owner), _by(b.path_by_owner)),
@@ -77,14 +79,24 @@ def _by(owners: Mapping[Cause, float]) -> dict[str, float]:
     out: dict[str, float] = {}
     for owner, seconds in owners.items():
         computes = owner.text if owner.where.startswith("stage") else owner.what
-        name = {"compute": computes, "communication": f"communication: {owner.what}", "host": "host"}[owner.kind]
+        name = {
+            "compute": computes,
+            "communication": f"communication: {owner.what}",
+            "host": "host",
+        }[owner.kind]
         out[name] = out.get(name, 0.0) + seconds
     return out
 
 
 def _named(kinds: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    texts = {"compute": "compute: {}", "bubble": "bubble, waiting for {}", "communication": "exposed communication: {}"}
-    return {texts.get(kind, "host").format(what): seconds for (kind, what), seconds in kinds.items()}
+    texts = {
+        "compute": "compute: {}",
+        "bubble": "bubble, waiting for {}",
+        "communication": "exposed communication: {}",
+    }
+    return {
+        texts.get(kind, "host").format(what): seconds for (kind, what), seconds in kinds.items()
+    }
 
 
 def _differences(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[StepDifference, ...]:

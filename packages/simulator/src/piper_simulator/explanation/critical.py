@@ -44,13 +44,19 @@ class PathPiece:
 class Chains:
     """Follow the causes of one step from a common start, given the arguments and the result of `sweep`."""
 
-    def __init__(self, prepared: Prepared, times: Times, *, latency: float = 0.0, issue: float = 0.0) -> None:
+    def __init__(
+        self, prepared: Prepared, times: Times, *, latency: float = 0.0, issue: float = 0.0
+    ) -> None:
         self._prepared, self._times, self._latency = prepared, times, latency
         self._before = [-1] * len(prepared)
         for nodes in prepared.streams:
             for a, b in pairwise(nodes):
                 self._before[b] = a
-        every = [accumulate(repeat(issue, end - first)) for first, end in pairwise(prepared.offsets)] if issue else []
+        every = (
+            [accumulate(repeat(issue, end - first)) for first, end in pairwise(prepared.offsets)]
+            if issue
+            else []
+        )
         self._issued = list(chain.from_iterable(every))
 
     def critical_path(self) -> tuple[PathPiece, ...]:
@@ -70,7 +76,12 @@ class Chains:
                     yield PathPiece(times.end[node], now, "latency", node)
                     now = times.end[node]
             if moment != "start" and times.start[node] < now:
-                yield PathPiece(times.start[node], now, "compute" if self._prepared.group_of[node] < 0 else "communication", node)
+                yield PathPiece(
+                    times.start[node],
+                    now,
+                    "compute" if self._prepared.group_of[node] < 0 else "communication",
+                    node,
+                )
                 now = times.start[node]
             node, moment = self._cause(node)
             if moment == "start":  # nothing before it but the host

@@ -54,11 +54,15 @@ def idle_gaps(prepared: Prepared, times: Times, chains: Chains) -> list[list[Gap
     return out
 
 
-def _gap(chains: Chains, role: int, start: float, end: float, node: int, of: int, moment: NodeMoment) -> Gap:
+def _gap(
+    chains: Chains, role: int, start: float, end: float, node: int, of: int, moment: NodeMoment
+) -> Gap:
     """Return the part of the chain to a moment of node `of` that lies in the gap."""
     pieces = []
     for piece in chains.back(of, moment):
-        pieces.append(piece if piece.start >= start else PathPiece(start, piece.end, piece.holder, piece.node))
+        pieces.append(
+            piece if piece.start >= start else PathPiece(start, piece.end, piece.holder, piece.node)
+        )
         if piece.start <= start:
             break
     return Gap(role, start, end, node, tuple(pieces[::-1]))
@@ -89,5 +93,7 @@ def time_shares(makespan: float, gaps: Sequence[Sequence[Gap]]) -> list[Share]:
         for piece in (p for gap in own for p in gap.pieces):
             held[piece.holder] += piece.seconds
         computing = makespan - sum(held.values())
-        out.append(Share(computing, held["compute"], held["communication"] + held["latency"], held["host"]))
+        out.append(
+            Share(computing, held["compute"], held["communication"] + held["latency"], held["host"])
+        )
     return out

@@ -57,24 +57,35 @@ def interval(case: Case, *, draws: int = 100, seed: int = 0) -> StepInterval | N
 
     def step(by: Callable[[], float]) -> float:
         """Return the seconds of the step when each duration changes by so many of its spreads."""
-        durations = [max(0.0, d + by() * s) if s else d for d, s in zip(case.durations, spreads, strict=True)]
+        durations = [
+            max(0.0, d + by() * s) if s else d for d, s in zip(case.durations, spreads, strict=True)
+        ]
         return case.run(durations, max(0.0, case.issue + by() * issue_spread)).makespan
 
     found = sorted(step(lambda: random.gauss(0.0, SIGMAS)) for _ in range(draws))
     low, median, high = (found[int(q * (draws - 1) + 0.5)] for q in (0.05, 0.5, 0.95))
     total = sum(case.durations)
     covered = sum(d for d, s in zip(case.durations, spreads) if s) / total if total else 0.0
-    return StepInterval(low, median, high, step(lambda: -1.0), step(lambda: 1.0), covered, draws, seed)
+    return StepInterval(
+        low, median, high, step(lambda: -1.0), step(lambda: 1.0), covered, draws, seed
+    )
 
 
 def _longer(costs: Costs) -> Costs:
     """Return the costs with every duration one spread longer; spreads of parts add up as their times do."""
     host = costs.host
     if host is not None:
-        host = replace(host, issue_s=host.issue_s + host.issue_spread_s, comm_s=host.comm_s + host.comm_spread_s)
+        host = replace(
+            host,
+            issue_s=host.issue_s + host.issue_spread_s,
+            comm_s=host.comm_s + host.comm_spread_s,
+        )
     return replace(
         costs,
-        compute={chunk: {step: _more(d) for step, d in steps.items()} for chunk, steps in costs.compute.items()},
+        compute={
+            chunk: {step: _more(d) for step, d in steps.items()}
+            for chunk, steps in costs.compute.items()
+        },
         comm=tuple(replace(c, duration=_more(c.duration)) for c in costs.comm),
         steps=tuple(replace(s, duration=_more(s.duration)) for s in costs.steps),
         parts=tuple(replace(p, duration=_more(p.duration)) for p in costs.parts),

@@ -66,7 +66,9 @@ class Case:
         model: CostModelFactory = DeviceModel,
     ) -> None:
         self.cluster, self.costs, self.contention, self.model = cluster, costs, contention, model
-        self.plan = split(plan, cluster, shared=contention and contention_applies(plan, cluster)).plan
+        self.plan = split(
+            plan, cluster, shared=contention and contention_applies(plan, cluster)
+        ).plan
         self.prepared: Prepared = prepare(self.plan)
         costing = model_for(self.plan, cluster, costs, model)
         self.work: Sequence[Work] = _work(self.plan, costing)
@@ -74,18 +76,29 @@ class Case:
         self.times, self.interferes = self._timed(self.work, self.issue, cluster)
         self.durations = [w.seconds for w in self.work]
         if self.interferes:
-            self.durations = [end - start for start, end in zip(self.times.start, self.times.end, strict=True)]
+            self.durations = [
+                end - start for start, end in zip(self.times.start, self.times.end, strict=True)
+            ]
         self.step_s = self.times.makespan
         self._formula: tuple[list[float], float] | None = None
 
     def run(self, durations: Sequence[float], issue: float, latency: float | None = None) -> Times:
         """Return the times of one step from a common start, in which each node takes its duration."""
-        return sweep(self.prepared, durations, latency=self.plan.hop if latency is None else latency, issue=issue)
+        return sweep(
+            self.prepared,
+            durations,
+            latency=self.plan.hop if latency is None else latency,
+            issue=issue,
+        )
 
-    def _timed(self, work: Sequence[Work], issue: float, cluster: Cluster | None) -> tuple[Times, bool]:
+    def _timed(
+        self, work: Sequence[Work], issue: float, cluster: Cluster | None
+    ) -> tuple[Times, bool]:
         """Return the times of one step as `simulate` gives them, and whether anything slowed another down."""
         flows = shared_flows(self.plan, cluster, self.prepared, work, contention=self.contention)
-        return step_alone(self.prepared, work, flows, latency=self.plan.hop, issue=issue), flows is not None
+        return step_alone(
+            self.prepared, work, flows, latency=self.plan.hop, issue=issue
+        ), flows is not None
 
     def on(self, cluster: Cluster) -> float:
         """Return the seconds of the step on a changed cluster.
@@ -97,9 +110,15 @@ class Case:
         work, issue = _work(self.plan, costing), costing.issue_s
         if measured:
             before, issue_before = self._before()
-            scaled = [_scaled(w.seconds, new.seconds, old) for w, new, old in zip(self.work, work, before, strict=True)]
+            scaled = [
+                _scaled(w.seconds, new.seconds, old)
+                for w, new, old in zip(self.work, work, before, strict=True)
+            ]
             inside = [new.inside for new in work]
-            work = [replace(w, seconds=s, inside=m) for w, s, m in zip(self.work, scaled, inside, strict=True)]
+            work = [
+                replace(w, seconds=s, inside=m)
+                for w, s, m in zip(self.work, scaled, inside, strict=True)
+            ]
             issue = _scaled(self.issue, issue, issue_before)
         return self._timed(work, issue, cluster)[0].makespan
 
@@ -143,12 +162,24 @@ def _scaled(value: float, new: float, old: float) -> float:
 
 def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """Yield name and cluster of each condition that changes the cluster; latencies stay as they are."""
-    yield "twice the bandwidth within nodes", cluster.each_links(lambda x: replace(x, intra_bandwidth=2 * x.intra_bandwidth))
+    yield (
+        "twice the bandwidth within nodes",
+        cluster.each_links(lambda x: replace(x, intra_bandwidth=2 * x.intra_bandwidth)),
+    )
     if cluster.node_count > 1:
-        yield "twice the bandwidth between nodes", cluster.each_links(lambda x: replace(x, inter_bandwidth=2 * x.inter_bandwidth))
-    yield "twice the memory bandwidth", cluster.each_device(lambda d: replace(d, memory_bandwidth=2 * d.memory_bandwidth))
+        yield (
+            "twice the bandwidth between nodes",
+            cluster.each_links(lambda x: replace(x, inter_bandwidth=2 * x.inter_bandwidth)),
+        )
+    yield (
+        "twice the memory bandwidth",
+        cluster.each_device(lambda d: replace(d, memory_bandwidth=2 * d.memory_bandwidth)),
+    )
     yield "twice the peak FLOP/s", cluster.each_device(_twice_the_peak)
-    yield "no launch cost", cluster.each_device(lambda d: replace(d, launch_s=0.0, host_issue_s=0.0))
+    yield (
+        "no launch cost",
+        cluster.each_device(lambda d: replace(d, launch_s=0.0, host_issue_s=0.0)),
+    )
 
 
 def _twice_the_peak(device: Device) -> Device:
@@ -184,13 +215,19 @@ def cluster_constants(cluster: Cluster) -> Iterator[tuple[str, float, Callable[[
     """
     for k, kind in enumerate(cluster.kinds):
         prefix = "" if k == 0 else f"{kind.device.name}."
-        again = any(kind.device == other.device for other in cluster.kinds[:k])  # the same device on other links
+        again = any(
+            kind.device == other.device for other in cluster.kinds[:k]
+        )  # the same device on other links
         for name, value, put in () if again else constants(kind.device, prefix):
             yield name, value, _put_inner(_each_that_is(cluster.each_device, kind.device), put)
         for name, value, put in constants(kind.links, prefix):
             yield name, value, _put_inner(_each_that_is(cluster.each_links, kind.links), put)
     network, slow = cluster.network, cluster.slow_ranks
-    yield "oversubscription", network.oversubscription, lambda new: _on_network(cluster, oversubscription=new)
+    yield (
+        "oversubscription",
+        network.oversubscription,
+        lambda new: _on_network(cluster, oversubscription=new),
+    )
     for factor in dict.fromkeys(slow.values()):
         yield f"slow_ranks[{factor:g}]", factor, _slower(cluster, factor)
     for factor in dict.fromkeys(x.factor for x in network.slow_links):
@@ -208,12 +245,16 @@ def _on_network(cluster: Cluster, **changed: Any) -> Cluster:
 
 def _slower(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
     slow = cluster.slow_ranks
-    return lambda new: replace(cluster, slow_ranks={rank: new if f == old else f for rank, f in slow.items()})
+    return lambda new: replace(
+        cluster, slow_ranks={rank: new if f == old else f for rank, f in slow.items()}
+    )
 
 
 def _slower_links(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
     slow = cluster.network.slow_links
-    return lambda new: _on_network(cluster, slow_links=tuple([replace(x, factor=new) if x.factor == old else x for x in slow]))
+    return lambda new: _on_network(
+        cluster, slow_links=tuple([replace(x, factor=new) if x.factor == old else x for x in slow])
+    )
 
 
 def constants(thing: Any, prefix: str = "") -> Iterator[tuple[str, float, Callable[[float], Any]]]:
@@ -241,7 +282,9 @@ def constants(thing: Any, prefix: str = "") -> Iterator[tuple[str, float, Callab
                 yield name, entry, _put_inner(put, inner)
 
 
-def _put_entry(put: Callable[[Any], Any], mapping: Mapping[Any, float], key: Any) -> Callable[[float], Any]:
+def _put_entry(
+    put: Callable[[Any], Any], mapping: Mapping[Any, float], key: Any
+) -> Callable[[float], Any]:
     return lambda new: put({**mapping, key: new})
 
 

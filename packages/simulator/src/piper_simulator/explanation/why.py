@@ -92,7 +92,10 @@ class Why:
         case, alone = self.case, 0.0
         for piece in (p for p in self.path if p.holder in ("compute", "communication")):
             g = case.prepared.group_of[piece.node]
-            alone += case.work[piece.node if g < 0 else case.prepared.groups[g][0]].seconds - piece.seconds
+            alone += (
+                case.work[piece.node if g < 0 else case.prepared.groups[g][0]].seconds
+                - piece.seconds
+            )
         return max(0.0, -alone) if case.interferes else 0.0
 
     @cached_property
@@ -109,7 +112,9 @@ class Why:
         out: dict[tuple[str, str], float] = {}
         for r, (role, idle) in enumerate(zip(self.plan.roles, self.idle_by_owner, strict=True)):
             weight = len(role.ranks) / self.plan.mesh.world
-            held = [("bubble" if o.kind == "compute" else o.kind, o.what, s) for o, s in idle.items()]
+            held = [
+                ("bubble" if o.kind == "compute" else o.kind, o.what, s) for o, s in idle.items()
+            ]
             computed = [("compute", o.what, s) for o, s in self._computed(r).items()]
             for kind, what, seconds in (*held, *computed):
                 out[kind, what] = out.get((kind, what), 0.0) + weight * seconds
@@ -120,7 +125,9 @@ class Why:
         prepared, times = self.case.prepared, self.case.times
         own = range(prepared.offsets[r], prepared.offsets[r + 1])
         ran = (n for n in own if prepared.group_of[n] < 0 and times.end[n] > times.start[n])
-        return self.owners.totals(PathPiece(times.start[n], times.end[n], "compute", n) for n in ran)
+        return self.owners.totals(
+            PathPiece(times.start[n], times.end[n], "compute", n) for n in ran
+        )
 
     @cached_property
     def costs(self) -> Sequence[CauseCost]:
@@ -132,12 +139,18 @@ class Why:
         prepared = self.case.prepared
         for node, work in enumerate(self.case.work):
             g = prepared.group_of[node]
-            if g >= 0 and prepared.groups[g][0] != node:  # one message, whatever the number of its ends
+            if (
+                g >= 0 and prepared.groups[g][0] != node
+            ):  # one message, whatever the number of its ends
                 continue
             key = self.owners.of_node(node), work.source
             count, seconds, path = found.get(key, (0, 0.0, 0.0))
             ends = prepared.groups[g] if g >= 0 else (node,)
-            found[key] = count + 1, seconds + work.seconds, path + sum(on_path.get(m, 0.0) for m in ends)
+            found[key] = (
+                count + 1,
+                seconds + work.seconds,
+                path + sum(on_path.get(m, 0.0) for m in ends),
+            )
         costs = [CauseCost(owner, source, *sums) for (owner, source), sums in found.items()]
         return sorted(costs, key=lambda c: (-c.seconds, c.owner.text))
 
@@ -181,7 +194,12 @@ class Why:
 
     def _piece(self, piece: PathPiece) -> dict[str, Any]:
         role, instr = self.owners.at(piece.node)
-        found = {"start": piece.start, "end": piece.end, "holder": piece.holder, "owner": self.owners.of_piece(piece).text}
+        found = {
+            "start": piece.start,
+            "end": piece.end,
+            "holder": piece.holder,
+            "owner": self.owners.of_piece(piece).text,
+        }
         return found | {"role": role.role, "stream": instr.stream, "instruction": instr.name}
 
     def _owned(self, owner: Cause, seconds: float) -> dict[str, Any]:
@@ -204,7 +222,9 @@ def why(
     if type(draws) is not int or draws < 1:
         raise PlanError(f"why(draws={draws!r}): at least one draw is needed, as an integer")
     with no_garbage_collection():
-        target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
+        target = (
+            cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
+        )
         under = load_of(plan, load)
         factory = under_load(model, EVEN if under is None else under.loads)
         case = Case(plan, target, costs, contention=contention, model=factory)

@@ -86,7 +86,9 @@ class CachingAllocator:
             made = CachedBlock(block.address, block.size, block.segment, small)
         rest = block.size - size
         if rest >= MIN_BLOCK if small else rest > SMALL:
-            other = CachedBlock(block.address + size, rest, block.segment, small, before=block, after=block.after)
+            other = CachedBlock(
+                block.address + size, rest, block.segment, small, before=block, after=block.after
+            )
             if block.after is not None:
                 block.after.before = other
             block.after, block.size = other, size

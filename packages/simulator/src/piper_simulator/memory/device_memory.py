@@ -39,7 +39,11 @@ def device_type(cluster: Cluster | None) -> DeviceType:
 
 
 def device_memory(
-    plan: Plan, role: RolePlan, peak: int, device: Device | None, allocator: AllocatorCosts | None = None
+    plan: Plan,
+    role: RolePlan,
+    peak: int,
+    device: Device | None,
+    allocator: AllocatorCosts | None = None,
 ) -> DeviceMemory:
     """Return the bytes used on a device when the plan holds `peak` bytes.
 
@@ -56,4 +60,6 @@ def device_memory(
     pairs = sum(c.kind == "p2p" for c in mine)
     groups = sum(c.kind == "group" and len(plan.peers(c, role.ranks[0])) > 1 for c in mine)
     each = (device.group_bytes, device.p2p_bytes) if device is not None else (0, 0)
-    return DeviceMemory(peak, round(peak * factor) - peak, context, groups * each[0], pairs * each[1])
+    return DeviceMemory(
+        peak, round(peak * factor) - peak, context, groups * each[0], pairs * each[1]
+    )

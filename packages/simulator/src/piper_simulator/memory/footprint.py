@@ -10,7 +10,15 @@ from piper_ir.program.ops import Compute
 from piper_simulator.memory.device_memory import DeviceMemory
 
 LINES = (
-    *("parameters", "master", "gradients", "optimizer", "buffers", "gathered_parameters", "gradient_buffers"),
+    *(
+        "parameters",
+        "master",
+        "gradients",
+        "optimizer",
+        "buffers",
+        "gathered_parameters",
+        "gradient_buffers",
+    ),
     *("activations", "recomputed_activations", "activation_gradients", "communication_buffers"),
     *("logits_and_loss", "kernels", "update", "batch", "scalars"),
 )
@@ -25,9 +33,20 @@ the chunk that computes the loss, its saved tensors, gradients and temporaries. 
 chunk that runs at the peak. `update`: temporaries of the optimizer.
 """
 
-_STATES = {"param": "parameters", "master": "master", "grad": "gradients", "optim": "optimizer", "buffer": "buffers"}
+_STATES = {
+    "param": "parameters",
+    "master": "master",
+    "grad": "gradients",
+    "optim": "optimizer",
+    "buffer": "buffers",
+}
 _SHARED = {"gathered": "gathered_parameters", "reduced": "gradient_buffers"}
-_VALUES = {"activation": "activations", "gradient": "activation_gradients", "batch": "batch", "scalar": "scalars"}
+_VALUES = {
+    "activation": "activations",
+    "gradient": "activation_gradients",
+    "batch": "batch",
+    "scalar": "scalars",
+}
 BESIDE = ("allocator_reserve", "context", "group_communicators", "pair_communicators")
 """The names of the lines beside `LINES`, as in `DeviceMemory`."""
 
@@ -35,7 +54,9 @@ BESIDE = ("allocator_reserve", "context", "group_communicators", "pair_communica
 def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int]:
     """Return the bytes by `LINES`, which add up to the peak, and by `BESIDE`; all add up to `device.total`."""
     losses = {c.id for c in plan.chunks if any(o.kind == "loss" for o in c.outputs)}
-    special = dict.fromkeys(_received(role), "communication_buffers") | dict.fromkeys(_recomputed(role), "recomputed_activations")
+    special = dict.fromkeys(_received(role), "communication_buffers") | dict.fromkeys(
+        _recomputed(role), "recomputed_activations"
+    )
     lines = dict.fromkeys(LINES, 0)
     for held in held_at_peak(plan, role):
         lines[_line(held, special.get(held.value, ""), losses)] += held.bytes
@@ -50,7 +71,13 @@ def _received(role: RolePlan) -> set[str]:
 
 def _recomputed(role: RolePlan) -> set[str]:
     """Return the values that recomputation writes."""
-    return {v for i in role.program for p in i.parts if isinstance(p.op, Compute) and p.op.step == "R" for v in p.writes}
+    return {
+        v
+        for i in role.program
+        for p in i.parts
+        if isinstance(p.op, Compute) and p.op.step == "R"
+        for v in p.writes
+    }
 
 
 def _line(held: Held, special: str, losses: set[str]) -> str:

@@ -53,12 +53,19 @@ class OomVerdict:
         if self.beside:
             filled.append(f"{size_text(self.beside)} are no tensors")
         reason = too_much(self.ranks[0], self.role, self.needs, self.limit, self.fullest, filled)
-        when = "before the step begins" if self.instr < 0 else f"{time_text(self.time_s)} into the step, in {self.at}"
+        when = (
+            "before the step begins"
+            if self.instr < 0
+            else f"{time_text(self.time_s)} into the step, in {self.at}"
+        )
         return f"out of memory {when}: {reason}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers and text, for programs."""
-        owners = [{"owner": o.name, "category": o.category, "microbatches": len(o.mbs), "bytes": o.bytes} for o in self.owners]
+        owners = [
+            {"owner": o.name, "category": o.category, "microbatches": len(o.mbs), "bytes": o.bytes}
+            for o in self.owners
+        ]
         return {
             "ranks": list(self.ranks),
             "role": self.role,
@@ -74,9 +81,13 @@ class OomVerdict:
         }
 
 
-def too_much(rank: int, role: str, needs: int, limit: int, fullest: str, filled: Iterable[str]) -> str:
+def too_much(
+    rank: int, role: str, needs: int, limit: int, fullest: str, filled: Iterable[str]
+) -> str:
     """Return why a plan does not fit, in the words of simulations and searches."""
     return (
-        f"rank {rank} ({role}) needs {size_text(needs)}, {size_text(needs - limit)} more than the limit of {size_text(limit)}; "
+        f"rank {rank} ({role}) needs {size_text(needs)}, {size_text(needs - limit)} more than the "
+        f"limit of "
+        f"{size_text(limit)}; "
         f"fullest in {fullest}: {', '.join(filled)}"
     )

@@ -36,4 +36,6 @@ class RoleDevices:
 
     def memory(self, k: int, nbytes: int) -> DeviceMemory:
         """Return the bytes used on the device when the role holds `nbytes`."""
-        return device_memory(self.plan, self.plan.roles[self.of[k]], nbytes, self._of(k), self.allocator)
+        return device_memory(
+            self.plan, self.plan.roles[self.of[k]], nbytes, self._of(k), self.allocator
+        )

@@ -86,7 +86,10 @@ class _Log:
 
     def allocate(self, name: str, nbytes: int, category: str, instr: str, index: int) -> None:
         """Allocate bytes for a name, unless there are none."""
-        frames = [{"filename": category, "line": 0, "name": name}, {"filename": "plan", "line": max(index, 0), "name": instr}]
+        frames = [
+            {"filename": category, "line": 0, "name": name},
+            {"filename": "plan", "line": max(index, 0), "name": instr},
+        ]
         block: CachedBlock | None = None
         if nbytes:
             block, segment = self._allocator.allocate(nbytes)
@@ -100,17 +103,31 @@ class _Log:
             block, frames = self._live.pop(name)
             if block is not None:
                 for action in ("free_requested", "free_completed"):
-                    self._event(action, block.address, block.requested, frames, frames[0]["filename"])
+                    self._event(
+                        action, block.address, block.requested, frames, frames[0]["filename"]
+                    )
                 self._allocator.free(block)
 
     def _event(self, action: str, address: int, size: int, frames: Frames, category: str) -> None:
-        event = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": self.time_us, "frames": frames}
+        event = {
+            "action": action,
+            "addr": address,
+            "size": size,
+            "stream": 0,
+            "time_us": self.time_us,
+            "frames": frames,
+        }
         self._events.append(event | {"category": category})
 
     def snapshot(self) -> Snapshot:
         live = {block.address: frames for block, frames in self._live.values() if block is not None}
         segments = [_segment(first, live) for first in self._allocator.segments.values()]
-        return {"segments": segments, "device_traces": [self._events], "allocator_settings": {}, "external_annotations": []}
+        return {
+            "segments": segments,
+            "device_traces": [self._events],
+            "allocator_settings": {},
+            "external_annotations": [],
+        }
 
 
 def _segment(first: CachedBlock, live: Mapping[int, Frames]) -> dict[str, Any]:
@@ -120,7 +137,12 @@ def _segment(first: CachedBlock, live: Mapping[int, Frames]) -> dict[str, Any]:
     while block is not None:
         state = "active_allocated" if block.requested else "inactive"
         frames = live.get(block.address, [])
-        found = {"address": block.address, "size": block.size, "requested_size": block.requested, "state": state}
+        found = {
+            "address": block.address,
+            "size": block.size,
+            "requested_size": block.requested,
+            "state": state,
+        }
         blocks.append(found | {"frames": frames})
         total, requested = total + block.size, requested + block.requested
         used += block.size if block.requested else 0

@@ -46,7 +46,10 @@ def run_engine(
     pieces of the nodes with messages inside of their steps, which share links like others.
     """
     n = len(prepared)
-    times = [Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles)) for _ in range(steps)]
+    times = [
+        Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles))
+        for _ in range(steps)
+    ]
     engine = _Engine(prepared, durations, latency, issue, steps, flows, times, inside)
     engine.start()
     engine.env.run()
@@ -208,7 +211,10 @@ class _Stream:
         self.engine, self.index, self.env = engine, index, engine.env
         nodes = self.nodes = engine.prepared.streams[index]
         self.role = engine.role_of(nodes[0])
-        self.issued, self.size = engine.issued[self.role] if engine.issued else None, engine.instructions(self.role)
+        self.issued, self.size = (
+            engine.issued[self.role] if engine.issued else None,
+            engine.instructions(self.role),
+        )
         self.first = engine.prepared.offsets[self.role]
         self.needs = engine.needs(nodes)
         self.seconds, self.flows, self.meetings = engine.work(nodes)
@@ -313,16 +319,28 @@ class _Engine:
         inside: Mapping[int, Sequence[TimedPiece]] | None,
     ) -> None:
         self.env, self.inside = Environment(), inside or {}
-        self.prepared, self.durations, self.latency, self.steps, self.times = prepared, durations, latency, steps, times
-        self.flows: Sequence[Flow | None] = [None] * len(prepared.groups) if flows is None else flows
+        self.prepared, self.durations, self.latency, self.steps, self.times = (
+            prepared,
+            durations,
+            latency,
+            steps,
+            times,
+        )
+        self.flows: Sequence[Flow | None] = (
+            [None] * len(prepared.groups) if flows is None else flows
+        )
         self.shared = None if flows is None else SharedActivities(self.env, len(prepared.roles))
         self.ends: _StepEnds | None = None
         self.streams: list[_Stream] = []
         self.counters = [_Counter() for _ in prepared.streams]
         roles = range(len(prepared.roles) if issue else 0)
-        self.issued = [array("d", accumulate(repeat(issue, self.instructions(r) * steps))) for r in roles]
+        self.issued = [
+            array("d", accumulate(repeat(issue, self.instructions(r) * steps))) for r in roles
+        ]
         groups = zip(prepared.groups, prepared.p2p)
-        self.meetings = [_Meeting(self.env, len(g), p2p) if len(g) > 1 else None for g, p2p in groups]
+        self.meetings = [
+            _Meeting(self.env, len(g), p2p) if len(g) > 1 else None for g, p2p in groups
+        ]
         self.place = array("q", [0]) * len(prepared)  # of a node on its stream, counted from 1
         for nodes in prepared.streams:
             for k, node in enumerate(nodes, 1):
@@ -349,18 +367,26 @@ class _Engine:
         """Return the index of a node's role."""
         return bisect_right(self.prepared.offsets, node) - 1
 
-    def work(self, nodes: Sequence[int]) -> tuple[list[float], list[Flow | None], list[_Meeting | None]]:
+    def work(
+        self, nodes: Sequence[int]
+    ) -> tuple[list[float], list[Flow | None], list[_Meeting | None]]:
         """Return for each node its duration (that of its group's first), its load, and its group's meeting, if any."""
         group_of, groups, durations = self.prepared.group_of, self.prepared.groups, self.durations
         own = [group_of[node] for node in nodes]
         seconds = [durations[node if g < 0 else groups[g][0]] for node, g in zip(nodes, own)]
-        return seconds, [None if g < 0 else self.flows[g] for g in own], [None if g < 0 else self.meetings[g] for g in own]
+        return (
+            seconds,
+            [None if g < 0 else self.flows[g] for g in own],
+            [None if g < 0 else self.meetings[g] for g in own],
+        )
 
     def needs(self, nodes: Sequence[int]) -> list[tuple[_Need, ...]]:
         """Return what each node of a stream needs."""
         prepared = self.prepared
         before = after_updates(prepared).get(nodes[0])
-        out = [tuple([self._need(w, self.place[w]) for w in prepared.waits[node]]) for node in nodes]
+        out = [
+            tuple([self._need(w, self.place[w]) for w in prepared.waits[node]]) for node in nodes
+        ]
         if before is not None:  # the last that is computed in the step before
             out[0] += (self._need(before, 0),)
         return out

@@ -94,15 +94,26 @@ class TimedPlan:
     issue: float
 
 
-def distribution(held: TimedPlan, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
+def distribution(
+    held: TimedPlan, jitter: float, *, seed: int = 0, repetitions: int = 200
+) -> Distribution:
     """Return how the step is spread over random durations; equal arguments give equal numbers.
 
     Raises PlanError for a jitter or repetitions out of range.
     """
-    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= MOST_JITTER:
-        raise PlanError(f"jitter is {jitter!r}; a coefficient of variation from 0 to {MOST_JITTER:g} is needed, e.g. 0.05")
+    if (
+        isinstance(jitter, bool)
+        or not isinstance(jitter, int | float)
+        or not 0 <= jitter <= MOST_JITTER
+    ):
+        raise PlanError(
+            f"jitter is {jitter!r}; a coefficient of variation from 0 to {MOST_JITTER:g} is "
+            f"needed, e.g. 0.05"
+        )
     if type(repetitions) is not int or not 1 <= repetitions <= MOST_REPETITIONS:
-        raise PlanError(f"repetitions is {repetitions!r}; a whole number from 1 to {MOST_REPETITIONS} is needed")
+        raise PlanError(
+            f"repetitions is {repetitions!r}; a whole number from 1 to {MOST_REPETITIONS} is needed"
+        )
     plan, world = held.plan, held.plan.mesh.world
     left_out = _left_out(held, repetitions)
     _check_length(held, left_out, repetitions)
@@ -117,30 +128,51 @@ def distribution(held: TimedPlan, jitter: float, *, seed: int = 0, repetitions: 
     times: Times | None = None
     for k in range(repetitions + WARM_UP):
         if k < repetitions:
-            alone.append(sweep(prepared, next(varied), latency=held.latency, issue=held.issue).makespan)
+            alone.append(
+                sweep(prepared, next(varied), latency=held.latency, issue=held.issue).makespan
+            )
         times = sweep(prepared, next(varied), latency=held.latency, issue=held.issue, after=times)
         ends.append(times.makespan)
     between = [b - a for a, b in zip(ends[WARM_UP - 1 :], ends[WARM_UP:])]
     ranks = world - len(left_out)
     return Distribution(
-        _percentiles(alone), _percentiles(between), jitter, repetitions, seed, ranks, world, _note(ranks, world, plan.replicas)
+        _percentiles(alone),
+        _percentiles(between),
+        jitter,
+        repetitions,
+        seed,
+        ranks,
+        world,
+        _note(ranks, world, plan.replicas),
     )
 
 
 def _check_length(held: TimedPlan, left_out: frozenset[int], repetitions: int) -> None:
     """Raise PlanError for repetitions that would take many minutes, although few replicas are timed."""
-    each = 2 * sum(len(role.program) * sum(rank not in left_out for rank in role.ranks) for role in held.plan.roles)
+    each = 2 * sum(
+        len(role.program) * sum(rank not in left_out for rank in role.ranks)
+        for role in held.plan.roles
+    )
     accepted = max(FEW_REPETITIONS, most(100 * MOST, each))
     if repetitions > accepted:
-        raise PlanError(f"repetitions is {repetitions}; at most {accepted} are accepted of a plan that times {each} instructions")
+        raise PlanError(
+            f"repetitions is {repetitions}; at most {accepted} are accepted of a plan that times "
+            f"{each} instructions"
+        )
 
 
-def _varied(prepared: Prepared, durations: Sequence[float], jitter: float, random: Random) -> Iterator[list[float]]:
+def _varied(
+    prepared: Prepared, durations: Sequence[float], jitter: float, random: Random
+) -> Iterator[list[float]]:
     """Yield new random durations each time: for compute one per node, for a message one for all its members."""
     variance = log(1 + jitter**2)
     mean, sigma, gauss = -variance / 2, variance**0.5, random.gauss
     first = {members[0] for members in prepared.groups}
-    vary = [(n, d) for n, d in enumerate(durations) if d and (prepared.group_of[n] < 0 or n in first)] if jitter else []
+    vary = (
+        [(n, d) for n, d in enumerate(durations) if d and (prepared.group_of[n] < 0 or n in first)]
+        if jitter
+        else []
+    )
     while True:
         out = list(durations)
         for n, d in vary:
@@ -162,8 +194,13 @@ def _left_out(held: TimedPlan, repetitions: int) -> frozenset[int]:
     sorts: dict[tuple[int, ...], int] = {}
     for replica, ranks in replicas.items():
         sorts.setdefault(tuple([role_of[rank] for rank in ranks]), replica)
-    order = [*sorts.values(), *(replica for replica in replicas if replica not in set(sorts.values()))]
-    out = frozenset(rank for replica in order[max(2, len(sorts), MOST // each) :] for rank in replicas[replica])
+    order = [
+        *sorts.values(),
+        *(replica for replica in replicas if replica not in set(sorts.values())),
+    ]
+    out = frozenset(
+        rank for replica in order[max(2, len(sorts), MOST // each) :] for rank in replicas[replica]
+    )
     return out if all(_whole(plan, out)) else frozenset()
 
 
@@ -186,4 +223,7 @@ def _note(ranks: int, world: int, replicas: int) -> str:
     if ranks == world:
         return ""
     drawn = ranks * replicas // world
-    return f"{drawn} of {replicas} replicas drew durations: the latest of all would come later than the latest of these"
+    return (
+        f"{drawn} of {replicas} replicas drew durations: the latest of all would come later than "
+        f"the latest of these"
+    )

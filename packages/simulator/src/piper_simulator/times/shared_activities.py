@@ -27,9 +27,13 @@ class SharedActivities:
     def run(self, role: int, pieces: Sequence[TimedPiece], ended: Callable[[Event], None]) -> None:
         """Run pieces of compute and messages of a role, one after the other; `ended` is called at the end."""
         (seconds, flow), *others = pieces
-        self.begin(role, seconds, flow, (lambda _: self.run(role, others, ended)) if others else ended)
+        self.begin(
+            role, seconds, flow, (lambda _: self.run(role, others, ended)) if others else ended
+        )
 
-    def begin(self, role: int, seconds: float, flow: Flow | None, ended: Callable[[Event], None]) -> None:
+    def begin(
+        self, role: int, seconds: float, flow: Flow | None, ended: Callable[[Event], None]
+    ) -> None:
         """Begin a message, or compute of a role, now; `ended` is called at its end."""
         now, pool = self.env.now, self.pool
         activity = pool.compute(role, seconds, now) if flow is None else pool.message(flow, now)

@@ -62,7 +62,11 @@ def each_rank(plan: Plan, left_out: frozenset[int] = frozenset()) -> SplitPlan:
 
     The other members of a channel meet without these; a transfer needs both its ends.
     """
-    return _by_colours(plan, _meetings(plan), [-1 if r in left_out else unit for r, unit in enumerate(in_step(plan))])
+    return _by_colours(
+        plan,
+        _meetings(plan),
+        [-1 if r in left_out else unit for r, unit in enumerate(in_step(plan))],
+    )
 
 
 def _whole(plan: Plan) -> SplitPlan:
@@ -82,7 +86,11 @@ class _Meeting:
 
 
 def _meetings(plan: Plan) -> list[_Meeting]:
-    return [_Meeting(c, members) for c, channel in enumerate(plan.channels) for members in instances(plan, channel)]
+    return [
+        _Meeting(c, members)
+        for c, channel in enumerate(plan.channels)
+        for members in instances(plan, channel)
+    ]
 
 
 def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared: bool) -> list[int]:
@@ -97,7 +105,9 @@ def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared:
 class _Graph:
     """Hold a graph in which units of ranks, instances of channels, and links are neighbours of what they touch."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], units: Sequence[int]) -> None:
+    def __init__(
+        self, plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], units: Sequence[int]
+    ) -> None:
         role_of = _whole(plan).role_of
         inside: list[list[int]] = [[] for _ in range(max(units, default=-1) + 1)]
         for rank, unit in enumerate(units):
@@ -105,11 +115,15 @@ class _Graph:
         self._world, self._meetings = len(inside), meetings
         self._p2p = [plan.channels[m.channel].kind == "p2p" for m in meetings]
         self._ends = [list(dict.fromkeys([units[rank] for rank in m.members])) for m in meetings]
-        self.first: list[Hashable] = [(role_of[ranks[0]], *_pace(cluster, ranks)) for ranks in inside]
+        self.first: list[Hashable] = [
+            (role_of[ranks[0]], *_pace(cluster, ranks)) for ranks in inside
+        ]
         self.first += [(m.channel, rank_group(cluster, m.members)) for m in meetings]
         self.neighbours: list[list[int]] = [[] for _ in inside]
         self.neighbours += map(list, self._ends)
-        self._times: list[list[float]] = [[] for _ in self.first]  # per link of an instance, or per user of a link
+        self._times: list[list[float]] = [
+            [] for _ in self.first
+        ]  # per link of an instance, or per user of a link
         for node, ends in enumerate(self._ends, self._world):
             for unit in ends:
                 self.neighbours[unit].append(node)
@@ -121,7 +135,9 @@ class _Graph:
                 link = number.get(resource)
                 if link is None:
                     link = number[resource] = len(self.first)
-                    self.first.append((resource[0], wires.capacity(resource), wires.kind_of(resource)))
+                    self.first.append(
+                        (resource[0], wires.capacity(resource), wires.kind_of(resource))
+                    )
                     self.neighbours.append([])
                     self._times.append([])
                 self.neighbours[node].append(link)
@@ -150,11 +166,15 @@ def _pace(cluster: Cluster, ranks: Sequence[int]) -> tuple[Hashable, float]:
     """Return the kinds of devices of a unit, and how many times as long its slowest rank takes."""
     if len(ranks) == 1:
         return cluster.kind_of(ranks[0]), cluster.slow_ranks.get(ranks[0], 1.0)
-    return tuple(sorted({cluster.kind_of(r) for r in ranks})), max([cluster.slow_ranks.get(r, 1.0) for r in ranks])
+    return tuple(sorted({cluster.kind_of(r) for r in ranks})), max(
+        [cluster.slow_ranks.get(r, 1.0) for r in ranks]
+    )
 
 
 def refined(
-    first: Iterable[Hashable], neighbours: Sequence[Sequence[int]], seen: Callable[[int, Sequence[int]], Hashable]
+    first: Iterable[Hashable],
+    neighbours: Sequence[Sequence[int]],
+    seen: Callable[[int, Sequence[int]], Hashable],
 ) -> list[int]:
     """Return the colour of each node in the coarsest partition of a graph whose classes see the same.
 
@@ -187,11 +207,15 @@ def refined(
             size.append(len(group))
             for node in group:
                 colours[node] = len(size) - 1
-        looking = dict.fromkeys(n for _, group in changed for node in group for n in neighbours[node])
+        looking = dict.fromkeys(
+            n for _, group in changed for node in group for n in neighbours[node]
+        )
     return colours
 
 
-def _nodes_by_colour(nodes: Iterable[int], colours: Sequence[int], size: Sequence[int]) -> dict[int, list[int]]:
+def _nodes_by_colour(
+    nodes: Iterable[int], colours: Sequence[int], size: Sequence[int]
+) -> dict[int, list[int]]:
     """Return nodes by colour, without those that are alone in their class."""
     out: dict[int, list[int]] = {}
     for node in nodes:
@@ -216,17 +240,25 @@ def _by_colours(plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int]) 
         names[colour] = name if parts[whole[first]] == 1 else f"{name}/{first}"
     role_at = {colour: plan.roles[whole[mine[0]]].role for colour, mine in own.items()}
     channels, used = _channels(plan, meetings, ranks, names, role_at)
-    roles = [_part(plan.roles[whole[own[c][0]]], names[c], tuple(own[c]), used.get(c, {})) for c in order]
+    roles = [
+        _part(plan.roles[whole[own[c][0]]], names[c], tuple(own[c]), used.get(c, {})) for c in order
+    ]
     role_of = [-1] * plan.mesh.world
     for k, colour in enumerate(order):
         for rank in own[colour]:
             role_of[rank] = k
     of = tuple(whole[own[colour][0]] for colour in order)
-    return SplitPlan(replace(plan, roles=tuple(roles), channels=tuple(channels)), of, tuple(role_of))
+    return SplitPlan(
+        replace(plan, roles=tuple(roles), channels=tuple(channels)), of, tuple(role_of)
+    )
 
 
 def _channels(
-    plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int], names: dict[int, str], role_at: dict[int, str]
+    plan: Plan,
+    meetings: Sequence[_Meeting],
+    ranks: Sequence[int],
+    names: dict[int, str],
+    role_at: dict[int, str],
 ) -> tuple[list[Channel], dict[int, dict[str, str]]]:
     """Return the channels between classes, and for each class its names of the plan's channels.
 
@@ -238,7 +270,9 @@ def _channels(
         if there:
             colours = dict.fromkeys(ranks[r] for r in there)
             p2p = plan.channels[m.channel].kind == "p2p"
-            found.setdefault((m.channel, tuple(colours) if p2p else tuple(sorted(colours))), there[0])
+            found.setdefault(
+                (m.channel, tuple(colours) if p2p else tuple(sorted(colours))), there[0]
+            )
     number = Counter(c for c, _ in found)
     out, used = [], dict[int, dict[str, str]]()
     for (c, classes), first in found.items():
@@ -247,7 +281,11 @@ def _channels(
         at = [channel.roles.index(role_at[colour]) for colour in classes]
         sms = tuple([channel.sms[k] for k in at]) if channel.sms else ()
         streams = tuple([channel.streams[k] for k in at])
-        out.append(replace(channel, id=id, roles=tuple([names[k] for k in classes]), streams=streams, sms=sms))
+        out.append(
+            replace(
+                channel, id=id, roles=tuple([names[k] for k in classes]), streams=streams, sms=sms
+            )
+        )
         for colour in classes:
             used.setdefault(colour, {})[channel.id] = id
     return out, used
@@ -266,4 +304,6 @@ def _on(instr: Instr, channels: dict[str, str]) -> Instr:
     if not isinstance(part.op, COMM):
         return instr
     op = replace(part.op, channel=channels[part.op.channel])
-    return replace(instr, parts=(Part(part.node, op, part.mb, part.reads, part.writes, part.frees),))
+    return replace(
+        instr, parts=(Part(part.node, op, part.mb, part.reads, part.writes, part.frees),)
+    )

@@ -44,7 +44,12 @@ def contention_applies(plan: Plan, cluster: Cluster | None) -> bool:
 
 
 def shared_flows(
-    plan: Plan, cluster: Cluster | None, prepared: Prepared, work: Sequence[Work], *, contention: bool = True
+    plan: Plan,
+    cluster: Cluster | None,
+    prepared: Prepared,
+    work: Sequence[Work],
+    *,
+    contention: bool = True,
 ) -> SharedFlows | None:
     """Return the loads of messages; None where contention does not count, or no message slows anything down.
 
@@ -60,7 +65,14 @@ def shared_flows(
     return found if found.slow_anything else None
 
 
-def step_alone(prepared: Prepared, work: Sequence[Work], flows: SharedFlows | None, *, latency: float, issue: float) -> Times:
+def step_alone(
+    prepared: Prepared,
+    work: Sequence[Work],
+    flows: SharedFlows | None,
+    *,
+    latency: float,
+    issue: float,
+) -> Times:
     """Return the times of one step from a common start, given `flows` of `shared_flows`; without them by the sweep."""
     durations = _alone(prepared, work, flows)
     if flows is None:
@@ -69,7 +81,13 @@ def step_alone(prepared: Prepared, work: Sequence[Work], flows: SharedFlows | No
 
 
 def time_steps(
-    prepared: Prepared, work: Sequence[Work], flows: SharedFlows | None, *, latency: float, issue: float, steps: int = 1
+    prepared: Prepared,
+    work: Sequence[Work],
+    flows: SharedFlows | None,
+    *,
+    latency: float,
+    issue: float,
+    steps: int = 1,
 ) -> Timed:
     """Return the times of several steps and of a step alone, and the period under contention.
 
@@ -82,21 +100,35 @@ def time_steps(
         period_s = steady_state.period(prepared, durations, latency=latency, issue=issue)
         return Timed(times[0], times[-1], durations, period_s, None)
     first = step_alone(prepared, work, flows, latency=latency, issue=issue)
-    last = _run(prepared, durations, flows, latency=latency, issue=issue, steps=steps)[-1] if steps > 1 else first
+    last = (
+        _run(prepared, durations, flows, latency=latency, issue=issue, steps=steps)[-1]
+        if steps > 1
+        else first
+    )
     lasted = [end - start for start, end in zip(first.start, first.end, strict=True)]
     slowed = [
         sum(lasted[node] - durations[node] for node in range(a, b) if prepared.group_of[node] < 0)
         for a, b in pairwise(prepared.offsets)
     ]
-    period_s = engine.period(prepared, durations, flows.messages, latency=latency, issue=issue, inside=flows.inside)
+    period_s = engine.period(
+        prepared, durations, flows.messages, latency=latency, issue=issue, inside=flows.inside
+    )
     return Timed(first, last, lasted, period_s, max(0.0, *slowed))
 
 
 def _run(
-    prepared: Prepared, durations: Sequence[float], flows: SharedFlows, *, latency: float, issue: float, steps: int = 1
+    prepared: Prepared,
+    durations: Sequence[float],
+    flows: SharedFlows,
+    *,
+    latency: float,
+    issue: float,
+    steps: int = 1,
 ) -> list[Times]:
     loads, inside = flows.messages, flows.inside
-    return engine.run_engine(prepared, durations, latency=latency, issue=issue, steps=steps, flows=loads, inside=inside)
+    return engine.run_engine(
+        prepared, durations, latency=latency, issue=issue, steps=steps, flows=loads, inside=inside
+    )
 
 
 def _alone(prepared: Prepared, work: Sequence[Work], flows: SharedFlows | None) -> list[float]:

@@ -44,15 +44,25 @@ def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
     buffers = {o.name: n for n, o in forward.origins.items() if o.kind == "buffer"}
     content: dict[int, set[str]] = {}
     for node, origin in forward.origins.items():
-        made_of = {origin.name} if origin.kind == "buffer" else {BATCH} if origin.kind == "batch" else set()
+        made_of = (
+            {origin.name}
+            if origin.kind == "buffer"
+            else {BATCH}
+            if origin.kind == "batch"
+            else set()
+        )
         content.update(dict.fromkeys(facts.storages[node], made_of))
     changed_by: dict[int, fx.Node] = {}
     for node in cut.ops.nodes:
         made_of = set().union(*(content[s] for s in _read(node, facts.storages) if s in content))
         made_of |= {BATCH} if node in facts.random else set()
-        content.update((storage, made_of) for storage in facts.storages[node] if storage not in content)
+        content.update(
+            (storage, made_of) for storage in facts.storages[node] if storage not in content
+        )
         for storage in facts.writes[node]:
-            content[storage] = made_of if _replaced(node) is not None else made_of | content.get(storage, set())
+            content[storage] = (
+                made_of if _replaced(node) is not None else made_of | content.get(storage, set())
+            )
             changed_by[storage] = node
     sources: dict[str, set[str]] = {}
     lines: dict[str, fx.Node] = {}

@@ -59,8 +59,12 @@ class Visits:
 
     def __init__(self, model: nn.Module, nodes: Sequence[fx.Node]) -> None:
         self.model, self.nodes = model, nodes
-        self.names = {id(m): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))}
-        self.stacks = {n: [_visit(key) for key in n.meta.get("nn_module_stack") or {}] for n in nodes}
+        self.names = {
+            id(m): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))
+        }
+        self.stacks = {
+            n: [_visit(key) for key in n.meta.get("nn_module_stack") or {}] for n in nodes
+        }
         self.runs: dict[int, dict[str, None]] = {}
         self.inside: dict[int, list[int]] = {}
         for position, stack in enumerate(self.stacks.values()):
@@ -112,7 +116,9 @@ def fed(nodes: Sequence[fx.Node], home: Mapping[fx.Node, Visit]) -> set[int]:
         if own > 0 and read == own - 1:
             found.add(own)
         latest[node] = max(read, own)
-        target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        target = (
+            node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        )
         if (
             node.args
             and isinstance(node.args[0], fx.Node)
@@ -149,26 +155,46 @@ def chains(visits: Visits) -> list[Chain]:
 def _feed(chain: Chain, visits: Visits) -> bool:
     """Return whether most visits read what the one before made: series that stand beside each other are no chain."""
     known = set(chain.visits)
-    home = {n: v for n, stack in visits.stacks.items() if (v := next((s for s in stack if s in known), None))}
+    home = {
+        n: v
+        for n, stack in visits.stacks.items()
+        if (v := next((s for s in stack if s in known), None))
+    }
     return mostly_fed(visits.nodes, home)
 
 
 def _merged(first: Chain, other: Chain, visits: Visits) -> Chain:
-    names = {**dict(zip(first.visits, first.names, strict=True)), **dict(zip(other.visits, other.names, strict=True))}
-    runs = in_order({n: v for n, stack in visits.stacks.items() if (v := next((s for s in stack if s in names), None))})
+    names = {
+        **dict(zip(first.visits, first.names, strict=True)),
+        **dict(zip(other.visits, other.names, strict=True)),
+    }
+    runs = in_order(
+        {
+            n: v
+            for n, stack in visits.stacks.items()
+            if (v := next((s for s in stack if s in names), None))
+        }
+    )
     return Chain(first.kind, runs, tuple(names[v] for v in runs), first.leaf)
 
 
 def _belongs_to(inner: _Series, outer: _Series, every: Sequence[_Series]) -> bool:
     """Return whether a series is a part of another one's members, so that these count in its place."""
-    inside = {id(m) for entry in outer.entries for m in entry.modules()} - {id(entry) for entry in outer.entries}
+    inside = {id(m) for entry in outer.entries for m in entry.modules()} - {
+        id(entry) for entry in outer.entries
+    }
     if inner is outer or not all(id(entry) in inside for entry in inner.entries):
         return False
     if outer.chain.leaf:
         return False
     if inner.chain.leaf:
         return True
-    alike = [s for s in every if _kind(s.entries[0]) == _kind(inner.entries[0]) and all(id(e) in inside for e in s.entries)]
+    alike = [
+        s
+        for s in every
+        if _kind(s.entries[0]) == _kind(inner.entries[0])
+        and all(id(e) in inside for e in s.entries)
+    ]
     length = len({visit for s in alike for visit in s.chain.visits})
     share = _numel(e for s in alike for e in s.entries) / _numel(outer.entries)
     return share < MOSTLY or length <= len(outer.chain.visits)
@@ -194,7 +220,11 @@ def _series(visits: Visits) -> Iterator[_Series]:
             if home and feeds_on(_window(visits.nodes, home), home):
                 seen.update(map(id, entries))
                 yield _Series(parent, entries, _chain(entries, home, visits))
-        if len(visits.runs.get(id(parent), ())) > 1 and id(parent) not in seen and _numel((parent,)):
+        if (
+            len(visits.runs.get(id(parent), ())) > 1
+            and id(parent) not in seen
+            and _numel((parent,))
+        ):
             home = visits.numbered((parent,))
             if feeds_on(_window(visits.nodes, home), home):
                 yield _Series(parent, (parent,), _chain((parent,), home, visits))
@@ -219,4 +249,6 @@ def _window(nodes: Sequence[fx.Node], home: Mapping[fx.Node, Visit]) -> Sequence
 def _chain(entries: Sequence[nn.Module], home: Mapping[fx.Node, Visit], visits: Visits) -> Chain:
     runs, first = in_order(home), entries[0]
     leaf = type(first).__module__.startswith("torch.nn") and not any(True for _ in first.children())
-    return Chain(type(first).__name__, runs, tuple(visits.names[module] for module, _ in runs), leaf)
+    return Chain(
+        type(first).__name__, runs, tuple(visits.names[module] for module, _ in runs), leaf
+    )

@@ -36,7 +36,13 @@ from piper_compiler.capture.chunks.replay import ReplayFacts, replay
 from piper_compiler.capture.module.tags import OPAQUE
 from piper_compiler.capture.torch_api import _torch
 from piper_compiler.capture.trace.dynamo import Forward
-from piper_compiler.capture.values.concrete import canonical_text, concrete_call, concrete_shape, is_size, line_of
+from piper_compiler.capture.values.concrete import (
+    canonical_text,
+    concrete_call,
+    concrete_shape,
+    is_size,
+    line_of,
+)
 from piper_ir.ground.errors import CaptureError
 
 
@@ -119,7 +125,13 @@ class Cut:
         graph = fx.Graph()
         nodes = [slot.node for slot in piece.slots]
         given = [graph.placeholder(f"in{i}") for i in range(len(nodes))]
-        env = dict(zip(nodes, given if dispatch is None else dispatch.take(graph, given, _shapes(nodes, rows)), strict=True))
+        env = dict(
+            zip(
+                nodes,
+                given if dispatch is None else dispatch.take(graph, given, _shapes(nodes, rows)),
+                strict=True,
+            )
+        )
         for node in piece.copied:
             env[node] = graph.call_method("clone", (env[node],))
         for node in piece.snapshots:
@@ -136,7 +148,9 @@ class Cut:
             graph.call_function(_torch.SET_GRAD, (True,))
         nodes = [r.node for r in piece.results if not r.changed]
         made = [env[node] for node in nodes]
-        graph.output(tuple(made if dispatch is None else dispatch.give(graph, made, _shapes(nodes, rows))))
+        graph.output(
+            tuple(made if dispatch is None else dispatch.give(graph, made, _shapes(nodes, rows)))
+        )
         return fx.GraphModule(self.forward.owner, graph)
 
     def body(self, piece: Piece) -> Iterator[fx.Node]:
@@ -194,7 +208,13 @@ def _snapshot(graph: fx.Graph, placeholder: fx.Node, node: fx.Node) -> fx.Node:
     return graph.call_function(torch.mul, (placeholder, 1))
 
 
-def cut(forward: Forward, asked: tuple[str, ...] = (), *, experts: bool = False, shared: frozenset[fx.Node] = frozenset()) -> Cut:
+def cut(
+    forward: Forward,
+    asked: tuple[str, ...] = (),
+    *,
+    experts: bool = False,
+    shared: frozenset[fx.Node] = frozenset(),
+) -> Cut:
     """Split the captured graph at every change of coordinates; `asked` says what its layers are (`layers`).
 
     The coordinates of experts count where they are asked for. The operations `shared` have one of their own.
@@ -205,29 +225,52 @@ def cut(forward: Forward, asked: tuple[str, ...] = (), *, experts: bool = False,
     free = free_nodes(live, forward, facts)
     bound = [n for n in live if n not in free]
     layers = chosen_layers(forward, bound, asked)
-    regions = assign(bound, own_coords(forward, bound, layers, facts.random, experts=experts, shared=shared), facts)
+    regions = assign(
+        bound,
+        own_coords(forward, bound, layers, facts.random, experts=experts, shared=shared),
+        facts,
+    )
     if not regions:
         raise CaptureError("the model computes nothing from its batch; use the inputs in forward")
     repeated = free | spread_nodes(bound, facts) if experts else free
-    return Cut(forward, ops, facts, frozenset(repeated), tuple(_Wiring(forward, facts, repeated, regions).pieces()), layers)
+    return Cut(
+        forward,
+        ops,
+        facts,
+        frozenset(repeated),
+        tuple(_Wiring(forward, facts, repeated, regions).pieces()),
+        layers,
+    )
 
 
 class _Wiring:
     """Find the tensors that cross between regions."""
 
-    def __init__(self, forward: Forward, facts: ReplayFacts, free: set[fx.Node], regions: Sequence[Region]) -> None:
+    def __init__(
+        self, forward: Forward, facts: ReplayFacts, free: set[fx.Node], regions: Sequence[Region]
+    ) -> None:
         self._forward, self._facts, self._free, self._regions = forward, facts, free, regions
         self._home = {n: r for r in regions for n in r.nodes}
         self._position = {n: i for i, n in enumerate(forward.graph.nodes)}
         self._last = max(self._home[n].number for n in forward.results if n in self._home)
         self._reads = {r.number: list(self._external(r)) for r in regions}
-        self._writes = {r.number: frozenset().union(*(facts.writes[n] for n in r.nodes)) for r in regions}
+        self._writes = {
+            r.number: frozenset().union(*(facts.writes[n] for n in r.nodes)) for r in regions
+        }
         written = frozenset().union(*self._writes.values())
         buffers = {n: o.name for n, o in forward.origins.items() if o.kind == "buffer"}
-        self._hot = {n for n, name in buffers.items() if facts.storages[n] & written or name in forward.rewrites}
+        self._hot = {
+            n
+            for n, name in buffers.items()
+            if facts.storages[n] & written or name in forward.rewrites
+        }
 
     def pieces(self) -> list[Piece]:
-        provider = {n: PieceInput(o.kind, n, o.name) for n, o in self._forward.origins.items() if o.kind != "kept"}
+        provider = {
+            n: PieceInput(o.kind, n, o.name)
+            for n, o in self._forward.origins.items()
+            if o.kind != "kept"
+        }
         pieces: list[Piece] = []
         for region in self._regions:
             piece = Piece(region, [provider[n] for n in self._reads[region.number]])
@@ -235,17 +278,27 @@ class _Wiring:
             for node in changed:
                 if provider[node].kind == "param":
                     raise CaptureError(
-                        f"{self._writer(region, node)}: parameter {provider[node].name!r} is changed in place in forward; "
+                        f"{self._writer(region, node)}: parameter {provider[node].name!r} is "
+                        f"changed in place in "
+                        f"forward; "
                         "keep values that change in a buffer (register_buffer)"
                     )
                 if provider[node].kind == "buffer" and piece.opaque:
                     raise CaptureError(
-                        f"{self._writer(region, node)}: an opaque region changes buffer {provider[node].name!r} in place; update "
+                        f"{self._writer(region, node)}: an opaque region changes buffer "
+                        f"{provider[node].name!r} in "
+                        f"place; update "
                         "buffers outside of it, or remove opaque=True"
                     )
-                (piece.changed_buffers.append if provider[node].kind == "buffer" else piece.copied.append)(node)
+                (
+                    piece.changed_buffers.append
+                    if provider[node].kind == "buffer"
+                    else piece.copied.append
+                )(node)
             piece.snapshots = [
-                s.node for s in piece.slots if s.kind == "buffer" and s.node in self._hot and s.node not in changed
+                s.node
+                for s in piece.slots
+                if s.kind == "buffer" and s.node in self._hot and s.node not in changed
             ]
             pieces.append(piece)
             for node in (*changed, *region.nodes):
@@ -257,7 +310,10 @@ class _Wiring:
         """Yield the tensors that the region reads from other regions and from the user, in order of first use."""
         inside, seen = set(region.nodes), set()
         extra = self._forward.results if region.number == self._last else ()
-        todo = [*extra[::-1], *(i for n in reversed(region.nodes) for i in reversed(n.all_input_nodes))]
+        todo = [
+            *extra[::-1],
+            *(i for n in reversed(region.nodes) for i in reversed(n.all_input_nodes)),
+        ]
         while todo:
             node = todo.pop()
             if node in seen or node in inside or is_size(node):
@@ -276,12 +332,24 @@ class _Wiring:
         changed: list[fx.Node] = []
         for storage in sorted(self._writes[region.number]):
             later = [r for r in self._regions if r.number >= region.number]
-            carriers = {n: None for r in later for n in self._reads[r.number] if storage in self._facts.storages[n]}
-            outside = [n for n in carriers if self._home.get(n) is not region and self._number(n) < region.number]
+            carriers = {
+                n: None
+                for r in later
+                for n in self._reads[r.number]
+                if storage in self._facts.storages[n]
+            }
+            outside = [
+                n
+                for n in carriers
+                if self._home.get(n) is not region and self._number(n) < region.number
+            ]
             if len(outside) > 1:
                 raise CaptureError(
-                    f"{self._writer(region, outside[0])}: changes a tensor in place that other regions see through a view "
-                    f"({', '.join(line_of(n) for n in outside)}); keep the view and the change in one region, "
+                    f"{self._writer(region, outside[0])}: changes a tensor in place that other "
+                    f"regions see through a "
+                    f"view "
+                    f"({', '.join(line_of(n) for n in outside)}); keep the view and the change in "
+                    f"one region, "
                     "or make the view again after the change"
                 )
             changed += [n for n in outside if n not in changed]
@@ -291,7 +359,9 @@ class _Wiring:
         return self._home[node].number if node in self._home else -1
 
     def _writer(self, region: Region, node: fx.Node) -> str:
-        return next(line_of(n) for n in region.nodes if self._facts.writes[n] & self._facts.storages[node])
+        return next(
+            line_of(n) for n in region.nodes if self._facts.writes[n] & self._facts.storages[node]
+        )
 
     def _results(self, pieces: Sequence[Piece], provider: Mapping[fx.Node, PieceInput]) -> None:
         forward = self._forward
@@ -303,7 +373,9 @@ class _Wiring:
         buffers = self._final_buffers(provider)
         for piece in pieces:
             number, changed = piece.region.number, piece.changed_buffers
-            values = sorted((n for n in wanted[number] if n not in changed), key=self._position.__getitem__)
+            values = sorted(
+                (n for n in wanted[number] if n not in changed), key=self._position.__getitem__
+            )
             piece.results = [Result("value", n) for n in values]
             piece.results += [
                 Result("buffer", n, name, self._varies(n))
@@ -312,16 +384,26 @@ class _Wiring:
             ]
             if number == self._last:
                 piece.results.append(Result("loss", forward.loss))
-                piece.results += [Result("weight", forward.weight)] if forward.weight is not None else []
+                piece.results += (
+                    [Result("weight", forward.weight)] if forward.weight is not None else []
+                )
                 piece.results += [Result(m.kind, m.node, m.name) for m in forward.metrics]
             for node in changed:
                 name = forward.origins[node].name
                 final = buffers.get(name) == (number, node)
                 piece.results.append(
-                    Result("buffer" if final else "value", node, name if final else "", self._varies(node), True)
+                    Result(
+                        "buffer" if final else "value",
+                        node,
+                        name if final else "",
+                        self._varies(node),
+                        True,
+                    )
                 )
 
-    def _final_buffers(self, provider: Mapping[fx.Node, PieceInput]) -> dict[str, tuple[int, fx.Node]]:
+    def _final_buffers(
+        self, provider: Mapping[fx.Node, PieceInput]
+    ) -> dict[str, tuple[int, fx.Node]]:
         """Return for each buffer the (piece, node) that holds its content after the step."""
         final: dict[str, tuple[int, fx.Node]] = {}
         placeholders = {o.name: n for n, o in self._forward.origins.items() if o.kind == "buffer"}
@@ -330,10 +412,16 @@ class _Wiring:
                 final[name] = (provider[node].source, node)
         for name, node in self._forward.rewrites.items():
             if node not in self._home:
-                raise CaptureError(f"buffer {name!r} is replaced in forward by a view or constant; assign a computed tensor")
+                raise CaptureError(
+                    f"buffer {name!r} is replaced in forward by a view or constant; assign a "
+                    f"computed tensor"
+                )
             own = placeholders.get(name)
             in_place = (
-                own is not None and node.args and node.args[0] is own and self._facts.writes[node] & self._facts.storages[own]
+                own is not None
+                and node.args
+                and node.args[0] is own
+                and self._facts.writes[node] & self._facts.storages[own]
             )
             if not in_place or provider[node].source != final.get(name, (-1, node))[0]:
                 final[name] = (provider[node].source, node)

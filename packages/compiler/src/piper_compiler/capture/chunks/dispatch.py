@@ -90,7 +90,10 @@ class Dispatch:
     @property
     def exchanged(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the inputs and the outputs that are exchanged."""
-        given, made = ((k for k, how in enumerate(each) if how is not None) for each in (self.inputs, self.outputs))
+        given, made = (
+            (k for k, how in enumerate(each) if how is not None)
+            for each in (self.inputs, self.outputs)
+        )
         return tuple(given), tuple(made)
 
     @property
@@ -98,12 +101,22 @@ class Dispatch:
         """Return whether the chunk's function is another one because of it."""
         return self.degree > 1 or any(self.inputs) or any(self.outputs)
 
-    def take(self, graph: fx.Graph, given: Sequence[fx.Node], shapes: Sequence[Sequence[int]]) -> list[fx.Node]:
+    def take(
+        self, graph: fx.Graph, given: Sequence[fx.Node], shapes: Sequence[Sequence[int]]
+    ) -> list[fx.Node]:
         """Return the nodes of a chunk's inputs as it uses them; `shapes` are their own, not those of the form."""
         taken = zip(given, self.inputs, shapes, strict=True)
-        return [node if how is None else how.taken(graph, node, shape, self.degree) for node, how, shape in taken]
+        return [
+            node if how is None else how.taken(graph, node, shape, self.degree)
+            for node, how, shape in taken
+        ]
 
-    def give(self, graph: fx.Graph, made: Sequence[fx.Node], shapes: Sequence[Sequence[int]]) -> list[fx.Node]:
+    def give(
+        self, graph: fx.Graph, made: Sequence[fx.Node], shapes: Sequence[Sequence[int]]
+    ) -> list[fx.Node]:
         """Return the nodes of a chunk's outputs in the form in which it hands them on, likewise."""
         given = zip(made, self.outputs, shapes, strict=True)
-        return [node if how is None else how.given(graph, node, shape, self.degree) for node, how, shape in given]
+        return [
+            node if how is None else how.given(graph, node, shape, self.degree)
+            for node, how, shape in given
+        ]

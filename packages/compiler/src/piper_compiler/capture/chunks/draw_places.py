@@ -38,7 +38,9 @@ class Places:
         keys = [key.split("@")[0] for key in node.meta.get("nn_module_stack") or {}]
         return next((self._names[key] for key in reversed(keys) if key in self._names), "")
 
-    def of(self, draws: Sequence[Draw], first: Iterable[fx.Node], own: Iterable[fx.Node]) -> tuple[Draw, ...]:
+    def of(
+        self, draws: Sequence[Draw], first: Iterable[fx.Node], own: Iterable[fx.Node]
+    ) -> tuple[Draw, ...]:
         """Return the draws of a piece with nodes `own`, whose code was made of the alike nodes `first`."""
         nodes = {a.name: b for a, b in zip(first, own, strict=True)}
         seen: dict[str, int] = {}
@@ -52,14 +54,27 @@ class Places:
     def _placed(self, draw: Draw, node: fx.Node | None, number: int) -> Draw:
         if node is None:
             return replace(draw, refused=UNSHOWN)
-        path, first = self._first.get(node, (self._path(node), 0))  # dropout of all elements draws nothing in plain PyTorch
+        path, first = self._first.get(
+            node, (self._path(node), 0)
+        )  # dropout of all elements draws nothing in plain PyTorch
         refused = draw.refused
         if node.target is as_written:
-            refused = "a module that runs as it is draws numbers for as many elements as values of tensors say"
+            refused = (
+                "a module that runs as it is draws numbers for as many elements as values of "
+                "tensors say"
+            )
             return Draw(f"{path}{ANY_NUMBER}", (), f"{line_of(node)}: {refused}")
-        if self._tangled.keys() & {node, *node.all_input_nodes} or _read_otherwise(node, self._tangled):
-            refused = refused or "a dimension of what is drawn has the rows inside of another one, [tokens * rows, ...]"
-        return Draw(f"{path}#{first + number}", draw.rows, f"{line_of(node)}: {refused}" if refused else "")
+        if self._tangled.keys() & {node, *node.all_input_nodes} or _read_otherwise(
+            node, self._tangled
+        ):
+            refused = (
+                refused
+                or "a dimension of what is drawn has the rows inside of another one, [tokens * "
+                "rows, ...]"
+            )
+        return Draw(
+            f"{path}#{first + number}", draw.rows, f"{line_of(node)}: {refused}" if refused else ""
+        )
 
 
 def _tangled(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
@@ -82,7 +97,9 @@ def _tangled(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 
 UNSHOWN = (
-    "an operation within another one, such as a torch.autograd.Function, draws, where the graph does not show its module (draw "
+    "an operation within another one, such as a torch.autograd.Function, draws, where the graph "
+    "does not show its "
+    "module (draw "
     "the numbers before it, and pass them to it)"
 )
 RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten"})
@@ -93,7 +110,11 @@ UNKNOWN = -1
 
 def _outside(node: fx.Node, source: fx.Node, outside: int) -> int:
     """Return how many entries lie around the rows in their dimension of a result, from those in a source's."""
-    (made, shape), (given, sizes), name = _entries(node), _entries(source), str(getattr(node.target, "__name__", node.target))
+    (made, shape), (given, sizes), name = (
+        _entries(node),
+        _entries(source),
+        str(getattr(node.target, "__name__", node.target)),
+    )
     if name in RESHAPES:
         before, after = outside * _before(given, sizes), _before(made, shape)
         return before // after if before % after == 0 else UNKNOWN
@@ -112,7 +133,10 @@ def _steps(node: fx.Node) -> bool:
     if getattr(node.target, "__name__", "") != "getitem":
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return any(isinstance(part, fx.Node | list) or (isinstance(part, slice) and part.step not in (None, 1)) for part in index)
+    return any(
+        isinstance(part, fx.Node | list) or (isinstance(part, slice) and part.step not in (None, 1))
+        for part in index
+    )
 
 
 def _read_otherwise(drawn: fx.Node, tangled: Mapping[fx.Node, int]) -> bool:

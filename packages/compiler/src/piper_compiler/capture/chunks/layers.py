@@ -11,8 +11,23 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
 
-from piper_compiler.capture.chunks.chains import Visit, Visits, chains, in_order, mostly_fed, names_text
-from piper_compiler.capture.module.tags import LAYER, PREFIX, examples, layer_indexes, matches, module_coords, outermost_entries
+from piper_compiler.capture.chunks.chains import (
+    Visit,
+    Visits,
+    chains,
+    in_order,
+    mostly_fed,
+    names_text,
+)
+from piper_compiler.capture.module.tags import (
+    LAYER,
+    PREFIX,
+    examples,
+    layer_indexes,
+    matches,
+    module_coords,
+    outermost_entries,
+)
 from piper_compiler.capture.trace.dynamo import Forward
 from piper_ir.ground.errors import SelectorError
 from piper_ir.ground.select import LONGEST_CHAIN
@@ -73,7 +88,13 @@ def listed_layers(visits: Visits) -> Layers:
     entries = list(outermost_entries(visits.model, set()))
     home = {node: (module, "") for node, (module, _) in visits.numbered(entries).items()}
     names = tuple(visits.names[id(e)] for e in entries)
-    return Layers(names, "entries of nn.ModuleList", (), mostly_fed(visits.nodes, home), modules=layer_indexes(visits.model))
+    return Layers(
+        names,
+        "entries of nn.ModuleList",
+        (),
+        mostly_fed(visits.nodes, home),
+        modules=layer_indexes(visits.model),
+    )
 
 
 def chosen_layers(forward: Forward, nodes: Sequence[fx.Node], asked: tuple[str, ...]) -> Layers:
@@ -83,10 +104,18 @@ def chosen_layers(forward: Forward, nodes: Sequence[fx.Node], asked: tuple[str, 
         return listed_layers(visits)
     if asked != LONGEST_CHAIN:
         written = repr(asked[0] if len(asked) == 1 else asked)
-        return _numbered(_named(visits, asked, written), visits, forward, f"named by partition(layers={written})", ())
+        return _numbered(
+            _named(visits, asked, written),
+            visits,
+            forward,
+            f"named by partition(layers={written})",
+            (),
+        )
     listed = listed_layers(visits)
     found = [] if _has_own(forward, nodes) else chains(visits)
-    if not found or (set(found[0].names) <= set(listed.names) and len(found[0].names) <= len(listed.names)):
+    if not found or (
+        set(found[0].names) <= set(listed.names) and len(found[0].names) <= len(listed.names)
+    ):
         return listed
     others = tuple(chain.text for chain in found[1 : 1 + MOST_NAMED])
     how = f"the longest chain of like modules, {found[0].kind}"
@@ -97,7 +126,11 @@ def _has_own(forward: Forward, nodes: Sequence[fx.Node]) -> bool:
     """Return whether the user has given layers or stages, by regions or tags."""
     if any(not {LAYER, STAGE}.isdisjoint(module_coords(m)) for m in forward.model.modules()):
         return True
-    return any(PREFIX + name in (node.meta.get("custom") or {}) for node in nodes for name in (LAYER, STAGE))
+    return any(
+        PREFIX + name in (node.meta.get("custom") or {})
+        for node in nodes
+        for name in (LAYER, STAGE)
+    )
 
 
 def _named(visits: Visits, patterns: Sequence[str], written: str) -> tuple[Visit, ...]:
@@ -108,22 +141,35 @@ def _named(visits: Visits, patterns: Sequence[str], written: str) -> tuple[Visit
         found = {name: m for name, m in every.items() if matches(pattern, name)}
         if not found:
             raise SelectorError(
-                f"partition(layers={written}): no module matches {pattern!r}; the model has {examples(list(every))}. Names are "
+                f"partition(layers={written}): no module matches {pattern!r}; the model has "
+                f"{examples(list(every))}. "
+                f"Names are "
                 'matched as those of files: "blocks.*" means blocks.0, blocks.1 and so on'
             )
         entries |= found
-    outermost = [m for name, m in entries.items() if not any(name.startswith(f"{other}.") for other in entries)]
+    outermost = [
+        m
+        for name, m in entries.items()
+        if not any(name.startswith(f"{other}.") for other in entries)
+    ]
     runs = in_order(visits.numbered(outermost))
     if not runs:
         raise SelectorError(
-            f"partition(layers={written}): none of the modules that match runs any operation on the way to the loss; name "
-            f"modules that do: {', '.join(c.text for c in chains(visits)) or 'there is no chain of like modules'}"
+            f"partition(layers={written}): none of the modules that match runs any operation on "
+            f"the way to the loss; "
+            f"name "
+            f"modules that do: "
+            f"{', '.join(c.text for c in chains(visits)) or 'there is no chain of like modules'}"
         )
     return runs
 
 
-def _numbered(runs: Sequence[Visit], visits: Visits, forward: Forward, how: str, others: tuple[str, ...]) -> Layers:
+def _numbered(
+    runs: Sequence[Visit], visits: Visits, forward: Forward, how: str, others: tuple[str, ...]
+) -> Layers:
     number = {visit: k for k, visit in enumerate(runs)}
-    entries = [forward.modules[str(module)] for module in dict.fromkeys(module for module, _ in runs)]
+    entries = [
+        forward.modules[str(module)] for module in dict.fromkeys(module for module, _ in runs)
+    ]
     numbers = {node: number[v] for node, v in visits.numbered(entries).items() if v in number}
     return Layers(tuple(visits.names[module] for module, _ in runs), how, others, numbers=numbers)

@@ -36,7 +36,17 @@ from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec, bind
 from piper_ir.program.ops import HANDS_ON, KEEP_ALL
 from piper_ir.program.program import Cost, Liveness, Signature, Step
-from piper_ops import Returned, as_written, backward_step, call_of, dtype_name, forward_step, is_draw, kernel_of, storage_key
+from piper_ops import (
+    Returned,
+    as_written,
+    backward_step,
+    call_of,
+    dtype_name,
+    forward_step,
+    is_draw,
+    kernel_of,
+    storage_key,
+)
 
 aten = torch.ops.aten
 
@@ -62,7 +72,14 @@ def trace_opaque(
     constants = constants_of(module)
     body = _body(module, tuple(constants))
     again: Returned = "all" if keep.endswith(HANDS_ON) else "handle"
-    trial = _Trial(module, inputs, tuple(tangent_mask), constants, blocks, again=None if keep == KEEP_ALL else again)
+    trial = _Trial(
+        module,
+        inputs,
+        tuple(tangent_mask),
+        constants,
+        blocks,
+        again=None if keep == KEEP_ALL else again,
+    )
     specs = [TensorSpec(tuple(i.example.shape), dtype_name(i.example.dtype)) for i in inputs]
     ports = {f"in{k}": spec for k, spec in enumerate(specs)}
     ports |= {f"out{k}": spec for k, spec in enumerate(trial.outputs)}
@@ -76,7 +93,9 @@ def trace_opaque(
         ports["saved0"] = TensorSpec((trial.saved,), "uint8")
         ports |= {f"tan{k}": trial.outputs[k] for k, c in enumerate(comes) if c}
         handed = {k: f"iw{j}" for j, k in enumerate(params)}
-        ports |= {f"gin{k}": specs[k] for k in values} | {port: specs[k] for k, port in handed.items()}
+        ports |= {f"gin{k}": specs[k] for k in values} | {
+            port: specs[k] for k, port in handed.items()
+        }
         writes = writes if trial.again else (*writes, "saved0")
         reads = ("saved0", *(f"tan{k}" for k, c in enumerate(comes) if c), *trial.kept)
         made = tuple(handed.get(k, f"gin{k}") for k in trial.used)
@@ -84,19 +103,26 @@ def trace_opaque(
         used = [k in trial.used for k, i in enumerate(inputs) if i.needs_grad]
         code["I"] = StepCode(
             "# step I\nfrom piper_ops.written.opaque import backward_step\n\n"
-            f"step = backward_step({sum(comes)}, {used}, {trial.params}{', zeros=True' if trial.real else ''})\n",
+            f"step = backward_step({sum(comes)}, {used}, "
+            f"{trial.params}{', zeros=True' if trial.real else ''})\n",
             {},
         )
         if params:
             steps["W"], code["W"] = _accumulate(params, [specs[k] for k in params], reduce)
     reads = tuple(f"in{k}" for k in range(len(inputs)))
-    steps = {"F": Signature(reads, writes, (), trial.forward.cost(), trial.forward.liveness()), **steps}
+    steps = {
+        "F": Signature(reads, writes, (), trial.forward.cost(), trial.forward.liveness()),
+        **steps,
+    }
     wanted = [i.needs_grad for i in inputs]
     fixed = {f"constant{i}": value for i, value in enumerate(constants.values())}
     source = f"{body}\n\nstep = forward_step(body, {wanted}, {list(comes)}, [{', '.join(fixed)}]"
     whole = not (trial.again and trial.used)
     ends = {"F": "'all'" if whole else "'outputs'", "R": repr(again)}
-    made_by = {step: StepCode(f"# step {step}\n{source}, {end}, {list(trial.params)})\n", fixed) for step, end in ends.items()}
+    made_by = {
+        step: StepCode(f"# step {step}\n{source}, {end}, {list(trial.params)})\n", fixed)
+        for step, end in ends.items()
+    }
     code = {"F": made_by["F"], **code}
     if not whole:
         made = (*writes, "saved0") if again == "all" else ("saved0",)
@@ -117,14 +143,21 @@ def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
         if node.op == "get_attr":
             if str(node.target) not in given:
                 raise CaptureError(
-                    f"{line_of(node)}: a function that is traced by itself (torch.autograd.Function, checkpoint, control flow) "
-                    "is not accepted in an opaque region; register it with torch.library, or remove opaque=True"
+                    f"{line_of(node)}: a function that is traced by itself "
+                    f"(torch.autograd.Function, checkpoint, "
+                    f"control flow) "
+                    "is not accepted in an opaque region; register it with torch.library, or "
+                    "remove opaque=True"
                 )
             env[node] = given[str(node.target)]
         elif node.op != "placeholder":
             env[node] = graph.node_copy(node, env.__getitem__)
     made = graph.python_code("self")
-    text = made.src.strip().replace("def forward(self, ", "def body(").replace("def forward(self)", "def body()")
+    text = (
+        made.src.strip()
+        .replace("def forward(self, ", "def body(")
+        .replace("def forward(self)", "def body()")
+    )
     imported = [_import(n, v, module) for n, v in sorted(made.globals.items())]
     lines = ["from piper_ops.written.opaque import forward_step", *imported]
     return "\n".join([*dict.fromkeys(filter(None, lines)), "", "", text, ""])
@@ -144,7 +177,9 @@ def _import(name: str, value: Any, module: fx.GraphModule) -> str:
     if isinstance(home, str) and inner.isidentifier():
         return f"from {home} import {inner} as {name}"
     raise CaptureError(
-        f"an opaque region calls {name}, which cannot be imported by name in another process; define it at the top of a module"
+        f"an opaque region calls {name}, which cannot be imported by name in another process; "
+        f"define it at the top of "
+        f"a module"
     )
 
 
@@ -192,8 +227,12 @@ class _Watch(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        seen = isinstance(func, _torch.OpOverload) and func.namespace != "prim"  # prim::device asks a tensor what it is
-        if seen and (func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns)):
+        seen = (
+            isinstance(func, _torch.OpOverload) and func.namespace != "prim"
+        )  # prim::device asks a tensor what it is
+        if seen and (
+            func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns)
+        ):
             self.observed.kernels.append(launched(func, args, out, kwargs or {}))
         if is_draw(func, args, kwargs):
             self._note(func, args, kwargs or {}, out)
@@ -253,8 +292,13 @@ class _Trial:
         self.real = bool(module.graph.find_nodes(op="call_function", target=as_written))
         with nullcontext() if self.real else _torch_joint.fake_mode(), torch.device("cpu"):
             generator = torch.Generator().manual_seed(0)
-            self._given = [self._example(i, b, generator) for i, b in zip(inputs, blocks, strict=True)]
-            fixed = {n: c if self.real else torch.empty(c.shape, dtype=c.dtype) for n, c in constants.items()}
+            self._given = [
+                self._example(i, b, generator) for i, b in zip(inputs, blocks, strict=True)
+            ]
+            fixed = {
+                n: c if self.real else torch.empty(c.shape, dtype=c.dtype)
+                for n, c in constants.items()
+            }
             self._running: list[Interpreter] = []
             body = _interpreted(module, fixed, self._running)
             self._body = _drawing_alike(body) if self.real else body
@@ -262,37 +306,56 @@ class _Trial:
             self.params: dict[int, int] = {}
             self.kept = self._kept()
             ports = {k: f"in{k}" for k, i in enumerate(inputs) if i.kind == "param"}
-            self.params = {k: self.kept.index(port) for k, port in ports.items() if port in self.kept}
+            self.params = {
+                k: self.kept.index(port) for k, port in ports.items() if port in self.kept
+            }
             with torch.no_grad(), _Watch([*self._given, *fixed.values()], self._node) as watch:
                 self._measure(watch)
 
-    def _example(self, given: JointInput, blocks: Sequence[int], generator: torch.Generator) -> Tensor:
+    def _example(
+        self, given: JointInput, blocks: Sequence[int], generator: torch.Generator
+    ) -> Tensor:
         shape, dtype = given.example.shape, given.example.dtype
         if not self.real:
             return torch.empty(shape, dtype=dtype)
         if given.kind in ("param", "buffer"):
             return weights_like(shape, dtype, generator)
         calls = self._module.graph.find_nodes(op="call_function", target=as_written)
-        return equal_rows(shape, blocks, dtype, generator, min(call_of(str(n.args[0])).integers for n in calls))
+        return equal_rows(
+            shape, blocks, dtype, generator, min(call_of(str(n.args[0])).integers for n in calls)
+        )
 
     def _reached(self, mask: Sequence[bool]) -> tuple[tuple[bool, ...], list[int]]:
         """Return which outputs' gradients are used, and which inputs get a gradient from them."""
-        leaves = [t.detach().requires_grad_(w) for t, w in zip(self._given, self._wanted, strict=True)]
+        leaves = [
+            t.detach().requires_grad_(w) for t, w in zip(self._given, self._wanted, strict=True)
+        ]
         with torch.enable_grad():
             outputs = self._body(*leaves)
         if len(outputs) != len(mask):
-            raise CaptureError(f"the opaque chunk has {len(outputs)} outputs but tangent_mask has {len(mask)} entries")
+            raise CaptureError(
+                f"the opaque chunk has {len(outputs)} outputs but tangent_mask has {len(mask)} "
+                f"entries"
+            )
         comes = [m and o.requires_grad for m, o in zip(mask, outputs)]
         ends = [o for o, c in zip(outputs, comes) if c]
-        sources = {k: t for k, t in enumerate(leaves) if self._wanted[k]}  # a forward may ask for gradients of others
+        sources = {
+            k: t for k, t in enumerate(leaves) if self._wanted[k]
+        }  # a forward may ask for gradients of others
         if not ends or not sources:
             return (False,) * len(comes), []
         if self.real:  # other values take other paths
             return tuple(comes), list(sources)
         try:
-            found = torch.autograd.grad(ends, list(sources.values()), [torch.empty_like(o) for o in ends], allow_unused=True)
-        except _torch.RUN_ERRORS as error:  # what autograd says of such a forward on a real device too
-            raise CaptureError(f"{self._line()}: the backward of this opaque region fails: {error}") from error
+            found = torch.autograd.grad(
+                ends, list(sources.values()), [torch.empty_like(o) for o in ends], allow_unused=True
+            )
+        except (
+            _torch.RUN_ERRORS
+        ) as error:  # what autograd says of such a forward on a real device too
+            raise CaptureError(
+                f"{self._line()}: the backward of this opaque region fails: {error}"
+            ) from error
         return tuple(comes), [k for k, g in zip(sources, found) if g is not None]
 
     def _node(self) -> fx.Node | None:
@@ -317,10 +380,18 @@ class _Trial:
         keys = {storage_key(t) for t in saved}
         held = [w or storage_key(t) in keys for t, w in zip(self._given, self._wanted)]
         inputs = [f"in{k}" for k, h in enumerate(held) if h]
-        return inputs if self.again == "handle" else inputs + [f"out{k}" for k, t in enumerate(results) if storage_key(t) in keys]
+        return (
+            inputs
+            if self.again == "handle"
+            else inputs + [f"out{k}" for k, t in enumerate(results) if storage_key(t) in keys]
+        )
 
     def _forward(self, returns: Returned) -> list[Tensor]:
-        return list(forward_step(self._body, self._wanted, self.tangents, (), returns, list(self.params))(list(self._given)))
+        return list(
+            forward_step(self._body, self._wanted, self.tangents, (), returns, list(self.params))(
+                list(self._given)
+            )
+        )
 
     def _measure(self, watch: _Watch) -> None:
         again = self.again if self.used else None
@@ -339,14 +410,18 @@ class _Trial:
         if self.used:
             tangents = [torch.empty_like(o) for o, c in zip(results, self.tangents) if c]
             used = [k in self.used for k, w in enumerate(self._wanted) if w]
-            ports = {f"in{k}": t for k, t in enumerate(self._given)} | {f"out{k}": t for k, t in enumerate(results)}
+            ports = {f"in{k}": t for k, t in enumerate(self._given)} | {
+                f"out{k}": t for k, t in enumerate(results)
+            }
             args = [made.pop(), *tangents, *(ports[p] for p in self.kept)]
             self.backward = watch.begin()
             backward_step(len(tangents), used, self.params, zeros=self.real)(args)
 
 
 GRADIENTS = (
-    "Ask for them by torch.autograd.grad(y.sum(), x, create_graph=True) of an x that requires gradients (x.requires_grad_() of a "
+    "Ask for them by torch.autograd.grad(y.sum(), x, create_graph=True) of an x that requires "
+    "gradients "
+    "(x.requires_grad_() of a "
     "copy), which runs as it is in a module of its own"
 )
 
@@ -362,11 +437,15 @@ def _interpreted(
         try:
             return tuple(interpreter.run(*inputs))
         except _torch.RUN_ERRORS as error:
-            where = line_of(interpreter.node) if interpreter.node is not None else "an opaque region"
+            where = (
+                line_of(interpreter.node) if interpreter.node is not None else "an opaque region"
+            )
             reason = str(error).strip().partition("\n")[0]
             if "saved tensor hooks" in reason:
                 reason = f"gradients by torch.func (grad, vjp, jacrev, hessian). {GRADIENTS}"
-            raise CaptureError(f"{where}: cannot run in an opaque region at capture: {reason}") from error
+            raise CaptureError(
+                f"{where}: cannot run in an opaque region at capture: {reason}"
+            ) from error
         finally:
             running.clear()  # it holds tensors, which would count as alive
 
@@ -384,7 +463,9 @@ def _drawing_alike(body: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tup
     return seeded
 
 
-def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec], reduce: torch.dtype | None) -> tuple[Signature, StepCode]:
+def _accumulate(
+    params: Sequence[int], specs: Sequence[TensorSpec], reduce: torch.dtype | None
+) -> tuple[Signature, StepCode]:
     """Return the step W, which adds the gradients that I made to the accumulators."""
     gradients = [f"iw{j}" for j in range(len(params))]
     sums = [f"acc{j}" for j in range(len(params))]
@@ -392,7 +473,9 @@ def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec], reduce: torc
     source = f"# step W\ndef step(args):\n    {', '.join([*gradients, *sums])}, = args\n    args.clear()\n{adds}\n    return ()\n"
     observed = _Observed()
     for spec in specs:
-        like = torch.empty(tuple(bind(d, 0) for d in spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
+        like = torch.empty(
+            tuple(bind(d, 0) for d in spec.shape), dtype=getattr(torch, spec.dtype), device="meta"
+        )
         total = torch.empty_like(like, dtype=reduce)
         observed.kernels.append(kernel_of(aten.add_.Tensor, (total, like), total, {}))
     freed = Liveness(tuple(range(len(params))), ((),) * (len(params) + 1))

@@ -25,7 +25,9 @@ def holding_at_other_rows(forward: Forward, most: int) -> Forward:
             continue
         try:
             other = forward.trace_at(rows)
-        except CaptureError:  # the model takes another path there, which check_rows says by its line
+        except (
+            CaptureError
+        ):  # the model takes another path there, which check_rows says by its line
             continue
         if transcript(other, {}).lines == transcript(forward, {}).lines:
             forward = replace(forward, guards=either(forward.guards, other.guards))
@@ -37,7 +39,13 @@ def check_rows(forward: Forward, rows: int) -> None:
     for guard in forward.guards:
         if not guard.holds(rows):
             raise CaptureError(
-                f"{guard.line or 'the model'}: the model behaves differently with {rows} rows than it did in capture, where "
-                f"{guard.text}. Piper chooses the rows of a microbatch, so that what is computed may not depend on their number: "
-                "leave the comparison out, or hide it in an operator of your own (torch.library.custom_op, register_fake)"
+                f"{guard.line or 'the model'}: the model behaves differently with {rows} rows than "
+                f"it did in capture, "
+                f"where "
+                f"{guard.text}. Piper chooses the rows of a microbatch, so that what is computed "
+                f"may not depend on "
+                f"their number: "
+                "leave the comparison out, or hide it in an operator of your own "
+                "(torch.library.custom_op, "
+                "register_fake)"
             )

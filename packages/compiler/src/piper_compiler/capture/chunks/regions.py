@@ -34,7 +34,14 @@ from torch import fx
 from piper_compiler.capture.chunks.layers import Layers
 from piper_compiler.capture.chunks.replay import ReplayFacts
 from piper_compiler.capture.chunks.sinking import Sinking
-from piper_compiler.capture.module.tags import LAYER, OPAQUE, PREFIX, check_coordinate, module_coords, rest_coords
+from piper_compiler.capture.module.tags import (
+    LAYER,
+    OPAQUE,
+    PREFIX,
+    check_coordinate,
+    module_coords,
+    rest_coords,
+)
 from piper_compiler.capture.torch_api import _torch
 from piper_compiler.capture.trace.dynamo import Forward
 from piper_compiler.capture.trace.dynamo_errors import BLOCK_MASK
@@ -92,14 +99,22 @@ def operations(graph: fx.Graph) -> Operations:
             continue
         name = getattr(node.target, "__name__", str(node.target))
         if name in TRITON:
-            raise CaptureError(f"{line_of(node)}: an unregistered Triton kernel; wrap it with torch.library.triton_op")
+            raise CaptureError(
+                f"{line_of(node)}: an unregistered Triton kernel; wrap it with "
+                f"torch.library.triton_op"
+            )
         if _torch.is_transform(node.target):
             if "in create_block_mask" in (node.stack_trace or ""):
                 raise CaptureError(f"{_line_near(node)}: {BLOCK_MASK[0]}. {BLOCK_MASK[1]}")
             raise CaptureError(
-                f"{_line_near(node)}: a transform of torch.func (vmap, grad, jvp, ...) inside a model cannot be cut into chunks; "
-                "put it into a small nn.Module, which then runs by autograd as it is (with torch.autograd.grad in the place of "
-                "torch.func.grad), write it with batched operations, or wrap it as an operator (torch.library.custom_op)"
+                f"{_line_near(node)}: a transform of torch.func (vmap, grad, jvp, ...) inside a "
+                f"model cannot be cut "
+                f"into chunks; "
+                "put it into a small nn.Module, which then runs by autograd as it is (with "
+                "torch.autograd.grad in the "
+                "place of "
+                "torch.func.grad), write it with batched operations, or wrap it as an operator "
+                "(torch.library.custom_op)"
             )
         if node.target is _torch.SET_GRAD:
             enabled = bool(node.args[0])
@@ -108,7 +123,9 @@ def operations(graph: fx.Graph) -> Operations:
         if is_size(node) or name in DROPPED:
             continue
         if node.op != "get_attr" and not tensors_of(node) and not _writes_silently(node):
-            raise CaptureError(f"{line_of(node)}: {name} has no tensor result and is not supported inside a model")
+            raise CaptureError(
+                f"{line_of(node)}: {name} has no tensor result and is not supported inside a model"
+            )
         modes[node] = enabled
         kept.append(node)
         statements.append(node)
@@ -125,7 +142,9 @@ def _line_near(node: fx.Node) -> str:
 
 def _writes_silently(node: fx.Node) -> bool:
     """Return whether an operation writes without a result: index assignment and custom ops that return nothing."""
-    return getattr(node.target, "__name__", "") == "setitem" or isinstance(node.target, _torch.OpOverload)
+    return getattr(node.target, "__name__", "") == "setitem" or isinstance(
+        node.target, _torch.OpOverload
+    )
 
 
 def own_coords(
@@ -144,20 +163,26 @@ def own_coords(
     """
     found, elsewhere = dict[fx.Node, Coords](), _drawn_elsewhere(forward, nodes, layers, random)
     for node in nodes:
-        stack = [forward.modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {}]
+        stack = [
+            forward.modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {}
+        ]
         tagged: Coords = {}
         rest: Coords = {}
         for module in filter(None, stack):
             own = module_coords(module)
             rest |= rest_coords(module)
-            tagged |= {name: value for name, value in own.items() if name not in rest_coords(module)}
+            tagged |= {
+                name: value for name, value in own.items() if name not in rest_coords(module)
+            }
         custom = node.meta.get("custom") or {}
         written = {k.removeprefix(PREFIX): v for k, v in custom.items() if k.startswith(PREFIX)}
         for name, value in written.items():
             check_coordinate(name, value, line_of(node))
             if tagged.get(name, value) != value:
                 raise CaptureError(
-                    f"{line_of(node)}: region says {name}={value}, tag says {name}={tagged[name]}; give the coordinate once"
+                    f"{line_of(node)}: region says {name}={value}, tag says {name}={tagged[name]}; "
+                    f"give the coordinate "
+                    f"once"
                 )
         coords = rest | tagged | written
         layer = None if node in elsewhere else layers.of(node, stack)
@@ -171,7 +196,9 @@ def own_coords(
     return found
 
 
-def _drawn_elsewhere(forward: Forward, nodes: Sequence[fx.Node], layers: Layers, random: Collection[fx.Node]) -> set[fx.Node]:
+def _drawn_elsewhere(
+    forward: Forward, nodes: Sequence[fx.Node], layers: Layers, random: Collection[fx.Node]
+) -> set[fx.Node]:
     """Return the operations of modules of a layer that run outside of it, where they draw random numbers.
 
     A head that embeds by a module of the first layer draws in the state of the head, not again in that of the layer.
@@ -187,7 +214,9 @@ def _drawn_elsewhere(forward: Forward, nodes: Sequence[fx.Node], layers: Layers,
             called.add(outermost)
         elif key:
             runs.setdefault(key, (whose[outermost], []))[1].append(node)
-    drawing = (run for entry, run in runs.values() if entry in called and not set(random).isdisjoint(run))
+    drawing = (
+        run for entry, run in runs.values() if entry in called and not set(random).isdisjoint(run)
+    )
     return {node for run in drawing for node in run}
 
 
@@ -204,7 +233,9 @@ def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -
         if facts.writes[node] or storages & written or node in facts.random or not tensors_of(node):
             continue
         inherited = frozenset().union(*(facts.storages[n] for n in sources))
-        if all(n in readable or n in free for n in sources) and (not sources or storages <= inherited):
+        if all(n in readable or n in free for n in sources) and (
+            not sources or storages <= inherited
+        ):
             free.add(node)
     return free
 
@@ -218,9 +249,18 @@ def spread_nodes(nodes: Iterable[fx.Node], facts: ReplayFacts) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in nodes:
         sources = [n for n in node.all_input_nodes if n in facts.storages]
-        if len(sources) == 1 and facts.storages[node] == facts.storages[sources[0]] and not facts.storages[node] & written:
+        if (
+            len(sources) == 1
+            and facts.storages[node] == facts.storages[sources[0]]
+            and not facts.storages[node] & written
+        ):
             value, base = node.meta["example_value"], sources[0].meta["example_value"]
-            if isinstance(value, torch.Tensor) and isinstance(base, torch.Tensor) and _repeats(value) and not _repeats(base):
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(base, torch.Tensor)
+                and _repeats(value)
+                and not _repeats(base)
+            ):
                 found.add(node)
     return found
 
@@ -247,14 +287,18 @@ def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -
             drawn |= random
             kept.append(node)
             needed.update(node.all_input_nodes)
-            storages.update(*(facts.storages[n] for n in node.all_input_nodes if n in facts.storages))
+            storages.update(
+                *(facts.storages[n] for n in node.all_input_nodes if n in facts.storages)
+            )
     return kept[::-1]
 
 
 class _Assigner:
     """Open regions and put operations into them, in program order."""
 
-    def __init__(self, nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts) -> None:
+    def __init__(
+        self, nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts
+    ) -> None:
         self.regions: list[Region] = []
         self.home: dict[fx.Node, Region] = {}
         self._facts = facts
@@ -268,8 +312,14 @@ class _Assigner:
     def add(self, node: fx.Node) -> None:
         producer = self._producer(node)
         first = node.args[0] if node.args else None
-        if isinstance(first, fx.Node) and first in self.home and not isinstance(first.meta["example_value"], torch.Tensor):
-            region = self.home[first]  # an item of a tuple lives with the operation that made the tuple
+        if (
+            isinstance(first, fx.Node)
+            and first in self.home
+            and not isinstance(first.meta["example_value"], torch.Tensor)
+        ):
+            region = self.home[
+                first
+            ]  # an item of a tuple lives with the operation that made the tuple
         else:
             region = self._region(node, self._coords(node, producer))
         region.nodes.append(node)
@@ -281,7 +331,9 @@ class _Assigner:
         """Return the latest operation that made or changed something that `node` reads."""
         read = [n for n in node.all_input_nodes if n in self._facts.storages]
         makers = [n for n in read if n in self.home]
-        makers += [self._written[s][0] for n in read for s in self._facts.storages[n] if s in self._written]
+        makers += [
+            self._written[s][0] for n in read for s in self._facts.storages[n] if s in self._written
+        ]
         return max(makers, key=lambda n: (self.home[n].number, self._position[n]), default=None)
 
     def _coords(self, node: fx.Node, producer: fx.Node | None) -> Coords:
@@ -317,13 +369,21 @@ class _Assigner:
     def sink(self) -> None:
         """Move operations between layers to where they are read."""
         nodes = list(self._position)
-        movable = [n for n in nodes if self.is_between(n) and self.home[n].coords and OPAQUE not in self.home[n].coords]
+        movable = [
+            n
+            for n in nodes
+            if self.is_between(n) and self.home[n].coords and OPAQUE not in self.home[n].coords
+        ]
         if not movable:
             return
         sinking = Sinking(nodes, {n: r.number for n, r in self.home.items()}, movable, self._facts)
         for region in reversed(self.regions):
             own = [self._position[n] for n in region.nodes if self._own[n]]
-            if own and not _alone(region.coords) and (LAYER in region.coords or self._layered[1] < 0):
+            if (
+                own
+                and not _alone(region.coords)
+                and (LAYER in region.coords or self._layered[1] < 0)
+            ):
                 sinking.into(region.number, region.nodes, min(own))
         for region in self.regions:
             region.nodes.clear()
@@ -336,7 +396,9 @@ class _Assigner:
             return True
         read = [n for n in node.all_input_nodes if n in self._facts.storages]
         storages = frozenset().union(*(self._facts.storages[n] for n in read))
-        written_later = any(s in self._written and self._written[s][1].number > region.number for s in storages)
+        written_later = any(
+            s in self._written and self._written[s][1].number > region.number for s in storages
+        )
         made_later = any(n in self.home and self.home[n].number > region.number for n in read)
         draws = node in self._facts.random and not self._own[node]
         return not (self._facts.writes[node] or draws or written_later or made_later)
@@ -351,7 +413,9 @@ def _user(coords: Mapping[str, int]) -> Coords:
     return {k: v for k, v in coords.items() if k not in (LAYER, *ALONE)}
 
 
-def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts) -> list[Region]:
+def assign(
+    nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts
+) -> list[Region]:
     """Return the regions of the graph, in an order in which each uses values of earlier ones only."""
     assigner = _Assigner(nodes, coords, facts)
     for node in nodes:
@@ -362,6 +426,7 @@ def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: Re
         other = seen.setdefault(region.id, region)
         if other is not region:
             raise CaptureError(
-                f"coordinates {other.coords} and {region.coords} give the same chunk name {region.id!r}; rename one"
+                f"coordinates {other.coords} and {region.coords} give the same chunk name "
+                f"{region.id!r}; rename one"
             )
     return assigner.regions

@@ -23,7 +23,9 @@ def _without_stage(cut: Cut) -> dict[str, str]:
     if all("stage" in c for c in coords) or not any("stage" in c for c in coords):
         return {}
     return {
-        p.region.id: f"{p.region.id} begins at {line_of(p.region.nodes[0])}" for p in cut.pieces if "stage" not in p.region.coords
+        p.region.id: f"{p.region.id} begins at {line_of(p.region.nodes[0])}"
+        for p in cut.pieces
+        if "stage" not in p.region.coords
     }
 
 
@@ -38,9 +40,14 @@ def _visits(cut: Cut) -> dict[str, str]:
             continue
         own = f"layer={max(layers) + 1}" if LAYER in coords else "part=1"
         found[piece.region.id] = (
-            f"{piece.region.id} is visit {piece.region.visit + 1} of {base}: {line_of(piece.region.nodes[0])} runs again, after "
-            f"{cut.pieces[k - 1].region.id}. Give this visit coordinates of its own (`with piper.region({own}):`), or put "
-            "what runs in between on the same device, or leave the order of compute open (no order directive)"
+            f"{piece.region.id} is visit {piece.region.visit + 1} of {base}: "
+            f"{line_of(piece.region.nodes[0])} runs "
+            f"again, after "
+            f"{cut.pieces[k - 1].region.id}. Give this visit coordinates of its own (`with "
+            f"piper.region({own}):`), or "
+            f"put "
+            "what runs in between on the same device, or leave the order of compute open (no order "
+            "directive)"
         )
     return found
 
@@ -48,15 +55,19 @@ def _visits(cut: Cut) -> dict[str, str]:
 def _updates(cut: Cut) -> dict[str, str]:
     """Return remarks on chunks that update a buffer that another chunk updates in the same microbatch."""
     written: dict[str, dict[str, str]] = {}
-    buffers = {o.name: cut.facts.storages[n] for n, o in cut.forward.origins.items() if o.kind == "buffer"}
+    buffers = {
+        o.name: cut.facts.storages[n] for n, o in cut.forward.origins.items() if o.kind == "buffer"
+    }
     for piece in cut.pieces:
         for node in filter(cut.facts.writes.get, piece.region.nodes):
             for name, storages in buffers.items():
                 if cut.facts.writes[node] & storages:
                     written.setdefault(name, {})[piece.region.id] = line_of(node)
     said = {
-        name: f"buffer {name!r} is updated by {', '.join(lines)} in one microbatch: {', '.join(dict.fromkeys(lines.values()))}. "
-        "Give each layer a buffer of its own, update it in one place, or put all of these on one device"
+        name: f"buffer {name!r} is updated by {', '.join(lines)} in one microbatch: "
+        f"{', '.join(dict.fromkeys(lines.values()))}. "
+        "Give each layer a buffer of its own, update it in one place, or put all of these on one "
+        "device"
         for name, lines in written.items()
         if len(lines) > 1
     }

@@ -16,7 +16,12 @@ from torch import Tensor, fx
 
 from piper_compiler.capture.torch_api import _torch
 from piper_compiler.capture.trace.dynamo import Forward
-from piper_compiler.capture.values.concrete import concrete_call, concrete_shape, line_of, tensors_of
+from piper_compiler.capture.values.concrete import (
+    concrete_call,
+    concrete_shape,
+    line_of,
+    tensors_of,
+)
 from piper_ir.ground.errors import CaptureError
 from piper_ops import is_draw
 
@@ -76,7 +81,13 @@ def replay(forward: Forward, nodes: Sequence[fx.Node]) -> ReplayFacts:
     return facts
 
 
-def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: ReplayFacts, watch: RandomWatch) -> None:
+def _run(
+    owner: fx.GraphModule,
+    node: fx.Node,
+    env: dict[fx.Node, Any],
+    facts: ReplayFacts,
+    watch: RandomWatch,
+) -> None:
     if node.op == "get_attr":
         env[node] = getattr(owner, str(node.target))
         facts.storages[node] = facts.writes[node] = frozenset()
@@ -86,7 +97,12 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: R
             concrete_shape(tensor, ROWS, node)
     args, kwargs = concrete_call(node, env, ROWS, META)
     tensors = [env[n] for n in node.all_input_nodes if n in env]
-    flat = [t for item in tensors for t in (item if isinstance(item, tuple | list) else (item,)) if isinstance(t, Tensor)]
+    flat = [
+        t
+        for item in tensors
+        for t in (item if isinstance(item, tuple | list) else (item,))
+        if isinstance(t, Tensor)
+    ]
     versions = [t._version for t in flat]
     watch.seen = 0
     try:
@@ -96,10 +112,16 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: R
             assert callable(node.target)
             env[node] = node.target(*args, **kwargs)
     except _torch.RUN_ERRORS as error:
-        said = str(error).partition("\n\nWhile executing")[0]  # behind it is a traceback of fx's interpreter
+        said = str(error).partition("\n\nWhile executing")[
+            0
+        ]  # behind it is a traceback of fx's interpreter
         raise CaptureError(
-            f"{line_of(node)}: this operation cannot run on meta tensors: {said}; it must have static shapes, tensors that "
-            "forward makes must be on the device of the others (device=x.device), and a custom op must be registered with "
+            f"{line_of(node)}: this operation cannot run on meta tensors: {said}; it must have "
+            f"static shapes, tensors "
+            f"that "
+            "forward makes must be on the device of the others (device=x.device), and a custom op "
+            "must be registered "
+            "with "
             "torch.library (register_fake, register_autograd)"
         ) from error
     facts.storages[node] = _storages(env[node])
@@ -109,12 +131,16 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: R
     if watch.seen:
         facts.random[node] = watch.seen
     touched = (
-        {node} | {n for n in env if facts.writes[node] & facts.storages.get(n, frozenset())} if facts.writes[node] else {node}
+        {node} | {n for n in env if facts.writes[node] & facts.storages.get(n, frozenset())}
+        if facts.writes[node]
+        else {node}
     )
     for n in touched:
         if isinstance(env[n], Tensor):
             facts.requires_grad.setdefault(n, {})[node] = env[n].requires_grad
-    read = frozenset().union(*(facts.storages[n] for n in node.all_input_nodes if n in facts.storages))
+    read = frozenset().union(
+        *(facts.storages[n] for n in node.all_input_nodes if n in facts.storages)
+    )
     if watch.seen or read & facts.varies:
         fresh = facts.storages[node] - read
         facts.varies |= fresh | facts.writes[node]

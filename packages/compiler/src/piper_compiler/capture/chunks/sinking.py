@@ -19,7 +19,11 @@ class Sinking:
     """Record the number of the region of each operation; `movable` operations may move to a later region."""
 
     def __init__(
-        self, nodes: Sequence[fx.Node], home: Mapping[fx.Node, int], movable: Collection[fx.Node], facts: ReplayFacts
+        self,
+        nodes: Sequence[fx.Node],
+        home: Mapping[fx.Node, int],
+        movable: Collection[fx.Node],
+        facts: ReplayFacts,
     ) -> None:
         self.home = dict(home)
         self._facts = facts
@@ -39,14 +43,18 @@ class Sinking:
         own = set(inside)
         for node in self._first_read_in(region, own, starts):
             more = self._with_users(node, region, own | moved)
-            if node not in moved and self._bytes_into(own | moved | more) < self._bytes_into(own | moved):
+            if node not in moved and self._bytes_into(own | moved | more) < self._bytes_into(
+                own | moved
+            ):
                 moved |= more
         self.home.update(dict.fromkeys(moved, region))
 
     def _must_stay(self, node: fx.Node) -> bool:
         """Return whether the operation writes, or would read something else at a later place."""
         read = [s for n in node.all_input_nodes for s in self._facts.storages.get(n, ())]
-        return bool(self._facts.writes[node]) or any(self._last_write.get(s, -1) > self._position[node] for s in read)
+        return bool(self._facts.writes[node]) or any(
+            self._last_write.get(s, -1) > self._position[node] for s in read
+        )
 
     def _first_read_in(self, region: int, own: set[fx.Node], starts: int) -> list[fx.Node]:
         """Return the movable operations that no earlier region reads, except for each other; the last one first."""
@@ -55,7 +63,11 @@ class Sinking:
         while todo:
             node = todo.pop()
             early = node in self._facts.random and self._position[node] < starts
-            if node in self._movable and not early and all(u in own or u in found for u in self._users(node, region)):
+            if (
+                node in self._movable
+                and not early
+                and all(u in own or u in found for u in self._users(node, region))
+            ):
                 found.add(node)
                 todo += (n for n in node.all_input_nodes if n in self.home and n not in own)
         return sorted(found, key=self._position.__getitem__, reverse=True)

@@ -28,7 +28,8 @@ from piper_compiler.capture.values.unknown import UnknownRead
 from piper_ir.ground.errors import CaptureError
 
 ADVICE = (
-    "A model is captured once, so every step would compute what the first one did. Make it a buffer of fixed size "
+    "A model is captured once, so every step would compute what the first one did. Make it a "
+    "buffer of fixed size "
     "(register_buffer) that forward updates, or compute it anew in every forward"
 )
 
@@ -42,12 +43,18 @@ def check_steady(first: Forward) -> None:
 
     Raises CaptureError if one of them computes something else than the first, or may do so.
     """
-    cached = [node for node in first.graph.nodes if _torch.CACHED in node.meta and node.op != "placeholder"]
+    cached = [
+        node
+        for node in first.graph.nodes
+        if _torch.CACHED in node.meta and node.op != "placeholder"
+    ]
     if first.repeat is None and not cached:
         return
     try:
         wanted = transcript(first, {})
-        _check_cached([node for node in cached if node in wanted.texts and node not in wanted.constants])
+        _check_cached(
+            [node for node in cached if node in wanted.texts and node not in wanted.constants]
+        )
         if first.repeat is not None:
             _compare_calls(wanted, first.repeat)
             _check_rows(first, first.repeat)
@@ -61,20 +68,32 @@ def _check_cached(changing: Sequence[fx.Node]) -> None:
     for node in changing:
         name, line = node.meta[_torch.CACHED]
         raise CaptureError(
-            f"{line}: {name} is under functools.lru_cache, and what it returns is made of parameters, of the batch, of buffers "
-            "that change or of random numbers. In plain PyTorch the cache returns the first call's result again and again, in "
+            f"{line}: {name} is under functools.lru_cache, and what it returns is made of "
+            f"parameters, of the batch, of "
+            f"buffers "
+            "that change or of random numbers. In plain PyTorch the cache returns the first call's "
+            "result again and "
+            "again, in "
             "a plan it is computed in every step. Take lru_cache away; it may stay for constants"
         )
 
 
 def _check_rows(first: Forward, repeat: Repeat) -> None:
     """Raise CaptureError where a later call is like the first only with as many rows as that one had."""
-    rows = [n.meta["example_value"].shape[0] for n, o in first.origins.items() if o.kind == "batch" and o.name not in first.fixed]
+    rows = [
+        n.meta["example_value"].shape[0]
+        for n, o in first.origins.items()
+        if o.kind == "batch" and o.name not in first.fixed
+    ]
     if not all(map(_torch.is_symbolic, rows)):
         changes = list(repeat.state.changes.values())
         raise CaptureError(
-            f"{_subject(changes, [])}, and its next call compares the number of rows with that of the call before, while "
-            "microbatches may differ in it. Keep nothing of the size of a batch between calls, or make it anew in every forward"
+            f"{_subject(changes, [])}, and its next call compares the number of rows with that of "
+            f"the call before, "
+            f"while "
+            "microbatches may differ in it. Keep nothing of the size of a batch between calls, or "
+            "make it anew in "
+            "every forward"
         )
 
 
@@ -87,21 +106,33 @@ def _compare_calls(wanted: Transcript, repeat: Repeat) -> None:
         except (CaptureError, UnknownRead) as error:
             if unknown:
                 raise CaptureError(
-                    f"{_subject(unknown, [])} in every call and computes with it{_where(error)}. {ADVICE}"
+                    f"{_subject(unknown, [])} in every call and computes with it{_where(error)}. "
+                    f"{ADVICE}"
                 ) from error
             changes = list(state.changes.values())
-            raise CaptureError(f"{_subject(changes, [])}; its next call cannot be captured: {error}. {ADVICE}") from error
-        texts = {name: wanted.texts[node] for name, node in again.kept.items() if node in wanted.constants}
+            raise CaptureError(
+                f"{_subject(changes, [])}; its next call cannot be captured: {error}. {ADVICE}"
+            ) from error
+        texts = {
+            name: wanted.texts[node]
+            for name, node in again.kept.items()
+            if node in wanted.constants
+        }
         if transcript(again, texts).lines != wanted.lines:
             kept = [o.name for o in again.origins.values() if o.kind == "kept"]
             read = [name for name in kept if name not in texts] or kept
             changes = unknown or list(state.changes.values())
-            raise CaptureError(f"{_subject(changes, read)} and computes something else the next time. {ADVICE}")
+            raise CaptureError(
+                f"{_subject(changes, read)} and computes something else the next time. {ADVICE}"
+            )
         moving = state.moving()
         if not moving:
             return
         if fixed := [change for change in moving if not state.forget(change)]:
-            raise CaptureError(f"{_subject(fixed, [])} in every call, and whether it computes with it is not known. {ADVICE}")
+            raise CaptureError(
+                f"{_subject(fixed, [])} in every call, and whether it computes with it is not "
+                f"known. {ADVICE}"
+            )
         unknown += moving
     raise CaptureError(f"{_subject(unknown, [])} and something else in every call. {ADVICE}")
 
@@ -162,7 +193,11 @@ def transcript(forward: Forward, kept: Mapping[str, str]) -> Transcript:
             continue
         out.texts[node] = _digest(line.partition(" ")[2])
         for other in out.constants:
-            if other is not node and other in out.texts and facts.storages[other] & facts.writes[node]:
+            if (
+                other is not node
+                and other in out.texts
+                and facts.storages[other] & facts.writes[node]
+            ):
                 out.texts[other] = _digest(out.texts[other] + line)
     results = [*forward.results, *(node for _, node in sorted(forward.rewrites.items()))]
     out.lines += [out.texts[n] for n in results]
@@ -173,7 +208,9 @@ def _digest(text: str) -> str:
     return f"constant {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _constants(forward: Forward, nodes: Iterable[fx.Node], facts: ReplayFacts, kept: Mapping[str, str]) -> set[fx.Node]:
+def _constants(
+    forward: Forward, nodes: Iterable[fx.Node], facts: ReplayFacts, kept: Mapping[str, str]
+) -> set[fx.Node]:
     """Return the nodes whose tensors are the same in every step.
 
     They are made from nothing, from other constants, or from parameters and buffers that nothing changes.
@@ -191,7 +228,11 @@ def _constants(forward: Forward, nodes: Iterable[fx.Node], facts: ReplayFacts, k
         found = {n for n in leaves if not facts.storages[n] & changing}
         for node in order:
             sources = [n for n in node.all_input_nodes if n in facts.storages]
-            steady = node.op != "get_attr" and node not in facts.random and all(n in found for n in sources)
+            steady = (
+                node.op != "get_attr"
+                and node not in facts.random
+                and all(n in found for n in sources)
+            )
             if steady and not (facts.storages[node] | facts.writes[node]) & changing:
                 found.add(node)
         written = frozenset().union(

@@ -28,7 +28,11 @@ def constant_values(program: Program, joint_of: Callable[[Chunk], Joint]) -> fro
     for chunk in program.chunks:
         if chunk.opaque:
             continue
-        constant = frozenset(k for k, given in enumerate(chunk.inputs) if given.kind == "buffer" or given.ref in found)
+        constant = frozenset(
+            k
+            for k, given in enumerate(chunk.inputs)
+            if given.kind == "buffer" or given.ref in found
+        )
         if (chunk.code, constant) not in seen:
             seen[chunk.code, constant] = _outputs(joint_of(chunk), constant)
         found.update(f"{chunk.id}:out{k}" for k in seen[chunk.code, constant])
@@ -42,7 +46,9 @@ def _outputs(joint: Joint, constant: frozenset[int]) -> frozenset[int]:
     def varies(node: fx.Node) -> bool:
         return any(n in varying or is_random(n) for n in ancestors([node]))
 
-    return frozenset(k for k, node in enumerate(joint.outputs) if k not in joint.tangents and not varies(node))
+    return frozenset(
+        k for k, node in enumerate(joint.outputs) if k not in joint.tangents and not varies(node)
+    )
 
 
 def masks(program: Program, joint_of: Callable[[Chunk], Joint]) -> frozenset[str]:
@@ -68,16 +74,26 @@ def _masks(joint: Joint) -> tuple[frozenset[int], frozenset[int]]:
         dims = indexes.tensors.get(key_of(node), ())
         return len(dims) > TOKENS and not set(dims[TOKENS]).isdisjoint(dims[0])
 
-    inputs = frozenset(k for k, node in enumerate(apart.inputs) if joint.kinds[k] == "value" and square(node))
+    inputs = frozenset(
+        k for k, node in enumerate(apart.inputs) if joint.kinds[k] == "value" and square(node)
+    )
     return inputs, frozenset(k for k, node in enumerate(apart.outputs) if square(node))
 
 
-def with_tables(agreed: Agreed, chunk: Chunk, constants: frozenset[str], masks: frozenset[str]) -> Agreed:
+def with_tables(
+    agreed: Agreed, chunk: Chunk, constants: frozenset[str], masks: frozenset[str]
+) -> Agreed:
     """Return what is agreed of a chunk with those of its inputs and outputs that are constants, and that are masks."""
 
     def among(some: frozenset[str]) -> tuple[frozenset[int], frozenset[int]]:
-        inputs = frozenset(k for k, given in enumerate(chunk.inputs) if given.kind == "value" and given.ref in some)
-        return inputs, frozenset(k for k in range(len(chunk.outputs)) if f"{chunk.id}:out{k}" in some)
+        inputs = frozenset(
+            k for k, given in enumerate(chunk.inputs) if given.kind == "value" and given.ref in some
+        )
+        return inputs, frozenset(
+            k for k in range(len(chunk.outputs)) if f"{chunk.id}:out{k}" in some
+        )
 
     (tables, made), (first_inputs, first_outputs) = among(constants), among(masks)
-    return replace(agreed, tables=tables, made=made, first_inputs=first_inputs, first_outputs=first_outputs)
+    return replace(
+        agreed, tables=tables, made=made, first_inputs=first_inputs, first_outputs=first_outputs
+    )

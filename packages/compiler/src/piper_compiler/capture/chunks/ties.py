@@ -22,7 +22,9 @@ Axes = tuple[str, ...]
 class Ties:
     """Find for each parameter how all chunks that have it can have it."""
 
-    def __init__(self, program: Program, layouts: Callable[[Chunk, Agreed], Sharded | RoutedLayouts | None]) -> None:
+    def __init__(
+        self, program: Program, layouts: Callable[[Chunk, Agreed], Sharded | RoutedLayouts | None]
+    ) -> None:
         self._chunks, self._layouts = program.chunks, layouts
         self._whole: set[str] = set()
         self._terms: set[str] = set()
@@ -38,12 +40,18 @@ class Ties:
             if not apart:
                 return
             for param in apart.keys() & self._terms:
-                raise DirectiveError(f"the gradient of parameter {param!r} is a sum over {_listed(apart[param])}; untie it")
+                raise DirectiveError(
+                    f"the gradient of parameter {param!r} is a sum over {_listed(apart[param])}; "
+                    f"untie it"
+                )
             self._terms |= set(apart)
 
     def agreed(self, chunk: Chunk) -> Agreed:
         """Return what a chunk is asked for."""
-        whole, terms = (frozenset(k for k, p in _params(chunk) if p in chosen) for chosen in (self._whole, self._terms))
+        whole, terms = (
+            frozenset(k for k, p in _params(chunk) if p in chosen)
+            for chosen in (self._whole, self._terms)
+        )
         return Agreed(whole, terms)
 
     def layouts(self) -> dict[str, Layout]:
@@ -59,7 +67,10 @@ class Ties:
         found: dict[str, str] = {}
         for chunk, made in self._made():
             names = dict(_params(chunk))
-            found |= {f"{names[u.input]}:{u.dim}": u.why for u in (made.unshared if made is not None else ())}
+            found |= {
+                f"{names[u.input]}:{u.dim}": u.why
+                for u in (made.unshared if made is not None else ())
+            }
         for param in sorted(self._whole):
             users = [chunk.id for chunk in self._chunks if param in dict(_params(chunk)).values()]
             found[param] = f"not all chunks that have it can share it alike: {', '.join(users)}"
@@ -92,4 +103,6 @@ def _params(chunk: Chunk) -> Iterator[tuple[int, str]]:
 
 
 def _listed(sums: dict[Axes, str]) -> str:
-    return " and over ".join(f"{', '.join(axes) or 'no axis'} in {chunk}" for axes, chunk in sums.items())
+    return " and over ".join(
+        f"{', '.join(axes) or 'no axis'} in {chunk}" for axes, chunk in sums.items()
+    )

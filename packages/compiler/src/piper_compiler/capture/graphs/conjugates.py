@@ -12,7 +12,10 @@ from torch import fx
 from piper_compiler.capture.values import aliasing
 
 aten = torch.ops.aten
-COMPUTED = {aten._conj.default: aten._conj_physical.default, aten._neg_view.default: aten.neg.default}
+COMPUTED = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
 """The views with a bit, each with the op that computes its values."""
 
 
@@ -34,7 +37,9 @@ def compute_bits(graph: fx.Graph) -> None:
 
 def _give(user: fx.Node, node: fx.Node, value: complex) -> None:
     """Let an op read a number in place of a node."""
-    user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), lambda n: value if n is node else n)
+    user.args, user.kwargs = fx.node.map_arg(
+        (user.args, user.kwargs), lambda n: value if n is node else n
+    )
 
 
 def _alone(value: torch.Tensor) -> torch.Tensor:

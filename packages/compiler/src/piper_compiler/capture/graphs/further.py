@@ -86,7 +86,11 @@ def _accumulated(item: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     added, other = found
     (accumulate,) = added.users
     total = accumulate.args[0]
-    if accumulate.target is not aten.add_.Tensor or not isinstance(total, fx.Node) or total.op != "placeholder":
+    if (
+        accumulate.target is not aten.add_.Tensor
+        or not isinstance(total, fx.Node)
+        or total.op != "placeholder"
+    ):
         return None
     return (accumulate, other) if _summed((added, total)) else None
 
@@ -98,6 +102,10 @@ def _summed(nodes: Sequence[fx.Node]) -> bool:
 
 def _add_product(step: StepGraph, accumulate: fx.Node) -> None:
     total, product = accumulate.args
-    if isinstance(product, fx.Node) and product.target is grouped_mm_wgrad and len(product.users) == 1:
+    if (
+        isinstance(product, fx.Node)
+        and product.target is grouped_mm_wgrad
+        and len(product.users) == 1
+    ):
         accumulate.target, accumulate.args = grouped_mm_wgrad_, (*product.args, total)
         step.graph.erase_node(product)

@@ -78,7 +78,9 @@ def reuse_dying_arguments(step: StepGraph) -> None:
             last[aliasing.root(argument)] = rank[node]
     for node in step.graph.nodes:
         found = FORMS.get(node.target) if node.op == "call_function" else None
-        if found is None or (node.kwargs and len(found.takers) > 1):  # add's alpha belongs to its second term
+        if found is None or (
+            node.kwargs and len(found.takers) > 1
+        ):  # add's alpha belongs to its second term
             continue
         for index in found.takers:
             taker = node.args[index]
@@ -86,7 +88,12 @@ def reuse_dying_arguments(step: StepGraph) -> None:
                 continue
             base = aliasing.root(taker)
             shared = any(aliasing.root(a) is base for a in node.all_input_nodes if a is not taker)
-            if last[base] == rank[node] and not shared and _holds(taker, base, node) and node.args.count(taker) == 1:
+            if (
+                last[base] == rank[node]
+                and not shared
+                and _holds(taker, base, node)
+                and node.args.count(taker) == 1
+            ):
                 _write_into(node, index, found)
                 # From here on the result lives in the argument's storage.
                 last[base] = last[node]
@@ -104,7 +111,11 @@ def _write_into(node: fx.Node, index: int, found: InPlace) -> None:
 def _holds(taker: fx.Node, base: fx.Node, result: fx.Node) -> bool:
     """Return whether `taker`, whose storage is owned by `base`, can take the result."""
     before, after = aliasing.tensor(taker), aliasing.tensor(result)
-    same = before.shape == after.shape and before.dtype == after.dtype and before.stride() == after.stride()
+    same = (
+        before.shape == after.shape
+        and before.dtype == after.dtype
+        and before.stride() == after.stride()
+    )
     return base.op == "call_function" and same and aliasing.fills_storage(before)
 
 
@@ -112,7 +123,11 @@ def add_products_in_place(step: StepGraph) -> None:
     """Let a matrix product that is only accumulated add to its accumulator directly."""
     for node in step.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         accumulator, product = node.args
-        if not isinstance(accumulator, fx.Node) or not isinstance(product, fx.Node) or accumulator.op != "placeholder":
+        if (
+            not isinstance(accumulator, fx.Node)
+            or not isinstance(product, fx.Node)
+            or accumulator.op != "placeholder"
+        ):
             continue
         if product.target is not aten.mm.default or len(product.users) > 1:
             continue

@@ -30,7 +30,9 @@ from piper_compiler.capture.torch_api._torch_joint import OpOverload
 from piper_compiler.capture.values import aliasing
 
 aten = torch.ops.aten
-IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})
+IDENTITIES = frozenset(
+    {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+)
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 SHAPE_ONLY: dict[OpOverload, tuple[OpOverload, Any]] = {
@@ -68,10 +70,17 @@ def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
             continue
         simpler = _apply(graph, node)
         if simpler.op == "call_function" and aliasing.is_view(simpler):
-            key = (simpler.target, _freeze(simpler.args), _freeze(simpler.kwargs), simpler.meta.get("partitioner_tag"))
+            key = (
+                simpler.target,
+                _freeze(simpler.args),
+                _freeze(simpler.kwargs),
+                simpler.meta.get("partitioner_tag"),
+            )
             simpler = _replace(graph, simpler, views.setdefault(key, simpler))
     drawn = set(drawn_before(ancestors([graph.output_node()]), graph.nodes))
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n in drawn)
+    graph.eliminate_dead_code(
+        is_impure_node=lambda n: n.op in ("placeholder", "output") or n in drawn
+    )
 
 
 def _apply(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -105,7 +114,9 @@ def _same_spec(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
-def _node(graph: fx.Graph, before: fx.Node, target: OpOverload, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+def _node(
+    graph: fx.Graph, before: fx.Node, target: OpOverload, args: tuple[Any, ...], **kwargs: Any
+) -> fx.Node:
     """Return a new node with the user line and phase of the node that it replaces."""
     with graph.inserting_before(before):
         new = graph.call_function(target, args, kwargs)
@@ -124,11 +135,17 @@ def _drop_copy(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     argument = node.args[0]
     assert isinstance(argument, fx.Node)
     before, after = aliasing.tensor(argument), aliasing.tensor(node)
-    return argument if _same_spec(before, after) and before.is_contiguous() and after.is_contiguous() else None
+    return (
+        argument
+        if _same_spec(before, after) and before.is_contiguous() and after.is_contiguous()
+        else None
+    )
 
 
 def _drop_overwrite(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    if node.target is not aten.copy.default or any(u.target is aten.as_strided.default for u in node.users):
+    if node.target is not aten.copy.default or any(
+        u.target is aten.as_strided.default for u in node.users
+    ):
         return None
     argument = node.args[1]
     assert isinstance(argument, fx.Node)
@@ -142,7 +159,9 @@ def _drop_shape_source(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if factory is None or not isinstance(value, torch.Tensor) or not value.is_contiguous():
         return None
     fills = () if fill is None else (node.args[fill],)
-    return _node(graph, node, factory, (list(value.shape), *fills), dtype=value.dtype, device=value.device)
+    return _node(
+        graph, node, factory, (list(value.shape), *fills), dtype=value.dtype, device=value.device
+    )
 
 
 def _fold_permutes(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -156,7 +175,9 @@ def _fold_permutes(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     base = inner_node.args[0]
     assert isinstance(base, fx.Node)
     order = [inner[d] for d in outer]
-    return base if order == sorted(order) else _node(graph, node, aten.permute.default, (base, order))
+    return (
+        base if order == sorted(order) else _node(graph, node, aten.permute.default, (base, order))
+    )
 
 
 def _permutation(node: fx.Node) -> list[int] | None:
@@ -181,7 +202,11 @@ def _select_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     This leaves one permutation for each part that needs one; before, the whole had one and every part another.
     """
     inner = node.args[0] if node.args else None
-    order = _permutation(inner) if isinstance(inner, fx.Node) and node.target is aten.select.int else None
+    order = (
+        _permutation(inner)
+        if isinstance(inner, fx.Node) and node.target is aten.select.int
+        else None
+    )
     if order is None:
         return None
     assert isinstance(inner, fx.Node)
@@ -191,7 +216,9 @@ def _select_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     part = _node(graph, node, aten.select.int, (base, taken, index))
     part.meta["val"] = aliasing.tensor(base).select(taken, index)  # type: ignore[arg-type]  # a view's base is a node
     order = [d - (d > taken) for d in order]
-    return part if order == sorted(order) else _node(graph, node, aten.permute.default, (part, order))
+    return (
+        part if order == sorted(order) else _node(graph, node, aten.permute.default, (part, order))
+    )
 
 
 def _permute_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -201,7 +228,12 @@ def _permute_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """
     inner = node.args[0] if node.args else None
     order = _permutation(node)
-    if order is None or not isinstance(inner, fx.Node) or inner.target is not aten.stack.default or len(inner.users) > 1:
+    if (
+        order is None
+        or not isinstance(inner, fx.Node)
+        or inner.target is not aten.stack.default
+        or len(inner.users) > 1
+    ):
         return None
     parts, *rest = inner.args
     dim = int(rest[0]) % len(order) if rest else 0  # type: ignore[arg-type]  # stack: an int
@@ -232,7 +264,11 @@ def _fold_views(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def _squeeze_sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     total = node.args[0] if node.args else None
-    if node.target not in VIEWS or not isinstance(total, fx.Node) or total.target is not aten.sum.dim_IntList:
+    if (
+        node.target not in VIEWS
+        or not isinstance(total, fx.Node)
+        or total.target is not aten.sum.dim_IntList
+    ):
         return None
     source, dims, *rest = total.args
     assert isinstance(source, fx.Node)
@@ -241,7 +277,11 @@ def _squeeze_sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     before = aliasing.tensor(source)
     summed = {int(d) % before.dim() for d in dims}  # type: ignore[arg-type, union-attr]  # sum: a list of ints
     left = [size for d, size in enumerate(before.shape) if d not in summed]
-    return _node(graph, node, aten.sum.dim_IntList, (source, dims)) if list(aliasing.tensor(node).shape) == left else None
+    return (
+        _node(graph, node, aten.sum.dim_IntList, (source, dims))
+        if list(aliasing.tensor(node).shape) == left
+        else None
+    )
 
 
 def _drop_expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

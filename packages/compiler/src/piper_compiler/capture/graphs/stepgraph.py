@@ -61,7 +61,12 @@ class Joint:
     @property
     def first(self) -> frozenset[fx.Node]:
         """Return what devices have in parts of its first dimension, such as a mask [queries, keys]."""
-        return frozenset((*(self.inputs[k] for k in self.first_inputs), *(self.outputs[k] for k in self.first_outputs)))
+        return frozenset(
+            (
+                *(self.inputs[k] for k in self.first_inputs),
+                *(self.outputs[k] for k in self.first_outputs),
+            )
+        )
 
     def tokens_of(self, node: fx.Node) -> int:
         """Return the dimension of tokens of what passes between chunks."""
@@ -70,7 +75,12 @@ class Joint:
     @property
     def exchanged(self) -> frozenset[fx.Node]:
         """Return what stands in the form in which devices exchange it, so that its second dimension is not tokens."""
-        return frozenset((*(self.inputs[k] for k in self.exchanged_inputs), *(self.outputs[k] for k in self.exchanged_outputs)))
+        return frozenset(
+            (
+                *(self.inputs[k] for k in self.exchanged_inputs),
+                *(self.outputs[k] for k in self.exchanged_outputs),
+            )
+        )
 
 
 @dataclass
@@ -119,7 +129,11 @@ class StepBuilder:
     """
 
     def __init__(
-        self, joint: Joint, rank: Mapping[fx.Node, int], body: set[fx.Node], provided: Mapping[fx.Node, Storage]
+        self,
+        joint: Joint,
+        rank: Mapping[fx.Node, int],
+        body: set[fx.Node],
+        provided: Mapping[fx.Node, Storage],
     ) -> None:
         self.specs: dict[str, TensorSpec] = {}
         self.placed: dict[fx.Node, Storage] = {}
@@ -136,7 +150,12 @@ class StepBuilder:
             self.specs[port] = spec_of(node)
             base = aliasing.root(node)
             value = aliasing.tensor(node)
-            if base in self._inside and base not in self._owners and value.is_contiguous() and _same_bytes(value, base):
+            if (
+                base in self._inside
+                and base not in self._owners
+                and value.is_contiguous()
+                and _same_bytes(value, base)
+            ):
                 self._owners[base] = port
                 self._place(port, base)
                 self._results.append((port, node, "contiguous"))
@@ -191,18 +210,24 @@ class StepBuilder:
             self._copy(graph, node, env)
             self._deliver(graph, node, env, made, accumulators)
         graph.output(tuple(made[port] for port, _, _ in self._results))
-        return StepGraph(graph, reads, tuple(port for port, _, _ in self._results), tuple(self._gradients))
+        return StepGraph(
+            graph, reads, tuple(port for port, _, _ in self._results), tuple(self._gradients)
+        )
 
     def _reads(self, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> tuple[str, ...]:
         """Make placeholders for all inputs, in the order of `_port_order`, and nodes for their views."""
         wanted = {n for b in self._body for n in b.all_input_nodes if n not in self._inside}
         wanted |= {n for _, n, _ in self._results if n not in self._inside}
         wanted |= {n for n in self._gradients.values() if n not in self._inside}
-        constants = [n for n in self._joint.graph.nodes if n in wanted and n in self._joint.constant_names]
+        constants = [
+            n for n in self._joint.graph.nodes if n in wanted and n in self._joint.constant_names
+        ]
         outside = sorted(wanted - set(constants), key=lambda n: _port_order(self._provided[n].port))
         placeholders: dict[str, fx.Node] = {}
         for node in outside:
-            placeholders[self._provided[node].port] = self._placeholder(graph, self._provided[node].port, node)
+            placeholders[self._provided[node].port] = self._placeholder(
+                graph, self._provided[node].port, node
+            )
         for node in outside:
             env[node] = self._restore(graph, node, placeholders[self._provided[node].port])
         for node in constants:
@@ -247,7 +272,9 @@ class StepBuilder:
         name = "getitem" if node.target is operator.getitem else str(node.target).split(".")[1]
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
-        env[node] = graph.create_node("call_function", node.target, args, kwargs, name=name.lstrip("_"))
+        env[node] = graph.create_node(
+            "call_function", node.target, args, kwargs, name=name.lstrip("_")
+        )
         env[node].meta = dict(node.meta)
 
     def _deliver(
@@ -261,17 +288,26 @@ class StepBuilder:
         """Add the nodes that follow `node` directly, for the ports that take it and the accumulators that add it."""
         for k, gradient in self._gradients.items():
             if gradient is node:
-                added = graph.create_node("call_function", aten.add_.Tensor, (accumulators[k], env[node]), name="accumulate")
+                added = graph.create_node(
+                    "call_function",
+                    aten.add_.Tensor,
+                    (accumulators[k], env[node]),
+                    name="accumulate",
+                )
                 added.meta = {**node.meta, "val": accumulators[k].meta["val"]}
         for port, result, how in self._results:
             if result is not node:
                 continue
             made[port] = env[node]
             if how == "copy":
-                made[port] = graph.call_function(aten.clone.default, (env[node],), {"memory_format": torch.contiguous_format})
+                made[port] = graph.call_function(
+                    aten.clone.default, (env[node],), {"memory_format": torch.contiguous_format}
+                )
                 made[port].meta = {
                     **node.meta,
-                    "val": torch.empty_like(aliasing.tensor(node), memory_format=torch.contiguous_format),
+                    "val": torch.empty_like(
+                        aliasing.tensor(node), memory_format=torch.contiguous_format
+                    ),
                 }
             elif how == "permuted" and not aliasing.tensor(node).is_contiguous():
                 order = self.placed[node].order
@@ -282,7 +318,11 @@ class StepBuilder:
 def _same_bytes(value: torch.Tensor, owner: fx.Node) -> bool:
     """Return whether a view and the owner of its storage hold exactly the same elements."""
     whole = aliasing.tensor(owner)
-    return value.dtype == whole.dtype and aliasing.fills_storage(value) and aliasing.fills_storage(whole)
+    return (
+        value.dtype == whole.dtype
+        and aliasing.fills_storage(value)
+        and aliasing.fills_storage(whole)
+    )
 
 
 def _port_order(port: str) -> tuple[int, int]:

@@ -49,7 +49,11 @@ def fold_sums(graph: fx.Graph) -> bool:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    return node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args)
+    return (
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and all(isinstance(a, fx.Node) for a in node.args)
+    )
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
@@ -62,19 +66,28 @@ def _terms(node: fx.Node) -> list[fx.Node]:
     return terms
 
 
-def _part(term: fx.Node) -> tuple[tuple[Any, tuple[int, ...], int], tuple[int, int], fx.Node] | None:
+def _part(
+    term: fx.Node,
+) -> tuple[tuple[Any, tuple[int, ...], int], tuple[int, int], fx.Node] | None:
     """Return the facts of a padded part, or None for anything else.
 
     These are the facts that must agree among the parts, the part's span in the dimension, and its gradient.
     """
-    if term.target not in (aten.select_backward.default, aten.slice_backward.default) or len(term.users) != 1:
+    if (
+        term.target not in (aten.select_backward.default, aten.slice_backward.default)
+        or len(term.users) != 1
+    ):
         return None
     gradient, shape, dim, start, *rest = cast(tuple[Any, ...], term.args)
     whole = tuple(int(s) for s in shape)
     dim = int(dim) % len(whole)
-    first = int(start) if int(start) >= 0 else int(start) + whole[dim]  # x[8:] of eight elements is empty, and begins at 8
+    first = (
+        int(start) if int(start) >= 0 else int(start) + whole[dim]
+    )  # x[8:] of eight elements is empty, and begins at 8
     if term.target is aten.select_backward.default:
         return (term.target, whole, dim), (first, first + 1), gradient
     end, step = rest
     last = min(int(end), whole[dim])
-    return ((term.target, whole, dim), (first, last), gradient) if step == 1 and last > first else None
+    return (
+        ((term.target, whole, dim), (first, last), gradient) if step == 1 and last > first else None
+    )

@@ -89,7 +89,9 @@ class Agreed:
     @property
     def text(self) -> str:
         """Return it as one text, in a fixed order."""
-        constants = f" {sorted(self.tables)} {sorted(self.made)}" if self.tables or self.made else ""
+        constants = (
+            f" {sorted(self.tables)} {sorted(self.made)}" if self.tables or self.made else ""
+        )
         constants += f" first {sorted(self.first_inputs)} {sorted(self.first_outputs)}" * bool(
             self.first_inputs | self.first_outputs
         )
@@ -114,13 +116,19 @@ class Parted:
         return prod(axis.degree for axis, decision in axes if node in decision.along)
 
 
-def parted(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()) -> Parted:
+def parted(
+    joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()
+) -> Parted:
     """Return what the devices that share a chunk compute in parts."""
     found = _shared(joint, shardings, agreed, params)
-    return Parted(found, tuple(decided(found.joint, found.indexes, axis, agreed.terms) for axis in found.axes))
+    return Parted(
+        found, tuple(decided(found.joint, found.indexes, axis, agreed.terms) for axis in found.axes)
+    )
 
 
-def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()) -> Sharded:
+def shared_joint(
+    joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()
+) -> Sharded:
     """Return the graph of one of the devices that share a chunk; `params` are the names of its inputs."""
     found = _shared(joint, shardings, agreed, params)
     keep = any(s.keep for s in shardings)
@@ -128,19 +136,30 @@ def shared_joint(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = A
     return replace(made, unshared=found.unshared)
 
 
-def _shared(joint: Joint, shardings: Sequence[Sharding], agreed: Agreed, params: ParamNames) -> SharedChunk:
+def _shared(
+    joint: Joint, shardings: Sequence[Sharding], agreed: Agreed, params: ParamNames
+) -> SharedChunk:
     """Return what axes share; constants are whole along those that gather tokens, where parts of them are of no use.
 
     So is a mask of queries and keys where attention is computed in parts of its heads, which need all of it. What may
     be a term of a sum is so along axes at which chunks are cut.
     """
-    joint = replace(joint, first_inputs=tuple(agreed.first_inputs), first_outputs=tuple(agreed.first_outputs))
+    joint = replace(
+        joint, first_inputs=tuple(agreed.first_inputs), first_outputs=tuple(agreed.first_outputs)
+    )
     found = share(joint, shardings, agreed.whole, params)
-    tables = frozenset(found.joint.inputs[k] for k in agreed.tables) | {found.joint.outputs[k] for k in agreed.made}
+    tables = frozenset(found.joint.inputs[k] for k in agreed.tables) | {
+        found.joint.outputs[k] for k in agreed.made
+    }
     context = {name for s in shardings if s.context for name, _ in s.axes}
     masks = tables & found.joint.first
-    of_heads = {name for s in shardings if s.context and s.attention == HEADS_AROUND for name, _ in s.axes}
-    whole = {a.name: tables if a.name not in context else masks if a.name in of_heads else frozenset() for a in found.axes}
+    of_heads = {
+        name for s in shardings if s.context and s.attention == HEADS_AROUND for name, _ in s.axes
+    }
+    whole = {
+        a.name: tables if a.name not in context else masks if a.name in of_heads else frozenset()
+        for a in found.axes
+    }
     axes = tuple(replace(a, tables=whole[a.name]) for a in found.axes)
     if agreed.open is not None:
         cut = {name for s in shardings if s.cut for name, _ in s.axes}

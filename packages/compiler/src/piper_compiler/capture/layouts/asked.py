@@ -15,7 +15,10 @@ from piper_compiler.capture.layouts.reasons import obstacle
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.program.layout import EXPERTS, EXPERTS_SHARED, Sharding
 
-HINTS = {"tokens": 'stream="tokens" shares it', EXPERTS: f"devices share the experts of a mixture by {EXPERTS_SHARED}"}
+HINTS = {
+    "tokens": 'stream="tokens" shares it',
+    EXPERTS: f"devices share the experts of a mixture by {EXPERTS_SHARED}",
+}
 """The advice about indexes that devices cannot share like others, by the name of the index."""
 
 
@@ -53,7 +56,9 @@ class NamedIndexes:
     def spots(self) -> Mapping[LoopIndex, tuple[str, ...]]:
         """Return for each index the dimensions of parameters that have it, as "layers.0.up.weight:0"."""
         found = self.spots_by_input.items()
-        return {index: tuple(f"{self.params[k][0]}:{dim}" for k, dim in where) for index, where in found}
+        return {
+            index: tuple(f"{self.params[k][0]}:{dim}" for k, dim in where) for index, where in found
+        }
 
     @cached_property
     def nests(self) -> tuple[Nested, ...]:
@@ -75,14 +80,20 @@ class NamedIndexes:
         yield from (problem for nest in nests if (problem := uneven(nest, degree)))
         if not nests:
             named = sorted(wanted.named(self.joint, self.indexes, name), key=lambda i: i.number)
-            yield from (f"{problem}{_at(self.spots.get(i, ()))}" for i in named if (problem := self.obstacle(i)))
+            yield from (
+                f"{problem}{_at(self.spots.get(i, ()))}"
+                for i in named
+                if (problem := self.obstacle(i))
+            )
 
     def has(self, name: str) -> bool:
         return bool(AskedIndexes((name,), self.params).named(self.joint, self.indexes, name))
 
 
 def _at(spots: Sequence[str]) -> str:
-    return f" (parameters {', '.join(spots[:3])}{', ...' if len(spots) > 3 else ''})" if spots else ""
+    return (
+        f" (parameters {', '.join(spots[:3])}{', ...' if len(spots) > 3 else ''})" if spots else ""
+    )
 
 
 def check_asked(chunks: Mapping[str, NamedIndexes], asked: Sharding) -> None:
@@ -94,10 +105,14 @@ def check_asked(chunks: Mapping[str, NamedIndexes], asked: Sharding) -> None:
         hint = f"; {HINTS[name]}" if name in HINTS else ""
         having = {id: chunk for id, chunk in chunks.items() if chunk.has(name)}
         if not having:
-            raise DirectiveError(f"shard(index={name!r}): there is no such index; {_offered(chunks)}{hint}")
+            raise DirectiveError(
+                f"shard(index={name!r}): there is no such index; {_offered(chunks)}{hint}"
+            )
         for id, chunk in having.items():
             for problem in chunk.refusals(name, asked.degree):
-                raise DirectiveError(f"shard(index={name!r}): devices cannot share it in {id}: {problem}{hint}")
+                raise DirectiveError(
+                    f"shard(index={name!r}): devices cannot share it in {id}: {problem}{hint}"
+                )
 
 
 def _offered(chunks: Mapping[str, NamedIndexes]) -> str:
@@ -107,4 +122,7 @@ def _offered(chunks: Mapping[str, NamedIndexes]) -> str:
     spots = (spot for c in chunks.values() for where in c.spots.values() for spot in where)
     others = next((n for n in found if ":" in n), None) or next(spots, "")
     also = f"a dimension of a parameter is written {others!r}" if others else ""
-    return "; ".join(filter(None, (f"there is {', '.join(named)}" if named else "", also))) or "nothing can be shared"
+    return (
+        "; ".join(filter(None, (f"there is {', '.join(named)}" if named else "", also)))
+        or "nothing can be shared"
+    )

@@ -21,7 +21,15 @@ from piper_compiler.capture.layouts.context import HEADS as HEADS_AROUND
 from piper_compiler.capture.layouts.context import ZIGZAG
 from piper_compiler.capture.layouts.decide import SharedAxis
 from piper_compiler.capture.layouts.fitting import instead, refined, steps_of, tokens_text, uneven
-from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, OverlappingCuts, TensorKey, indexed, key_of
+from piper_compiler.capture.layouts.indexes import (
+    Indexed,
+    LoopIndex,
+    OpIndexes,
+    OverlappingCuts,
+    TensorKey,
+    indexed,
+    key_of,
+)
 from piper_compiler.capture.layouts.means import means_apart
 from piper_compiler.capture.layouts.names import AskedIndexes, Nested, ParamNames
 from piper_compiler.capture.layouts.nest_places import NestPlace, has_nest, index_at, nest_places
@@ -114,7 +122,9 @@ class _Claim:
 
     def takes_part_of(self, op: OpIndexes) -> bool:
         """Return whether an op wants tokens whole that the devices share, and has nothing else in parts."""
-        stream, weights = ({i for nest in nests for i in nest} for nests in (self.stream, self.weights))
+        stream, weights = (
+            {i for nest in nests for i in nest} for nests in (self.stream, self.weights)
+        )
         return not stream.isdisjoint(op.whole) and weights.isdisjoint(op.rewritten)
 
 
@@ -138,7 +148,9 @@ class _Chosen:
             for nest in claim.nests:
                 found.setdefault(nest, []).append(number)
         for nest, numbers in found.items():
-            numbers.sort(key=lambda n: (nest in self.claims[n].inside, not self.claims[n].asked.context))
+            numbers.sort(
+                key=lambda n: (nest in self.claims[n].inside, not self.claims[n].asked.context)
+            )
         return found
 
     def halves(self, nest: Nested, numbers: Sequence[int]) -> int:
@@ -146,7 +158,9 @@ class _Chosen:
         return 2 if any(self.claims[n].halved(nest) for n in numbers) else 1
 
 
-def split_degrees(joint: Joint, asked: Sequence[Sharding], params: ParamNames = ()) -> tuple[tuple[int, ...], ...]:
+def split_degrees(
+    joint: Joint, asked: Sequence[Sharding], params: ParamNames = ()
+) -> tuple[tuple[int, ...], ...]:
     """Return the degrees into which each axis must be split to share the indexes of a chunk."""
     chosen = _chosen(joint, asked, (), params)
     points: list[set[int]] = [{1, claim.asked.degree} for claim in chosen.claims]
@@ -166,18 +180,28 @@ def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return refined(each, prod(each[0]))
 
 
-def _chosen(joint: Joint, asked: Sequence[Sharding], kept: Collection[int], params: ParamNames) -> _Chosen:
+def _chosen(
+    joint: Joint, asked: Sequence[Sharding], kept: Collection[int], params: ParamNames
+) -> _Chosen:
     """Return what devices can share of a chunk; raise DirectiveError where they cannot share the tokens evenly."""
     joint, first = taken_apart(joint)
     chosen = _claimed(joint, first, asked, kept, params)
-    apart = means_apart(joint, lambda n: any(claim.takes_part_of(first.ops[n]) for claim in chosen.claims))
+    apart = means_apart(
+        joint, lambda n: any(claim.takes_part_of(first.ops[n]) for claim in chosen.claims)
+    )
     if apart is not joint:
         chosen = _claimed(apart, indexed(apart), asked, kept, params)
     _check_tokens(chosen)
     return chosen
 
 
-def _claimed(joint: Joint, first: Indexed, asked: Sequence[Sharding], kept: Collection[int], params: ParamNames) -> _Chosen:
+def _claimed(
+    joint: Joint,
+    first: Indexed,
+    asked: Sequence[Sharding],
+    kept: Collection[int],
+    params: ParamNames,
+) -> _Chosen:
     nests, heads = shareable(joint, first, kept), _heads(first)
     tensor = prod(s.degree for s in asked if not s.context)
     claims, others = [], []
@@ -185,14 +209,18 @@ def _claimed(joint: Joint, first: Indexed, asked: Sequence[Sharding], kept: Coll
         stream = tuple(_tokens(joint, first)) if one.stream == "tokens" or one.context else ()
         if one.context:
             heads_too = heads if one.attention == HEADS_AROUND else ()
-            inside = tuple(nest for nest in heads_too if steps_of(nest, tensor * one.degree) is not None)
+            inside = tuple(
+                nest for nest in heads_too if steps_of(nest, tensor * one.degree) is not None
+            )
             claims.append(_Claim(one, (), stream, inside))
             continue
         if one.experts:
             claims.append(_Claim(one, experts_of(joint, first, one, params, kept)))
             continue
         wanted = AskedIndexes(one.index, params).among(joint, first, nests)
-        wanted = tuple(n for n in wanted if all(i.size for i in n))  # a parameter without elements has no parts
+        wanted = tuple(
+            n for n in wanted if all(i.size for i in n)
+        )  # a parameter without elements has no parts
         fitting = tuple(n for n in wanted if steps_of(n, one.degree) is not None)
         others += [(n, one.degree) for n in wanted if n not in fitting]
         claims.append(_Claim(one, fitting, stream))
@@ -231,15 +259,19 @@ def _check_tokens(chosen: _Chosen) -> None:
         elif steps_of(nest, degree) is None:
             axes = ", ".join(f"{c.asked.over}={c.asked.degree}" for c in claims)
             raise DirectiveError(
-                f"shard: {tokens_text(nest)} cannot be shared by {degree} devices ({axes}){instead(nest, degree)}"
+                f"shard: {tokens_text(nest)} cannot be shared by {degree} devices "
+                f"({axes}){instead(nest, degree)}"
             )
         for claim in claims:
             around = claim.asked.attention == HEADS_AROUND
             if (claim.halved(nest) or not around) and nest[0].size % (halves * claim.asked.degree):
-                ways = ['order="blocks"'] * (halves > 1 and (around or nest[0].size % claim.asked.degree == 0))
+                ways = ['order="blocks"'] * (
+                    halves > 1 and (around or nest[0].size % claim.asked.degree == 0)
+                )
                 ways += ['attention="heads"' + ', order="blocks"' * (halves > 1)] * (not around)
                 raise DirectiveError(
-                    f'attention="{claim.asked.attention}" over {claim.asked.over}: an op takes the {size} tokens as '
+                    f'attention="{claim.asked.attention}" over {claim.asked.over}: an op takes the '
+                    f"{size} tokens as "
                     f"{nest[0].size} blocks, which {claim.asked.degree} devices cannot share"
                     f"{', two each in zigzag order' * (halves > 1)}; use {' or '.join(ways)}"
                 )
@@ -259,9 +291,13 @@ def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
     nearest = min(fitting, key=lambda d: (abs(d - context.degree), d), default=0)
     beside = f", with {others} more for each," if others > 1 else ""
     instead = [f"{nearest} devices can share them so"] * (nearest > 0)
-    instead += [f'{context.degree} can with order="blocks"'] * (steps_of(nest, context.degree * others) is not None)
+    instead += [f'{context.degree} can with order="blocks"'] * (
+        steps_of(nest, context.degree * others) is not None
+    )
     raise DirectiveError(
-        f"{size} tokens cannot be shared by {context.degree} devices along {context.over}{beside} in zigzag order, of which each "
+        f"{size} tokens cannot be shared by {context.degree} devices along {context.over}{beside} "
+        f"in zigzag order, of "
+        f"which each "
         f"has two blocks; {', '.join(instead)}"
     )
 
@@ -272,7 +308,9 @@ def _heads(indexes: Indexed) -> tuple[Nested, ...]:
     return tuple(dict.fromkeys(op.tensors[op.call.number("q")][HEADS] for op in ops))
 
 
-def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), params: ParamNames = ()) -> SharedChunk:
+def share(
+    joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), params: ParamNames = ()
+) -> SharedChunk:
     """Return the chunk's indexes, cut for axes that are split as asked; the inputs `kept` are to stay whole.
 
     `params` are for each input its names in all chunks that are like this one, by which indexes may be asked for.
@@ -291,15 +329,22 @@ def share(joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), p
             places.setdefault((nest, number), []).append(place)
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
     for place in (p for each in (*places.values(), halves.values()) for p in each):
-        cuts.setdefault((place.key, place.dim), set()).update({place.inner, place.inner * place.size} - {1})
+        cuts.setdefault((place.key, place.dim), set()).update(
+            {place.inner, place.inner * place.size} - {1}
+        )
     try:
-        cut = indexed(chosen.joint, {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()})
+        cut = indexed(
+            chosen.joint,
+            {at: {c for c in points if c < _size(first, at)} for at, points in cuts.items()},
+        )
         axes = tuple(_axes(chosen, asked, places, halves, cut))
     except OverlappingCuts:
         raise _overlapping(tuple(of_nests)) from None
     if _twice(axes):
         raise _overlapping(tuple(of_nests))
-    unshared = tuple(u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree))
+    unshared = tuple(
+        u for nest, degree in chosen.others for u in _unshared(chosen.joint, first, nest, degree)
+    )
     return SharedChunk(chosen.joint, cut, axes, unshared)
 
 
@@ -317,8 +362,21 @@ def _axes(
                 frozenset(index_at(cut, places[n, number][k]) for n in nests)
                 for nests in (claim.weights, claim.stream, claim.inside)
             )
-            within = {index_at(cut, places[n, number][k]): index_at(cut, halves[n]) for n in claim.stream if claim.halved(n)}
-            yield SharedAxis(name, size, weights, stream, inside, claim.asked.attention, within, experts=claim.asked.experts)
+            within = {
+                index_at(cut, places[n, number][k]): index_at(cut, halves[n])
+                for n in claim.stream
+                if claim.halved(n)
+            }
+            yield SharedAxis(
+                name,
+                size,
+                weights,
+                stream,
+                inside,
+                claim.asked.attention,
+                within,
+                experts=claim.asked.experts,
+            )
 
 
 def _twice(axes: Sequence[SharedAxis]) -> bool:
@@ -332,7 +390,9 @@ def _overlapping(nests: Sequence[Nested]) -> DirectiveError:
     within = [n for n in nests if any(n != other and set(n) & set(other) for other in nests)]
     listed = " and of ".join(sorted(" x ".join(str(i.size) for i in nest) for nest in within))
     return DirectiveError(
-        f"shard: devices cannot share dimensions of {listed} elements, one of which is within the other; fewer devices can"
+        f"shard: devices cannot share dimensions of {listed} elements, one of which is within the "
+        f"other; fewer devices "
+        f"can"
     )
 
 
@@ -361,7 +421,11 @@ def _size(indexes: Indexed, at: tuple[TensorKey, int]) -> int:
 def _tokens(joint: Joint, indexes: Indexed) -> Iterator[Nested]:
     seen, exchanged = set[Nested](), joint.exchanged
     for k, node in enumerate(joint.inputs):
-        if joint.kinds[k] in ("value", "batch") and node not in exchanged and len(indexes.tensors[node, 0]) > TOKENS:
+        if (
+            joint.kinds[k] in ("value", "batch")
+            and node not in exchanged
+            and len(indexes.tensors[node, 0]) > TOKENS
+        ):
             seen.add(indexes.tensors[node, 0][joint.tokens_of(node)])
     for node in joint.outputs:
         dims = indexes.tensors[key_of(node)]

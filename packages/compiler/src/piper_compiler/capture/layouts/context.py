@@ -50,13 +50,16 @@ def ordered(one: Sharding, joints: Iterable[Joint]) -> Sharding:
     ops = [n for joint in joints for n in joint.graph.nodes if n.target is piper.attention.default]
     if not ops:
         raise DirectiveError(
-            f"attention={one.attention!r}: the model has no attention that could be computed so; write it as "
+            f"attention={one.attention!r}: the model has no attention that could be computed so; "
+            f"write it as "
             'F.scaled_dot_product_attention, or use attention="heads"'
         )
     masked = next((n for n in ops if _named(n).get("mask") is not None), None)
     if one.attention == RING and masked is not None:
         raise DirectiveError(
-            f'attention="ring": {title(masked)} has a mask, of which each device would need other columns in each step; '
+            f'attention="ring": {title(masked)} has a mask, of which each device would need other '
+            f"columns in each "
+            f"step; "
             'use attention="gather" or "heads"'
         )
     causal = any(_named(n).get("is_causal") for n in ops)
@@ -75,7 +78,9 @@ def rewrite_of(op: OpIndexes, first: tuple[LoopIndex, ...], attention: str) -> L
     of all rows.
     """
     known = _WAYS.get((op.call.op, attention))
-    if known is None or {op.tensors[op.call.number(name)][TOKENS] for name in "qkv"} != {tokens_of(op)}:
+    if known is None or {op.tensors[op.call.number(name)][TOKENS] for name in "qkv"} != {
+        tokens_of(op)
+    }:
         return None
     if tokens_of(op)[: len(first)] != first:
         return None
@@ -135,7 +140,9 @@ class _Steps:
 
     def added(self, total: fx.Node, more: fx.Node, step: int, *, keys: bool) -> fx.Node:
         degree = self.spread if keys else 1
-        return self.emit.call(context_add, total, more, TOKENS, *self.places, step, self.order, keys, degree)
+        return self.emit.call(
+            context_add, total, more, TOKENS, *self.places, step, self.order, keys, degree
+        )
 
     def attention(self, q: fx.Node, k: fx.Node, v: fx.Node, step: int) -> tuple[fx.Node, fx.Node]:
         """Add the attention of a step; only that of the own tokens is causal."""
@@ -151,10 +158,14 @@ class _Steps:
         logsumexp = self.queries(self.given["logsumexp"], step, STATISTICS)
         causal = bool(self.given.get("is_causal")) and step == 0
         options = None, causal, self.given.get("scale")
-        made = self.emit.call(piper.attention_dgrad.default, grad, q, k, v, out, logsumexp, *options)
+        made = self.emit.call(
+            piper.attention_dgrad.default, grad, q, k, v, out, logsumexp, *options
+        )
         return self.emit.item(made, 0), self.emit.item(made, 1), self.emit.item(made, 2)
 
-    def merged(self, before: tuple[fx.Node, fx.Node], more: tuple[fx.Node, fx.Node], step: int) -> tuple[fx.Node, fx.Node]:
+    def merged(
+        self, before: tuple[fx.Node, fx.Node], more: tuple[fx.Node, fx.Node], step: int
+    ) -> tuple[fx.Node, fx.Node]:
         last = step == self.place.degree - 1
         both = self.emit.call(context_merge, *before, *more, *self.places, step, self.order, last)
         return self.emit.item(both, 0), self.emit.item(both, 1)
@@ -166,13 +177,19 @@ class _Steps:
     def wide(self, x: fx.Node) -> fx.Node:
         """Return a gradient in the dtype in which it is added up, that of the logsumexp."""
         dtype = aliasing.tensor(self.given["logsumexp"]).dtype
-        return x if aliasing.tensor(x).dtype == dtype else self.emit.call(aten._to_copy.default, x, dtype=dtype)
+        return (
+            x
+            if aliasing.tensor(x).dtype == dtype
+            else self.emit.call(aten._to_copy.default, x, dtype=dtype)
+        )
 
     def like(self, x: fx.Node, name: str) -> fx.Node:
         """Return a gradient dense, and in the dtype of its argument."""
         dtype = aliasing.tensor(self.given[name]).dtype
         if aliasing.tensor(x).dtype != dtype:
-            return self.emit.call(aten._to_copy.default, x, dtype=dtype, memory_format=torch.contiguous_format)
+            return self.emit.call(
+                aten._to_copy.default, x, dtype=dtype, memory_format=torch.contiguous_format
+            )
         if aliasing.tensor(x).is_contiguous():
             return x
         return self.emit.call(aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -185,7 +202,10 @@ class _Steps:
         """Return keys and values of a message, as views."""
         end = aliasing.tensor(both).shape[ELEMENTS]
         first = aliasing.tensor(self.given["k"]).shape[ELEMENTS]
-        k, v = (self.emit.call(aten.slice.Tensor, both, ELEMENTS, *cut) for cut in ((0, first), (first, end)))
+        k, v = (
+            self.emit.call(aten.slice.Tensor, both, ELEMENTS, *cut)
+            for cut in ((0, first), (first, end))
+        )
         return k, v
 
 
@@ -197,7 +217,9 @@ def _ring(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> lis
     for step in range(1, steps.place.degree):
         both = steps.moved(both)
         k, v = (steps.keys(x, step) for x in steps.apart(both))
-        found = steps.merged(found, steps.attention(steps.queries(named["q"], step), k, v, step), step)
+        found = steps.merged(
+            found, steps.attention(steps.queries(named["q"], step), k, v, step), step
+        )
     return list(found)
 
 
@@ -227,11 +249,15 @@ def _gather(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> l
     found = steps.attention(named["q"], steps.keys(named["k"], 0), steps.keys(named["v"], 0), 0)
     for step in range(1, steps.place.degree):
         k, v = (steps.keys(named[name], step) for name in "kv")
-        found = steps.merged(found, steps.attention(steps.queries(named["q"], step), k, v, step), step)
+        found = steps.merged(
+            found, steps.attention(steps.queries(named["q"], step), k, v, step), step
+        )
     return list(found)
 
 
-def _gather_gradient(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
+def _gather_gradient(
+    emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]
+) -> list[fx.Node]:
     """Return the gradients of the own queries, and terms of those of all keys and values."""
     given = ("grad_out", "q", "k", "v", "out", "logsumexp")
     if not named.get("is_causal"):
@@ -244,10 +270,20 @@ def _gather_gradient(emit: Emitter, named: OpArguments, places: Sequence[LoopPla
     for step in range(steps.place.degree):
         k, v = (steps.keys(named[name], step) for name in "kv")
         of_queries, *of_keys = steps.gradients(k, v, step)
-        total = steps.wide(of_queries) if total is None else steps.added(total, of_queries, step, keys=False)
-        grads = [steps.added(grad, more, step, keys=True) for grad, more in zip(grads, of_keys, strict=True)]
+        total = (
+            steps.wide(of_queries)
+            if total is None
+            else steps.added(total, of_queries, step, keys=False)
+        )
+        grads = [
+            steps.added(grad, more, step, keys=True)
+            for grad, more in zip(grads, of_keys, strict=True)
+        ]
     assert total is not None
-    return [steps.like(total, "q"), *(steps.like(grad, name) for grad, name in zip(grads, "kv", strict=True))]
+    return [
+        steps.like(total, "q"),
+        *(steps.like(grad, name) for grad, name in zip(grads, "kv", strict=True)),
+    ]
 
 
 def _zeros(steps: _Steps, like: fx.Node) -> fx.Node:

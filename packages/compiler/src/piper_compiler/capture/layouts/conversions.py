@@ -29,7 +29,12 @@ TensorDims = Sequence[tuple[LoopIndex, ...]]
 
 
 def convert(
-    emit: Emitter, source: fx.Node, dims: TensorDims, axes: Sequence[SharedAxis], before: Sequence[Along], want: Sequence[Along]
+    emit: Emitter,
+    source: fx.Node,
+    dims: TensorDims,
+    axes: Sequence[SharedAxis],
+    before: Sequence[Along],
+    want: Sequence[Along],
 ) -> fx.Node:
     """Return `source`, which lies as `before`, as it is wanted along all axes.
 
@@ -46,10 +51,19 @@ def convert(
     return source
 
 
-def joined_until(dims: TensorDims, axes: Sequence[SharedAxis], before: Sequence[Along], want: Sequence[Along], first: int) -> int:
+def joined_until(
+    dims: TensorDims,
+    axes: Sequence[SharedAxis],
+    before: Sequence[Along],
+    want: Sequence[Along],
+    first: int,
+) -> int:
     """Return the end of the axes from `first` on that are parts of one and convert in the same way."""
     last = first + 1
-    while last < len(axes) and whole_axis(axes[last].name) == whole_axis(axes[first].name) != axes[first].name:
+    while (
+        last < len(axes)
+        and whole_axis(axes[last].name) == whole_axis(axes[first].name) != axes[first].name
+    ):
         same = all(_follows(dims, how[last - 1], how[last]) for how in (before, want))
         if not same or before[last] == want[last]:
             break
@@ -60,7 +74,11 @@ def joined_until(dims: TensorDims, axes: Sequence[SharedAxis], before: Sequence[
 def joined_axis(axes: Sequence[SharedAxis], first: int, last: int) -> SharedAxis:
     """Return neighbouring axes into which one is split as one axis."""
     family = [a for a in axes if whole_axis(a.name) == whole_axis(axes[first].name)]
-    name = whole_axis(axes[first].name) if last - first == len(family) else "+".join(a.name for a in axes[first:last])
+    name = (
+        whole_axis(axes[first].name)
+        if last - first == len(family)
+        else "+".join(a.name for a in axes[first:last])
+    )
     return replace(axes[first], name=name, degree=prod(a.degree for a in axes[first:last]))
 
 
@@ -76,7 +94,9 @@ def _converted(
     first: int, last: int,
 ) -> fx.Node:  # fmt: skip
     now, then = before[first], want[first]
-    others: set[Along] = {how for k, how in enumerate(before) if not first <= k < last and isinstance(how, LoopIndex)}
+    others: set[Along] = {
+        how for k, how in enumerate(before) if not first <= k < last and isinstance(how, LoopIndex)
+    }
     axis = joined_axis(axes, first, last)
 
     def at(index: LoopIndex, others: Set[Along] = others) -> DimPlace:
@@ -92,7 +112,8 @@ def _converted(
         case _, LoopIndex() if now is SUM:
             return _scatter(emit, source, at(then), axis)
         case LoopIndex(), LoopIndex():
-            # both may be in one dimension: what is given has a part of `now` and all of `then`, what is made the reverse
+            # both may be in one dimension: what is given has a part of `now` and all of `then`, what is made the
+            # reverse
             given = at(then, others.union(before[first:last]))
             made = at(now, others.union(want[first:last]))
             return _exchange(emit, source, made, given, axis)
@@ -129,11 +150,15 @@ def _gather(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -
 
 
 def _scatter(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
-    mine = emit.call(reduce_scatter, _stacked(emit, source, place, axis.degree), axis.name, axis.degree)
+    mine = emit.call(
+        reduce_scatter, _stacked(emit, source, place, axis.degree), axis.name, axis.degree
+    )
     return mine
 
 
-def _exchange(emit: Emitter, source: fx.Node, now: DimPlace, then: DimPlace, axis: SharedAxis) -> fx.Node:
+def _exchange(
+    emit: Emitter, source: fx.Node, now: DimPlace, then: DimPlace, axis: SharedAxis
+) -> fx.Node:
     stacked = _stacked(emit, source, then, axis.degree)
     return _merged(emit, emit.call(all_to_all, stacked, axis.name, axis.degree), now)
 
@@ -142,18 +167,31 @@ def _own(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> f
     """Take the device's part of a tensor that it has whole."""
     dim, outer, mirrored = place
     shape = list(aliasing.tensor(source).shape)
-    split = _viewed(emit, source, [*shape[:dim], outer, axis.degree, shape[dim] // outer // axis.degree, *shape[dim + 1 :]])
-    own = (
-        _selected(emit, split, dim, axis.name) if mirrored else emit.call(aten.select.int, split, dim + 1, Coordinate(axis.name))
+    split = _viewed(
+        emit,
+        source,
+        [*shape[:dim], outer, axis.degree, shape[dim] // outer // axis.degree, *shape[dim + 1 :]],
     )
-    return _viewed(emit, _dense(emit, own), [*shape[:dim], shape[dim] // axis.degree, *shape[dim + 1 :]])
+    own = (
+        _selected(emit, split, dim, axis.name)
+        if mirrored
+        else emit.call(aten.select.int, split, dim + 1, Coordinate(axis.name))
+    )
+    return _viewed(
+        emit, _dense(emit, own), [*shape[:dim], shape[dim] // axis.degree, *shape[dim + 1 :]]
+    )
 
 
 def _selected(emit: Emitter, split: fx.Node, dim: int, axis: str) -> fx.Node:
     """Return the device's place of [outer, degree], counted from behind in every second of the outer steps."""
     halves = _halved(emit, split, dim)
     own = [
-        emit.call(aten.select.int, emit.call(aten.select.int, halves, dim + 1, k), dim + 1, Coordinate(axis, mirrored=k == 1))
+        emit.call(
+            aten.select.int,
+            emit.call(aten.select.int, halves, dim + 1, k),
+            dim + 1,
+            Coordinate(axis, mirrored=k == 1),
+        )
         for k in range(2)
     ]
     return emit.call(aten.stack.default, own, dim + 1)
@@ -173,7 +211,9 @@ def _turned(emit: Emitter, split: fx.Node, dim: int) -> fx.Node:
     shape = list(aliasing.tensor(split).shape)
     halves = _halved(emit, _dense(emit, split), dim)
     first, second = (emit.call(aten.select.int, halves, dim + 1, k) for k in range(2))
-    both = emit.call(aten.stack.default, [first, emit.call(aten.flip.default, second, [dim + 1])], dim + 1)
+    both = emit.call(
+        aten.stack.default, [first, emit.call(aten.flip.default, second, [dim + 1])], dim + 1
+    )
     return _viewed(emit, both, shape)
 
 
@@ -193,7 +233,13 @@ def _spread(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -
 
 def _first(emit: Emitter, source: fx.Node, axis: SharedAxis) -> fx.Node:
     """Make a tensor that all devices have a term of the first one, with zeros on the others."""
-    place = emit.call(aten.full.default, [], Coordinate(axis.name), dtype=torch.int64, device=aliasing.tensor(source).device)
+    place = emit.call(
+        aten.full.default,
+        [],
+        Coordinate(axis.name),
+        dtype=torch.int64,
+        device=aliasing.tensor(source).device,
+    )
     return emit.call(aten.where.ScalarOther, emit.call(aten.eq.Scalar, place, 0), source, 0)
 
 
@@ -202,11 +248,17 @@ def _stacked(emit: Emitter, source: fx.Node, place: DimPlace, degree: int) -> fx
     dim, outer, mirrored = place
     shape = list(aliasing.tensor(source).shape)
     rest = shape[dim] // outer // degree
-    split = _viewed(emit, _dense(emit, source), [*shape[:dim], outer, degree, rest, *shape[dim + 1 :]])
+    split = _viewed(
+        emit, _dense(emit, source), [*shape[:dim], outer, degree, rest, *shape[dim + 1 :]]
+    )
     split = _turned(emit, split, dim) if mirrored else split
     rank = len(shape) + 2
     order = [dim + 1, *(d for d in range(rank) if d != dim + 1)]
-    first = split if order == sorted(order) else _dense(emit, emit.call(aten.permute.default, split, order))
+    first = (
+        split
+        if order == sorted(order)
+        else _dense(emit, emit.call(aten.permute.default, split, order))
+    )
     return _viewed(emit, first, [degree, *shape[:dim], outer * rest, *shape[dim + 1 :]])
 
 
@@ -214,17 +266,27 @@ def _merged(emit: Emitter, stacked: fx.Node, place: DimPlace) -> fx.Node:
     """Return stacked blocks as one dimension: what `_stacked` takes apart."""
     dim, outer, mirrored = place
     degree, *shape = aliasing.tensor(stacked).shape
-    split = _viewed(emit, stacked, [degree, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]])
+    split = _viewed(
+        emit, stacked, [degree, *shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]]
+    )
     rank = len(shape) + 2
     order = [*range(1, dim + 2), 0, *range(dim + 2, rank)]
-    back = split if order == sorted(order) else _dense(emit, emit.call(aten.permute.default, split, order))
+    back = (
+        split
+        if order == sorted(order)
+        else _dense(emit, emit.call(aten.permute.default, split, order))
+    )
     back = _turned(emit, back, dim) if mirrored else back
     return _viewed(emit, back, [*shape[:dim], shape[dim] * degree, *shape[dim + 1 :]])
 
 
 def _viewed(emit: Emitter, source: fx.Node, shape: list[int]) -> fx.Node:
     shape = [int(s) for s in shape]
-    return source if list(aliasing.tensor(source).shape) == shape else emit.call(aten.view.default, source, shape)
+    return (
+        source
+        if list(aliasing.tensor(source).shape) == shape
+        else emit.call(aten.view.default, source, shape)
+    )
 
 
 def _dense(emit: Emitter, source: fx.Node) -> fx.Node:
@@ -237,8 +299,13 @@ def own_what_is_spoiled(emit: Emitter) -> None:
     """Copy what a reduce-scatter is given where something else reads it too: it is undefined afterwards."""
     for node in list(emit.graph.nodes):
         if node.target is reduce_scatter and _has_other_users(node.args[0]):
-            with emit.graph.inserting_before(node), emit.like(node, "backward" in str(node.meta["partitioner_tag"])):
-                copy = emit.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
+            with (
+                emit.graph.inserting_before(node),
+                emit.like(node, "backward" in str(node.meta["partitioner_tag"])),
+            ):
+                copy = emit.call(
+                    aten.clone.default, node.args[0], memory_format=torch.contiguous_format
+                )
             node.args = (copy, *node.args[1:])
 
 

@@ -70,7 +70,9 @@ class SharedAxis:
         """
         half = self.halves.get(index)
         dims = [dim for tensor in (*op.tensors, *op.results) for dim in tensor if index in dim]
-        return half is None or all(dim.index(index) and dim[dim.index(index) - 1] == half for dim in dims)
+        return half is None or all(
+            dim.index(index) and dim[dim.index(index) - 1] == half for dim in dims
+        )
 
     def rewrite(self, op: OpIndexes, index: LoopIndex) -> LoopRewrite | None:
         """Return how other ops compute an op in parts of an index, if they do."""
@@ -105,7 +107,9 @@ class Decision:
         return self.settled.get(key, self.made[key])
 
 
-def decided(joint: Joint, indexes: Indexed, axis: SharedAxis, terms: Collection[int] = ()) -> Decision:
+def decided(
+    joint: Joint, indexes: Indexed, axis: SharedAxis, terms: Collection[int] = ()
+) -> Decision:
     """Return how the tensors of a chunk lie along an axis; the gradients of the inputs `terms` are to be sums."""
     settled: dict[TensorKey, Along] = {}
     while True:
@@ -120,7 +124,12 @@ class _Pass:
     """Go through the graph once; `new` are the sums that must settle."""
 
     def __init__(
-        self, joint: Joint, indexes: Indexed, axis: SharedAxis, settled: Mapping[TensorKey, Along], terms: Collection[int]
+        self,
+        joint: Joint,
+        indexes: Indexed,
+        axis: SharedAxis,
+        settled: Mapping[TensorKey, Along],
+        terms: Collection[int],
     ) -> None:
         self.decision = Decision(settled=dict(settled))
         self.new: dict[TensorKey, Along] = {}
@@ -180,11 +189,15 @@ class _Pass:
         if node in self._axis.tables:
             return None
         at = self._joint.tokens_of(node)
-        return next((i for i in dims[at] if i in self._axis.stream), None) if len(dims) > at else None
+        return (
+            next((i for i in dims[at] if i in self._axis.stream), None) if len(dims) > at else None
+        )
 
     def _first(self, wanted: frozenset[LoopIndex], node: fx.Node) -> LoopIndex | None:
         """Return the first index of a node's tensor that is among `wanted`."""
-        return next((i for dim in self._indexes.tensors[key_of(node)] for i in dim if i in wanted), None)
+        return next(
+            (i for dim in self._indexes.tensors[key_of(node)] for i in dim if i in wanted), None
+        )
 
     def _place(self, node: fx.Node, op: OpIndexes) -> None:
         lying = [self.decision.of(key) for key in op.keys]
@@ -194,13 +207,20 @@ class _Pass:
         rewrite = None if index is None else self._axis.rewrite(op, index)
         if index is not None:
             whole = frozenset[int]() if rewrite is None else rewrite.whole
-            having = [any(index in dim for dim in dims) and k not in whole for k, dims in enumerate(op.tensors)]
+            having = [
+                any(index in dim for dim in dims) and k not in whole
+                for k, dims in enumerate(op.tensors)
+            ]
             wants = [index if has else None for has in having]
             made = _made_along(op, index, rewrite)
             self.decision.along[node] = index
             if op.parts(index) is None:
                 self.decision.rewritten[node] = index
-        elif (sums := self._sums(lying)) and sums in op.loops.linear and not self._ends_in_parameter(node, op, sums):
+        elif (
+            (sums := self._sums(lying))
+            and sums in op.loops.linear
+            and not self._ends_in_parameter(node, op, sums)
+        ):
             wants = [SUM if k in sums else None for k in range(len(lying))]
             made = [SUM for _ in op.results]
         else:
@@ -218,11 +238,19 @@ class _Pass:
     def _index(self, node: fx.Node, op: OpIndexes, lying: list[Along]) -> LoopIndex | None:
         """Return the index that an op is computed in parts of, if any."""
         present = [how for how in lying if isinstance(how, LoopIndex)]
-        present += [self._asked[node, k] for k in range(len(op.results)) if (node, k) in self._asked]
+        present += [
+            self._asked[node, k] for k in range(len(op.results)) if (node, k) in self._asked
+        ]
         present.sort(key=lambda i: i not in self._axis.weights)
         found = next((i for i in present if self._can(op, i)), None)
         if found is None and any(i in self._axis.stream for i in present):
-            there = [i for dims in (*op.tensors, *op.results) for dim in dims for i in dim if i in self._axis.inside]
+            there = [
+                i
+                for dims in (*op.tensors, *op.results)
+                for dim in dims
+                for i in dim
+                if i in self._axis.inside
+            ]
             found = next((i for i in there if op.parts(i) is not None), None)
         return found
 
@@ -261,9 +289,17 @@ class _Pass:
         for k, node in self._joint.grads.items():
             given = self.decision.made[self._joint.inputs[k], 0]
             how = self.decision.of(key_of(node))
-            summed = self._joint.kinds[k] == "param" and given is None and (how is not None or k in self._terms)
+            summed = (
+                self._joint.kinds[k] == "param"
+                and given is None
+                and (how is not None or k in self._terms)
+            )
             results[node] = SUM if summed else given
-        results |= {node: SUM for node in self._axis.sums & results.keys() if self.decision.of(key_of(node)) is SUM}
+        results |= {
+            node: SUM
+            for node in self._axis.sums & results.keys()
+            if self.decision.of(key_of(node)) is SUM
+        }
         for node, want in results.items():
             if self.decision.of(key_of(node)) is SUM and want is not SUM:
                 self._settle(key_of(node), want)
@@ -272,5 +308,11 @@ class _Pass:
 def _made_along(op: OpIndexes, index: LoopIndex, rewrite: LoopRewrite | None) -> list[Along]:
     """Return how the results of an op lie that is computed in parts of an index."""
     without: Along = SUM if rewrite is None or rewrite.terms else None
-    made: list[Along] = [index if any(index in dim for dim in dims) else without for dims in op.results]
-    return made if rewrite is None else [SUM if k in rewrite.sums else how for k, how in enumerate(made)]
+    made: list[Along] = [
+        index if any(index in dim for dim in dims) else without for dims in op.results
+    ]
+    return (
+        made
+        if rewrite is None
+        else [SUM if k in rewrite.sums else how for k, how in enumerate(made)]
+    )

@@ -38,7 +38,11 @@ class Emitter:
         """
         before = self._meta
         tag = "is_backward" if late else "is_forward"
-        self._meta = {**{k: node.meta[k] for k in KEPT_META if k in node.meta}, "partitioner_tag": tag, WHY: why}
+        self._meta = {
+            **{k: node.meta[k] for k in KEPT_META if k in node.meta},
+            "partitioner_tag": tag,
+            WHY: why,
+        }
         if shared > 1:
             self._meta = {**self._meta, SHARED: shared}
         try:
@@ -73,8 +77,15 @@ class Emitter:
         return made
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        if op is aten.view.default and not _can_be_viewed(args[0].meta["val"], args[1]):  # a device's part has other strides
-            args = self._call(aten.clone.default, args[:1], {"memory_format": torch.contiguous_format}), args[1]
+        if op is aten.view.default and not _can_be_viewed(
+            args[0].meta["val"], args[1]
+        ):  # a device's part has other strides
+            args = (
+                self._call(
+                    aten.clone.default, args[:1], {"memory_format": torch.contiguous_format}
+                ),
+                args[1],
+            )
         made = self.graph.call_function(op, args, dict(kwargs))
         real_args, real_kwargs = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])
         with self._mode, torch.no_grad():
@@ -86,7 +97,9 @@ def _can_be_viewed(tensor: Tensor, shape: Sequence[int]) -> bool:
     if tensor.is_contiguous():
         return True
     try:
-        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view([int(s) for s in shape])
+        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(
+            [int(s) for s in shape]
+        )
     except (RuntimeError, ValueError):
         return False
     return True

@@ -34,7 +34,9 @@ def uneven(nest: Nested, degree: int) -> str:
     """Return that `degree` devices cannot share a nest evenly, with the nearest degree that can; "" where they can."""
     if steps_of(nest, degree) is not None:
         return ""
-    return f"{degree} devices cannot share {prod(i.size for i in nest)} evenly{instead(nest, degree)}"
+    return (
+        f"{degree} devices cannot share {prod(i.size for i in nest)} evenly{instead(nest, degree)}"
+    )
 
 
 def instead(nest: Nested, degree: int) -> str:
@@ -48,4 +50,8 @@ def instead(nest: Nested, degree: int) -> str:
 def tokens_text(nest: Nested) -> str:
     """Return how many tokens there are, and how the model views them where it takes them apart."""
     size = prod(i.size for i in nest)
-    return f"{size} tokens" + (f", which the model views as {' x '.join(str(i.size) for i in nest)}," if len(nest) > 1 else "")
+    return f"{size} tokens" + (
+        f", which the model views as {' x '.join(str(i.size) for i in nest)},"
+        if len(nest) > 1
+        else ""
+    )

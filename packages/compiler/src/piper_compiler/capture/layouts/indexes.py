@@ -63,12 +63,20 @@ class OpIndexes:
         None says that the op cannot be computed in parts of this index.
         """
         everywhere = (*self.tensors, *self.results)
-        if index in self.whole or index in self.rewritten or any(sum(index in dim for dim in dims) > 1 for dims in everywhere):
+        if (
+            index in self.whole
+            or index in self.rewritten
+            or any(sum(index in dim for dim in dims) > 1 for dims in everywhere)
+        ):
             return None
         if not any(index in dim for dims in everywhere for dim in dims):
             return None
         has = tuple(any(index in dim for dim in dims) for dims in self.results)
-        lack = [dims for dims, there in zip(self.results, has, strict=True) if not there and not _empty(dims)]
+        lack = [
+            dims
+            for dims, there in zip(self.results, has, strict=True)
+            if not there and not _empty(dims)
+        ]
         return has if not lack or index in self.summed else None
 
     def rewrite(self, index: LoopIndex) -> LoopRewrite | None:
@@ -125,7 +133,9 @@ def call_of(node: fx.Node) -> tuple[OpCall, tuple[TensorKey, ...]]:
     return OpCall.of(node.target, args, kwargs, node.meta["val"]), tuple(found)
 
 
-def indexed(joint: Joint, cuts: Mapping[tuple[TensorKey, int], Collection[int]] | None = None) -> Indexed:
+def indexed(
+    joint: Joint, cuts: Mapping[tuple[TensorKey, int], Collection[int]] | None = None
+) -> Indexed:
     """Return the indexes of a chunk; an output has those of its gradient, an input likewise.
 
     `cuts` are further ones of dimensions of tensors, given as the sizes of the inner nests.
@@ -140,7 +150,9 @@ def indexed(joint: Joint, cuts: Mapping[tuple[TensorKey, int], Collection[int]] 
             space.add_op(node, call, keys)
         elif isinstance(node.meta.get("val"), Tensor):
             space.add_tensors(node, (node.meta["val"],))
-    pairs = [(joint.outputs[k], n) for k, n in joint.tangents.items()] + [(joint.inputs[k], n) for k, n in joint.grads.items()]
+    pairs = [(joint.outputs[k], n) for k, n in joint.tangents.items()] + [
+        (joint.inputs[k], n) for k, n in joint.grads.items()
+    ]
     for a, b in pairs:
         space.unite(key_of(a), key_of(b))
     for (key, dim), more in (cuts or {}).items():
@@ -200,7 +212,9 @@ class _Space:
             numbers |= dict(zip(call.dims(tensor), self._dims[key], strict=True))
         first = len(self._links)
         for left, right in loops.same if loops is not None else ():
-            assert prod(map(call.size, left)) == prod(map(call.size, right)), f"{call.op}: {left} and {right} differ in size"
+            assert prod(map(call.size, left)) == prod(map(call.size, right)), (
+                f"{call.op}: {left} and {right} differ in size"
+            )
             self._links.append((self._nest(left, numbers), self._nest(right, numbers)))
         self._ops[node] = _Op(call, keys, loops, numbers, tuple(range(first, len(self._links))))
 
@@ -227,15 +241,25 @@ class _Space:
         classes = _Classes(firsts[-1])
         for k, (left, right) in enumerate(self._links):
             if k not in broken:
-                for a, b in zip(*(list(_places(nest, factors, firsts)) for nest in (left, right)), strict=True):
+                for a, b in zip(
+                    *(list(_places(nest, factors, firsts)) for nest in (left, right)), strict=True
+                ):
                     classes.unite(a, b)
         number: dict[int, LoopIndex] = {}
         per_dim: list[tuple[LoopIndex, ...]] = []
         for dim, sizes in enumerate(factors):
             roots = [classes.root(firsts[dim] + k) for k in range(len(sizes))]
-            per_dim.append(tuple(number.setdefault(r, LoopIndex(len(number), s)) for r, s in zip(roots, sizes, strict=True)))
+            per_dim.append(
+                tuple(
+                    number.setdefault(r, LoopIndex(len(number), s))
+                    for r, s in zip(roots, sizes, strict=True)
+                )
+            )
         tensors = {key: tuple(per_dim[d] for d in dims) for key, dims in self._dims.items()}
-        ops = {node: self._op_indexes(node, op, per_dim, tensors, broken) for node, op in self._ops.items()}
+        ops = {
+            node: self._op_indexes(node, op, per_dim, tensors, broken)
+            for node, op in self._ops.items()
+        }
         return Indexed(tensors, ops, tuple(number.values()))
 
     def _op_indexes(
@@ -251,18 +275,27 @@ class _Space:
 
         loops = op.loops or Loops(whole=frozenset(op.numbers))
         whole = of(loops.whole - loops.rewrites.keys()) | {
-            i for k in op.links if k in broken for nest in self._links[k] for d in nest for i in per_dim[d]
+            i
+            for k in op.links
+            if k in broken
+            for nest in self._links[k]
+            for d in nest
+            for i in per_dim[d]
         }
         arguments = tuple(tensors[key] for key in op.keys)
         results = tuple(tensors[node, k] for k in range(len(op.call.results)))
         summed = frozenset(of(loops.summed))
         rewritten = {index: at for at in loops.rewrites if at in loops.whole for index in of([at])}
         known = op.loops is not None
-        return OpIndexes(op.call, op.keys, loops, arguments, results, frozenset(whole), summed, known, rewritten)
+        return OpIndexes(
+            op.call, op.keys, loops, arguments, results, frozenset(whole), summed, known, rewritten
+        )
 
 
 def _cuts(
-    sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]], given: Mapping[int, set[int]]
+    sizes: Sequence[int],
+    links: Sequence[tuple[list[int], list[int]]],
+    given: Mapping[int, set[int]],
 ) -> tuple[list[set[int]], set[int]]:
     """Return the cuts of each dimension, and the links between nests that do not fit into each other.
 
@@ -271,7 +304,9 @@ def _cuts(
     """
     tangled: set[int] = set()
     while True:
-        broken = {k for k, nests in enumerate(links) if any(d in tangled for nest in nests for d in nest)}
+        broken = {
+            k for k, nests in enumerate(links) if any(d in tangled for nest in nests for d in nest)
+        }
         cuts = _spread(sizes, [nests for k, nests in enumerate(links) if k not in broken], given)
         found = {d for d, cut in enumerate(cuts) if not _chain(sizes[d], cut)}
         if not found:
@@ -281,7 +316,11 @@ def _cuts(
         tangled |= found
 
 
-def _spread(sizes: Sequence[int], links: Sequence[tuple[list[int], list[int]]], given: Mapping[int, set[int]]) -> list[set[int]]:
+def _spread(
+    sizes: Sequence[int],
+    links: Sequence[tuple[list[int], list[int]]],
+    given: Mapping[int, set[int]],
+) -> list[set[int]]:
     """Return the cuts of each dimension after they have gone through all links."""
     cuts: list[set[int]] = [set(given.get(d, ())) for d in range(len(sizes))]
     of_dim: dict[int, list[int]] = {}
@@ -313,7 +352,9 @@ def _points(nest: Sequence[int], sizes: Sequence[int], cuts: Sequence[set[int]])
         inner *= sizes[dim]
 
 
-def _points_of_dims(nest: Sequence[int], sizes: Sequence[int], points: set[int]) -> Iterator[tuple[int, set[int]]]:
+def _points_of_dims(
+    nest: Sequence[int], sizes: Sequence[int], points: set[int]
+) -> Iterator[tuple[int, set[int]]]:
     """Yield the dimensions of a nest, each with the points that fall inside of it, as cuts of it.
 
     A point that is no whole number of inner steps becomes a cut 0, which fits into nothing.
@@ -336,7 +377,9 @@ def _factors(size: int, cuts: Iterable[int]) -> tuple[int, ...]:
     return tuple(b // a for a, b in pairwise(ordered) if b != a)[::-1]
 
 
-def _places(nest: Sequence[int], factors: Sequence[tuple[int, ...]], firsts: Sequence[int]) -> Iterator[int]:
+def _places(
+    nest: Sequence[int], factors: Sequence[tuple[int, ...]], firsts: Sequence[int]
+) -> Iterator[int]:
     """Yield the numbers of the factors of a nest, outermost first."""
     for dim in nest:
         yield from range(firsts[dim], firsts[dim] + len(factors[dim]))

@@ -17,7 +17,13 @@ from torch import Tensor, fx
 from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts.choice import Unshared
 from piper_compiler.capture.layouts.context import ATTENTION, BLOCKS, ZIGZAG, tokens_of
-from piper_compiler.capture.layouts.conversions import convert, joined_axis, joined_until, own_what_is_spoiled, place_in
+from piper_compiler.capture.layouts.conversions import (
+    convert,
+    joined_axis,
+    joined_until,
+    own_what_is_spoiled,
+    place_in,
+)
 from piper_compiler.capture.layouts.decide import SUM, Along, Decision, SharedAxis, decided
 from piper_compiler.capture.layouts.emit import Emitter, named_arguments
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
@@ -80,7 +86,12 @@ class Sharded:
 
 
 def sharded(
-    joint: Joint, indexes: Indexed, axes: Sequence[SharedAxis], *, keep: bool = False, terms: Collection[int] = ()
+    joint: Joint,
+    indexes: Indexed,
+    axes: Sequence[SharedAxis],
+    *,
+    keep: bool = False,
+    terms: Collection[int] = (),
 ) -> Sharded:
     """Return the graph that each device of `axes` runs.
 
@@ -94,7 +105,12 @@ def sharded(
 
 class _Builder:
     def __init__(
-        self, joint: Joint, indexes: Indexed, axes: Sequence[SharedAxis], decisions: Sequence[Decision], keep: bool
+        self,
+        joint: Joint,
+        indexes: Indexed,
+        axes: Sequence[SharedAxis],
+        decisions: Sequence[Decision],
+        keep: bool,
     ) -> None:
         self._joint, self._indexes, self._axes, self._decisions = joint, indexes, axes, decisions
         mode = joint.inputs[0].meta["val"].fake_mode
@@ -111,11 +127,15 @@ class _Builder:
                 self._input(node)
             elif node in self._indexes.ops:
                 self._op(node, self._indexes.ops[node])
-        results = {node: self._result(node) for node in (*self._joint.outputs, *self._joint.grads.values())}
+        results = {
+            node: self._result(node) for node in (*self._joint.outputs, *self._joint.grads.values())
+        }
         given = [results[n] for n in (*self._joint.outputs, *self._joint.grads.values())]
         self._emit.graph.output(given)
         own_what_is_spoiled(self._emit)
-        self._emit.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        self._emit.graph.eliminate_dead_code(
+            is_impure_node=lambda n: n.op in ("placeholder", "output")
+        )
         return self._sharded(results)
 
     def _sharded(self, results: Mapping[fx.Node, fx.Node]) -> Sharded:
@@ -163,22 +183,32 @@ class _Builder:
     def _op(self, node: fx.Node, op: OpIndexes) -> None:
         late = node in self._backward
         wants = list(zip(*(d.wanted[node] for d in self._decisions), strict=True))
-        nodes = iter([self._find(key, want, late, node) for key, want in zip(op.keys, wants, strict=True)])
+        nodes = iter(
+            [self._find(key, want, late, node) for key, want in zip(op.keys, wants, strict=True)]
+        )
         shapes = [self._shape((node, k), tuple(r.shape)) for k, r in enumerate(op.call.results)]
         changed = op.loops.localize(op.call, shapes)
-        named = {name: _with_nodes(value, nodes) for name, value in named_arguments(node).items()} | dict(changed)
-        for k, made in enumerate(self._rewritten(node, op, named) or self._emitted(node, op, named)):
+        named = {
+            name: _with_nodes(value, nodes) for name, value in named_arguments(node).items()
+        } | dict(changed)
+        for k, made in enumerate(
+            self._rewritten(node, op, named) or self._emitted(node, op, named)
+        ):
             if made is not None:
                 self._at[(node, k), self._lying((node, k)), False] = made
 
-    def _emitted(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> list[fx.Node | None]:
+    def _emitted(
+        self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]
+    ) -> list[fx.Node | None]:
         """Add an op, and return the nodes of those of its results that are used."""
         made = self._emit.op(node, op.call.op, named)
         made.meta[SHARED] = self._shared(node)
         if not isinstance(node.meta["val"], list | tuple):
             return [made]
         used = {u.args[1] for u in node.users if u.target is operator.getitem}
-        return [self._emit.item(made, k) if k in used else None for k in range(len(node.meta["val"]))]
+        return [
+            self._emit.item(made, k) if k in used else None for k in range(len(node.meta["val"]))
+        ]
 
     def _shared(self, node: fx.Node) -> int:
         """Return among how many devices the work of an op is shared; those with rows of their own share none."""
@@ -189,7 +219,9 @@ class _Builder:
         lying = zip(self._axes, self._lying(key), strict=True)
         return prod([axis.degree for axis, how in lying if how is not None and not axis.experts])
 
-    def _rewritten(self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]) -> Sequence[fx.Node]:
+    def _rewritten(
+        self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]
+    ) -> Sequence[fx.Node]:
         """Add the ops that compute an op in parts, if others do: return the nodes of its results."""
         indexes = [d.rewritten.get(node) for d in self._decisions]
         pairs = zip(self._axes, indexes, strict=True)
@@ -212,7 +244,9 @@ class _Builder:
                 axis = joined_axis(self._axes, number, last)
                 done.update(i for i in indexes[number:last] if i is not None)
                 rest = prod(i.size for i in inside[inside.index(index) + 1 :] if i not in done)
-                yield LoopPlace(axis.name, axis.degree, rest, ZIGZAG if index in axis.halves else BLOCKS)
+                yield LoopPlace(
+                    axis.name, axis.degree, rest, ZIGZAG if index in axis.halves else BLOCKS
+                )
             number = last
 
     def _result(self, node: fx.Node) -> fx.Node:
@@ -223,7 +257,9 @@ class _Builder:
         made = self._lying(key)
         if want == made:
             return self._at[key, made, False]
-        late = late and not ((self._keep or self._exchanged(made, want)) and (key, want, False) in self._at)
+        late = late and not (
+            (self._keep or self._exchanged(made, want)) and (key, want, False) in self._at
+        )
         found = self._at.get((key, want, late))
         if found is None:
             found = self._at[key, want, late] = self._converted(key, want, late, user)
@@ -231,27 +267,42 @@ class _Builder:
 
     def _exchanged(self, made: Lying, want: Lying) -> bool:
         """Return whether a tensor changes the index that it is in parts of: as large as before, so that it is kept."""
-        return any(isinstance(a, LoopIndex) and isinstance(b, LoopIndex) and a != b for a, b in zip(made, want, strict=True))
+        return any(
+            isinstance(a, LoopIndex) and isinstance(b, LoopIndex) and a != b
+            for a, b in zip(made, want, strict=True)
+        )
 
     def _converted(self, key: TensorKey, want: Lying, late: bool, user: fx.Node) -> fx.Node:
         settled = tuple(d.of(key) for d in self._decisions)
         made = self._lying(key)
         if settled not in (made, want):
-            before, source = settled, self._find(key, settled, late=key[0] in self._backward, user=user)
+            before, source = (
+                settled,
+                self._find(key, settled, late=key[0] in self._backward, user=user),
+            )
         else:
             before, source = made, self._at[key, made, False]
         base = self._of_base(key, before, want, late, user)
         if base is not None:
             return base
         with self._emit.like(user, late, reason(key, user, summed=SUM in before)):
-            source = convert(self._emit, source, self._indexes.tensors[key], self._axes, before, want)
+            source = convert(
+                self._emit, source, self._indexes.tensors[key], self._axes, before, want
+            )
         return source
 
-    def _of_base(self, key: TensorKey, before: Lying, want: Lying, late: bool, user: fx.Node) -> fx.Node | None:
+    def _of_base(
+        self, key: TensorKey, before: Lying, want: Lying, late: bool, user: fx.Node
+    ) -> fx.Node | None:
         """Return a gathered view as a view of what was gathered, so that all views of one tensor share one message."""
         node, _ = key
         op = self._indexes.ops.get(node)
-        if op is None or len(op.keys) != 1 or not aliasing.is_view(node) or isinstance(node.meta["val"], list | tuple):
+        if (
+            op is None
+            or len(op.keys) != 1
+            or not aliasing.is_view(node)
+            or isinstance(node.meta["val"], list | tuple)
+        ):
             return None
         if not all(w is None or w == b for b, w in zip(before, want, strict=True)) or SUM in before:
             return None
@@ -259,13 +310,21 @@ class _Builder:
         if tuple(d.made[key] for d in self._decisions) != wanted:
             return None
         source = self._find(op.keys[0], want, late, user)
-        shape = _local(tuple(op.call.results[0].shape), self._indexes.tensors[key], zip(want, self._axes, strict=True))
+        shape = _local(
+            tuple(op.call.results[0].shape),
+            self._indexes.tensors[key],
+            zip(want, self._axes, strict=True),
+        )
         named = {name: _with_nodes(v, iter([source])) for name, v in named_arguments(node).items()}
         with self._emit.like(user, late):
-            return self._emit.op(node, op.call.op, named | dict(op.loops.localize(op.call, [shape])))
+            return self._emit.op(
+                node, op.call.op, named | dict(op.loops.localize(op.call, [shape]))
+            )
 
 
-def _local(shape: Sequence[int], dims: Sequence[tuple[LoopIndex, ...]], lying: Any) -> tuple[int, ...]:
+def _local(
+    shape: Sequence[int], dims: Sequence[tuple[LoopIndex, ...]], lying: Any
+) -> tuple[int, ...]:
     """Return the shape of a device's part; an index that stands in two dimensions is taken apart in the first."""
     found = list(shape)
     for how, axis in lying:

@@ -204,6 +204,8 @@ class Loops:
 def place_of(tensor: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:
     """Return a device's block of a tensor whose dimension `dim` is [outer, degree, rest]."""
     size = tensor.shape[dim]
-    split = tensor.reshape(*tensor.shape[:dim], outer, degree, size // outer // degree, *tensor.shape[dim + 1 :])
+    split = tensor.reshape(
+        *tensor.shape[:dim], outer, degree, size // outer // degree, *tensor.shape[dim + 1 :]
+    )
     own = split.select(dim + 1, place)
     return own.reshape(*tensor.shape[:dim], size // degree, *tensor.shape[dim + 1 :])

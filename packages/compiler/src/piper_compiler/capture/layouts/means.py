@@ -34,7 +34,9 @@ MEANS: Mapping[OpOverload, OpOverload] = {
 LOSSES: Mapping[OpOverload, str] = {
     piper.cross_entropy.default: "",
     piper.cross_entropy_dgrad.default: "grad_loss",
-    **dict.fromkeys((aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default), ""),
+    **dict.fromkeys(
+        (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default), ""
+    ),
     aten.mse_loss_backward.default: "grad_output",
     aten.smooth_l1_loss_backward.default: "grad_output",
     aten.huber_loss_backward.default: "grad_output",
@@ -58,7 +60,9 @@ def _is_mean(node: fx.Node) -> bool:
         return bool(named_arguments(node).get("reduction", "mean") == "mean")
     if node.target not in MEANS and node.target not in LOSSES:
         return False
-    return aliasing.tensor(node).dtype in WIDE and named_arguments(node).get("reduction", MEAN) == MEAN
+    return (
+        aliasing.tensor(node).dtype in WIDE and named_arguments(node).get("reduction", MEAN) == MEAN
+    )
 
 
 class _Counts:
@@ -80,7 +84,9 @@ class _Counts:
                 return (_divided(emit, emit.op(node, MEANS[op], given), count),)
             return self._loss(emit, node, op, given)
 
-    def _loss(self, emit: Emitter, node: fx.Node, op: OpOverload, given: Mapping[str, Any]) -> tuple[fx.Node, ...]:
+    def _loss(
+        self, emit: Emitter, node: fx.Node, op: OpOverload, given: Mapping[str, Any]
+    ) -> tuple[fx.Node, ...]:
         count = self._count(emit, node, given)
         added = {**given, "reduction": "sum" if op in OF_CLASSES else SUM}
         if name := LOSSES[op]:

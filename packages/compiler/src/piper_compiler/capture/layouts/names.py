@@ -87,7 +87,9 @@ def _of_attention(op: OpIndexes) -> Iterator[tuple[str, LoopIndex]]:
     queries, keys, values = (op.tensors[op.call.number(name)] for name in ("q", "k", "v"))
     yield from zip(("heads", *("groups" for _ in keys[2])), keys[2] or queries[2], strict=False)
     yield from (("groups", index) for index in queries[2])
-    yield from (("head_dim", index) for index in (*queries[3], *keys[3], *values[3], *op.results[0][3]))
+    yield from (
+        ("head_dim", index) for index in (*queries[3], *keys[3], *values[3], *op.results[0][3])
+    )
 
 
 def _of_values(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, LoopIndex]]:
@@ -131,7 +133,12 @@ def _of_stacks(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, LoopIndex]
 
 
 def _stacked(op: OpIndexes) -> set[LoopIndex]:
-    return {i for key, dims in zip(op.keys, op.tensors, strict=True) if _is_weight(key[0]) for i in dims[0]}
+    return {
+        i
+        for key, dims in zip(op.keys, op.tensors, strict=True)
+        if _is_weight(key[0])
+        for i in dims[0]
+    }
 
 
 def _is_weight(node: fx.Node) -> bool:
@@ -139,7 +146,9 @@ def _is_weight(node: fx.Node) -> bool:
     return aliasing.root(node).op == "placeholder" and aliasing.tensor(node).dim() == STACKED
 
 
-def _of_params(indexes: Indexed, spots: Spots, params: Sequence[str]) -> Iterator[tuple[str, LoopIndex]]:
+def _of_params(
+    indexes: Indexed, spots: Spots, params: Sequence[str]
+) -> Iterator[tuple[str, LoopIndex]]:
     whole = {i for op in indexes.ops.values() for i in op.whole}
     for index, where in spots.items():
         k, dim = where[0]
@@ -163,7 +172,9 @@ class AskedIndexes:
         if not self.index:
             return tuple(nests)
         asked = {i for name in self.index for i in self.named(joint, indexes, name)}
-        firsts = ((nest, next((k for k, i in enumerate(nest) if i in asked), None)) for nest in nests)
+        firsts = (
+            (nest, next((k for k, i in enumerate(nest) if i in asked), None)) for nest in nests
+        )
         return tuple(nest[k:] for nest, k in firsts if k is not None)
 
     def named(self, joint: Joint, indexes: Indexed, name: str) -> frozenset[LoopIndex]:
@@ -171,7 +182,14 @@ class AskedIndexes:
         spots = spots_of(joint, indexes)
         names = names_of(joint, indexes, [each[0] if each else "" for each in self.params])
         meant = {index for index, known in names.items() if known == name}
-        return frozenset(meant | {i for i, where in spots.items() if any(self._is_at(name, k, dim) for k, dim in where)})
+        return frozenset(
+            meant
+            | {
+                i
+                for i, where in spots.items()
+                if any(self._is_at(name, k, dim) for k, dim in where)
+            }
+        )
 
     def _is_at(self, name: str, number: int, dim: int) -> bool:
         return any(fnmatchcase(f"{param}:{dim}", name) for param in self.params[number])

@@ -22,7 +22,12 @@ class NestPlace:
 
 def nest_places(indexes: Indexed, nest: Nested, degrees: Sequence[int]) -> Iterator[NestPlace]:
     """Yield where each part of the axis cuts the nest."""
-    key, dim = next((k, d) for k, dims in indexes.tensors.items() for d, inside in enumerate(dims) if has_nest(inside, nest))
+    key, dim = next(
+        (k, d)
+        for k, dims in indexes.tensors.items()
+        for d, inside in enumerate(dims)
+        if has_nest(inside, nest)
+    )
     inside = indexes.tensors[key][dim]
     start = inside.index(nest[0])
     left = prod(i.size for i in inside[start:])

@@ -69,7 +69,11 @@ def _options(named: OpArguments) -> dict[str, Any]:
 
 def _at(places: Sequence[LoopPlace]) -> tuple[list[int], list[int], list[int]]:
     """Return places as the ops take them: the device's along each axis, of how many, and how much is inside."""
-    return [Coordinate(p.axis) for p in places], [p.degree for p in places], [p.rest for p in places]
+    return (
+        [Coordinate(p.axis) for p in places],
+        [p.degree for p in places],
+        [p.rest for p in places],
+    )
 
 
 def rewrites_of(call: OpCall) -> Mapping[DimOf, LoopRewrite]:
@@ -83,6 +87,7 @@ def rewrites_of(call: OpCall) -> Mapping[DimOf, LoopRewrite]:
             return {DimOf(call.number("logits"), CLASSES): LoopRewrite(_loss, terms=False)}
         case piper.cross_entropy_dgrad.default:
             return dict.fromkeys(
-                (DimOf(call.number("logits"), CLASSES), DimOf(OUT, CLASSES)), LoopRewrite(_loss_gradient, terms=False)
+                (DimOf(call.number("logits"), CLASSES), DimOf(OUT, CLASSES)),
+                LoopRewrite(_loss_gradient, terms=False),
             )
     return {}

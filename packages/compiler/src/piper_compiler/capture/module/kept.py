@@ -15,7 +15,19 @@ from torch import Tensor, nn
 from piper_compiler.capture.torch_api._torch import Change, noted_changes
 from piper_compiler.capture.values.unknown import Unknown, unknown_like
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size)
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    range,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 _FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
 """The types of values that are the same where they are one object: what is inside of them has places of its own."""
 _MISSING = object()
@@ -52,8 +64,14 @@ class KeptState:
 
     def moving(self) -> tuple[Change, ...]:
         """Return what the last call left otherwise than it found it, but for what was unknown to it."""
-        found = {place: before for place, before in self._before.items() if place not in self._unknown}
-        return tuple(self.changes[place] for place, before in found.items() if looks(self._get(place)) != before)
+        found = {
+            place: before for place, before in self._before.items() if place not in self._unknown
+        }
+        return tuple(
+            self.changes[place]
+            for place, before in found.items()
+            if looks(self._get(place)) != before
+        )
 
     def forget(self, change: Change) -> bool:
         """Make the value of a place unknown to later calls. Return whether it can be replaced there."""
@@ -76,7 +94,9 @@ class KeptState:
         now = self._get(place)
         if content is not None:
             return now is value and _same(content, _content(now))
-        return _same(value, now) and (value is _MISSING or type(value) in _PLAIN or isinstance(value, _FIXED))
+        return _same(value, now) and (
+            value is _MISSING or type(value) in _PLAIN or isinstance(value, _FIXED)
+        )
 
     def restore(self) -> None:
         """Put back what was there before the first call: globals and closures are the user's own."""
@@ -121,7 +141,13 @@ def _same(one: object, other: object) -> bool:
 
 def _content(value: object) -> list[Any] | None:
     """Return the items of a container that forward may change in place."""
-    return list(value.items()) if isinstance(value, dict) else list(value) if isinstance(value, list | set | deque) else None
+    return (
+        list(value.items())
+        if isinstance(value, dict)
+        else list(value)
+        if isinstance(value, list | set | deque)
+        else None
+    )
 
 
 def _refill(value: Any, content: list[Any] | None) -> None:

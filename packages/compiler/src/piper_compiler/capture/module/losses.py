@@ -21,8 +21,12 @@ from piper_ir.ground.errors import CaptureError
 MOST = 2**17
 """The largest number of elements of a tensor that becomes a literal."""
 TRAINED = (
-    "the loss has {what}, which is trained, and the optimizer of a job has the model's parameters alone. Let the model hold it: "
-    "make the loss a part of the model, which then gets the labels among its inputs and returns its own loss (Job without loss)"
+    "the loss has {what}, which is trained, and the optimizer of a job has the model's parameters "
+    "alone. Let the model "
+    "hold it: "
+    "make the loss a part of the model, which then gets the labels among its inputs and returns "
+    "its own loss (Job "
+    "without loss)"
 )
 
 
@@ -47,11 +51,15 @@ def take_constant(graph: fx.Graph, node: fx.Node, value: Tensor) -> bool:
         raise CaptureError(TRAINED.format(what=f"a tensor of shape {shape}"))
     if value.numel() > MOST:
         raise CaptureError(
-            f"the loss or a metric holds a tensor of shape {tuple(value.shape)}; give it as a tensor of the batch: piper.shared"
+            f"the loss or a metric holds a tensor of shape {tuple(value.shape)}; give it as a "
+            f"tensor of the batch: "
+            f"piper.shared"
         )
     if node.meta["example_value"]._version:
         raise CaptureError(
-            f"the loss or a metric changes a tensor of its own, of shape {shape}, in place: the next call would be another loss. "
+            f"the loss or a metric changes a tensor of its own, of shape {shape}, in place: the "
+            f"next call would be "
+            f"another loss. "
             "Copy it first, .clone(), or let it come with the batch: piper.shared(tensor)"
         )
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
@@ -64,7 +72,9 @@ def take_constant(graph: fx.Graph, node: fx.Node, value: Tensor) -> bool:
 
 def _of_loss(node: fx.Node) -> bool:
     """Return whether a placeholder is reached by way of the loss or a metric, or read by nothing else."""
-    return str(node.target).startswith(("L_loss_", "L_metrics_")) or all(_in_loss(user) for user in node.users)
+    return str(node.target).startswith(("L_loss_", "L_metrics_")) or all(
+        _in_loss(user) for user in node.users
+    )
 
 
 def _in_loss(node: fx.Node) -> bool:
@@ -80,13 +90,22 @@ def losses_traced() -> Iterator[None]:
 
 
 def _gaussian_nll_loss(
-    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
 ) -> Tensor:
     """Do what torch's function does, but do not look whether a variance is negative, which only a run knows."""
     var = torch.full_like(input, var) if isinstance(var, float) else var
     if var.size() == input.size()[:-1]:
         var = var.unsqueeze(-1)
-    if var.dim() != input.dim() or sum(a != b for a, b in zip(input.size(), var.size())) > 1 or reduction not in _REDUCED:
+    if (
+        var.dim() != input.dim()
+        or sum(a != b for a, b in zip(input.size(), var.size())) > 1
+        or reduction not in _REDUCED
+    ):
         raise ValueError("var is of incorrect size, or the reduction is not valid")
     var = var.clone()
     with torch.no_grad():
@@ -95,4 +114,8 @@ def _gaussian_nll_loss(
     return _REDUCED[reduction](loss + 0.5 * math.log(2 * math.pi) if full else loss)
 
 
-_REDUCED: dict[str, Callable[[Tensor], Tensor]] = {"mean": torch.mean, "sum": torch.sum, "none": torch.clone}
+_REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "none": torch.clone,
+}

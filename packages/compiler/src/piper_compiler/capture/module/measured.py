@@ -14,7 +14,10 @@ from piper_ir.ground.errors import CaptureError
 OutputMetrics = Mapping[str, Callable[[Any, Any], Any]]
 """The functions of (output, targets), by the name of their metric."""
 
-NEEDED = "a scalar is needed, the mean over rows; a pair (sum, weight) of scalars; or a dict of those by name"
+NEEDED = (
+    "a scalar is needed, the mean over rows; a pair (sum, weight) of scalars; or a dict of those "
+    "by name"
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ class MetricNode:
     node: fx.Node
 
 
-def measured(metrics: OutputMetrics, output: Any, targets: Any, dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+def measured(
+    metrics: OutputMetrics, output: Any, targets: Any, dtype: torch.dtype
+) -> dict[str, tuple[Any, ...]]:
     """Return what the functions give, by name: a mean over rows, or a sum and its weight; in the loss's dtype.
 
     The metrics in a dict that a function returns are called after both: "accuracy/top5".
@@ -59,16 +64,23 @@ def _scalar(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def metric_nodes(found: Mapping[str, Sequence[Any]], node_of: Callable[[Any], fx.Node | None]) -> tuple[MetricNode, ...]:
+def metric_nodes(
+    found: Mapping[str, Sequence[Any]], node_of: Callable[[Any], fx.Node | None]
+) -> tuple[MetricNode, ...]:
     """Return the nodes of metrics; raise CaptureError, with the name, for what is neither a mean nor (sum, weight)."""
     out: list[MetricNode] = []
     for name, values in found.items():
         nodes = [node_of(value) for value in values]
         scalars = [isinstance(value, Tensor) and value.dim() == 0 for value in values]
         if len(values) not in (1, 2) or not all(scalars) or None in nodes:
-            raise CaptureError(f"Job(metrics=...): {name!r} returned {', '.join(map(_shown, values)) or 'nothing'}; {NEEDED}")
+            raise CaptureError(
+                f"Job(metrics=...): {name!r} returned "
+                f"{', '.join(map(_shown, values)) or 'nothing'}; {NEEDED}"
+            )
         kinds: tuple[Literal["metric", "metric_weight"], ...] = ("metric", "metric_weight")
-        out += [MetricNode(kind, name, node) for kind, node in zip(kinds, nodes) if node is not None]
+        out += [
+            MetricNode(kind, name, node) for kind, node in zip(kinds, nodes) if node is not None
+        ]
     return tuple(out)
 
 

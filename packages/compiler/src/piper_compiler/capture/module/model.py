@@ -35,19 +35,27 @@ ASKED_ROWS = 2
 """The rows that the user's batch function is asked for: two show a function that ignores its argument."""
 
 DEVICES = (
-    "Model, loss and batch are written for the CPU, and a run moves them to the devices of its ranks: leave .cuda(), "
-    ".to('cuda') and device='cuda' out. A tensor that forward makes takes the device of another one: device=x.device"
+    "Model, loss and batch are written for the CPU, and a run moves them to the devices of its "
+    "ranks: leave .cuda(), "
+    ".to('cuda') and device='cuda' out. A tensor that forward makes takes the device of another "
+    "one: device=x.device"
 )
 
 
 OWN_LOSS = (
-    "Without Job(loss=...) the model's output is the loss: a floating-point scalar, a tuple that begins with one, or an output "
-    "with `loss`. Models of transformers compute it when they get labels: let batch return them among the inputs. Or give "
+    "Without Job(loss=...) the model's output is the loss: a floating-point scalar, a tuple that "
+    "begins with one, or "
+    "an output "
+    "with `loss`. Models of transformers compute it when they get labels: let batch return them "
+    "among the inputs. Or "
+    "give "
     "a function of (output, targets), such as `lambda out, _: out.loss`"
 )
 
 
-def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, casts: Casts) -> nn.Module:
+def fake_model(
+    model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, casts: Casts
+) -> nn.Module:
     """Return the model with fake parameters and buffers, in the dtypes of `casts`; the user's module is not touched."""
     return _faked(model if isinstance(model, nn.Module) else built_model(model), mode, casts)
 
@@ -60,12 +68,16 @@ def built_model(model: Callable[[], nn.Module]) -> nn.Module:
     with _devices_left_out(), user_code("model()", CaptureError):
         try:
             with _torch.fake_construction(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch does, to copy modules
+                warnings.filterwarnings(
+                    "ignore", "Accessing the data pointer of FakeTensor"
+                )  # torch does, to copy modules
                 built = model()
         except (RuntimeError, TypeError, ValueError):
             built = model()
     if not isinstance(built, nn.Module):
-        raise CaptureError(f"model() returned {type(built).__name__}; it must return a torch.nn.Module")
+        raise CaptureError(
+            f"model() returned {type(built).__name__}; it must return a torch.nn.Module"
+        )
     return built
 
 
@@ -82,7 +94,14 @@ def _devices_left_out() -> Iterator[None]:
 
 def names_device(text: str) -> bool:
     """Return whether an error of torch's is about a device that the user's code names."""
-    return any(sign in text for sign in ("not linked with support for", "not compiled with", "is not on the expected device"))
+    return any(
+        sign in text
+        for sign in (
+            "not linked with support for",
+            "not compiled with",
+            "is not on the expected device",
+        )
+    )
 
 
 def _check(model: nn.Module) -> None:
@@ -90,34 +109,49 @@ def _check(model: nn.Module) -> None:
     for name, tensor, _ in named_tensors(model):
         if is_lazy(tensor):
             raise CaptureError(
-                f"{name!r} has no shape yet: a lazy module gets its sizes from its first batch. Give them in the constructor, "
+                f"{name!r} has no shape yet: a lazy module gets its sizes from its first batch. "
+                f"Give them in the "
+                f"constructor, "
                 "such as nn.Linear(inputs, outputs) in place of nn.LazyLinear(outputs)"
             )
     for name, p in model.named_parameters():
         if p.is_complex():
             raise CaptureError(
-                f"parameter {name!r} is {p.dtype}; parameters are floating-point here. Keep real and imaginary parts as two "
+                f"parameter {name!r} is {p.dtype}; parameters are floating-point here. Keep real "
+                f"and imaginary parts "
+                f"as two "
                 "parameters, and make torch.complex(real, imaginary) of them in forward"
             )
         if p._backward_hooks:
             raise CaptureError(
-                f"parameter {name!r} has a hook on its gradient, which a plan would not run. To change a gradient, write "
-                "a torch.autograd.Function whose backward is the hook, and use its Function.apply(parameter) in forward"
+                f"parameter {name!r} has a hook on its gradient, which a plan would not run. To "
+                f"change a gradient, "
+                f"write "
+                "a torch.autograd.Function whose backward is the hook, and use its "
+                "Function.apply(parameter) in forward"
             )
         if getattr(p, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
-                f"parameter {name!r} has a hook on its accumulated gradient, which a plan would not run. Change "
-                "accumulated gradients in the optimizer, Job(optimizer=...), and clip them with Job(clip_norm=...)"
+                f"parameter {name!r} has a hook on its accumulated gradient, which a plan would "
+                f"not run. Change "
+                "accumulated gradients in the optimizer, Job(optimizer=...), and clip them with "
+                "Job(clip_norm=...)"
             )
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
-                f"module {name!r} has a hook on its backward, which a plan would not run. To change a gradient, write "
-                "a torch.autograd.Function whose forward returns its input and whose backward is the hook, and call its apply "
-                "on the module's input or output in forward; what only looks at gradients is left out"
+                f"module {name!r} has a hook on its backward, which a plan would not run. To "
+                f"change a gradient, write "
+                "a torch.autograd.Function whose forward returns its input and whose backward is "
+                "the hook, and call "
+                "its apply "
+                "on the module's input or output in forward; what only looks at gradients is left "
+                "out"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise CaptureError(f"{name!r} is an embedding with sparse gradients; build it with sparse=False")
+            raise CaptureError(
+                f"{name!r} is an embedding with sparse gradients; build it with sparse=False"
+            )
 
 
 def _faked(model: nn.Module, mode: _torch.FakeTensorMode, casts: Casts) -> nn.Module:
@@ -131,7 +165,9 @@ def _faked(model: nn.Module, mode: _torch.FakeTensorMode, casts: Casts) -> nn.Mo
         is_parameter = isinstance(tensor, nn.Parameter)
         target = casts.of_parameter(name, tensor) if is_parameter else casts.of_buffer(tensor)
         fake = _torch.fake_tensor(mode, tensor.shape, target)
-        memo[id(tensor)] = _torch.fake_parameter(fake, tensor.requires_grad) if is_parameter else fake
+        memo[id(tensor)] = (
+            _torch.fake_parameter(fake, tensor.requires_grad) if is_parameter else fake
+        )
     fake_copy = _copied(model, memo)
     rebind_functions(fake_copy, memo)
     replace_tagged(fake_copy)
@@ -141,7 +177,11 @@ def _faked(model: nn.Module, mode: _torch.FakeTensorMode, casts: Casts) -> nn.Mo
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a copy of a model around the tensors in `memo`; an attribute that cannot be copied is refused by name."""
-    attributes = {f"{name}.{key}".strip("."): value for name, m in model.named_modules() for key, value in vars(m).items()}
+    attributes = {
+        f"{name}.{key}".strip("."): value
+        for name, m in model.named_modules()
+        for key, value in vars(m).items()
+    }
     for value in attributes.values():
         if isinstance(value, _torch.CustomOpDef):  # a process has one of each name
             memo[id(value)] = value
@@ -149,11 +189,21 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except (TypeError, copy.Error) as error:
-        kept = {name: value for name, value in attributes.items() if name.rpartition(".")[2] != SUBMODULES}
-        name = next((name for name, value in kept.items() if not _can_be_copied(value, dict(before))), "an attribute")
+        kept = {
+            name: value
+            for name, value in attributes.items()
+            if name.rpartition(".")[2] != SUBMODULES
+        }
+        name = next(
+            (name for name, value in kept.items() if not _can_be_copied(value, dict(before))),
+            "an attribute",
+        )
         raise CaptureError(
-            f"the model cannot be copied, as capture does: {name}: {error}. Keep open files, locks and the like in a global "
-            "variable of the model's module, or give their class a __deepcopy__ that returns the object itself"
+            f"the model cannot be copied, as capture does: {name}: {error}. Keep open files, locks "
+            f"and the like in a "
+            f"global "
+            "variable of the model's module, or give their class a __deepcopy__ that returns the "
+            "object itself"
         ) from error
 
 
@@ -195,8 +245,12 @@ def flatten_batch(inputs: Any, targets: Any) -> dict[str, Tensor]:
             found[name] = leaf
         elif not isinstance(leaf, Constant):
             raise CaptureError(
-                f"batch: {name} is a {type(leaf).__name__}; a batch holds tensors, and numbers, bools, texts and None, which are "
-                "constants of the model (torch.from_numpy makes tensors of arrays), in tuples, lists, dicts, and dataclasses "
+                f"batch: {name} is a {type(leaf).__name__}; a batch holds tensors, and numbers, "
+                f"bools, texts and None, "
+                f"which are "
+                "constants of the model (torch.from_numpy makes tensors of arrays), in tuples, "
+                "lists, dicts, and "
+                "dataclasses "
                 "whose constructor takes all fields"
             )
     return found
@@ -237,12 +291,15 @@ class Example:
         """Return the example with other tensors, each made of its name and the one that is here."""
         named = {id(tensor): name for name, tensor in self.tensors.items()}
         inputs, targets = _torch.pytree.tree_map(
-            lambda leaf: function(named[id(leaf)], leaf) if id(leaf) in named else leaf, (self.inputs, self.targets)
+            lambda leaf: function(named[id(leaf)], leaf) if id(leaf) in named else leaf,
+            (self.inputs, self.targets),
         )
         return replace(self, inputs=inputs, targets=targets)
 
 
-def check_batch(batch: BatchMaker, rows: int, casts: Casts, most: int = ASKED_ROWS, shared: tuple[str, ...] = ()) -> Example:
+def check_batch(
+    batch: BatchMaker, rows: int, casts: Casts, most: int = ASKED_ROWS, shared: tuple[str, ...] = ()
+) -> Example:
     """Return an example batch with `rows` rows.
 
     It is made from a call of the user's function for two rows, or for one if `most` is one. Raises CaptureError where
@@ -264,12 +321,18 @@ def check_batch(batch: BatchMaker, rows: int, casts: Casts, most: int = ASKED_RO
 
     def example(name: str, leaf: Tensor) -> Tensor:
         shape = (
-            leaf.shape if name in fixed else (rows, joined[name], *leaf.shape[1:]) if name in joined else (rows, *leaf.shape[1:])
+            leaf.shape
+            if name in fixed
+            else (rows, joined[name], *leaf.shape[1:])
+            if name in joined
+            else (rows, *leaf.shape[1:])
         )
         return torch.zeros(shape, dtype=casts.of_batch(name, leaf))
 
     sharing = sharing_memory(found.tensors)
-    return replace(found.map(example), fixed=frozenset(fixed), joined=frozenset(joined), sharing=sharing)
+    return replace(
+        found.map(example), fixed=frozenset(fixed), joined=frozenset(joined), sharing=sharing
+    )
 
 
 def sharing_memory(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
@@ -284,12 +347,16 @@ def _called(batch: BatchMaker, asked: range) -> Example:
     pair = batch_pair(result)
     if pair is None:
         raise CaptureError(
-            f"batch returned {type(result).__name__}; it must return a pair (inputs, targets), or a dict of inputs alone, labels "
+            f"batch returned {type(result).__name__}; it must return a pair (inputs, targets), or "
+            f"a dict of inputs "
+            f"alone, labels "
             "among them, where the model computes its loss itself"
         )
     if not isinstance(pair[0], Tensor | tuple | Mapping) and not is_dataclass(pair[0]):
         raise CaptureError(
-            f"batch returned inputs of type {type(pair[0]).__name__}; inputs: a Tensor, tuple (positional), dict (keyword) or "
+            f"batch returned inputs of type {type(pair[0]).__name__}; inputs: a Tensor, tuple "
+            f"(positional), dict "
+            f"(keyword) or "
             "dataclass is accepted (torch.from_numpy makes tensors of arrays)"
         )
     return Example(*pair)
@@ -298,7 +365,10 @@ def _called(batch: BatchMaker, asked: range) -> Example:
 def _check_patterns(shared: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
     for pattern in shared:
         if not any(is_shared(torch.empty(0), name, (pattern,)) for name in tensors):
-            raise CaptureError(f"Job(shared={pattern!r}): no tensor of the batch has this name; it has {', '.join(tensors)}")
+            raise CaptureError(
+                f"Job(shared={pattern!r}): no tensor of the batch has this name; it has "
+                f"{', '.join(tensors)}"
+            )
 
 
 def _parts_of_rows(batch: BatchMaker, asked: range, name: str, tensor: Tensor) -> int:
@@ -312,10 +382,17 @@ def _parts_of_rows(batch: BatchMaker, asked: range, name: str, tensor: Tensor) -
 
 def _without_rows(name: str, tensor: Tensor, asked: int) -> str:
     return (
-        f"batch: {name} has shape {tuple(tensor.shape)} for {asked} rows; the first dimension must be the rows, or as many "
-        "entries for each row: batch(step, rows) returns these rows of the global batch, such as x[rows.start : rows.stop], and "
-        "not all of it. A tensor without rows (positions, offsets of fields) is declared: piper.shared(tensor), or "
-        f"Job(shared={name!r}). Bags of different lengths (nn.EmbeddingBag) are padded to one: [rows, length], with padding_idx"
+        f"batch: {name} has shape {tuple(tensor.shape)} for {asked} rows; the first dimension must "
+        f"be the rows, or as "
+        f"many "
+        "entries for each row: batch(step, rows) returns these rows of the global batch, such as "
+        "x[rows.start : "
+        "rows.stop], and "
+        "not all of it. A tensor without rows (positions, offsets of fields) is declared: "
+        "piper.shared(tensor), or "
+        f"Job(shared={name!r}). Bags of different lengths (nn.EmbeddingBag) are padded to one: "
+        f"[rows, length], with "
+        f"padding_idx"
         f"{_behind(tensor, asked)}"
     )
 
@@ -324,7 +401,10 @@ def _behind(tensor: Tensor, asked: int) -> str:
     """Return what is said of a tensor whose second dimension is the rows, as torch's attention modules take it."""
     if tensor.dim() < 2 or tensor.shape[1] != asked:
         return ""
-    return ". Where a model takes the rows in dimension 1 (batch_first=False), transpose in its forward: x.transpose(0, 1)"
+    return (
+        ". Where a model takes the rows in dimension 1 (batch_first=False), transpose in its "
+        "forward: x.transpose(0, 1)"
+    )
 
 
 def own_loss(output: Any) -> Any:

@@ -36,7 +36,9 @@ class _Rebound:
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
-        self._made: dict[int, tuple[Any, Any]] = {}  # (old, new); the old one stays, so that no other gets its id
+        self._made: dict[
+            int, tuple[Any, Any]
+        ] = {}  # (old, new); the old one stays, so that no other gets its id
 
     def value(self, value: Any) -> Any:
         """Return a value in which copies stand for what was copied."""
@@ -73,10 +75,17 @@ class _Rebound:
 
     def _function(self, function: FunctionType) -> FunctionType:
         cells = tuple(CellType() for _ in function.__closure__ or ())
-        made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-        self._made[id(function)] = function, made  # before its cells are filled: a function may refer to itself
+        made = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        self._made[id(function)] = (
+            function,
+            made,
+        )  # before its cells are filled: a function may refer to itself
         made.__defaults__ = tuple(map(self.value, function.__defaults__ or ())) or None
-        made.__kwdefaults__ = {key: self.value(item) for key, item in (function.__kwdefaults__ or {}).items()}
+        made.__kwdefaults__ = {
+            key: self.value(item) for key, item in (function.__kwdefaults__ or {}).items()
+        }
         made.__qualname__, made.__module__ = function.__qualname__, function.__module__
         made.__dict__.update(function.__dict__)
         for cell, old in zip(cells, function.__closure__ or (), strict=True):

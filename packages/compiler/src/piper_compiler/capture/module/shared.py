@@ -45,7 +45,11 @@ def _pairs(group: Sequence[tuple[str, Tensor]]) -> Iterator[Shared]:
     open_ones: list[tuple[str, Tensor]] = []
     for name, tensor in sorted(group, key=lambda item: _extent(item[1])):
         open_ones = [(n, t) for n, t in open_ones if _extent(t)[1] > _extent(tensor)[0]]
-        yield from (Shared(*sorted((n, name), key=order.__getitem__)) for n, t in open_ones if _overlap(t, tensor))
+        yield from (
+            Shared(*sorted((n, name), key=order.__getitem__))
+            for n, t in open_ones
+            if _overlap(t, tensor)
+        )
         open_ones.append((name, tensor))
 
 
@@ -59,7 +63,10 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the tensor's first byte in the storage, and the one after its last."""
-    last = sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        int(size - 1) * int(stride)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
@@ -68,7 +75,11 @@ def _bytes(tensor: Tensor, end: int) -> Tensor:
     """Return a mask over the first bytes of the storage that is true for the bytes of the tensor."""
     size = tensor.element_size()
     mask = torch.zeros(end, dtype=torch.bool, device="cpu")
-    mask.as_strided((*tensor.shape, size), (*(s * size for s in tensor.stride()), 1), tensor.storage_offset() * size).fill_(True)
+    mask.as_strided(
+        (*tensor.shape, size),
+        (*(s * size for s in tensor.stride()), 1),
+        tensor.storage_offset() * size,
+    ).fill_(True)
     return mask
 
 
@@ -79,15 +90,24 @@ def check_shared(model: nn.Module, trainable: Collection[str], changed: Collecti
     """
     pairs: tuple[Shared, ...] = getattr(model, ATTRIBUTE, ())
     for pair in pairs:
-        writer = next((name for name in (pair.first, pair.second) if name in trainable or name in changed), None)
+        writer = next(
+            (name for name in (pair.first, pair.second) if name in trainable or name in changed),
+            None,
+        )
         if writer is None:
             continue
         other = pair.second if writer == pair.first else pair.first
         how = "is trained" if writer in trainable else "is changed in forward"
         raise CaptureError(
-            f"{pair.first!r} and {pair.second!r} share memory without being one tensor, and {writer!r} {how}: on one device "
-            f"{other!r} changes, too, but a plan keeps the two apart. Give both names the same object (`b.weight = a.weight` "
-            "ties parameters), make the view in forward, or copy it in the constructor: .clone(). Of the two spectral_norm of "
+            f"{pair.first!r} and {pair.second!r} share memory without being one tensor, and "
+            f"{writer!r} {how}: on one "
+            f"device "
+            f"{other!r} changes, too, but a plan keeps the two apart. Give both names the same "
+            f"object (`b.weight = "
+            f"a.weight` "
+            "ties parameters), make the view in forward, or copy it in the constructor: .clone(). "
+            "Of the two "
+            "spectral_norm of "
             "torch take that of torch.nn.utils.parametrizations"
         )
 
@@ -103,7 +123,11 @@ def check_batch(sharing: Collection[tuple[str, str]], changed: Mapping[str, str]
             continue
         other = pair[0] if name == pair[1] else pair[1]
         raise CaptureError(
-            f"{changed[name]}: changes {name} of the batch in place, and {other} lies in the same memory: on one device it "
-            f"changes, too, but a plan loads the two apart. Let forward change a copy ({name.split('.')[0]}.clone()), or let "
+            f"{changed[name]}: changes {name} of the batch in place, and {other} lies in the same "
+            f"memory: on one "
+            f"device it "
+            f"changes, too, but a plan loads the two apart. Let forward change a copy "
+            f"({name.split('.')[0]}.clone()), "
+            f"or let "
             "batch return two tensors: .clone() of one of them"
         )

@@ -14,13 +14,24 @@ def check_batch_norms(model: nn.Module, *, statistics: bool) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise CaptureError(
-                f"{name or 'the model'} is SyncBatchNorm, whose statistics are those of all replicas, which no plan takes; "
-                'use nn.BatchNorm2d (or 1d, 3d) with Job(batch_norm="microbatch"), which takes those of each microbatch on its '
+                f"{name or 'the model'} is SyncBatchNorm, whose statistics are those of all "
+                f"replicas, which no plan "
+                f"takes; "
+                'use nn.BatchNorm2d (or 1d, 3d) with Job(batch_norm="microbatch"), which takes '
+                "those of each "
+                "microbatch on its "
                 "replica, or GroupNorm"
             )
-        average = isinstance(module, BATCH_NORMS) and module.momentum is None and module.track_running_stats
+        average = (
+            isinstance(module, BATCH_NORMS)
+            and module.momentum is None
+            and module.track_running_stats
+        )
         if statistics and average and module.training:
             raise CaptureError(
-                f"{name or 'the model'} is {type(module).__name__}(momentum=None), whose averages weigh by the number of batches "
-                "that it reads while it runs; give it a momentum, such as momentum=0.1, or set track_running_stats=False"
+                f"{name or 'the model'} is {type(module).__name__}(momentum=None), whose averages "
+                f"weigh by the number "
+                f"of batches "
+                "that it reads while it runs; give it a momentum, such as momentum=0.1, or set "
+                "track_running_stats=False"
             )

@@ -89,7 +89,9 @@ def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int | str]]) -> nn
             continue
         matched = [name for name in modules if matches(pattern, name)]
         if not matched:
-            raise SelectorError(f"tag: no module matches {pattern!r}; the model has {examples(list(modules))}")
+            raise SelectorError(
+                f"tag: no module matches {pattern!r}; the model has {examples(list(modules))}"
+            )
         for name in matched:
             _stamp(name, modules[name], pattern, coords)
             if replacements.REPLACE in given:
@@ -104,7 +106,8 @@ def _stamp(name: str, module: nn.Module, pattern: str, coords: Mapping[str, int]
         before, by = given.setdefault(key, (value, pattern))
         if before != value:
             raise SelectorError(
-                f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: {key}={before} and {key}={value}; "
+                f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: "
+                f"{key}={before} and {key}={value}; "
                 "make them match different modules"
             )
 
@@ -124,7 +127,9 @@ def check_coordinate(name: str, value: object, where: str) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CaptureError(
-            f"{where}: coordinate {name}={value!r} is not a non-negative integer; region and tag take coordinates, each a name "
+            f"{where}: coordinate {name}={value!r} is not a non-negative integer; region and tag "
+            f"take coordinates, "
+            f"each a name "
             "of your choice with an integer, such as stage=0, and the option opaque=True"
         )
 
@@ -139,11 +144,16 @@ def _compile(pattern: str) -> tuple[re.Pattern[str], tuple[range, ...]]:
         if bounds:
             low, high = int(bounds[1]), int(bounds[2])
             if low > high:
-                raise SelectorError(f"tag: the range {component!r} in {pattern!r} is empty; the smaller index comes first")
+                raise SelectorError(
+                    f"tag: the range {component!r} in {pattern!r} is empty; the smaller index "
+                    f"comes first"
+                )
             ranges.append(range(low, high + 1))
             parts.append(r"(\d+)")
         else:
-            parts.append(fnmatch.translate(component).removeprefix("(?s:").rpartition(")")[0])  # without the anchor
+            parts.append(
+                fnmatch.translate(component).removeprefix("(?s:").rpartition(")")[0]
+            )  # without the anchor
     return re.compile(r"(?s:" + r"\.".join(parts) + r")\Z"), tuple(ranges)
 
 
@@ -151,7 +161,9 @@ def matches(pattern: str, name: str) -> bool:
     """Return whether a pattern of `tag` matches a dotted name."""
     expression, ranges = _compile(pattern)
     match = expression.match(name)
-    return match is not None and all(int(found) in allowed for found, allowed in zip(match.groups(), ranges, strict=True))
+    return match is not None and all(
+        int(found) in allowed for found, allowed in zip(match.groups(), ranges, strict=True)
+    )
 
 
 def examples(names: list[str]) -> str:
@@ -189,7 +201,9 @@ def outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
             continue
         seen.add(id(child))
         if isinstance(child, nn.ModuleList):
-            yield from (entry for entry in child if entry is not None)  # Informer's last layer has no convolution
+            yield from (
+                entry for entry in child if entry is not None
+            )  # Informer's last layer has no convolution
         else:
             yield from outermost_entries(child, seen)
 
@@ -201,4 +215,8 @@ def module_coords(module: nn.Module) -> dict[str, int]:
 
 def rest_coords(module: nn.Module) -> dict[str, int]:
     """Return those of a module's coordinates that hold for all the rest, so that others count before them."""
-    return {name: value for name, (value, pattern) in module.__dict__.get(ATTRIBUTE, {}).items() if pattern == REST}
+    return {
+        name: value
+        for name, (value, pattern) in module.__dict__.get(ATTRIBUTE, {}).items()
+        if pattern == REST
+    }

@@ -36,7 +36,11 @@ def takes_any_rows(graph: fx.Graph) -> bool:
         given = [kinds.get(n) for n in node.all_input_nodes]
         if node.target is grouped_mm and given == ["rows", "counts", "stack"]:
             kinds[node] = "rows"
-        elif len(set(given)) == 1 and given[0] in ("rows", "stack") and (_is_elementwise(node) or _is_within(node)):
+        elif (
+            len(set(given)) == 1
+            and given[0] in ("rows", "stack")
+            and (_is_elementwise(node) or _is_within(node))
+        ):
             kinds[node] = str(given[0])
         else:
             return False

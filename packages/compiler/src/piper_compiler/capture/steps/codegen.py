@@ -40,7 +40,16 @@ from piper_compiler.capture.values.concrete import frame_of
 from piper_compiler.capture.values.coordinate import Coordinate
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Step
-from piper_ops import ROUNDS, all_to_all, experts_give, experts_home, experts_return, experts_send, experts_take, is_model_code
+from piper_ops import (
+    ROUNDS,
+    all_to_all,
+    experts_give,
+    experts_home,
+    experts_return,
+    experts_send,
+    experts_take,
+    is_model_code,
+)
 
 aten = torch.ops.aten
 METHODS: Mapping[OpOverload, str] = {
@@ -87,7 +96,9 @@ class StepCode:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Mapping[str, Tensor]) -> StepCode:
+def generate(
+    step: Step, graph: StepGraph, lines: Sequence[Line], constants: Mapping[str, Tensor]
+) -> StepCode:
     """Return code that runs `lines`.
 
     Its arguments are the step's reads in order, then one accumulator per accumulated parameter.
@@ -101,7 +112,10 @@ def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Map
     source = [
         f"# step {step}",
         *(["from piper_ops import draw", ""] if drawing else []),
-        *(f"{_global(op)} = torch.ops.{op._schema.name.replace('::', '.')}.{op._overloadname}" for op in ops),
+        *(
+            f"{_global(op)} = torch.ops.{op._schema.name.replace('::', '.')}.{op._overloadname}"
+            for op in ops
+        ),
         "",
         "",
         "def step(args):",
@@ -114,20 +128,32 @@ def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Map
     return StepCode("\n".join(source), {name: constants[name] for name in used})
 
 
-def compile_step(code: StepCode, device: str | torch.device = "cpu") -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+def compile_step(
+    code: StepCode, device: str | torch.device = "cpu"
+) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
     """Return the function of a step, for tensors on `device`.
 
     It must be called under `torch.no_grad()`. Tracebacks show the generated lines. Raises CaptureError when an op of
     the code is not registered in this process.
     """
-    filename = f"<piper {code.source.splitlines()[0][2:]} {hashlib.sha256(code.source.encode()).hexdigest()[:8]}>"
+    filename = (
+        f"<piper {code.source.splitlines()[0][2:]} "
+        f"{hashlib.sha256(code.source.encode()).hexdigest()[:8]}>"
+    )
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
     namespace |= {name: value.to(device) for name, value in code.constants.items()}
-    linecache.cache[filename] = (len(code.source), None, code.source.splitlines(keepends=True), filename)
+    linecache.cache[filename] = (
+        len(code.source),
+        None,
+        code.source.splitlines(keepends=True),
+        filename,
+    )
     try:
         exec(compile(code.source, filename, "exec"), namespace)
     except AttributeError as error:
-        raise CaptureError(f"{error}; import the module that registers the op where the job is defined") from error
+        raise CaptureError(
+            f"{error}; import the module that registers the op where the job is defined"
+        ) from error
     function: Callable[[list[Tensor]], tuple[Tensor, ...]] = namespace["step"]
     return function
 
@@ -175,9 +201,16 @@ def _trade(lines: Sequence[Line]) -> str:
     if first.drops and (kind == "there" or first.drops != (given,)):
         return ""
     rest = first.node.args[1:] if kind == "there" else last.node.args[1:]
-    box = "" if kind == "there" else f"box = [{_literal(given)}]; " + "".join(f"del {n.name}; " for n in first.drops)
+    box = (
+        ""
+        if kind == "there"
+        else f"box = [{_literal(given)}]; " + "".join(f"del {n.name}; " for n in first.drops)
+    )
     arguments = ", ".join(map(_literal, (exchange.node.args[1], *([] if box else [given]))))
-    call = f"TRADES[{kind!r}](EXCHANGE, {arguments}{', box' if box else ''}, {', '.join(map(_literal, rest))})"
+    call = (
+        f"TRADES[{kind!r}](EXCHANGE, {arguments}{', box' if box else ''}, "
+        f"{', '.join(map(_literal, rest))})"
+    )
     return box + _assigned(last, call, drops)
 
 
@@ -208,7 +241,9 @@ def _assigned(line: Line, call: str, drops: Sequence[fx.Node]) -> str:
     """Return the text that gives names to the results of a call, and takes away those of what dies there."""
     node = line.node
     if line.makes == (node,):
-        return f"{node.name} = {call}" + (f"; del {', '.join(n.name for n in drops)}" if drops else "")
+        return f"{node.name} = {call}" + (
+            f"; del {', '.join(n.name for n in drops)}" if drops else ""
+        )
     items = "; ".join(f"{item.name} = {node.name}[{item.args[1]}]" for item in line.makes)
     return f"{node.name} = {call}; {items}; del {', '.join(n.name for n in (node, *drops))}"
 
@@ -254,4 +289,6 @@ def _literal(value: Any) -> str:
             return f"[{', '.join(map(_literal, value))}]"
         case tuple():
             return f"({''.join(f'{_literal(v)}, ' for v in value).rstrip()})"
-    raise CaptureError(f"an argument of type {type(value).__name__} in a captured op cannot be written as code")
+    raise CaptureError(
+        f"an argument of type {type(value).__name__} in a captured op cannot be written as code"
+    )

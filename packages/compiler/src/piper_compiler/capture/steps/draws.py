@@ -38,10 +38,17 @@ class Drawn:
     refused: str = ""
 
     @staticmethod
-    def of(origin: str, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Drawn:
+    def of(
+        origin: str, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Drawn:
         """Return the description of a call of a random operation, whose arguments may be nodes."""
         value = result[0] if isinstance(result, tuple | list) else result
-        return Drawn(origin, op._schema.name.split("::")[1], tuple(value.shape), refusal_of_draw(op, args, kwargs, value.dtype))
+        return Drawn(
+            origin,
+            op._schema.name.split("::")[1],
+            tuple(value.shape),
+            refusal_of_draw(op, args, kwargs, value.dtype),
+        )
 
 
 def number_draws(graph: fx.Graph) -> None:
@@ -69,9 +76,14 @@ def draws_of(rows: Sequence[int], traces: Sequence[Sequence[Drawn]]) -> tuple[Dr
 
 def _fitted(rows: Sequence[int], same: Sequence[Drawn]) -> Draw:
     first, second = same[:2]
-    entries = tuple((b - a) // (rows[1] - rows[0]) for a, b in zip(first.shape, second.shape, strict=True))
+    entries = tuple(
+        (b - a) // (rows[1] - rows[0]) for a, b in zip(first.shape, second.shape, strict=True)
+    )
     refused = first.refused
-    if any(e and size != e * rows[0] for e, size in zip(entries, first.shape)) or len([e for e in entries if e]) > 1:
+    if (
+        any(e and size != e * rows[0] for e, size in zip(entries, first.shape))
+        or len([e for e in entries if e]) > 1
+    ):
         refused = refused or "the number of elements of what is drawn is no multiple of the rows"
     if any(entries) and first.op in WHOLE:
         refused = refused or "an order of the rows would be another one for each microbatch"

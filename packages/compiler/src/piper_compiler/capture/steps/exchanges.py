@@ -50,8 +50,13 @@ def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
 def _described(node: fx.Node) -> StepCollective:
     given, axis = node.args[0], node.args[1]
     assert isinstance(given, fx.Node) and isinstance(axis, str)
-    whole, why = node if KINDS[node.target] == "all_gather" else given, str(node.meta.get("exchange_for", ""))
-    return StepCollective(KINDS[node.target], axis, aliasing.tensor(whole).nbytes, why, _rows_of_experts(node, given))
+    whole, why = (
+        node if KINDS[node.target] == "all_gather" else given,
+        str(node.meta.get("exchange_for", "")),
+    )
+    return StepCollective(
+        KINDS[node.target], axis, aliasing.tensor(whole).nbytes, why, _rows_of_experts(node, given)
+    )
 
 
 def _rows_of_experts(node: fx.Node, given: fx.Node) -> int:
@@ -71,8 +76,15 @@ def _of_further_rounds(node: fx.Node) -> list[StepCollective]:
     """
     other, rows = (aliasing.tensor(n) for n in node.args[:2])  # type: ignore[arg-type]  # nodes
     there, back = rows.nbytes, rows.shape[0] * other.shape[-1] * other.element_size()
-    each = (there, back, there) if node.target in (experts_return_dgrad, experts_further_dgrad_) else (there, back)
-    return [StepCollective("all_to_all", str(node.args[5]), 0, "further rounds of experts", nbytes) for nbytes in each]
+    each = (
+        (there, back, there)
+        if node.target in (experts_return_dgrad, experts_further_dgrad_)
+        else (there, back)
+    )
+    return [
+        StepCollective("all_to_all", str(node.args[5]), 0, "further rounds of experts", nbytes)
+        for nbytes in each
+    ]
 
 
 def meeting(op: OpOverload, arguments: str) -> str:

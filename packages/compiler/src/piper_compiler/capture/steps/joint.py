@@ -39,7 +39,13 @@ from piper_ops import dtype_name, is_model_code
 
 aten = torch.ops.aten
 
-PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.convolution.default)
+PRODUCTS = (
+    aten.mm.default,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+)
 """The ops whose kernels take tensors of one floating-point dtype only."""
 
 
@@ -110,21 +116,33 @@ def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
         lines = schedule(graph)
         cost = kernels.cost(graph)
         steps[step] = Signature(
-            graph.reads, graph.writes, graph.accumulates, cost, liveness.analyse(graph, lines), exchanges.inside(graph)
+            graph.reads,
+            graph.writes,
+            graph.accumulates,
+            cost,
+            liveness.analyse(graph, lines),
+            exchanges.inside(graph),
         )
         if not steps[step].empty:
             code[step] = generate(step, graph, lines, joint.constants)
-    return TracedChunk(cut.ports, steps, code, cut.output_grads, cut.input_grads, cut.random, drawn_in(joint.graph))
+    return TracedChunk(
+        cut.ports, steps, code, cut.output_grads, cut.input_grads, cut.random, drawn_in(joint.graph)
+    )
 
 
 def trace_joint(
-    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], reduce: torch.dtype | None = None
+    module: fx.GraphModule,
+    inputs: Sequence[JointInput],
+    tangent_mask: Sequence[bool],
+    reduce: torch.dtype | None = None,
 ) -> Joint:
     """Return the functional graph of a chunk's forward and backward; see `trace_chunk`."""
     return replace(_traced_joint(module, inputs, tangent_mask), reduce=reduce)
 
 
-def _traced_joint(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> Joint:
+def _traced_joint(
+    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]
+) -> Joint:
     constants = constants_of(module)
     wrapper = _Wrapper(module, constants, len(inputs), (), tangent_mask)
     raw = _export(wrapper, module, inputs, constants)
@@ -138,7 +156,9 @@ def _traced_joint(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_
             tangent_mask = (*tangent_mask, *(False for _ in values))
         if len(tangent_mask) != own + len(values):
             raise CaptureError(
-                f"the chunk changes {len(values)} of its inputs in place, so tangent_mask needs {own + len(values)} entries, "
+                f"the chunk changes {len(values)} of its inputs in place, so tangent_mask needs "
+                f"{own + len(values)} "
+                f"entries, "
                 f"one per output and one per changed value, not {len(tangent_mask)}"
             )
         rest = iter(tangent_mask[own:])
@@ -146,9 +166,15 @@ def _traced_joint(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_
         wrapper = _Wrapper(module, constants, len(inputs), mutated, mask)
         raw = _export(wrapper, module, inputs, constants)
         if raw.mutated:
-            raise CaptureError(f"an in-place change of input {raw.mutated[0]} cannot be made functional{_where(wrapper.node)}")
+            raise CaptureError(
+                f"an in-place change of input {raw.mutated[0]} cannot be made "
+                f"functional{_where(wrapper.node)}"
+            )
     elif len(tangent_mask) != wrapper.outputs:
-        raise CaptureError(f"the chunk has {wrapper.outputs} outputs but tangent_mask has {len(tangent_mask)} entries")
+        raise CaptureError(
+            f"the chunk has {wrapper.outputs} outputs but tangent_mask has {len(tangent_mask)} "
+            f"entries"
+        )
     return _joint(raw, inputs, constants, mutated)
 
 
@@ -173,7 +199,10 @@ def _joint(
     for node in graph.find_nodes(op="get_attr"):
         value = getattr(raw.module, str(node.target))
         if not isinstance(value, torch.Tensor) or _torch_joint.is_fake(value):
-            raise CaptureError(f"a constant of type {type(value).__name__} cannot be kept{_where(node)}; pass it as an input")
+            raise CaptureError(
+                f"a constant of type {type(value).__name__} cannot be kept{_where(node)}; pass it "
+                f"as an input"
+            )
         names[node] = f"constant{len(values)}"
         values[names[node]] = value
     return Joint(
@@ -214,18 +243,28 @@ class _Wrapper(torch.nn.Module):
         return self._interpreter.node if self._interpreter is not None else None
 
     def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values = [a.clone() if k in self._mutated else a for k, a in enumerate(args[: self._inputs])]
+        values = [
+            a.clone() if k in self._mutated else a for k, a in enumerate(args[: self._inputs])
+        ]
         given = dict(zip(self.constants, args[self._inputs :], strict=True))
         with torch.device("cpu"), torch.fx.traceback.preserve_node_meta():
             self._interpreter = Interpreter(self._chunk[0], given)
             result = self._interpreter.run(*values)
-        outputs = [*(result if isinstance(result, list | tuple) else (result,)), *(values[k] for k in self._mutated)]
+        outputs = [
+            *(result if isinstance(result, list | tuple) else (result,)),
+            *(values[k] for k in self._mutated),
+        ]
         self.outputs = len(outputs)
         for k, out in enumerate(outputs):
             if not isinstance(out, torch.Tensor):
-                raise CaptureError(f"output {k} of a chunk is {type(out).__name__}; only tensors cross from chunk to chunk")
+                raise CaptureError(
+                    f"output {k} of a chunk is {type(out).__name__}; only tensors cross from chunk "
+                    f"to chunk"
+                )
         return tuple(
-            out.clone(memory_format=torch.contiguous_format) if k < len(self._mask) and self._mask[k] else _detached(out)
+            out.clone(memory_format=torch.contiguous_format)
+            if k < len(self._mask) and self._mask[k]
+            else _detached(out)
             for k, out in enumerate(outputs)
         )
 
@@ -251,7 +290,11 @@ class Interpreter(fx.Interpreter):
         return super().run_node(n)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._constants[target] if target in self._constants else super().get_attr(target, args, kwargs)
+        return (
+            self._constants[target]
+            if target in self._constants
+            else super().get_attr(target, args, kwargs)
+        )
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return super().call_function(target, _on_cpu(args), _on_cpu(_cpu_keyword(kwargs)))
@@ -265,7 +308,9 @@ class Interpreter(fx.Interpreter):
 
 
 def _on_cpu(value: Any) -> Any:
-    return fx.node.map_aggregate(value, lambda v: torch.device("cpu") if isinstance(v, torch.device) else v)
+    return fx.node.map_aggregate(
+        value, lambda v: torch.device("cpu") if isinstance(v, torch.device) else v
+    )
 
 
 def _cpu_keyword(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -282,22 +327,34 @@ def constants_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
                 raise CaptureError(
-                    f"a tensor with gradient is baked into the chunk{_where(node)}; make it a parameter of the model"
+                    f"a tensor with gradient is baked into the chunk{_where(node)}; make it a "
+                    f"parameter of the model"
                 )
             if value.is_meta or _torch_joint.is_fake(value):
-                raise CaptureError(f"a constant tensor has no content{_where(node)}; register it as a buffer of the model")
+                raise CaptureError(
+                    f"a constant tensor has no content{_where(node)}; register it as a buffer of "
+                    f"the model"
+                )
             found[str(node.target)] = value
     return found
 
 
 def _export(
-    wrapper: _Wrapper, module: fx.GraphModule, inputs: Sequence[JointInput], constants: Mapping[str, torch.Tensor]
+    wrapper: _Wrapper,
+    module: fx.GraphModule,
+    inputs: Sequence[JointInput],
+    constants: Mapping[str, torch.Tensor],
 ) -> _torch_joint.RawJoint:
     placeholders = module.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(inputs):
-        raise CaptureError(f"the chunk has {len(placeholders)} placeholders but {len(inputs)} inputs are described")
+        raise CaptureError(
+            f"the chunk has {len(placeholders)} placeholders but {len(inputs)} inputs are described"
+        )
     with _torch_joint.fake_mode():
-        examples = [torch.empty(i.example.shape, dtype=i.example.dtype).requires_grad_(i.needs_grad) for i in inputs]
+        examples = [
+            torch.empty(i.example.shape, dtype=i.example.dtype).requires_grad_(i.needs_grad)
+            for i in inputs
+        ]
         fixed = [torch.empty(c.shape, dtype=c.dtype) for c in constants.values()]
     with warnings.catch_warnings(record=True) as heard:
         try:
@@ -305,19 +362,30 @@ def _export(
                 return _torch_joint.export_joint(wrapper, [*examples, *fixed])
         except CaptureError:
             raise
-        except Exception as error:  # whatever the user's code or torch's tracer raises, told with the user's line
+        except (
+            Exception
+        ) as error:  # whatever the user's code or torch's tracer raises, told with the user's line
             # Of a failure in the backward, autograd names the forward's line in a warning.
-            blamed = next((str(w.message) for w in heard if "Traceback of forward call" in str(w.message)), "")
+            blamed = next(
+                (str(w.message) for w in heard if "Traceback of forward call" in str(w.message)), ""
+            )
             where = _line_of(blamed) or _where(wrapper.node)
             message = str(error).strip().split("\n\n")[0].split(" Hint:")[0]
-            raise CaptureError(f"cannot trace the forward and backward of a chunk{where}: {message}") from error
+            raise CaptureError(
+                f"cannot trace the forward and backward of a chunk{where}: {message}"
+            ) from error
 
 
-def _refuse_changed_parameters(module: fx.GraphModule, inputs: Sequence[JointInput], mutated: Sequence[int]) -> None:
+def _refuse_changed_parameters(
+    module: fx.GraphModule, inputs: Sequence[JointInput], mutated: Sequence[int]
+) -> None:
     for k in mutated:
         if inputs[k].kind == "param":
             name = module.graph.find_nodes(op="placeholder")[k].name
-            raise CaptureError(f"the model changes its parameter {name} in place while it runs; only an optimizer may do that")
+            raise CaptureError(
+                f"the model changes its parameter {name} in place while it runs; only an optimizer "
+                f"may do that"
+            )
 
 
 def _check(graph: fx.Graph) -> None:
@@ -328,20 +396,29 @@ def _check(graph: fx.Graph) -> None:
         target, name = node.target, str(node.target)
         if node.meta.get("recompute") is not None:
             raise CaptureError(
-                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; call the function "
+                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; call the "
+                f"function "
                 "directly, which trains the same model"
             )
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
-                raise CaptureError(f"{name} changes a tensor in place and cannot be made functional{_where(node)}")
+                raise CaptureError(
+                    f"{name} changes a tensor in place and cannot be made functional{_where(node)}"
+                )
             if target in PRODUCTS:
                 _check_product(node)
             if "mkldnn" in name or "for_cpu" in name or "_scaled_dot_product" in name:
-                raise CaptureError(f"{name} exists on one kind of device only and has no portable form{_where(node)}")
+                raise CaptureError(
+                    f"{name} exists on one kind of device only and has no portable "
+                    f"form{_where(node)}"
+                )
         elif target.__module__ != "_operator":
             raise CaptureError(
-                f"{name} cannot be cut into forward and backward steps{_where(node)}; custom ops must be functional "
-                "(torch.library, mutates_args=()), and a choice between values is written with torch.where, not as control flow"
+                f"{name} cannot be cut into forward and backward steps{_where(node)}; custom ops "
+                f"must be functional "
+                "(torch.library, mutates_args=()), and a choice between values is written with "
+                "torch.where, not as "
+                "control flow"
             )
 
 
@@ -350,7 +427,9 @@ def _check_product(node: fx.Node) -> None:
     operands = [t for n in node.all_input_nodes if (t := aliasing.tensor(n)).is_floating_point()]
     dtypes = dict.fromkeys(dtype_name(t.dtype) for t in operands)
     if len(dtypes) > 1:
-        raise CaptureError(f"{node.target} multiplies tensors of {' and '.join(dtypes)}{_where(node)}. {CASTS}")
+        raise CaptureError(
+            f"{node.target} multiplies tensors of {' and '.join(dtypes)}{_where(node)}. {CASTS}"
+        )
 
 
 def _where(node: fx.Node | None) -> str:

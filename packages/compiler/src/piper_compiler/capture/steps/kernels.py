@@ -27,7 +27,9 @@ def cost(step: StepGraph) -> Cost:
     """Return the kernels one by one, in the order of their launch."""
     found = [n for n in step.graph.nodes if n.op == "call_function" and _launches(n)]
     made = listed(aliasing.asked(launched, n) for n in found)
-    return Cost(tuple([_noted(kernel, node) for kernel, node in zip(made.kernels, found, strict=True)]))
+    return Cost(
+        tuple([_noted(kernel, node) for kernel, node in zip(made.kernels, found, strict=True)])
+    )
 
 
 def _noted(kernel: Kernel, node: fx.Node) -> Kernel:
@@ -37,7 +39,12 @@ def _noted(kernel: Kernel, node: fx.Node) -> Kernel:
 
 def listed(kernels: Iterable[KernelInfo]) -> Cost:
     """Return kernels as a cost, each one separately: which are equal at all numbers of rows is not known yet."""
-    return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula) for k in kernels))
+    return Cost(
+        tuple(
+            Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula)
+            for k in kernels
+        )
+    )
 
 
 def flops_of(node: fx.Node) -> int:
@@ -62,4 +69,6 @@ def _launches(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if node.target in exchanges.KINDS:
         return False
-    return node.target is not operator.getitem and (not aliasing.is_view(node) or (schema is not None and schema.is_mutable))
+    return node.target is not operator.getitem and (
+        not aliasing.is_view(node) or (schema is not None and schema.is_mutable)
+    )

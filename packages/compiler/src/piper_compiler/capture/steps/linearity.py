@@ -60,13 +60,24 @@ ZERO, CONSTANT, LINEAR, AFFINE, UNKNOWN, OTHER = Linearity
 
 ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero"})
 _ADDED = (
-    "add sub rsub neg cat stack sum mean cumsum clone _to_copy to flip roll repeat constant_pad_nd tril triu trace real imag "
-    "conj _conj conj_physical view_as_real view_as_complex complex _fft_r2c _fft_c2r _fft_c2c slice_scatter select_scatter "
-    "diagonal_scatter as_strided_scatter scatter_add index_add scatter scatter_reduce index_copy index_put _unsafe_index_put "
-    "masked_scatter masked_fill where gather index index_select _unsafe_index take embedding lift_fresh_copy diag_embed "
+    "add sub rsub neg cat stack sum mean cumsum clone _to_copy to flip roll repeat constant_pad_nd "
+    "tril triu trace "
+    "real imag "
+    "conj _conj conj_physical view_as_real view_as_complex complex _fft_r2c _fft_c2r _fft_c2c "
+    "slice_scatter "
+    "select_scatter "
+    "diagonal_scatter as_strided_scatter scatter_add index_add scatter scatter_reduce index_copy "
+    "index_put "
+    "_unsafe_index_put "
+    "masked_scatter masked_fill where gather index index_select _unsafe_index take embedding "
+    "lift_fresh_copy "
+    "diag_embed "
     "unfold_backward im2col col2im pixel_shuffle pixel_unshuffle new_empty_strided block_diag"
 )
-_PRODUCTS = "mul mm bmm mv dot vdot outer ger matmul _grouped_mm grouped_mm _trilinear linalg_cross kron convolution"
+_PRODUCTS = (
+    "mul mm bmm mv dot vdot outer ger matmul _grouped_mm grouped_mm _trilinear linalg_cross kron "
+    "convolution"
+)
 _SUMMED = "addmm baddbmm addmv addr addbmm addcmul"
 ADDED = frozenset(_ADDED.split())
 """The operations whose result is linear in all their floating-point tensors together."""
@@ -99,7 +110,9 @@ def dependence(joint: Joint) -> tuple[Linearity, fx.Node | None]:
 
 def _origin(node: fx.Node, kinds: Mapping[fx.Node, Linearity]) -> fx.Node:
     """Return the first node behind a gradient that is as bad as it is."""
-    while before := next((n for n in node.all_input_nodes if kinds[n] == kinds[node] != CONSTANT), None):
+    while before := next(
+        (n for n in node.all_input_nodes if kinds[n] == kinds[node] != CONSTANT), None
+    ):
         node = before
     return node
 
@@ -120,7 +133,9 @@ def _made(node: fx.Node, kinds: Mapping[fx.Node, Linearity]) -> Linearity:
 
 def _is_zero(node: fx.Node, name: str, given: Iterable[Linearity]) -> bool:
     fills = name in ("full", "full_like", "new_full", "scalar_tensor")
-    if name in ZEROS or (fills and next((a for a in reversed(node.args) if isinstance(a, int | float)), 1) == 0):
+    if name in ZEROS or (
+        fills and next((a for a in reversed(node.args) if isinstance(a, int | float)), 1) == 0
+    ):
         return True
     keeps = aliasing.is_view(node) or name in ("clone", "_to_copy")
     return keeps and all(kind == ZERO for kind in given)
@@ -130,7 +145,9 @@ def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Linearity]) -> Line
     """Return the dependence of an operation of which at least one tensor depends on gradients that come in."""
     target: Any = node.target
     named = dict(zip((a.name for a in target._schema.arguments), node.args)) | node.kwargs
-    varying = {key for key, value in named.items() if any(kinds[n] > CONSTANT for n in _nodes(value))}
+    varying = {
+        key for key, value in named.items() if any(kinds[n] > CONSTANT for n in _nodes(value))
+    }
     if all(key.startswith(GRADIENTS) for key in varying) or target.namespace == "piper":
         return _added(kind for key in varying for kind in _kinds(named[key], kinds))
     if aliasing.is_view(node):
@@ -150,13 +167,21 @@ def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Linearity]) -> Line
     return OTHER
 
 
-def _sum(node: fx.Node, named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Linearity]) -> Linearity:
+def _sum(
+    node: fx.Node, named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Linearity]
+) -> Linearity:
     """Return the dependence of a sum, a copy or a choice between tensors: not of conditions, indexes and masks."""
     chosen = {"condition", "index", "indices", "mask", "dim"}
     if varying & chosen:
         return OTHER
-    terms = [kind for key, value in named.items() if key not in chosen for kind in _kinds(value, kinds)]
-    numbers = [named.get(key) for key in ("other", "value", "self") if isinstance(named.get(key), int | float)]
+    terms = [
+        kind for key, value in named.items() if key not in chosen for kind in _kinds(value, kinds)
+    ]
+    numbers = [
+        named.get(key)
+        for key in ("other", "value", "self")
+        if isinstance(named.get(key), int | float)
+    ]
     if "reduce" in named and named["reduce"] not in ("sum", "mean"):
         return OTHER
     return _added([*terms, *(CONSTANT for number in numbers if number != 0)])

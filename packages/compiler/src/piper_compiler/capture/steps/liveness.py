@@ -30,7 +30,12 @@ from piper_ops import ROUNDS, Workspace, cpu_workspace, cuda_workspace
 aten = torch.ops.aten
 
 STORAGE_COPIES = frozenset(
-    {aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default}
+    {
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.as_strided_scatter.default,
+    }
 )
 """The ops whose kernels clone the whole storage of their first argument; fake tensors show only the part in use."""
 
@@ -47,11 +52,23 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
     at_line = _bytes_at_lines(lines, last)
     ends = [last.get(inputs[k], -1) for k in consumed]
     spans = list(zip([-1, *ends], [*ends, len(lines)], strict=True))
-    inside_too = [(number, held + aliasing.asked(cpu_workspace, lines[number].node)) for number, held in at_line]
-    segments = [tuple(size for number, size in inside_too if start < number <= end) for start, end in spans]
-    of_cuda = [(number, held, aliasing.asked(cuda_workspace, lines[number].node)) for number, held in at_line]
+    inside_too = [
+        (number, held + aliasing.asked(cpu_workspace, lines[number].node))
+        for number, held in at_line
+    ]
+    segments = [
+        tuple(size for number, size in inside_too if start < number <= end) for start, end in spans
+    ]
+    of_cuda = [
+        (number, held, aliasing.asked(cuda_workspace, lines[number].node))
+        for number, held in at_line
+    ]
     kernels = [(number, _inside(held, own)) for number, held, own in of_cuda if own is not None]
-    inside = [tuple(k for number, k in kernels if start < number <= end) for start, end in spans] if kernels else []
+    inside = (
+        [tuple(k for number, k in kernels if start < number <= end) for start, end in spans]
+        if kernels
+        else []
+    )
     return Liveness(tuple(consumed), tuple(segments), tuple(inside))
 
 
@@ -70,7 +87,9 @@ def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[
                 held += size
                 end = number if owner is None else last[owner]
                 freed_at[end] = freed_at.get(end, 0) + size
-        if not aliasing.is_view(line.node) or line.node.target in ROUNDS:  # further rounds hold memory inside
+        if (
+            not aliasing.is_view(line.node) or line.node.target in ROUNDS
+        ):  # further rounds hold memory inside
             at_line.append((number, held))
         held -= freed_at.pop(number, 0)
     return at_line
@@ -82,7 +101,9 @@ def _results(line: Line) -> list[tuple[fx.Node | None, int]]:
         return [(line.node, _owned_bytes(line.node))]
     variables = {item.args[1]: item for item in line.makes}
     values = line.node.meta["val"]
-    return [(variables.get(i), aliasing.storage_bytes(v)) for i, v in enumerate(values) if v is not None]
+    return [
+        (variables.get(i), aliasing.storage_bytes(v)) for i, v in enumerate(values) if v is not None
+    ]
 
 
 def _owned_bytes(node: fx.Node) -> int:

@@ -22,7 +22,14 @@ import torch
 from torch import fx
 
 from piper_compiler.capture.graphs.closures import ancestors, close, drawn_before, is_random
-from piper_compiler.capture.graphs.stepgraph import Joint, StepBuilder, StepGraph, Storage, spec_of, whole
+from piper_compiler.capture.graphs.stepgraph import (
+    Joint,
+    StepBuilder,
+    StepGraph,
+    Storage,
+    spec_of,
+    whole,
+)
 from piper_compiler.capture.steps.recompute import keeps, made_again
 from piper_compiler.capture.torch_api import _torch_joint
 from piper_compiler.capture.values import aliasing
@@ -61,15 +68,28 @@ def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
 
     step_i = close(values.values(), lambda n: n in backward or _repeatable(n, joint))
     step_w = close(
-        params.values(), lambda n: (n in backward and aliasing.producer(n) not in step_i.body) or _repeatable(n, joint)
+        params.values(),
+        lambda n: (
+            (n in backward and aliasing.producer(n) not in step_i.body) or _repeatable(n, joint)
+        ),
     )
-    handed = sorted((n for n in step_w.needs if aliasing.producer(n) in step_i.body), key=rank.__getitem__)
+    handed = sorted(
+        (n for n in step_w.needs if aliasing.producer(n) in step_i.body), key=rank.__getitem__
+    )
     saved = sorted(
-        (n for n in step_i.needs | step_w.needs if n.op == "call_function" and n not in handed and n not in backward),
+        (
+            n
+            for n in step_i.needs | step_w.needs
+            if n.op == "call_function" and n not in handed and n not in backward
+        ),
         key=rank.__getitem__,
     )
     needed = ancestors([*joint.outputs, *saved])
-    body_f = {n for n in ancestors([*needed, *drawn_before(needed, joint.graph.nodes)]) if n.op == "call_function"}
+    body_f = {
+        n
+        for n in ancestors([*needed, *drawn_before(needed, joint.graph.nodes)])
+        if n.op == "call_function"
+    }
     _refuse_late_randomness(body_f, step_i.body | step_w.body)
     _refuse_changed_buffers(joint, step_i.needs | step_w.needs)
 
@@ -84,7 +104,11 @@ def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
     i.hand_over("iw", handed)
     w = build(step_w.body, placed | f.placed | i.placed)
     w.accumulate(params)
-    steps: dict[Step, StepGraph] = {**_forward(joint, keep, f, body_f, placed), "I": i.finish(), "W": w.finish()}
+    steps: dict[Step, StepGraph] = {
+        **_forward(joint, keep, f, body_f, placed),
+        "I": i.finish(),
+        "W": w.finish(),
+    }
 
     read = {port for step in steps.values() for port in step.reads}
     output_grads = tuple(f"tan{k}" in read for k in range(len(joint.outputs)))
@@ -97,7 +121,11 @@ def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
 
 
 def _forward(
-    joint: Joint, keep: str, keeping: StepBuilder, body: set[fx.Node], placed: Mapping[fx.Node, Storage]
+    joint: Joint,
+    keep: str,
+    keeping: StepBuilder,
+    body: set[fx.Node],
+    placed: Mapping[fx.Node, Storage],
 ) -> dict[Step, StepGraph]:
     """Return F and R, or F alone where the policy lets it keep all. `keeping` builds the F that does."""
     policy, hands_on = keep.removesuffix(HANDS_ON), keep.endswith(HANDS_ON)
@@ -106,13 +134,19 @@ def _forward(
     if not dropped:
         return {"F": keeping.finish()}
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
-    given = {n: s for n, s in keeping.placed.items() if n not in dropped and not (hands_on and s.port.startswith("out"))}
+    given = {
+        n: s
+        for n, s in keeping.placed.items()
+        if n not in dropped and not (hands_on and s.port.startswith("out"))
+    }
     again = made_again([*dropped, *(joint.outputs if hands_on else ())], given)
     r = StepBuilder(joint, rank, again.body, {**placed, **given})
     r.write((f"out{k}", n) for k, n in enumerate(joint.outputs if hands_on else ()))
     r.write_again(dropped)
     kept = {n: s for n, s in saved.items() if n not in dropped}
-    f = StepBuilder(joint, rank, {n for n in ancestors([*joint.outputs, *kept]) if n in body}, placed)
+    f = StepBuilder(
+        joint, rank, {n for n in ancestors([*joint.outputs, *kept]) if n in body}, placed
+    )
     f.write((f"out{k}", n) for k, n in enumerate(joint.outputs))
     f.write_again(kept)
     return {"F": f.finish(), "R": r.finish()}
@@ -129,7 +163,11 @@ def backward_nodes(joint: Joint) -> set[fx.Node]:
     for node in joint.graph.nodes:
         recorded = _torch_joint.recorded_in(node)
         after = any(n in backward for n in node.all_input_nodes)
-        if after or recorded == "backward" or (recorded is None and node.op == "call_function" and node not in outputs):
+        if (
+            after
+            or recorded == "backward"
+            or (recorded is None and node.op == "call_function" and node not in outputs)
+        ):
             backward.add(node)
     return backward
 
@@ -147,7 +185,9 @@ def _repeatable(node: fx.Node, joint: Joint) -> bool:
 
 def _of_parameter(node: fx.Node, joint: Joint) -> bool:
     """Return whether a node is a parameter, or a view or cast of one."""
-    while node.op == "call_function" and (aliasing.is_view(node) or node.target is aten._to_copy.default):
+    while node.op == "call_function" and (
+        aliasing.is_view(node) or node.target is aten._to_copy.default
+    ):
         node = node.all_input_nodes[0]
     return node in joint.inputs and joint.kinds[joint.inputs.index(node)] == "param"
 
@@ -155,13 +195,19 @@ def _of_parameter(node: fx.Node, joint: Joint) -> bool:
 def _refuse_late_randomness(forward: set[fx.Node], later: set[fx.Node]) -> None:
     for node in later - forward:
         if is_random(node):
-            raise CaptureError(f"{node.target} draws random numbers in the backward; draw them in the forward and save them")
+            raise CaptureError(
+                f"{node.target} draws random numbers in the backward; draw them in the forward and "
+                f"save them"
+            )
 
 
 def _refuse_changed_buffers(joint: Joint, needs: set[fx.Node]) -> None:
     for k in joint.mutated:
         if joint.kinds[k] == "buffer" and joint.inputs[k] in needs:
             raise CaptureError(
-                f"the backward of a chunk reads buffer input {k}, which the chunk changes in place; the next microbatch "
-                "would have overwritten it by then. Read a copy of the buffer (buffer.clone()) in the forward"
+                f"the backward of a chunk reads buffer input {k}, which the chunk changes in "
+                f"place; the next "
+                f"microbatch "
+                "would have overwritten it by then. Read a copy of the buffer (buffer.clone()) in "
+                "the forward"
             )

@@ -92,7 +92,9 @@ class RoutedLayouts:
 class RoutedForms:
     """Make the graphs of a device at any number of rows; `module` is the forward of one device alone."""
 
-    def __init__(self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: ChunkInputs) -> None:
+    def __init__(
+        self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: ChunkInputs
+    ) -> None:
         self._how, self._module, self._inputs = how, module, inputs
         self._lines: list[tuple[int, int]] = []
 
@@ -108,8 +110,13 @@ class RoutedForms:
     def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
         """Return the graph of forward and backward of a device."""
         made, further = self._at(rows), self._how.overflow == "rounds"
-        rewritten = made.module(made.body_text() if further else "", self._room(rows) if further else [])
-        own = [replace(i, example=made.own(i.example)) if k in made.stacks else i for k, i in enumerate(self._inputs(rows))]
+        rewritten = made.module(
+            made.body_text() if further else "", self._room(rows) if further else []
+        )
+        own = [
+            replace(i, example=made.own(i.example)) if k in made.stacks else i
+            for k, i in enumerate(self._inputs(rows))
+        ]
         joint = trace_joint(rewritten, own, mask)
         for node in joint.graph.nodes:
             at = PLACED.get(node.target) if node.op == "call_function" else None
@@ -123,7 +130,9 @@ class RoutedForms:
         They are the largest of several lines. So those at one row, and from there on the slope at many, are enough.
         """
         if not self._lines:
-            few, many, more = (made.room(made.body_text()) for made in map(self._at, (FEW, MANY, MANY + 1)))
+            few, many, more = (
+                made.room(made.body_text()) for made in map(self._at, (FEW, MANY, MANY + 1))
+            )
             self._lines = [(a, c - b) for a, b, c in zip(few, many, more, strict=True)]
         return [first + (rows - FEW) * slope for first, slope in self._lines]
 
@@ -155,30 +164,43 @@ class _Shapes(Interpreter):
 class _Rewriting:
     """Find what stands between `route` and `unroute`, and make the forward function of a device."""
 
-    def __init__(self, how: Routed, module: fx.GraphModule, inputs: Sequence[JointInput], rows: int) -> None:
+    def __init__(
+        self, how: Routed, module: fx.GraphModule, inputs: Sequence[JointInput], rows: int
+    ) -> None:
         self._how, self._module, self._inputs = how, module, inputs
         nodes = list(module.graph.nodes)
-        self._route, self._unroute = (self._only(nodes, ops, name) for ops, name in ((ROUTES, "route"), (UNROUTES, "unroute")))
+        self._route, self._unroute = (
+            self._only(nodes, ops, name) for ops, name in ((ROUTES, "route"), (UNROUTES, "unroute"))
+        )
         self.experts = int(self._route.args[2])  # type: ignore[arg-type]  # a number
         if self.experts % how.degree:
-            raise self._fail(f"{self.experts} experts cannot be shared equally by {how.degree} devices")
+            raise self._fail(
+                f"{self.experts} experts cannot be shared equally by {how.degree} devices"
+            )
         items = {u.args[1]: u for u in self._route.users if u.target is operator.getitem}
         self._rows, self._counts = items[0], items[1]
         self._result = self._unroute.args[0]
         self._body, self._leaves = self._between()
         self._stacks = [n for n in self._leaves if n not in (self._rows, self._counts)]
         placeholders = module.graph.find_nodes(op="placeholder")
-        self.stacks = frozenset(placeholders.index(self._checked(n, placeholders)) for n in self._stacks)
+        self.stacks = frozenset(
+            placeholders.index(self._checked(n, placeholders)) for n in self._stacks
+        )
         self._shapes = _Shapes(module, inputs)
         self.slot = self._slot(rows)
 
     def _fail(self, message: str) -> DirectiveError:
-        return DirectiveError(f"shard(over={self._how.axis!r}, stream='rows') of a dropless mixture: {message}")
+        return DirectiveError(
+            f"shard(over={self._how.axis!r}, stream='rows') of a dropless mixture: {message}"
+        )
 
     def _only(self, nodes: Sequence[fx.Node], ops: Sequence[object], name: str) -> fx.Node:
         found = [n for n in nodes if n.target in ops]
         if len(found) != 1:
-            raise self._fail(f"its region calls {name} {len(found)} times; one region holds one route and one unroute")
+            raise self._fail(
+                f"its region calls {name} {len(found)} times; one region holds one route and one "
+                f"unroute"
+            )
         return found[0]
 
     def _between(self) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -193,18 +215,33 @@ class _Rewriting:
                 continue
             body.add(node)
             todo += node.all_input_nodes
-        outside = [n for n in (*body, self._rows, self._counts) for u in n.users if u not in body and u is not self._unroute]
+        outside = [
+            n
+            for n in (*body, self._rows, self._counts)
+            for u in n.users
+            if u not in body and u is not self._unroute
+        ]
         if outside or self._route in body or self._rows not in leaves:
-            raise self._fail("what stands between route and unroute is used elsewhere, too; leave that out of the region")
+            raise self._fail(
+                "what stands between route and unroute is used elsewhere, too; leave that out of "
+                "the region"
+            )
         order = list(self._module.graph.nodes)
         return sorted(body, key=order.index), sorted(leaves, key=order.index)
 
     def _checked(self, node: fx.Node, placeholders: Sequence[fx.Node]) -> fx.Node:
         """Return a parameter that stands between the two; raise DirectiveError where it is no stack of matrices."""
         given = self._inputs[placeholders.index(node)] if node in placeholders else None
-        if given is None or given.kind != "param" or given.example.dim() < 2 or given.example.shape[0] != self.experts:
+        if (
+            given is None
+            or given.kind != "param"
+            or given.example.dim() < 2
+            or given.example.shape[0] != self.experts
+        ):
             raise self._fail(
-                f"{node.name} is read between route and unroute, and is no parameter [{self.experts}, ...] of the experts"
+                f"{node.name} is read between route and unroute, and is no parameter "
+                f"[{self.experts}, ...] of the "
+                f"experts"
             )
         if any(u not in self._body for u in node.users):
             raise self._fail(f"{node.name} is read outside of route and unroute, too")
@@ -231,13 +268,17 @@ class _Rewriting:
         module = fx.GraphModule(self._module, graph)
         joint = trace_joint(module, [JointInput("value", t) for t in self.body_inputs()], (False,))
         step = phases.cut(joint).steps["F"]
-        return generate("F", step, schedule(step), joint.constants).source + (ANY_ROWS if takes_any_rows(joint.graph) else "")
+        return generate("F", step, schedule(step), joint.constants).source + (
+            ANY_ROWS if takes_any_rows(joint.graph) else ""
+        )
 
     def body_inputs(self) -> list[Tensor]:
         """Return meta tensors like what the body gets."""
         found = self._shapes.found[self._rows]
         assert isinstance(found, Tensor)
-        rows = torch.empty((self._how.degree * self.slot, found.shape[1]), dtype=found.dtype, device="meta")
+        rows = torch.empty(
+            (self._how.degree * self.slot, found.shape[1]), dtype=found.dtype, device="meta"
+        )
         counts = torch.empty(self.experts // self._how.degree, dtype=torch.int64, device="meta")
         return [rows, counts, *(self.own(self._example(n)).to("meta") for n in self._stacks)]
 
@@ -252,7 +293,9 @@ class _Rewriting:
         table = torch.empty((self._how.degree, self.experts), dtype=torch.int64, device="meta")
         back = rows.new_empty((self._how.degree, self.slot, width))
         home = rows.new_empty((count, rows.shape[1]))
-        return room_of_rounds(home, back, table, weights, body, [self._trained(n) for n in self._stacks])
+        return room_of_rounds(
+            home, back, table, weights, body, [self._trained(n) for n in self._stacks]
+        )
 
     def _trained(self, node: fx.Node) -> bool:
         return self._inputs[self._module.graph.find_nodes(op="placeholder").index(node)].needs_grad
@@ -274,7 +317,9 @@ class _Rewriting:
         how, drops = self._how, self._how.overflow == "drop"
         x, chosen = (env[n] for n in self._route.args[:2])  # type: ignore[index]  # nodes
         if drops:
-            chosen = graph.call_function(experts_drop, (chosen, self.experts, how.degree, self.slot))
+            chosen = graph.call_function(
+                experts_drop, (chosen, self.experts, how.degree, self.slot)
+            )
         self._chosen = chosen
         routed = graph.call_function(route, (x, chosen, self.experts + drops))
         env[self._rows] = self._home_rows = graph.call_function(operator.getitem, (routed, 0))
@@ -283,16 +328,22 @@ class _Rewriting:
             counts = graph.call_method("narrow", (counts, 0, 0, self.experts))
         table = graph.call_function(all_gather, (counts, how.axis, how.degree))
         if how.overflow == "error":
-            table = graph.call_function(experts_checked, (table, self.slot, float(how.bound), self._rows_count, self._mean))
+            table = graph.call_function(
+                experts_checked, (table, self.slot, float(how.bound), self._rows_count, self._mean)
+            )
         self._table = table
         sent = graph.call_function(experts_send, (self._home_rows, table, 0, self.slot))
         came = graph.call_function(all_to_all, (sent, how.axis, how.degree))
         taken = graph.call_function(experts_take, (came, table, 0))
-        env[self._rows], env[self._counts] = (graph.call_function(operator.getitem, (taken, k)) for k in range(2))
+        env[self._rows], env[self._counts] = (
+            graph.call_function(operator.getitem, (taken, k)) for k in range(2)
+        )
         for node in (routed, table, sent, came, taken):
             node.meta = dict(self._route.meta)
 
-    def _add_return(self, graph: fx.Graph, env: dict[fx.Node, fx.Node], body: str, room: Sequence[int]) -> None:
+    def _add_return(
+        self, graph: fx.Graph, env: dict[fx.Node, fx.Node], body: str, room: Sequence[int]
+    ) -> None:
         how = self._how
         for node in self._body:
             env[node] = graph.node_copy(node, env.__getitem__)
@@ -300,10 +351,22 @@ class _Rewriting:
         back = graph.call_function(all_to_all, (given, how.axis, how.degree))
         if how.overflow == "rounds":
             weights = [env[n] for n in self._stacks]
-            args = (back, self._home_rows, self._table, weights, body, how.axis, self.slot, 0, list(room))
+            args = (
+                back,
+                self._home_rows,
+                self._table,
+                weights,
+                body,
+                how.axis,
+                self.slot,
+                0,
+                list(room),
+            )
             made = graph.call_function(experts_return, args)
         else:
-            made = graph.call_function(experts_home, (back, self._table, 0, self._shapes.shape(self._rows)[0]))
+            made = graph.call_function(
+                experts_home, (back, self._table, 0, self._shapes.shape(self._rows)[0])
+            )
         share = env[self._unroute.args[2]]  # type: ignore[index]  # a node
         env[self._unroute] = graph.call_function(unroute, (made, self._chosen, share))
         for node in (given, back, made, env[self._unroute]):

@@ -32,7 +32,9 @@ class Line:
 
 def schedule(step: StepGraph) -> tuple[Line, ...]:
     """Return the lines of a step in graph order; a getitem belongs to the line of its op."""
-    nodes = [n for n in step.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    nodes = [
+        n for n in step.graph.nodes if n.op == "call_function" and n.target is not operator.getitem
+    ]
     line_of = {n: i for i, n in enumerate(nodes)}
     makes = [_results(n) for n in nodes]
     last: dict[fx.Node, int] = {}

@@ -34,9 +34,17 @@ from piper_compiler.capture.trace.tracing import NONE
 from piper_compiler.capture.values.casts import Casts
 from piper_compiler.capture.values.concrete import concrete_shape, line_of
 from piper_compiler.capture.whole_batch.averages import averages, mark_averages
-from piper_compiler.capture.whole_batch.batch_loss import over_microbatches, over_whole_batch, with_metrics_of_batch
+from piper_compiler.capture.whole_batch.batch_loss import (
+    over_microbatches,
+    over_whole_batch,
+    with_metrics_of_batch,
+)
 from piper_compiler.capture.whole_batch.counting import CounterSpec
-from piper_compiler.capture.whole_batch.row_mixing import TRIAL_ROWS, check_opaque_rows, check_rows_apart
+from piper_compiler.capture.whole_batch.row_mixing import (
+    TRIAL_ROWS,
+    check_opaque_rows,
+    check_rows_apart,
+)
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import Dim, TensorSpec, affine, fit
 from piper_ir.program.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
@@ -116,13 +124,19 @@ def trace(
     """
     with _torch.CAPTURING:
         casts = Casts(dtype, reduce, keep or {}, wide=wide)
-        settings: dict[str, Any] = {"statistics": statistics, "metrics": metrics, "evaluating": evaluating}
+        settings: dict[str, Any] = {
+            "statistics": statistics,
+            "metrics": metrics,
+            "evaluating": evaluating,
+        }
         forward = capture_forward(model, batch, loss, casts, most, shared, **settings)
         check_steady(forward)
         forward = holding_at_other_rows(forward, most)
         if statistics:
             mark_averages(forward)
-        forward = over_whole_batch(forward, adding) if whole_batch else over_microbatches(forward, adding)
+        forward = (
+            over_whole_batch(forward, adding) if whole_batch else over_microbatches(forward, adding)
+        )
         forward = with_metrics_of_batch(forward)
         for rows in TRACE_ROWS[0]:
             check_rows(forward, rows)
@@ -130,16 +144,37 @@ def trace(
         changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
         check_batch(forward.sharing, _changed_in_batch(pieces))
         check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
-        made = Traced(forward, pieces.layers, outline_of(pieces), reduce, _Assembly(forward, pieces, reduce).captured)
+        made = Traced(
+            forward,
+            pieces.layers,
+            outline_of(pieces),
+            reduce,
+            _Assembly(forward, pieces, reduce).captured,
+        )
         if not evaluating and (other := _other_form(forward, made)):
-            how: TraceOptions = {"dtype": dtype, "reduce": reduce, "keep": keep, "wide": wide, "whole_batch": whole_batch}
-            how |= {"most": most, "shared": shared, "statistics": statistics, "metrics": metrics, "adding": other}
+            how: TraceOptions = {
+                "dtype": dtype,
+                "reduce": reduce,
+                "keep": keep,
+                "wide": wide,
+                "whole_batch": whole_batch,
+            }
+            how |= {
+                "most": most,
+                "shared": shared,
+                "statistics": statistics,
+                "metrics": metrics,
+                "adding": other,
+            }
             return trace(model, batch, loss, **how)
         return made
 
 
 def capture(
-    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss = None, **how: Unpack[TraceOptions]
+    model: nn.Module | Callable[[], nn.Module],
+    batch: BatchMaker,
+    loss: Loss = None,
+    **how: Unpack[TraceOptions],
 ) -> Captured:
     """Trace a training step and return its capture with the usual layers; see `trace`, which has the same arguments."""
     return trace(model, batch, loss, **how).assembled
@@ -153,7 +188,13 @@ def with_experts(captured: Captured) -> Captured:
         return assembled(captured.forward, pieces, captured.reduce, asked, captured.code)
 
 
-def assembled(forward: Forward, pieces: Cut, reduce: torch.dtype | None, asked: tuple[str, ...], store: CodeStore) -> Captured:
+def assembled(
+    forward: Forward,
+    pieces: Cut,
+    reduce: torch.dtype | None,
+    asked: tuple[str, ...],
+    store: CodeStore,
+) -> Captured:
     """Return another capture of a captured graph, cut otherwise, with its code in `store`; `asked` names its layers.
 
     Whether rows are combined has been looked at: between the tokens that a mixture has sorted, parts could not tell.
@@ -177,7 +218,11 @@ def with_layers(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
         with _torch.CAPTURING:
             pieces = cut(traced.forward, asked)
             same = pieces.layers == traced.layers
-            found = traced.assembled if same else _Assembly(traced.forward, pieces, traced.reduce, asked).captured()
+            found = (
+                traced.assembled
+                if same
+                else _Assembly(traced.forward, pieces, traced.reduce, asked).captured()
+            )
         traced.layered[asked] = found
     return found
 
@@ -191,15 +236,30 @@ def _other_form(forward: Forward, traced: Traced) -> AuxiliaryForm:
     if forward.adding or not has_own_backward(forward.graph.nodes):
         return ""
     kinds = {one.kind for one in traced.assembled.auxiliary}
-    return "mean" if kinds == {"mean"} else "sum" if kinds == {"sum"} and forward.loss_kind == "sum" else ""
+    return (
+        "mean"
+        if kinds == {"mean"}
+        else "sum"
+        if kinds == {"sum"} and forward.loss_kind == "sum"
+        else ""
+    )
 
 
 def _changed_in_batch(pieces: Cut) -> dict[str, str]:
     """Return the tensors of the batch that forward or loss change in place, each with the line that does."""
     facts, origins = pieces.facts, pieces.forward.origins
-    batch = {origin.name: facts.storages[node] for node, origin in origins.items() if origin.kind == "batch"}
+    batch = {
+        origin.name: facts.storages[node]
+        for node, origin in origins.items()
+        if origin.kind == "batch"
+    }
     writers = [node for node in pieces.ops.nodes if facts.writes.get(node)]
-    return {name: line_of(node) for name, held in batch.items() for node in writers if facts.writes[node] & held}
+    return {
+        name: line_of(node)
+        for name, held in batch.items()
+        for node in writers
+        if facts.writes[node] & held
+    }
 
 
 class _Assembly:
@@ -231,11 +291,18 @@ class _Assembly:
     def _captured(self, new: bool) -> Captured:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
-            raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
+            raise CaptureError(
+                "the loss does not depend on any parameter with requires_grad=True; there is "
+                "nothing to train"
+            )
         if new:
             self._check_rows_apart()
         said = advancing_buffers(self._cut), remarks(self._cut)
-        more: dict[str, Any] = {"layers": self._cut.layers, "reduce": self._reduce, "auxiliary": self._auxiliary(chunks)}
+        more: dict[str, Any] = {
+            "layers": self._cut.layers,
+            "reduce": self._reduce,
+            "auxiliary": self._auxiliary(chunks),
+        }
         return Captured(self._program(chunks), self._store, self._forward, *said, **more)
 
     def _check_rows_apart(self) -> None:
@@ -258,7 +325,10 @@ class _Assembly:
     def _auxiliary(self, chunks: Sequence[Chunk]) -> tuple[Auxiliary, ...]:
         """Return the backwards that are not linear; see `auxiliary`."""
         forward = self._forward
-        found = [auxiliary(self._store, code, forward.sums) for code in dict.fromkeys(chunk.code for chunk in chunks)]
+        found = [
+            auxiliary(self._store, code, forward.sums)
+            for code in dict.fromkeys(chunk.code for chunk in chunks)
+        ]
         right = "mean" if forward.adding == "mean" else "sum" if forward.loss_kind != "sum" else ""
         return tuple(replace(one, trained=one.kind == right) for one in found if one is not None)
 
@@ -267,9 +337,13 @@ class _Assembly:
         return Program(
             chunks=tuple(chunks),
             params=tuple(
-                Param(p.name, TensorSpec(p.shape, dtype_name(p.dtype)), p.tied, p.name in trained) for p in self._forward.params
+                Param(p.name, TensorSpec(p.shape, dtype_name(p.dtype)), p.tied, p.name in trained)
+                for p in self._forward.params
             ),
-            buffers=tuple(Buffer(b.name, TensorSpec(b.shape, dtype_name(b.dtype)), b.persistent) for b in self._forward.buffers),
+            buffers=tuple(
+                Buffer(b.name, TensorSpec(b.shape, dtype_name(b.dtype)), b.persistent)
+                for b in self._forward.buffers
+            ),
             batch=tuple(self._batch_tensor(name, t) for name, t in self._forward.batch.items()),
             constants=self._forward.constants,
             loss_kind=self._forward.loss_kind,
@@ -278,7 +352,10 @@ class _Assembly:
         )
 
     def _batch_tensor(self, name: str, tensor: torch.Tensor) -> BatchTensor:
-        spec, counted = TensorSpec(self._batch_shape(name, tuple(tensor.shape)), dtype_name(tensor.dtype)), self._forward.counted
+        spec, counted = (
+            TensorSpec(self._batch_shape(name, tuple(tensor.shape)), dtype_name(tensor.dtype)),
+            self._forward.counted,
+        )
         if counted is None or self._forward.origins[counted.totals].name != name:
             return BatchTensor(name, spec)
         counter = CounterSpec(self._forward)
@@ -293,10 +370,14 @@ class _Assembly:
         specs = tuple(self._spec(slot.node) for slot in piece.slots)
         needs_grad = tuple(self._requires_grad(slot) for slot in piece.slots)
         mask = tuple(
-            r.kind == "loss" or (r.kind == "value" and (number, r.node) in self._wanted) for r in piece.results if not r.changed
+            r.kind == "loss" or (r.kind == "value" and (number, r.node) in self._wanted)
+            for r in piece.results
+            if not r.changed
         )
         code = self._code(piece, specs, needs_grad, mask)
-        self._store.add(code, TraceSpec(self._cut, piece, specs, needs_grad, mask, reduce=self._reduce))
+        self._store.add(
+            code, TraceSpec(self._cut, piece, specs, needs_grad, mask, reduce=self._reduce)
+        )
         body = self._fitted.get(code)
         if body is None:
             body = self._fitted[code] = self._fit(code, piece, specs)
@@ -307,10 +388,13 @@ class _Assembly:
             for slot, spec, wanted in zip(piece.slots, specs, body.inputs, strict=True)
         )
         self._wanted |= {
-            (s.source, s.node) for s, i in zip(piece.slots, inputs, strict=True) if s.kind == "value" and i.needs_grad
+            (s.source, s.node)
+            for s, i in zip(piece.slots, inputs, strict=True)
+            if s.kind == "value" and i.needs_grad
         }
         outputs = tuple(
-            Output(r.kind, o.spec, r.name, o.needs_grad, r.varies) for r, o in zip(piece.results, body.outputs, strict=True)
+            Output(r.kind, o.spec, r.name, o.needs_grad, r.varies)
+            for r, o in zip(piece.results, body.outputs, strict=True)
         )
         shared = body.ports, body.steps, code, body.random, piece.opaque
         alike = self._cut.body(self._made_of[code])
@@ -325,16 +409,22 @@ class _Assembly:
             fitter = Fitter(rows, (traces[rows[0]], traces[rows[1]], traces[rows[2]]))
             try:
                 return replace(
-                    self._shared(piece, specs, traces[rows[0]], fitter), draws=draws_of(rows, [t.draws for t in traces.values()])
+                    self._shared(piece, specs, traces[rows[0]], fitter),
+                    draws=draws_of(rows, [t.draws for t in traces.values()]),
                 )
             except NotAffine as error:
                 problem = problem or explain(error, piece.region.id, traces)
         assert problem is not None
         raise compares_rows(piece.region.nodes) or problem
 
-    def _shared(self, piece: Piece, specs: Sequence[TensorSpec], trace: TracedChunk, fitter: Fitter) -> Chunk:
+    def _shared(
+        self, piece: Piece, specs: Sequence[TensorSpec], trace: TracedChunk, fitter: Fitter
+    ) -> Chunk:
         ports = fitter.ports()
-        inputs = tuple(Input(s.kind, "", spec, g) for s, spec, g in zip(piece.slots, specs, trace.input_grads, strict=True))
+        inputs = tuple(
+            Input(s.kind, "", spec, g)
+            for s, spec, g in zip(piece.slots, specs, trace.input_grads, strict=True)
+        )
         outputs = tuple(
             Output(r.kind, ports[f"out{k}"], "", g)
             for k, (r, g) in enumerate(zip(piece.results, trace.output_grads, strict=True))
@@ -345,7 +435,11 @@ class _Assembly:
         if slot.kind != "value":
             return slot.name
         producer = self._pieces[slot.source]
-        index = next(k for k, r in enumerate(producer.results) if r.node is slot.node and (r.changed or r.kind == "value"))
+        index = next(
+            k
+            for k, r in enumerate(producer.results)
+            if r.node is slot.node and (r.changed or r.kind == "value")
+        )
         return f"{producer.region.id}:out{index}"
 
     def _requires_grad(self, slot: PieceInput) -> bool:
@@ -369,8 +463,17 @@ class _Assembly:
                 raise explain(NotAffine(f"shapes {at2}, {at3}, {at5}"), str(node), {})
         return found
 
-    def _code(self, piece: Piece, specs: Sequence[TensorSpec], needs_grad: Sequence[bool], mask: Sequence[bool]) -> str:
-        slots = [f"{s.kind} {spec} {grad}" for s, spec, grad in zip(piece.slots, specs, needs_grad, strict=True)]
+    def _code(
+        self,
+        piece: Piece,
+        specs: Sequence[TensorSpec],
+        needs_grad: Sequence[bool],
+        mask: Sequence[bool],
+    ) -> str:
+        slots = [
+            f"{s.kind} {spec} {grad}"
+            for s, spec, grad in zip(piece.slots, specs, needs_grad, strict=True)
+        ]
         sums = [f"sums {self._reduce}"] if self._reduce is not None else []
         text = "\n".join([self._cut.text(piece), *slots, str(list(mask)), *sums])
         return hashlib.sha256(text.encode()).hexdigest()[:16]

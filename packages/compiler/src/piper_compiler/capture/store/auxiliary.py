@@ -55,7 +55,9 @@ def auxiliary(store: CodeStore, code: str, sums: bool) -> Auxiliary | None:
     if found == Linearity.LINEAR:
         return None
     made = _tried(_Trial(recipe, sums), found, line_of(own))
-    if made is not None and EXPERTS in recipe.piece.region.coords:  # whose rows may come from several devices
+    if (
+        made is not None and EXPERTS in recipe.piece.region.coords
+    ):  # whose rows may come from several devices
         return replace(made, kind="unknown")
     return made
 
@@ -65,7 +67,9 @@ def _tried(trial: _Trial, found: Linearity, line: str) -> Auxiliary | None:
         return None if found == Linearity.UNKNOWN else Auxiliary(line, "unknown")
     kinds = set[Kind]()
     for integers, spread in FILLINGS:
-        with suppress(CaptureError):  # an index that is none, or numbers that the model does not take
+        with suppress(
+            CaptureError
+        ):  # an index that is none, or numbers that the model does not take
             kinds.add(trial.kind(found, integers, spread))
     if kinds == {"linear"} and found != Linearity.AFFINE:
         return None
@@ -89,41 +93,72 @@ class _Trial:
     @property
     def too_large(self) -> bool:
         """Return whether a run would take too much time or memory."""
-        given = [(s.kind, spec.bind(2 * ROWS)) for s, spec in zip(self._recipe.piece.slots, self._recipe.specs, strict=True)]
+        given = [
+            (s.kind, spec.bind(2 * ROWS))
+            for s, spec in zip(self._recipe.piece.slots, self._recipe.specs, strict=True)
+        ]
         weights = sum(bind(spec.numel, 0) for kind, spec in given if kind == "param")
-        tokens = max([bind(spec.numel, 0) // max(1, bind(spec.shape[-1], 0)) for _, spec in given if spec.shape], default=1)
-        return weights * tokens > MOST_PRODUCTS or sum(bind(spec.nbytes, 0) for _, spec in given) > LARGEST
+        tokens = max(
+            [
+                bind(spec.numel, 0) // max(1, bind(spec.shape[-1], 0))
+                for _, spec in given
+                if spec.shape
+            ],
+            default=1,
+        )
+        return (
+            weights * tokens > MOST_PRODUCTS
+            or sum(bind(spec.nbytes, 0) for _, spec in given) > LARGEST
+        )
 
     def kind(self, found: Linearity, integers: Sequence[int], spread: float) -> Kind:
         """Return what the whole gives beside its halves; raise CaptureError where that cannot be tried."""
         whole, halves = self._recorded(integers, spread)
         own = whole.gradients(_times(whole.likes, 0.0))
         if found == Linearity.AFFINE or self._is_affine(whole, own):
-            return self._of_auxiliary(own, self._joined([half.gradients(_times(half.likes, 0.0)) for half in halves]))
+            return self._of_auxiliary(
+                own, self._joined([half.gradients(_times(half.likes, 0.0)) for half in halves])
+            )
         for scale in (1.0, *SCALES):
             coming = self._tangents(whole, halves, scale)
-            parts = [half.gradients(tangents) for half, tangents in zip(halves, coming[1:], strict=True)]
+            parts = [
+                half.gradients(tangents) for half, tangents in zip(halves, coming[1:], strict=True)
+            ]
             if not _close(whole.gradients(coming[0]), self._joined(parts)):
                 return "unknown"
         return "sum"
 
-    def _recorded(self, integers: Sequence[int], spread: float) -> tuple[_Recorded, list[_Recorded]]:
+    def _recorded(
+        self, integers: Sequence[int], spread: float
+    ) -> tuple[_Recorded, list[_Recorded]]:
         """Return a forward of the whole, and forwards of its halves."""
         if -1 in self._rows:
             raise CaptureError("rows lie in two dimensions, or among others")
         kinds = [slot.kind for slot in self._recipe.piece.slots]
-        values = [self._filled(*given, integers, spread) for given in zip(kinds, self._recipe.specs, strict=True)]
-        cut = [[v, v] if dim is None else list(v.chunk(2, dim)) for v, dim in zip(values, self._rows, strict=True)]
-        return _Recorded(self._recipe, 2 * ROWS, values), [_Recorded(self._recipe, ROWS, half) for half in zip(*cut, strict=True)]
+        values = [
+            self._filled(*given, integers, spread)
+            for given in zip(kinds, self._recipe.specs, strict=True)
+        ]
+        cut = [
+            [v, v] if dim is None else list(v.chunk(2, dim))
+            for v, dim in zip(values, self._rows, strict=True)
+        ]
+        return _Recorded(self._recipe, 2 * ROWS, values), [
+            _Recorded(self._recipe, ROWS, half) for half in zip(*cut, strict=True)
+        ]
 
-    def _filled(self, kind: str, spec: TensorSpec, integers: Sequence[int], spread: float) -> Tensor:
+    def _filled(
+        self, kind: str, spec: TensorSpec, integers: Sequence[int], spread: float
+    ) -> Tensor:
         shape, dtype = spec.bind(2 * ROWS).shape, getattr(torch, spec.dtype)
         sizes = [bind(size, 0) for size in shape]
         if kind in ("param", "buffer"):
             return weights_like(sizes, dtype, self._generator)
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(sizes, generator=self._generator).mul(spread).to(dtype)
-        return torch.tensor(integers)[torch.randint(len(integers), sizes, generator=self._generator)].to(dtype)
+        return torch.tensor(integers)[
+            torch.randint(len(integers), sizes, generator=self._generator)
+        ].to(dtype)
 
     def _is_affine(self, whole: _Recorded, own: list[Tensor]) -> bool:
         """Return whether gradients are linear but for `own`, those of nothing that comes in."""
@@ -132,24 +167,48 @@ class _Trial:
         if not _close(_minus(whole.gradients(_plus(first, second)), own), _plus(made, other)):
             return False
         scales = NEAR_SCALES if _any(own) else SCALES
-        return all(_close(_minus(whole.gradients(_times(first, s)), own), _times(made, s)) for s in scales)
+        return all(
+            _close(_minus(whole.gradients(_times(first, s)), own), _times(made, s)) for s in scales
+        )
 
     def _of_auxiliary(self, own: list[Tensor], joined: list[Tensor]) -> Kind:
         """Return the kind of an auxiliary gradient; one of a value without rows is of what another chunk has made."""
         if not _any(own):
             return "linear"
         slots = self._recipe.piece.slots
-        if _any([g for g, (k, dim) in zip(own, self.wanted, strict=True) if slots[k].kind == "value" and dim is None]):
+        if _any(
+            [
+                g
+                for g, (k, dim) in zip(own, self.wanted, strict=True)
+                if slots[k].kind == "value" and dim is None
+            ]
+        ):
             return "unknown"
-        return "sum" if _close(own, joined) else "mean" if _close(own, _times(joined, 0.5)) else "unknown"
+        return (
+            "sum"
+            if _close(own, joined)
+            else "mean"
+            if _close(own, _times(joined, 0.5))
+            else "unknown"
+        )
 
     def _joined(self, parts: list[list[Tensor]]) -> list[Tensor]:
         pairs = zip(*parts, strict=True)
-        return [a + b if dim is None else torch.cat([a, b], dim) for (a, b), (_, dim) in zip(pairs, self.wanted, strict=True)]
+        return [
+            a + b if dim is None else torch.cat([a, b], dim)
+            for (a, b), (_, dim) in zip(pairs, self.wanted, strict=True)
+        ]
 
-    def _tangents(self, whole: _Recorded, halves: Sequence[_Recorded], scale: float) -> list[list[Tensor]]:
+    def _tangents(
+        self, whole: _Recorded, halves: Sequence[_Recorded], scale: float
+    ) -> list[list[Tensor]]:
         """Return gradients that come in, for the whole and for each half; a loss has a share of 1."""
-        made = [[torch.randn(end.shape, generator=self._generator).to(end.dtype) * scale for end in whole.likes]]
+        made = [
+            [
+                torch.randn(end.shape, generator=self._generator).to(end.dtype) * scale
+                for end in whole.likes
+            ]
+        ]
         made += [[] for _ in halves]
         for k, end in enumerate(whole.likes):
             if whole.losses[k]:
@@ -158,7 +217,9 @@ class _Trial:
             elif not halves:
                 continue
             else:
-                short = [d for d, size in enumerate(halves[0].likes[k].shape) if size * 2 == end.shape[d]]
+                short = [
+                    d for d, size in enumerate(halves[0].likes[k].shape) if size * 2 == end.shape[d]
+                ]
                 if len(short) != 1:
                     raise CaptureError("an output without rows gets a gradient")
                 shares = list(made[0][k].chunk(2, short[0]))
@@ -179,20 +240,31 @@ class _Recorded:
         module = recipe.cut.module(recipe.piece, rows)
         for node in module.graph.find_nodes(op="call_function", target=torch.nn.functional.dropout):
             node.args, node.kwargs = (node.args[0], 0.0), {}
-        given = [v.detach().clone().requires_grad_(g) for v, g in zip(values, recipe.needs_grad, strict=True)]
+        given = [
+            v.detach().clone().requires_grad_(g)
+            for v, g in zip(values, recipe.needs_grad, strict=True)
+        ]
         self._leaves = [leaf for leaf in given if leaf.requires_grad]
         with _user_errors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
             made = Interpreter(module, constants_of(module)).run(*given)
         kinds = [r.kind for r in recipe.piece.results if not r.changed]
-        ends = [(out, kind) for out, kind, m in zip(made, kinds, recipe.tangent_mask) if m and out.requires_grad]
+        ends = [
+            (out, kind)
+            for out, kind, m in zip(made, kinds, recipe.tangent_mask)
+            if m and out.requires_grad
+        ]
         self._ends, self.losses = [out for out, _ in ends], [kind == "loss" for _, kind in ends]
         self.likes = [out.detach() for out in self._ends]
 
     def gradients(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of all inputs that get one."""
         with _user_errors():
-            return list(torch.autograd.grad(self._ends, self._leaves, tangents, retain_graph=True, materialize_grads=True))
+            return list(
+                torch.autograd.grad(
+                    self._ends, self._leaves, tangents, retain_graph=True, materialize_grads=True
+                )
+            )
 
 
 @contextmanager
@@ -237,7 +309,9 @@ def _close(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         raise CaptureError("numbers that are not finite")
     largest = max((float(b.abs().max()) for b in others if b.numel()), default=0.0)
     return all(
-        float((a - b).abs().max()) <= (1e-3 if wide else 0.05) * float(b.abs().max()) + NOISE * torch.finfo(a.dtype).eps * largest
+        float((a - b).abs().max())
+        <= (1e-3 if wide else 0.05) * float(b.abs().max())
+        + NOISE * torch.finfo(a.dtype).eps * largest
         for a, b in zip(some, others, strict=True)
         for wide in [a.dtype in (torch.float32, torch.float64)]
         if a.numel()

@@ -83,7 +83,13 @@ class TraceSpec:
         module, random = self.cut.module(self.piece, rows), self.cut.random(self.piece)
         blocks = [blocks_of(spec.shape) for spec in self.specs]
         return trace_opaque(
-            module, self._inputs(rows), self.tangent_mask, blocks, random=random, keep=self.keep, reduce=self.reduce
+            module,
+            self._inputs(rows),
+            self.tangent_mask,
+            blocks,
+            random=random,
+            keep=self.keep,
+            reduce=self.reduce,
         )
 
     def joint(self, rows: int) -> Joint:
@@ -101,14 +107,20 @@ class TraceSpec:
     def _inputs(self, rows: int) -> list[JointInput]:
         return [
             JointInput(slot.kind, self._example(k, spec, rows), needs_grad)
-            for k, (slot, spec, needs_grad) in enumerate(zip(self.piece.slots, self.specs, self.needs_grad, strict=True))
+            for k, (slot, spec, needs_grad) in enumerate(
+                zip(self.piece.slots, self.specs, self.needs_grad, strict=True)
+            )
         ]
 
     def _example(self, number: int, spec: TensorSpec, rows: int) -> Tensor:
         """Return a meta tensor like an input."""
         tensor = example_tensor(spec, rows)
         how = None if self.dispatch is None else self.dispatch.inputs[number]
-        return tensor if self.dispatch is None or how is None else tensor.new_empty(how.form(tensor.shape, self.dispatch.degree))
+        return (
+            tensor
+            if self.dispatch is None or how is None
+            else tensor.new_empty(how.form(tensor.shape, self.dispatch.degree))
+        )
 
 
 def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
@@ -146,15 +158,25 @@ class CodeStore:
         self._recipes.setdefault(made, replace(self._recipes[code], keep=keep))
         return made
 
-    def shared(self, code: str, asked: tuple[Sharding, ...], agreed: Agreed, params: tuple[tuple[str, ...], ...] = ()) -> str:
+    def shared(
+        self,
+        code: str,
+        asked: tuple[Sharding, ...],
+        agreed: Agreed,
+        params: tuple[tuple[str, ...], ...] = (),
+    ) -> str:
         """Return the code id of a code for devices that share its work.
 
         The names `params` count where indexes are named.
         """
         named = f" {params}" if any(s.index for s in asked) else ""
         ways = "".join(f" {s.over} {s.way}" for s in asked if s.way)
-        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}{named}{ways}".encode()).hexdigest()[:16]
-        recipe = replace(self._recipes[code], shardings=asked, base=code, agreed=agreed, params=params)
+        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}{named}{ways}".encode()).hexdigest()[
+            :16
+        ]
+        recipe = replace(
+            self._recipes[code], shardings=asked, base=code, agreed=agreed, params=params
+        )
         self._recipes.setdefault(made, recipe)
         return made
 
@@ -216,21 +238,29 @@ class CodeStore:
     def trace(self, code: str, rows: int) -> TracedChunk:
         """Return the chunk's steps at exactly `rows` rows, with plain integers as sizes."""
         if code not in self._recipes and code not in self._counters:
-            raise CaptureError(f"no code {code!r} in this store; it holds {', '.join(self._recipes)}")
+            raise CaptureError(
+                f"no code {code!r} in this store; it holds {', '.join(self._recipes)}"
+            )
         if rows < 1:
             raise CaptureError(f"a microbatch has {rows} rows on one device; it needs at least one")
         found = self._traced.get((code, rows))
         if found is None:
             check_context()
             counter = self._counters.get(code)
-            found = counter.trace(rows) if counter is not None else self._made(code, self._recipes[code], rows)
+            found = (
+                counter.trace(rows)
+                if counter is not None
+                else self._made(code, self._recipes[code], rows)
+            )
             self._traced[code, rows] = found
         return found
 
     def _made(self, code: str, recipe: TraceSpec, rows: int) -> TracedChunk:
         if recipe.piece.opaque:
             return recipe.opaque(rows)
-        return cut_chunk(self.joint(code.removesuffix(variant_name("", recipe.keep)), rows), recipe.keep)
+        return cut_chunk(
+            self.joint(code.removesuffix(variant_name("", recipe.keep)), rows), recipe.keep
+        )
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
         """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.
@@ -251,16 +281,28 @@ class CodeStore:
 def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
     for step, signature in planned.steps.items():
         made = traced.steps[step]
-        if (signature.reads, signature.writes, signature.accumulates) != (made.reads, made.writes, made.accumulates):
+        if (signature.reads, signature.writes, signature.accumulates) != (
+            made.reads,
+            made.writes,
+            made.accumulates,
+        ):
             raise CaptureError(
-                f"step {step} of a chunk reads {made.reads} and writes {made.writes} at {rows} rows, but reads {signature.reads} "
-                f"and writes {signature.writes} at fewer rows; write the model so that its operations do not depend on the rows"
+                f"step {step} of a chunk reads {made.reads} and writes {made.writes} at {rows} "
+                f"rows, but reads "
+                f"{signature.reads} "
+                f"and writes {signature.writes} at fewer rows; write the model so that its "
+                f"operations do not depend on "
+                f"the rows"
             )
     for port, spec in planned.ports.items():
         if spec != traced.ports[port]:
             raise CaptureError(
-                f"{port} of a chunk is {traced.ports[port]} at {rows} rows; {spec} follows from other numbers of rows. A size "
-                "does not grow by the same with each row, as where k of topk or a slice x[:k] is more than the rows. Take "
+                f"{port} of a chunk is {traced.ports[port]} at {rows} rows; {spec} follows from "
+                f"other numbers of rows. "
+                f"A size "
+                "does not grow by the same with each row, as where k of topk or a slice x[:k] is "
+                "more than the rows. "
+                "Take "
                 "microbatches of more rows, or write it with sizes that follow from the rows"
             )
 
@@ -292,10 +334,14 @@ class Captured:
     advancing: tuple[Advancing, ...] = ()
     remarks: Mapping[str, str] = field(default_factory=dict)
     under: dict[tuple[str, ...], Program] = field(default_factory=dict, repr=False, compare=False)
-    shared: dict[tuple[Sharding, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
+    shared: dict[tuple[Sharding, ...], Captured] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     unshared: Mapping[str, str] = field(default_factory=dict)
     layers: Layers = field(default_factory=Layers)
-    layered: dict[tuple[str, ...], Captured] = field(default_factory=dict, repr=False, compare=False)
+    layered: dict[tuple[str, ...], Captured] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     reduce: torch.dtype | None = None
     auxiliary: tuple[Auxiliary, ...] = ()
 
@@ -316,7 +362,10 @@ class Captured:
         CaptureError where the model takes another path at this number of rows than the captured one.
         """
         check_rows(self.forward, rows)
-        chunks, variants = (tuple(self._bind(c, rows) for c in cs) for cs in (self.program.chunks, self.program.variants))
+        chunks, variants = (
+            tuple(self._bind(c, rows) for c in cs)
+            for cs in (self.program.chunks, self.program.variants)
+        )
         return replace(self.program, chunks=chunks, variants=variants)
 
     def _bind(self, chunk: Chunk, rows: int) -> Chunk:
@@ -324,5 +373,7 @@ class Captured:
         if rows > 1:
             return bound
         traced = self.code.trace(chunk.code, rows)
-        steps = {s: replace(sig, cost=counted(sig.cost)).bind(rows) for s, sig in traced.steps.items()}
+        steps = {
+            s: replace(sig, cost=counted(sig.cost)).bind(rows) for s, sig in traced.steps.items()
+        }
         return replace(bound, ports=dict(traced.ports), steps=steps)

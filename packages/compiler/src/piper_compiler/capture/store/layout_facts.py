@@ -99,19 +99,31 @@ def layout_facts(code: CodeStore, program: Program) -> tuple[ChunkFacts, ...]:
     return tuple(_facts(code, having[id], params) for id, params in params_of(program).items())
 
 
-def _facts(code: CodeStore, chunks: Sequence[Chunk], params: tuple[tuple[str, ...], ...]) -> ChunkFacts:
+def _facts(
+    code: CodeStore, chunks: Sequence[Chunk], params: tuple[tuple[str, ...], ...]
+) -> ChunkFacts:
     recipe = code.recipe(chunks[0].code)
     rows = TRACE_ROWS[0][0]
-    named = NamedIndexes.of(code.joint(recipe.base or chunks[0].code, rows), recipe.params or params)
-    inputs = {k: _pattern(each) for k, each in enumerate(params) if chunks[0].inputs[k].kind == "param"}
+    named = NamedIndexes.of(
+        code.joint(recipe.base or chunks[0].code, rows), recipe.params or params
+    )
+    inputs = {
+        k: _pattern(each) for k, each in enumerate(params) if chunks[0].inputs[k].kind == "param"
+    }
     shared = _Shares.of(named, recipe)
-    facts = ChunkFacts(tuple(c.id for c in chunks), inputs, tuple(_indexes(named, inputs, shared)), _unknown(named))
+    facts = ChunkFacts(
+        tuple(c.id for c in chunks), inputs, tuple(_indexes(named, inputs, shared)), _unknown(named)
+    )
     if not recipe.shardings:
         return facts
     layouts = code.layouts(chunks[0].code, rows)
-    work = _work(parted(code.joint(recipe.base, rows), recipe.shardings, recipe.agreed, recipe.params))
+    work = _work(
+        parted(code.joint(recipe.base, rows), recipe.shardings, recipe.agreed, recipe.params)
+    )
     whole = {k: shared.why_whole(k) for k in inputs if not layouts.layout_of(k)}
-    return ChunkFacts(facts.ids, inputs, facts.indexes, facts.unknown, recipe.shardings, work, whole)
+    return ChunkFacts(
+        facts.ids, inputs, facts.indexes, facts.unknown, recipe.shardings, work, whole
+    )
 
 
 def _pattern(names: Sequence[str]) -> str:
@@ -123,28 +135,38 @@ def _pattern(names: Sequence[str]) -> str:
 
 
 def _unknown(named: NamedIndexes) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(title(node) for node, op in named.indexes.ops.items() if not op.known))
+    return tuple(
+        dict.fromkeys(title(node) for node, op in named.indexes.ops.items() if not op.known)
+    )
 
 
-def _indexes(named: NamedIndexes, inputs: Mapping[int, str], shares: _Shares) -> Iterator[IndexFacts]:
+def _indexes(
+    named: NamedIndexes, inputs: Mapping[int, str], shares: _Shares
+) -> Iterator[IndexFacts]:
     groups: dict[str, list[LoopIndex]] = {}
     for index, name in named.names.items():
         groups.setdefault(_renamed(name, named, inputs), []).append(index)
     for name, group in groups.items():
-        spots = dict.fromkeys(spot for index in group for spot in named.spots_by_input.get(index, ()))
+        spots = dict.fromkeys(
+            spot for index in group for spot in named.spots_by_input.get(index, ())
+        )
         sizes = {prod(i.size for i in named.dims(k)[dim] if i in group): None for k, dim in spots}
         shared = max(shares.devices.get(i, 1) for i in group)
         problem = "" if shared > 1 else next((text for i in group if (text := shares.why(i))), "")
         params = tuple(f"{inputs[k]}:{dim}" for k, dim in spots)
         along = tuple(dict.fromkeys(axis for i in group for axis in shares.along.get(i, ())))
         inside = {axis: n for i in group for axis, n in shares.inside.get(i, {}).items()}
-        yield IndexFacts(name, tuple(sizes) or (group[0].size,), params, problem, shared, along, inside)
+        yield IndexFacts(
+            name, tuple(sizes) or (group[0].size,), params, problem, shared, along, inside
+        )
 
 
 def _renamed(name: str, named: NamedIndexes, inputs: Mapping[int, str]) -> str:
     """Return a name that is a parameter's dimension with the parameter as all chunks call it."""
     param, colon, dim = name.rpartition(":")
-    found = next((inputs[k] for k, names in enumerate(named.params) if k in inputs and param in names), param)
+    found = next(
+        (inputs[k] for k, names in enumerate(named.params) if k in inputs and param in names), param
+    )
     return f"{found}{colon}{dim}" if colon else name
 
 
@@ -168,7 +190,10 @@ class _Shares:
                 found._add({i: asked.degree for nest in experts for i in nest}, asked.over)
                 continue
             if asked.stream == "tokens" or asked.context:
-                found._add({i: asked.degree for i, name in named.names.items() if name == "tokens"}, asked.over)
+                found._add(
+                    {i: asked.degree for i, name in named.names.items() if name == "tokens"},
+                    asked.over,
+                )
             if asked.context:
                 if asked.attention == "heads":
                     found._add_inside(asked)
@@ -202,7 +227,9 @@ class _Shares:
             nest = op.tensors[op.call.number("q")][HEADS]
             if steps_of(nest, tensor * asked.degree) is not None:
                 before, all = _devices(nest, tensor), _devices(nest, tensor * asked.degree)
-                self.inside.update({i: {asked.over: all[i] // before[i]} for i in nest if all[i] > before[i]})
+                self.inside.update(
+                    {i: {asked.over: all[i] // before[i]} for i in nest if all[i] > before[i]}
+                )
 
     def why(self, index: LoopIndex) -> str:
         """Return why devices do not share an index."""
@@ -215,7 +242,10 @@ class _Shares:
         if number in self.recipe.agreed.whole:
             return "not all chunks that have it can share it alike"
         having = [i for dim in self.named.dims(number) for i in dim]
-        reasons = [*(self.reasons.get(i, "") for i in having), *(self.named.obstacle(i) for i in having)]
+        reasons = [
+            *(self.reasons.get(i, "") for i in having),
+            *(self.named.obstacle(i) for i in having),
+        ]
         return next(filter(None, reasons), "it has one element")
 
 
@@ -232,7 +262,12 @@ def _devices(nest: Sequence[LoopIndex], degree: int) -> dict[LoopIndex, int]:
     return found
 
 
-def _reason(named: NamedIndexes, nest: Sequence[LoopIndex], wanted: Iterable[Sequence[LoopIndex]], degree: int) -> str:
+def _reason(
+    named: NamedIndexes,
+    nest: Sequence[LoopIndex],
+    wanted: Iterable[Sequence[LoopIndex]],
+    degree: int,
+) -> str:
     """Return why an index of a nest is not shared, if it is not."""
     found = next((w for w in wanted if set(w) & set(nest)), None)
     if found is None:

@@ -24,7 +24,9 @@ from piper_ir.ground.errors import DirectiveError
 from piper_ir.program.layout import Sharding
 
 
-def with_seams(captured: Captured, asked: Sequence[Sharding], params: dict[str, tuple[tuple[str, ...], ...]]) -> Captured:
+def with_seams(
+    captured: Captured, asked: Sequence[Sharding], params: dict[str, tuple[tuple[str, ...], ...]]
+) -> Captured:
     """Return the capture of the same model whose shared operations are chunks of their own.
 
     `asked` is how devices share its chunks, and `params` are for each code and input its names. Raises DirectiveError
@@ -32,7 +34,9 @@ def with_seams(captured: Captured, asked: Sequence[Sharding], params: dict[str, 
     """
     if random := next((c.id for c in captured.program.chunks if c.random), ""):
         raise DirectiveError(
-            f"shard(over={asked[0].over!r}, cut=True): {random} draws random numbers, in the order of the whole chunk; leave "
+            f"shard(over={asked[0].over!r}, cut=True): {random} draws random numbers, in the order "
+            f"of the whole chunk; "
+            f"leave "
             "cut=True out, or train without dropout"
         )
     layers = captured.program.layers
@@ -53,7 +57,9 @@ def with_seams(captured: Captured, asked: Sequence[Sharding], params: dict[str, 
                 found.update(body[k] for k in numbers)
         forward, made = _without_biases(captured.forward, [n for n in ending if _has_bias(n)])
         apart = frozenset(made[node] for node in shared)
-        return assembled(forward, cut(forward, layers, shared=apart), captured.reduce, layers, captured.code)
+        return assembled(
+            forward, cut(forward, layers, shared=apart), captured.reduce, layers, captured.code
+        )
 
 
 def _places(found: Parted, recipe: TraceSpec) -> tuple[list[int], list[int]]:
@@ -65,22 +71,37 @@ def _places(found: Parted, recipe: TraceSpec) -> tuple[list[int], list[int]]:
     left = {origin_of(node) for node in found.ops}
     along = [node for node in found.ops if any(node in d.along for d in found.decisions)]
     inside = {origin_of(node) for node in along}
-    ending = {origin_of(node) for node in along if any(d.made[node, 0] is SUM for d in found.decisions)}
+    ending = {
+        origin_of(node) for node in along if any(d.made[node, 0] is SUM for d in found.decisions)
+    }
     for node in body:
-        if node.name not in left and any(n.name in inside and n.name not in ending for n in node.all_input_nodes):
+        if node.name not in left and any(
+            n.name in inside and n.name not in ending for n in node.all_input_nodes
+        ):
             inside.add(node.name)
-    return [k for k, n in enumerate(body) if n.name in inside], [k for k, n in enumerate(body) if n.name in ending]
+    return [k for k, n in enumerate(body) if n.name in inside], [
+        k for k, n in enumerate(body) if n.name in ending
+    ]
 
 
 def _has_bias(node: fx.Node) -> bool:
-    return node.target is torch.nn.functional.linear and len(node.args) + len(node.kwargs) == 3 and None not in _operands(node)
+    return (
+        node.target is torch.nn.functional.linear
+        and len(node.args) + len(node.kwargs) == 3
+        and None not in _operands(node)
+    )
 
 
 def _operands(node: fx.Node) -> list[object]:
-    return [*node.args, *(node.kwargs[name] for name in ("input", "weight", "bias") if name in node.kwargs)]
+    return [
+        *node.args,
+        *(node.kwargs[name] for name in ("input", "weight", "bias") if name in node.kwargs),
+    ]
 
 
-def _without_biases(forward: Forward, nodes: Collection[fx.Node]) -> tuple[Forward, dict[fx.Node, fx.Node]]:
+def _without_biases(
+    forward: Forward, nodes: Collection[fx.Node]
+) -> tuple[Forward, dict[fx.Node, fx.Node]]:
     """Return a copy in which some products add their bias in an operation of its own, and what each node is there.
 
     A bias is no term of the sum that such a product makes: each device would add it.
@@ -104,6 +125,7 @@ def _without_biases(forward: Forward, nodes: Collection[fx.Node]) -> tuple[Forwa
         weight=None if forward.weight is None else read[forward.weight],
         rewrites={name: read[n] for name, n in forward.rewrites.items()},
         metrics=tuple(replace(m, node=read[m.node]) for m in forward.metrics),
-        counted=counted and Counted(read[counted.totals], tuple(read[n] for n in counted.reductions)),
+        counted=counted
+        and Counted(read[counted.totals], tuple(read[n] for n in counted.reductions)),
     )
     return made, copies

@@ -9,7 +9,15 @@ from functools import cached_property
 from piper_compiler.capture.chunks.tables import constant_values, masks, with_tables
 from piper_compiler.capture.chunks.ties import Ties
 from piper_compiler.capture.graphs.stepgraph import Joint
-from piper_compiler.capture.layouts import Agreed, NamedIndexes, Sharded, check_asked, common_degrees, ordered, split_degrees
+from piper_compiler.capture.layouts import (
+    Agreed,
+    NamedIndexes,
+    Sharded,
+    check_asked,
+    common_degrees,
+    ordered,
+    split_degrees,
+)
 from piper_compiler.capture.steps.joint import TracedChunk
 from piper_compiler.capture.steps.routed import RoutedLayouts
 from piper_compiler.capture.store.assemble import TRACE_ROWS, with_experts
@@ -48,10 +56,14 @@ def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
     if wanted is None:
         split = _split(captured, asked)
         seams = any(one.cut for one in split)
-        return _Shared(with_seams(captured, split, params_of(captured.program)) if seams else captured, split).captured()
+        return _Shared(
+            with_seams(captured, split, params_of(captured.program)) if seams else captured, split
+        ).captured()
     apart = cut_at_experts(captured)
     found = ExpertChunks(apart, wanted, params_of(apart.program))
-    return _Shared(apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), found).captured()
+    return _Shared(
+        apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), found
+    ).captured()
 
 
 def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
@@ -67,10 +79,15 @@ def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, .
     asked = tuple(ordered(one, joints.values()) if one.context else one for one in asked)
     for one in asked:
         if one.index:
-            check_asked({ids[code]: NamedIndexes.of(j, params[code]) for code, j in joints.items()}, one)
+            check_asked(
+                {ids[code]: NamedIndexes.of(j, params[code]) for code, j in joints.items()}, one
+            )
     each = [split_degrees(joint, asked, params[code]) for code, joint in joints.items()]
     degrees = [common_degrees([found[number] for found in each]) for number in range(len(asked))]
-    return tuple(replace(one, split=found) if len(found) > 1 else one for one, found in zip(asked, degrees, strict=True))
+    return tuple(
+        replace(one, split=found) if len(found) > 1 else one
+        for one, found in zip(asked, degrees, strict=True)
+    )
 
 
 def params_of(program: Program) -> dict[str, tuple[tuple[str, ...], ...]]:
@@ -80,18 +97,25 @@ def params_of(program: Program) -> dict[str, tuple[tuple[str, ...], ...]]:
         if not chunk.opaque:
             having.setdefault(chunk.code, []).append(chunk)
     return {
-        code: tuple(tuple(dict.fromkeys(i.ref for i in same)) for same in zip(*(c.inputs for c in chunks), strict=True))
+        code: tuple(
+            tuple(dict.fromkeys(i.ref for i in same))
+            for same in zip(*(c.inputs for c in chunks), strict=True)
+        )
         for code, chunks in having.items()
     }
 
 
 class _Shared:
-    def __init__(self, captured: Captured, asked: tuple[Sharding, ...], experts: ExpertChunks | None = None) -> None:
+    def __init__(
+        self, captured: Captured, asked: tuple[Sharding, ...], experts: ExpertChunks | None = None
+    ) -> None:
         self._captured, self._asked, self._experts = captured, asked, experts
         self._bodies: dict[str, Chunk] = {}
         self._params_of = params_of(captured.program)
         streams = bool(self._shares_tokens)
-        self._constants = constant_values(captured.program, self._joint) if streams else frozenset[str]()
+        self._constants = (
+            constant_values(captured.program, self._joint) if streams else frozenset[str]()
+        )
         self._masks = masks(captured.program, self._joint) if streams else frozenset[str]()
         self._ties = Ties(captured.program, self._layouts)
 
@@ -105,14 +129,19 @@ class _Shared:
         axes = tuple(axis for s in self._asked if not s.experts for axis in s.axes)
         along = tuple(axis for s in self._asked if s.experts for axis in s.axes)
         made = replace(program, chunks=chunks, params=params, axes=axes, experts=along, variants=())
-        return replace(self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared())
+        return replace(
+            self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared()
+        )
 
     def _check_opaque(self) -> None:
         for chunk in self._captured.program.chunks:
             if chunk.opaque and self._shares_tokens:
                 raise DirectiveError(
-                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and {self._shares_tokens} "
-                    f"shares them; leave the region out (piper.tag without opaque=True), or leave {self._shares_tokens} out"
+                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each "
+                    f"device, and "
+                    f"{self._shares_tokens} "
+                    f"shares them; leave the region out (piper.tag without opaque=True), or leave "
+                    f"{self._shares_tokens} out"
                 )
 
     @cached_property
@@ -130,10 +159,18 @@ class _Shared:
 
     def _check_routed(self) -> None:
         for chunk in self._captured.program.chunks:
-            if self._experts is not None and self._routes(chunk) and (tokens := self._shares_tokens):
+            if (
+                self._experts is not None
+                and self._routes(chunk)
+                and (tokens := self._shares_tokens)
+            ):
                 raise DirectiveError(
-                    f"chunk {chunk.id!r} is a dropless mixture whose experts devices share over {self._experts.axis}; it needs "
-                    f"all tokens of a row on each device, and {tokens} shares them. Leave that out, or give it a capacity"
+                    f"chunk {chunk.id!r} is a dropless mixture whose experts devices share over "
+                    f"{self._experts.axis}; "
+                    f"it needs "
+                    f"all tokens of a row on each device, and {tokens} shares them. Leave that "
+                    f"out, or give it a "
+                    f"capacity"
                 )
 
     def _routes(self, chunk: Chunk) -> bool:
@@ -143,7 +180,11 @@ class _Shared:
         """Return how a chunk is to be shared: one that autograd runs as it is, not at all."""
         if chunk.opaque:
             return ()
-        return tuple(s for s in self._asked if not s.experts or (self._experts is not None and self._experts.computes(chunk)))
+        return tuple(
+            s
+            for s in self._asked
+            if not s.experts or (self._experts is not None and self._experts.computes(chunk))
+        )
 
     def _code(self, chunk: Chunk, agreed: Agreed) -> str:
         store, asked, code = self._captured.code, self._asked_of(chunk), chunk.code
@@ -151,7 +192,9 @@ class _Shared:
             return store.routed(code, self._experts.routed)
         agreed = with_tables(agreed, chunk, self._constants, self._masks)
         if any(one.cut for one in asked):
-            agreed = replace(agreed, open=frozenset(k for k, o in enumerate(chunk.outputs) if o.kind == "value"))
+            agreed = replace(
+                agreed, open=frozenset(k for k, o in enumerate(chunk.outputs) if o.kind == "value")
+            )
         if self._experts is not None and (dispatch := self._experts.dispatch(chunk)).changes:
             code = store.dispatched(code, dispatch)
         return store.shared(code, asked, agreed, self._params_of[chunk.code]) if asked else code
@@ -176,12 +219,28 @@ class _Shared:
             body = self._bodies[code] = self._body(chunk, code)
         inputs = tuple(replace(i, spec=body.ports[f"in{k}"]) for k, i in enumerate(chunk.inputs))
         outputs = tuple(replace(o, spec=body.ports[f"out{k}"]) for k, o in enumerate(chunk.outputs))
-        axis = self._experts.axis if self._experts is not None and self._experts.computes(chunk) else ""
+        axis = (
+            self._experts.axis
+            if self._experts is not None and self._experts.computes(chunk)
+            else ""
+        )
         if self._experts is not None and axis and not self._routes(chunk):
             self._experts.check_steps(chunk, body)
-        made = replace(chunk, inputs=inputs, outputs=outputs, ports=body.ports, steps=body.steps, code=code, experts=axis)
+        made = replace(
+            chunk,
+            inputs=inputs,
+            outputs=outputs,
+            ports=body.ports,
+            steps=body.steps,
+            code=code,
+            experts=axis,
+        )
         cut = any(one.cut for one in self._asked_of(chunk))
-        return replace(made, terms=self._captured.code.layouts(code, TRACE_ROWS[0][0]).terms) if cut else made
+        return (
+            replace(made, terms=self._captured.code.layouts(code, TRACE_ROWS[0][0]).terms)
+            if cut
+            else made
+        )
 
     def _body(self, chunk: Chunk, code: str) -> Chunk:
         store = self._captured.code
@@ -202,10 +261,22 @@ class _Shared:
     def _params(self, params: Sequence[Param], chunks: Sequence[Chunk]) -> tuple[Param, ...]:
         """Return the parameters as a device has them."""
         layouts, summed = self._ties.layouts(), self._ties.summed()
-        rows = {s.over for s in self._asked if s.experts}  # along which all gradients are summed, because rows differ
-        specs = {given.ref: given.spec for chunk in chunks for given in chunk.inputs if given.kind == "param"}
+        rows = {
+            s.over for s in self._asked if s.experts
+        }  # along which all gradients are summed, because rows differ
+        specs = {
+            given.ref: given.spec
+            for chunk in chunks
+            for given in chunk.inputs
+            if given.kind == "param"
+        }
         return tuple(
-            replace(p, spec=specs[p.name], layout=layouts[p.name], summed=_without(summed.get(p.name, ()), rows))
+            replace(
+                p,
+                spec=specs[p.name],
+                layout=layouts[p.name],
+                summed=_without(summed.get(p.name, ()), rows),
+            )
             if p.name in specs
             else p
             for p in params

@@ -21,7 +21,9 @@ class NotAffine(Exception):
 class Fitter:
     """Fit sizes to traces at rows (r0, r1, r2): r0 and r1 determine every size, r2 checks it."""
 
-    def __init__(self, rows: tuple[int, int, int], traces: tuple[TracedChunk, TracedChunk, TracedChunk]) -> None:
+    def __init__(
+        self, rows: tuple[int, int, int], traces: tuple[TracedChunk, TracedChunk, TracedChunk]
+    ) -> None:
         self._rows, self._traces = rows, traces
 
     def ports(self) -> dict[str, TensorSpec]:
@@ -33,32 +35,49 @@ class Fitter:
 
     def steps(self) -> dict[Step, Signature]:
         """Return F, I and W with costs and memory affine in rows; raise NotAffine where one is not."""
-        return {step: self._signature(step, [t.steps[step] for t in self._traces]) for step in self._traces[0].steps}
+        return {
+            step: self._signature(step, [t.steps[step] for t in self._traces])
+            for step in self._traces[0].steps
+        }
 
     def _spec(self, name: str, specs: Sequence[TensorSpec]) -> TensorSpec:
         if len({(s.dtype, len(s.shape)) for s in specs}) != 1:
             raise NotAffine(f"{name} has another dtype or number of dimensions")
         return TensorSpec(
-            tuple(self._fit(f"{name}.shape", d) for d in zip(*(s.shape for s in specs), strict=True)), specs[0].dtype
+            tuple(
+                self._fit(f"{name}.shape", d) for d in zip(*(s.shape for s in specs), strict=True)
+            ),
+            specs[0].dtype,
         )
 
     def _signature(self, step: Step, signatures: Sequence[Signature]) -> Signature:
         first = signatures[0]
-        if any((s.reads, s.writes, s.accumulates) != (first.reads, first.writes, first.accumulates) for s in signatures):
+        if any(
+            (s.reads, s.writes, s.accumulates) != (first.reads, first.writes, first.accumulates)
+            for s in signatures
+        ):
             raise NotAffine(f"step {step} reads or writes other tensors")
         cost = self._cost(step, [s.cost for s in signatures])
         live = self._liveness(step, [s.liveness for s in signatures])
         inside = self._collectives(step, [s.collectives for s in signatures])
         return Signature(first.reads, first.writes, first.accumulates, cost, live, inside)
 
-    def _collectives(self, step: Step, each: Sequence[tuple[StepCollective, ...]]) -> tuple[StepCollective, ...]:
+    def _collectives(
+        self, step: Step, each: Sequence[tuple[StepCollective, ...]]
+    ) -> tuple[StepCollective, ...]:
         kinds = [[(c.kind, c.axis, c.why) for c in inside] for inside in each]
         if any(k != kinds[0] for k in kinds):
             raise NotAffine(f"step {step} has other collectives")
-        return tuple(self._collective(f"collectives of step {step}", same) for same in zip(*each, strict=True))
+        return tuple(
+            self._collective(f"collectives of step {step}", same)
+            for same in zip(*each, strict=True)
+        )
 
     def _collective(self, what: str, same: Sequence[StepCollective]) -> StepCollective:
-        nbytes, mean = (self._fit(what, sizes) for sizes in zip(*((c.nbytes, c.mean_nbytes) for c in same), strict=True))
+        nbytes, mean = (
+            self._fit(what, sizes)
+            for sizes in zip(*((c.nbytes, c.mean_nbytes) for c in same), strict=True)
+        )
         return replace(same[0], nbytes=nbytes, mean_nbytes=mean)
 
     def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
@@ -70,15 +89,32 @@ class Fitter:
         if len({len(c.kernels) for c in costs}) != 1:
             raise NotAffine(f"step {step} launches other kernels")
         launched = Counter(zip(*(c.kernels for c in costs), strict=True))
-        return Cost(tuple(replace(self._kernel(step, kernels), count=n) for kernels, n in launched.items()))
+        return Cost(
+            tuple(replace(self._kernel(step, kernels), count=n) for kernels, n in launched.items())
+        )
 
     def _kernel(self, step: Step, kernels: Sequence[Kernel]) -> Kernel:
-        if len({(k.kind, k.dtype, len(k.dims), k.lowering, k.op, k.shared, k.counts) for k in kernels}) != 1:
+        if (
+            len(
+                {
+                    (k.kind, k.dtype, len(k.dims), k.lowering, k.op, k.shared, k.counts)
+                    for k in kernels
+                }
+            )
+            != 1
+        ):
             raise NotAffine(f"step {step} launches other kernels")
         what = f"{kernels[0].kind} kernel of step {step}"
         if kernels[0].op in {name for name, *_ in own_costs()}:
-            return replace(kernels[0], flops=self._about("flops", kernels), bytes=self._about("bytes", kernels), count=1)
-        dims = tuple(self._fit(f"{what}: dims", d) for d in zip(*(k.dims for k in kernels), strict=True))
+            return replace(
+                kernels[0],
+                flops=self._about("flops", kernels),
+                bytes=self._about("bytes", kernels),
+                count=1,
+            )
+        dims = tuple(
+            self._fit(f"{what}: dims", d) for d in zip(*(k.dims for k in kernels), strict=True)
+        )
         flops = self._fit(f"{what}: flops", [k.flops for k in kernels])
         moved = self._fit(f"{what}: bytes", [k.bytes for k in kernels])
         first = kernels[0]
@@ -90,17 +126,25 @@ class Fitter:
         slope = (y2 - y0) / (r2 - r0)
         if abs(y0 + slope * (r1 - r0) - y1) > max(1, 0.01 * y1):
             raise CaptureError(
-                f"op_cost({kernels[0].op!r}): the formula of {name} gives {y0}, {y1}, {y2} at {r0}, {r1}, {r2} rows; it must "
+                f"op_cost({kernels[0].op!r}): the formula of {name} gives {y0}, {y1}, {y2} at "
+                f"{r0}, {r1}, {r2} rows; "
+                f"it must "
                 "grow by the same with each row of a microbatch (a + b * rows), but for rounding"
             )
         return affine(round(y0 - slope * r0), round(slope))
 
     def _liveness(self, step: Step, liveness: Sequence[Liveness]) -> Liveness:
         first = liveness[0]
-        if any((x.consumed, list(map(len, x.segments))) != (first.consumed, list(map(len, first.segments))) for x in liveness):
+        if any(
+            (x.consumed, list(map(len, x.segments)))
+            != (first.consumed, list(map(len, first.segments)))
+            for x in liveness
+        ):
             raise NotAffine(f"the order of memory use in step {step} changes")
         segments = tuple(
-            _maximal([self._fit(f"memory of step {step}", sizes) for sizes in zip(*group, strict=True)])
+            _maximal(
+                [self._fit(f"memory of step {step}", sizes) for sizes in zip(*group, strict=True)]
+            )
             for group in zip(*(x.segments for x in liveness), strict=True)
         )
         inside = tuple(
@@ -113,7 +157,9 @@ class Fitter:
         what = f"memory inside a kernel of step {step}"
         if len({k.most for k in kernels}) != 1:
             raise NotAffine(f"{what}: {', '.join(str(k.most) for k in kernels)} bytes per slice")
-        held, own = (self._fit(what, [getattr(k, name) for k in kernels]) for name in ("held", "own"))
+        held, own = (
+            self._fit(what, [getattr(k, name) for k in kernels]) for name in ("held", "own")
+        )
         return Inside(held, own, kernels[0].most)
 
     def _fit(self, what: str, sizes: Sequence[Dim]) -> Dim:
@@ -139,8 +185,14 @@ def _maximal(sizes: Sequence[Dim]) -> tuple[Dim, ...]:
 def explain(error: NotAffine, chunk: str, traces: Mapping[int, TracedChunk]) -> CaptureError:
     """Return the user's error for a chunk that does not fit; `traces` are by rows."""
     return CaptureError(
-        f"chunk {chunk!r} is not affine in the rows of a microbatch: {error} (traced at {', '.join(map(str, traces))} rows); "
-        "every size must be a + b * rows: no rows-by-rows products, and the rows stay in the first dimension. A model that "
-        "compares the rows of a batch with each other (in-batch negatives) changes with the number of rows; give it the other "
+        f"chunk {chunk!r} is not affine in the rows of a microbatch: {error} (traced at "
+        f"{', '.join(map(str, traces))} "
+        f"rows); "
+        "every size must be a + b * rows: no rows-by-rows products, and the rows stay in the first "
+        "dimension. A model "
+        "that "
+        "compares the rows of a batch with each other (in-batch negatives) changes with the number "
+        "of rows; give it "
+        "the other "
         "side of each comparison as a tensor of the batch, [rows, ...]"
     )

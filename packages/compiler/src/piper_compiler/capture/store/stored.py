@@ -154,21 +154,34 @@ def restored(kept: StoredTrace, again: Callable[[], Traced]) -> Traced:
     if kept.usual is not None:
         vars(traced)["assembled"] = _restored(kept.usual, functools.partial(form, ()), forward)
     for asked, one in kept.layered.items():
-        traced.layered[asked] = traced.assembled if one is None else _restored(one, functools.partial(form, asked), forward)
+        traced.layered[asked] = (
+            traced.assembled
+            if one is None
+            else _restored(one, functools.partial(form, asked), forward)
+        )
     return traced
 
 
 def _restored(kept: StoredCapture, again: Again, forward: Forward) -> Captured:
     found: list[Captured] = []
-    code = StoredCode(kept.traced, kept.expected, again, lambda name: _derive(again(), found[0], name))
+    code = StoredCode(
+        kept.traced, kept.expected, again, lambda name: _derive(again(), found[0], name)
+    )
     found.append(_captured(kept, code, forward))
     return found[0]
 
 
 def _captured(kept: StoredCapture, code: CodeStore, forward: Forward) -> Captured:
     shared = {asked: _captured(one, code, forward) for asked, one in kept.shared.items()}
-    more: dict[str, Any] = {"unshared": kept.unshared, "layers": kept.layers, "reduce": kept.reduce, "auxiliary": kept.auxiliary}
-    return Captured(kept.program, code, forward, kept.advancing, kept.remarks, dict(kept.under), shared, **more)
+    more: dict[str, Any] = {
+        "unshared": kept.unshared,
+        "layers": kept.layers,
+        "reduce": kept.reduce,
+        "auxiliary": kept.auxiliary,
+    }
+    return Captured(
+        kept.program, code, forward, kept.advancing, kept.remarks, dict(kept.under), shared, **more
+    )
 
 
 def _derive(live: Captured, kept: Captured, code: str) -> None:
@@ -180,7 +193,9 @@ def _derive(live: Captured, kept: Captured, code: str) -> None:
         programs = {(): one.program, **one.under}
         for policies, program in programs.items():
             if code in _codes(program):
-                with_policies(with_shardings(live, asked) if asked else cut_at_experts(live), policies)
+                with_policies(
+                    with_shardings(live, asked) if asked else cut_at_experts(live), policies
+                )
 
 
 def _codes(program: Program) -> set[str]:
@@ -191,7 +206,12 @@ class _ForwardAgain:
     """Stand for a captured graph: what is known of it without it, and all else from a new capture."""
 
     def __init__(self, kept: StoredFacts, again: Callable[[], Traced]) -> None:
-        self.params, self.guards, self.notes, self.norms = kept.params, kept.guards, kept.notes, kept.norms
+        self.params, self.guards, self.notes, self.norms = (
+            kept.params,
+            kept.guards,
+            kept.notes,
+            kept.norms,
+        )
         self._again = again
 
     def __getattr__(self, name: str) -> Any:
@@ -202,7 +222,9 @@ class _ForwardAgain:
 
 def _not_here() -> Captured:
     raise CaptureError(
-        "this was compiled in another process and holds the code of its own plan only; call piper.compile here for anything else"
+        "this was compiled in another process and holds the code of its own plan only; call "
+        "piper.compile here for "
+        "anything else"
     )
 
 
@@ -252,7 +274,13 @@ class StoredCode(CodeStore):
     def variant(self, code: str, keep: str) -> str:
         return self._live(code).variant(code, keep)
 
-    def shared(self, code: str, asked: tuple[Sharding, ...], agreed: Agreed, params: tuple[tuple[str, ...], ...] = ()) -> str:
+    def shared(
+        self,
+        code: str,
+        asked: tuple[Sharding, ...],
+        agreed: Agreed,
+        params: tuple[tuple[str, ...], ...] = (),
+    ) -> str:
         return self._live(code).shared(code, asked, agreed, params)
 
     def dispatched(self, code: str, dispatch: Dispatch) -> str:

@@ -29,7 +29,12 @@ class Traced:
     """
 
     def __init__(
-        self, forward: Forward, layers: Layers, outline: Program, reduce: torch.dtype | None, make: Callable[[], Captured]
+        self,
+        forward: Forward,
+        layers: Layers,
+        outline: Program,
+        reduce: torch.dtype | None,
+        make: Callable[[], Captured],
     ) -> None:
         self.forward, self.layers, self.outline, self.reduce = forward, layers, outline, reduce
         self.layered: dict[tuple[str, ...], Captured] = {}
@@ -48,5 +53,7 @@ class Traced:
 
 def outline_of(pieces: Cut) -> Program:
     """Return the program of a graph that is cut, without its steps and tensors."""
-    chunks = tuple(Chunk(piece.region.id, piece.region.coords, (), (), {}, {}) for piece in pieces.pieces)
+    chunks = tuple(
+        Chunk(piece.region.id, piece.region.coords, (), (), {}, {}) for piece in pieces.pieces
+    )
     return Program(chunks, chained=pieces.layers.chained)

@@ -50,8 +50,16 @@ def _body(captured: Captured, chunk: Chunk, keep: str) -> Chunk:
         except NotAffine as error:
             problem = problem or explain(error, chunk.id, traces)
             continue
-        shared = {s: known if sig == (known := chunk.steps.get(s)) else sig for s, sig in steps.items()}
-        body = replace(chunk, ports=chunk.ports if ports == chunk.ports else ports, steps=shared, code=code, keep=keep)
+        shared = {
+            s: known if sig == (known := chunk.steps.get(s)) else sig for s, sig in steps.items()
+        }
+        body = replace(
+            chunk,
+            ports=chunk.ports if ports == chunk.ports else ports,
+            steps=shared,
+            code=code,
+            keep=keep,
+        )
         captured.code.expect(code, body)
         return body
     assert problem is not None

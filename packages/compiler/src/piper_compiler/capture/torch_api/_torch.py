@@ -19,7 +19,11 @@ from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import functions as dynamo_functions
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.base import (
+    AttributeMutationExisting,
+    ValueMutationExisting,
+    VariableTracker,
+)
 from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._guards import TracingContext
 from torch._library.custom_ops import CustomOpDef as CustomOpDef
@@ -27,7 +31,11 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -51,7 +59,10 @@ SET_GRAD = torch._C._set_grad_enabled
 """The function as which Dynamo records `torch.no_grad()`."""
 
 
-ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+ENTER_AUTOCAST, EXIT_AUTOCAST = (
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
 """The functions as which Dynamo records `torch.autocast()`: what entering returns is given to leaving."""
 
 
@@ -84,7 +95,9 @@ class _OneMode(FakeTensorMode):
 
 def fake_tensor(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return what `torch.empty(shape, dtype=dtype)` gives in a mode of `fake_cpu`, in a tenth of its time."""
-    return FakeTensor(mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.device("cpu"))
+    return FakeTensor(
+        mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.device("cpu")
+    )
 
 
 def fake_parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
@@ -110,7 +123,9 @@ CAPTURING = threading.RLock()
 @contextmanager
 def own_settings() -> Iterator[None]:
     """Set what a capture depends on in Dynamo, whatever the user has set. Whoever captures holds `CAPTURING`."""
-    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._guards")]
+    loggers = [
+        logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._guards")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)  # what they print is in the exception as well
@@ -122,7 +137,8 @@ def own_settings() -> Iterator[None]:
                 suppress_errors=False,
                 allow_rnn=True,
                 use_numpy_random_stream=True,  # else torch draws what numpy would draw, which is another number
-                run_gc_after_compile=False,  # it looks at all objects of the process, for what the next collection finds as well
+                # it looks at all objects of the process, for what the next collection finds as well
+                run_gc_after_compile=False,
             ),
             _function_names_left_out(),
             _guards_not_timed(),
@@ -195,12 +211,23 @@ def noted_changes(noted: Callable[[Change], None]) -> Iterator[None]:
     store, mutate = SideEffects.store_attr, SideEffects.mutation
 
     def note(item: Any, attribute: str | None) -> None:
-        if isinstance(item.mutation_type, AttributeMutationExisting | ValueMutationExisting) and item.source is not None:
-            if isinstance(item, TorchFunctionModeStackVariable):  # it has no name, and a mode is left where it was entered
+        if (
+            isinstance(item.mutation_type, AttributeMutationExisting | ValueMutationExisting)
+            and item.source is not None
+        ):
+            if isinstance(
+                item, TorchFunctionModeStackVariable
+            ):  # it has no name, and a mode is left where it was entered
                 return
             source = item.source.name
             place = source if attribute is None else f"{source}.{attribute}"
-            noted(Change(attribute_name(source, attribute), _user_line(TracingContext.extract_stack()), place))
+            noted(
+                Change(
+                    attribute_name(source, attribute),
+                    _user_line(TracingContext.extract_stack()),
+                    place,
+                )
+            )
 
     def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
         note(item, name)
@@ -311,8 +338,12 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     stack = getattr(error, "real_stack", None)
     if stack:
         return list(stack)
-    said = str(error).partition("from user code:")[2]  # an error inside of Dynamo has them in its text alone
-    return [traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(said)]
+    said = str(error).partition("from user code:")[
+        2
+    ]  # an error inside of Dynamo has them in its text alone
+    return [
+        traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(said)
+    ]
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -331,16 +362,24 @@ def data_dependent(tensor: torch.Tensor) -> bool:
 def is_transform(target: Any) -> bool:
     """Return whether a call enters or leaves a transform of torch.func (vmap, grad, jvp) in a captured graph."""
     home = getattr(target, "__module__", None) or ""
-    return home.startswith(("torch._functorch.predispatch", "torch._functorch.vmap")) or target in _HOOKS
+    return (
+        home.startswith(("torch._functorch.predispatch", "torch._functorch.vmap"))
+        or target in _HOOKS
+    )
 
 
-_HOOKS = (torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable)
+_HOOKS = (
+    torch._C._autograd._saved_tensors_hooks_disable,
+    torch._C._autograd._saved_tensors_hooks_enable,
+)
 """The functions by which transforms that make gradients forbid hooks on saved tensors."""
 
 
 def data_dependent_size(value: Any) -> bool:
     """Return whether a Python number in a graph depends on values of tensors."""
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not of_rows(value.node.expr)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and not of_rows(
+        value.node.expr
+    )
 
 
 def size_at(value: Any, rows: int) -> Any:
@@ -350,7 +389,13 @@ def size_at(value: Any, rows: int) -> Any:
     value of a tensor raises LookupError.
     """
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        kind = int if isinstance(value, torch.SymInt) else float if isinstance(value, torch.SymFloat) else bool
+        kind = (
+            int
+            if isinstance(value, torch.SymInt)
+            else float
+            if isinstance(value, torch.SymFloat)
+            else bool
+        )
         return kind(expr_at(value.node.expr, rows))
     if isinstance(value, list | tuple):
         return tuple(size_at(v, rows) for v in value)

@@ -36,7 +36,9 @@ def attention_modules_traced() -> Iterator[None]:
         with (
             in_place(transformer, {"_detect_is_causal_mask": _as_said}),
             in_place(F, {"_check_key_padding_mask": _check_padding, "_none_or_dtype": _no_dtype}),
-            in_place(flex, {"_validate_device": _any_device, "_transpose_ordered": _not_transposed}),
+            in_place(
+                flex, {"_validate_device": _any_device, "_transpose_ordered": _not_transposed}
+            ),
             in_place(nn.TransformerEncoder, {"forward": _forward if fused else _ENCODE}),
         ):
             yield
@@ -69,7 +71,9 @@ def _not_transposed(num_blocks: Tensor, indices: Tensor) -> tuple[Tensor, Tensor
 
 def _check_padding(key_padding_mask: Tensor, src_len: int, bsz: int) -> None:
     if tuple(key_padding_mask.shape) != (bsz, src_len):
-        raise AssertionError(f"key_padding_mask has the shape {key_padding_mask.shape}, not {(bsz, src_len)}")
+        raise AssertionError(
+            f"key_padding_mask has the shape {key_padding_mask.shape}, not {(bsz, src_len)}"
+        )
 
 
 _ENCODE = nn.TransformerEncoder.forward

@@ -22,7 +22,9 @@ def _autocast() -> Iterator[str]:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             yield (
-                f"torch.autocast({device!r}) is active around this call, and a plan computes in the one dtype of Job.precision. "
+                f"torch.autocast({device!r}) is active around this call, and a plan computes in "
+                f"the one dtype of "
+                f"Job.precision. "
                 f"{_LEAVE.capitalize()}; Precision(params='bfloat16') trains in bfloat16"
             )
 
@@ -32,21 +34,37 @@ def _global_hooks() -> Iterator[str]:
         if name.startswith("_global_") and name.endswith("_hooks") and found:
             register = f"register_module_{name.removeprefix('_global_').removesuffix('s')}"
             yield (
-                f"a hook for all modules is registered (torch.nn.modules.module.{register}), which a plan would not run as torch "
+                f"a hook for all modules is registered (torch.nn.modules.module.{register}), which "
+                f"a plan would not "
+                f"run as torch "
                 "does. Remove it, or register it on the modules of the model, in its constructor"
             )
 
 
 def _modes() -> Iterator[str]:
     if torch.is_inference_mode_enabled():
-        yield f"torch.inference_mode is active, in which nothing can be trained. {_LEAVE.capitalize()}"
-    functions = [mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+        yield (
+            f"torch.inference_mode is active, in which nothing can be trained. "
+            f"{_LEAVE.capitalize()}"
+        )
+    functions = [
+        mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext
+    ]
     for mode in [*functions, *_get_current_dispatch_mode_stack()]:
-        yield f"the mode {type(mode).__name__} is active, which changes torch's operations. {_LEAVE.capitalize()}"
+        yield (
+            f"the mode {type(mode).__name__} is active, which changes torch's operations. "
+            f"{_LEAVE.capitalize()}"
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        yield "a transform of torch.func or of forward-mode gradients is active. Call Piper outside of it"
+        yield (
+            "a transform of torch.func or of forward-mode gradients is active. Call Piper outside "
+            "of it"
+        )
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        yield f"torch.autograd.graph.saved_tensors_hooks (or save_on_cpu) is active. {_LEAVE.capitalize()}"
+        yield (
+            f"torch.autograd.graph.saved_tensors_hooks (or save_on_cpu) is active. "
+            f"{_LEAVE.capitalize()}"
+        )
 
 
 def check_autocast() -> None:
@@ -68,7 +86,9 @@ def check_context() -> None:
 def tracer_settings() -> list[str]:
     """Return the settings of torch's tracers that are not as torch has them, which change what is traced."""
     found: list[str] = []
-    for config in filter(None, map(sys.modules.get, ("torch._dynamo.config", "torch._functorch.config"))):
+    for config in filter(
+        None, map(sys.modules.get, ("torch._dynamo.config", "torch._functorch.config"))
+    ):
         for line in config.codegen_config().splitlines():  # those that were ever set
             name = line.partition(" = ")[0].rpartition(".")[2]
             if getattr(config, name, None) != config._config[name].default:

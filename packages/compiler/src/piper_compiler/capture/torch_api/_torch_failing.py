@@ -51,7 +51,9 @@ def failing_module() -> Iterator[Failing]:
             try:
                 yield
             except Exception as error:
-                if not seen or seen[0] not in _chain(error):  # else a module further in has noted it
+                if not seen or seen[0] not in _chain(
+                    error
+                ):  # else a module further in has noted it
                     found.module = module
                 seen[:] = [error]
                 raise
@@ -63,7 +65,10 @@ def failing_module() -> Iterator[Failing]:
             number = create(*args, **kwargs)
             frame = user_frame(TracingContext.extract_stack()) if inside else None
             if frame is not None:
-                found.sizes[str(number.node.expr)] = inside[-1], f"{frame.filename}:{frame.lineno} ({frame.line})"
+                found.sizes[str(number.node.expr)] = (
+                    inside[-1],
+                    f"{frame.filename}:{frame.lineno} ({frame.line})",
+                )
             return number
 
         return made

@@ -48,8 +48,15 @@ class RawJoint:
 
 def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJoint:
     """Return AOTAutograd's functionalised graph of `module(*args)`, with its backward where an output requires grad."""
-    with ExitStack() as stack, _use_lazy_graph_module(True), _matrices_unchecked(), _without_random_states():
-        exported = aot_export_joint_with_descriptors(stack, module, tuple(args)).graph_module  # lazy: its code is not asked for
+    with (
+        ExitStack() as stack,
+        _use_lazy_graph_module(True),
+        _matrices_unchecked(),
+        _without_random_states(),
+    ):
+        exported = aot_export_joint_with_descriptors(
+            stack, module, tuple(args)
+        ).graph_module  # lazy: its code is not asked for
     primals: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
     for node in exported.graph.find_nodes(op="placeholder"):
@@ -61,7 +68,8 @@ def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJo
     changed = {
         meaning.mutated_input.idx
         for meaning in exported.graph.output_node().meta["desc"]
-        if isinstance(meaning, InputMutationAOTOutput) and isinstance(meaning.mutated_input, PlainAOTInput)
+        if isinstance(meaning, InputMutationAOTOutput)
+        and isinstance(meaning.mutated_input, PlainAOTInput)
     }
     return RawJoint(exported, primals, tangents, tuple(sorted(changed)))
 
@@ -96,7 +104,9 @@ def results_and_gradients(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int
     output = graph.output_node()
     results: dict[int, fx.Node] = {}
     gradients: dict[int, fx.Node] = {}
-    for value, meaning in zip(cast(Sequence[fx.Node | None], output.args[0]), output.meta["desc"], strict=True):
+    for value, meaning in zip(
+        cast(Sequence[fx.Node | None], output.args[0]), output.meta["desc"], strict=True
+    ):
         match meaning:
             case PlainAOTOutput(idx=index) if value is not None:
                 results[index] = value
@@ -117,4 +127,6 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def recorded_in(node: fx.Node) -> Literal["forward", "backward"] | None:
     """Return the part that AOTAutograd was tracing when it made the node: unknown in a custom autograd function."""
     tag = str(node.meta.get("partitioner_tag", ""))
-    return "backward" if tag.endswith("backward") else "forward" if tag.endswith("forward") else None
+    return (
+        "backward" if tag.endswith("backward") else "forward" if tag.endswith("forward") else None
+    )

@@ -59,13 +59,21 @@ class LockedCalls:
 def _call_of(tx: InstructionTranslatorBase) -> tuple[FunctionType, tuple[Any, ...]] | None:
     """Return the function that is traced and what it was given; None where that is more than modules and constants."""
     code = tx.f_code
-    if code.co_freevars or code.co_kwonlyargcount or code.co_flags & 0b1100:  # neither *args nor **kwargs
+    if (
+        code.co_freevars or code.co_kwonlyargcount or code.co_flags & 0b1100
+    ):  # neither *args nor **kwargs
         return None
     given = []
     for name in code.co_varnames[: code.co_argcount]:
         variable = tx.symbolic_locals[name].realize()
-        value = variable.as_python_constant() if variable.is_python_constant() else getattr(variable, "value", None)
-        if not isinstance(value, nn.Module) and not (variable.is_python_constant() and isinstance(value, _CONSTANTS)):
+        value = (
+            variable.as_python_constant()
+            if variable.is_python_constant()
+            else getattr(variable, "value", None)
+        )
+        if not isinstance(value, nn.Module) and not (
+            variable.is_python_constant() and isinstance(value, _CONSTANTS)
+        ):
             return None
         given.append(value)
     return FunctionType(code, tx.f_globals), tuple(given)

@@ -49,11 +49,22 @@ from torch.utils._ordered_set import OrderedSet
 
 from piper_compiler.capture.torch_api import _torch
 
-HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))
+HOOKS = frozenset(
+    name
+    for name, value in vars(nn.Module()).items()
+    if "_hooks" in name and isinstance(value, dict)
+)
 """The attributes of a module that hold its hooks: functions that run with its forward, its backward and its state."""
 
 EQUALITIES = frozenset(
-    {"BOOL_MATCH", "CONSTANT_MATCH", "CONSTANT_SUBCLASS_MATCH", "DICT_KEYS_MATCH", "EQUALS_MATCH", "MAPPING_KEYS_CHECK"}
+    {
+        "BOOL_MATCH",
+        "CONSTANT_MATCH",
+        "CONSTANT_SUBCLASS_MATCH",
+        "DICT_KEYS_MATCH",
+        "EQUALS_MATCH",
+        "MAPPING_KEYS_CHECK",
+    }
 )
 """The guards that compare by ==, for which 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
 
@@ -64,11 +75,17 @@ CONSTANTS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 @contextmanager
 def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
     """Let Dynamo use traces again under the module's conditions. `tensors` are ids of the model's tensors."""
-    reuse = _Reuse(frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph)
+    reuse = _Reuse(
+        frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph
+    )
     build, read = invoke_subgraph.build_reuse_condition, _Read()
 
     def condition(tx: Any, fingerprint: Any, sources: Any) -> Any:
-        return build(tx, fingerprint, read.with_earlier(tx, sources, frozenset(fingerprint.arg_sources) - {None}))
+        return build(
+            tx,
+            fingerprint,
+            read.with_earlier(tx, sources, frozenset(fingerprint.arg_sources) - {None}),
+        )
 
     with (
         _torch.in_place(VariableBuilder, read.noted()),
@@ -99,7 +116,9 @@ class _Read:
 
         return {"__call__": call}
 
-    def with_earlier(self, tx: Any, sources: Iterable[Any], roots: frozenset[Any]) -> OrderedSet[Any]:
+    def with_earlier(
+        self, tx: Any, sources: Iterable[Any], roots: frozenset[Any]
+    ) -> OrderedSet[Any]:
         """Return the sources of a trace, those that were read of its arguments so far, and where Dynamo first met each.
 
         The guards on an object, and on what it holds, are on the first of its sources alone.
@@ -129,7 +148,9 @@ class _Changes:
         store, mutate = SideEffects.store_attr, SideEffects.mutation
 
         def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
-            self._count(item, makes_reachable=not isinstance(value, TensorVariable | ConstantVariable))
+            self._count(
+                item, makes_reachable=not isinstance(value, TensorVariable | ConstantVariable)
+            )
             store(effects, item, name, value, *rest)
 
         def mutation(effects: SideEffects, var: Any) -> None:
@@ -153,7 +174,9 @@ class _Changes:
 class _Reuse:
     """Replace the functions with which Dynamo uses traces again, for one capture."""
 
-    def __init__(self, tensors: frozenset[int], save: Callable[..., None], stamp_out: Callable[..., Any]) -> None:
+    def __init__(
+        self, tensors: frozenset[int], save: Callable[..., None], stamp_out: Callable[..., Any]
+    ) -> None:
         self.changes = _Changes()
         self._tensors, self._save, self._stamp_out = tensors, save, stamp_out
         self._traces: list[_Trace] = []
@@ -161,9 +184,15 @@ class _Reuse:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Return the replacements by name in Dynamo's module."""
-        return {"find_reuse_match": self.find, "save_reuse_entry": self.save, "stamp_out_subgraph": self.stamp_out}
+        return {
+            "find_reuse_match": self.find,
+            "save_reuse_entry": self.save,
+            "stamp_out_subgraph": self.stamp_out,
+        }
 
-    def save(self, tx: Any, fn_var: Any, fingerprint: Any, *args: Any, condition: Any, **kwargs: Any) -> None:
+    def save(
+        self, tx: Any, fn_var: Any, fingerprint: Any, *args: Any, condition: Any, **kwargs: Any
+    ) -> None:
         """Keep a trace that has no effects beside its results, as Dynamo found."""
         self._save(tx, fn_var, fingerprint, *args, condition=condition, **kwargs)
         if any(isinstance(argument, ListVariable) for argument in args):  # what the function gives
@@ -172,15 +201,23 @@ class _Reuse:
         _, entry = cache.subgraph_reuse_cache[invoke_subgraph.get_fn_code(fn_var)][-1]
         moment = _Moment.now(tx, fn_var, self.changes.number)
         if moment is not None:
-            self._traces += _trace(tx, fingerprint, condition, entry, moment, self.changes.objects(tx))
+            self._traces += _trace(
+                tx, fingerprint, condition, entry, moment, self.changes.objects(tx)
+            )
 
     def find(self, tx: Any, fn_var: Any, fingerprint: Any) -> Any:
         """Return the trace that serves a call, or None."""
         moment, changed = _Moment.now(tx, fn_var, self.changes.number), self.changes.objects(tx)
         arguments = _arguments(fingerprint)
         for trace in self._traces:
-            if moment == trace.moment and trace.moment.state.check() and arguments == trace.arguments:
-                values = _Values(tx, trace.elsewhere, zip(trace.sources, fingerprint.arg_sources, strict=True))
+            if (
+                moment == trace.moment
+                and trace.moment.state.check()
+                and arguments == trace.arguments
+            ):
+                values = _Values(
+                    tx, trace.elsewhere, zip(trace.sources, fingerprint.arg_sources, strict=True)
+                )
                 if trace.holds(values, changed):
                     self._found = trace, values
                     return trace.entry
@@ -196,8 +233,14 @@ class _Reuse:
         trace, values = self._found
         inputs = entry.body_gmod.graph.find_nodes(op="placeholder")
         kept, captured = [], []
-        for position, (origin, node) in enumerate(zip(entry.subgraph_input_mapping, inputs, strict=True)):
-            value = values(origin.source) if isinstance(origin, invoke_subgraph.LiftedCapturedSource) else None
+        for position, (origin, node) in enumerate(
+            zip(entry.subgraph_input_mapping, inputs, strict=True)
+        ):
+            value = (
+                values(origin.source)
+                if isinstance(origin, invoke_subgraph.LiftedCapturedSource)
+                else None
+            )
             if id(value) in self._tensors:
                 captured.append((position, value, node.meta["example_value"]))
             else:
@@ -217,9 +260,14 @@ class _Values:
     argument and that of the call's.
     """
 
-    def __init__(self, tx: Any, elsewhere: Mapping[Any, Any], arguments: Iterable[tuple[Any, Any]]) -> None:
+    def __init__(
+        self, tx: Any, elsewhere: Mapping[Any, Any], arguments: Iterable[tuple[Any, Any]]
+    ) -> None:
         self._tx, self._elsewhere = tx, elsewhere
-        self._found = {**elsewhere, **{own: _value(tx, other, {}) for own, other in arguments if own is not None}}
+        self._found = {
+            **elsewhere,
+            **{own: _value(tx, other, {}) for own, other in arguments if own is not None},
+        }
 
     def __call__(self, source: Any) -> Any:
         return _value(self._tx, source, self._found)
@@ -247,11 +295,20 @@ class _Moment:
     def now(tx: Any, fn_var: Any, changes: int) -> _Moment | None:
         """Return the present moment, or None within another region or transformation."""
         output = tx.output
-        nested = output.current_tracer is not output.root_tracer or torch._C._functorch.peek_interpreter_stack() is not None
+        nested = (
+            output.current_tracer is not output.root_tracer
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        )
         if nested or not isinstance(fn_var, UserFunctionVariable):
             return None
         modes = tuple(tx.symbolic_torch_function_state.mode_stack)
-        return _Moment(output, fn_var.get_function(), changes, modes, torch._C._dynamo.guards.GlobalStateGuard())
+        return _Moment(
+            output,
+            fn_var.get_function(),
+            changes,
+            modes,
+            torch._C._dynamo.guards.GlobalStateGuard(),
+        )
 
 
 @dataclass(frozen=True)
@@ -282,29 +339,62 @@ class _Trace:
     def holds(self, values: _Values, changed: Sequence[Any]) -> bool:
         """Return whether conditions 2 and 3 hold, and 5 for what changed before."""
         try:
-            guarded = all(check(values(source), expected) for source, check, expected in self.guards)
-            return guarded and self.objects == _objects(values, self.reads, self.sources) and not values.include(changed)
+            guarded = all(
+                check(values(source), expected) for source, check, expected in self.guards
+            )
+            return (
+                guarded
+                and self.objects == _objects(values, self.reads, self.sources)
+                and not values.include(changed)
+            )
         except Exception:  # of whatever kind, from an attribute that is not there or another thing than a guard expects
             return False
 
 
-def _trace(tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Moment, changed: Sequence[Any]) -> Iterator[_Trace]:
+def _trace(
+    tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Moment, changed: Sequence[Any]
+) -> Iterator[_Trace]:
     """Yield the trace, or nothing where it depends on its arguments in a way that `_Values` cannot follow."""
     sources = tuple(fingerprint.arg_sources)
     roots = frozenset(s for s in sources if s is not None)
-    guards = [(source, _check(handler, guard), expected) for source, handler, expected, guard in condition.guards]
-    lifted = [o.source for o in entry.subgraph_input_mapping if isinstance(o, invoke_subgraph.LiftedCapturedSource)]
+    guards = [
+        (source, _check(handler, guard), expected)
+        for source, handler, expected, guard in condition.guards
+    ]
+    lifted = [
+        o.source
+        for o in entry.subgraph_input_mapping
+        if isinstance(o, invoke_subgraph.LiftedCapturedSource)
+    ]
     reads = tuple(dict.fromkeys([*roots, *condition.traced_sources, *lifted]))
-    depends = {source: _depends(source, roots) for source in (*reads, *(source for source, _, _ in guards))}
-    if None in depends.values() or any(_depends(root, roots - {root}) is not False for root in roots):
+    depends = {
+        source: _depends(source, roots) for source in (*reads, *(source for source, _, _ in guards))
+    }
+    if None in depends.values() or any(
+        _depends(root, roots - {root}) is not False for root in roots
+    ):
         return
     elsewhere = {source: _value(tx, source, {}) for source in reads if not depends[source]}
     values = _Values(tx, elsewhere, zip(sources, sources, strict=True))
     objects = _objects(values, reads, sources)
     if not values.include(changed):
         kept = tuple(guard for guard in guards if depends[guard[0]])
-        modules = tuple((source, str(id(values(source)))) for source in reads if isinstance(values(source), nn.Module))
-        yield _Trace(entry, moment, _arguments(fingerprint), sources, elsewhere, kept, reads, objects, modules)
+        modules = tuple(
+            (source, str(id(values(source))))
+            for source in reads
+            if isinstance(values(source), nn.Module)
+        )
+        yield _Trace(
+            entry,
+            moment,
+            _arguments(fingerprint),
+            sources,
+            elsewhere,
+            kept,
+            reads,
+            objects,
+            modules,
+        )
 
 
 def _check(handler: Any, guard: Any) -> Callable[[Any, Any], bool]:
@@ -315,7 +405,11 @@ def _check(handler: Any, guard: Any) -> Callable[[Any, Any], bool]:
 
     def exactly(value: Any, expected: Any) -> bool:
         found = handler.get_metadata_fn(guard, value)
-        return bool(handler.eval_fn(value, expected)) and type(found) is type(expected) and repr(found) == repr(expected)
+        return (
+            bool(handler.eval_fn(value, expected))
+            and type(found) is type(expected)
+            and repr(found) == repr(expected)
+        )
 
     return exactly
 
@@ -339,7 +433,12 @@ def _arguments(fingerprint: Any) -> tuple[Any, ...]:
     """Return what a trace depends on in a call's arguments without a guard; it is equal for calls that are alike."""
     nodes: dict[fx.Node, int] = {}
     found = [_argument(tag, vt, nodes) for tag, vt in fingerprint.flat_vts]
-    return fingerprint.treespec, fingerprint.has_unknown, tuple(s is not None for s in fingerprint.arg_sources), *found
+    return (
+        fingerprint.treespec,
+        fingerprint.has_unknown,
+        tuple(s is not None for s in fingerprint.arg_sources),
+        *found,
+    )
 
 
 def _argument(tag: Any, vt: Any, nodes: dict[fx.Node, int]) -> tuple[Any, ...]:
@@ -363,8 +462,13 @@ def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) ->
     seen: dict[int, int] = {}
     kept = [values(source) for source in reads]  # alive, so that ids are theirs
     given = [values(source) for source in arguments if source is not None]
-    kept += (inner for module in given if isinstance(module, nn.Module) for inner in module.modules())
-    return tuple(None if type(v) in CONSTANTS else (seen.setdefault(id(v), len(seen)), _facts(v)) for v in kept)
+    kept += (
+        inner for module in given if isinstance(module, nn.Module) for inner in module.modules()
+    )
+    return tuple(
+        None if type(v) in CONSTANTS else (seen.setdefault(id(v), len(seen)), _facts(v))
+        for v in kept
+    )
 
 
 def _facts(value: Any) -> Any:
@@ -380,7 +484,9 @@ def _facts(value: Any) -> Any:
 def _module(module: nn.Module) -> tuple[Any, ...]:
     """Return a module's class, the names of its attributes and parts, and its hooks; it may have its own forward."""
     own = vars(module)
-    hooks = {name: [id(hook) for hook in value.values()] for name, value in own.items() if name in HOOKS}
+    hooks = {
+        name: [id(hook) for hook in value.values()] for name, value in own.items() if name in HOOKS
+    }
     return type(module), tuple(own), tuple(module._modules), hooks
 
 

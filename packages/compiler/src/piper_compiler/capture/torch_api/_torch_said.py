@@ -19,7 +19,15 @@ from torch._guards import TracingContext
 
 from piper_compiler.capture.torch_api._torch import in_place, user_frame
 
-_LOGGING = logging.debug, logging.info, logging.warning, logging.error, logging.critical, logging.log, logging.exception
+_LOGGING = (
+    logging.debug,
+    logging.info,
+    logging.warning,
+    logging.error,
+    logging.critical,
+    logging.log,
+    logging.exception,
+)
 FUNCTIONS: frozenset[Any] = frozenset((print, warnings.warn, *_LOGGING))
 """The functions that run once, beside the methods of loggers."""
 
@@ -38,7 +46,9 @@ class Statements:
             return ()
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         return (
-            f"print, logging and warnings in forward ran once, when the model was captured, and do not run in training: "
+            f"print, logging and warnings in forward ran once, when the model was captured, and do "
+            f"not run in "
+            f"training: "
             f"{', '.join(lines[:3])}{more}",
         )
 
@@ -46,10 +56,14 @@ class Statements:
     def running(self) -> Iterator[None]:
         """Let such calls run once while Dynamo traces."""
 
-        def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def call_function(
+            variable: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> Any:
             return self._run(variable.value, args, kwargs)
 
-        def call_method(variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def call_method(
+            variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> Any:
             return self._run(getattr(variable.value, name), args, kwargs)
 
         with (
@@ -59,7 +73,9 @@ class Statements:
         ):
             yield
 
-    def _run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         given, named = [_told(a) for a in args], {name: _told(a) for name, a in kwargs.items()}
         frame = user_frame(TracingContext.extract_stack())
         line = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame is not None else ""
@@ -74,7 +90,9 @@ class Statements:
         return ConstantVariable.create(result if isinstance(result, bool) else None)
 
 
-def _warn(filename: str, line: int, message: Any, category: Any = None, stacklevel: Any = 1, **rest: Any) -> None:
+def _warn(
+    filename: str, line: int, message: Any, category: Any = None, stacklevel: Any = 1, **rest: Any
+) -> None:
     """Warn in the name of the user's line."""
     kind = type(message) if isinstance(message, Warning) else category or UserWarning
     warnings.warn_explicit(message, kind, filename, line)

@@ -45,5 +45,9 @@ def attribute_name(source: str, attribute: str | None) -> str:
     name = re.sub(r"^G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", "."), name)
     name = re.sub(r"(^|\()[LG]\['(\w+)'\]", r"\1\2", name)
     if attribute is not None:
-        name = name.removesuffix(".cell_contents") if attribute == "cell_contents" else f"{name}.{attribute}"
+        name = (
+            name.removesuffix(".cell_contents")
+            if attribute == "cell_contents"
+            else f"{name}.{attribute}"
+        )
     return name.removeprefix("model.")

@@ -30,9 +30,13 @@ REPLACE = "replace"
 ATTRIBUTE = "_piper_replacement"
 """The attribute of a tagged module that holds (name, pattern)."""
 WAY_OUT = (
-    "A loop over the experts that tokens chose, or over each expert's tokens, has sizes that only a run knows. Experts in "
-    "Hugging Face's form become static by the tag replace='gated_experts', in the function that makes the model: "
-    "piper.tag(model, {'*.experts': dict(replace='gated_experts')}); others by a function of your own, registered with "
+    "A loop over the experts that tokens chose, or over each expert's tokens, has sizes that only "
+    "a run knows. Experts "
+    "in "
+    "Hugging Face's form become static by the tag replace='gated_experts', in the function that "
+    "makes the model: "
+    "piper.tag(model, {'*.experts': dict(replace='gated_experts')}); others by a function of your "
+    "own, registered with "
     "@piper.replacement('name'), that calls route, grouped_mm and unroute of piper_ops."
 )
 """The way out for what depends on how many tokens an expert has."""
@@ -66,7 +70,9 @@ def replacement(name: str, *, check: Misfit = _fits_all) -> Callable[[_Function]
 
 def own_replacements() -> tuple[tuple[str, Replacement], ...]:
     """Return the registered functions in the order of their names."""
-    return tuple((name, function) for name, (function, _) in sorted(_KNOWN.items(), key=lambda item: item[0]))
+    return tuple(
+        (name, function) for name, (function, _) in sorted(_KNOWN.items(), key=lambda item: item[0])
+    )
 
 
 def mark(name: str, module: nn.Module, pattern: str, wanted: object) -> None:
@@ -75,19 +81,24 @@ def mark(name: str, module: nn.Module, pattern: str, wanted: object) -> None:
     if found is None or not isinstance(wanted, str):
         known = ", ".join(repr(n) for n, _ in own_replacements())
         raise SelectorError(
-            f"tag {pattern!r}: there is no replacement {wanted!r}; known are {known}. Register a function with "
+            f"tag {pattern!r}: there is no replacement {wanted!r}; known are {known}. Register a "
+            f"function with "
             f"@piper.replacement({wanted!r})"
         )
     reason = found[1](module)
     if reason:
         raise SelectorError(
-            f"tag {pattern!r}: {wanted!r} cannot stand in the place of module {name!r} ({type(module).__name__}): {reason}. "
+            f"tag {pattern!r}: {wanted!r} cannot stand in the place of module {name!r} "
+            f"({type(module).__name__}): "
+            f"{reason}. "
             "Register a function that can with @piper.replacement('name')"
         )
     before, by = module.__dict__.setdefault(ATTRIBUTE, (wanted, pattern))
     if before != wanted:
         raise SelectorError(
-            f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: replace={before!r} and replace={wanted!r}; make "
+            f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: "
+            f"replace={before!r} and "
+            f"replace={wanted!r}; make "
             "them match different modules"
         )
 
@@ -112,7 +123,11 @@ def _with_forward(kind: Any, function: Replacement) -> Any:
 
 def _not_gated(module: Any) -> str:
     """Return why a module is not of the form that `gated_experts` computes."""
-    weights = [w for name in ("gate_up_proj", "down_proj") if isinstance(w := getattr(module, name, None), Tensor)]
+    weights = [
+        w
+        for name in ("gate_up_proj", "down_proj")
+        if isinstance(w := getattr(module, name, None), Tensor)
+    ]
     if [w.dim() for w in weights] != [3, 3] or not callable(getattr(module, "act_fn", None)):
         return "it has no gate_up_proj and down_proj of three dimensions, with an activation act_fn"
     told = {
@@ -123,8 +138,15 @@ def _not_gated(module: Any) -> str:
     reasons = [text for name, text in told.items() if getattr(module, name, False)]
     reasons += [] if getattr(module, "has_gate", True) else ["its experts have no gate"]
     wide, narrow = (_as_columns(module, w) for w in weights)
-    if wide.shape[0] != narrow.shape[0] or wide.shape[2] != 2 * narrow.shape[1] or wide.shape[1] != narrow.shape[2]:
-        reasons.append(f"gate_up_proj {tuple(weights[0].shape)} and down_proj {tuple(weights[1].shape)} do not fit together")
+    if (
+        wide.shape[0] != narrow.shape[0]
+        or wide.shape[2] != 2 * narrow.shape[1]
+        or wide.shape[1] != narrow.shape[2]
+    ):
+        reasons.append(
+            f"gate_up_proj {tuple(weights[0].shape)} and down_proj {tuple(weights[1].shape)} do "
+            f"not fit together"
+        )
     return " and ".join(reasons)
 
 
@@ -134,7 +156,9 @@ def _as_columns(module: Any, weight: Tensor) -> Tensor:
 
 
 @replacement("gated_experts", check=_not_gated)
-def gated_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def gated_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Compute experts with gates of tokens [N, W] by three static ops, given each token's experts and shares [N, k]."""
     wide, narrow = (_as_columns(module, w) for w in (module.gate_up_proj, module.down_proj))
     rows, counts = route(hidden_states, top_k_index, wide.shape[0])

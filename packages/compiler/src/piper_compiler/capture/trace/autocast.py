@@ -20,7 +20,10 @@ from piper_ir.ground.errors import CaptureError
 from piper_ops import as_written, user_line
 
 DEVICE = "cpu"
-PRECISION = "Job(precision=Precision(params='float32', compute='bfloat16')) computes the whole model in bfloat16"
+PRECISION = (
+    "Job(precision=Precision(params='float32', compute='bfloat16')) computes the whole model in "
+    "bfloat16"
+)
 
 
 def write_casts(graph: fx.Graph) -> tuple[str, ...]:
@@ -38,13 +41,20 @@ def write_casts(graph: fx.Graph) -> tuple[str, ...]:
                 lines[user_line(node)] = None
         elif node.target is _torch.EXIT_AUTOCAST:
             blocks.remove(node.args[0])
-        elif blocks and node.op in ("call_function", "call_method") and tensors_of(node) and _options(blocks[-1])["enabled"]:
+        elif (
+            blocks
+            and node.op in ("call_function", "call_method")
+            and tensors_of(node)
+            and _options(blocks[-1])["enabled"]
+        ):
             _write(graph, node, _options(blocks[-1]))
     for node in reversed(list(graph.nodes)):
         if node.target in (_torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST):
             graph.erase_node(node)
     return tuple(
-        f"torch.autocast ({line}): its casts are part of what is captured, the same on every device: those of a CPU. A cast of a "
+        f"torch.autocast ({line}): its casts are part of what is captured, the same on every "
+        f"device: those of a CPU. A "
+        f"cast of a "
         "weight is made in every microbatch. In float64 (`piper verify`) autocast casts nothing"
         for line in lines
     )
@@ -53,15 +63,24 @@ def write_casts(graph: fx.Graph) -> tuple[str, ...]:
 def _options(node: fx.Node) -> dict[str, Any]:
     """Return the arguments with which a block was entered."""
     names = ("device_type", "dtype", "enabled", "cache_enabled")
-    return {"enabled": True, "dtype": None, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {
+        "enabled": True,
+        "dtype": None,
+        **dict(zip(names, node.args, strict=False)),
+        **node.kwargs,
+    }
 
 
 def _check_device(node: fx.Node) -> None:
     device = str(_options(node)["device_type"])
     if device != DEVICE:
         raise CaptureError(
-            f"{user_line(node)}: torch.autocast({device!r}) inside the model casts on this device only, so that each device "
-            f"would train another model. Write torch.autocast(x.device.type, ...), whose casts are captured. {PRECISION}"
+            f"{user_line(node)}: torch.autocast({device!r}) inside the model casts on this device "
+            f"only, so that each "
+            f"device "
+            f"would train another model. Write torch.autocast(x.device.type, ...), whose casts are "
+            f"captured. "
+            f"{PRECISION}"
         )
 
 
@@ -70,7 +89,9 @@ def _write(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
     name = str(getattr(node.target, "__name__", node.target))
     if isinstance(node.target, _torch.HigherOrderOperator) or node.target is as_written:
         raise CaptureError(
-            f"{line_of(node)}: this runs as it is, in the middle of torch.autocast. Leave it out of the block. {PRECISION}"
+            f"{line_of(node)}: this runs as it is, in the middle of torch.autocast. Leave it out "
+            f"of the block. "
+            f"{PRECISION}"
         )
     if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
         return  # autocast casts nothing of what is changed in place
@@ -85,10 +106,15 @@ def _write(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
         for source, dtype in wanted.items():
             copy = copies[source] = graph.call_method("to", (source, dtype))
             copy.meta = {**node.meta, "example_value": examples[source].to(dtype)}
-    alone = _observed(node, {n: copies[n].meta["example_value"] if n in copies else e for n, e in examples.items()})
+    alone = _observed(
+        node,
+        {n: copies[n].meta["example_value"] if n in copies else e for n, e in examples.items()},
+    )
     if alone.ops != cast.ops:
         raise CaptureError(
-            f"{line_of(node)}: {name} casts inside of itself under torch.autocast, which a plan cannot write out. Leave it out "
+            f"{line_of(node)}: {name} casts inside of itself under torch.autocast, which a plan "
+            f"cannot write out. "
+            f"Leave it out "
             f"of the block, or call its parts. {PRECISION}"
         )
     node.args = fx.map_arg(node.args, lambda n: copies.get(n, n))
@@ -127,13 +153,19 @@ class _Watch(_torch.TorchDispatchMode):
 
 
 def _dtypes(values: Any) -> Iterator[torch.dtype]:
-    yield from (leaf.dtype for leaf in _torch.pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    yield from (
+        leaf.dtype for leaf in _torch.pytree.tree_leaves(values) if isinstance(leaf, Tensor)
+    )
 
 
 def _observed(node: fx.Node, examples: dict[fx.Node, Any]) -> _Seen:
     """Run an operation on these examples."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: examples[n])
-    tensors = [leaf for leaf in _torch.pytree.tree_leaves(list(examples.values())) if isinstance(leaf, Tensor)]
+    tensors = [
+        leaf
+        for leaf in _torch.pytree.tree_leaves(list(examples.values()))
+        if isinstance(leaf, Tensor)
+    ]
     mode = next((m for t in tensors if (m := getattr(t, "fake_mode", None)) is not None), None)
     if mode is None:
         return _Seen()

@@ -37,20 +37,28 @@ OF_FUNCTIONS = frozenset({"associative_scan", "scan", "cond", "while_loop", "map
 COMPILED_ONLY = frozenset({"cond"})
 """The operators among them that torch compiles, also where they stand in code that runs as it is."""
 AS_PYTHON = (
-    "torch compiles them when it runs, which no plan holds. Write `if` in place of it, in a small nn.Module of its own, which "
+    "torch compiles them when it runs, which no plan holds. Write `if` in place of it, in a small "
+    "nn.Module of its "
+    "own, which "
     "becomes an opaque region by itself; or compute both ways and choose with torch.where"
 )
 MOST = 0.5
 """The largest part of a model's weights, or of its layers, that a module may hold that becomes opaque by itself."""
 
 OUT_OF_PLACE = (
-    "It stands in no module of its own, but in {place}. Put it into a small nn.Module, which then runs by autograd as it is "
+    "It stands in no module of its own, but in {place}. Put it into a small nn.Module, which then "
+    "runs by autograd as "
+    "it is "
     "(`piper explain` says so), or write it with operations of static shapes (torch.where, masks)."
 )
 
 OF_LOSS = (
-    "It stands in the loss. Let the model compute it in a small nn.Module that gets the labels, which then runs by autograd as "
-    "it is (`piper explain` says so): batch returns labels among the inputs, and Job has no loss. Or write it with operations of "
+    "It stands in the loss. Let the model compute it in a small nn.Module that gets the labels, "
+    "which then runs by "
+    "autograd as "
+    "it is (`piper explain` says so): batch returns labels among the inputs, and Job has no loss. "
+    "Or write it with "
+    "operations of "
     "static shapes (torch.where, masks)."
 )
 
@@ -78,11 +86,17 @@ class Automatic:
         """Return what was done and what it costs, as one line."""
         many = f" and {len(self.modules) - 1} more" if len(self.modules) > 1 else ""
         said = (
-            f"module {self.modules[0]!r} ({self.kind}){many}: opaque, run by autograd as it is, since {self.cause}: {self.line}. "
+            f"module {self.modules[0]!r} ({self.kind}){many}: opaque, run by autograd as it is, "
+            f"since {self.cause}: {self.line}. "
         )
-        said += "Its backward is not split into input and weight gradient, and shard leaves it whole"
+        said += (
+            "Its backward is not split into input and weight gradient, and shard leaves it whole"
+        )
         if self.written:
-            said += ". What autograd keeps depends on values; the plan has the bytes for random numbers. A parameter that no row "
+            said += (
+                ". What autograd keeps depends on values; the plan has the bytes for random "
+                "numbers. A parameter that no row "
+            )
             said += "reaches gets a gradient of zeros"
         return f"{said}. piper.tag(model, ...) with opaque=True chooses another part"
 
@@ -109,7 +123,11 @@ class AutomaticRegions:
 
     def take_written(self, module: nn.Module | None, line: str, cause: str) -> str:
         """Let a module, and those of its class, run as they were written; return why they cannot, "" if they do."""
-        if module is None or module not in set(self.model.modules()) or module in set(self._holding()):
+        if (
+            module is None
+            or module not in set(self.model.modules())
+            or module in set(self._holding())
+        ):
             holds = module is not None and module in set(self.model.modules())
             if not holds:
                 return OF_LOSS
@@ -128,7 +146,9 @@ class AutomaticRegions:
 
     def take_larger(self) -> bool:
         """Let the module around one whose results can be in no graph run as it was written; return whether it does."""
-        inner = next((one for one in self._planned.values() if isinstance(one.problem, Leaves)), None)
+        inner = next(
+            (one for one in self._planned.values() if isinstance(one.problem, Leaves)), None
+        )
         if inner is None or "." not in inner.name:
             return False
         self._first = self._first or inner.problem
@@ -146,13 +166,19 @@ class AutomaticRegions:
             if one.kind == kind:
                 module = self.model.get_submodule(one.name)
                 module.__class__ = type(module).__mro__[1]
-                marks = {name: mark for name, mark in module.__dict__[ATTRIBUTE].items() if name != OPAQUE}
+                marks = {
+                    name: mark
+                    for name, mark in module.__dict__[ATTRIBUTE].items()
+                    if name != OPAQUE
+                }
                 module.__dict__[ATTRIBUTE] = marks
                 del self._planned[key]
 
     def take_opaque(self, module: nn.Module, line: str, cause: str) -> None:
         """Let a module, and those of its class, be opaque."""
-        named = {name: m for name, m in self._alike(module).items() if OPAQUE not in module_coords(m)}
+        named = {
+            name: m for name, m in self._alike(module).items() if OPAQUE not in module_coords(m)
+        }
         for name, one in named.items():
             self._mark(one, name)
         self.found.append(Automatic(tuple(named), type(module).__name__, line, cause, False))
@@ -175,7 +201,9 @@ class AutomaticRegions:
         for module in self.model.modules():
             own = sum(sizes[id(p)] for p in module.parameters())
             layers = len(entries.intersection(map(id, module.modules())))
-            if module is self.model or (own > MOST * sum(sizes.values()) and layers > max(1, MOST * len(entries))):
+            if module is self.model or (
+                own > MOST * sum(sizes.values()) and layers > max(1, MOST * len(entries))
+            ):
                 yield module
 
     def settle(self, graph: fx.Graph) -> None:
@@ -211,17 +239,28 @@ def causes(graph: fx.Graph, opaque: Callable[[fx.Node], bool]) -> Iterator[Untra
         if node.op == "placeholder" or not _used(node):
             continue
         if node.target in RECURRENT and not opaque(node):
-            yield Untraceable(node, "a fused recurrent layer is one cuDNN kernel on CUDA and a loop on CPU", recurrent=True)
-        elif isinstance(node.target, _torch.HigherOrderOperator) and node.target.name() in OF_FUNCTIONS:
+            yield Untraceable(
+                node,
+                "a fused recurrent layer is one cuDNN kernel on CUDA and a loop on CPU",
+                recurrent=True,
+            )
+        elif (
+            isinstance(node.target, _torch.HigherOrderOperator)
+            and node.target.name() in OF_FUNCTIONS
+        ):
             text = f"{node.target.name()} takes functions, which are traced by themselves"
             found = Untraceable(node, text, as_it_is=True)
             if node.target.name() in COMPILED_ONLY:
                 raise found.refusal(AS_PYTHON)
             yield found
         elif _torch.is_transform(node.target):
-            yield Untraceable(node, "a transform of torch.func, such as vmap, has operations of its own")
+            yield Untraceable(
+                node, "a transform of torch.func, such as vmap, has operations of its own"
+            )
         elif "fake_quant" in str(getattr(node.target, "__name__", "")):
-            yield Untraceable(node, "fake quantization has kernels for real numbers alone", as_it_is=True)
+            yield Untraceable(
+                node, "fake quantization has kernels for real numbers alone", as_it_is=True
+            )
         elif any(map(_torch.data_dependent, tensors_of(node))):
             yield Untraceable(node, "the shape of a tensor depends on values of tensors")
         elif _torch.data_dependent_size(value):

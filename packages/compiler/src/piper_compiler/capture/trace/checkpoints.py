@@ -26,13 +26,20 @@ IN_PLACE = (
     operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
 )  # fmt: skip
 """The functions of Python that write into their first argument."""
-CALLS = (torch.ops.higher_order.tag_activation_checkpoint, torch.ops.higher_order.wrap_activation_checkpoint)
+CALLS = (
+    torch.ops.higher_order.tag_activation_checkpoint,
+    torch.ops.higher_order.wrap_activation_checkpoint,
+)
 
 
 @torch.compiler.substitute_in_graph(checkpoint_sequential, skip_signature_check=True)
-def _sequential(functions: Any, segments: int, input: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+def _sequential(
+    functions: Any, segments: int, input: Any, use_reentrant: bool | None = None, **kwargs: Any
+) -> Any:
     """Do what `checkpoint_sequential` does, into which Dynamo does not look; by default it is reentrant."""
-    functions = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    functions = (
+        list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    )
     reentrant, size = use_reentrant is None or use_reentrant, len(functions) // segments
     for k in range(segments - 1):
         part = _in_a_row(functions[k * size : (k + 1) * size])
@@ -67,8 +74,12 @@ def checkpoint_note(lines: Sequence[str]) -> tuple[str, ...]:
         return ()
     more = f" and {len(lines) - 2} more" if len(lines) > 2 else ""
     return (
-        f"torch.utils.checkpoint ({', '.join(lines[:2])}{more}): these regions have the coordinate checkpoint=1, and are made "
-        "again in the backward as by recompute(where(checkpoint=1), keep='inputs'), unless the strategy has a recompute for them "
+        f"torch.utils.checkpoint ({', '.join(lines[:2])}{more}): these regions have the coordinate "
+        f"checkpoint=1, and "
+        f"are made "
+        "again in the backward as by recompute(where(checkpoint=1), keep='inputs'), unless the "
+        "strategy has a "
+        "recompute for them "
         "(keep='all' keeps everything)",
     )
 
@@ -80,8 +91,15 @@ def _opened(module: fx.GraphModule, call: fx.Node) -> str:
     body: Any = getattr(module, str(name.target))
     line = user_line(call)
     _check(call, given, body)
-    copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
-    held = {storage_key(t) for g in given if isinstance(g, fx.Node) and g.op == "placeholder" for t in tensors_of(g)}
+    copies: dict[fx.Node, Any] = dict(
+        zip(body.graph.find_nodes(op="placeholder"), given, strict=True)
+    )
+    held = {
+        storage_key(t)
+        for g in given
+        if isinstance(g, fx.Node) and g.op == "placeholder"
+        for t in tensors_of(g)
+    }
     norms = [node for node in body.graph.nodes if node.target in BATCH_NORMS]
     results: Any = ()
     with module.graph.inserting_before(call):
@@ -93,7 +111,10 @@ def _opened(module: fx.GraphModule, call: fx.Node) -> str:
                 copies[node].meta = dict(node.meta)
             elif node.op != "placeholder":
                 copy = copies[node] = module.graph.node_copy(node, copies.__getitem__)
-                copy.meta = {**node.meta, "custom": {**(node.meta.get("custom") or {}), PREFIX + CHECKPOINT: 1}}
+                copy.meta = {
+                    **node.meta,
+                    "custom": {**(node.meta.get("custom") or {}), PREFIX + CHECKPOINT: 1},
+                }
                 if _runs_again(call):
                     _update_twice(copy, held, before_norm=any(node < norm for norm in norms))
     for user in list(call.users):
@@ -119,7 +140,9 @@ def _update_twice(node: fx.Node, held: Set[int], before_norm: bool) -> None:
     that the model or the batch has, of which a view may be changed, too.
     """
     if node.target in BATCH_NORMS:
-        bound: dict[str, Any] = dict(zip(BATCH_NORMS[node.target], node.args, strict=False)) | node.kwargs
+        bound: dict[str, Any] = (
+            dict(zip(BATCH_NORMS[node.target], node.args, strict=False)) | node.kwargs
+        )
         if bound.get("training", False) is not False and bound.get("running_mean") is not None:
             bound["momentum"] = 1 - (1 - bound.get("momentum", 0.1)) ** 2
             node.args, node.kwargs = (), bound
@@ -127,15 +150,29 @@ def _update_twice(node: fx.Node, held: Set[int], before_norm: bool) -> None:
     changed, *given = node.args or (None,)
     method = str(node.target) if node.op == "call_method" else ""
     writes = (method.endswith("_") and not method.endswith("__")) or node.target in IN_PLACE
-    if not writes or not isinstance(changed, fx.Node) or not any(storage_key(t) in held for t in tensors_of(changed)):
+    if (
+        not writes
+        or not isinstance(changed, fx.Node)
+        or not any(storage_key(t) in held for t in tensors_of(changed))
+    ):
         return
-    if before_norm and method == "add_" and isinstance(given[0], int) and not tensors_of(node)[0].is_floating_point():
+    if (
+        before_norm
+        and method == "add_"
+        and isinstance(given[0], int)
+        and not tensors_of(node)[0].is_floating_point()
+    ):
         node.args = (changed, 2 * given[0])
         return
     raise CaptureError(
-        f"{line_of(node)}: a tensor of the model or the batch is changed in place inside of torch.utils.checkpoint, which plain "
-        "PyTorch does twice: in the forward, and in the backward, when it makes the region again and comes so far. Change it "
-        "outside of the checkpointed function, or leave checkpoint out and write piper.recompute in the strategy"
+        f"{line_of(node)}: a tensor of the model or the batch is changed in place inside of "
+        f"torch.utils.checkpoint, "
+        f"which plain "
+        "PyTorch does twice: in the forward, and in the backward, when it makes the region again "
+        "and comes so far. "
+        "Change it "
+        "outside of the checkpointed function, or leave checkpoint out and write piper.recompute "
+        "in the strategy"
     )
 
 
@@ -155,13 +192,20 @@ def _check(call: fx.Node, given: list[Any], body: fx.GraphModule) -> None:
     where = line_of(call)
     if body.meta.get("_checkpoint_context_fn") is not None:
         raise CaptureError(
-            f"{where}: torch.utils.checkpoint with a context_fn chooses which operations are kept. Leave context_fn out, and say "
-            "so in the strategy: piper.recompute(where(checkpoint=1), keep='products'), or names of ops"
+            f"{where}: torch.utils.checkpoint with a context_fn chooses which operations are kept. "
+            f"Leave context_fn "
+            f"out, and say "
+            "so in the strategy: piper.recompute(where(checkpoint=1), keep='products'), or names "
+            "of ops"
         )
-    values = [n.meta["example_value"] for n in given if isinstance(n, fx.Node) and n.op != "placeholder"]
+    values = [
+        n.meta["example_value"] for n in given if isinstance(n, fx.Node) and n.op != "placeholder"
+    ]
     reached = any(v.requires_grad for v in values if isinstance(v, Tensor))
     if call.kwargs.get("use_reentrant") and not reached:
         raise CaptureError(
-            f"{where}: torch.utils.checkpoint(use_reentrant=True) of inputs that need no gradient trains none of the weights "
+            f"{where}: torch.utils.checkpoint(use_reentrant=True) of inputs that need no gradient "
+            f"trains none of the "
+            f"weights "
             "inside, in plain PyTorch too. Write use_reentrant=False"
         )

@@ -19,7 +19,9 @@ def drop_kernel_choices(module: fx.GraphModule) -> None:
         if isinstance(part, fx.GraphModule):
             for line in _drop(part.graph):
                 warnings.warn(
-                    f"sdpa_kernel ({line}) is left out: attention is one operation of a plan, whose kernel each device chooses "
+                    f"sdpa_kernel ({line}) is left out: attention is one operation of a plan, "
+                    f"whose kernel each device "
+                    f"chooses "
                     "for itself. The result is the same up to rounding",
                     PiperWarning,
                     stacklevel=2,
@@ -28,7 +30,11 @@ def drop_kernel_choices(module: fx.GraphModule) -> None:
 
 def _drop(graph: fx.Graph) -> list[str]:
     """Erase the calls, and return the lines at which a choice begins that some operation follows."""
-    calls = [n for n in graph.nodes if n.op == "call_function" and getattr(n.target, "__name__", "") in KERNEL_CHOICES]
+    calls = [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and getattr(n.target, "__name__", "") in KERNEL_CHOICES
+    ]
     entries = [n for n in calls if n.target.__name__ == "_sdpa_kernel"][::2]
     lines = list(dict.fromkeys(map(user_line, entries)))
     for node in reversed(calls):

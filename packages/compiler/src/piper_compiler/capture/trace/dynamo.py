@@ -134,7 +134,11 @@ class Forward:
     @property
     def results(self) -> tuple[fx.Node, ...]:
         """Return the nodes of the scalars that a step hands out: the loss, its weight, metrics."""
-        return (self.loss, *([] if self.weight is None else [self.weight]), *[m.node for m in self.metrics])
+        return (
+            self.loss,
+            *([] if self.weight is None else [self.weight]),
+            *[m.node for m in self.metrics],
+        )
 
     def with_graph(self, **changed: Any) -> Forward:
         """Return the same with another graph and what names its nodes; what stands for a kept capture has it, too."""
@@ -195,7 +199,10 @@ def capture_forward(
         try:
             first, regions = made(replace(casts, exact=exact), how)
         except CaptureError as error:  # two dtypes where one is needed
-            said = f"{', '.join(sorted(exact))} of the batch are rounded for computing: as they are, {error}"
+            said = (
+                f"{', '.join(sorted(exact))} of the batch are rounded for computing: as they are, "
+                f"{error}"
+            )
             first = replace(first, notes=(*first.notes, said))
         regions.said()
         return first
@@ -206,7 +213,9 @@ def _exact(forward: Forward, casts: Casts) -> frozenset[str]:
     if casts.compute is None or not casts.narrow:
         return frozenset()
     params = [node for node, origin in forward.origins.items() if origin.kind == "param"]
-    batch = {node: origin.name for node, origin in forward.origins.items() if origin.kind == "batch"}
+    batch = {
+        node: origin.name for node, origin in forward.origins.items() if origin.kind == "batch"
+    }
     return exact_tensors(forward.graph, params, batch, casts.compute)
 
 
@@ -257,17 +266,29 @@ class _Calls:
         batch, rows = self.example.tensors, self.example.rows
         origins = {id(t): InputOrigin("batch", name) for name, t in batch.items()}
         params, buffers, before = _manifest(self.model, origins)
-        self.known = self.state.known = self.known or frozenset(origin.name for origin in origins.values())
+        self.known = self.state.known = self.known or frozenset(
+            origin.name for origin in origins.values()
+        )
         kept = self._kept(origins, before.values())
         for tensor in rows.values():
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
         with self.state.call(), layers_cast_inputs() if self.exact else nullcontext():
-            recorder, result = followed(self.model, self.loss, self.example, self.regions, self.statements, modules, self.metrics)
+            recorder, result = followed(
+                self.model,
+                self.loss,
+                self.example,
+                self.regions,
+                self.statements,
+                modules,
+                self.metrics,
+            )
         gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:
-            norms = replace_portable(gm, lambda node: is_opaque(node, modules), statistics=self.statistics)
+            norms = replace_portable(
+                gm, lambda node: is_opaque(node, modules), statistics=self.statistics
+            )
         except UnsupportedVariant as error:
             raise CaptureError(str(error)) from error
         result, found = (result[:-1], result[-1]) if self.metrics else (result, {})
@@ -280,7 +301,9 @@ class _Calls:
             origins=_placeholders(gm.graph, recorder.inputs, origins),
             loss=nodes[0],
             weight=nodes[1] if len(nodes) == 2 else None,
-            rewrites=_rewrites(self.model, {n: t for n, t in before.items() if n in self.known}, recorder),
+            rewrites=_rewrites(
+                self.model, {n: t for n, t in before.items() if n in self.known}, recorder
+            ),
             params=params,
             buffers=buffers,
             batch=batch,
@@ -292,7 +315,9 @@ class _Calls:
             joined=self.example.joined,
             sharing=self.example.sharing,
             constants=self.example.constants,
-            notes=tuple(one.text for one in self.regions.found) + recorder.notes + self.statements.note,
+            notes=tuple(one.text for one in self.regions.found)
+            + recorder.notes
+            + self.statements.note,
             norms=norms,
             metrics=metric_nodes(found, recorder.node_of),
             own_loss=self.loss is None,
@@ -307,10 +332,14 @@ class _Calls:
     def trace_at(self, rows: int) -> Forward:
         """Trace the call with this number of rows in the place of `EXAMPLE_ROWS`."""
         named = self.example.rows
-        example = self.example.map(lambda name, t: t.new_zeros((rows, *t.shape[1:])) if name in named else t)
+        example = self.example.map(
+            lambda name, t: t.new_zeros((rows, *t.shape[1:])) if name in named else t
+        )
         return replace(self, example=example, left=[]).trace()
 
-    def _kept(self, origins: dict[int, InputOrigin], named: Collection[Tensor]) -> dict[str, fx.Node | None]:
+    def _kept(
+        self, origins: dict[int, InputOrigin], named: Collection[Tensor]
+    ) -> dict[str, fx.Node | None]:
         """Mark in `origins` the tensors that earlier calls left; return their names with the nodes that made them."""
         names = {id(tensor): name for name, tensor in held_tensors(self.model)}
         kept: dict[str, fx.Node | None] = {}
@@ -349,20 +378,36 @@ def _manifest(
 
 def _check_loss(result: Sequence[Any], nodes: Sequence[fx.Node | None], own: bool) -> None:
     total = result[0]
-    if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point or nodes[0] is None:
-        what = f"{total.dtype} of shape {_shape(total)}" if isinstance(total, Tensor) else type(total).__name__
+    if (
+        not isinstance(total, Tensor)
+        or total.dim() != 0
+        or not total.dtype.is_floating_point
+        or nodes[0] is None
+    ):
+        what = (
+            f"{total.dtype} of shape {_shape(total)}"
+            if isinstance(total, Tensor)
+            else type(total).__name__
+        )
         if own:
             raise CaptureError(f"the model's own loss is {what}. {OWN_LOSS}")
-        raise CaptureError(f"loss returned {what}; it must return a floating-point scalar, or a pair (sum, weight) of scalars")
+        raise CaptureError(
+            f"loss returned {what}; it must return a floating-point scalar, or a pair (sum, "
+            f"weight) of scalars"
+        )
     if len(result) == 2 and (result[1].dim() != 0 or nodes[1] is None):
-        raise CaptureError(f"loss returned a weight of shape {_shape(result[1])}; (sum, weight) must be scalars")
+        raise CaptureError(
+            f"loss returned a weight of shape {_shape(result[1])}; (sum, weight) must be scalars"
+        )
 
 
 def _shape(tensor: Tensor) -> str:
     return "[" + ", ".join("rows" if _torch.is_symbolic(s) else str(s) for s in tensor.shape) + "]"
 
 
-def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: Recorder) -> dict[str, fx.Node]:
+def _rewrites(
+    model: nn.Module, before: Mapping[str, Tensor], recorder: Recorder
+) -> dict[str, fx.Node]:
     """Return the buffers that forward replaced by another tensor (`self.count = self.count + 1`)."""
     found: dict[str, fx.Node] = {}
     for name, tensor, _ in named_tensors(model):
@@ -370,19 +415,24 @@ def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: Recorder
             node = recorder.node_of(tensor)
             if node is None:
                 raise CaptureError(
-                    f"buffer {name!r} is replaced in forward by a tensor from elsewhere; assign one that forward computes"
+                    f"buffer {name!r} is replaced in forward by a tensor from elsewhere; assign "
+                    f"one that forward "
+                    f"computes"
                 )
             old = before[name]
             if tensor.shape != old.shape or tensor.dtype != old.dtype:
                 raise CaptureError(
-                    f"{line_of(node)}: buffer {name!r}, {old.dtype} of shape {_shape(old)}, is replaced in forward by "
+                    f"{line_of(node)}: buffer {name!r}, {old.dtype} of shape {_shape(old)}, is "
+                    f"replaced in forward by "
                     f"{tensor.dtype} of shape {_shape(tensor)}; a buffer keeps its shape and dtype"
                 )
             found[name] = node
     return found
 
 
-def _placeholders(graph: fx.Graph, inputs: Sequence[Any], origins: Mapping[int, InputOrigin]) -> dict[fx.Node, InputOrigin]:
+def _placeholders(
+    graph: fx.Graph, inputs: Sequence[Any], origins: Mapping[int, InputOrigin]
+) -> dict[fx.Node, InputOrigin]:
     found: dict[fx.Node, InputOrigin] = {}
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         if not isinstance(value, Tensor):

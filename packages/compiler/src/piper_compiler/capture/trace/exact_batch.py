@@ -20,8 +20,11 @@ from piper_compiler.capture.torch_api import _torch
 from piper_compiler.capture.values.concrete import tensors_of
 
 _MOVES = (
-    "view reshape flatten unflatten unsqueeze squeeze permute transpose swapaxes movedim t mT expand expand_as repeat getitem "
-    "select narrow chunk split unbind contiguous clone detach cat stack flip roll pad index_select getattr"
+    "view reshape flatten unflatten unsqueeze squeeze permute transpose swapaxes movedim t mT "
+    "expand expand_as repeat "
+    "getitem "
+    "select narrow chunk split unbind contiguous clone detach cat stack flip roll pad index_select "
+    "getattr"
 )
 MOVES = frozenset(_MOVES.split())
 """The operations that move elements and compute nothing."""
@@ -30,15 +33,21 @@ CONVERSIONS = frozenset({"type", "type_as", "float", "double", "half", "bfloat16
 LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 """The functions in front of which an input is cast."""
 _LOSSES = (
-    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss binary_cross_entropy "
+    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss "
+    "binary_cross_entropy "
     "binary_cross_entropy_with_logits"
 )
 LOSSES = frozenset(_LOSSES.split())
 """The losses whose kernels, or those of their gradients, take tensors of one dtype."""
 _PRODUCTS = (
-    "matmul mm bmm einsum baddbmm addmm addbmm mv dot outer tensordot bilinear conv_transpose1d conv_transpose2d "
-    "conv_transpose3d scaled_dot_product_attention attention multi_head_attention_forward layer_norm rms_norm group_norm "
-    "batch_norm instance_norm local_response_norm grouped_mm lstm gru rnn_tanh rnn_relu embedding_bag embedding cross_entropy "
+    "matmul mm bmm einsum baddbmm addmm addbmm mv dot outer tensordot bilinear conv_transpose1d "
+    "conv_transpose2d "
+    "conv_transpose3d scaled_dot_product_attention attention multi_head_attention_forward "
+    "layer_norm rms_norm "
+    "group_norm "
+    "batch_norm instance_norm local_response_norm grouped_mm lstm gru rnn_tanh rnn_relu "
+    "embedding_bag embedding "
+    "cross_entropy "
     "nll_loss prelu cdist"
 )
 PRODUCTS = frozenset(_PRODUCTS.split())
@@ -61,7 +70,9 @@ def exact_tensors(
     for node in graph.nodes:
         if any(n in weighty for n in node.all_input_nodes):
             weighty.add(node)
-    given = {node: name for node, name in batch.items() if node.meta["example_value"].dtype == compute}
+    given = {
+        node: name for node, name in batch.items() if node.meta["example_value"].dtype == compute
+    }
     return frozenset(name for node, name in given.items() if _stays(graph, node, weighty))
 
 
@@ -80,7 +91,9 @@ def _stays(graph: fx.Graph, source: fx.Node, weighty: set[fx.Node]) -> bool:
             return False
         if name in PRODUCTS or not _is_of_torch(node):
             return False
-        if not any(t.is_floating_point() for t in tensors_of(node)) or (name.endswith("_") and node.args[0] not in made):
+        if not any(t.is_floating_point() for t in tensors_of(node)) or (
+            name.endswith("_") and node.args[0] not in made
+        ):
             continue  # a comparison, or a tensor that is written into
         if any(n in weighty and n not in made for n in node.all_input_nodes):
             made[node] = _Made.MIXED
@@ -90,7 +103,11 @@ def _stays(graph: fx.Graph, source: fx.Node, weighty: set[fx.Node]) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    name = node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
+    name = (
+        node.target
+        if isinstance(node.target, str)
+        else str(getattr(node.target, "__name__", node.target))
+    )
     return name.strip("_") if name.startswith("__") else name
 
 
@@ -114,7 +131,10 @@ def layers_cast_inputs() -> Iterator[None]:
 
     So does autocast.
     """
-    with _torch.in_place(F, {**{name: _narrowed(name) for name in LAYERS}, **{name: _widened(name) for name in LOSSES}}):
+    with _torch.in_place(
+        F,
+        {**{name: _narrowed(name) for name in LAYERS}, **{name: _widened(name) for name in LOSSES}},
+    ):
         yield
 
 
@@ -122,7 +142,9 @@ def _narrowed(name: str) -> Callable[..., Tensor]:
     function: Callable[..., Tensor] = getattr(F, name)
 
     def cast(input: Tensor, weight: Tensor, *rest: Any, **more: Any) -> Tensor:
-        return function(input if input.dtype == weight.dtype else input.to(weight.dtype), weight, *rest, **more)
+        return function(
+            input if input.dtype == weight.dtype else input.to(weight.dtype), weight, *rest, **more
+        )
 
     return cast
 

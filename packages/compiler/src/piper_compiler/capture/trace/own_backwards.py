@@ -29,5 +29,8 @@ def own_backwards(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
             yield node
         elif space is not None and space not in NAMESPACES:
             yield node
-        elif space is None and str(getattr(node.target, "__module__", "torch")).partition(".")[0] not in TRUSTED:
+        elif (
+            space is None
+            and str(getattr(node.target, "__module__", "torch")).partition(".")[0] not in TRUSTED
+        ):
             yield node

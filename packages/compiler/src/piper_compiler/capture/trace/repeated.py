@@ -35,7 +35,11 @@ def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
     """Return the user's classes that have many layers in outermost ModuleLists, and none anywhere else."""
     layers = Counter(type(entry) for entry in outermost_entries(model, set()))
     everywhere = Counter(map(type, model.modules()))
-    return [c for c, n in layers.items() if n >= FEWEST and everywhere[c] == n and not c.__module__.startswith("torch.")]
+    return [
+        c
+        for c, n in layers.items()
+        if n >= FEWEST and everywhere[c] == n and not c.__module__.startswith("torch.")
+    ]
 
 
 @contextmanager

@@ -26,7 +26,13 @@ from piper_compiler.capture.trace.automatic import AutomaticRegions, Untraceable
 from piper_compiler.capture.trace.checkpoints import checkpoint_note, open_checkpoints
 from piper_compiler.capture.trace.contexts import drop_kernel_choices
 from piper_compiler.capture.trace.dynamo_errors import as_capture_error, cause_of, follows_values
-from piper_compiler.capture.trace.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
+from piper_compiler.capture.trace.repeated import (
+    NotFlat,
+    as_regions,
+    complete,
+    flatten,
+    repeated_layers,
+)
 from piper_compiler.capture.values.concrete import line_of
 from piper_ir.ground.errors import CaptureError
 
@@ -39,7 +45,12 @@ NONE: OutputMetrics = {}
 
 
 def step(
-    model: nn.Module, loss: Loss, inputs: Any, targets: Any, joined: frozenset[str] = frozenset(), metrics: OutputMetrics = NONE
+    model: nn.Module,
+    loss: Loss,
+    inputs: Any,
+    targets: Any,
+    joined: frozenset[str] = frozenset(),
+    metrics: OutputMetrics = NONE,
 ) -> tuple[Any, ...]:
     """Return the captured results: the loss of a batch, and its weight if the user's loss gives one.
 
@@ -58,7 +69,9 @@ def step(
     losses = _losses(result)
     if not metrics:
         return losses
-    return *losses, measured(metrics, output, inputs if targets is None else targets, losses[0].dtype)
+    return *losses, measured(
+        metrics, output, inputs if targets is None else targets, losses[0].dtype
+    )
 
 
 def _losses(result: Any) -> tuple[Tensor, ...]:
@@ -120,7 +133,10 @@ class Recorder:
     def graph_module(self) -> fx.GraphModule:
         """Return the graph that was traced; raise CaptureError where nothing was."""
         if self.module is None:
-            raise CaptureError("the loss does not depend on any tensor operation; compute it from the output of the model")
+            raise CaptureError(
+                "the loss does not depend on any tensor operation; compute it from the output of "
+                "the model"
+            )
         return self.module
 
     @property
@@ -133,7 +149,14 @@ class Recorder:
         assert self.module is not None
         nodes = self.module.graph.output_node().args[0]
         assert isinstance(nodes, list | tuple)
-        return next((n for n, v in zip(nodes, self.outputs, strict=True) if v is value and isinstance(n, fx.Node)), None)
+        return next(
+            (
+                n
+                for n, v in zip(nodes, self.outputs, strict=True)
+                if v is value and isinstance(n, fx.Node)
+            ),
+            None,
+        )
 
 
 def followed(
@@ -167,14 +190,21 @@ def followed(
             return recorder, result
 
 
-def _taken(found: Sequence[Untraceable], regions: AutomaticRegions, modules: Mapping[str, nn.Module]) -> bool:
+def _taken(
+    found: Sequence[Untraceable], regions: AutomaticRegions, modules: Mapping[str, nn.Module]
+) -> bool:
     """Make the modules of causes opaque; return whether one runs as it was written now, so that this trace is void.
 
     What is left as it is will be refused by name.
     """
     for cause in found:
         module = module_of(cause.node, modules)
-        if cause.recurrent and module is not None and module is not regions.model and not is_opaque(cause.node, modules):
+        if (
+            cause.recurrent
+            and module is not None
+            and module is not regions.model
+            and not is_opaque(cause.node, modules)
+        ):
             regions.take_opaque(module, line_of(cause.node), cause.text)
         elif not cause.recurrent:
             why = regions.take_written(module, line_of(cause.node), cause.text)
@@ -193,7 +223,9 @@ class _Unfollowed(Exception):
         module: the innermost module in which it arose, None outside of the model.
     """
 
-    def __init__(self, error: CaptureError, module: nn.Module | None, line: str, reason: str) -> None:
+    def __init__(
+        self, error: CaptureError, module: nn.Module | None, line: str, reason: str
+    ) -> None:
         super().__init__(str(error))
         self.error, self.module, self.line, self.reason = error, module, line, reason
 
@@ -218,13 +250,19 @@ def _run(
             try:
                 with as_regions(model, repeated):
                     return _traced(recorder, model, loss, example, metrics)
-            except Exception:  # the plain trace gives a graph, or says what is wrong in the user's terms
+            except (
+                Exception
+            ):  # the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
         try:
             with _torch.regions_apart(), failing_module() as failing:
                 return _traced(recorder, model, loss, example, metrics)
         except _torch.CAPTURE_ERRORS as error:
-            refusal = regions.problem or recorder.problem or as_capture_error(error, __file__, example.tensors)
+            refusal = (
+                regions.problem
+                or recorder.problem
+                or as_capture_error(error, __file__, example.tensors)
+            )
             if refusal in (regions.problem, recorder.problem) or not follows_values(error):
                 raise refusal from error
             where, _, reason = str(refusal).partition(": cannot be captured: ")
@@ -232,35 +270,60 @@ def _run(
             if made := failing.made(error):
                 module, line = made
                 reason = "a size, or a Python number, depends on values of tensors"
-                refusal = CaptureError(f"{line}: cannot be captured: {reason}, and is used in {where or 'the loss'}.")
+                refusal = CaptureError(
+                    f"{line}: cannot be captured: {reason}, and is used in {where or 'the loss'}."
+                )
                 where = line
             raise _Unfollowed(refusal, module, where, reason) from error
         except NotFlat as error:
             raise CaptureError(
-                f"a nested compile region of the model's cannot be captured: {error}; remove torch.compiler.nested_compile_region"
+                f"a nested compile region of the model's cannot be captured: {error}; remove "
+                f"torch.compiler.nested_compile_region"
                 ", or use it only around code that calls no other region"
             ) from error
 
 
-def _traced(recorder: Recorder, model: nn.Module, loss: Loss, example: Example, metrics: OutputMetrics) -> tuple[Any, ...]:
-    result = _torch.compile_once(step, recorder)(model, loss, example.inputs, example.targets, example.joined, metrics)
+def _traced(
+    recorder: Recorder, model: nn.Module, loss: Loss, example: Example, metrics: OutputMetrics
+) -> tuple[Any, ...]:
+    result = _torch.compile_once(step, recorder)(
+        model, loss, example.inputs, example.targets, example.joined, metrics
+    )
     recorder.clean()
     assert isinstance(result, tuple)
     return result
 
 
-def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:
+def _specialised(
+    module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]
+) -> CaptureError | None:
     """Return the error for a model that fixed the number of rows while it was traced."""
     nodes = module.graph.find_nodes(op="placeholder")
-    rows = [n.meta["example_value"].shape[0] for n, v in zip(nodes, inputs, strict=True) if id(v) in batch]
+    rows = [
+        n.meta["example_value"].shape[0]
+        for n, v in zip(nodes, inputs, strict=True)
+        if id(v) in batch
+    ]
     if all(_torch.is_symbolic(r) for r in rows):
         return None
-    lines = [g.line for g in row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
+    lines = [
+        g.line
+        for g in row_guards(module.graph)
+        if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))
+    ]
     lines += [line_of(node) for node in module.graph.nodes if _torch.is_transform(node.target)]
     return CaptureError(
-        f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; remove "
-        f"the constant, because Piper chooses the rows of each microbatch (capture used {EXAMPLE_ROWS}). A loop over the rows "
-        "(list(x), x.unbind(0)) and torch.vmap over them fix their number, too: compute on all rows at once, or leave out what "
-        "makes the model do so. An operator that does so inside, such as torch.kron, is written with others (torch.einsum, "
+        f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or "
+        f"combined with a "
+        f"constant; remove "
+        f"the constant, because Piper chooses the rows of each microbatch (capture used "
+        f"{EXAMPLE_ROWS}). A loop over "
+        f"the rows "
+        "(list(x), x.unbind(0)) and torch.vmap over them fix their number, too: compute on all "
+        "rows at once, or leave "
+        "out what "
+        "makes the model do so. An operator that does so inside, such as torch.kron, is written "
+        "with others "
+        "(torch.einsum, "
         "reshape)"
     )

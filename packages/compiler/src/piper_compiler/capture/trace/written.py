@@ -23,17 +23,33 @@ from piper_compiler.capture.torch_api import _torch
 from piper_compiler.capture.torch_api.replacements import WAY_OUT as EXPERTS_WAY_OUT
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import Affine, Dim, fit
-from piper_ops import LoadedModule, MadeTensor, ModuleCall, RowsAt, is_model_code, storage_key, tensors_in
+from piper_ops import (
+    LoadedModule,
+    MadeTensor,
+    ModuleCall,
+    RowsAt,
+    is_model_code,
+    storage_key,
+    tensors_in,
+)
 
 LARGEST = 2**31
 """The most bytes that a module and its arguments may have, since they are made for real in a capture."""
 
-WAY_OUT = "Keep that outside of the module, in one of its own, or write it with operations of static shapes (torch.where, masks)"
+WAY_OUT = (
+    "Keep that outside of the module, in one of its own, or write it with operations of static "
+    "shapes (torch.where, masks)"
+)
 
-ASKED = "A gradient is asked for of a tensor that has none, as the batch: call x.requires_grad_() before x is used"
+ASKED = (
+    "A gradient is asked for of a tensor that has none, as the batch: call x.requires_grad_() "
+    "before x is used"
+)
 
 
-def filled(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, integers: int) -> Tensor:
+def filled(
+    shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, integers: int
+) -> Tensor:
     """Return a tensor of numbers that most code takes: between 0 and 1, or integers below `integers`."""
     if dtype.is_floating_point:
         return torch.rand(tuple(shape), generator=generator).to(dtype)
@@ -43,13 +59,19 @@ def filled(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator,
 
 
 def equal_rows(
-    shape: Sequence[int], blocks: Sequence[int], dtype: torch.dtype, generator: torch.Generator, integers: int
+    shape: Sequence[int],
+    blocks: Sequence[int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    integers: int,
 ) -> Tensor:
     """Return an argument whose rows are equal.
 
     `blocks` has how many entries a row has in each dimension, 0 where that does not depend on the rows.
     """
-    made = filled([b or size for size, b in zip(shape, blocks, strict=True)], dtype, generator, integers)
+    made = filled(
+        [b or size for size, b in zip(shape, blocks, strict=True)], dtype, generator, integers
+    )
     for dim, (size, block) in enumerate(zip(shape, blocks, strict=True)):
         made = made.index_select(dim, torch.arange(size) % block) if block else made
     return made
@@ -76,7 +98,9 @@ def pickled(name: str, module: nn.Module) -> bytes:
                 return None
             if id(value) not in numbers:
                 raise CaptureError(
-                    f"module {name!r} runs as it is, and holds a tensor of shape {tuple(value.shape)} that is no parameter, "
+                    f"module {name!r} runs as it is, and holds a tensor of shape "
+                    f"{tuple(value.shape)} that is no "
+                    f"parameter, "
                     "buffer or attribute of a module inside; register it with register_buffer"
                 )
             return numbers[id(value)], isinstance(value, nn.Parameter)
@@ -87,7 +111,9 @@ def pickled(name: str, module: nn.Module) -> bytes:
     except CaptureError:
         raise
     except Exception as error:  # whatever an object of the user's says to being pickled
-        raise CaptureError(f"module {name!r} runs as it is, for which it must be pickled: {error}") from error
+        raise CaptureError(
+            f"module {name!r} runs as it is, for which it must be pickled: {error}"
+        ) from error
     return file.getvalue()
 
 
@@ -132,31 +158,55 @@ class Planned:
         """Return the call with arguments like these."""
         tensors = tensors_in(own, args, kwargs)
         shapes = [(t.dtype, [_size(s) for s in t.shape]) for t in tensors]
-        rest = _torch.pytree.tree_map(lambda leaf: "tensor" if isinstance(leaf, Tensor) else repr(leaf), (args, kwargs))
+        rest = _torch.pytree.tree_map(
+            lambda leaf: "tensor" if isinstance(leaf, Tensor) else repr(leaf), (args, kwargs)
+        )
         key = f"{shapes} {rest}"
         if key not in self.calls:
             self.calls[key] = self._planned(own, args, kwargs, tensors)
         return self.calls[key]
 
-    def _planned(self, own: Sequence[Tensor], args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> ModuleCall:
+    def _planned(
+        self, own: Sequence[Tensor], args: Any, kwargs: Any, tensors: Sequence[Tensor]
+    ) -> ModuleCall:
         size = sum(t.element_size() * _product(_torch.size_at(tuple(t.shape), 5)) for t in tensors)
         if size > LARGEST:
             raise CaptureError(
-                f"module {self.name!r} depends on values of tensors, so that a capture must run it for real, which would take "
+                f"module {self.name!r} depends on values of tensors, so that a capture must run it "
+                f"for real, which "
+                f"would take "
                 f"{size / 2**30:.1f} GiB for its weights and arguments. {EXPERTS_WAY_OUT}"
             )
         integers = self._integers(own, args, kwargs)
-        trials = [_Trial(self, own, args, kwargs, rows, seed, integers) for rows, seed in ((2, 0), (3, 0), (5, 0), (2, 1))]
+        trials = [
+            _Trial(self, own, args, kwargs, rows, seed, integers)
+            for rows, seed in ((2, 0), (3, 0), (5, 0), (2, 1))
+        ]
         rows = next(_rows_in(tensors), None)
-        return ModuleCall(self.kind, self.module, self._results(trials), rows, any(t.random for t in trials), integers)
+        return ModuleCall(
+            self.kind,
+            self.module,
+            self._results(trials),
+            rows,
+            any(t.random for t in trials),
+            integers,
+        )
 
     def _integers(self, own: Sequence[Tensor], args: Any, kwargs: Any) -> int:
         """Return below what number the module takes integers, such as chosen experts: a size of its weights, or 1."""
-        given = [t for t in tensors_in((), args, kwargs) if not t.is_floating_point() and t.dtype != torch.bool]
-        for size in sorted({int(t.shape[0]) for t in own if t.dim()}, reverse=True) if given else ():
+        given = [
+            t
+            for t in tensors_in((), args, kwargs)
+            if not t.is_floating_point() and t.dtype != torch.bool
+        ]
+        for size in (
+            sorted({int(t.shape[0]) for t in own if t.dim()}, reverse=True) if given else ()
+        ):
             try:
                 _Trial(self, own, args, kwargs, 2, 0, size)
-            except CaptureError:  # it is too large; what fails with zeros too is refused by the trials proper
+            except (
+                CaptureError
+            ):  # it is too large; what fails with zeros too is refused by the trials proper
                 continue
             return size
         return 1
@@ -165,24 +215,37 @@ class Planned:
         """Return what the call returns, with sizes affine in the rows."""
         wrong = next((kind for t in trials for kind in _unfit(t.results)), "")
         if wrong:
-            raise self._leaves(f"it returns a {wrong}; a tensor, or a tuple or list of tensors and None, can leave it")
+            raise self._leaves(
+                f"it returns a {wrong}; a tensor, or a tuple or list of tensors and None, can "
+                f"leave it"
+            )
         made, forms = zip(*(_torch.pytree.tree_flatten(t.results) for t in trials))
         if any(form != forms[0] for form in forms):
-            raise self._leaves(f"it returns {forms[0]} for some values of its arguments, and {forms[-1]} for others")
+            raise self._leaves(
+                f"it returns {forms[0]} for some values of its arguments, and {forms[-1]} for "
+                f"others"
+            )
         return _torch.pytree.tree_unflatten([self._made(leaves) for leaves in zip(*made)], forms[0])
 
     def _made(self, leaves: Sequence[Any]) -> MadeTensor | None:
         if any(leaf is None for leaf in leaves):
             if any(leaf is not None for leaf in leaves):
-                raise self._leaves("it returns None for some values of its arguments, and a tensor for others")
+                raise self._leaves(
+                    "it returns None for some values of its arguments, and a tensor for others"
+                )
             return None
         at2, at3, at5, other = (tuple(leaf.shape) for leaf in leaves)
         if len({len(at2), len(at3), len(at5), len(other)}) == 1 and at2 == other:
             shape = [fit(a, b) for a, b in zip(at2, at3)]
             if at5 == tuple(s.a + s.b * 5 if isinstance(s, Affine) else s for s in shape):
-                return MadeTensor(tuple((s.a, s.b) if isinstance(s, Affine) else (s, 0) for s in shape), leaves[0].dtype)
+                return MadeTensor(
+                    tuple((s.a, s.b) if isinstance(s, Affine) else (s, 0) for s in shape),
+                    leaves[0].dtype,
+                )
         raise self._leaves(
-            f"the shape of what it returns depends on values of tensors ({list(at2)} and {list(other)} for the same shapes of "
+            f"the shape of what it returns depends on values of tensors ({list(at2)} and "
+            f"{list(other)} for the same "
+            f"shapes of "
             "its arguments), and sizes that only a run knows cannot leave it"
         )
 
@@ -191,7 +254,10 @@ class Planned:
 
     def refused(self, what: str, way_out: str = WAY_OUT) -> CaptureError:
         """Return the error for a module that cannot run as it is."""
-        return CaptureError(f"module {self.name!r} depends on values of tensors, and cannot run as it is: {what}. {way_out}")
+        return CaptureError(
+            f"module {self.name!r} depends on values of tensors, and cannot run as it is: {what}. "
+            f"{way_out}"
+        )
 
 
 class _Trial:
@@ -203,14 +269,27 @@ class _Trial:
     """
 
     def __init__(
-        self, planned: Planned, own: Sequence[Tensor], args: Any, kwargs: Any, rows: int, seed: int, integers: int
+        self,
+        planned: Planned,
+        own: Sequence[Tensor],
+        args: Any,
+        kwargs: Any,
+        rows: int,
+        seed: int,
+        integers: int,
     ) -> None:
         self._planned = planned
         with _torch.real_tensors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             generator = torch.Generator().manual_seed(seed)
-            real = [weights_like(tuple(map(int, t.shape)), t.dtype, generator).requires_grad_(t.requires_grad) for t in own]
+            real = [
+                weights_like(tuple(map(int, t.shape)), t.dtype, generator).requires_grad_(
+                    t.requires_grad
+                )
+                for t in own
+            ]
             given = _torch.pytree.tree_map(
-                lambda leaf: _argument(leaf, rows, generator, integers, spread=bool(seed)), (tuple(args), dict(kwargs))
+                lambda leaf: _argument(leaf, rows, generator, integers, spread=bool(seed)),
+                (tuple(args), dict(kwargs)),
             )
             loaded = LoadedModule(planned.module)
             self._run(loaded, real, *given)
@@ -225,16 +304,28 @@ class _Trial:
                 with watch:
                     self.results = module(*args, **kwargs)
             except _torch.RUN_ERRORS as error:
-                said = f"on random numbers it fails: {str(error).partition(chr(10))[0]}{_line_of(error)}"
-                raise self._planned.refused(said, ASKED if "not require grad" in said else WAY_OUT) from error
+                said = (
+                    f"on random numbers it fails: "
+                    f"{str(error).partition(chr(10))[0]}{_line_of(error)}"
+                )
+                raise self._planned.refused(
+                    said, ASKED if "not require grad" in said else WAY_OUT
+                ) from error
             changed = loaded.replaced(own)
-        changed += [name for m in loaded.module.modules() for name in _differences(before[id(m)], _looks(m))]
+        changed += [
+            name for m in loaded.module.modules() for name in _differences(before[id(m)], _looks(m))
+        ]
         if changed or any(t._version != v for t, v in zip(known, versions)):
-            what = f"its forward keeps something in {', '.join(changed)}" if changed else "its forward changes a tensor in place"
+            what = (
+                f"its forward keeps something in {', '.join(changed)}"
+                if changed
+                else "its forward changes a tensor in place"
+            )
             raise self._planned.refused(f"{what}, which no later call would find")
         if watch.outsiders:
             raise self._planned.refused(
-                f"it uses a tensor of shape {watch.outsiders[0]} that is none of its parameters, buffers and arguments"
+                f"it uses a tensor of shape {watch.outsiders[0]} that is none of its parameters, "
+                f"buffers and arguments"
             )
         self.random = watch.random
 
@@ -255,7 +346,9 @@ class _Watch(_torch.TorchDispatchMode):
         if func is not torch.ops.aten.lift_fresh.default:  # of a literal that forward makes
             self.outsiders += [tuple(t.shape) for t in read if storage_key(t) not in self._known]
         out = func(*args, **(kwargs or {}))
-        self._known |= {storage_key(t): t for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)}
+        self._known |= {
+            storage_key(t): t for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)
+        }
         return out
 
 
@@ -277,7 +370,9 @@ def _unfit(results: Any) -> Iterator[str]:
 def _looks(module: nn.Module) -> dict[str, int]:
     """Return the attributes of a module, and its tensors, by name."""
     inside = {f"{name}": id(value) for name, value in vars(module).items()}
-    return inside | {name: id(value) for name, value in (*module._buffers.items(), *module._parameters.items())}
+    return inside | {
+        name: id(value) for name, value in (*module._buffers.items(), *module._parameters.items())
+    }
 
 
 def _differences(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
@@ -304,7 +399,9 @@ def _product(sizes: Sequence[int]) -> int:
     return out
 
 
-def _argument(leaf: Any, rows: int, generator: torch.Generator, integers: int, *, spread: bool) -> Any:
+def _argument(
+    leaf: Any, rows: int, generator: torch.Generator, integers: int, *, spread: bool
+) -> Any:
     """Return an argument of a trial; with `spread` its numbers are of both signs and its rows differ."""
     if not isinstance(leaf, Tensor):
         return leaf

@@ -26,7 +26,12 @@ def aliased_argument(op: OpOverload) -> int | None:
     """Return the index of the argument whose storage the results of `op` share, or None."""
     if op in UNANNOTATED_VIEWS:
         return 0
-    returned = {name for r in op._schema.returns if r.alias_info is not None for name in r.alias_info.before_set}
+    returned = {
+        name
+        for r in op._schema.returns
+        if r.alias_info is not None
+        for name in r.alias_info.before_set
+    }
     for index, argument in enumerate(op._schema.arguments):
         alias = argument.alias_info
         # "a -> *" marks an op that returns a list of views (split, unbind); the list itself names no set.
@@ -49,7 +54,9 @@ def source(node: fx.Node) -> fx.Node | None:
     if isinstance(node.target, OpOverload):
         index = aliased_argument(node.target)
         if index is not None:
-            name = node.target._schema.arguments[index].name  # the tensor that an op writes into may be a keyword
+            name = node.target._schema.arguments[
+                index
+            ].name  # the tensor that an op writes into may be a keyword
             argument = node.args[index] if index < len(node.args) else node.kwargs[name]
             assert isinstance(argument, fx.Node)
             return argument
@@ -71,7 +78,10 @@ def show_whole_storages(graph: fx.Graph) -> None:
     shown: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target is torch.ops.aten.col2im.default:
-            value, room = tensor(node), max(tensor(node).numel(), tensor(node.all_input_nodes[0]).numel())
+            value, room = (
+                tensor(node),
+                max(tensor(node).numel(), tensor(node.all_input_nodes[0]).numel()),
+            )
             node.meta["val"] = value.new_empty(room)[: value.numel()].view(value.shape)
         elif source(node) in shown:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -120,7 +130,9 @@ def storage_bytes(value: torch.Tensor) -> int:
 
 def fills_storage(value: torch.Tensor) -> bool:
     """Return whether a tensor covers its whole storage without gaps or overlaps, in any order of dimensions."""
-    return dense_order(value) is not None and value.numel() * value.element_size() == storage_bytes(value)
+    return dense_order(value) is not None and value.numel() * value.element_size() == storage_bytes(
+        value
+    )
 
 
 def dense_order(value: torch.Tensor) -> tuple[int, ...] | None:

@@ -12,8 +12,12 @@ from torch import Tensor
 from piper_ir.ground.errors import CaptureError
 
 CASTS = (
-    "Parameters and floating-point inputs of products have the dtype of Job.precision, and buffers the one that the model "
-    "gave them (all are float64 in `piper verify`). Cast where they meet: self.table.to(x.dtype), or the result .to(x.dtype); "
+    "Parameters and floating-point inputs of products have the dtype of Job.precision, and buffers "
+    "the one that the "
+    "model "
+    "gave them (all are float64 in `piper verify`). Cast where they meet: self.table.to(x.dtype), "
+    "or the result "
+    ".to(x.dtype); "
     "before a layer that is kept in another dtype, x.to(self.router.weight.dtype)."
 )
 """The advice where floating-point tensors of different dtypes meet."""
@@ -41,7 +45,10 @@ class Casts:
         """Return the dtype of a parameter."""
         if not tensor.is_floating_point():
             return tensor.dtype
-        kept = next((dtype for pattern, dtype in self.keep.items() if fnmatchcase(name, pattern)), self.compute)
+        kept = next(
+            (dtype for pattern, dtype in self.keep.items() if fnmatchcase(name, pattern)),
+            self.compute,
+        )
         return kept or tensor.dtype
 
     def of_buffer(self, tensor: Tensor) -> torch.dtype:
@@ -52,7 +59,10 @@ class Casts:
     @property
     def narrow(self) -> bool:
         """Return whether the dtype of computing has fewer digits than a batch may have."""
-        return self.compute is not None and torch.promote_types(self.compute, self.wide) != self.compute
+        return (
+            self.compute is not None
+            and torch.promote_types(self.compute, self.wide) != self.compute
+        )
 
     def of_batch(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype of a tensor of the batch."""
@@ -66,6 +76,7 @@ class Casts:
             if not any(fnmatchcase(name, pattern) for name in names):
                 some = ", ".join(list(names)[:3])
                 raise CaptureError(
-                    f"Precision(keep={{{pattern!r}: ...}}): no parameter has such a name; they are called {some}"
+                    f"Precision(keep={{{pattern!r}: ...}}): no parameter has such a name; they are "
+                    f"called {some}"
                     f"{', ...' if len(names) > 3 else ''}"
                 )

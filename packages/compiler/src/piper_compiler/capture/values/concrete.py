@@ -15,7 +15,16 @@ from piper_compiler.capture.torch_api.replacements import WAY_OUT
 from piper_ir.ground.errors import CaptureError
 from piper_ops import is_model_code
 
-DROPPED = frozenset({"_log_api_usage_once", "_assert_async", "_assert_scalar", "_assert", "_assert_tensor_metadata", "_check"})
+DROPPED = frozenset(
+    {
+        "_log_api_usage_once",
+        "_assert_async",
+        "_assert_scalar",
+        "_assert",
+        "_assert_tensor_metadata",
+        "_check",
+    }
+)
 """The statements without a tensor result that have no effect on a training step."""
 
 
@@ -27,7 +36,9 @@ def line_of(node: fx.Node) -> str:
 
 def frame_of(node: fx.Node) -> tuple[str, str, str] | None:
     """Return the file, the line and the code of the user's line that made a node; None where it is not known."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    frames = re.findall(
+        r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or ""
+    )
     own = [f for f in frames if is_model_code(f[0])] or frames
     return (own[-1][0], own[-1][1], own[-1][2].strip()) if own else None
 
@@ -40,7 +51,11 @@ def is_size(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size | int | float):
         return True
-    return isinstance(value, tuple | list) and bool(value) and all(isinstance(v, torch.SymInt | int | float) for v in value)
+    return (
+        isinstance(value, tuple | list)
+        and bool(value)
+        and all(isinstance(v, torch.SymInt | int | float) for v in value)
+    )
 
 
 def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
@@ -56,7 +71,9 @@ def concrete_size(node: fx.Node, rows: int) -> Any:
         return _torch.size_at(node.meta["example_value"], rows)
     except LookupError as error:
         raise CaptureError(
-            f"{line_of(node)}: a size or Python number depends on values of tensors ({error}); sizes may depend on the number of "
+            f"{line_of(node)}: a size or Python number depends on values of tensors ({error}); "
+            f"sizes may depend on the "
+            f"number of "
             "rows only: use operations with static shapes, such as torch.where or masks"
         ) from error
 
@@ -65,7 +82,9 @@ def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
     """Return the shape of a node's tensor at this number of rows; raise CaptureError if it depends on values."""
     if _torch.data_dependent(tensor):
         raise CaptureError(
-            f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use operations with static shapes, such "
+            f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use "
+            f"operations with static "
+            f"shapes, such "
             f"as torch.where, masks, or a fixed capacity. {WAY_OUT}"
         )
     return tuple(int(_torch.size_at(s, rows)) for s in tensor.shape)

@@ -33,7 +33,9 @@ class Unknown:
         raise UnknownRead
 
     def __hash__(self) -> int:
-        if torch.compiler.is_dynamo_compiling():  # true in what is traced; Dynamo's own tables may hold this object
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # true in what is traced; Dynamo's own tables may hold this object
             raise UnknownRead
         return id(self)
 
@@ -47,12 +49,36 @@ class Unknown:
         raise UnknownRead
 
 
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_BINARY = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
 _READS = (
     "bool", "eq", "ne", "lt", "le", "gt", "ge", "len", "iter", "contains", "float", "int", "index", "complex", "round", "trunc",
     "floor", "ceil", "str", "repr", "format", "call", "enter", "reversed",
 )  # fmt: skip
-_UPDATES = ("__setitem__", "__delitem__", "append", "appendleft", "extend", "insert", "add", "discard", "update", "clear")
+_UPDATES = (
+    "__setitem__",
+    "__delitem__",
+    "append",
+    "appendleft",
+    "extend",
+    "insert",
+    "add",
+    "discard",
+    "update",
+    "clear",
+)
 for _name in _BINARY:
     for _kind in ("", "i", "r"):
         setattr(Unknown, f"__{_kind}{_name}__", Unknown._itself)
@@ -66,5 +92,9 @@ for _name in _UPDATES:
 
 def unknown_like(value: object) -> Unknown:
     """Return what stands for a value that changes."""
-    items = list(value.values() if isinstance(value, Mapping) else value) if isinstance(value, Mapping | list) else []
+    items = (
+        list(value.values() if isinstance(value, Mapping) else value)
+        if isinstance(value, Mapping | list)
+        else []
+    )
     return Unknown(bool(items) and all(isinstance(item, NUMBERS) for item in items))

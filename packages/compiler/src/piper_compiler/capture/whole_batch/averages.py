@@ -14,7 +14,11 @@ from piper_ops import STATISTICS
 def averages(forward: Forward) -> set[fx.Node]:
     """Return the operations that make new contents of buffers, with the reductions over rows that they read."""
     buffers = {n for n, origin in forward.origins.items() if origin.kind == "buffer"}
-    queue = [n for n in forward.graph.nodes if (target := written(n)) is not None and owner(target) in buffers]
+    queue = [
+        n
+        for n in forward.graph.nodes
+        if (target := written(n)) is not None and owner(target) in buffers
+    ]
     queue += [n for n in forward.rewrites.values() if not _has_rows(n)]
     found = set[fx.Node]()
     while queue:

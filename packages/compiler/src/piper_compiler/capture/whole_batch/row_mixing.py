@@ -29,25 +29,66 @@ aten = torch.ops.aten
 WHOLE_ROWS = sum(PARTS)
 TRIAL_ROWS = (PARTS[0], WHOLE_ROWS, PARTS[1])
 """The numbers of rows at which a chunk is looked at: a part, the whole, and the other part."""
-NUMBERS = frozenset({aten.arange.start_step, aten.arange.start, aten.arange.default, aten.linspace.default, aten.eye.m})
+NUMBERS = frozenset(
+    {
+        aten.arange.start_step,
+        aten.arange.start,
+        aten.arange.default,
+        aten.linspace.default,
+        aten.eye.m,
+    }
+)
 """The ops whose results number the elements of a dimension."""
-LIKE = frozenset({"new_empty", "new_full", "new_ones", "new_zeros", "empty_like", "full_like", "ones_like", "zeros_like"})
+LIKE = frozenset(
+    {
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "empty_like",
+        "full_like",
+        "ones_like",
+        "zeros_like",
+    }
+)
 """The ops that read only the shape or dtype of a tensor."""
 SAME_VALUES = frozenset(
-    {aten.view.default, aten.unsqueeze.default, aten.expand.default, aten._to_copy.default, aten.reshape.default}
+    {
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.expand.default,
+        aten._to_copy.default,
+        aten.reshape.default,
+    }
 )
-BY_FREQUENCY = "divides gradients by how often a token stands in the batch (scale_grad_by_freq=True)"
+BY_FREQUENCY = (
+    "divides gradients by how often a token stands in the batch (scale_grad_by_freq=True)"
+)
 """The reason to refuse a table whose forward keeps rows apart and whose gradient does not."""
 ROUTING = frozenset(
     {
-        *(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.index.Tensor, aten.index_select.default),
-        *(aten.index_put.default, aten.index_add.default, aten.scatter.src, aten.scatter_add.default, aten.gather.default),
+        *(
+            aten.sort.default,
+            aten.sort.stable,
+            aten.argsort.default,
+            aten.index.Tensor,
+            aten.index_select.default,
+        ),
+        *(
+            aten.index_put.default,
+            aten.index_add.default,
+            aten.scatter.src,
+            aten.scatter_add.default,
+            aten.gather.default,
+        ),
     }
 )
 """The ops by which mixtures of experts sort tokens and put them back, which a chunk too large to try may have."""
 
 
-def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captured: fx.Graph, model: Collection[str]) -> None:
+def check_rows_apart(
+    joints: Sequence[Joint], specs: Sequence[TensorSpec], captured: fx.Graph, model: Collection[str]
+) -> None:
     """Raise CaptureError, with the user's line, for an operation of a chunk's forward that combines rows.
 
     Args:
@@ -72,18 +113,28 @@ def check_rows_apart(joints: Sequence[Joint], specs: Sequence[TensorSpec], captu
     unknown = [n for n in found if not rows.indexes.ops[n].known]
     if not found:
         return
-    ends = {n for after in forward if after not in judged for n in after.all_input_nodes} | set(many.outputs)
-    combining = any(STATISTICS in named[origin_of(n)].meta for n in forward if origin_of(n) in named)
-    apart = None if combining else RowTrial(joints, rows.parts, [n for n in judged if n in ends]).same()
+    ends = {n for after in forward if after not in judged for n in after.all_input_nodes} | set(
+        many.outputs
+    )
+    combining = any(
+        STATISTICS in named[origin_of(n)].meta for n in forward if origin_of(n) in named
+    )
+    apart = (
+        None if combining else RowTrial(joints, rows.parts, [n for n in judged if n in ends]).same()
+    )
     if apart:
         return
     if apart is None and all(n in unknown or _routes(n) for n in found):
-        _say_believed([named[origin_of(n)] for n in found if not str(n.target).startswith("piper.")])
+        _say_believed(
+            [named[origin_of(n)] for n in found if not str(n.target).startswith("piper.")]
+        )
         return
     raise _refused(named[origin_of(found[0])])
 
 
-def check_opaque_rows(modules: Sequence[fx.GraphModule], specs: Sequence[TensorSpec], piece: Piece, *, random: bool) -> None:
+def check_opaque_rows(
+    modules: Sequence[fx.GraphModule], specs: Sequence[TensorSpec], piece: Piece, *, random: bool
+) -> None:
     """Raise CaptureError for an opaque region that computes other values for all rows than for parts of them.
 
     `modules` are its forward at each of TRIAL_ROWS. One that draws, or cannot run on random numbers, is believed.
@@ -98,8 +149,12 @@ def _say_believed(nodes: Sequence[fx.Node]) -> None:
     """Warn of operations that may combine rows in a chunk that is too large, or cannot run, on numbers."""
     if nodes:
         warnings.warn(
-            f"{line_of(nodes[0])}: whether this keeps the rows of the batch apart is neither known by rule nor could it be tried "
-            "on numbers at this size; it is taken to do so. If it does not, microbatches train other numbers than the whole "
+            f"{line_of(nodes[0])}: whether this keeps the rows of the batch apart is neither known "
+            f"by rule nor could "
+            f"it be tried "
+            "on numbers at this size; it is taken to do so. If it does not, microbatches train "
+            "other numbers than the "
+            "whole "
             "batch: `piper verify` on the same code with smaller sizes tells",
             PiperWarning,
             stacklevel=2,
@@ -112,12 +167,20 @@ def _routes(node: fx.Node) -> bool:
     return node.target in ROUTING or node.target.namespace == "piper"
 
 
-def _refused(node: fx.Node, how: str = "combines rows of the batch, or numbers them") -> CaptureError:
+def _refused(
+    node: fx.Node, how: str = "combines rows of the batch, or numbers them"
+) -> CaptureError:
     return CaptureError(
         f"{line_of(node)}: {how}: a microbatch has only some of the rows, so that the "
-        "model would compute other values for each plan. Accepted are operations in which each row counts by itself; let one "
-        "row of Job.batch hold all that is combined, [rows, set, ...], or give each row's number as a tensor of the batch. "
-        'Job(loss_over="microbatch") trains what gradient accumulation in plain PyTorch trains, where rows are combined within '
+        "model would compute other values for each plan. Accepted are operations in which each row "
+        "counts by itself; "
+        "let one "
+        "row of Job.batch hold all that is combined, [rows, set, ...], or give each row's number "
+        "as a tensor of the "
+        "batch. "
+        'Job(loss_over="microbatch") trains what gradient accumulation in plain PyTorch trains, '
+        "where rows are "
+        "combined within "
         "each microbatch"
     )
 
@@ -136,13 +199,17 @@ def _forward(joint: Joint) -> list[fx.Node]:
 def _varying(few: Joint, many: Joint) -> dict[TensorKey, tuple[int, ...]] | None:
     """Return, for each tensor, the dimensions that grow with the rows; None where the two graphs are not alike."""
     pairs = list(zip(few.graph.nodes, many.graph.nodes, strict=False))
-    if len(few.graph.nodes) != len(many.graph.nodes) or any(a.target != b.target for a, b in pairs if b.op == "call_function"):
+    if len(few.graph.nodes) != len(many.graph.nodes) or any(
+        a.target != b.target for a, b in pairs if b.op == "call_function"
+    ):
         return None
     found = {}
     for a, b in pairs:
         for k, (x, y) in enumerate(zip(_tensors(a), _tensors(b), strict=True)):
             if isinstance(x, Tensor) and isinstance(y, Tensor):
-                found[b, k] = tuple(d for d, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n)
+                found[b, k] = tuple(
+                    d for d, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n
+                )
     return found
 
 
@@ -176,20 +243,30 @@ class _Rows:
     def keeps_apart(self, node: fx.Node) -> bool:
         """Return whether an op computes each row by itself."""
         op = self.indexes.ops[node]
-        made = [k for k, t in enumerate(op.call.results) if t.numel() and (node, k) in self._varying and self._used(node, k)]
+        made = [
+            k
+            for k, t in enumerate(op.call.results)
+            if t.numel() and (node, k) in self._varying and self._used(node, k)
+        ]
         if _computes_with_numbers(node) and _numbers(node) != _numbers(self._fewer[node]):
             return False
         if is_draw(node.target, node.args, node.kwargs) or _only_shape(node):
             self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
-            return not any(self._varying[key] for key in op.keys) or all(self._varying[node, k] for k in made)
+            return not any(self._varying[key] for key in op.keys) or all(
+                self._varying[node, k] for k in made
+            )
         given = {i for key in op.keys for dim in self._of_rows(key) for i in dim}
         if not given:
             numbered = node.target in NUMBERS and any(self._varying[node, k] for k in made)
             self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
-            return not numbered or all(self._looks_up_own_rows(user, n) for n, user in _readers(node))
+            return not numbered or all(
+                self._looks_up_own_rows(user, n) for n, user in _readers(node)
+            )
         if any(self._looks_up_own_rows(node, n) for n in node.all_input_nodes):
             return True
-        if not op.known or any(op.parts(i) is None and op.rewrite(i) is None for i in given & self._rows):
+        if not op.known or any(
+            op.parts(i) is None and op.rewrite(i) is None for i in given & self._rows
+        ):
             self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
             return False
         return all(self._lie_in_place((node, k)) for k in made)
@@ -197,7 +274,12 @@ class _Rows:
     def _lie_in_place(self, key: TensorKey) -> bool:
         """Return whether a result has the rows where it grows with them, and not where a view put them by chance."""
         growing = {i for dim in self._of_rows(key) for i in dim}
-        others = {i for d, dim in enumerate(self.indexes.tensors[key]) if d not in self._varying[key] for i in dim}
+        others = {
+            i
+            for d, dim in enumerate(self.indexes.tensors[key])
+            if d not in self._varying[key]
+            for i in dim
+        }
         return bool(growing & self._rows) and not others & self._rows
 
     def _used(self, node: fx.Node, result: int) -> bool:
@@ -211,7 +293,9 @@ class _Rows:
         table, places = node.args[:2]
         assert isinstance(table, fx.Node) and isinstance(places, list | tuple)
         return any(
-            place is number and _source(number).target in NUMBERS and dim in self._varying.get(key_of(table), ())
+            place is number
+            and _source(number).target in NUMBERS
+            and dim in self._varying.get(key_of(table), ())
             for dim, place in enumerate(places)
         )
 
@@ -239,7 +323,9 @@ def _numbers(node: fx.Node) -> tuple[float, ...]:
 
 
 def _only_shape(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2] in LIKE
+    return (
+        isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2] in LIKE
+    )
 
 
 def _source(node: fx.Node) -> fx.Node:

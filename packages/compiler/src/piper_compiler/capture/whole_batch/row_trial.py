@@ -42,20 +42,29 @@ class RowTrial:
     `parts` says where rows lie in a tensor of the whole, and `asked` are the nodes of the whole that are compared.
     """
 
-    def __init__(self, joints: Sequence[Joint], parts: Callable[[TensorKey], RowsInDim | None], asked: Sequence[fx.Node]) -> None:
+    def __init__(
+        self,
+        joints: Sequence[Joint],
+        parts: Callable[[TensorKey], RowsInDim | None],
+        asked: Sequence[fx.Node],
+    ) -> None:
         self._first, self._whole, self._second = joints
         self._parts, self._asked = parts, asked
 
     def same(self) -> bool | None:
         """Return whether parts compute what the whole does; None where that cannot be tried."""
-        alike = all(len(j.graph.nodes) == len(self._whole.graph.nodes) for j in (self._first, self._second))
+        alike = all(
+            len(j.graph.nodes) == len(self._whole.graph.nodes) for j in (self._first, self._second)
+        )
         if not alike or _elements(self._whole) > MOST:
             return None
         try:
             with torch.random.fork_rng(devices=[]):
                 before = torch.get_rng_state()
                 same = all(self._tried(seed) for seed in SEEDS)
-                drawn = not torch.equal(before, torch.get_rng_state())  # within a kernel of the user's
+                drawn = not torch.equal(
+                    before, torch.get_rng_state()
+                )  # within a kernel of the user's
             return None if drawn else same
         except (*_torch.RUN_ERRORS, IndexError, KeyError, TypeError, ValueError):
             return None
@@ -64,17 +73,28 @@ class RowTrial:
         generator = torch.Generator().manual_seed(seed)
         kinds = zip(self._whole.inputs, self._whole.kinds, strict=True)
         given = {n: _random(n.meta["val"], generator, kind == "param") for n, kind in kinds}
-        given |= {n: _drawn(n, generator) for n in self._whole.graph.nodes if is_draw(n.target, n.args, n.kwargs)}
+        given |= {
+            n: _drawn(n, generator)
+            for n in self._whole.graph.nodes
+            if is_draw(n.target, n.args, n.kwargs)
+        }
         wanted = self._run(self._whole, given, self._asked)
         parts = []
         for number, joint in enumerate((self._first, self._second)):
             twin = dict(zip(self._whole.graph.nodes, joint.graph.nodes, strict=True))
             own = {twin[n]: self._parts_of(n, value, number) for n, value in given.items()}
             parts.append(self._run(joint, own, [twin[n] for n in self._asked]))
-        return all(self._equal(n, wanted[k], [p[k] for p in parts]) for k, n in enumerate(self._asked))
+        return all(
+            self._equal(n, wanted[k], [p[k] for p in parts]) for k, n in enumerate(self._asked)
+        )
 
-    def _run(self, joint: Joint, given: Mapping[fx.Node, Tensor], asked: Sequence[fx.Node]) -> list[Any]:
-        env: dict[fx.Node, Any] = {**given, **{n: joint.constants[name] for n, name in joint.constant_names.items()}}
+    def _run(
+        self, joint: Joint, given: Mapping[fx.Node, Tensor], asked: Sequence[fx.Node]
+    ) -> list[Any]:
+        env: dict[fx.Node, Any] = {
+            **given,
+            **{n: joint.constants[name] for n, name in joint.constant_names.items()},
+        }
         needed, queue = set[fx.Node](), list(asked)
         while queue:
             node = queue.pop()
@@ -99,17 +119,27 @@ class RowTrial:
         if lying is None:
             return value
         rows = value.unflatten(lying.dim, (lying.outer, sum(PARTS), -1))
-        return rows.split(PARTS, lying.dim + 1)[number].flatten(lying.dim, lying.dim + 2).contiguous()
+        return (
+            rows.split(PARTS, lying.dim + 1)[number].flatten(lying.dim, lying.dim + 2).contiguous()
+        )
 
     def _equal(self, node: fx.Node, whole: Any, parts: Sequence[Any]) -> bool:
         if not isinstance(whole, Tensor):
             return True
-        return all(_near(self._part(key_of(node), whole, number), part) for number, part in enumerate(parts))
+        return all(
+            _near(self._part(key_of(node), whole, number), part)
+            for number, part in enumerate(parts)
+        )
 
 
 def _elements(joint: Joint) -> int:
     values = [n.meta.get("val") for n in joint.graph.nodes]
-    return sum(t.numel() for v in values for t in (v if isinstance(v, tuple | list) else (v,)) if isinstance(t, Tensor))
+    return sum(
+        t.numel()
+        for v in values
+        for t in (v if isinstance(v, tuple | list) else (v,))
+        if isinstance(t, Tensor)
+    )
 
 
 def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
@@ -126,7 +156,10 @@ def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
 def _drawn(node: fx.Node, generator: torch.Generator) -> Any:
     """Return numbers in place of those that an op would draw: the same for a row in the whole and in its part."""
     value = node.meta["val"]
-    made = tuple(_random(t, generator, trained=False) for t in (value if isinstance(value, tuple | list) else (value,)))
+    made = tuple(
+        _random(t, generator, trained=False)
+        for t in (value if isinstance(value, tuple | list) else (value,))
+    )
     return made if isinstance(value, tuple | list) else made[0]
 
 
@@ -140,7 +173,10 @@ def _near(a: Tensor, b: Tensor) -> bool:
 
 
 def opaque_same(
-    modules: Sequence[fx.GraphModule], specs: Sequence[TensorSpec], kinds: Sequence[str], values: Sequence[bool]
+    modules: Sequence[fx.GraphModule],
+    specs: Sequence[TensorSpec],
+    kinds: Sequence[str],
+    values: Sequence[bool],
 ) -> bool | None:
     """Return whether an opaque region computes of parts what it computes of all rows; None where that cannot be tried.
 
@@ -155,17 +191,25 @@ def opaque_same(
         for seed in SEEDS:
             generator = torch.Generator().manual_seed(seed)
             likes = [
-                torch.empty(s, dtype=getattr(torch, spec.dtype), device="meta") for s, spec in zip(shapes, specs, strict=True)
+                torch.empty(s, dtype=getattr(torch, spec.dtype), device="meta")
+                for s, spec in zip(shapes, specs, strict=True)
             ]
-            given = [_random(t, generator, kind == "param") for t, kind in zip(likes, kinds, strict=True)]
+            given = [
+                _random(t, generator, kind == "param") for t, kind in zip(likes, kinds, strict=True)
+            ]
             wanted = _called(whole, given)
             found = [
-                _called(m, [_rows_of(t, s, k) for t, s in zip(given, specs, strict=True)]) for k, m in enumerate((first, second))
+                _called(m, [_rows_of(t, s, k) for t, s in zip(given, specs, strict=True)])
+                for k, m in enumerate((first, second))
             ]
-            compared = [(w, a, b) for w, a, b, value in zip(wanted, *found, values, strict=True) if value]
+            compared = [
+                (w, a, b) for w, a, b, value in zip(wanted, *found, values, strict=True) if value
+            ]
             if not all(_joins(*each) for each in compared):
                 return False
-    except Exception:  # the user's code may raise anything on random numbers, which then tell nothing
+    except (
+        Exception
+    ):  # the user's code may raise anything on random numbers, which then tell nothing
         return None
     return True
 
@@ -180,7 +224,11 @@ def _rows_of(tensor: Tensor, spec: TensorSpec, number: int) -> Tensor:
     """Return a part of the rows, which are outermost in the dimension that grows with them."""
     for dim, size in enumerate(spec.shape):
         if bind(size, 1) != bind(size, 2):
-            return tensor.unflatten(dim, (sum(PARTS), -1)).split(PARTS, dim)[number].flatten(dim, dim + 1)
+            return (
+                tensor.unflatten(dim, (sum(PARTS), -1))
+                .split(PARTS, dim)[number]
+                .flatten(dim, dim + 1)
+            )
     return tensor
 
 

@@ -49,7 +49,9 @@ def messages_to(graph: Graph, at: At) -> Iterator[tuple[At, At]]:
                 yield (message.id, mbs), (node.id, mbs)
 
 
-def messages_of(graph: Graph, group: OverlapGroup, seconds: Mapping[tuple[str, int], float]) -> GroupMessages:
+def messages_of(
+    graph: Graph, group: OverlapGroup, seconds: Mapping[tuple[str, int], float]
+) -> GroupMessages:
     """Return what the nodes of a group wait for; `seconds` has the duration of each collective of a value."""
     place = {at: (m, k) for m, member in enumerate(group.members) for k, at in enumerate(member)}
     found: dict[tuple[MemberPlace, MemberPlace], float] = {}
@@ -70,20 +72,26 @@ def _writers(graph: Graph, at: At) -> Iterator[tuple[Node, int]]:
             yield writer, at[1]
 
 
-def _between_members(graph: Graph, place: Mapping[At, MemberPlace]) -> Iterator[tuple[MemberPlace, MemberPlace]]:
+def _between_members(
+    graph: Graph, place: Mapping[At, MemberPlace]
+) -> Iterator[tuple[MemberPlace, MemberPlace]]:
     """Yield pairs of nodes of different members that compute steps of one chunk in one microbatch, in their order."""
     of_chunk: dict[tuple[str, int], list[tuple[int, MemberPlace]]] = {}
     for at, mine in place.items():
         node = graph.at(at)
         if node is not None and isinstance(node.op, Compute):
-            of_chunk.setdefault((node.op.chunk, at[1]), []).append((_STEPS.index(node.op.step), mine))
+            of_chunk.setdefault((node.op.chunk, at[1]), []).append(
+                (_STEPS.index(node.op.step), mine)
+            )
     for same in of_chunk.values():
         for (a, one), (b, other) in product(same, same):
             if a < b and one[0] != other[0]:
                 yield one, other
 
 
-def hidden(group: OverlapGroup, seconds: Mapping[At, float], messages: GroupMessages) -> Sequence[At] | None:
+def hidden(
+    group: OverlapGroup, seconds: Mapping[At, float], messages: GroupMessages
+) -> Sequence[At] | None:
     """Return the nodes of a group in the order found; None where nothing waits for a message, or it is too large."""
     sizes = tuple(map(len, group.members))
     if not messages.seconds or prod(n + 1 for n in sizes) > MOST_STATES:
@@ -130,8 +138,12 @@ def _searched(
         after.setdefault(later, []).append(node)
     ends = tuple(map(len, durations))
     kept: dict[tuple[int, ...], list[_State]] = {(0,) * len(ends): [_State(0.0, 0.0, {}, None)]}
-    for come in product(*(range(n + 1) for n in ends)):  # what comes after a state comes later in this order
-        for state in sorted(kept.pop(come, ()), key=lambda s: s.key)[:WIDTH] if come != ends else ():
+    for come in product(
+        *(range(n + 1) for n in ends)
+    ):  # what comes after a state comes later in this order
+        for state in (
+            sorted(kept.pop(come, ()), key=lambda s: s.key)[:WIDTH] if come != ends else ()
+        ):
             for m, k in enumerate(come):
                 if k < ends[m] and all(come[a] > b for a, b in after.get((m, k), ())):
                     then = _after(state, (m, k), durations[m][k], sends.get((m, k), ()))
@@ -145,7 +157,9 @@ def _searched(
     return tuple(reversed(picks))
 
 
-def _after(state: _State, node: MemberPlace, seconds: float, sends: Sequence[tuple[MemberPlace, float]]) -> _State:
+def _after(
+    state: _State, node: MemberPlace, seconds: float, sends: Sequence[tuple[MemberPlace, float]]
+) -> _State:
     """Return the state once a node is computed, too."""
     computed = max(state.computed, state.arrives.get(node, 0.0)) + seconds
     sent, arrives = state.sent, dict(state.arrives)

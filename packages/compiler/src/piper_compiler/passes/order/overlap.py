@@ -31,13 +31,20 @@ from piper_ir.program.program import Chunk, Program, Step
 Merge = Callable[[OverlapGroup, Mapping[At, float]], Sequence[At]]
 
 
-def seconds_of_spans(graph: Graph, chunks: Mapping[str, Chunk], deps: Dependencies) -> dict[int, float]:
+def seconds_of_spans(
+    graph: Graph, chunks: Mapping[str, Chunk], deps: Dependencies
+) -> dict[int, float]:
     """Return the seconds of each span, by its first number."""
     found = set(deps.spans.values())
-    return {span[0]: span_seconds(graph.program, chunks, [(deps.node(i), deps.mb[i]) for i in span]) for span in found}
+    return {
+        span[0]: span_seconds(graph.program, chunks, [(deps.node(i), deps.mb[i]) for i in span])
+        for span in found
+    }
 
 
-def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[tuple[Node, int]]) -> float:
+def span_seconds(
+    program: Program, chunks: Mapping[str, Chunk], span: Iterable[tuple[Node, int]]
+) -> float:
     """Return the seconds of a span of these nodes in microbatches.
 
     One forward of stage s and one whole backward of stage t save half of what a pair of each stage saves, so that equal
@@ -53,7 +60,12 @@ def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[t
             (forwards if node.op.step == "F" else backwards).append((chunk, mb, steps))
     if not program.overlap or len(forwards) != 1 or not _whole(backwards):
         return total
-    stages = [k for chunk, *_ in (forwards[0], backwards[0]) for k, c in enumerate(program.chunks) if c.id == chunk.id]
+    stages = [
+        k
+        for chunk, *_ in (forwards[0], backwards[0])
+        for k, c in enumerate(program.chunks)
+        if c.id == chunk.id
+    ]
     return total - sum(_saved(program, chunks, k) for k in stages) / 2
 
 
@@ -97,7 +109,9 @@ def first_to_finish(orders: Iterable[Interleaved], drafted: Callable[[Graph], D]
     for order in orders:
         try:
             made = drafted(order.graph)
-            if best is None or made.makespan < best.makespan * (1 + 1e-9 if order.hides else 1 - 1e-9):
+            if best is None or made.makespan < best.makespan * (
+                1 + 1e-9 if order.hides else 1 - 1e-9
+            ):
                 best = made
         except (CompileError, PlanError):
             if best is None:

@@ -82,7 +82,9 @@ class Scheduler:
         nodes = deps.nodes
         self.graph, self.deps = graph, deps
         names = {name: r for r, name in enumerate(sorted(graph.roles))}
-        self.roles = [_Role() for _ in names]  # by name, the order in which roles that can start at the same time do
+        self.roles = [
+            _Role() for _ in names
+        ]  # by name, the order in which roles that can start at the same time do
         self.role_of = deps.column([names[n.role] for n in nodes])
         self.seconds = deps.column(node_seconds(graph, nodes, bound, rows, seconds))
         for i, taken in given.items():
@@ -91,13 +93,22 @@ class Scheduler:
         self.stages = 1 + max([stage for _, stage in kinds], default=0)
         self.each = self.stages * (max(deps.mb, default=0) + 2)  # groups of a phase
         heads = [rank * self.each + self.stages + stage for rank, stage in kinds]
-        self.group: list[Group] = [heads[k] + self.stages * mb for k, mb in zip(deps.of, deps.mb, strict=True)]
+        self.group: list[Group] = [
+            heads[k] + self.stages * mb for k, mb in zip(deps.of, deps.mb, strict=True)
+        ]
         self.along = deps.column(_along(graph, nodes, kinds))
-        self.collective = deps.column([n.op if isinstance(n.op, Collective) else None for n in nodes])
+        self.collective = deps.column(
+            [n.op if isinstance(n.op, Collective) else None for n in nodes]
+        )
         self.free = {self.group[i] for i in deps.ordered if kinds[deps.of[i]][0] == FORWARD}
         """The groups of forwards that an order mentions."""
         self.limit = _limits(graph, deps, kinds)
-        self.backward = deps.column([isinstance(n.op, Compute) and k[0] != FORWARD for n, k in zip(nodes, kinds, strict=True)])
+        self.backward = deps.column(
+            [
+                isinstance(n.op, Compute) and k[0] != FORWARD
+                for n, k in zip(nodes, kinds, strict=True)
+            ]
+        )
         for i, backward in enumerate(self.backward):
             if backward:
                 left, key = self.roles[self.role_of[i]].left, self.group[i] % self.each
@@ -108,12 +119,19 @@ class Scheduler:
         self.starts = [0.0] * len(self.role_of)
         """The canonical start of each node that computes, once it has started."""
         self.arrived: dict[tuple[Collective, int, int], list[int]] = {}
-        self.turns: dict[tuple[Collective, int, int], int] = {}  # of each role, how often it has come to such a meeting
+        self.turns: dict[
+            tuple[Collective, int, int], int
+        ] = {}  # of each role, how often it has come to such a meeting
 
     def run(self) -> list[int]:
         waiting: list[int] = np.bincount(self.deps.target, minlength=len(self.deps.comm)).tolist()
         after, events, comm, backward = self.deps.after, self.events, self.deps.comm, self.backward
-        roles, role_of, ready, communicate = self.roles, self.role_of, self._ready, self._communicate
+        roles, role_of, ready, communicate = (
+            self.roles,
+            self.role_of,
+            self._ready,
+            self._communicate,
+        )
         now, done = 0.0, 0
         dirty = set(range(len(self.roles)))
         over: list[int] = []
@@ -189,7 +207,13 @@ class Scheduler:
         return sorted(members) if len(members) == len(self.graph.channels[op.channel].roles) else ()
 
     def _start(self, dirty: set[int], now: float) -> None:
-        sequence, events, seconds, spans, starts = self.sequence, self.events, self.seconds, self.spans, self.starts
+        sequence, events, seconds, spans, starts = (
+            self.sequence,
+            self.events,
+            self.seconds,
+            self.spans,
+            self.starts,
+        )
         for r in sorted(dirty) if len(dirty) > 1 else dirty:
             role = self.roles[r]
             if role.busy:
@@ -239,7 +263,12 @@ class Scheduler:
 
         An order elsewhere then needs more microbatches in flight than the limit allows.
         """
-        held = [(g[0] // self.stages, r, g[0]) for r, role in enumerate(self.roles) for g in role.gated.values() if g]
+        held = [
+            (g[0] // self.stages, r, g[0])
+            for r, role in enumerate(self.roles)
+            for g in role.gated.values()
+            if g
+        ]
         if not held:
             return False
         _, r, group = min(held)
@@ -284,11 +313,17 @@ def _along(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) 
     """Return each node's position: along the program for forward, against it for backward; sums precede readers."""
     index = graph.chunk_index
     places = [index.get(str(node.coords.get("chunk", "")), 0) for node in nodes]
-    return [place if rank == FORWARD else -place for place, (rank, _) in zip(places, kinds, strict=True)]
+    return [
+        place if rank == FORWARD else -place for place, (rank, _) in zip(places, kinds, strict=True)
+    ]
 
 
 def node_seconds(
-    graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], rows: int, known: InstructionSeconds
+    graph: Graph,
+    nodes: tuple[Node, ...],
+    bound: dict[str, Chunk],
+    rows: int,
+    known: InstructionSeconds,
 ) -> list[float]:
     """Return the canonical seconds of nodes, given the chunks bound at `rows` and the durations of their steps."""
     steps: dict[int, float] = {}  # by the id of an op, which microbatches share
@@ -300,7 +335,12 @@ def node_seconds(
         if isinstance(op, Compute):
             seconds = steps.get(id(op))
             if seconds is None:
-                seconds = steps[id(op)] = sum([known.step(op.variant, s) for s in steps_of(bound[op.variant], op.step, op.apart)])
+                seconds = steps[id(op)] = sum(
+                    [
+                        known.step(op.variant, s)
+                        for s in steps_of(bound[op.variant], op.step, op.apart)
+                    ]
+                )
         elif isinstance(op, Recv):
             spec = graph.values[node.writes[0]].spec
             seconds = sizes.get(id(spec))
@@ -314,10 +354,14 @@ def node_seconds(
     return out
 
 
-def overlap_seconds(graph: Graph, bound: dict[str, Chunk], rows: int, known: InstructionSeconds) -> dict[At, float]:
+def overlap_seconds(
+    graph: Graph, bound: dict[str, Chunk], rows: int, known: InstructionSeconds
+) -> dict[At, float]:
     """Return the canonical seconds of the nodes of overlaps, and of the collectives whose results they read."""
     members = [at for group in graph.overlaps for at in group.nodes]
-    places = list(dict.fromkeys([*members, *(sent for at in members for sent, _ in messages_to(graph, at))]))
+    places = list(
+        dict.fromkeys([*members, *(sent for at in members for sent, _ in messages_to(graph, at))])
+    )
     nodes = tuple([node for at in places if (node := graph.at(at)) is not None])
     return dict(zip(places, node_seconds(graph, nodes, bound, rows, known), strict=True))
 
@@ -327,8 +371,13 @@ def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> d
 
     It is 1 + the most changes of device on a way from the stage to the end of forward.
     """
-    forward = [rank == FORWARD and isinstance(n.op, Compute) for n, (rank, _) in zip(deps.nodes, kinds, strict=True)]
-    changes = [np.zeros(len(n.each), np.int64) for n in deps.nodes]  # by microbatch, the most on a way from a node
+    forward = [
+        rank == FORWARD and isinstance(n.op, Compute)
+        for n, (rank, _) in zip(deps.nodes, kinds, strict=True)
+    ]
+    changes = [
+        np.zeros(len(n.each), np.int64) for n in deps.nodes
+    ]  # by microbatch, the most on a way from a node
     out: dict[int, int] = {}
     for k in reversed(range(len(forward))):  # a node's readers come before it
         if not forward[k]:

@@ -16,11 +16,20 @@ from piper_ir.program.ops import KEEP_ALL, Compute
 from piper_ir.program.program import Chunk
 
 
-def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[InstrTable], request: CompileRequest) -> Plan:
+def plan_of(
+    graph: Graph,
+    chunks: dict[str, Chunk],
+    rows: int,
+    programs: list[InstrTable],
+    request: CompileRequest,
+) -> Plan:
     """Return the plan, without its peaks."""
     program, training, options = graph.program, request.training, request.options
     held = states(graph, training)
-    roles = [role_plan(graph, role, table, held[role]) for role, table in zip(graph.roles, programs, strict=True)]
+    roles = [
+        role_plan(graph, role, table, held[role])
+        for role, table in zip(graph.roles, programs, strict=True)
+    ]
     return Plan(
         program.key,
         graph.mesh,
@@ -50,7 +59,9 @@ def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[In
 
 def role_plan(graph: Graph, role: str, program: InstrTable, held: tuple[State, ...]) -> RolePlan:
     """Return one role of a plan."""
-    idle = [c.stream_on(role) for c in graph.channels.values() if role in c.roles]  # of buckets that nothing gathers
+    idle = [
+        c.stream_on(role) for c in graph.channels.values() if role in c.roles
+    ]  # of buckets that nothing gathers
     streams = tuple(dict.fromkeys([COMPUTE, *program.streams, *idle]))
     placed = graph.roles[role]
     first = tuple(map(program.values.name, program.first))
@@ -62,12 +73,18 @@ def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
 
     Variants follow on the chunks of the program, as far as nodes run them.
     """
-    used = {n.op.variant for n in graph.sequence if isinstance(n.op, Compute) and n.op.keep != KEEP_ALL}
+    used = {
+        n.op.variant for n in graph.sequence if isinstance(n.op, Compute) and n.op.keep != KEEP_ALL
+    }
     variants = [c for c in graph.program.bound_variants(rows) if c.variant in used] if used else []
     out = {}
     for chunk in (*graph.program.bound(rows), *variants):
         node = graph.compute(chunk.id, "F")[0]
-        coords = {k: v for k, v in node.coords.items() if k not in ("chunk", "phase", "op", "mb") and isinstance(v, int)}
+        coords = {
+            k: v
+            for k, v in node.coords.items()
+            if k not in ("chunk", "phase", "op", "mb") and isinstance(v, int)
+        }
         out[chunk.variant] = replace(chunk, coords=coords)
     return out
 
@@ -81,16 +98,31 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
-        mine = [State(kind, bucket.id, size, True) for kind, size in flat_bytes(bucket, graph.mesh).items()]
-        if optim := training.state_bytes(replace(bucket, numel=bucket.numel // graph.mesh.degree(bucket.shard.optim))):
+        mine = [
+            State(kind, bucket.id, size, True)
+            for kind, size in flat_bytes(bucket, graph.mesh).items()
+        ]
+        if optim := training.state_bytes(
+            replace(bucket, numel=bucket.numel // graph.mesh.degree(bucket.shard.optim))
+        ):
             mine.append(State("optim", bucket.id, optim, True))
         for role in bucket.roles:
             out[role].update({s.id: s for s in mine})
-    specs = {p.name: p.spec for p in graph.program.params} | {b.name: b.spec for b in graph.program.buffers}
+    specs = {p.name: p.spec for p in graph.program.params} | {
+        b.name: b.spec for b in graph.program.buffers
+    }
     for chunk in graph.program.chunks:
-        kinds: dict[str, Literal["param", "buffer"]] = {e.ref: e.kind for e in chunk.inputs if e.kind in ("param", "buffer")}
-        kinds |= {o.ref: "buffer" for o in chunk.outputs if o.kind == "buffer"}  # replaced without being read
-        alone = [State(kind, ref, bind(specs[ref].nbytes, 0)) for ref, kind in kinds.items() if ref not in bucketed]
+        kinds: dict[str, Literal["param", "buffer"]] = {
+            e.ref: e.kind for e in chunk.inputs if e.kind in ("param", "buffer")
+        }
+        kinds |= {
+            o.ref: "buffer" for o in chunk.outputs if o.kind == "buffer"
+        }  # replaced without being read
+        alone = [
+            State(kind, ref, bind(specs[ref].nbytes, 0))
+            for ref, kind in kinds.items()
+            if ref not in bucketed
+        ]
         for role in dict.fromkeys(node.role for node in graph.compute(chunk.id, "F")):
             out[role].update({s.id: s for s in alone})
     return {role: tuple(states.values()) for role, states in out.items()}

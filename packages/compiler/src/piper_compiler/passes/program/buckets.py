@@ -99,16 +99,28 @@ def _check_whole(edit: Editor, training: Training) -> None:
     """Raise CompileError where ranks share states, or have parts, of parameters that an optimizer needs whole."""
     optimizer, groups = training.whole, training.whole_groups
     advice = (
-        f"and {optimizer} works on whole parameters here{WHOLE.get(optimizer, '')}; use one that updates each element by itself, "
-        f"such as AdamW or RMSprop, declare it with piper.elementwise({optimizer}) if it does so, or"
+        f"and {optimizer} works on whole parameters here{WHOLE.get(optimizer, '')}; use one that "
+        f"updates each element "
+        f"by itself, "
+        f"such as AdamW or RMSprop, declare it with piper.elementwise({optimizer}) if it does so, "
+        f"or"
     )
-    whole = [p for p in edit.graph.program.params if p.trained and training.group_of.get(p.name, 0) in groups]
+    whole = [
+        p
+        for p in edit.graph.program.params
+        if p.trained and training.group_of.get(p.name, 0) in groups
+    ]
     if parted := next((p.name for p in whole if p.layout), None):
-        raise CompileError(f"each device would have a part of parameter {parted!r} (by shard), {advice} leave shard out")
+        raise CompileError(
+            f"each device would have a part of parameter {parted!r} (by shard), {advice} leave "
+            f"shard out"
+        )
     sharing = next((r for r in edit.replication.values() if r.shard.optim), None)
     if sharing is not None:
         raise CompileError(
-            f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, each with a part of every "
+            f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, "
+            f"each with a part of "
+            f"every "
             f"parameter, {advice} use zero=0"
         )
 
@@ -146,7 +158,9 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]
             other, _ = out.pop(name, (policy, stage))
             if other.together != policy.together:
                 raise CompileError(
-                    f"parameter {name!r} is shared by chunks that are replicated in different ways; replicate them together"
+                    f"parameter {name!r} is shared by chunks that are replicated in different "
+                    f"ways; replicate them "
+                    f"together"
                 )
             out[name] = policy, stage
     return [(by_name[name], policy, stage) for name, (policy, stage) in out.items()]
@@ -172,8 +186,18 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     used = policy.stream or "reduce"
     channel = _channel(edit, roles, over, used, "reduce") if len(roles) > 1 or over else ""
     sharers = roles if shard.optim else ()
-    gather = tuple([_channel(edit, (role,), shard.optim, policy.gather or "gather", "gather") for role in sharers])
-    scatter = tuple([_channel(edit, (role,), shard.optim, policy.stream or "scatter", "scatter") for role in sharers])
+    gather = tuple(
+        [
+            _channel(edit, (role,), shard.optim, policy.gather or "gather", "gather")
+            for role in sharers
+        ]
+    )
+    scatter = tuple(
+        [
+            _channel(edit, (role,), shard.optim, policy.stream or "scatter", "scatter")
+            for role in sharers
+        ]
+    )
     dtype, compute, reduce = kind.dtypes
     edit.buckets[id] = Bucket(
         id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, axes, kind.group, channel,
@@ -181,7 +205,9 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
     )  # fmt: skip
 
 
-def _channel(edit: Editor, roles: tuple[str, ...], over: tuple[str, ...], stream: str, purpose: _Purpose) -> str:
+def _channel(
+    edit: Editor, roles: tuple[str, ...], over: tuple[str, ...], stream: str, purpose: _Purpose
+) -> str:
     """Return the channel of a kind of collective, made on first use; those of one stream share one communicator."""
     name = "+".join(roles) + ("/" + "+".join(over) if over else "")
     id = f"reduce.{name}.{stream}"

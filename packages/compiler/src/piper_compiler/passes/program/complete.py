@@ -65,7 +65,11 @@ def with_buckets(graph: Graph, training: Training) -> Graph:
 def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> int:
     """Return the bytes of temporaries in an update: the optimizer's, and gradients cast to the dtype of the update."""
     buckets = [edit.buckets[id] for id in held]
-    cast = sum(_updated(edit, b, training) * ITEM_BYTES[b.dtype] for b in buckets if b.reduce_dtype != b.dtype)
+    cast = sum(
+        _updated(edit, b, training) * ITEM_BYTES[b.dtype]
+        for b in buckets
+        if b.reduce_dtype != b.dtype
+    )
     own = [replace(b, numel=b.numel // edit.graph.mesh.degree(b.shard.optim)) for b in buckets]
     return cast + training.update_bytes(own)
 
@@ -84,7 +88,8 @@ def _place_rest(graph: Graph) -> Graph:
         compute = [n for n in unplaced if isinstance(n.op, Compute)] or unplaced
         count = sum(len(n.each) for n in compute)
         raise CompileError(
-            f"{compute[0].name(compute[0].each[0])} (of {count} such nodes) is not placed, but others are placed on "
+            f"{compute[0].name(compute[0].each[0])} (of {count} such nodes) is not placed, but "
+            f"others are placed on "
             f"{', '.join(graph.roles)}; "
             "add a place directive that selects it"
         )
@@ -100,7 +105,10 @@ def _place_rest(graph: Graph) -> Graph:
 def _check_axes(graph: Graph) -> None:
     """Check that every rank has work, and that all chunks have the same data-parallel width."""
     placed = set(next(iter(graph.roles.values())))
-    overs = {graph.replication[c.id].over if c.id in graph.replication else () for c in graph.program.chunks}
+    overs = {
+        graph.replication[c.id].over if c.id in graph.replication else ()
+        for c in graph.program.chunks
+    }
     if len(overs) > 1:
         some = [c.id for c in graph.program.chunks if c.id not in graph.replication]
         raise CompileError(
@@ -115,11 +123,15 @@ def _check_axes(graph: Graph) -> None:
                 f"the mesh has {axis}={graph.mesh.size(axis)} but no directive uses {axis}; "
                 "shard or replicate over it, place on it, or take it out of the mesh"
             )
-    idle = set(range(graph.mesh.world)) - {r for fixed in graph.roles.values() for r in graph.mesh.ranks(fixed)}
+    idle = set(range(graph.mesh.world)) - {
+        r for fixed in graph.roles.values() for r in graph.mesh.ranks(fixed)
+    }
     if idle:
         where = ", ".join(f"{a}={c}" for a, c in graph.mesh.coords(min(idle)).items())
         raise CompileError(
-            f"nothing is placed on rank {min(idle)} ({where}) of {graph.mesh}; place a stage there or make the mesh smaller"
+            f"nothing is placed on rank {min(idle)} ({where}) of {graph.mesh}; place a stage there "
+            f"or make the mesh "
+            f"smaller"
         )
 
 
@@ -135,19 +147,25 @@ def _check_buffers(graph: Graph, averages: frozenset[str] | None) -> None:
                 continue
             if wide and output.varies and output.ref not in (averages or ()):
                 chosen = (
-                    'Job(batch_norm="microbatch") lets them, where forward only updates it, and has that of replica 0'
+                    'Job(batch_norm="microbatch") lets them, where forward only updates it, and '
+                    "has that of replica 0"
                     if averages is None
-                    else 'forward reads it beside that, so that Job(batch_norm="microbatch") does not help'
+                    else 'forward reads it beside that, so that Job(batch_norm="microbatch") does '
+                    "not help"
                 )
                 raise CompileError(
-                    f"buffer {output.ref!r} is updated from the batch in {chunk.id}, so its replicas would differ; "
-                    f"do not replicate this model, or make the update independent of the batch. {chosen}"
+                    f"buffer {output.ref!r} is updated from the batch in {chunk.id}, so its "
+                    f"replicas would differ; "
+                    f"do not replicate this model, or make the update independent of the batch. "
+                    f"{chosen}"
                 )
             users = _buffer_users(graph.program, output.ref)
             roles = {node.role for id in users for node in graph.compute(id, "F")}
             if len(roles) > 1:
                 raise CompileError(
-                    f"buffer {output.ref!r} is updated in {chunk.id} and used on {', '.join(sorted(roles))}, whose copies would "
+                    f"buffer {output.ref!r} is updated in {chunk.id} and used on "
+                    f"{', '.join(sorted(roles))}, whose "
+                    f"copies would "
                     f"differ; place {', '.join(users)} on one device",
                     tuple(users),
                 )
@@ -166,7 +184,11 @@ def _buffer_users(program: Program, name: str) -> list[str]:
 def _check_orders(graph: Graph) -> None:
     """Check that the one program of a device, or the data between devices, can keep all orders."""
     every = range(graph.microbatches)
-    alike = {id: family[0].role for id, family in graph.families.items() if family[0].mbs == every and not _is_comm(family[0])}
+    alike = {
+        id: family[0].role
+        for id, family in graph.families.items()
+        if family[0].mbs == every and not _is_comm(family[0])
+    }
     most = graph.microbatches
     for (before, after), applied in graph.order_edges.items():
         (first, i), (second, j) = before, after
@@ -175,10 +197,15 @@ def _check_orders(graph: Graph) -> None:
         a, b = graph.at(before), graph.at(after)
         if a is None or b is None or a.role != b.role or _is_comm(a) or _is_comm(b):
             names = [node.name(at[1]) if node else at[0] for node, at in ((a, before), (b, after))]
-            where = ", ".join(f"{name} on {n.role if n else 'no device'}" for name, n in zip(names, (a, b), strict=True))
+            where = ", ".join(
+                f"{name} on {n.role if n else 'no device'}"
+                for name, n in zip(names, (a, b), strict=True)
+            )
             by = f" (by {graph.log[applied]})" if applied < len(graph.log) else ""
             raise CompileError(
-                f"{names[0]} cannot be ordered before {names[1]}{by}: an order is among the compute of one device, here {where}"
+                f"{names[0]} cannot be ordered before {names[1]}{by}: an order is among the "
+                f"compute of one device, "
+                f"here {where}"
             )
 
 
@@ -203,12 +230,18 @@ def _meet_inside(edit: Editor) -> None:
     used: dict[str, set[str]] = {}
     for chunk in edit.graph.program.chunks:
         axes = {c.axis for step in chunk.steps.values() for c in step.collectives}
-        for role in {node.role for step in ("F", "B") for node in edit.families.get(compute_id(chunk.id, step), ())}:
+        for role in {
+            node.role
+            for step in ("F", "B")
+            for node in edit.families.get(compute_id(chunk.id, step), ())
+        }:
             used.setdefault(role, set()).update(axes)
     for role in edit.roles:
         for axis in sorted(used.get(role, ())):
             id = inside_channel(axis, role)
-            edit.channels[id] = Channel(id, "group", (role,), (COMPUTE,), edit.graph.mesh.along(axis), "tensor")
+            edit.channels[id] = Channel(
+                id, "group", (role,), (COMPUTE,), edit.graph.mesh.along(axis), "tensor"
+            )
 
 
 def _share(edit: Editor) -> None:
@@ -231,10 +264,26 @@ def _share(edit: Editor) -> None:
                 _on_bucket(edit, "scatter", "reduce_scatter", bucket, role, channel, "B")
 
 
-def _on_bucket(edit: Editor, name: str, kind: str, bucket: Bucket, role: str, channel: str, phase: str) -> None:
-    coords: dict[str, int | str] = {"phase": phase, "op": kind.replace("_", ""), "bucket": bucket.id}
+def _on_bucket(
+    edit: Editor, name: str, kind: str, bucket: Bucket, role: str, channel: str, phase: str
+) -> None:
+    coords: dict[str, int | str] = {
+        "phase": phase,
+        "op": kind.replace("_", ""),
+        "bucket": bucket.id,
+    }
     stream = edit.channels[channel].stream_on(role)
-    edit.add(Node(f"{name}.{bucket.id}#{role}", Collective(kind, channel, bucket.id), coords, (), (), role, stream))
+    edit.add(
+        Node(
+            f"{name}.{bucket.id}#{role}",
+            Collective(kind, channel, bucket.id),
+            coords,
+            (),
+            (),
+            role,
+            stream,
+        )
+    )
 
 
 def _reduce(edit: Editor) -> None:
@@ -244,7 +293,9 @@ def _reduce(edit: Editor) -> None:
             _on_bucket(edit, "reduce", "all_reduce", bucket, role, bucket.channel, "B")
 
 
-def _sum_over_roles(edit: Editor, name: str, local: Mapping[str, str], over: tuple[str, ...], spec: TensorSpec) -> dict[str, str]:
+def _sum_over_roles(
+    edit: Editor, name: str, local: Mapping[str, str], over: tuple[str, ...], spec: TensorSpec
+) -> dict[str, str]:
     """Return by role the value with the sum over all roles (and `over`) of a scalar that each role has.
 
     It is the scalar itself when only one rank has it.
@@ -253,19 +304,40 @@ def _sum_over_roles(edit: Editor, name: str, local: Mapping[str, str], over: tup
     if len(roles) == 1 and not over:
         return dict(local)
     assert name in ("weight", "norm")
-    channel = Channel(name, "group", roles, (name,) * len(roles), over, "weight" if name == "weight" else "norm")
+    channel = Channel(
+        name, "group", roles, (name,) * len(roles), over, "weight" if name == "weight" else "norm"
+    )
     edit.channels[name] = channel
     out = {}
     for role in roles:
         out[role] = edit.value(f"{name}.total#{role}", spec, "scalar")
         coords: dict[str, int | str] = {"phase": "U", "op": "allreduce"}
-        edit.add(Node(f"reduce.{name}#{role}", Collective("all_reduce", name), coords, (local[role],), (out[role],), role, name))
+        edit.add(
+            Node(
+                f"reduce.{name}#{role}",
+                Collective("all_reduce", name),
+                coords,
+                (local[role],),
+                (out[role],),
+                role,
+                name,
+            )
+        )
     return out
 
 
 def _zeros(edit: Editor, name: str, role: str, spec: TensorSpec) -> str:
     value = edit.value(f"{name}#{role}", spec, "scalar")
-    edit.add(Node(f"zeros.{name}#{role}", Zeros(spec.dtype), {"phase": "U", "op": "zeros"}, (), (value,), role))
+    edit.add(
+        Node(
+            f"zeros.{name}#{role}",
+            Zeros(spec.dtype),
+            {"phase": "U", "op": "zeros"},
+            (),
+            (value,),
+            role,
+        )
+    )
     return value
 
 
@@ -295,19 +367,37 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
         else:
             local[role] = edit.value(f"weight#{role}", spec, "scalar")
             edit.add(
-                Node(f"sum.weight#{role}", Add(), {"phase": "U", "op": "add"}, tuple(dict.fromkeys(mine)), (local[role],), role)
+                Node(
+                    f"sum.weight#{role}",
+                    Add(),
+                    {"phase": "U", "op": "add"},
+                    tuple(dict.fromkeys(mine)),
+                    (local[role],),
+                    role,
+                )
             )
     return _sum_over_roles(edit, "weight", local, edit.graph.replicated, spec)
 
 
 def _shared_along(edit: Editor) -> tuple[str, ...]:
     """Return the axes along which ranks share buckets; raise CompileError where they are not the same for all."""
-    apart = set(dict(edit.graph.program.experts))  # whose ranks have different experts, of which none is shared
-    along = {tuple(a for a in b.shard.optim if a not in apart): b for b in edit.buckets.values() if b.shard.optim}
+    apart = set(
+        dict(edit.graph.program.experts)
+    )  # whose ranks have different experts, of which none is shared
+    along = {
+        tuple(a for a in b.shard.optim if a not in apart): b
+        for b in edit.buckets.values()
+        if b.shard.optim
+    }
     if len(along) > 1:
-        some = " and ".join(f"{', '.join(b.params[:1])} along {', '.join(axes)}" for axes, b in list(along.items())[:2])
+        some = " and ".join(
+            f"{', '.join(b.params[:1])} along {', '.join(axes)}"
+            for axes, b in list(along.items())[:2]
+        )
         raise CompileError(
-            f"ranks share the states of {some}, and clip_norm needs a norm that is summed along the same axes for all; let "
+            f"ranks share the states of {some}, and clip_norm needs a norm that is summed along "
+            f"the same axes for all; "
+            f"let "
             "replicate share along the same axes everywhere, or leave clip_norm out"
         )
     return tuple({axis: None for b in edit.buckets.values() for axis in b.shard.optim})
@@ -325,7 +415,8 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
     over = tuple(
         a
         for a in edit.graph.mesh.axes
-        if a in {*_shared_along(edit), *dict(edit.graph.program.axes), *dict(edit.graph.program.experts)}
+        if a
+        in {*_shared_along(edit), *dict(edit.graph.program.axes), *dict(edit.graph.program.experts)}
     )
     local = {}
     for role in edit.roles:
@@ -334,7 +425,11 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
             local[role] = _zeros(edit, "norm", role, spec)
             continue
         local[role] = edit.value(f"norm#{role}", spec, "scalar")
-        once = tuple([b for b in owned if set(over) - {*edit.buckets[b].shard.optim, *edit.buckets[b].parts}])
+        once = tuple(
+            [b for b in owned if set(over) - {*edit.buckets[b].shard.optim, *edit.buckets[b].parts}]
+        )
         op = SquaredNorm(owned, spec.dtype, once, over if once else ())
-        edit.add(Node(f"norm#{role}", op, {"phase": "U", "op": "squarednorm"}, (), (local[role],), role))
+        edit.add(
+            Node(f"norm#{role}", op, {"phase": "U", "op": "squarednorm"}, (), (local[role],), role)
+        )
     return _sum_over_roles(edit, "norm", local, over, spec)

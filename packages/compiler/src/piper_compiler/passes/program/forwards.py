@@ -24,17 +24,27 @@ FORGETS = "inputs"
 def forwards_alone(graph: Graph) -> Graph:
     """Return the graph of an evaluation, given the complete one of a training step."""
     needed = _needed(graph)
-    families = {id: tuple([_forgetting(node) for node in family]) for id, family in graph.families.items() if id in needed}
+    families = {
+        id: tuple([_forgetting(node) for node in family])
+        for id, family in graph.families.items()
+        if id in needed
+    }
     for node in graph.sequence:
         if isinstance(node.op, Update):
-            families[f"end#{node.role}"] = (replace(node, id=f"end#{node.role}", op=Update(()), reads=()),)
+            families[f"end#{node.role}"] = (
+                replace(node, id=f"end#{node.role}", op=Update(()), reads=()),
+            )
     return replace(
         graph,
         program=forward_program(graph.program),
         families=families,
         writers=_within(graph.writers, families),
         users=_within(graph.users, families),
-        order_edges={pair: k for pair, k in graph.order_edges.items() if all(id in families for id, _ in pair)},
+        order_edges={
+            pair: k
+            for pair, k in graph.order_edges.items()
+            if all(id in families for id, _ in pair)
+        },
         overlaps=(),
         index=_within(graph.index, families),
     )
@@ -68,10 +78,16 @@ def _starts(node: Node) -> bool:
 
 
 def _forgetting(node: Node) -> Node:
-    return replace(node, op=replace(node.op, keep=KEEP_ALL, apart=False)) if isinstance(node.op, Compute) else node
+    return (
+        replace(node, op=replace(node.op, keep=KEEP_ALL, apart=False))
+        if isinstance(node.op, Compute)
+        else node
+    )
 
 
-def _within(table: Mapping[K, tuple[str, ...]], families: Mapping[str, object]) -> dict[K, tuple[str, ...]]:
+def _within(
+    table: Mapping[K, tuple[str, ...]], families: Mapping[str, object]
+) -> dict[K, tuple[str, ...]]:
     kept = {key: tuple([id for id in ids if id in families]) for key, ids in table.items()}
     return {key: ids for key, ids in kept.items() if ids}
 
@@ -85,10 +101,21 @@ def forward_program(program: Program) -> Program:
         key = id(variant.ports), id(variant.steps["F"])
         if key not in known:
             step = variant.steps["F"]
-            ports = {port: variant.ports[port] for port in dict.fromkeys((*step.reads, *step.writes))}
+            ports = {
+                port: variant.ports[port] for port in dict.fromkeys((*step.reads, *step.writes))
+            }
             known[key] = variant, replace(variant, ports=ports, steps={"F": step})
         alike = known[key][1]
         inputs = tuple(replace(entry, needs_grad=False) for entry in chunk.inputs)
         outputs = tuple(replace(output, needs_grad=False) for output in chunk.outputs)
-        chunks.append(replace(chunk, inputs=inputs, outputs=outputs, ports=alike.ports, steps=alike.steps, code=variant.code))
+        chunks.append(
+            replace(
+                chunk,
+                inputs=inputs,
+                outputs=outputs,
+                ports=alike.ports,
+                steps=alike.steps,
+                code=variant.code,
+            )
+        )
     return replace(program, chunks=tuple(chunks), variants=())

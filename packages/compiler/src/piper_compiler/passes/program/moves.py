@@ -21,12 +21,16 @@ from piper_ir.program.ops import COMM, Collective, Compute, Recv
 def check_exchanges(graph: Graph) -> None:
     """Raise CompileError where rows are not shared out along the axis of an exchange, or exchanges are missing."""
     if lost := [axis for axis, _ in graph.program.experts if axis not in graph.exchanges]:
-        raise CompileError(f"the program was made for devices that share experts over {lost[0]}; compile its job, or keep shard")
+        raise CompileError(
+            f"the program was made for devices that share experts over {lost[0]}; compile its job, "
+            f"or keep shard"
+        )
     over = {a for r in graph.replication.values() for a in r.over}
     for axis in graph.exchanges:
         if axis in dict(graph.program.experts) and axis not in over:
             raise CompileError(
-                f"devices share experts over {axis} (by shard), and each has rows of its own elsewhere: name {axis} in "
+                f"devices share experts over {axis} (by shard), and each has rows of its own "
+                f"elsewhere: name {axis} in "
                 f"replicate, too, as in replicate(where(), over={(*sorted(over), axis)!r})"
             )
 
@@ -69,7 +73,11 @@ def _connect(edit: Editor, node: Node, value: str) -> None:
     here = _side(edit, node)
     for writer, mbs in list(edit.writers_of(value, node.mbs)):
         there = _side(edit, writer)
-        move = _Move(here or there, "all_to_all", "expert", (here or there,), "alltoall") if here != there else None
+        move = (
+            _Move(here or there, "all_to_all", "expert", (here or there,), "alltoall")
+            if here != there
+            else None
+        )
         if (move := move or _sum(edit, writer, value)) is not None:
             copy = _exchanged(edit, value, in_mbs(writer, mbs), node.role, move)
             edit.reread(in_mbs(node, mbs), value, copy)
@@ -83,7 +91,11 @@ def _sum(edit: Editor, writer: Node, value: str) -> _Move | None:
     if not isinstance(writer.op, Compute | Recv):
         return None
     chunk, _, port = value.removesuffix(edit.values[value].tail).rpartition(":")
-    over = dict(edit.graph.program.chunk(chunk).terms).get(port, ()) if chunk == writer.coords.get("chunk") else ()
+    over = (
+        dict(edit.graph.program.chunk(chunk).terms).get(port, ())
+        if chunk == writer.coords.get("chunk")
+        else ()
+    )
     return _Move(whole_axis(over[0]), "all_reduce", "terms", over, "allreduce") if over else None
 
 
@@ -101,8 +113,22 @@ def _exchanged(edit: Editor, value: str, writer: Node, role: str, move: _Move) -
     stream = edit.graph.exchanges[axis]
     id = f"{'+'.join(move.over)}.{role}.{stream.stream}"
     sms = () if stream.sms is None else (stream.sms,)
-    edit.channels.setdefault(id, Channel(id, "group", (role,), (stream.stream,), move.over, move.purpose, sms))
+    edit.channels.setdefault(
+        id, Channel(id, "group", (role,), (stream.stream,), move.over, move.purpose, sms)
+    )
     coords = {**writer.coords, "op": move.coord}
     op = Collective(move.kind, id)
-    edit.add(Node(f"move.{copy}", op, coords, (value,), (copy,), role, stream.stream, mbs, f"{held.tail}#{axis}"))
+    edit.add(
+        Node(
+            f"move.{copy}",
+            op,
+            coords,
+            (value,),
+            (copy,),
+            role,
+            stream.stream,
+            mbs,
+            f"{held.tail}#{axis}",
+        )
+    )
     return copy

@@ -15,10 +15,18 @@ from piper_ir.program.ops import Collective, Compute
 
 def late_recomputation(graph: Graph) -> dict[str, list[str]]:
     """Return the nodes of recomputation that no order names, each with the nodes of the backward that follow it."""
-    again = [f[0].op.chunk for f in graph.families.values() if isinstance(f[0].op, Compute) and f[0].op.step == "R"]
+    again = [
+        f[0].op.chunk
+        for f in graph.families.values()
+        if isinstance(f[0].op, Compute) and f[0].op.step == "R"
+    ]
     if not again:
         return {}
-    named = {id for ats in (*graph.order_edges, *(group.nodes for group in graph.overlaps)) for id, _ in ats}
+    named = {
+        id
+        for ats in (*graph.order_edges, *(group.nodes for group in graph.overlaps))
+        for id, _ in ats
+    }
     out: dict[str, list[str]] = {}
     for chunk in again:
         if compute_id(chunk, "R") not in named:
@@ -40,7 +48,9 @@ def _last_of_group(graph: Graph, chunk: str) -> str:
 
 def _readers(graph: Graph, values: Iterable[str]) -> Iterator[str]:
     """Yield the chunks that read some values, also after an exchange."""
-    for node in (node for v in values for id in graph.users.get(v, ()) for node in graph.families[id]):
+    for node in (
+        node for v in values for id in graph.users.get(v, ()) for node in graph.families[id]
+    ):
         if isinstance(node.op, Collective):
             yield from _readers(graph, node.writes)
         else:

@@ -24,7 +24,10 @@ AxisNames = frozenset[str]
 SummedValue = tuple[str, AxisNames, AxisNames]
 """A value, the axes over which it is summed, and those along which it was exchanged with experts."""
 NOWHERE: AxisNames = frozenset()
-ADVICE = "This is a defect of Piper, or of a directive of your own; please report it, with the strategy. Others may be right"
+ADVICE = (
+    "This is a defect of Piper, or of a directive of your own; please report it, with the "
+    "strategy. Others may be right"
+)
 
 
 def check_wiring(graph: Graph) -> None:
@@ -36,8 +39,13 @@ def check_wiring(graph: Graph) -> None:
             if isinstance(node.op, Compute) and node.mbs is not None and mb in node.mbs:
                 for value, (port, wanted) in zip(node.reads, asked.of(node.op), strict=True):
                     if (given := values.terms(value)) != wanted:
-                        text = f"{node.name(mb)} reads {_named(given)} as {port}, and its chunk asks for {_named(wanted)}"
-                        raise CompileError(f"the plan would not be valid: {text}. {ADVICE}", (node.op.chunk,))
+                        text = (
+                            f"{node.name(mb)} reads {_named(given)} as {port}, and its chunk asks "
+                            f"for {_named(wanted)}"
+                        )
+                        raise CompileError(
+                            f"the plan would not be valid: {text}. {ADVICE}", (node.op.chunk,)
+                        )
 
 
 def check_chunks(plan: Plan) -> None:
@@ -76,17 +84,25 @@ class _Values:
         match None if node is None else node.op:
             case Recv():
                 senders = self._graph.families[send_id(value)]
-                (sent,) = (n.reads[0] for n in senders if n.mbs is not None and self._mbs[0] in n.mbs)
+                (sent,) = (
+                    n.reads[0] for n in senders if n.mbs is not None and self._mbs[0] in n.mbs
+                )
                 return self.terms(sent)
             case Add() if node is not None:
                 return sum((self.terms(read) for read in node.reads), Counter())
             case Collective(kind=kind, channel=channel, bucket="") if node is not None:
-                over = frozenset(a for a in self._graph.channels[channel].over if self._graph.mesh.size(a) > 1)
+                over = frozenset(
+                    a for a in self._graph.channels[channel].over if self._graph.mesh.size(a) > 1
+                )
                 (read,) = node.reads
                 given = self.terms(read).items()
                 if kind == "all_reduce":
-                    return Counter({(id, summed | over, traded): n for (id, summed, traded), n in given})
-                return Counter({(id, summed, traded | over): n for (id, summed, traded), n in given})
+                    return Counter(
+                        {(id, summed | over, traded): n for (id, summed, traded), n in given}
+                    )
+                return Counter(
+                    {(id, summed, traded | over): n for (id, summed, traded), n in given}
+                )
             case _:
                 # an output that R makes again is the same value
                 return Counter([(value.removesuffix("!r"), NOWHERE, NOWHERE)])
@@ -106,7 +122,9 @@ class _Asked:
         if found is None:
             chunk = self._graph.program.chunk(op.variant)
             ports = value_reads(chunk, op.step, op.apart)
-            found = self._known[op] = tuple((port, Counter(self._terms(chunk, port))) for port in ports)
+            found = self._known[op] = tuple(
+                (port, Counter(self._terms(chunk, port))) for port in ports
+            )
         return found
 
     def _terms(self, chunk: Chunk, port: str) -> Iterator[SummedValue]:
@@ -138,12 +156,17 @@ def _tangents(graph: Graph) -> dict[str, list[str]]:
         for k, entry in enumerate(chunk.inputs):
             if entry.kind == "value" and f"gin{k}" in written:
                 source, _, port = entry.ref.rpartition(":")
-                found.setdefault(f"{source}:tan{port.removeprefix('out')}", []).append(f"{chunk.id}:gin{k}")
+                found.setdefault(f"{source}:tan{port.removeprefix('out')}", []).append(
+                    f"{chunk.id}:gin{k}"
+                )
     return found
 
 
 def _named(terms: Counter[SummedValue]) -> str:
-    shown = [_name(*term) + f" {count} times" * (count > 1) for term, count in sorted(terms.items(), key=lambda t: t[0][0])]
+    shown = [
+        _name(*term) + f" {count} times" * (count > 1)
+        for term, count in sorted(terms.items(), key=lambda t: t[0][0])
+    ]
     return " + ".join(shown) or "nothing"
 
 

@@ -52,4 +52,13 @@ def columns(graph: Graph, deps: Dependencies, sequence: Sequence[int]) -> Column
     place[sequence] = np.arange(len(of))
     roles = int_array(index[n.role] for n in deps.nodes)
     first = run_starts(np.bincount(deps.target, minlength=len(of)))
-    return Columns(of, int_array(deps.mb), roles[of], np.array(deps.comm, np.bool_), place, deps.source, deps.target, first)
+    return Columns(
+        of,
+        int_array(deps.mb),
+        roles[of],
+        np.array(deps.comm, np.bool_),
+        place,
+        deps.source,
+        deps.target,
+        first,
+    )

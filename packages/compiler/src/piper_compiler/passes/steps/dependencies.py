@@ -76,7 +76,9 @@ def dependencies(graph: Graph) -> Dependencies:
     """Find all edges, in time linear in their number."""
     found = _Edges(graph)
     nodes, starts = found.nodes, found.starts
-    of: list[int] = np.repeat(np.arange(len(nodes)), int_array([len(node.each) for node in nodes])).tolist()
+    of: list[int] = np.repeat(
+        np.arange(len(nodes)), int_array([len(node.each) for node in nodes])
+    ).tolist()
     mb = list(chain.from_iterable([node.each for node in nodes]))
     kinds = [isinstance(n.op, COMM) for n in nodes]
     edges = ordered_late(graph, found.late) if found.late else graph.order_edges
@@ -84,15 +86,22 @@ def dependencies(graph: Graph) -> Dependencies:
     source, target = found.columns(pairs)
     joined: dict[int, tuple[int, ...]] = {}
     if graph.overlaps:
-        source, target, joined = _join(source, target, [tuple(map(found.number, span)) for span in spans(graph)])
+        source, target, joined = _join(
+            source, target, [tuple(map(found.number, span)) for span in spans(graph)]
+        )
     written = len(graph.log)
     asked = [pair for pair, applied in zip(pairs, edges.values(), strict=True) if applied < written]
     ordered = set(chain.from_iterable(asked))
     ordered |= {found.number(at) for group in graph.overlaps for at in group.nodes}
-    adds = {key: np.concatenate([found.numbers(k) for k in mine]) for key, mine in found.accumulators.items()}
+    adds = {
+        key: np.concatenate([found.numbers(k) for k in mine])
+        for key, mine in found.accumulators.items()
+    }
     after = targets(source, target, len(of))
     comm = [kinds[k] for k in of]
-    return Dependencies(nodes, starts, of, mb, comm, source, target, after, ordered, adds, joined, found.links)
+    return Dependencies(
+        nodes, starts, of, mb, comm, source, target, after, ordered, adds, joined, found.links
+    )
 
 
 def targets(source: Ints, target: Ints, nodes: int) -> list[list[int]]:
@@ -116,7 +125,9 @@ def meeting(a: Node, b: Node) -> tuple[Ints, Ints]:
     return np.searchsorted(int_array(a.mbs), shared), np.searchsorted(int_array(b.mbs), shared)
 
 
-def _join(source: Ints, target: Ints, found: Iterable[tuple[int, ...]]) -> tuple[Ints, Ints, dict[int, tuple[int, ...]]]:
+def _join(
+    source: Ints, target: Ints, found: Iterable[tuple[int, ...]]
+) -> tuple[Ints, Ints, dict[int, tuple[int, ...]]]:
     """Let the numbers of each span wait for what any of them waits for, and not for each other."""
     out: dict[int, tuple[int, ...]] = {}
     more: list[tuple[int, int]] = []
@@ -164,7 +175,11 @@ class _Edges:
     def pairs(self, edges: Collection[tuple[At, At]]) -> list[tuple[int, int]]:
         """Return order edges by number."""
         every = range(self.graph.microbatches)
-        first = {id: self.starts[own[0]] for id, own in self.family.items() if self.nodes[own[0]].mbs == every}
+        first = {
+            id: self.starts[own[0]]
+            for id, own in self.family.items()
+            if self.nodes[own[0]].mbs == every
+        }
         try:
             return [(first[a] + i, first[b] + j) for (a, i), (b, j) in edges]
         except KeyError:  # an id of several nodes, each for some microbatches
@@ -176,8 +191,14 @@ class _Edges:
 
     def columns(self, ordered: list[tuple[int, int]]) -> tuple[Ints, Ints]:
         """Return the sources and the targets of all edges, by target, given the order edges by number."""
-        pairs = [(j, k) for k, node in enumerate(self.nodes) for j in dict.fromkeys([*self.links[k], *self._states(k, node)])]
-        alike: dict[int, list[int]] = {}  # by how many microbatches: pairs of nodes that have the same, by place
+        pairs = [
+            (j, k)
+            for k, node in enumerate(self.nodes)
+            for j in dict.fromkeys([*self.links[k], *self._states(k, node)])
+        ]
+        alike: dict[
+            int, list[int]
+        ] = {}  # by how many microbatches: pairs of nodes that have the same, by place
         found: list[tuple[Ints, Ints, Ints]] = []  # sources, targets, and the place of their pair
         for n, (j, k) in enumerate(pairs):
             a, b = self.nodes[j], self.nodes[k]
@@ -188,7 +209,11 @@ class _Edges:
             found.append((mine + self.starts[j], theirs + self.starts[k], np.full(len(mine), n)))
         starts, both = int_array(self.starts), int_array(chain.from_iterable(pairs)).reshape(-1, 2)
         for count, places in alike.items():
-            source, target = (starts[both[places]][:, :, None] + np.arange(count)).transpose(1, 0, 2).reshape(2, -1)
+            source, target = (
+                (starts[both[places]][:, :, None] + np.arange(count))
+                .transpose(1, 0, 2)
+                .reshape(2, -1)
+            )
             found.append((source, target, np.repeat(int_array(places), count)))
         flat = int_array(chain.from_iterable(ordered))
         found.append((flat[::2], flat[1::2], np.full(len(ordered), len(pairs))))
@@ -212,13 +237,21 @@ class _Edges:
 
     def _with(self, node: Node, id: str) -> list[int]:
         """Return the nodes of an id that share a microbatch with a node."""
-        return [k for k in self.family.get(id, ()) if (shared := common(self.nodes[k].mbs, node.mbs)) is None or shared]
+        return [
+            k
+            for k in self.family.get(id, ())
+            if (shared := common(self.nodes[k].mbs, node.mbs)) is None or shared
+        ]
 
     def _late(self, node: Node, op: Compute) -> list[int]:
         """Return what a late R waits for with its backward."""
         backward = self.late.get(node.id, ())
-        links = [j for id in backward for k in self._with(node, id) for j in self._links(self.nodes[k])]
-        return [j for j in links if self.nodes[j].coords.get("phase") != "R"]  # not the R of its own group
+        links = [
+            j for id in backward for k in self._with(node, id) for j in self._links(self.nodes[k])
+        ]
+        return [
+            j for j in links if self.nodes[j].coords.get("phase") != "R"
+        ]  # not the R of its own group
 
     def _states(self, k: int, node: Node) -> list[int]:
         op = node.op
@@ -244,14 +277,18 @@ class _Edges:
 class _StateEdges:
     """Find what the ops on gradient buckets and parameters must come after, node by node."""
 
-    def __init__(self, nodes: tuple[Node, ...], accumulators: dict[tuple[str, str], list[int]]) -> None:
+    def __init__(
+        self, nodes: tuple[Node, ...], accumulators: dict[tuple[str, str], list[int]]
+    ) -> None:
         self.complete: dict[tuple[str, str], list[int]] = dict(accumulators)
         """The nodes after which the gradient of a bucket is complete on a role, as far as it is known yet."""
         self.before: dict[int, list[int]] = {}
         """The nodes that must be done before a node that works on the gradients of a bucket."""
         self.gathers: dict[tuple[str, str], int] = {}
         self.on_role: dict[str, list[int]] = {}
-        for i, node in enumerate(nodes):  # each reduction of a bucket follows the one that was made before it
+        for i, node in enumerate(
+            nodes
+        ):  # each reduction of a bucket follows the one that was made before it
             match node.op:
                 case Collective(bucket=bucket) if bucket and node.op.law.state == "param":
                     self.gathers[bucket, node.role] = i
@@ -270,18 +307,27 @@ class _StateEdges:
             case SquaredNorm(buckets=buckets):
                 return [i for b in buckets for i in self.complete.get((b, node.role), ())]
             case Update(buckets=buckets):
-                reduced = [i for b in buckets for i in self.complete.get((b, node.role), ()) if i in self.before]
+                reduced = [
+                    i
+                    for b in buckets
+                    for i in self.complete.get((b, node.role), ())
+                    if i in self.before
+                ]
                 return reduced + self.on_role.get(node.role, [])
             case _:
                 return self.before.get(number, [])
 
 
-def _accumulators(graph: Graph, nodes: tuple[Node, ...], bucket_of: Mapping[str, str]) -> dict[tuple[str, str], list[int]]:
+def _accumulators(
+    graph: Graph, nodes: tuple[Node, ...], bucket_of: Mapping[str, str]
+) -> dict[tuple[str, str], list[int]]:
     out: dict[tuple[str, str], list[int]] = {}
     for i, node in enumerate(nodes):
         op = node.op
         if isinstance(op, Compute) and op.step != "F":
-            for bucket in dict.fromkeys([bucket_of[p] for p in trains(graph.program.chunk(op.chunk), op.step)]):
+            for bucket in dict.fromkeys(
+                [bucket_of[p] for p in trains(graph.program.chunk(op.chunk), op.step)]
+            ):
                 out.setdefault((bucket, node.role), []).append(i)
     return out
 
@@ -311,9 +357,17 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
             why = _reason(a, b)
         else:
             directives.setdefault(applied, k)
-            why = f"ordered by {graph.log[applied]}" if applied < len(graph.log) else "microbatches update a buffer in order"
-        waits.append(f"  {deps.name(later)} on {b.role} waits for {deps.name(earlier)} on {a.role}: {why}")
-    shown = list(dict.fromkeys((*directives.values(), *range(len(waits)))))[:MOST_WAITS]  # one for each directive, then others
+            why = (
+                f"ordered by {graph.log[applied]}"
+                if applied < len(graph.log)
+                else "microbatches update a buffer in order"
+            )
+        waits.append(
+            f"  {deps.name(later)} on {b.role} waits for {deps.name(earlier)} on {a.role}: {why}"
+        )
+    shown = list(dict.fromkeys((*directives.values(), *range(len(waits)))))[
+        :MOST_WAITS
+    ]  # one for each directive, then others
     left = [f"  (and {len(waits) - MOST_WAITS} more waits)"] if len(waits) > MOST_WAITS else []
     chunks = dict.fromkeys(n.op.chunk for n in map(deps.node, cycle) if isinstance(n.op, Compute))
     said = "the orders and the data together are cyclic, so nothing on this cycle can ever start:"
@@ -324,20 +378,29 @@ def _reason_of_span(graph: Graph, deps: Dependencies, later: int) -> str:
     """Return why a span waits: it waits for what any of its nodes waits for."""
     names = [deps.name(i) for i in deps.spans[later]]
     group = next(g for g in graph.overlaps if (deps.node(later).id, deps.mb[later]) in g.nodes)
-    return f"{' and '.join(names)} run as one, which needs it; overlapped by {graph.log[group.applied]}"
+    return (
+        f"{' and '.join(names)} run as one, which needs it; overlapped by "
+        f"{graph.log[group.applied]}"
+    )
 
 
 def _reason(a: Node, b: Node) -> str:
     if isinstance(b.op, Recv):
         return "it receives what that sends"
-    return "it needs its result" if set(a.writes) & set(b.reads) else "a backward follows its forward, a reduction its gradients"
+    return (
+        "it needs its result"
+        if set(a.writes) & set(b.reads)
+        else "a backward follows its forward, a reduction its gradients"
+    )
 
 
 def spans(graph: Graph) -> list[tuple[At, ...]]:
     """Return the groups that run as one instruction, forward first."""
     if not given(graph.program):
         return []
-    return [tuple(sorted(group.nodes, key=lambda at: _position(graph, at))) for group in graph.overlaps]
+    return [
+        tuple(sorted(group.nodes, key=lambda at: _position(graph, at))) for group in graph.overlaps
+    ]
 
 
 def _position(graph: Graph, at: At) -> tuple[int, int, int, str]:

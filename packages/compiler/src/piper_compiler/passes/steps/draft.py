@@ -28,7 +28,9 @@ class WaitEdges:
     target: Ints
 
     def __add__(self, more: WaitEdges) -> WaitEdges:
-        return WaitEdges(np.concatenate((self.waiter, more.waiter)), np.concatenate((self.target, more.target)))
+        return WaitEdges(
+            np.concatenate((self.waiter, more.waiter)), np.concatenate((self.target, more.target))
+        )
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ class IssueStreams:
         pair = stream[waiter] * len(self.alphabet) + stream[target]
         order = np.lexsort((-target, waiter, pair))
         waiter, target, pair = waiter[order], target[order], pair[order]
-        reached = np.maximum.accumulate(pair * len(stream) + target)  # a later pair has reached nothing yet
+        reached = np.maximum.accumulate(
+            pair * len(stream) + target
+        )  # a later pair has reached nothing yet
         fresh = np.ones(len(pair), np.bool_)
         fresh[1:] = reached[1:] > reached[:-1]
         waiter, target = waiter[fresh], target[fresh]
@@ -102,7 +106,9 @@ class Draft:
         """Return the streams and groups of `bare` as columns."""
         return Walks(self.bare)
 
-    def prepared(self, needed: WaitEdges, waits: tuple[tuple[int, ...], ...], *keys: Ints | Flags) -> Prepared:
+    def prepared(
+        self, needed: WaitEdges, waits: tuple[tuple[int, ...], ...], *keys: Ints | Flags
+    ) -> Prepared:
         """Return the DAG of the draft with these waits; PlanError where there is none.
 
         Where the instructions in the order of the keys are in topological order, that is the order of the DAG.
@@ -127,7 +133,11 @@ class Draft:
         key, event_of = 2 * self.place, self.walks.event_of
         carried = self.channelled[self.waits.waiter]
         waiter, target = event_of[self.waits.waiter[carried]], event_of[self.waits.target[carried]]
-        streams = [event_of[nodes] for nodes in map(int_array, self.bare.streams) if self.channelled[nodes[0]]]
+        streams = [
+            event_of[nodes]
+            for nodes in map(int_array, self.bare.streams)
+            if self.channelled[nodes[0]]
+        ]
         for _ in range(2):  # a transfer that is later may make others later, on its other stream
             np.maximum.at(key, waiter, key[target] + 1)
             for nodes in streams:
@@ -169,14 +179,18 @@ def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Pos
 
     ran: list[list[int]] = [[]] * len(computed)
     nodes = tasks.nodes.tolist()
-    for i, (a, b) in zip(compute.tolist(), pairwise([*tasks.first.tolist(), len(nodes)]), strict=True):
+    for i, (a, b) in zip(
+        compute.tolist(), pairwise([*tasks.first.tolist(), len(nodes)]), strict=True
+    ):
         ran[i] = nodes[a:b]
     for i, node in zip(comm.tolist(), where.nodes.tolist(), strict=True):
         ran[i] = [node]
     offsets = (0, *np.cumsum(totals).tolist())
     orders = _orders(graph, deps, offsets, ran, comm)
     bare = grouped(orders, graph.channels.values())
-    received = comm[c.each(isinstance(n.op, COMM) and bool(n.writes) for n in deps.nodes)[where.nodes] > 0]
+    received = comm[
+        c.each(isinstance(n.op, COMM) and bool(n.writes) for n in deps.nodes)[where.nodes] > 0
+    ]
     received = received[computed[received] > 0]
     latest = compute[np.searchsorted(compute, received) - 1]  # its buffer is made right after that
     waits = _edges(c, at, int_array(bare.stream_of)) + WaitEdges(received, latest)
@@ -185,17 +199,24 @@ def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Pos
 
 def _places(totals: Ints, tasks: Tasks, where: Positions) -> tuple[Ints, Ints]:
     """Return the numbers of the computing and of the communicating instructions, given each role's total."""
-    assert np.all(where.before < np.repeat(tasks.counts, where.counts)), "communication after the Update"
+    assert np.all(where.before < np.repeat(tasks.counts, where.counts)), (
+        "communication after the Update"
+    )
     far = 1 + len(tasks.first)  # more than any place of communication
     among = np.repeat(np.arange(len(totals)) * far, where.counts) + where.before
     earlier = (
-        np.searchsorted(among, tasks.role * far + index_in_run(tasks.counts), side="right") - run_starts(where.counts)[tasks.role]
+        np.searchsorted(among, tasks.role * far + index_in_run(tasks.counts), side="right")
+        - run_starts(where.counts)[tasks.role]
     )
     compute = run_starts(totals)[tasks.role] + index_in_run(tasks.counts) + earlier
-    return compute, np.repeat(run_starts(totals), where.counts) + index_in_run(where.counts) + where.before
+    return compute, np.repeat(run_starts(totals), where.counts) + index_in_run(
+        where.counts
+    ) + where.before
 
 
-def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: list[list[int]], comm: Ints) -> list[IssueOrder]:
+def _orders(
+    graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: list[list[int]], comm: Ints
+) -> list[IssueOrder]:
     """Return each role's issue order, given the nodes of each instruction and which of them communicate."""
     streams, channels = [COMPUTE] * len(ran), [""] * len(ran)
     uses = [(n.stream, n.op.channel) if isinstance(n.op, COMM) else ("", "") for n in deps.nodes]
@@ -215,5 +236,9 @@ def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: lis
 def _edges(c: Columns, at: Ints, stream: Ints) -> WaitEdges:
     """Return the waits of the edges within a role and between streams; a receive meets its send without a wait."""
     source, target = at[c.source], at[c.target]
-    needed: Flags = (c.role[c.source] == c.role[c.target]) & (stream[source] != stream[target]) & (source < target)
+    needed: Flags = (
+        (c.role[c.source] == c.role[c.target])
+        & (stream[source] != stream[target])
+        & (source < target)
+    )
     return WaitEdges(target[needed], source[needed])

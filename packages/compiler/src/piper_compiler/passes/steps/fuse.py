@@ -43,12 +43,21 @@ def tasks(graph: Graph, deps: Dependencies, c: Columns, fuse: bool) -> Tasks:
     nodes = computed[np.lexsort((c.place[computed], c.role[computed]))]
     opens = np.ones(len(nodes), np.bool_)  # whether a node is the first of its instruction
     last, here = nodes[:-1], nodes[1:]
-    phases = {phase: k for k, phase in enumerate(dict.fromkeys(n.coords.get("phase") for n in deps.nodes))}
+    phases = {
+        phase: k for k, phase in enumerate(dict.fromkeys(n.coords.get("phase") for n in deps.nodes))
+    }
     phase = c.each(phases[n.coords.get("phase")] for n in deps.nodes)
     alone = c.each(isinstance(n.op, SquaredNorm | Update) for n in deps.nodes)
     if fuse:
-        alike = (c.role[last] == c.role[here]) & (c.mb[last] == c.mb[here]) & (phase[last] == phase[here])
-        between = _first_readers(c)[here] | (_senders(deps, c) | _last_before_reductions(graph, deps, c))[last]
+        alike = (
+            (c.role[last] == c.role[here])
+            & (c.mb[last] == c.mb[here])
+            & (phase[last] == phase[here])
+        )
+        between = (
+            _first_readers(c)[here]
+            | (_senders(deps, c) | _last_before_reductions(graph, deps, c))[last]
+        )
         opens[1:] = ~alike | between | (alone[here] > 0)
     if deps.spans:
         span = np.full(len(c.of), -1)

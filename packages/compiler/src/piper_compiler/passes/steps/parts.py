@@ -13,7 +13,15 @@ from operator import itemgetter
 
 from piper_compiler.durations import InstructionSeconds, collective_bytes
 from piper_compiler.passes.steps.residency import HeldValues
-from piper_compiler.ports import BACKWARD, kept, port_category, signatures, steps_of, value_reads, value_writes
+from piper_compiler.ports import (
+    BACKWARD,
+    kept,
+    port_category,
+    signatures,
+    steps_of,
+    value_reads,
+    value_writes,
+)
 from piper_ir.graph.graph import Graph, Node
 from piper_ir.ground.node_ids import compute_id
 from piper_ir.ground.sizes import TensorSpec, bind
@@ -26,7 +34,12 @@ from piper_ir.program.program import Step as ChunkStep
 ValueSpec = tuple[TensorSpec, Category]
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
 
-LATER: Mapping[str, tuple[ChunkStep, ...]] = {"F": ("R", *BACKWARD), "R": BACKWARD, "I": ("W",), "W": ()}
+LATER: Mapping[str, tuple[ChunkStep, ...]] = {
+    "F": ("R", *BACKWARD),
+    "R": BACKWARD,
+    "I": ("W",),
+    "W": (),
+}
 """The steps of a chunk that follow each of its steps."""
 
 
@@ -72,7 +85,14 @@ class PartMaker:
     times data-parallel width.
     """
 
-    def __init__(self, graph: Graph, chunks: dict[str, Chunk], rows: int, shares: int, seconds: InstructionSeconds) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        chunks: dict[str, Chunk],
+        rows: int,
+        shares: int,
+        seconds: InstructionSeconds,
+    ) -> None:
         self.graph, self.chunks, self.rows, self.seconds = graph, chunks, rows, seconds
         self.count = graph.microbatches
         self.seed = 1.0 / shares if graph.program.loss_kind == "mean" else 1.0
@@ -80,14 +100,22 @@ class PartMaker:
         self.tails: list[str] = []
         self.kinds: list[ValueSpec] = []
         self.whole: list[bool] = []
-        self.bound: dict[int, TensorSpec] = {}  # by the id of a spec of the graph, which layers share
+        self.bound: dict[
+            int, TensorSpec
+        ] = {}  # by the id of a spec of the graph, which layers share
         self.shapes: dict[tuple[object, ...], _Shape] = {}  # by what equal layers share
-        self.made: dict[int, list[Made]] = {}  # by the identity of a node, whose parts differ in the values that they hold
-        self.needed: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}  # by variant and step, see `_needs`
+        self.made: dict[
+            int, list[Made]
+        ] = {}  # by the identity of a node, whose parts differ in the values that they hold
+        self.needed: dict[
+            tuple[str, str], frozenset[tuple[str, str]]
+        ] = {}  # by variant and step, see `_needs`
 
     def values(self) -> ValueTable:
         """Return the values that parts have named."""
-        return ValueTable(tuple(self.places), tuple(self.tails), tuple(self.kinds), tuple(self.whole), self.count)
+        return ValueTable(
+            tuple(self.places), tuple(self.tails), tuple(self.kinds), tuple(self.whole), self.count
+        )
 
     def sources(self, node: Node) -> tuple[str, ...]:
         """Return the batch tensors and gradients of the loss that a node reads."""
@@ -100,7 +128,9 @@ class PartMaker:
         if held.category == "batch":
             part = PartTemplate(f"load.{value}{tail}", tail, Load(value), (), (number,))
         else:
-            part = PartTemplate(f"seed.{value}{tail}", tail, Seed(self.seed, held.spec.dtype), (), (number,))
+            part = PartTemplate(
+                f"seed.{value}{tail}", tail, Seed(self.seed, held.spec.dtype), (), (number,)
+            )
         return Made(part, (), (number,), ())
 
     def node(self, node: Node, held: HeldValues = ()) -> list[Made]:
@@ -124,8 +154,12 @@ class PartMaker:
         op, part = made.part.op, made.part
         assert isinstance(op, Compute)
         needs = self.needed.get((op.variant, op.step)) or self._needs(op)
-        mine = tuple([self._value(v) for category, bucket, v in held if (category, bucket) in needs])
-        whole = PartTemplate(part.node, part.tail, op, part.reads, part.writes, part.frees, part.ahead, mine)
+        mine = tuple(
+            [self._value(v) for category, bucket, v in held if (category, bucket) in needs]
+        )
+        whole = PartTemplate(
+            part.node, part.tail, op, part.reads, part.writes, part.frees, part.ahead, mine
+        )
         return Made(whole, made.reads, made.writes, made.inside)
 
     def _needs(self, op: Compute) -> frozenset[tuple[str, str]]:
@@ -139,7 +173,12 @@ class PartMaker:
         read = {chunk.inputs[int(p[2:])].ref for p in sig.reads if p.startswith("in")}
         used = {"gathered": read, "reduced": {chunk.inputs[k].ref for k in sig.accumulates}}
         buckets = self.graph.buckets.values()
-        found = frozenset((category, b.id) for category, names in used.items() for b in buckets if not names.isdisjoint(b.params))
+        found = frozenset(
+            (category, b.id)
+            for category, names in used.items()
+            for b in buckets
+            if not names.isdisjoint(b.params)
+        )
         self.needed[op.variant, op.step] = found
         return found
 
@@ -152,20 +191,39 @@ class PartMaker:
 
     def _compute(self, node: Node, op: Compute) -> list[Made]:
         chunk = self.chunks[op.variant]
-        key = (op.step, op.apart, id(chunk.ports), *map(id, chunk.steps.values()), *[i.kind for i in chunk.inputs])
+        key = (
+            op.step,
+            op.apart,
+            id(chunk.ports),
+            *map(id, chunk.steps.values()),
+            *[i.kind for i in chunk.inputs],
+        )
         shape = self.shapes.get(key)
         if shape is None:
             shape = self.shapes[key] = _shape(chunk, op)
-        given = [*[self._read(v, node.role) for v in node.reads], *[self._value(v) for v in node.writes]]
+        given = [
+            *[self._read(v, node.role) for v in node.reads],
+            *[self._value(v) for v in node.writes],
+        ]
         ids = [*given, *[self._place(f"{chunk.id}:{port}", "", None) for port in shape.own]]
         for number, kind in zip(shape.made(ids), shape.kinds, strict=True):
             self.kinds[number // self.count] = kind
         own = set(ids[len(given) :])
         out = []
         for step, read, written, dying in shape.steps:
-            part = PartTemplate(compute_id(chunk.id, step), "", Compute(chunk.id, step, chunk.keep), read(ids), written(ids))
-            reads, writes = (tuple([v for v in vs if v not in own]) for vs in (part.reads, part.writes))
-            out.append(Made(part, reads, writes, tuple(dict.fromkeys(v for v in dying(ids) if v in own))))
+            part = PartTemplate(
+                compute_id(chunk.id, step),
+                "",
+                Compute(chunk.id, step, chunk.keep),
+                read(ids),
+                written(ids),
+            )
+            reads, writes = (
+                tuple([v for v in vs if v not in own]) for vs in (part.reads, part.writes)
+            )
+            out.append(
+                Made(part, reads, writes, tuple(dict.fromkeys(v for v in dying(ids) if v in own)))
+            )
         return out
 
     def _read(self, value: str, role: str) -> int:
@@ -180,7 +238,9 @@ class PartMaker:
             return self.places[value] * self.count
         held = self.graph.values[value]
         made = self.graph.families[self.graph.writers[value][0]][0]
-        return self._place(value, held.tail, (self._bound(held.spec), held.category), made.mbs is None)
+        return self._place(
+            value, held.tail, (self._bound(held.spec), held.category), made.mbs is None
+        )
 
     def _place(self, value: str, tail: str, kind: ValueSpec | None, whole: bool = False) -> int:
         """Return the number of a value in microbatch 0; an unknown kind comes from the part that writes it."""
@@ -212,7 +272,9 @@ def _shape(chunk: Chunk, op: Compute) -> _Shape:
     for step in present:
         sig = chunk.steps[step]
         read = [p for p in sig.reads if not is_state(chunk, p)]
-        later = {p for s in LATER[step] for more in signatures(chunk, s, apart=True) for p in more.reads}
+        later = {
+            p for s in LATER[step] for more in signatures(chunk, s, apart=True) for p in more.reads
+        }
         dying = [p for p in dict.fromkeys((*read, *sig.writes)) if p not in later]
         reads, writes, gone = (_pick([at[p] for p in ports]) for ports in (read, sig.writes, dying))
         steps.append((step, reads, writes, gone))

@@ -36,16 +36,25 @@ class Positions:
     counts: Ints
 
 
-def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahead: int) -> Positions:
+def positions(
+    graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahead: int
+) -> Positions:
     """Return the positions of all communication of a graph, given the task of each node (`Tasks.number`)."""
     nodes = np.flatnonzero(c.comm)
     receive = c.each(isinstance(n.op, Recv) for n in deps.nodes)[nodes] > 0
     meets = c.place[nodes].copy()
-    meets[receive] = c.place[c.source[c.first[nodes[receive]]]]  # a receive stands where its send does
+    meets[receive] = c.place[
+        c.source[c.first[nodes[receive]]]
+    ]  # a receive stands where its send does
     order = np.lexsort((c.place[nodes], meets, c.role[nodes]))
     nodes, receive = nodes[order], receive[order]
     early = c.each(_early(graph, deps, recv_ahead))[nodes]
-    patient = c.each(isinstance(n.op, Collective) and not _urgent(graph, n, n.op) for n in deps.nodes)[nodes] > 0
+    patient = (
+        c.each(isinstance(n.op, Collective) and not _urgent(graph, n, n.op) for n in deps.nodes)[
+            nodes
+        ]
+        > 0
+    )
 
     reader, need = np.full(len(c.of), NEVER), np.full(len(c.of), -1)
     read = c.comm[c.source] & ~c.comm[c.target]

@@ -71,7 +71,11 @@ def releases(draft: Draft, uses: Uses, times: Times, buffers: tuple[Ints, Ints])
     sent, rank, many = np.unique(uses.sent, return_index=True, return_counts=True)
     by_value = np.argsort(uses.sent, kind="stable")
     starts = run_starts(many)
-    ends = np.maximum.reduceat(np.array(times.done)[uses.sender[by_value]], starts) if len(sent) else np.empty(0)
+    ends = (
+        np.maximum.reduceat(np.array(times.done)[uses.sender[by_value]], starts)
+        if len(sent)
+        else np.empty(0)
+    )
     latest = uses.sender[by_value][starts + many - 1]
     dies = _first_after(draft, np.array(times.start), ends, latest)
     dies = np.minimum(dies, _bounded(draft, sent, latest, *buffers))
@@ -88,7 +92,9 @@ def releases(draft: Draft, uses: Uses, times: Times, buffers: tuple[Ints, Ints])
     by_part = np.lexsort((order, last[freed]))
     by_instr = np.lexsort((rank[~kept], dies[~kept]))
     waits = WaitEdges(np.repeat(dies, many), uses.sender[by_value])
-    return Releases(freed[by_part], last[freed][by_part], late[by_instr], dies[~kept][by_instr], waits)
+    return Releases(
+        freed[by_part], last[freed][by_part], late[by_instr], dies[~kept][by_instr], waits
+    )
 
 
 def _first_after(draft: Draft, start: np.ndarray, ends: np.ndarray, latest: Ints) -> Ints:
@@ -99,10 +105,14 @@ def _first_after(draft: Draft, start: np.ndarray, ends: np.ndarray, latest: Ints
     """
     out = np.empty(len(latest), np.int64)
     edges = np.searchsorted(draft.compute, draft.offsets)
-    for a, b, first, end in zip(edges[:-1], edges[1:], draft.offsets[:-1], draft.offsets[1:], strict=True):
+    for a, b, first, end in zip(
+        edges[:-1], edges[1:], draft.offsets[:-1], draft.offsets[1:], strict=True
+    ):
         mine = (latest >= first) & (latest < end)
         compute = draft.compute[a:b]
-        k = np.maximum(np.searchsorted(start[compute], ends[mine]), np.searchsorted(compute, latest[mine]))
+        k = np.maximum(
+            np.searchsorted(start[compute], ends[mine]), np.searchsorted(compute, latest[mine])
+        )
         out[mine] = compute[np.minimum(k, len(compute) - 1)]
     return out
 

@@ -51,7 +51,11 @@ class Scheduled:
 
 
 def residency(
-    graph: Graph, deps: Dependencies, sequence: list[int], starts: Sequence[float], seconds: Sequence[float]
+    graph: Graph,
+    deps: Dependencies,
+    sequence: list[int],
+    starts: Sequence[float],
+    seconds: Sequence[float],
 ) -> Scheduled:
     """Return the scheduled graph with what its sharded buckets need.
 
@@ -61,7 +65,10 @@ def residency(
     if not shared:
         return Scheduled(graph, deps, sequence, {})
     if deps.spans:
-        raise CompileError("pairs of given duration run as one, and gradients or parameters are sharded: use zero=0 or 1")
+        raise CompileError(
+            "pairs of given duration run as one, and gradients or parameters are sharded: use "
+            "zero=0 or 1"
+        )
     adder = _Adder(graph, deps)
     places: dict[str, list[int]] = {role: [] for role in graph.roles}
     for i in sequence:
@@ -93,7 +100,10 @@ class _Uses:
             sigs = signatures(chunk, op.step, op.apart)
             read = [b.id for sig in sigs for b in self._read(chunk, sig) if b.shard.params]
             added = [self._home[chunk.inputs[k].ref].id for sig in sigs for k in sig.accumulates]
-            self._known[key] = tuple(dict.fromkeys(read)), tuple(dict.fromkeys(b for b in added if self._shared(b)))
+            self._known[key] = (
+                tuple(dict.fromkeys(read)),
+                tuple(dict.fromkeys(b for b in added if self._shared(b))),
+            )
         return self._known[key]
 
     def _shared(self, bucket: str) -> bool:
@@ -134,7 +144,9 @@ class _Adder:
         self.held: dict[int, list[tuple[Category, str, str]]] = {}
         self.replaced: dict[int, Node] = {}
         self.moved: set[int] = set()
-        self.folds = {(n.op.bucket, n.role): k for k, n in enumerate(deps.nodes) if isinstance(n.op, Fold)}
+        self.folds = {
+            (n.op.bucket, n.role): k for k, n in enumerate(deps.nodes) if isinstance(n.op, Fold)
+        }
 
     def value(self, id: str, numel: int, bucket: Bucket, category: Category) -> str:
         """Declare a value that holds a flat tensor of a bucket."""
@@ -156,7 +168,13 @@ class _Adder:
     def done(self, sequence: list[int]) -> Scheduled:
         """Return the graph with all new nodes, numbered behind the old ones."""
         deps = self.deps
-        nodes, starts, of, mbs, comm = list(deps.nodes), list(deps.starts), list(deps.of), list(deps.mb), list(deps.comm)
+        nodes, starts, of, mbs, comm = (
+            list(deps.nodes),
+            list(deps.starts),
+            list(deps.of),
+            list(deps.mb),
+            list(deps.comm),
+        )
         number: dict[int, int] = {}
         for k, node in self.replaced.items():
             self.edit.update(node)
@@ -173,10 +191,19 @@ class _Adder:
                 comm.append(isinstance(node.op, Collective))
             nodes.append(node)
         flat = int_array(number.get(i, i) for edge in self.edges for i in edge)
-        source, target = (np.concatenate((old, flat[k::2])) for k, old in enumerate((deps.source, deps.target)))
+        source, target = (
+            np.concatenate((old, flat[k::2])) for k, old in enumerate((deps.source, deps.target))
+        )
         by_target = np.argsort(target, kind="stable")
         made = replace(
-            deps, nodes=tuple(nodes), starts=starts, of=of, mb=mbs, comm=comm, source=source[by_target], target=target[by_target]
+            deps,
+            nodes=tuple(nodes),
+            starts=starts,
+            of=of,
+            mb=mbs,
+            comm=comm,
+            source=source[by_target],
+            target=target[by_target],
         )
         held = {i: tuple(found) for i, found in self.held.items()}
         return Scheduled(self.edit.done(), made, self._spliced(sequence, number), held)
@@ -193,8 +220,16 @@ class _Adder:
 class _Role:
     """Add the nodes of one role, whose compute runs in this order."""
 
-    def __init__(self, adder: _Adder, uses: _Uses, role: str, order: list[int], buckets: list[Bucket]) -> None:
-        self.adder, self.uses, self.role, self.order, self.buckets = adder, uses, role, order, buckets
+    def __init__(
+        self, adder: _Adder, uses: _Uses, role: str, order: list[int], buckets: list[Bucket]
+    ) -> None:
+        self.adder, self.uses, self.role, self.order, self.buckets = (
+            adder,
+            uses,
+            role,
+            order,
+            buckets,
+        )
         self.ops = [adder.deps.node(i).op for i in order]
         self.policy = self._policies()
         self.starts: list[float] | None = None
@@ -230,7 +265,9 @@ class _Role:
             ends = starts[self.order[k]] + seconds[self.order[k]]
             free = max(ends, free) + reduced[window.bucket] / LINK
             place = self._place(k, free, starts)
-            if n + 1 < len(by_end):  # one scatter is under way while another buffer is filled, and no more
+            if n + 1 < len(
+                by_end
+            ):  # one scatter is under way while another buffer is filled, and no more
                 following = bisect_right(begins, at[by_end[n + 1].uses[-1]])
                 place = min([place, *begins[following : following + 1]])
             self._scatter(window, at, place, final=last[window.bucket] is window)
@@ -244,7 +281,9 @@ class _Role:
         bucket = self.adder.graph.buckets[window.bucket]
         return bucket, bucket.roles.index(self.role)
 
-    def _named(self, what: str, window: CacheWindow, at: list[int], *, whole: bool = False) -> tuple[str, int]:
+    def _named(
+        self, what: str, window: CacheWindow, at: list[int], *, whole: bool = False
+    ) -> tuple[str, int]:
         """Return the id of a window's node, and the microbatch if all of its uses are in one and not `whole`, else -1.
 
         Windows of one microbatch are told apart by their first user, which the id names; others by its microbatch too.
@@ -284,11 +323,15 @@ class _Role:
         value = self.adder.value(f"{id}:whole", bucket.numel, bucket, "gathered")
         stream = self.adder.graph.channels[bucket.gather[r]].streams[0]
         op = Collective("all_gather", bucket.gather[r], bucket.id)
-        return Node(id, op, self._coords("allgather", bucket.id, first), (), (value,), self.role, stream)
+        return Node(
+            id, op, self._coords("allgather", bucket.id, first), (), (value,), self.role, stream
+        )
 
     def _hold(self, category: Category, window: CacheWindow, at: list[int], value: str) -> None:
         for use in window.uses:
-            self.adder.held.setdefault(self.order[at[use]], []).append((category, window.bucket, value))
+            self.adder.held.setdefault(self.order[at[use]], []).append(
+                (category, window.bucket, value)
+            )
 
     def _scatter(self, window: CacheWindow, at: list[int], place: int, *, final: bool) -> None:
         adder, first, last = self.adder, self.order[at[window.uses[0]]], at[window.uses[-1]]
@@ -309,17 +352,38 @@ class _Role:
     def _fresh_node(self, id: str, window: CacheWindow, first: int) -> Node:
         bucket, _ = self._bucket(window)
         buffer = self.adder.value(f"{id}:whole", bucket.numel, bucket, "reduced")
-        return Node(id, Fresh(bucket.id), self._coords("fresh", bucket.id, first), (), (buffer,), self.role)
+        return Node(
+            id, Fresh(bucket.id), self._coords("fresh", bucket.id, first), (), (buffer,), self.role
+        )
 
     def _scatter_node(self, id: str, window: CacheWindow, first: int, buffer: str) -> Node:
         bucket, r = self._bucket(window)
         graph = self.adder.graph
-        part = self.adder.value(f"{id}:part", bucket.numel // graph.mesh.degree(bucket.shard.grads), bucket, "reduced")
+        part = self.adder.value(
+            f"{id}:part", bucket.numel // graph.mesh.degree(bucket.shard.grads), bucket, "reduced"
+        )
         stream = graph.channels[bucket.scatter[r]].streams[0]
         op = Collective("reduce_scatter", bucket.scatter[r])
-        return Node(id, op, self._coords("reducescatter", bucket.id, first), (buffer,), (part,), self.role, stream)
+        return Node(
+            id,
+            op,
+            self._coords("reducescatter", bucket.id, first),
+            (buffer,),
+            (part,),
+            self.role,
+            stream,
+        )
 
-    def _fold(self, window: CacheWindow, at: list[int], scatter: int, part: str, place: int, *, final: bool) -> None:
+    def _fold(
+        self,
+        window: CacheWindow,
+        at: list[int],
+        scatter: int,
+        part: str,
+        place: int,
+        *,
+        final: bool,
+    ) -> None:
         """Add the fold of a window right before a place; a bucket's last one is there already, behind all compute."""
         adder, bucket = self.adder, window.bucket
         if final:
@@ -344,7 +408,9 @@ class _Role:
     def _place(self, last: int, ends: float, starts: Sequence[float]) -> int:
         """Return the first compute after `last` that starts when a scatter should have ended, or else a final fold."""
         if self.starts is None:
-            self.starts = [starts[i] for i in self.order]  # ascending, since compute runs one after the other
+            self.starts = [
+                starts[i] for i in self.order
+            ]  # ascending, since compute runs one after the other
         ready = bisect_left(self.starts, ends, last + 1)
         return min(ready, self.ending[last + 1], len(self.order) - 1)
 

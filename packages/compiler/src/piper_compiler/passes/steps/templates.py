@@ -90,8 +90,16 @@ class Drafted:
         instr_of_part: the instruction of each such part.
     """
 
-    def __init__(self, scheduled: Scheduled, maker: PartMaker, draft: Draft, spans: Mapping[int, float]) -> None:
-        self.graph, self.deps, self.maker, self.draft, self.spans = scheduled.graph, scheduled.deps, maker, draft, spans
+    def __init__(
+        self, scheduled: Scheduled, maker: PartMaker, draft: Draft, spans: Mapping[int, float]
+    ) -> None:
+        self.graph, self.deps, self.maker, self.draft, self.spans = (
+            scheduled.graph,
+            scheduled.deps,
+            maker,
+            draft,
+            spans,
+        )
         self.held = scheduled.held
         self.count = maker.count
         self._needed: LazyWaits | None = None
@@ -139,14 +147,22 @@ class Drafted:
 
     def _used(self, leads: list[int]) -> list[_Template]:
         """Return the template of each instruction. `leads` has the first number of each."""
-        of, mb, comm, spans, held = self.deps.of, self.deps.mb, self.deps.comm, self.spans, self.held
+        of, mb, comm, spans, held = (
+            self.deps.of,
+            self.deps.mb,
+            self.deps.comm,
+            self.spans,
+            self.held,
+        )
         out: list[_Template] = []
         known = self._known.get
         for numbers, lead in zip(self.draft.tasks, leads, strict=True):
             if comm[lead]:
                 out.append(known(of[lead]) or self._transfer(of[lead]))
                 continue
-            like: tuple[_Like, ...] = (of[lead],) if len(numbers) == 1 else tuple([of[i] for i in numbers])
+            like: tuple[_Like, ...] = (
+                (of[lead],) if len(numbers) == 1 else tuple([of[i] for i in numbers])
+            )
             if held:
                 like = tuple([(of[i], held[i]) if i in held else of[i] for i in numbers])
             template = None if lead in spans else known(like)
@@ -157,7 +173,9 @@ class Drafted:
         node = self.deps.nodes[k]
         (made,) = self.maker.node(node)
         seconds = self.maker.transfer_seconds(node, made.part)
-        template = self._known[k] = _Template(node.stream, [made], seconds, None, [(0, v) for v in made.reads])
+        template = self._known[k] = _Template(
+            node.stream, [made], seconds, None, [(0, v) for v in made.reads]
+        )
         return template
 
     def _task(self, like: tuple[_Like, ...], mbs: list[int], given: float | None) -> _Template:
@@ -167,7 +185,11 @@ class Drafted:
         """
         own = min(mbs)
         nodes = [self.deps.nodes[_node_of(one)[0]] for one in like]
-        sources = [(v, node.role, mb) for node, mb in zip(nodes, mbs, strict=True) for v in self.maker.sources(node)]
+        sources = [
+            (v, node.role, mb)
+            for node, mb in zip(nodes, mbs, strict=True)
+            for v in self.maker.sources(node)
+        ]
         fresh = dict.fromkeys([source for source in sources if source not in self._loaded])
         self._loaded.update(fresh)
         ahead = tuple([mb - own for mb in mbs])
@@ -180,7 +202,11 @@ class Drafted:
         return template
 
     def _computing(
-        self, like: tuple[_Like, ...], ahead: tuple[int, ...], fresh: set[tuple[str, str, int]], given: float | None
+        self,
+        like: tuple[_Like, ...],
+        ahead: tuple[int, ...],
+        fresh: set[tuple[str, str, int]],
+        given: float | None,
     ) -> _Template:
         made: list[Made] = []
         for one, n in zip(like, ahead, strict=True):
@@ -226,7 +252,14 @@ class Drafted:
         (value, at), (carried, by) = (map(np.concatenate, columns) for columns in (touched, sent))
         order, sending = np.argsort(at), np.argsort(by)
         count = len(self.maker.places) * self.count
-        return Uses(count, value[order], at[order] // far, self.instr_of_part, carried[sending], by[sending] // far)
+        return Uses(
+            count,
+            value[order],
+            at[order] // far,
+            self.instr_of_part,
+            carried[sending],
+            by[sending] // far,
+        )
 
     def buffers(self) -> tuple[Ints, Ints]:
         """Return the buffers for gradients that will be scattered, and the instruction that makes each."""
@@ -235,7 +268,9 @@ class Drafted:
             for m in template.made if template.stream == COMPUTE else ():
                 if isinstance(m.part.op, Fresh):
                     v = m.writes[0]
-                    values.append(v + np.where(self.whole[v // self.count], 0, np.maximum(self.mb[instrs], 0)))
+                    values.append(
+                        v + np.where(self.whole[v // self.count], 0, np.maximum(self.mb[instrs], 0))
+                    )
                     makers.append(instrs)
         return np.concatenate(values), np.concatenate(makers)
 
@@ -289,7 +324,9 @@ class _Final:
         d = self.drafted
         instr = d.instr_of_part[freed.after]
         part = freed.after - d.first_part[instr]
-        number = freed.freed - np.where(d.whole[freed.freed // d.count], 0, np.maximum(d.mb[instr], 0))
+        number = freed.freed - np.where(
+            d.whole[freed.freed // d.count], 0, np.maximum(d.mb[instr], 0)
+        )
         sent = np.isin(freed.freed, d.uses.sent)
         flat = list(zip(part.tolist(), number.tolist(), sent.tolist(), strict=True))
         ends = np.searchsorted(instr, np.arange(len(d.used) + 1)).tolist()
@@ -347,7 +384,9 @@ class _Final:
         if number is None:
             number = known[key] = len(templates)
             kind = kinds.setdefault(id(template), len(kinds))
-            templates.append(_with_frees(template, kind, dict(zip(template.aheads, found, strict=False)), dying))
+            templates.append(
+                _with_frees(template, kind, dict(zip(template.aheads, found, strict=False)), dying)
+            )
         return number
 
 
@@ -361,12 +400,15 @@ def _ahead(made: Made, n: int) -> Made:
         return made
     part = made.part
     reads, writes, *others = [
-        tuple([v + n for v in vs]) for vs in (part.reads, part.writes, made.reads, made.writes, made.inside)
+        tuple([v + n for v in vs])
+        for vs in (part.reads, part.writes, made.reads, made.writes, made.inside)
     ]
     return Made(replace(part, reads=reads, writes=writes, ahead=n), *others)
 
 
-def _with_frees(template: _Template, kind: int, traces: Mapping[int, _Trace], dying: Dying) -> InstrTemplate:
+def _with_frees(
+    template: _Template, kind: int, traces: Mapping[int, _Trace], dying: Dying
+) -> InstrTemplate:
     """Return an instruction whose parts free the sent ones of the dying values first, then the others by first use."""
     parts = []
     for k, made in enumerate(template.made):
@@ -378,12 +420,16 @@ def _with_frees(template: _Template, kind: int, traces: Mapping[int, _Trace], dy
             others.sort(key=lambda v: order[v - ahead])
         if sent or others:  # `replace` of dataclasses takes four times as long
             frees = (*sent, *others)
-            part = PartTemplate(part.node, part.tail, part.op, part.reads, part.writes, frees, part.ahead, part.held)
+            part = PartTemplate(
+                part.node, part.tail, part.op, part.reads, part.writes, frees, part.ahead, part.held
+            )
         parts.append(part)
     return InstrTemplate(template.stream, tuple(parts), template.given, kind)
 
 
-def _shared(templates: list[InstrTemplate], used: list[int]) -> tuple[list[InstrTemplate], list[int]]:
+def _shared(
+    templates: list[InstrTemplate], used: list[int]
+) -> tuple[list[InstrTemplate], list[int]]:
     """Return the distinct templates, and which of them each instruction uses."""
     numbers: dict[InstrTemplate, int] = {}
     number = [numbers.setdefault(t, len(numbers)) for t in templates]
@@ -394,6 +440,8 @@ def _within(instrs: Ints, numbers: Ints, a: int, b: int) -> dict[int, tuple[int,
     """Return the numbers of each instruction from a to b, counted from a; `instrs` are ascending."""
     first, end = np.searchsorted(instrs, (a, b)).tolist()
     out: dict[int, tuple[int, ...]] = {}
-    for i, one in zip((instrs[first:end] - a).tolist(), zip(numbers[first:end].tolist()), strict=True):
+    for i, one in zip(
+        (instrs[first:end] - a).tolist(), zip(numbers[first:end].tolist()), strict=True
+    ):
         out[i] = out[i] + one if i in out else one
     return out

@@ -39,7 +39,10 @@ class RoleWaits(Sequence[tuple[int, ...]]):
     @cached_property
     def _own(self) -> list[tuple[int, ...]]:
         first = self._first
-        return [tuple([j - first for j in js]) if js else js for js in self._waits.by_instr[first : self._end]]
+        return [
+            tuple([j - first for j in js]) if js else js
+            for js in self._waits.by_instr[first : self._end]
+        ]
 
     def __len__(self) -> int:
         return self._end - self._first

@@ -27,7 +27,9 @@ class Walks:
         n = len(bare.stream_of)
         self.event_of = np.arange(n)
         if bare.groups:
-            first = np.repeat(int_array([g[0] for g in bare.groups]), int_array(map(len, bare.groups)))
+            first = np.repeat(
+                int_array([g[0] for g in bare.groups]), int_array(map(len, bare.groups))
+            )
             self.event_of[int_array(chain.from_iterable(bare.groups))] = first
         self._events = np.flatnonzero(self.event_of == np.arange(n))
         self._before = np.empty(n, np.int64)
@@ -55,7 +57,9 @@ class Walks:
         late: Flags = ~self._first & (before >= place)
         return None if late.any() or np.any(place[target] >= place[waiter]) else order.tolist()
 
-    def steps(self, waits: Sequence[tuple[int, ...]], order: Sequence[int]) -> tuple[SweepStep, ...]:
+    def steps(
+        self, waits: Sequence[tuple[int, ...]], order: Sequence[int]
+    ) -> tuple[SweepStep, ...]:
         """Return the steps of a sweep in this order."""
         before = self._before.tolist()
         met: list[tuple[tuple[Member, ...], bool] | None] = [None] * len(before)

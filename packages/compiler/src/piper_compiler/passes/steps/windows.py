@@ -26,7 +26,9 @@ class CacheWindow:
     earliest: int = 0
 
 
-def windows(uses: Sequence[Sequence[str]], nbytes: Mapping[str, int], room: int | None) -> list[CacheWindow]:
+def windows(
+    uses: Sequence[Sequence[str]], nbytes: Mapping[str, int], room: int | None
+) -> list[CacheWindow]:
     """Return the windows of a role's uses, by their first.
 
     Args:
@@ -37,7 +39,9 @@ def windows(uses: Sequence[Sequence[str]], nbytes: Mapping[str, int], room: int 
     out: list[CacheWindow] = []
     open_: dict[str, CacheWindow] = {}
     ended: dict[str, int] = {}
-    idle: list[tuple[int, str]] = []  # kept buckets by their next use, the last one first; some are closed by now
+    idle: list[
+        tuple[int, str]
+    ] = []  # kept buckets by their next use, the last one first; some are closed by now
     following = _following(uses)
     kept = 0
     for index, needed in enumerate(uses):

@@ -42,4 +42,7 @@ def check_environments(ours: Environment, here: str, found: Mapping[str, Environ
         if theirs[name] != version
     ]
     if differences:
-        raise ExecutionError(f"the nodes do not run the same software: {'; '.join(differences)}; install the same on all of them")
+        raise ExecutionError(
+            f"the nodes do not run the same software: {'; '.join(differences)}; install the same "
+            f"on all of them"
+        )

@@ -30,7 +30,11 @@ def evaluated(record: StepRecord, metrics: Mapping[str, Callable[..., Any]]) -> 
         try:
             found[name] = float(function(found["loss"]))
         except Exception as e:  # a function of the user's may fail in any way
-            warnings.warn(f"metric {name!r} failed on an evaluation: {type(e).__name__}: {e}", PiperWarning, stacklevel=2)
+            warnings.warn(
+                f"metric {name!r} failed on an evaluation: {type(e).__name__}: {e}",
+                PiperWarning,
+                stacklevel=2,
+            )
     return found
 
 
@@ -41,7 +45,9 @@ class Progress:
     ranks have done.
     """
 
-    def __init__(self, plan: Plan, on_step: OnStep | None, on_save: OnSave | None = None, first_step: int = 0):
+    def __init__(
+        self, plan: Plan, on_step: OnStep | None, on_save: OnSave | None = None, first_step: int = 0
+    ):
         self._plan = plan
         self._on_step = on_step
         self._on_save = on_save
@@ -77,7 +83,8 @@ class Progress:
         loss = step_loss(self._plan, scalars)
         if loss != loss:
             raise NonFiniteLossError(
-                f"step {self._next}: the sum of loss weights over the global batch is 0; is every row masked?"
+                f"step {self._next}: the sum of loss weights over the global batch is 0; is every "
+                f"row masked?"
             )
         start = max(done.started for done in found.values())
         step_s = max(done.finished - self._ended.get(rank, start) for rank, done in found.items())
@@ -100,7 +107,10 @@ class Progress:
         if not count:
             return {}
         batches = count // self._plan.microbatches
-        return {"loss": step_loss(self._plan, evaluated, batches), **metrics_of(self._plan, evaluated, batches)}
+        return {
+            "loss": step_loss(self._plan, evaluated, batches),
+            **metrics_of(self._plan, evaluated, batches),
+        }
 
     def _hand_on(self, record: StepRecord) -> None:
         self.latest = record
@@ -111,7 +121,9 @@ class Progress:
         except Exception as e:  # the caller's own function may fail in any way; training must not
             if not self._warned:
                 warnings.warn(
-                    f"on_step failed in step {record.step}: {type(e).__name__}: {e}; training goes on, and this is said once",
+                    f"on_step failed in step {record.step}: {type(e).__name__}: {e}; training goes "
+                    f"on, and this is "
+                    f"said once",
                     PiperWarning,
                     stacklevel=2,
                 )

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from piper_ir.ground.errors import ExecutionError, HangError, JobError, NonFiniteLossError, PiperError, PiperWarning, RankError
+from piper_ir.ground.errors import (
+    ExecutionError,
+    HangError,
+    JobError,
+    NonFiniteLossError,
+    PiperError,
+    PiperWarning,
+    RankError,
+)
 from piper_ir.plan.plan import Plan
 from piper_runtime.launch.ground.progress import OnStep
 from piper_runtime.launch.ground.report import StepRecord
@@ -64,11 +72,17 @@ class RecoveryOptions:
 
     def check(self, gradients: bool) -> None:
         """Raise JobError when these options cannot be, alone or with `gradients`."""
-        if isinstance(self.restarts, bool) or not isinstance(self.restarts, int) or self.restarts < 0:
+        if (
+            isinstance(self.restarts, bool)
+            or not isinstance(self.restarts, int)
+            or self.restarts < 0
+        ):
             raise JobError(f"restarts={self.restarts!r}: an integer of at least 0 is needed")
         if self.restarts and gradients:
             raise JobError(
-                f"restarts={self.restarts} and gradients=True: the gradients of the steps before a failure would be lost; leave "
+                f"restarts={self.restarts} and gradients=True: the gradients of the steps before a "
+                f"failure would be "
+                f"lost; leave "
                 "one of them out"
             )
         for name, function in (("replan", self.replan), ("on_restart", self.on_restart)):
@@ -82,7 +96,9 @@ class Recovery:
     A step that is done again after a failure counts once: its first record stays, and `on_step` does not hear it twice.
     """
 
-    def __init__(self, options: RecoveryOptions, first_step: int, on_step: OnStep | None, devices: int):
+    def __init__(
+        self, options: RecoveryOptions, first_step: int, on_step: OnStep | None, devices: int
+    ):
         self._options, self._on_step = options, on_step
         self._first, self._devices = first_step, devices
         self._records: dict[int, StepRecord] = {}
@@ -120,23 +136,32 @@ class Recovery:
         if not self._helps(error):
             raise self._ended(error, "")
         if again:
-            raise self._ended(error, f"It came again in step {self.next}, and no step was finished in between")
+            raise self._ended(
+                error, f"It came again in step {self.next}, and no step was finished in between"
+            )
         if len(self.restarts) >= self._options.restarts:
-            raise self._ended(error, f"No more restarts are allowed (restarts={self._options.restarts})")
+            raise self._ended(
+                error, f"No more restarts are allowed (restarts={self._options.restarts})"
+            )
         self._raised_in = self.next if raised else None
 
     def _helps(self, error: PiperError) -> bool:
         """Return whether another attempt may go better: after a rank's failure, or when workers did not start again."""
         if isinstance(error, NonFiniteLossError):
             return False
-        return isinstance(error, RankError | HangError) or (bool(self.restarts) and isinstance(error, ExecutionError))
+        return isinstance(error, RankError | HangError) or (
+            bool(self.restarts) and isinstance(error, ExecutionError)
+        )
 
     def _ended(self, error: PiperError, why: str) -> PiperError:
         """Return the error with which the run ends, which also says why and what has been tried."""
         tried = ""
         if self.restarts:
             times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
-            tried = f"The run had been started again {times}, the last time from step {self.restarts[-1].resumed}"
+            tried = (
+                f"The run had been started again {times}, the last time from step "
+                f"{self.restarts[-1].resumed}"
+            )
         error.args = (". ".join(text for text in (str(error).rstrip("."), why, tried) if text),)
         return error
 
@@ -176,11 +201,21 @@ class Recovery:
 
     def goes_on(self, error: PiperError, resumed: int, plan: Plan, where: str) -> None:
         """Note that the run goes on with a step, and say so; `where` says from which state."""
-        restart = Restart(self.next, type(error).__name__, str(error), lost(error), resumed, plan.mesh.world, source=where)
+        restart = Restart(
+            self.next,
+            type(error).__name__,
+            str(error),
+            lost(error),
+            resumed,
+            plan.mesh.world,
+            source=where,
+        )
         self.restarts.append(restart)
         fewer = f" on {plan.mesh}" if self.replans else ""
         warnings.warn(
-            f"{error}. Restart {len(self.restarts)} of {self._options.restarts}: the run goes on with step {resumed}{fewer}, "
+            f"{error}. Restart {len(self.restarts)} of {self._options.restarts}: the run goes on "
+            f"with step "
+            f"{resumed}{fewer}, "
             f"from {where}",
             PiperWarning,
             stacklevel=2,

@@ -17,8 +17,11 @@ from piper_runtime.rank.binding.rank_state import RankState
 from piper_runtime.rank.values.code import used_code
 
 MEASURED = (
-    "bytes of live tensor storages in the second step (the first of a run of one step), temporaries of operators included, as "
-    "torch's dispatcher shows them (of a process per CUDA rank: as torch's allocator was asked for them)"
+    "bytes of live tensor storages in the second step (the first of a run of one step), "
+    "temporaries of operators "
+    "included, as "
+    "torch's dispatcher shows them (of a process per CUDA rank: as torch's allocator was asked for "
+    "them)"
 )
 
 
@@ -123,7 +126,9 @@ class RankReport:
         self.waits = [(mb, start + seconds, end + seconds) for mb, start, end in self.waits]
         self.clock_error_s = error_s
 
-    def end_step(self, rank: Rank, ended: float | None = None, evaluated: Evaluated | None = None) -> StepDone:
+    def end_step(
+        self, rank: Rank, ended: float | None = None, evaluated: Evaluated | None = None
+    ) -> StepDone:
         """Keep the results of the step that a rank has just done, or at `ended`, and of the evaluation after it."""
         if evaluated is not None:
             self.evaluations[self.first_step + self.count] = evaluated.scalars, evaluated.seconds
@@ -153,7 +158,14 @@ class RankReport:
     def hand_on(self) -> None:
         """Forget the results of steps, which the launcher has taken: a long run would fill the memory with them."""
         self.handed_on = self.count
-        for kept in (self.finished, self.scalars, self.batch_s, self.expert_tokens, self.updates, self.evaluations):
+        for kept in (
+            self.finished,
+            self.scalars,
+            self.batch_s,
+            self.expert_tokens,
+            self.updates,
+            self.evaluations,
+        ):
             kept.clear()
 
     def probe(self, rank: RankState, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
@@ -200,9 +212,17 @@ def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:
     On CUDA it counts what the kernels of piper's ops hold inside, as plans for CUDA do (`Plan.device`).
     """
     cuda = rank.device.type == "cuda"
-    counter = AllocatorCounter(rank.device) if alone and cuda else MemoryCounter(rank.device.type, inside=cuda)
+    counter = (
+        AllocatorCounter(rank.device)
+        if alone and cuda
+        else MemoryCounter(rank.device.type, inside=cuda)
+    )
     counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])
     if not isinstance(counter, AllocatorCounter):  # an allocator made them before the first block
-        counter.ignore(c for code, step in used_code(rank.plan, rank.role) for c in rank.steps.constants_of(code, step))
+        counter.ignore(
+            c
+            for code, step in used_code(rank.plan, rank.role)
+            for c in rank.steps.constants_of(code, step)
+        )
     rank.untracked = counter.paused
     return counter

@@ -45,7 +45,16 @@ def make_requests(
             own = _shipped(evaluation.plan, evaluation.plan.role(role.role), evaluation.code)
             asked = EvaluationRequest(beside, own, evaluation.every, evaluation.batches)
         request = Request(
-            plan_blob, callables, found, params, buffers, job.seed, options, restored, evaluation=asked, draws=job.draws
+            plan_blob,
+            callables,
+            found,
+            params,
+            buffers,
+            job.seed,
+            options,
+            restored,
+            evaluation=asked,
+            draws=job.draws,
         )
         out |= dict.fromkeys(role.ranks, request)
     return out
@@ -54,7 +63,10 @@ def make_requests(
 def _shipped(plan: Plan, role: RolePlan, code: ExportedCode) -> dict[str, dict[str, ShippedCode]]:
     """Return the code that a role executes, in the form in which it travels."""
     found: dict[str, dict[str, ShippedCode]] = {}
-    for code_id, step in (*used_code(plan, role), *((b.counter, "F") for b in plan.batch if b.counter)):
+    for code_id, step in (
+        *used_code(plan, role),
+        *((b.counter, "F") for b in plan.batch if b.counter),
+    ):
         source = code[code_id][step]
         found.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
     return found

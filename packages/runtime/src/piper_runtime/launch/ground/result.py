@@ -57,7 +57,12 @@ class Run(Brief):
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield how far the run came, its last loss, its time per step and its peak."""
-        yield "steps", f"{self.first_step} to {self.first_step + len(self.losses) - 1}" if self.losses else "none"
+        yield (
+            "steps",
+            f"{self.first_step} to {self.first_step + len(self.losses) - 1}"
+            if self.losses
+            else "none",
+        )
         if self.losses:
             yield "loss", f"{self.losses[-1]:.6g}"
         if self.period_s is not None:
@@ -94,4 +99,6 @@ def check_numbers(steps: int, timeout_s: float) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
     if not timeout_s > 0:
-        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")
+        raise JobError(
+            f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever"
+        )

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-_LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
+_LIMITS = tuple(
+    sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,14 @@ class Surroundings:
     def of_now(cls, environment: Mapping[str, str], path: Sequence[str]) -> Self:
         """Return those of this process, with another environment and path."""
         cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-        return cls(dict(environment), list(path), os.getcwd(), _mask(), cores, {n: resource.getrlimit(n) for n in _LIMITS})
+        return cls(
+            dict(environment),
+            list(path),
+            os.getcwd(),
+            _mask(),
+            cores,
+            {n: resource.getrlimit(n) for n in _LIMITS},
+        )
 
     def take(self) -> None:
         """Give them to this process; a limit that it may not have stays as it is."""

@@ -125,7 +125,9 @@ class Watch:
         if failure is None:
             seen = "".join(f"; {self._place(r)}" for r in others)
             lost = tuple(r for r in order if failures[r] is None)
-            return RankError(f"rank {first} {self.team.exit_reason(first)}: {self._place(first)}{seen}", lost)
+            return RankError(
+                f"rank {first} {self.team.exit_reason(first)}: {self._place(first)}{seen}", lost
+            )
         kind = getattr(piper_ir.ground.errors, failure.kind, RankError)
         node = self.team.node(first)
         message = f"{failure.message} (rank {first} on {node})" if node else failure.message
@@ -136,19 +138,27 @@ class Watch:
 
     def _hung(self, ranks: Sequence[int]) -> HangError:
         """Return the error of a hang; ranks in no communication come first, since nobody keeps them waiting."""
-        first = [r for r in ranks if not RankPosition(self.plan, r, self.team.heart(r)).communications]
+        first = [
+            r for r in ranks if not RankPosition(self.plan, r, self.team.heart(r)).communications
+        ]
         message = (
             f"no rank made progress for {self.timeout_s:g} s (timeout_s); "
             + self._unheard()
             + "; ".join(self._place(r) for r in [*first, *(r for r in ranks if r not in first)])
             + ". If an instruction may take that long, give a larger timeout_s"
         )
-        report = [f"no rank made progress for {self.timeout_s:g} s; per rank its last {SHOWN} instructions, > the one it is at"]
+        report = [
+            f"no rank made progress for {self.timeout_s:g} s; per rank its last {SHOWN} "
+            f"instructions, > the one it is "
+            f"at"
+        ]
         for rank in range(self.world):
             answered = "" if rank in ranks else ": has ended its run"
             node = self.team.node(rank)
             report += ["", f"rank {rank}{f' on {node}' if node else ''}{answered}"]
-            report += [] if answered else RankPosition(self.plan, rank, self.team.heart(rank)).lines()
+            report += (
+                [] if answered else RankPosition(self.plan, rank, self.team.heart(rank)).lines()
+            )
         error = HangError(message, "\n".join(report) + "\n")
         error.add_note(error.report)
         return error
@@ -159,7 +169,9 @@ class Watch:
         for rank in sorted(self.team.silent(self.timeout_s / 2)):
             by_node.setdefault(self.team.node(rank), []).append(rank)
         return "".join(
-            f"{node or 'nothing'} with rank {', '.join(map(str, ranks))} is not heard from any more: it has ended, or the "
+            f"{node or 'nothing'} with rank {', '.join(map(str, ranks))} is not heard from any "
+            f"more: it has ended, or "
+            f"the "
             "network between is cut; "
             for node, ranks in by_node.items()
         )
@@ -172,12 +184,18 @@ class RankPosition:
     """Tell where a rank is in its program, from its heart."""
 
     def __init__(self, plan: Plan, rank: int, heart: Sequence[int], node: str = ""):
-        self._plan, self._rank, self._name = plan, rank, f"rank {rank}{f' on {node}' if node else ''}"
+        self._plan, self._rank, self._name = (
+            plan,
+            rank,
+            f"rank {rank}{f' on {node}' if node else ''}",
+        )
         self._program = plan.role_of(rank).program
         self._step, self._phase, self._evaluates = heart[STEP], heart[PHASE], bool(heart[EVALUATES])
         self._index = min(max(heart[ISSUED], 0), len(self._program) - 1)
         running = [i - 1 for i in heart[FIRST_STREAM:EVALUATES] if i and not heart[EVALUATES]]
-        self.communications = [i for i in running if i < len(self._program) and self._program[i].stream != COMPUTE]
+        self.communications = [
+            i for i in running if i < len(self._program) and self._program[i].stream != COMPUTE
+        ]
         """The indices of the communications that the rank is in."""
 
     def text(self) -> str:
@@ -198,20 +216,29 @@ class RankPosition:
     def lines(self) -> list[str]:
         """Return the last instructions that the rank has issued and its communications in flight, with their waits."""
         if self._phase == LOADING or not self._program:
-            return ["  was loading the plan" if self._phase == LOADING else "  has an empty program"]
+            return [
+                "  was loading the plan" if self._phase == LOADING else "  has an empty program"
+            ]
         if self._phase == SAVING:
             return [f"  was writing a checkpoint after step {self._step}"]
         if self._evaluates:
             return [f"  was evaluating after step {self._step}"]
         first = max(self._index - SHOWN + 1, 0)
         out = [f"  step {self._step}"]
-        out += [f"  {'>' if i == self._index else ' '} {self._instr(i)}" for i in range(first, self._index + 1)]
+        out += [
+            f"  {'>' if i == self._index else ' '} {self._instr(i)}"
+            for i in range(first, self._index + 1)
+        ]
         if self._phase != RUNNING:
-            awaited = [self._instr(self._nth(stream, n)) for stream, n in self._program[self._index].waits]
+            awaited = [
+                self._instr(self._nth(stream, n)) for stream, n in self._program[self._index].waits
+            ]
             last = self._index == len(self._program) - 1
             out += [f"  waits for {text}" for text in awaited]
             out += ["  waits for the end of all its streams"] if last else []
-        out += [f"  in flight with rank {self._peers(i)}: {self._instr(i)}" for i in self.communications]
+        out += [
+            f"  in flight with rank {self._peers(i)}: {self._instr(i)}" for i in self.communications
+        ]
         return out
 
     def _instr(self, index: int) -> str:
@@ -223,7 +250,11 @@ class RankPosition:
     def _peers(self, index: int) -> str:
         op = self._program[index].parts[0].op
         assert isinstance(op, COMM)
-        return ", ".join(str(p) for p in self._plan.peers(self._plan.channel(op.channel), self._rank) if p != self._rank)
+        return ", ".join(
+            str(p)
+            for p in self._plan.peers(self._plan.channel(op.channel), self._rank)
+            if p != self._rank
+        )
 
 
 def _peer(failure: Failure | None) -> bool:

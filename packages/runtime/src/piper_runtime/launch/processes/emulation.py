@@ -30,7 +30,13 @@ from piper_runtime.engine.trace import TimedSpan, executed_trace
 from piper_runtime.launch.ground.report import RankReport
 from piper_runtime.launch.ground.result import WARMUP_STEPS, Run, check_numbers
 from piper_runtime.launch.processes.processes import Pool
-from piper_runtime.launch.worker.timed_rank import HOST_S, LONGEST_S, SHORTEST_S, EmulationReport, EmulationRequest
+from piper_runtime.launch.worker.timed_rank import (
+    HOST_S,
+    LONGEST_S,
+    SHORTEST_S,
+    EmulationReport,
+    EmulationRequest,
+)
 from piper_runtime.rank.job.job import InitialState
 
 MATTERS = 0.95
@@ -66,7 +72,9 @@ class Emulation(Run):
     def state_dict(self) -> NoReturn:
         """Raise ExecutionError, since nothing was trained."""
         raise ExecutionError(
-            'an emulated run trains nothing and has no state_dict; use launcher="processes" (or "inline", in one process)'
+            'an emulated run trains nothing and has no state_dict; use launcher="processes" (or '
+            '"inline", in one '
+            "process)"
         )
 
 
@@ -76,13 +84,18 @@ def time_scale(plan: Plan, durations: Durations) -> float:
     It is 1 where no compute takes time, or where the shortest compute instruction that matters sleeps between
     `SHORTEST_S` and `LONGEST_S`; otherwise it brings that one into these bounds.
     """
-    shortest = min((s for role in plan.roles if (s := _shortest(role, durations.seconds[role.role])) > 0), default=SHORTEST_S)
+    shortest = min(
+        (s for role in plan.roles if (s := _shortest(role, durations.seconds[role.role])) > 0),
+        default=SHORTEST_S,
+    )
     return min(max(shortest, SHORTEST_S), LONGEST_S) / shortest
 
 
 def _shortest(role: RolePlan, seconds: Sequence[float]) -> float:
     """Return the shortest of a role's longest compute instructions that together are `MATTERS` of its compute."""
-    longest = sorted((s for s, instr in zip(seconds, role.program) if instr.stream == COMPUTE), reverse=True)
+    longest = sorted(
+        (s for s, instr in zip(seconds, role.program) if instr.stream == COMPUTE), reverse=True
+    )
     left, last = MATTERS * sum(longest), 0.0
     for last in longest:
         left -= last
@@ -92,7 +105,13 @@ def _shortest(role: RolePlan, seconds: Sequence[float]) -> float:
 
 
 def emulate(
-    plan: Plan, durations: Durations, *, steps: int, timeout_s: float = 60.0, trace: bool = False, pool: Pool | None = None
+    plan: Plan,
+    durations: Durations,
+    *,
+    steps: int,
+    timeout_s: float = 60.0,
+    trace: bool = False,
+    pool: Pool | None = None,
 ) -> Emulation:
     """Run `steps` steps of a plan with one process per rank on this machine and sleeps instead of compute.
 
@@ -106,9 +125,15 @@ def emulate(
     blob, meeting = pickle.dumps(plan), uuid.uuid4().hex
     requests: dict[int, EmulationRequest] = {}
     for role in plan.roles:
-        request = EmulationRequest(blob, tuple(slept.seconds[role.role]), slept.latency, slept.issue, steps, meeting)
+        request = EmulationRequest(
+            blob, tuple(slept.seconds[role.role]), slept.latency, slept.issue, steps, meeting
+        )
         requests |= dict.fromkeys(role.ranks, request)
-    patience = timeout_s + max((s for each in slept.seconds.values() for s in each), default=0.0) + slept.latency
+    patience = (
+        timeout_s
+        + max((s for each in slept.seconds.values() for s in each), default=0.0)
+        + slept.latency
+    )
     if pool is not None:
         return _result(plan, pool.run(plan, requests, patience), scale, trace)
     with Pool(plan.mesh.world) as own:
@@ -118,10 +143,18 @@ def emulate(
 def _result(plan: Plan, reports: Mapping[int, RankReport], scale: float, trace: bool) -> Emulation:
     first = reports[0]
     step_s = [
-        max(r.finished[i] - (r.finished[i - 1] if i else r.started) for r in reports.values()) / scale
+        max(r.finished[i] - (r.finished[i - 1] if i else r.started) for r in reports.values())
+        / scale
         for i in range(len(first.finished))
     ]
-    spans = {rank: [_simulated(s, first.started, scale) for s in r.spans] for rank, r in reports.items()} if trace else {}
+    spans = (
+        {
+            rank: [_simulated(s, first.started, scale) for s in r.spans]
+            for rank, r in reports.items()
+        }
+        if trace
+        else {}
+    )
     held_up = [x for r in reports.values() if isinstance(r, EmulationReport) for x in r.held_up]
     notes = {"time_scale": f"{scale:g}", "host": _about(held_up)}
     return Emulation(
@@ -144,5 +177,12 @@ def _simulated(span: TimedSpan, begun: float, scale: float) -> TimedSpan:
 
 def _about(held_up: Sequence[float]) -> str:
     counted = [x for x in held_up if x > HOST_S]
-    text = f"this machine held instructions up for {median(held_up) * 1e3:.2f} ms (median), at most {max(held_up) * 1e3:.2f} ms"
-    return f"{text}; {len(counted)} times for more than {HOST_S * 1e3:g} ms, which counts" if counted else text
+    text = (
+        f"this machine held instructions up for {median(held_up) * 1e3:.2f} ms (median), at most "
+        f"{max(held_up) * 1e3:.2f} ms"
+    )
+    return (
+        f"{text}; {len(counted)} times for more than {HOST_S * 1e3:g} ms, which counts"
+        if counted
+        else text
+    )

@@ -44,7 +44,9 @@ class ForkServer:
         self._woken.setblocking(False)
         wake.setblocking(False)
         signal.set_wakeup_fd(wake.fileno())
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the signal reaches the wake-up socket
+        signal.signal(
+            signal.SIGCHLD, lambda *_: None
+        )  # so that the signal reaches the wake-up socket
         self._wake = wake
 
     def serve(self) -> None:
@@ -75,7 +77,9 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             selector.close()
-            for descriptor in self._status.values():  # those of the others; its own one stays open until it ends
+            for (
+                descriptor
+            ) in self._status.values():  # those of the others; its own one stays open until it ends
                 os.close(descriptor)
             for end in (self._channel, self._woken, self._wake):
                 end.close()
@@ -83,7 +87,9 @@ class ForkServer:
         self._status[pid] = status
         for descriptor in (pipe, lifeline, *streams):
             os.close(descriptor)
-        with suppress(BrokenPipeError, ConnectionResetError):  # the launcher ended, as the next look at the channel shows
+        with suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # the launcher ended, as the next look at the channel shows
             self._channel.sendall(LENGTH.pack(pid))
         return True
 
@@ -110,12 +116,17 @@ def _work(fork: Fork, pipe: int, lifeline: int, streams: list[int]) -> NoReturn:
             os.dup2(stream, number)
             os.close(stream)
         fork.surroundings.take()
-        sys.argv[1:] = [json.dumps(vars(fork.setup))]  # says whose worker it is where somebody looks
+        sys.argv[1:] = [
+            json.dumps(vars(fork.setup))
+        ]  # says whose worker it is where somebody looks
         random.seed()
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # Python's numbers begin anew in a fork, numpy's would be the same in all ranks
+            sys.modules[
+                "numpy"
+            ].random.seed()  # Python's numbers begin anew in a fork, numpy's would be the same in all ranks
         main(replace(fork.setup, pipe=pipe, lifeline=lifeline))
-    except BaseException:  # goes to standard error; the exit code tells the launcher, and nothing may return into the server
+    # goes to standard error; the exit code tells the launcher, and nothing may return into the server
+    except BaseException:
         traceback.print_exc()
     os._exit(1)
 

@@ -28,13 +28,31 @@ HOW_UNKNOWN = 1 << 16
 STATUS = struct.Struct("!i")
 """The form of an exit code; a negative one is the signal that ended the process."""
 
-_SERVER = "import gc; gc.disable(); from piper_runtime.launch.processes.fork_server import start; start({channel})"
+_SERVER = (
+    "import gc; gc.disable(); from piper_runtime.launch.processes.fork_server import start; "
+    "start({channel})"
+)
 """The program of the server's Python.
 
 While torch's modules are imported, the garbage collector would look at their million objects again and again; the
 worker turns it on.
 """
-_AT_IMPORT = ("CUDA", "GOMP", "KMP", "LANG", "LC_", "LD_", "MALLOC", "MKL", "OMP", "OPENBLAS", "PYTHON", "PYTORCH", "TORCH", "TZ")
+_AT_IMPORT = (
+    "CUDA",
+    "GOMP",
+    "KMP",
+    "LANG",
+    "LC_",
+    "LD_",
+    "MALLOC",
+    "MKL",
+    "OMP",
+    "OPENBLAS",
+    "PYTHON",
+    "PYTORCH",
+    "TORCH",
+    "TZ",
+)
 """The beginnings of environment variables that Python and torch's libraries read when they are loaded."""
 _LATER = ("PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR")
 """The variables among them that a worker can take over: the second is set by torch itself in the middle of a run."""
@@ -113,7 +131,9 @@ class _Server:
         status, theirs = os.pipe()
         streams = [_stream(number) for number in (1, 2)]
         try:
-            socket.send_fds(self._channel, [LENGTH.pack(len(request))], [pipe, lifeline, theirs, *streams])
+            socket.send_fds(
+                self._channel, [LENGTH.pack(len(request))], [pipe, lifeline, theirs, *streams]
+            )
             self._channel.sendall(request)
             (pid,) = LENGTH.unpack(receive_exactly(self._channel, LENGTH.size))
         except BaseException:
@@ -132,7 +152,9 @@ class _Server:
             self._channel.close()
             return
         with suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)  # also where a fork of this process has kept the socket
+            self._channel.shutdown(
+                socket.SHUT_RDWR
+            )  # also where a fork of this process has kept the socket
         self._channel.close()
         if all(worker.poll() is not None for worker in self._workers):
             self._process.kill()
@@ -169,11 +191,15 @@ def fork_worker(setup: Setup, environment: dict[str, str]) -> ForkedProcess:
     """
     global _server
     path = [p or os.getcwd() for p in sys.path]
-    read_early = {n: v for n, v in environment.items() if n.startswith(_AT_IMPORT) and n not in _LATER}
+    read_early = {
+        n: v for n, v in environment.items() if n.startswith(_AT_IMPORT) and n not in _LATER
+    }
     surroundings = Surroundings.of_now(environment | {"PYTHONPATH": os.pathsep.join(path)}, path)
     with _lock:
         _following[:] = [process for process in _following if process.poll() is None]
-        if _server is not None and (_server.ended or (_server.owner, _server.read_early) != (os.getpid(), read_early)):
+        if _server is not None and (
+            _server.ended or (_server.owner, _server.read_early) != (os.getpid(), read_early)
+        ):
             _end()
         if _server is None:
             _server = _Server(surroundings.environment, read_early)
@@ -181,9 +207,17 @@ def fork_worker(setup: Setup, environment: dict[str, str]) -> ForkedProcess:
             return _server.fork(Fork(setup, surroundings), setup.pipe, setup.lifeline)
         except (OSError, EOFError) as error:
             code, _server = _server.exit_code(), None
-            what = f"did not answer within {STARTUP_S:.0f} s" if code is None else f"has ended with exit code {code}"
-            raise ExecutionError(f"the process that forks workers {what}; its output is above") from error
-        except BaseException:  # an interrupt: what the server says next is the answer to this request
+            what = (
+                f"did not answer within {STARTUP_S:.0f} s"
+                if code is None
+                else f"has ended with exit code {code}"
+            )
+            raise ExecutionError(
+                f"the process that forks workers {what}; its output is above"
+            ) from error
+        except (
+            BaseException
+        ):  # an interrupt: what the server says next is the answer to this request
             _end()
             raise
 

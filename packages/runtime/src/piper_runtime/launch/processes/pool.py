@@ -86,7 +86,8 @@ class TeamPool(ABC, Generic[T]):
         """See `piper_runtime.launch.running.launchers.Workers`."""
         if len(requests) > self.world:
             raise ExecutionError(
-                f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make a larger pool"
+                f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make "
+                f"a larger pool"
             )
         progress = Progress(plan, on_step, on_save, first_step(requests))
         try:
@@ -115,7 +116,9 @@ class TeamPool(ABC, Generic[T]):
         try:
             if not self._team.finish_early(world, ahead):
                 return {}
-            return Watch(plan, self._team, world, PATIENCE_S + (ahead + 2) * step_s).collect(progress)
+            return Watch(plan, self._team, world, PATIENCE_S + (ahead + 2) * step_s).collect(
+                progress
+            )
         except (PiperError, KeyboardInterrupt):  # that it was interrupted is what matters
             return {}
 

@@ -47,7 +47,10 @@ class _Team:
 
     def send(self, requests: Mapping[int, Any]) -> None:
         """Give every rank its request; ranks that share a request share its bytes."""
-        blobs = {id(r): pickle.dumps(r, protocol=5) for r in {id(r): r for r in requests.values()}.values()}
+        blobs = {
+            id(r): pickle.dumps(r, protocol=5)
+            for r in {id(r): r for r in requests.values()}.values()
+        }
         for rank, request in requests.items():
             place = rank * HEART_SLOTS
             self.hearts[place : place + HEART_SLOTS] = LOADING_HEART
@@ -77,8 +80,14 @@ class _Team:
         except subprocess.TimeoutExpired:
             return "closed its pipe"
         if code == HOW_UNKNOWN:
-            return "ended; how is not known, since the process that forks workers was killed before it"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return (
+                "ended; how is not known, since the process that forks workers was killed before it"
+            )
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
 
     def finish_early(self, ranks: int, steps: int) -> bool:
         """Finish as `Team` says; the rest of the workers may have ended another run at any step."""
@@ -126,19 +135,31 @@ class Pool(TeamPool[_Team]):
             team.workers.append(_spawn(rank, self.world, folder, self._threads))
         for rank, worker in enumerate(team.workers):
             if not worker.pipe.poll(STARTUP_S):
-                raise ExecutionError(f"the process of rank {rank} did not start within {STARTUP_S:.0f} s")
+                raise ExecutionError(
+                    f"the process of rank {rank} did not start within {STARTUP_S:.0f} s"
+                )
             try:
                 worker.pipe.recv()
             except EOFError:
                 reason = team.exit_reason(rank)
-                raise ExecutionError(f"the process of rank {rank} {reason} while it started; its output is above") from None
+                raise ExecutionError(
+                    f"the process of rank {rank} {reason} while it started; its output is above"
+                ) from None
         return team
 
 
 def _spawn(rank: int, world: int, folder: str, threads: int) -> _Worker:
     ours, theirs = Pipe()
     lifeline_read, lifeline_write = os.pipe()
-    setup = Setup(rank, world, theirs.fileno(), lifeline_read, str(Path(folder, "heart")), str(Path(folder, "store")), threads)
+    setup = Setup(
+        rank,
+        world,
+        theirs.fileno(),
+        lifeline_read,
+        str(Path(folder, "heart")),
+        str(Path(folder, "store")),
+        threads,
+    )
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     try:
         process = fork_worker(setup, environment)

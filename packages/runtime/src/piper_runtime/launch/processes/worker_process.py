@@ -33,7 +33,10 @@ def serve(setup: Setup) -> None:
     torch.set_num_threads(setup.threads)
     keep_freed_memory()
     threading.Thread(
-        target=_end_with, args=(setup.lifeline, Path(setup.store).parent), name="piper lifeline", daemon=True
+        target=_end_with,
+        args=(setup.lifeline, Path(setup.store).parent),
+        name="piper lifeline",
+        daemon=True,
     ).start()
     pipe: Connection[Any, Any] = Connection(setup.pipe)
     communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)

@@ -41,7 +41,9 @@ class RankActor:
     def __init__(self, rank: int, world: int, name: str, threads: int):
         torch.set_num_threads(threads)
         keep_freed_memory()
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="piper lifeline", daemon=True).start()
+        threading.Thread(
+            target=_end_with, args=(os.getppid(),), name="piper lifeline", daemon=True
+        ).start()
         self._rank, self._world = rank, world
         self._file = Path(tempfile.gettempdir(), name)
         self._hearts = memoryview(_shared(self._file, 8 * HEART_SLOTS * world)).cast("q")
@@ -72,7 +74,15 @@ class RankActor:
         local_rank, local_world = (0, 1) if OWN_DEVICE in os.environ else (None, None)
         sharers = core_sharers(store, self._rank, self._world)
         communicators = GlooCommunicators(store, self._rank, interface)
-        self._context = WorkerContext(self._rank, communicators, self._heart, self._said.append, local_rank, local_world, sharers)  # type: ignore[arg-type]  # as in worker_process
+        self._context = WorkerContext(
+            self._rank,
+            communicators,
+            self._heart,  # type: ignore[arg-type]  # as in worker_process
+            self._said.append,
+            local_rank,
+            local_world,
+            sharers,
+        )
 
     def clock(self) -> float:
         """Return the time on the clock of this rank."""
@@ -115,7 +125,9 @@ def _shared(file: Path, size: int) -> mmap.mmap:
 
 def _store(host: str, port: int, world: int, *, master: bool) -> Any:
     timeout = timedelta(seconds=RENDEZVOUS_S)
-    return dist.TCPStore(host, port, world, is_master=master, timeout=timeout, wait_for_workers=False)
+    return dist.TCPStore(
+        host, port, world, is_master=master, timeout=timeout, wait_for_workers=False
+    )
 
 
 class Packer(pickle.Pickler):

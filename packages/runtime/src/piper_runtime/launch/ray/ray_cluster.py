@@ -20,7 +20,10 @@ from piper_ir.ground.errors import ExecutionError
 
 PROBE_S = 3.0
 """The seconds within which an address must answer."""
-VITAL = {"gcs_server": "Ray's head process (GCS)", "raylet": "Ray's process on this machine (raylet)"}
+VITAL = {
+    "gcs_server": "Ray's head process (GCS)",
+    "raylet": "Ray's process on this machine (raylet)",
+}
 """The processes of a Ray started here without which no run comes to its end."""
 UNANSWERED = 3
 """The number of looks in a row without an answer after which the head of a joined cluster counts as dead."""
@@ -70,13 +73,21 @@ class RayLink:
 
         Ray itself waits a minute, and then ends us.
         """
-        node = self.ray._private.worker._global_node  # there where this process has started Ray; it knows its children
-        dead = [kind for kind, _ in node.dead_processes() if kind in VITAL] if node is not None else []
+        node = (
+            self.ray._private.worker._global_node
+        )  # there where this process has started Ray; it knows its children
+        dead = (
+            [kind for kind, _ in node.dead_processes() if kind in VITAL] if node is not None else []
+        )
         if dead:
             return f"{' and '.join(VITAL[kind] for kind in dead)} died"
         problem = _problem(self.ray, self._address)
         self._silent = self._silent + 1 if problem else 0
-        return f"{VITAL['gcs_server']} at {self._address} does not answer: {problem}" if self._silent >= UNANSWERED else ""
+        return (
+            f"{VITAL['gcs_server']} at {self._address} does not answer: {problem}"
+            if self._silent >= UNANSWERED
+            else ""
+        )
 
     def close(self) -> None:
         """Undo `connect` as the class says; a second call does nothing."""
@@ -108,7 +119,9 @@ def import_ray(wording: RayWording = LAUNCHER) -> Any:
         import ray
     except ImportError as e:
         raise ExecutionError(
-            f'{wording.what} needs Ray, which cannot be imported here ({e}); pip install "ray>=2.60", or use {wording.instead}'
+            f"{wording.what} needs Ray, which cannot be imported here ({e}); pip install "
+            f'"ray>=2.60", or use '
+            f"{wording.instead}"
         ) from None
     return ray
 
@@ -143,7 +156,9 @@ def _present(ray: Any, cluster: str, wording: RayWording) -> RayLink:
     address = ray.get_runtime_context().gcs_address
     if cluster not in ("auto", address):
         raise ExecutionError(
-            f"this process is already connected to Ray at {address}; {wording.argument}={cluster!r} cannot be used beside it: "
+            f"this process is already connected to Ray at {address}; "
+            f"{wording.argument}={cluster!r} cannot be used "
+            f"beside it: "
             f"use {wording.present}, or call ray.shutdown() before"
         )
     return RayLink(ray, None)
@@ -159,7 +174,10 @@ def _started_here(ray: Any) -> bool:
 
 def _join(ray: Any, address: str, wording: RayWording) -> RayLink:
     _check_address(ray, address, wording)
-    what = f"join Ray at {address} (if it asks for a token: RAY_AUTH_MODE=token and its token are needed here)"
+    what = (
+        f"join Ray at {address} (if it asks for a token: RAY_AUTH_MODE=token and its token are "
+        f"needed here)"
+    )
     _init(ray, what, wording, address=address)
     return RayLink(ray, ray.shutdown)
 
@@ -167,14 +185,17 @@ def _join(ray: Any, address: str, wording: RayWording) -> RayLink:
 def _check_address(ray: Any, address: str, wording: RayWording) -> None:
     if address.startswith("ray://"):
         raise ExecutionError(
-            f"{address}: Ray Client addresses are not supported; run this on a machine of the cluster with "
+            f"{address}: Ray Client addresses are not supported; run this on a machine of the "
+            f"cluster with "
             f"{wording.argument}=HOST:PORT, or hand it in with `ray job submit`"
         )
     problem = None if address == "auto" else _problem(ray, address)
     if problem is not None:
         raise ExecutionError(
-            f"no Ray cluster at {address}: {problem}; `ray start --head` makes one and prints its address, "
-            f'{wording.argument}="local" starts a Ray for this run only, {wording.instead} needs none'
+            f"no Ray cluster at {address}: {problem}; `ray start --head` makes one and prints its "
+            f"address, "
+            f'{wording.argument}="local" starts a Ray for this run only, {wording.instead} needs '
+            f"none"
         )
 
 
@@ -218,7 +239,9 @@ def _start(ray: Any, cpus: int, wording: RayWording) -> RayLink:
         shutil.rmtree(folder, ignore_errors=True)
 
     try:
-        settings: dict[str, Any] = dict(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder)
+        settings: dict[str, Any] = dict(
+            address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder
+        )
         _init(ray, "start Ray on this machine", wording, **settings)
     except BaseException:
         ray.shutdown()

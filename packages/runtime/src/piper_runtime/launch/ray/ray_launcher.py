@@ -67,7 +67,9 @@ class _Team:
     def send(self, requests: Mapping[int, Any]) -> None:
         """Give every rank its request; data that several ranks share goes to the object store once."""
         self.hearts.clear()
-        stored: dict[int, Any] = {}  # by identity: a role's ranks share their request, all roles the plan
+        stored: dict[
+            int, Any
+        ] = {}  # by identity: a role's ranks share their request, all roles the plan
         packed = {id(r): pack(r) for r in {id(r): r for r in requests.values()}.values()}
         for body, blobs in packed.values():
             for blob in (body, *blobs):
@@ -75,7 +77,9 @@ class _Team:
                     stored[id(blob)] = self.ray.put(blob)
         for rank, request in requests.items():
             body, blobs = packed[id(request)]
-            self.calls[self.actors[rank].perform.remote(*(stored[id(b)] for b in (body, *blobs)))] = rank
+            self.calls[
+                self.actors[rank].perform.remote(*(stored[id(b)] for b in (body, *blobs)))
+            ] = rank
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
         """Return messages as `WatchedTeam.wait` does; raise ExecutionError when Ray itself has died."""
@@ -98,12 +102,16 @@ class _Team:
         if problem := self.fault():
             self.broken = True
             raise RankError(
-                f"{problem}, so the run was ended. Look whether somebody ended Ray or the machine ran out of memory (dmesg), and "
+                f"{problem}, so the run was ended. Look whether somebody ended Ray or the machine "
+                f"ran out of memory "
+                f"(dmesg), and "
                 "start the run again"
             )
 
     def _ready(self, refs: Collection[Any]) -> list[Any]:
-        found: list[Any] = self.ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
+        found: list[Any] = (
+            self.ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
+        )
         return found
 
     def _looked(self, look: Any) -> list[tuple[int, Any]]:
@@ -133,7 +141,9 @@ class _Team:
     def _last_look(self, dead: int) -> list[tuple[int, Any]]:
         """Return the last messages of a dead rank, from a living one of its node, since it may die between looks."""
         node = self.places[dead].node
-        living = [r for r, place in enumerate(self.places) if place.node == node and r not in self.deaths]
+        living = [
+            r for r, place in enumerate(self.places) if place.node == node and r not in self.deaths
+        ]
         if not living:
             return []
         look = self.actors[living[0]].look.remote()
@@ -148,7 +158,9 @@ class _Team:
     def heart(self, rank: int) -> Sequence[int]:
         """Return a rank's heart as of the last look at its node."""
         found = self.hearts.get(self.places[rank].node)
-        return LOADING_HEART if found is None else found[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
+        return (
+            LOADING_HEART if found is None else found[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
+        )
 
     def exit_reason(self, rank: int) -> str:
         return self.deaths.get(rank, "has ended")
@@ -158,7 +170,11 @@ class _Team:
 
     def silent(self, seconds: float) -> list[int]:
         before = time.monotonic() - seconds
-        return [r for r in self.looks.values() if self.looked.get(r, before) < before and not self.places[r].here]
+        return [
+            r
+            for r in self.looks.values()
+            if self.looked.get(r, before) < before and not self.places[r].here
+        ]
 
     def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:
         """Return the answers of starting actors; raise ExecutionError with the rank of one that does not answer."""
@@ -167,9 +183,13 @@ class _Team:
             try:
                 out[rank] = self.ray.get(ref, timeout=STARTUP_S)
             except self.ray.exceptions.GetTimeoutError:
-                raise ExecutionError(f"rank {rank} on {self.node(rank)} did not {what} within {STARTUP_S:.0f} s") from None
+                raise ExecutionError(
+                    f"rank {rank} on {self.node(rank)} did not {what} within {STARTUP_S:.0f} s"
+                ) from None
             except self.ray.exceptions.RayError as e:
-                raise ExecutionError(f"rank {rank} on {self.node(rank)} could not {what}: {_cause(e)}") from e
+                raise ExecutionError(
+                    f"rank {rank} on {self.node(rank)} could not {what}: {_cause(e)}"
+                ) from e
         return out
 
     def finish_early(self, ranks: int, steps: int) -> bool:
@@ -193,7 +213,9 @@ class _Team:
         while time.monotonic() < deadline and any(os.path.exists(f"/proc/{p}") for p in here):
             time.sleep(0.01)
         self.actors.clear()
-        Path(tempfile.gettempdir(), self.shared).unlink(missing_ok=True)  # there only if the actors did not come up
+        Path(tempfile.gettempdir(), self.shared).unlink(
+            missing_ok=True
+        )  # there only if the actors did not come up
 
     def _end_by_hand(self) -> None:
         """End the actors of this machine without Ray, which would wait for its dead processes."""
@@ -213,7 +235,15 @@ class RayPool(TeamPool[_Team]):
     that die.
     """
 
-    def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None, spares: int = 0):
+    def __init__(
+        self,
+        world: int,
+        *,
+        cluster: str = "auto",
+        threads: int = 1,
+        gpus: int | None = None,
+        spares: int = 0,
+    ):
         super().__init__(world)
         self._cluster, self._threads, self._gpus = cluster, threads, gpus
         self._link: RayLink | None = None
@@ -232,7 +262,13 @@ class RayPool(TeamPool[_Team]):
     def room(self) -> float:
         if self._link is None:
             return super().room()
-        return await_room(self._link.ray, self.world, self._gpus_per_rank(self._link.ray), silence, self._spare_room)
+        return await_room(
+            self._link.ray,
+            self.world,
+            self._gpus_per_rank(self._link.ray),
+            silence,
+            self._spare_room,
+        )
 
     def _gpus_per_rank(self, ray: Any) -> int:
         if self._gpus is not None:
@@ -274,11 +310,16 @@ class RayPool(TeamPool[_Team]):
         if self._team is not None:
             return self._team
         if self._link is None:
-            self._link = connect(self._cluster, self.world + (self._spare_room.spares if self._spare_room is not None else 0))
+            self._link = connect(
+                self._cluster,
+                self.world + (self._spare_room.spares if self._spare_room is not None else 0),
+            )
         ray, gpus = self._link.ray, self._gpus_per_rank(self._link.ray)
         place = place_ranks if self._spare_room is None else self._spare_room.place
         group, places = place(ray, self.world, gpus)
-        team = self._keep(_Team(ray, self._link.fault, group, places, kept=self._spare_room is not None))
+        team = self._keep(
+            _Team(ray, self._link.fault, group, places, kept=self._spare_room is not None)
+        )
         try:
             _bring_up(team, self._threads, gpus)
         except BaseException:
@@ -292,16 +333,29 @@ def _bring_up(team: _Team, threads: int, gpus: int) -> None:
     ray, world = team.ray, len(team.places)
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     # A look must be answered while a request is performed, and in spite of one that hangs.
-    options = dict(num_cpus=1, num_gpus=gpus, max_concurrency=4, runtime_env={"env_vars": _variables(threads, gpus)})
+    options = dict(
+        num_cpus=1,
+        num_gpus=gpus,
+        max_concurrency=4,
+        runtime_env={"env_vars": _variables(threads, gpus)},
+    )
     for rank, place in enumerate(team.places):
-        chosen = strategy(team.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False)
+        chosen = strategy(
+            team.group,
+            placement_group_bundle_index=place.bundle,
+            placement_group_capture_child_tasks=False,
+        )
         actor = ray.remote(RankActor).options(scheduling_strategy=chosen, **options)
         team.actors.append(actor.remote(rank, world, team.shared, threads))
     found = team.ask("start", {a.describe.remote(): r for r, a in enumerate(team.actors)})
     team.pids = [found[r][0] for r in range(world)]
     first_of_node = {place.node: rank for rank, place in reversed(list(enumerate(team.places)))}
     team.ask("clear up", {team.actors[r].forget_file.remote(): r for r in first_of_node.values()})
-    check_environments(environment(), f"this process on {socket.gethostname()}", {team.node(r): found[r][1] for r in found})
+    check_environments(
+        environment(),
+        f"this process on {socket.gethostname()}",
+        {team.node(r): found[r][1] for r in found},
+    )
     _rendezvous(team, alone=len(first_of_node) == 1)
     for node, rank in first_of_node.items():
         if not team.places[rank].here:
@@ -312,7 +366,9 @@ def _rendezvous(team: _Team, *, alone: bool) -> None:
     """Join all ranks in a store on rank 0's node; if `alone`, all are on one node, where loopback is enough."""
     interfaces = [LOOPBACK if alone else place.address for place in team.places]
     port = team.ask("open a store", {team.actors[0].host_store.remote(interfaces[0]): 0})[0]
-    joins = {a.connect.remote(interfaces[0], port, interfaces[r]): r for r, a in enumerate(team.actors)}
+    joins = {
+        a.connect.remote(interfaces[0], port, interfaces[r]): r for r, a in enumerate(team.actors)
+    }
     team.ask(f"reach rank 0 at {interfaces[0]}:{port}", joins)
 
 
@@ -338,7 +394,11 @@ def _variables(threads: int, gpus: int) -> dict[str, str]:
     installed = (sys.prefix, sys.base_prefix)
     paths = [os.path.abspath(p) for p in sys.path]
     ours = [p for p in paths if not p.startswith(installed)]
-    variables = {"PYTHONPATH": os.pathsep.join(ours), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    variables = {
+        "PYTHONPATH": os.pathsep.join(ours),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+    }
     wanted = {SHARED_DEVICE: os.environ[SHARED_DEVICE]} if SHARED_DEVICE in os.environ else {}
     return variables | wanted | ({OWN_DEVICE: "1"} if gpus else {})
 
@@ -346,6 +406,8 @@ def _variables(threads: int, gpus: int) -> dict[str, str]:
 def _cause(error: Exception) -> str:
     """Return Ray's reason for a failed call, in few words."""
     # An actor may be "unavailable" before Ray knows that it is dead; it is never used again.
-    actor = any(kind.__name__ in ("RayActorError", "OutOfMemoryError") for kind in type(error).__mro__)
+    actor = any(
+        kind.__name__ in ("RayActorError", "OutOfMemoryError") for kind in type(error).__mro__
+    )
     reason = ray_reason(error)
     return f"has died ({reason})" if actor else f"has failed: {reason}"

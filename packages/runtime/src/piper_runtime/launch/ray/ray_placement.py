@@ -46,11 +46,15 @@ def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
         have = sum(n["Resources"].get(resource, 0.0) for n in nodes.values())
         if have < each * world:
             raise ExecutionError(
-                f"the plan has {world} ranks and needs {each * world:g} {resource}s, the Ray cluster has {have:g} on "
+                f"the plan has {world} ranks and needs {each * world:g} {resource}s, the Ray "
+                f"cluster has {have:g} on "
                 f"{len(nodes)} node{'s' * (len(nodes) > 1)}; add nodes, use a smaller mesh, or "
                 f'use cluster="local" or launcher="processes", which share the CPUs of this machine'
             )
-    roomy = any(all(n["Resources"].get(r, 0.0) >= each * world for r, each in needed.items()) for n in nodes.values())
+    roomy = any(
+        all(n["Resources"].get(r, 0.0) >= each * world for r, each in needed.items())
+        for n in nodes.values()
+    )
     group = _reserve(ray, [needed] * world, ["STRICT_PACK", "PACK"] if roomy else ["PACK"])
     node_of: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
     here = ray.get_runtime_context().get_node_id()
@@ -59,7 +63,13 @@ def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
     for bundle in order:
         node = nodes[node_of[bundle]]
         places.append(
-            RankHost(bundle, node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], node["NodeID"] == here)
+            RankHost(
+                bundle,
+                node["NodeID"],
+                node["NodeManagerHostname"],
+                node["NodeManagerAddress"],
+                node["NodeID"] == here,
+            )
         )
     return group, places
 
@@ -71,21 +81,36 @@ def free_ranks(ray: Any, gpus: int) -> int:
     """
     free = ray._private.state.available_resources_per_node()
     found = [free.get(n["NodeID"], {}) for n in ray.nodes() if n["Alive"]]
-    return sum(int(min(r.get("CPU", 0.0), r.get("GPU", 0.0) / gpus if gpus else r.get("CPU", 0.0))) for r in found)
+    return sum(
+        int(min(r.get("CPU", 0.0), r.get("GPU", 0.0) / gpus if gpus else r.get("CPU", 0.0)))
+        for r in found
+    )
 
 
-def await_room(ray: Any, world: int, gpus: int, silent: Callable[[str, int], object], spare: SpareRoom | None = None) -> int:
+def await_room(
+    ray: Any,
+    world: int,
+    gpus: int,
+    silent: Callable[[str, int], object],
+    spare: SpareRoom | None = None,
+) -> int:
     """Return for how many ranks there is room after a failure, those of the room that is kept included.
 
     What killed actors held comes back within PLACE_S. A node that does not answer counts until Ray has given it up
     itself, since Ray would place ranks there: that is waited for, DEATH_S at most. `silent` asks an address and port.
     """
     end = time.monotonic() + DEATH_S
-    asked = [n for n in ray.nodes() if n["Alive"] and silent(n["NodeManagerAddress"], n["NodeManagerPort"])]
+    asked = [
+        n
+        for n in ray.nodes()
+        if n["Alive"] and silent(n["NodeManagerAddress"], n["NodeManagerPort"])
+    ]
     while time.monotonic() < end and {n["NodeID"] for n in asked} & _alive(ray):
         time.sleep(LOOK_S)
     end = time.monotonic() + PLACE_S
-    while (found := free_ranks(ray, gpus) + (spare.held(ray) if spare is not None else 0)) < world and time.monotonic() < end:
+    while (
+        found := free_ranks(ray, gpus) + (spare.held(ray) if spare is not None else 0)
+    ) < world and time.monotonic() < end:
         time.sleep(LOOK_S)
     return found
 
@@ -144,6 +169,9 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategies: list[str]) -
         ray.util.remove_placement_group(group)
     free = ray.available_resources()
     raise ExecutionError(
-        f"the plan's {len(bundles)} ranks found no room in the Ray cluster within {PLACE_S:g} s: {free.get('CPU', 0.0):g} CPUs "
-        f"and {free.get('GPU', 0.0):g} GPUs are free; wait for others to end (`ray status` shows them), or use a smaller mesh"
+        f"the plan's {len(bundles)} ranks found no room in the Ray cluster within {PLACE_S:g} s: "
+        f"{free.get('CPU', 0.0):g} CPUs "
+        f"and {free.get('GPU', 0.0):g} GPUs are free; wait for others to end (`ray status` shows "
+        f"them), or use a "
+        f"smaller mesh"
     )

@@ -30,7 +30,9 @@ from piper_runtime.rank.job.job import InitialState, Job
 from piper_runtime.rank.values.code import ExportedCode
 
 TRACED = (
-    "to see when a communication ends, a thread waits for it in the traced step of processes on CPUs, and wakes who needs it, "
+    "to see when a communication ends, a thread waits for it in the traced step of processes on "
+    "CPUs, and wakes who "
+    "needs it, "
     "some 30 us each, which other steps do not"
 )
 
@@ -53,8 +55,11 @@ def busy_note(reports: Mapping[int, RankReport], period_s: float | None) -> dict
         return {}
     least, most, of_all = map(time_text, (min(waited), max(waited), together))
     return {
-        BUSY_MACHINE: f"in a step, ranks waited {least} to {most} for a core that others had; with the threads that carry "
-        f"messages, up to {of_all}. An exchange waits for the latest of all these. None of it is predicted"
+        BUSY_MACHINE: f"in a step, ranks waited {least} to {most} for a core that others had; with "
+        f"the threads that "
+        f"carry "
+        f"messages, up to {of_all}. An exchange waits for the latest of all these. None of it is "
+        f"predicted"
     }
 
 
@@ -63,13 +68,20 @@ def check_spares(spares: int, launcher: str, pool: Workers | None) -> None:
     if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
         raise JobError(f"spares={spares!r}: an integer of at least 0 is needed")
     if spares and not launcher_kind(launcher).on_clusters:
-        raise JobError(f'spares={spares}: launcher "{launcher}" runs on this machine; launcher="ray" keeps room on others')
+        raise JobError(
+            f'spares={spares}: launcher "{launcher}" runs on this machine; launcher="ray" keeps '
+            f"room on others"
+        )
     if spares and pool is not None:
-        raise JobError(f"spares={spares}: the pool that is given has its own workers; leave spares out")
+        raise JobError(
+            f"spares={spares}: the pool that is given has its own workers; leave spares out"
+        )
 
 
 @contextmanager
-def workers_of(launcher: str, world: int, cluster: str, spares: int, pool: Workers | None) -> Iterator[Workers | None]:
+def workers_of(
+    launcher: str, world: int, cluster: str, spares: int, pool: Workers | None
+) -> Iterator[Workers | None]:
     """Yield the workers of a run: those that are given, or some of its own; None where ranks run in this process."""
     if launcher_kind(launcher).open is None:
         yield None
@@ -78,7 +90,9 @@ def workers_of(launcher: str, world: int, cluster: str, spares: int, pool: Worke
         try:
             yield pool
         finally:
-            if pool.world != size:  # the run went on with fewer ranks; those of the next one are the caller's to choose
+            if (
+                pool.world != size
+            ):  # the run went on with fewer ranks; those of the next one are the caller's to choose
                 pool.close()
                 pool.world = size
     else:
@@ -108,7 +122,11 @@ class Attempts:
 
     def devices(self, plan: Plan, spares: int) -> int:
         """Return how many ranks there can be at the beginning."""
-        return plan.mesh.world if self.workers is None else max(plan.mesh.world, self.workers.world) + spares
+        return (
+            plan.mesh.world
+            if self.workers is None
+            else max(plan.mesh.world, self.workers.world) + spares
+        )
 
     def run(self, plan: Plan, code: ExportedCode, recovery: Recovery) -> Run:
         """Return the result of all steps; raise the error of an attempt after which the run does not go on."""
@@ -122,7 +140,9 @@ class Attempts:
             except PiperError as e:
                 recovery.check(e)
                 failed = plan
-                plan, code = recovery.replanned(e, plan, code, (lambda: math.inf) if self.workers is None else self.workers.room)
+                plan, code = recovery.replanned(
+                    e, plan, code, (lambda: math.inf) if self.workers is None else self.workers.room
+                )
                 if self.workers is not None and recovery.replans:
                     self.workers.world = plan.mesh.world
                 newest = partial(self.survivors.newest, failed, lost(e), recovery.next)
@@ -132,7 +152,9 @@ class Attempts:
             else:
                 return self._result(plan, reports, recovery)
 
-    def _attempt(self, plan: Plan, code: ExportedCode, begin: Beginning, recovery: Recovery) -> Mapping[int, RankReport]:
+    def _attempt(
+        self, plan: Plan, code: ExportedCode, begin: Beginning, recovery: Recovery
+    ) -> Mapping[int, RankReport]:
         """Return the results of every rank; raise Interrupted when ranks could end an interrupted run together."""
         left = self.first.step + self.options.steps - begin.step
         # Without steps, ranks only bring back the state of the checkpoint.
@@ -145,9 +167,24 @@ class Attempts:
             if self.workers is None:
                 progress = Progress(plan, recovery.heard, on_save, begin.step)
                 return run_inline(
-                    plan, code, self.job, self.initial, options, progress, begin.copied or begin.saved, self.evaluation
+                    plan,
+                    code,
+                    self.job,
+                    self.initial,
+                    options,
+                    progress,
+                    begin.copied or begin.saved,
+                    self.evaluation,
                 )
-            requests = make_requests(plan, code, self.job, self.initial, options, begin.copied or begin.saved, self.evaluation)
+            requests = make_requests(
+                plan,
+                code,
+                self.job,
+                self.initial,
+                options,
+                begin.copied or begin.saved,
+                self.evaluation,
+            )
             return self.workers.run(plan, requests, options.timeout_s, on_step, on_save)
 
     def _result(self, plan: Plan, reports: Mapping[int, RankReport], recovery: Recovery) -> Run:
@@ -167,7 +204,9 @@ class Attempts:
         spans = {r: rep.spans for r, rep in reports.items()}
         points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
         waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
-        trace = executed_trace(plan, last[-1].step if last else first - 1, spans, points, losses, notes, waits)
+        trace = executed_trace(
+            plan, last[-1].step if last else first - 1, spans, points, losses, notes, waits
+        )
         return Run(
             losses, step_s, period_s,
             {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,

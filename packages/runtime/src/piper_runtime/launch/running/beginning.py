@@ -15,8 +15,18 @@ from piper_runtime.checkpoint.commits import CheckpointCommits
 from piper_runtime.checkpoint.meta import data_of
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.restoring import unheld_tensors
-from piper_runtime.checkpoint.saved_run import SavedRun, check_resumable, check_settings, open_checkpoint
-from piper_runtime.checkpoint.settings import Checkpoints, chosen_checkpoint, complete_checkpoints, prepare_folder
+from piper_runtime.checkpoint.saved_run import (
+    SavedRun,
+    check_resumable,
+    check_settings,
+    open_checkpoint,
+)
+from piper_runtime.checkpoint.settings import (
+    Checkpoints,
+    chosen_checkpoint,
+    complete_checkpoints,
+    prepare_folder,
+)
 from piper_runtime.checkpoint.snapshot_files import HostSnapshot
 from piper_runtime.checkpoint.sole_writer import sole_writer
 from piper_runtime.launch.ground.recovery import RecoveryOptions
@@ -47,11 +57,17 @@ class Beginning:
             return self.copied.text
         if self.saved is not None:
             return f"the checkpoint {self.saved.path}"
-        return "the beginning: there is no checkpoint" + (" yet" if self.checkpoint is not None else "")
+        return "the beginning: there is no checkpoint" + (
+            " yet" if self.checkpoint is not None else ""
+        )
 
 
 def beginning_of(
-    plan: Plan, job: Job, checkpoint: Checkpoints | None, resume: str | Path | None, first_step: int | None
+    plan: Plan,
+    job: Job,
+    checkpoint: Checkpoints | None,
+    resume: str | Path | None,
+    first_step: int | None,
 ) -> Beginning:
     """Return where a run begins, and make its folder ready.
 
@@ -60,14 +76,18 @@ def beginning_of(
     """
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
         raise JobError(f"checkpoint={checkpoint!r}: piper.Checkpoints(folder) is needed")
-    if first_step is not None and (isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0):
+    if first_step is not None and (
+        isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0
+    ):
         raise JobError(f"first_step={first_step!r}: an integer of at least 0 is needed")
     saved = None
     if resume is not None:
         saved = open_checkpoint(chosen_checkpoint(resume, checkpoint))
         if first_step not in (None, saved.meta.step):
             raise JobError(
-                f"first_step={first_step}: the checkpoint {saved.path} goes on with step {saved.meta.step}; leave first_step out"
+                f"first_step={first_step}: the checkpoint {saved.path} goes on with step "
+                f"{saved.meta.step}; leave "
+                f"first_step out"
             )
         check_resumable(saved, plan, job)
         check_settings(saved, plan, job)
@@ -96,7 +116,9 @@ def initial_of(plan: Plan, job: Job, saved: SavedRun | None) -> InitialState:
     return replace(materialize(constructed_only(job)), restored=unheld_tensors(saved, plan))
 
 
-def next_beginning(first: Beginning, plan: Plan, job: Job, snapshot: Callable[[int], HostSnapshot | None]) -> Beginning:
+def next_beginning(
+    first: Beginning, plan: Plan, job: Job, snapshot: Callable[[int], HostSnapshot | None]
+) -> Beginning:
     """Return where a run that failed goes on: at its newest complete checkpoint, else where it began.
 
     `snapshot` is asked for one that is newer than that, which comes first. Raises as `beginning_of`.
@@ -114,7 +136,11 @@ def next_beginning(first: Beginning, plan: Plan, job: Job, snapshot: Callable[[i
 
 
 def under_torchrun(
-    recovering: RecoveryOptions, checkpoint: Checkpoints | None, resume: str | Path | None, first_step: int | None, steps: int
+    recovering: RecoveryOptions,
+    checkpoint: Checkpoints | None,
+    resume: str | Path | None,
+    first_step: int | None,
+    steps: int,
 ) -> tuple[RecoveryOptions, Path | None, int]:
     """Return what to do where torchrun starts the ranks: it alone can start them again, in new processes.
 
@@ -123,7 +149,8 @@ def under_torchrun(
     """
     if recovering.replan is not None:
         raise JobError(
-            'on_loss="replan": torchrun has started the ranks, and their number cannot change; use launcher="ray", or '
+            'on_loss="replan": torchrun has started the ranks, and their number cannot change; use '
+            'launcher="ray", or '
             '"processes" without torchrun'
         )
     alone = replace(recovering, restarts=0)
@@ -131,7 +158,9 @@ def under_torchrun(
         return alone, None, steps
     found = complete_checkpoints(checkpoint.path)
     newest, begin = max(found, default=0), first_step or 0
-    return (alone, found[newest], begin + steps - newest) if newest > begin else (alone, None, steps)
+    return (
+        (alone, found[newest], begin + steps - newest) if newest > begin else (alone, None, steps)
+    )
 
 
 @contextmanager

@@ -53,12 +53,26 @@ def run_inline(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         job_part = rank_job(job, options.first_step)
         ranks = [
-            Rank(plan, r, code, job_part, initial.params, initial.buffers, report.probe if options.gradients else None, device)
+            Rank(
+                plan,
+                r,
+                code,
+                job_part,
+                initial.params,
+                initial.buffers,
+                report.probe if options.gradients else None,
+                device,
+            )
             for r, report in reports.items()
         ]
         if options.checkpoint is not None or saved is not None:
             for rank in ranks:
-                keep_exact(rank, initial.params, share=options.snapshots is None, restored=saved is not None)
+                keep_exact(
+                    rank,
+                    initial.params,
+                    share=options.snapshots is None,
+                    restored=saved is not None,
+                )
         if saved is not None:
             state = restore_of(saved, {*initial.params, *initial.buffers})
             for rank in ranks:
@@ -95,7 +109,9 @@ def _train(
             spans = engine.step(step)
             ended, found = time.perf_counter(), {} if evaluator is None else evaluator.after(step)
             for rank in ranks:
-                progress.add(rank.rank, reports[rank.rank].end_step(rank, ended, found.get(rank.rank)))
+                progress.add(
+                    rank.rank, reports[rank.rank].end_step(rank, ended, found.get(rank.rank))
+                )
                 reports[rank.rank].hand_on()
             engine.counters = {}
             done = step + 1
@@ -104,7 +120,9 @@ def _train(
                 break
     saves.finish(done)
     for rank in ranks:
-        reports[rank.rank].close(rank, spans.get(rank.rank, []) if options.trace else [], counters.get(rank.rank))
+        reports[rank.rank].close(
+            rank, spans.get(rank.rank, []) if options.trace else [], counters.get(rank.rank)
+        )
     return interrupt.asked
 
 
@@ -134,9 +152,15 @@ class _Saves:
         self._said: deque[SaveDone] = deque()
         self._progress = progress
         kept = options.checkpoint
-        self._savers = [] if kept is None else [RankSaver(rank, kept, self._said.append) for rank in ranks]
+        self._savers = (
+            [] if kept is None else [RankSaver(rank, kept, self._said.append) for rank in ranks]
+        )
         asked = options.snapshots
-        self._copiers = [] if asked is None else [SnapshotWriter(r, asked, _warn) for r in ranks if announce(r.rank, asked)]
+        self._copiers = (
+            []
+            if asked is None
+            else [SnapshotWriter(r, asked, _warn) for r in ranks if announce(r.rank, asked)]
+        )
 
     def step_done(self, done: int) -> None:
         for copier in self._copiers:

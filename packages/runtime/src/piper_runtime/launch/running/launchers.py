@@ -40,7 +40,13 @@ class Workers(Protocol):
         """Return for how many ranks there is room now; infinite where nobody knows."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
 
 
 def _nothing() -> None:
@@ -87,15 +93,20 @@ class LauncherKind:
 
 
 LAUNCHERS = {
-    "ray": LauncherKind("one actor per rank, on this machine or a cluster", _ray, _check_ray, on_clusters=True),
+    "ray": LauncherKind(
+        "one actor per rank, on this machine or a cluster", _ray, _check_ray, on_clusters=True
+    ),
     "processes": LauncherKind(
-        "one process per rank on this machine, or the processes that torchrun has started", _processes, joins=True
+        "one process per rank on this machine, or the processes that torchrun has started",
+        _processes,
+        joins=True,
     ),
     "inline": LauncherKind("all ranks in this process", None),
 }
 """The launchers by name."""
 ELSEWHERE = {
-    "emulated": 'launcher "emulated" needs the durations of a cluster: `piper run --emulate CLUSTER`, or '
+    "emulated": 'launcher "emulated" needs the durations of a cluster: `piper run --emulate '
+    "CLUSTER`, or "
     "piper.execute(cluster=...)"
 }
 """The launchers that only `piper.execute` has, each with a message for those who ask for it elsewhere."""
@@ -106,7 +117,9 @@ def launcher_kind(launcher: str) -> LauncherKind:
     kind = LAUNCHERS.get(launcher)
     if kind is None:
         known = ", ".join(f'"{name}" ({kind.about})' for name, kind in LAUNCHERS.items())
-        raise ExecutionError(ELSEWHERE.get(launcher, f"launcher {launcher!r} is not known; use {known}"))
+        raise ExecutionError(
+            ELSEWHERE.get(launcher, f"launcher {launcher!r} is not known; use {known}")
+        )
     return kind
 
 

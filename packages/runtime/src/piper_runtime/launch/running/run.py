@@ -94,7 +94,9 @@ def execute(
         workers_of(launcher, plan.mesh.world, cluster, spares, pool) as workers,
     ):
         attempts = Attempts(job, initial, begin, options, workers, kept, evaluation)
-        recovery = Recovery(recovering, begin.step, _completed(on_step, job), attempts.devices(plan, spares))
+        recovery = Recovery(
+            recovering, begin.step, _completed(on_step, job), attempts.devices(plan, spares)
+        )
         return attempts.run(plan, code, recovery)
 
 
@@ -105,13 +107,16 @@ def _completed(on_step: OnStep | None, job: Job) -> OnStep | None:
     return lambda record: on_step(replace(record, evaluation=evaluated(record, job.metrics)))
 
 
-def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float, loader: str | int = "thread") -> None:
+def check_request(
+    plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float, loader: str | int = "thread"
+) -> None:
     """Raise JobError or ExecutionError when `execute` could not even start with these arguments."""
     check_loader(loader, launcher_kind(launcher).open is None)
     check_numbers(steps, timeout_s)
     if plan.global_batch != job.global_batch:
         raise JobError(
-            f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
+            f"the plan was made for a global batch of {plan.global_batch} rows, the job has "
+            f"{job.global_batch}; "
             f"compile the strategy with this job"
         )
     check_clip(plan, job)
@@ -124,18 +129,30 @@ def check_evaluation(plan: Plan, evaluation: Evaluation | None, replan: Replan |
         return
     if replan is not None:
         raise JobError(
-            'Job(eval_data=...) and on_loss="replan": the evaluation is compiled for the first mesh alone; leave one of them out'
+            'Job(eval_data=...) and on_loss="replan": the evaluation is compiled for the first '
+            "mesh alone; leave one "
+            "of them out"
         )
     if evaluation.plan.mesh != plan.mesh or evaluation.plan.global_batch != plan.global_batch:
-        raise JobError("the evaluation was compiled for another mesh or global batch than the plan; compile both together")
+        raise JobError(
+            "the evaluation was compiled for another mesh or global batch than the plan; compile "
+            "both together"
+        )
 
 
 def check_clip(plan: Plan, job: Job) -> None:
     """Raise JobError when a plan clips gradients to another norm than the job asks for."""
-    updates = [p.op for role in plan.roles for i in role.program for p in i.parts if isinstance(p.op, Update)]
+    updates = [
+        p.op
+        for role in plan.roles
+        for i in role.program
+        for p in i.parts
+        if isinstance(p.op, Update)
+    ]
     for update in updates:
         if update.clip != job.clip_norm:
             raise JobError(
-                f"the plan clips gradients to {update.clip}, the job's clip_norm is {job.clip_norm}; "
+                f"the plan clips gradients to {update.clip}, the job's clip_norm is "
+                f"{job.clip_norm}; "
                 "compile the strategy with this job"
             )

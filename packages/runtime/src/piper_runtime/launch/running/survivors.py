@@ -16,7 +16,12 @@ from piper_ir.plan.plan import Plan
 from piper_runtime.checkpoint.host_snapshots import SnapshotOptions
 from piper_runtime.checkpoint.rank_tensors import left_out, model_key
 from piper_runtime.checkpoint.settings import Checkpoints
-from piper_runtime.checkpoint.snapshot_files import HostSnapshot, forget_ranks, newest_snapshot, present
+from piper_runtime.checkpoint.snapshot_files import (
+    HostSnapshot,
+    forget_ranks,
+    newest_snapshot,
+    present,
+)
 from piper_runtime.checkpoint.sole_writer import LOCK, let_go
 
 PREFIX = "piper-snapshots-"
@@ -56,12 +61,20 @@ class Survivors:
             return None
         forget_ranks(self._current, lost)
         unused = {name for kind in left_out(plan) for name in kind}
-        names = [model_key(n) for n in (*(p.name for p in plan.params), *(b.name for b in plan.buffers)) if n not in unused]
+        names = [
+            model_key(n)
+            for n in (*(p.name for p in plan.params), *(b.name for b in plan.buffers))
+            if n not in unused
+        ]
         found: HostSnapshot | None = None
         folders = [folder for folder in (self._current, self._kept) if folder is not None]
         if present(self._current, plan.mesh.world):
-            snapshots = [s for folder in folders if (s := newest_snapshot(folder, names, most)) is not None]
-            found = max((s for s in snapshots if s.step > least), key=lambda s: s.step, default=None)
+            snapshots = [
+                s for folder in folders if (s := newest_snapshot(folder, names, most)) is not None
+            ]
+            found = max(
+                (s for s in snapshots if s.step > least), key=lambda s: s.step, default=None
+            )
         self._current, self._kept = None, found.folder if found is not None else None
         for folder in folders:
             if folder != self._kept:
@@ -94,7 +107,9 @@ def _locked_folder(home: Path) -> tuple[Path, FileLock]:
     """Make a folder whose lock this process holds as long as it uses it."""
     folder = home / f"{PREFIX}{os.getpid()}-{token_hex(8)}"
     lock = _lock_of(folder)
-    with suppress(OSError):  # a file system without locks, where nobody finds out that a folder was left
+    with suppress(
+        OSError
+    ):  # a file system without locks, where nobody finds out that a folder was left
         lock.acquire()
     folder.mkdir(mode=0o700)
     return folder, lock
@@ -107,7 +122,9 @@ def _lock_of(folder: Path) -> FileLock:
 
 def _sweep(home: Path) -> None:
     """Delete the folders that runs have left which were killed together with all their workers: nobody locks them."""
-    for folder in {path.with_name(path.name.removesuffix(LOCK)) for path in home.glob(f"{PREFIX}*")}:
+    for folder in {
+        path.with_name(path.name.removesuffix(LOCK)) for path in home.glob(f"{PREFIX}*")
+    }:
         lock = _lock_of(folder)
         with suppress(OSError):  # in use (Timeout is an OSError), another user's, or without locks
             lock.acquire(timeout=0)

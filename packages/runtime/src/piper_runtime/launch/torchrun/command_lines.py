@@ -33,19 +33,33 @@ def launch_sections(
     """
     nodes = nodes or (2 if world % 2 == 0 else 1)
     if world % nodes:
-        raise JobError(f"{world} ranks do not divide over {nodes} nodes; give a number of nodes that divides {world}")
+        raise JobError(
+            f"{world} ranks do not divide over {nodes} nodes; give a number of nodes that divides "
+            f"{world}"
+        )
     each = world // nodes
     text = shlex.join(["run", str(file), *arguments])
     again = f"--max-restarts {restarts} " if restarts else ""
     ranks = f"{again}--nproc-per-node {each} -m piper {text} --launcher processes"
-    alone = f"torchrun --standalone {again}--nproc-per-node {world} -m piper {text} --launcher processes"
-    meet = f"torchrun --nnodes {nodes} --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint HEAD:{PORT} {ranks}"
+    alone = (
+        f"torchrun --standalone {again}--nproc-per-node {world} -m piper {text} --launcher "
+        f"processes"
+    )
+    meet = (
+        f"torchrun --nnodes {nodes} --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint "
+        f"HEAD:{PORT} {ranks}"
+    )
     return {
         "torchrun": Section("torchrun, one machine", alone),
-        "torchrun-nodes": Section(f"torchrun, {_count(nodes, 'machine')}, the same line on each", meet),
-        "slurm": Section(f"Slurm, {_count(nodes, 'node')}: a file for `sbatch`", _slurm(nodes, each, gpus, ranks)),
+        "torchrun-nodes": Section(
+            f"torchrun, {_count(nodes, 'machine')}, the same line on each", meet
+        ),
+        "slurm": Section(
+            f"Slurm, {_count(nodes, 'node')}: a file for `sbatch`", _slurm(nodes, each, gpus, ranks)
+        ),
         "ray": Section(
-            f"Ray, {_count(nodes, 'machine')}", _ray(nodes, each, gpus, shlex.join(["run", str(file), *arguments, *of_ray]))
+            f"Ray, {_count(nodes, 'machine')}",
+            _ray(nodes, each, gpus, shlex.join(["run", str(file), *arguments, *of_ray])),
         ),
     }
 
@@ -68,7 +82,9 @@ def _slurm(nodes: int, each: int, gpus: bool, ranks: str) -> str:
         f"#SBATCH --cpus-per-task {each}",
         *([f"#SBATCH --gpus-per-node {each}"] if gpus else []),
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        f'srun torchrun --nnodes {nodes} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:{PORT}" {ranks}',
+        f'srun torchrun --nnodes {nodes} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d '
+        f'--rdzv-endpoint "$head:{PORT}" '
+        f"{ranks}",
     ]
     return "\n".join(lines)
 

@@ -19,7 +19,9 @@ _Tensors = dict[str, torch.Tensor]
 def joined_states(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, _Tensors]:
     """Return by rank, and by name, what it has after the last step, alone or together with those that share with it."""
     shared = {rank: report.shared_states for rank, report in reports.items()}
-    return _over_parts(plan, {rank: report.states | _whole(plan, rank, shared) for rank, report in reports.items()})
+    return _over_parts(
+        plan, {rank: report.states | _whole(plan, rank, shared) for rank, report in reports.items()}
+    )
 
 
 def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, list[_Tensors]]:
@@ -29,10 +31,16 @@ def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int,
         steps = max(len(report.gradients), len(report.shared_gradients))
         own = report.gradients or [{} for _ in range(steps)]
         for step in range(steps):
-            shared = {r: rep.shared_gradients[step] if rep.shared_gradients else {} for r, rep in reports.items()}
+            shared = {
+                r: rep.shared_gradients[step] if rep.shared_gradients else {}
+                for r, rep in reports.items()
+            }
             out.setdefault(rank, []).append(own[step] | _whole(plan, rank, shared))
     steps = max(map(len, out.values()), default=0)
-    whole = [_over_parts(plan, {rank: found[step] for rank, found in out.items()}) for step in range(steps)]
+    whole = [
+        _over_parts(plan, {rank: found[step] for rank, found in out.items()})
+        for step in range(steps)
+    ]
     return {rank: [found[rank] for found in whole] for rank in out}
 
 
@@ -44,7 +52,9 @@ def _over_parts(plan: Plan, found: Mapping[int, _Tensors]) -> dict[int, _Tensors
     out = {}
     for rank, tensors in found.items():
         parts = {n: {r: t[n] for r, t in found.items() if n in t} for n in tensors if n in layouts}
-        out[rank] = tensors | {n: whole_of(of, layouts[n], plan.mesh, rank) for n, of in parts.items()}
+        out[rank] = tensors | {
+            n: whole_of(of, layouts[n], plan.mesh, rank) for n, of in parts.items()
+        }
     return out
 
 
@@ -56,7 +66,10 @@ def _whole(plan: Plan, rank: int, parts: Mapping[int, _Tensors]) -> _Tensors:
         bucket = plan.bucket(id)
         flat = torch.cat([parts[r][id] for r in _sharers(plan, bucket, rank)])
         if flat.numel() != bucket.numel:
-            raise ExecutionError(f"bucket {id}: the parts that ranks report have {flat.numel()} elements of {bucket.numel}")
+            raise ExecutionError(
+                f"bucket {id}: the parts that ranks report have {flat.numel()} elements of "
+                f"{bucket.numel}"
+            )
         out |= bucket_views(bucket, flat, [shapes[name] for name in bucket.params])
     return out
 

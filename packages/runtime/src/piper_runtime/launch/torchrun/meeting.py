@@ -23,13 +23,17 @@ def env_number(name: str) -> int:
         return int(os.environ[name])
     except ValueError:
         raise ExecutionError(
-            f"the environment has {name}={os.environ[name]!r}; a number is needed, as torchrun sets it"
+            f"the environment has {name}={os.environ[name]!r}; a number is needed, as torchrun "
+            f"sets it"
         ) from None
 
 
 def meeting_place() -> str:
     """Return where the ranks meet, for messages."""
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where the ranks meet (MASTER_ADDR, MASTER_PORT),"
+    return (
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where the ranks meet "
+        f"(MASTER_ADDR, MASTER_PORT),"
+    )
 
 
 def open_store(seconds: float = RENDEZVOUS_S) -> Any:
@@ -38,8 +42,14 @@ def open_store(seconds: float = RENDEZVOUS_S) -> Any:
         return next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
     except (RuntimeError, ValueError, OSError) as e:
         in_use = "EADDRINUSE" in str(e) or "already in use" in str(e)
-        why = "the port is in use: choose another with --master-port (MASTER_PORT)" if in_use else f"{str(e).splitlines()[0]}"
-        raise ExecutionError(f"the ranks cannot meet at {host}:{port} (MASTER_ADDR, MASTER_PORT): {why}") from e
+        why = (
+            "the port is in use: choose another with --master-port (MASTER_PORT)"
+            if in_use
+            else f"{str(e).splitlines()[0]}"
+        )
+        raise ExecutionError(
+            f"the ranks cannot meet at {host}:{port} (MASTER_ADDR, MASTER_PORT): {why}"
+        ) from e
 
 
 def own_address(world: int) -> str:
@@ -47,7 +57,9 @@ def own_address(world: int) -> str:
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], env_number("MASTER_PORT")))  # sends nothing: it only chooses the way out
+        probe.connect(
+            (os.environ["MASTER_ADDR"], env_number("MASTER_PORT"))
+        )  # sends nothing: it only chooses the way out
         address: str = probe.getsockname()[0]
     return address
 
@@ -55,7 +67,9 @@ def own_address(world: int) -> str:
 def host_names(store: Any, rank: int, world: int, address: str) -> list[str]:
     """Return the names of all ranks' machines; all ranks call this."""
     store.set(f"host/{rank}", f"{socket.gethostname()} ({address})".encode())
-    return [found.decode() for found in store.multi_get([f"host/{other}" for other in range(world)])]
+    return [
+        found.decode() for found in store.multi_get([f"host/{other}" for other in range(world)])
+    ]
 
 
 def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
@@ -70,7 +84,9 @@ def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
             theirs = torch.tensor([start], dtype=torch.float64)
             if rank == 0:
                 everyone.recv([theirs], other, 0).wait()
-                everyone.send([torch.tensor([time.perf_counter()], dtype=torch.float64)], other, 0).wait()
+                everyone.send(
+                    [torch.tensor([time.perf_counter()], dtype=torch.float64)], other, 0
+                ).wait()
                 continue
             everyone.send([theirs.clone()], 0, 0).wait()
             everyone.recv([theirs], 0, 0).wait()

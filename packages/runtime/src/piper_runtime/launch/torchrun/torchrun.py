@@ -72,7 +72,9 @@ def is_first_to_say(text: str) -> bool:
         return True
     key = f"piper-{restart_count()}/said/{hashlib.sha256(text.encode()).hexdigest()}"
     try:
-        said: int = Patient("piper store").call(lambda: open_store(LAST_WORDS_S).add(key, 1), LAST_WORDS_S, meeting_place())
+        said: int = Patient("piper store").call(
+            lambda: open_store(LAST_WORDS_S).add(key, 1), LAST_WORDS_S, meeting_place()
+        )
     except (ExecutionError, RuntimeError):
         return True
     return said == 1
@@ -84,7 +86,11 @@ def _has_store_of_torchrun() -> bool:
 
 def restart_count() -> int:
     """Return how many times torchrun has started these processes again."""
-    return env_number("TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in os.environ else 0
+    return (
+        env_number("TORCHELASTIC_RESTART_COUNT")
+        if "TORCHELASTIC_RESTART_COUNT" in os.environ
+        else 0
+    )
 
 
 @dataclass
@@ -234,13 +240,15 @@ class TorchrunPool:
         started = env_number("WORLD_SIZE")
         if len(requests) != started:
             raise ExecutionError(
-                f"the plan has {len(requests)} ranks, but {started} processes were started (WORLD_SIZE); use "
+                f"the plan has {len(requests)} ranks, but {started} processes were started "
+                f"(WORLD_SIZE); use "
                 f"--nproc-per-node {len(requests)}, or another mesh"
             )
         member = _join()
         if member.broken:
             raise ExecutionError(
-                "an earlier run in this process failed and left its communicators broken; start the processes again"
+                "an earlier run in this process failed and left its communicators broken; start "
+                "the processes again"
             )
         rank = member.context.rank
         mail = Mail(member.store, member.runs, member.patient, meeting_place(), timeout_s)
@@ -248,7 +256,9 @@ class TorchrunPool:
         _check_same(plan, mail, rank)
         member.broken = True
         kept: list[Any] = []
-        threading.Thread(target=_perform, args=(member, requests[rank], kept), name="piper rank", daemon=True).start()
+        threading.Thread(
+            target=_perform, args=(member, requests[rank], kept), name="piper rank", daemon=True
+        ).start()
         if rank == 0:
             watch = Watch(plan, _Team(member, mail, started), started, timeout_s)
             _lead(mail, watch, Progress(plan, on_step, on_save, first_step(requests)))
@@ -265,11 +275,14 @@ def _check_same(plan: Plan, mail: Mail, rank: int) -> None:
     end = time.monotonic() + STARTUP_S
     while (theirs := mail.get("plan")) is None:
         if time.monotonic() > end:
-            raise HangError(f"rank 0 has not come to this run within {STARTUP_S:g} s after rank {rank}")
+            raise HangError(
+                f"rank 0 has not come to this run within {STARTUP_S:g} s after rank {rank}"
+            )
         time.sleep(TICK_S)
     if theirs != plan.key.encode():
         raise ExecutionError(
-            f"rank {rank} compiled another plan than rank 0 ({plan.key} and {theirs.decode()}); job and strategy must "
+            f"rank {rank} compiled another plan than rank 0 ({plan.key} and {theirs.decode()}); "
+            f"job and strategy must "
             f"not depend on the process"
         )
 
@@ -308,7 +321,9 @@ def _follow(member: _Member, mail: Mail, timeout_s: float) -> None:
             if now != pulse:
                 pulse, beat = now or b"", time.monotonic()
             if time.monotonic() > beat + timeout_s + STARTUP_S:
-                raise HangError(f"rank 0 has not answered rank {rank} for {timeout_s + STARTUP_S:g} s")
+                raise HangError(
+                    f"rank 0 has not answered rank {rank} for {timeout_s + STARTUP_S:g} s"
+                )
     except HangError as e:
         raise HangError(f"rank {rank}{here} gave up: {e}") from None
     failure = decode(end)
@@ -322,7 +337,10 @@ def _ended_by_first(failure: Failure, hosts: Sequence[str]) -> PiperError:
     """Return the error of a run that rank 0 has ended, which says it in full."""
     text = failure.message
     if len(text) > HEADLINE:
-        text = f"{text[:HEADLINE].rstrip()} ... (rank 0{f' on node {hosts[0]}' if hosts else ''} says the rest)"
+        text = (
+            f"{text[:HEADLINE].rstrip()} ... (rank 0{f' on node {hosts[0]}' if hosts else ''} says "
+            f"the rest)"
+        )
     error: PiperError = getattr(piper_ir.ground.errors, failure.kind, ExecutionError)(text)
     error.told_by_another = True
     return error
@@ -362,12 +380,21 @@ def _broadcast(member: _Member, source: int, data: bytes, timeout_s: float) -> b
     def of(tensor: torch.Tensor) -> None:
         patience = timeout_s + STARTUP_S + tensor.nbytes / EXCHANGED_PER_S
         from_where = f"rank {source}{f' on node {member.hosts[source]}' if member.hosts else ''}"
-        silence = f"the run is done, but rank {member.context.rank} did not get the results of {from_where}"
-        member.patient.call(lambda: member.everyone.broadcast([tensor], _options(source)).wait(), patience, silence)
+        silence = (
+            f"the run is done, but rank {member.context.rank} did not get the results of "
+            f"{from_where}"
+        )
+        member.patient.call(
+            lambda: member.everyone.broadcast([tensor], _options(source)).wait(), patience, silence
+        )
 
     size = torch.tensor([len(data)])
     of(size)
-    body = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    body = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
     of(body)
     return body.numpy().tobytes()
 

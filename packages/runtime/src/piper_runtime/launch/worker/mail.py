@@ -29,13 +29,17 @@ class Patient:
     """
 
     def __init__(self, name: str) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[[], _T], seconds: float, silence: str) -> _T:
         """Return the result of a call, or raise its exception; raise HangError with `silence` after so many seconds."""
-        answer: queue.SimpleQueue[tuple[Literal["found"], _T] | tuple[Literal["raised"], BaseException]] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[
+            tuple[Literal["found"], _T] | tuple[Literal["raised"], BaseException]
+        ] = queue.SimpleQueue()
         self._asked.put((function, answer))
         try:
             said = answer.get(timeout=min(seconds, threading.TIMEOUT_MAX))
@@ -93,10 +97,14 @@ class Mail:
             if isinstance(e, ExecutionError):
                 raise
             raise ExecutionError(
-                f"{self.place} has closed the connection: the process there that holds torch's store has ended, or {gone}"
+                f"{self.place} has closed the connection: the process there that holds torch's "
+                f"store has ended, or "
+                f"{gone}"
             ) from e
 
-    def tell(self, rank: int, messages: Collection[Any], heart: bytes) -> tuple[bytes | None, bytes | None]:
+    def tell(
+        self, rank: int, messages: Collection[Any], heart: bytes
+    ) -> tuple[bytes | None, bytes | None]:
         """Post this rank's messages and heart; return rank 0's pulse, and its last word, as far as they are there."""
         self.beats += 1
         encoded = [encode(message) for message in messages]
@@ -110,7 +118,9 @@ class Mail:
 
         return self.ask(told)
 
-    def visit(self, ranks: Collection[int], others: Collection[int]) -> tuple[list[tuple[int, Any]], dict[int, bytes]]:
+    def visit(
+        self, ranks: Collection[int], others: Collection[int]
+    ) -> tuple[list[tuple[int, Any]], dict[int, bytes]]:
         """Return what these ranks have posted, and the hearts of the `others`; show them that rank 0 is there."""
 
         def visited() -> tuple[list[tuple[int, Any]], dict[int, bytes]]:
@@ -148,7 +158,12 @@ class Mail:
     def last_word(self, value: bytes, listeners: Collection[int]) -> None:
         """Tell the other ranks how the run has ended; wait a moment for `listeners`, who lose the store with us."""
         heard = [f"{self.run}/heard/{rank}" for rank in listeners]
-        with suppress(ExecutionError):  # who is cut off finds out alone, and why we end is worth more
+        with suppress(
+            ExecutionError
+        ):  # who is cut off finds out alone, and why we end is worth more
             self.put("end", value, LAST_WORDS_S)
             if heard:
-                self.ask(lambda: self.store.wait(heard, timedelta(seconds=LAST_WORDS_S)), 2 * LAST_WORDS_S)
+                self.ask(
+                    lambda: self.store.wait(heard, timedelta(seconds=LAST_WORDS_S)),
+                    2 * LAST_WORDS_S,
+                )

@@ -64,7 +64,9 @@ class EmulationReport(RankReport):
     held_up: list[float] = field(default_factory=list)
 
 
-def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommunicators, heart: Heartbeat) -> EmulationReport:
+def emulate_rank(
+    rank: int, request: EmulationRequest, communicators: GlooCommunicators, heart: Heartbeat
+) -> EmulationReport:
     """Run the worker's side: bind the plan, wait for the common start, run the steps."""
     plan: Plan = pickle.loads(request.plan)
     communicators.connect(plan)
@@ -73,7 +75,9 @@ def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommun
     # The engine needs of a rank its entries, begin and end; there is nothing else without tensors.
     engine = Engine(cast(Rank, timed), backend, timed.communication, heart)
     report = EmulationReport(held_up=timed.held_up)
-    report.started = timed.now = _common_start(communicators.store, request.meeting, plan.mesh.world)
+    report.started = timed.now = _common_start(
+        communicators.store, request.meeting, plan.mesh.world
+    )
     sleep_until(report.started)
     heart[PHASE] = RUNNING
     for step in range(request.steps):
@@ -134,7 +138,9 @@ class TimedRank:
     gone on.
     """
 
-    def __init__(self, plan: Plan, rank: int, request: EmulationRequest, communicators: GlooCommunicators) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, request: EmulationRequest, communicators: GlooCommunicators
+    ) -> None:
         self.rank, self.step = rank, 0
         self._communicators = communicators
         self._inside: dict[str, Meet] = {}
@@ -164,8 +170,16 @@ class TimedRank:
         instr = self._program[index]
         op = instr.parts[0].op
         if not isinstance(op, COMM):
-            meets = [self._meet_inside(channel) for channel in _inside(self._plan, self.rank, instr)]
-            return BoundInstr(index, instr.stream, instr.waits, instr.name, work=lambda: self._compute(index, meets))
+            meets = [
+                self._meet_inside(channel) for channel in _inside(self._plan, self.rank, instr)
+            ]
+            return BoundInstr(
+                index,
+                instr.stream,
+                instr.waits,
+                instr.name,
+                work=lambda: self._compute(index, meets),
+            )
         peers = self._plan.peers(self._plan.channel(op.channel), self.rank)
         comm = _TimedComm(comm_kind(op), op.channel, peers, _no_tensor, index=index)
         return BoundInstr(index, instr.stream, instr.waits, instr.name, comm=comm)
@@ -175,7 +189,9 @@ class TimedRank:
         if channel.id not in self._inside:
             peers = self._plan.peers(channel, self.rank)
             self._inside[channel.id] = _meeting(
-                BoundComm("all_reduce", channel.id, peers, _no_tensor), self.rank, self._communicators
+                BoundComm("all_reduce", channel.id, peers, _no_tensor),
+                self.rank,
+                self._communicators,
             )
         return self._inside[channel.id]
 
@@ -194,7 +210,13 @@ class TimedRank:
         """Return when an instruction may begin as far as this rank knows: issued, its waits done, its stream free."""
         instr = self._program[index]
         issued = self.now + (index + 1) * self._request.issue
-        return latest([Moment(issued, issued), self._end[instr.stream], *(self._done[s][n - 1] for s, n in instr.waits if n)])
+        return latest(
+            [
+                Moment(issued, issued),
+                self._end[instr.stream],
+                *(self._done[s][n - 1] for s, n in instr.waits if n),
+            ]
+        )
 
     def _run(self, index: int, ready: Moment) -> None:
         """Occupy the stream for an instruction's time.
@@ -210,7 +232,9 @@ class TimedRank:
         self.spans.append((index, begin, end))
         self._end[instr.stream] = Moment(end, time.perf_counter())
         transfer = isinstance(instr.parts[0].op, Send | Recv)
-        arrival = Moment(end + (self._request.latency if transfer else 0.0), self._end[instr.stream].real)
+        arrival = Moment(
+            end + (self._request.latency if transfer else 0.0), self._end[instr.stream].real
+        )
         done = self._done[instr.stream]
         done.append(latest([arrival, *done[-1:]]))
 
@@ -234,10 +258,16 @@ def _no_tensor() -> torch.Tensor:
 
 def _inside(plan: Plan, rank: int, instr: Instr) -> list[Channel]:
     """Return the channels on which the devices that share chunks meet inside of an instruction's steps."""
-    steps = [plan.chunk(p.op.variant).steps[p.op.step] for p in instr.parts if isinstance(p.op, Compute) and p.op.step != "B"]
+    steps = [
+        plan.chunk(p.op.variant).steps[p.op.step]
+        for p in instr.parts
+        if isinstance(p.op, Compute) and p.op.step != "B"
+    ]
     axes = dict.fromkeys(plan.mesh.along(c.axis) for step in steps for c in step.collectives)
     role = plan.role_of(rank).role
-    return [c for c in plan.channels if c.purpose == "tensor" and role in c.roles and c.over in axes]
+    return [
+        c for c in plan.channels if c.purpose == "tensor" and role in c.roles and c.over in axes
+    ]
 
 
 def _meeting(comm: BoundComm, rank: int, communicators: GlooCommunicators) -> Meet:

@@ -55,11 +55,24 @@ def decode(data: bytes) -> Any:
     try:
         end = LENGTH + int.from_bytes(data[:LENGTH], "big")
         rest = data[end:]
-        tensors = torch.load(io.BytesIO(rest), weights_only=True, map_location="cpu") if rest else []
+        tensors = (
+            torch.load(io.BytesIO(rest), weights_only=True, map_location="cpu") if rest else []
+        )
         return _made(json.loads(data[LENGTH:end]), tensors)
-    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, EOFError, RecursionError, pickle.UnpicklingError) as e:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        RuntimeError,
+        EOFError,
+        RecursionError,
+        pickle.UnpicklingError,
+    ) as e:
         raise ExecutionError(
-            f"a message between ranks is not one of Piper's ({type(e).__name__}); are all processes of one version, and does "
+            f"a message between ranks is not one of Piper's ({type(e).__name__}); are all "
+            f"processes of one version, "
+            f"and does "
             "nobody else reach MASTER_PORT?"
         ) from e
 
@@ -79,7 +92,9 @@ def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
     name = type(value).__name__
     if not is_dataclass(value) or _records().get(name) is not type(value):
         raise TypeError(f"a {name} is no part of a message between ranks")
-    return {"record": [name, {f.name: _plain(getattr(value, f.name), tensors) for f in fields(value)}]}
+    return {
+        "record": [name, {f.name: _plain(getattr(value, f.name), tensors) for f in fields(value)}]
+    }
 
 
 def _made(plain: Any, tensors: list[torch.Tensor]) -> Any:

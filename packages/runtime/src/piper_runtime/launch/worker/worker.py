@@ -72,7 +72,11 @@ class WorkerContext:
 
     def on_cores(self, world: int) -> tuple[int, int]:
         """Return the number of this rank among those that share its cores, and their count, of `world` ranks."""
-        ranks = range(world) if self.core_sharers is None else [rank for rank in self.core_sharers if rank < world]
+        ranks = (
+            range(world)
+            if self.core_sharers is None
+            else [rank for rank in self.core_sharers if rank < world]
+        )
         return ranks.index(self.rank), len(ranks)
 
 
@@ -90,15 +94,22 @@ def answer(context: WorkerContext, request: object) -> Any:
         return Failure(type(e).__name__, str(e), details, isinstance(e, PeerError))
     except Exception as e:
         when = (
-            "before its first step" if context.heart[PHASE] == LOADING else f"between instructions of step {context.heart[STEP]}"
+            "before its first step"
+            if context.heart[PHASE] == LOADING
+            else f"between instructions of step {context.heart[STEP]}"
         )
         message = f"rank {context.rank} failed {when}: {type(e).__name__}: {e}"
         return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
-    except (SystemExit, KeyboardInterrupt) as e:  # of the job's own code: who interrupts a run does not interrupt its workers
+    except (
+        SystemExit,
+        KeyboardInterrupt,
+    ) as e:  # of the job's own code: who interrupts a run does not interrupt its workers
         said = f": {e}" if str(e) else ""
         message = (
-            f"rank {context.rank}, step {context.heart[STEP]}: {type(e).__name__}{said} was raised in the job's code"
-            f"{user_line(e)}, and would end the process. Raise an exception such as RuntimeError to end a run"
+            f"rank {context.rank}, step {context.heart[STEP]}: {type(e).__name__}{said} was raised "
+            f"in the job's code"
+            f"{user_line(e)}, and would end the process. Raise an exception such as RuntimeError "
+            f"to end a run"
         )
         return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
 
@@ -111,7 +122,14 @@ def perform(context: WorkerContext, request: object) -> Any:
         case ProfileRequest():
             local_rank = context.rank if context.local_rank is None else context.local_rank
             local = local_rank, context.local_world
-            return profile(context.rank, request, context.communicators, context.heart, *local, context.on_cores)
+            return profile(
+                context.rank,
+                request,
+                context.communicators,
+                context.heart,
+                *local,
+                context.on_cores,
+            )
         case EmulationRequest():
             return emulate_rank(context.rank, request, context.communicators, context.heart)
     raise ExecutionError(f"rank {context.rank} cannot perform a {type(request).__name__}")
@@ -133,7 +151,9 @@ def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.dev
     asked = request.evaluation
     evaluation = None
     if asked is not None:
-        evaluation = Evaluation(pickle.loads(asked.plan), asked.code, measured, asked.every, asked.batches)
+        evaluation = Evaluation(
+            pickle.loads(asked.plan), asked.code, measured, asked.every, asked.batches
+        )
     if missing_operators(request.code) or (asked is not None and missing_operators(asked.code)):
         parcel.import_definers()
     options = request.options
@@ -143,29 +163,52 @@ def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.dev
         gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
     probe = report.probe if options.gradients else None
     if options.snapshots is not None and not announce(rank, options.snapshots):
-        context.tell(Notice(f"rank {rank} is on another machine than the launcher: no host snapshots are used"))
+        context.tell(
+            Notice(
+                f"rank {rank} is on another machine than the launcher: no host snapshots are used"
+            )
+        )
         options = replace(options, snapshots=None)
     bound = Rank(plan, rank, request.code, job, request.params, request.buffers, probe, device)
     if options.checkpoint is not None or request.restore is not None:
-        keep_exact(bound, request.params, share=options.snapshots is None, restored=request.restore is not None)
+        keep_exact(
+            bound,
+            request.params,
+            share=options.snapshots is None,
+            restored=request.restore is not None,
+        )
     if request.restore is not None:
         restore(bound, request.restore, lambda n: heart.__setitem__(ISSUED, n))
     streams = plan.role_of(rank).streams
     if len(streams) > MOST_STREAMS:
-        raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {MOST_STREAMS} are supported")
+        raise ExecutionError(
+            f"rank {rank} has {len(streams)} streams; at most {MOST_STREAMS} are supported"
+        )
     with bound.feed.ahead(options.loader, options.numbers):
         _train(context, bound, options, report, evaluation)
     return report
 
 
-def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: RankReport, evaluation: Evaluation | None) -> None:
+def _train(
+    context: WorkerContext,
+    bound: Rank,
+    options: RunOptions,
+    report: RankReport,
+    evaluation: Evaluation | None,
+) -> None:
     """Run the steps of a bound rank, and save its state where checkpoints are due."""
     heart, world = context.heart, bound.plan.mesh.world
     local_world = world if context.local_world is None else context.local_world
     name = named_instructions if options.ranges else None
-    backend, engine = connected(bound, context.communicators, heart, local_world=local_world, trace=options.trace, name=name)
+    backend, engine = connected(
+        bound, context.communicators, heart, local_world=local_world, trace=options.trace, name=name
+    )
     evaluator = None if evaluation is None else _Evaluator(context, bound, evaluation, local_world)
-    saver = None if options.checkpoint is None else RankSaver(bound, options.checkpoint, context.tell, _saving(heart))
+    saver = (
+        None
+        if options.checkpoint is None
+        else RankSaver(bound, options.checkpoint, context.tell, _saving(heart))
+    )
     copier = None
     if options.snapshots is not None:
         copier = SnapshotWriter(bound, options.snapshots, lambda text: context.tell(Notice(text)))
@@ -181,7 +224,11 @@ def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: Ran
         if len(report.core_s) == WARMUP_STEPS:
             warm = core_waits_of_all()
         before = waited()
-        engine.step(step, traced=options.trace and step == options.numbers[-1], counter=counter if observed else None)
+        engine.step(
+            step,
+            traced=options.trace and step == options.numbers[-1],
+            counter=counter if observed else None,
+        )
         ended = time.perf_counter()
         report.core_s.append(waited() - before)
         done = report.end_step(bound, ended, None if evaluator is None else evaluator.after(step))
@@ -205,7 +252,9 @@ def _train(context: WorkerContext, bound: Rank, options: RunOptions, report: Ran
 class _Evaluator:
     """Evaluate the model on a rank where an evaluation is due, with streams of its own."""
 
-    def __init__(self, context: WorkerContext, bound: Rank, evaluation: Evaluation, local_world: int) -> None:
+    def __init__(
+        self, context: WorkerContext, bound: Rank, evaluation: Evaluation, local_world: int
+    ) -> None:
         self._evaluation, self._heart = evaluation, context.heart
         self._rank = EvaluationRank(bound, evaluation)
         self._backend, self._engine = connected(

@@ -53,7 +53,10 @@ class BatchCall:
         with torch.enable_grad():
             result = self.batch(step, rows)
         if batch_pair(result) is None:
-            raise JobError(f"{call} returned a {type(result).__name__}; a pair (inputs, targets) is needed, or a dict of inputs")
+            raise JobError(
+                f"{call} returned a {type(result).__name__}; a pair (inputs, targets) is needed, "
+                f"or a dict of inputs"
+            )
         found, constants = flatten_batch(result)
         if constants != dict(self.constants):
             self._refuse_constants(call, constants)
@@ -64,25 +67,39 @@ class BatchCall:
         name = next(n for n in {**planned, **constants} if planned.get(n) != constants.get(n))
         now, before = constants.get(name, "nothing"), planned.get(name, "nothing")
         raise JobError(
-            f"{call} returned {name}={now}; the plan was made for {before}. What is no tensor is a constant of the captured "
+            f"{call} returned {name}={now}; the plan was made for {before}. What is no tensor is a "
+            f"constant of the "
+            f"captured "
             "model, the same in every call; return a tensor where it changes"
         )
 
-    def _fitted(self, call: str, rows: range, name: str, found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _fitted(
+        self, call: str, rows: range, name: str, found: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
         """Return a tensor in the planned shape; its first two dimensions may be one in the user's."""
         look = self.looks[name]
         if name not in found:
-            raise JobError(f"{call} returned no tensor {name}, which the plan reads; it returned {', '.join(found)}")
+            raise JobError(
+                f"{call} returned no tensor {name}, which the plan reads; it returned "
+                f"{', '.join(found)}"
+            )
         tensor = found[name]
-        if len(look.shape) > 1 and tuple(tensor.shape) == (look.shape[0] * look.shape[1], *look.shape[2:]):
+        if len(look.shape) > 1 and tuple(tensor.shape) == (
+            look.shape[0] * look.shape[1],
+            *look.shape[2:],
+        ):
             tensor = tensor.view(look.shape)
         if tuple(tensor.shape) != look.shape:
             raise JobError(
-                f"{call} returned {name} of shape {tuple(tensor.shape)}; the plan was made for {look.shape}. "
-                + _way_out(tuple(tensor.shape), look.shape, len(rows))
+                f"{call} returned {name} of shape {tuple(tensor.shape)}; the plan was made for "
+                f"{look.shape}. " + _way_out(tuple(tensor.shape), look.shape, len(rows))
             )
-        if tensor.dtype != look.dtype and not (tensor.is_floating_point() and look.dtype.is_floating_point):
-            raise JobError(f"{call} returned {name} of {tensor.dtype}; the plan was made for {look.dtype}")
+        if tensor.dtype != look.dtype and not (
+            tensor.is_floating_point() and look.dtype.is_floating_point
+        ):
+            raise JobError(
+                f"{call} returned {name} of {tensor.dtype}; the plan was made for {look.dtype}"
+            )
         return tensor
 
 
@@ -90,11 +107,15 @@ def _way_out(shape: tuple[int, ...], planned: tuple[int, ...], rows: int) -> str
     """Return what can be done about a batch tensor of another shape than planned."""
     if shape[1:] == planned[1:] and shape:
         return (
-            f"A call returns its rows and no others, here {rows}: a last batch of fewer rows is left out, or filled up with rows "
+            f"A call returns its rows and no others, here {rows}: a last batch of fewer rows is "
+            f"left out, or filled up "
+            f"with rows "
             "that count nothing (ignore_index, a weight of 0)"
         )
     return (
-        "A plan is for one shape: pad or cut to it (with a mask, or ignore_index in the targets), or compile a plan for each "
+        "A plan is for one shape: pad or cut to it (with a mask, or ignore_index in the targets), "
+        "or compile a plan "
+        "for each "
         "length"
     )
 
@@ -106,9 +127,16 @@ def batch_call(plan: Plan, rank: int, batch: Batch) -> BatchCall:
     counts = {b.name: b.counts for b in plan.batch if b.counter}
     for part in (p for instr in plan.role_of(rank).program for p in instr.parts):
         if isinstance(part.op, Load):
-            names.setdefault(part.mb, {}).update(dict.fromkeys(counts.get(part.op.tensor, (part.op.tensor,))))
+            names.setdefault(part.mb, {}).update(
+                dict.fromkeys(counts.get(part.op.tensor, (part.op.tensor,)))
+            )
     specs = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
-    looks = {n: TensorLook(tuple(bind(d, 0) for d in s.shape), getattr(torch, s.dtype)) for n, s in specs.items()}
+    looks = {
+        n: TensorLook(tuple(bind(d, 0) for d in s.shape), getattr(torch, s.dtype))
+        for n, s in specs.items()
+    }
     rows = {mb: microbatch_rows(plan, replica, mb) for mb in names}
     loaded = {mb: tuple(found) for mb, found in names.items()}
-    return BatchCall(batch, rows, loaded, looks, plan.constants, "eval_data" if plan.evaluates else "batch")
+    return BatchCall(
+        batch, rows, loaded, looks, plan.constants, "eval_data" if plan.evaluates else "batch"
+    )

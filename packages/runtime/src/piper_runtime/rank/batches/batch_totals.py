@@ -52,7 +52,11 @@ def counting_ranks(plan: Plan) -> tuple[int, ...]:
     """Return the ranks whose counts are added up; none where the loss reads no numbers of the whole batch."""
     roles = set(_counting_roles(plan).values())
     shared = plan.shared
-    return tuple(r for r in range(plan.mesh.world) if plan.role_of(r).role in roles and not plan.mesh.index_along(shared, r))
+    return tuple(
+        r
+        for r in range(plan.mesh.world)
+        if plan.role_of(r).role in roles and not plan.mesh.index_along(shared, r)
+    )
 
 
 def _counting_roles(plan: Plan) -> dict[int, str]:
@@ -76,7 +80,9 @@ class BatchTotals:
         counted: the numbers that it has counted.
     """
 
-    def __init__(self, plan: Plan, rank: int, counters: Counters | None, looks: Mapping[str, TensorLook]) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, counters: Counters | None, looks: Mapping[str, TensorLook]
+    ) -> None:
         self._plan, self._rank, self._counters, self._looks = plan, rank, counters, looks
         self._tensors = [b for b in plan.batch if b.counter]
         self._ranks = counting_ranks(plan)
@@ -94,7 +100,9 @@ class BatchTotals:
         if self.open:
             self.meeting.begin()
 
-    def give(self, microbatches: Callable[[], Iterable[tuple[int, Mapping[str, torch.Tensor]]]]) -> None:
+    def give(
+        self, microbatches: Callable[[], Iterable[tuple[int, Mapping[str, torch.Tensor]]]]
+    ) -> None:
         """Count in the microbatches of this rank, and hand the result over if this rank counts for its replica."""
         self.open = False
         assert self._counters is not None

@@ -15,7 +15,13 @@ from piper_ir.program.ops import Compute, Load
 from piper_runtime.rank.batches.batch_call import batch_call
 from piper_runtime.rank.batches.batch_totals import BatchTotals, Counters
 from piper_runtime.rank.batches.loader_process import LoaderProcesses
-from piper_runtime.rank.batches.loader_thread import GlobalDraw, Loader, LoaderThread, Microbatch, kept
+from piper_runtime.rank.batches.loader_thread import (
+    GlobalDraw,
+    Loader,
+    LoaderThread,
+    Microbatch,
+    kept,
+)
 from piper_runtime.rank.job.job import Batch
 from piper_runtime.rank.values.device import CPU
 from piper_runtime.rank.values.rng import generator
@@ -30,7 +36,9 @@ than this stays on the issuing thread, where it costs what it takes.
 """
 
 
-def upload(rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def upload(
+    rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return a copy of rows on a CUDA device, in this dtype, without making the host wait.
 
     The user's tensors are copied to pinned memory first, which torch's pool takes back when the device has read it.
@@ -47,11 +55,15 @@ def check_loader(loader: object, one_thread: bool) -> None:
     number = isinstance(loader, int) and not isinstance(loader, bool) and loader >= 1
     if not number and loader not in LOADERS:
         raise JobError(
-            f'execute(loader={loader!r}): "thread", "processes", "none" or a number of processes per rank (1, 2, ...) is expected'
+            f'execute(loader={loader!r}): "thread", "processes", "none" or a number of processes '
+            f"per rank (1, 2, ...) "
+            f"is expected"
         )
     if one_thread and (number or loader == "processes"):
         raise JobError(
-            f'execute(loader={loader!r}): launcher "inline" runs all ranks in one thread, which calls Job.batch, too; take '
+            f'execute(loader={loader!r}): launcher "inline" runs all ranks in one thread, which '
+            f"calls Job.batch, too; "
+            f"take "
             'launcher="processes" or launcher="ray", or no loader'
         )
 
@@ -70,16 +82,28 @@ class Feed:
     tensors, by time.perf_counter.
     """
 
-    def __init__(self, plan: Plan, rank: int, batch: Batch, device: torch.device = CPU, counters: Counters | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        batch: Batch,
+        device: torch.device = CPU,
+        counters: Counters | None = None,
+    ):
         self._call = batch_call(plan, rank, batch)
         self.totals = BatchTotals(plan, rank, counters, self._call.looks)
         self._rank = rank
         ops = [(p.mb, p.op) for i in plan.role_of(rank).program for p in i.parts]
         self._uses = Counter(
-            (mb, name) for mb, op in ops if isinstance(op, Load) for name in self.totals.counts.get(op.tensor, (op.tensor,))
+            (mb, name)
+            for mb, op in ops
+            if isinstance(op, Load)
+            for name in self.totals.counts.get(op.tensor, (op.tensor,))
         )
         chunks = {op.chunk for _, op in ops if isinstance(op, Compute) and op.step == "F"}
-        self._generator = generator(device) if any(c.random for c in plan.chunks if c.id in chunks) else None
+        self._generator = (
+            generator(device) if any(c.random for c in plan.chunks if c.id in chunks) else None
+        )
         self._left: Counter[tuple[int, str]] = Counter()
         self._staged: dict[int, Microbatch] = {}
         self._fetched_mbs: set[int] = set()
@@ -97,7 +121,9 @@ class Feed:
         self._may_start = loader == "thread"
         try:
             if self._call.rows and loader not in ("thread", "none"):
-                self._loader = LoaderProcesses(self._call, self._rank, 1 if isinstance(loader, str) else loader)
+                self._loader = LoaderProcesses(
+                    self._call, self._rank, 1 if isinstance(loader, str) else loader
+                )
             yield
         finally:
             self._may_start = False
@@ -169,7 +195,9 @@ class Feed:
         else:
             try:
                 found = self._loader.take(self.step, mb)
-            except GlobalDraw:  # nothing was drawn: the same call, here, draws between chunks as it always did
+            except (
+                GlobalDraw
+            ):  # nothing was drawn: the same call, here, draws between chunks as it always did
                 self._end_loader()
                 found = self._called(mb)
         self.waits.append((mb, start, time.perf_counter()))
@@ -181,7 +209,11 @@ class Feed:
             return self._call(self.step, mb)
         before = None if self._generator is None else self._generator.get_state()
         found = self._call(self.step, mb)
-        drew = before is not None and self._generator is not None and not torch.equal(before, self._generator.get_state())
+        drew = (
+            before is not None
+            and self._generator is not None
+            and not torch.equal(before, self._generator.get_state())
+        )
         if drew or any(t.device.type != "cpu" for t in found.values()):
             self._may_start = self._watched = False
         return found
@@ -189,10 +221,17 @@ class Feed:
     def _consider(self) -> None:
         """Start a thread when the function took long in two steps, the second of which was watched."""
         now = time.perf_counter()
-        inside, step_s, self._began = sum(end - start for _, start, end in self.waits), now - self._began, now
+        inside, step_s, self._began = (
+            sum(end - start for _, start, end in self.waits),
+            now - self._began,
+            now,
+        )
         slow = inside > max(LEAST_S, LEAST_SHARE * step_s)
         if slow and self._watched:
-            self._loader, self._may_start = LoaderThread(self._call, guarded=self._generator is torch.default_generator), False
+            self._loader, self._may_start = (
+                LoaderThread(self._call, guarded=self._generator is torch.default_generator),
+                False,
+            )
         self._watched = slow and self._may_start
 
     def _end_loader(self) -> None:

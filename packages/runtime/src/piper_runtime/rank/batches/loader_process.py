@@ -50,9 +50,13 @@ class RaisedThere:
         What the user's class is made of may not exist here, and is not asked for.
         """
         known = getattr(
-            piper_ir.ground.errors, self.kind, {"SystemExit": SystemExit, "KeyboardInterrupt": KeyboardInterrupt}.get(self.kind)
+            piper_ir.ground.errors,
+            self.kind,
+            {"SystemExit": SystemExit, "KeyboardInterrupt": KeyboardInterrupt}.get(self.kind),
         )
-        error: BaseException = known(self.text) if known is not None else type(self.kind, (Exception,), {})(self.text)
+        error: BaseException = (
+            known(self.text) if known is not None else type(self.kind, (Exception,), {})(self.text)
+        )
         error.add_note(f"in a loader process:\n{self.details}")
         return error
 
@@ -102,9 +106,14 @@ class LoaderProcesses:
             said = pipe.recv()
         except (EOFError, ConnectionResetError):
             code = process.wait()
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}"
+            )
             raise ExecutionError(
-                f"rank {self._rank}: a loader process, which calls Job.batch, {how}; its output is above"
+                f"rank {self._rank}: a loader process, which calls Job.batch, {how}; its output is "
+                f"above"
             ) from None
         if isinstance(said, RaisedThere):
             raise said.exception()
@@ -147,7 +156,9 @@ def _views(descriptor: int, call: BatchCall, size: int) -> list[dict[int, Microb
         count = torch.Size(look.shape).numel()
         for slot in range(_SLOTS):
             whole = (
-                torch.frombuffer(memory, dtype=look.dtype, count=count, offset=slot * size + start) if count else torch.empty(0)
+                torch.frombuffer(memory, dtype=look.dtype, count=count, offset=slot * size + start)
+                if count
+                else torch.empty(0)
             )
             out[slot][mb][name] = whole.to(look.dtype).view(look.shape)
     return out

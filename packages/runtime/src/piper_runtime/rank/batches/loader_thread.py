@@ -43,7 +43,11 @@ class NoGlobalDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            own = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator) and a is not torch.default_generator]
+            own = [
+                a
+                for a in (*args, *kwargs.values())
+                if isinstance(a, torch.Generator) and a is not torch.default_generator
+            ]
             if not own:
                 raise GlobalDraw
         return func(*args, **kwargs)
@@ -85,7 +89,9 @@ class LoaderThread:
                     return
                 try:
                     self._made.put(self._prepared(step, mb))
-                except BaseException as e:  # the issuing thread raises it where the microbatch is loaded
+                except (
+                    BaseException
+                ) as e:  # the issuing thread raises it where the microbatch is loaded
                     self._made.put(e)
                     return
 

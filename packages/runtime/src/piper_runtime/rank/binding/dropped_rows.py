@@ -26,9 +26,19 @@ class DroppedRows:
     `kernels` are what a step's code calls in place of ops.
     """
 
-    def __init__(self, plan: Plan, numbers: NumberReader, untracked: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        numbers: NumberReader,
+        untracked: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """Find the modules of a plan; tensors that are made in a block of `untracked` are no memory of the plan."""
-        counted = (o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer" and counts_tokens(o.ref))
+        counted = (
+            o.ref
+            for c in plan.chunks
+            for o in c.outputs
+            if o.kind == "buffer" and counts_tokens(o.ref)
+        )
         self._modules = tuple(dict.fromkeys(ref.rpartition(".")[0] for ref in counted))
         self._numbers, self._untracked = numbers, untracked
         self._read: Read | None = None
@@ -45,7 +55,16 @@ class DroppedRows:
 
     def counting(self, forward: Callable[[], object], chunk: Chunk) -> Callable[[], object]:
         """Return a chunk's forward, which counts the rows that it leaves out."""
-        module = next((m for i in chunk.inputs if i.kind == "param" for m in self._modules if i.ref.startswith(f"{m}.")), None)
+        module = next(
+            (
+                m
+                for i in chunk.inputs
+                if i.kind == "param"
+                for m in self._modules
+                if i.ref.startswith(f"{m}.")
+            ),
+            None,
+        )
         if module is None:
             return forward
 

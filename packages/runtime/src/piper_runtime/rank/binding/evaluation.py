@@ -59,7 +59,9 @@ class EvaluationRank(Rank):
     def __init__(self, trained: Rank, evaluation: Evaluation) -> None:
         self._trained, self.number = trained, 0
         job = RankJob(evaluation.batch, _no_optimizer, None, trained.seed, draws=trained.draws)
-        super().__init__(evaluation.plan, trained.rank, evaluation.code, job, {}, {}, None, trained.device)
+        super().__init__(
+            evaluation.plan, trained.rank, evaluation.code, job, {}, {}, None, trained.device
+        )
 
     def _states(self, *_: object) -> tuple[Store, RankOptimizer]:
         return self._trained.store, self._trained.optimizer
@@ -67,7 +69,9 @@ class EvaluationRank(Rank):
     def begin(self, step: int) -> None:
         super().begin(step)
         self.feed.begin(self.number)
-        self.seed = rng_seed(self._trained.seed, step, self.number, "evaluation")  # else all batches draw the same numbers
+        self.seed = rng_seed(
+            self._trained.seed, step, self.number, "evaluation"
+        )  # else all batches draw the same numbers
 
     def end(self) -> None:
         """End a batch: nothing has been updated."""
@@ -84,7 +88,9 @@ def _no_optimizer(named: NamedParameters) -> object:
     raise AssertionError("an evaluation makes no optimizer")
 
 
-def evaluate(evaluation: Evaluation, ranks: Sequence[EvaluationRank], run: Callable[[], object]) -> Mapping[int, Evaluated]:
+def evaluate(
+    evaluation: Evaluation, ranks: Sequence[EvaluationRank], run: Callable[[], object]
+) -> Mapping[int, Evaluated]:
     """Return what each of these ranks finds, where `run` runs a batch on all of them.
 
     Random numbers that the training draws afterwards are those that it would have drawn.
@@ -103,6 +109,8 @@ def evaluate(evaluation: Evaluation, ranks: Sequence[EvaluationRank], run: Calla
             first = number * evaluation.plan.microbatches
             for rank in ranks:
                 for kind, values in rank.scalars.items():
-                    found[rank.rank].setdefault(kind, {}).update({first + mb: value for mb, value in values.items()})
+                    found[rank.rank].setdefault(kind, {}).update(
+                        {first + mb: value for mb, value in values.items()}
+                    )
     seconds = time.perf_counter() - began
     return {rank: Evaluated(scalars, seconds) for rank, scalars in found.items()}

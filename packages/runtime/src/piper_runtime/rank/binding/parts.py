@@ -13,7 +13,20 @@ import torch
 
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.plan.plan import Part, is_state
-from piper_ir.program.ops import Add, Collective, Compute, Fold, Fresh, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.program.ops import (
+    Add,
+    Collective,
+    Compute,
+    Fold,
+    Fresh,
+    Load,
+    Recv,
+    Seed,
+    Send,
+    SquaredNorm,
+    Update,
+    Zeros,
+)
 from piper_ir.program.program import Chunk
 from piper_ops import drawing
 from piper_runtime.rank.batches.batches import microbatch_rows
@@ -53,7 +66,9 @@ def bind_part(part: Part, rank: RankState) -> Thunk:
         case Update():
             run = _update(part, part.op, rank)
         case Send() | Recv() | Collective():
-            raise TypeError(f"{part.node}: communication has no closure of its own; it is bound by bind_operand")
+            raise TypeError(
+                f"{part.node}: communication has no closure of its own; it is bound by bind_operand"
+            )
         case _:
             assert_never(part.op)
     return _then_free(run, part.frees, rank)
@@ -155,7 +170,12 @@ def _load(part: Part, op: Load, rank: RankState) -> Thunk:
 
 
 def _fill(part: Part, rank: RankState, number: float, dtype_name: str) -> Thunk:
-    values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, dtype_name), rank.device
+    values, target, dtype, device = (
+        rank.store.values,
+        part.writes[0],
+        getattr(torch, dtype_name),
+        rank.device,
+    )
 
     def fill() -> None:
         values[target] = torch.full((), number, dtype=dtype, device=device)
@@ -177,9 +197,18 @@ def _add(part: Part, rank: RankState) -> Thunk:
 
 
 def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
-    values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, op.dtype), rank.device
-    flats = [rank.store.own_grads[b] for b in op.buckets if b not in op.once or _counts(b, op, rank)]
-    norm = torch.empty((), dtype=dtype, device=device)  # made once, since a step counts the result alone
+    values, target, dtype, device = (
+        rank.store.values,
+        part.writes[0],
+        getattr(torch, op.dtype),
+        rank.device,
+    )
+    flats = [
+        rank.store.own_grads[b] for b in op.buckets if b not in op.once or _counts(b, op, rank)
+    ]
+    norm = torch.empty(
+        (), dtype=dtype, device=device
+    )  # made once, since a step counts the result alone
 
     def squared_norm() -> None:
         total = torch.zeros((), dtype=dtype, device=device)
@@ -237,7 +266,9 @@ def _update(part: Part, op: Update, rank: RankState) -> Thunk:
 
 
 def _compute(part: Part, rank: RankState) -> Thunk:
-    assert isinstance(part.op, Compute) and part.op.step != "B", f"{part.node}: a plan holds I and W parts, never B"
+    assert isinstance(part.op, Compute) and part.op.step != "B", (
+        f"{part.node}: a plan holds I and W parts, never B"
+    )
     chunk, step = rank.plan.chunk(part.op.variant), part.op.step
     signature = chunk.steps[step]
     function = rank.steps(chunk.code, step)
@@ -260,14 +291,17 @@ def _compute(part: Part, rank: RankState) -> Thunk:
         results = function(args)
         if len(results) != expected:
             raise TypeError(
-                f"{part.node}: the code returned {len(results)} tensors for {expected} ports {', '.join(signature.writes)}"
+                f"{part.node}: the code returned {len(results)} tensors for {expected} ports "
+                f"{', '.join(signature.writes)}"
             )
         for v, t in zip(writes, results):
             values[v] = t
 
     run: Thunk = naming_overflow(compute, part.node) if chunk.experts else compute
     if step == "F":
-        run = _forward(rank.dropped.counting(run, chunk) if chunk.experts else run, part, chunk, rank)
+        run = _forward(
+            rank.dropped.counting(run, chunk) if chunk.experts else run, part, chunk, rank
+        )
     elif step == "R" and chunk.random:
         run = _drawing(run, part, chunk, rank)  # the same numbers as its forward
     return _then_free(run, after, rank) if after else run
@@ -288,7 +322,9 @@ def _arguments(
     for port in signature.reads:
         if is_state(chunk, port):
             entry = chunk.inputs[int(port[2:])]
-            template.append(store.params.get(entry.ref) if entry.kind == "param" else store.buffers[entry.ref])
+            template.append(
+                store.params.get(entry.ref) if entry.kind == "param" else store.buffers[entry.ref]
+            )
         else:
             ports.append((len(template), next(unread)))
             template.append(None)
@@ -303,7 +339,11 @@ def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
     """Return F with its random numbers, and losses, weights and new buffers handed on after it."""
     writes = dict(zip(chunk.steps["F"].writes, part.writes, strict=True))
     outputs = [(o, writes[f"out{k}"]) for k, o in enumerate(chunk.outputs) if f"out{k}" in writes]
-    scalars = [(_recorder(scalar_name(o), v, part.mb, rank), v) for o, v in outputs if o.kind not in ("value", "buffer")]
+    scalars = [
+        (_recorder(scalar_name(o), v, part.mb, rank), v)
+        for o, v in outputs
+        if o.kind not in ("value", "buffer")
+    ]
     buffers = [(o.ref, v) for o, v in outputs if o.kind == "buffer"]
     if chunk.random:
         run = _drawing(run, part, chunk, rank)
@@ -328,7 +368,9 @@ def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
 
 
 def _recorder(kind: str, value: str, mb: int, rank: RankState) -> Callable[[torch.Tensor], None]:
-    return rank.numbers.reader(empty_value(rank.plan, value)[1], lambda number: rank.record(kind, mb, number))
+    return rank.numbers.reader(
+        empty_value(rank.plan, value)[1], lambda number: rank.record(kind, mb, number)
+    )
 
 
 def _drawing(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
@@ -336,7 +378,10 @@ def _drawing(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
     row = microbatch_rows(rank.plan, rank.plan.replica_of(rank.rank), part.mb).start
 
     def drawn() -> None:
-        with drawing(drawing_of(rank.plan, chunk, rank.draws, rank.seed, rank.step, row, rank.device), opaque=chunk.opaque):
+        with drawing(
+            drawing_of(rank.plan, chunk, rank.draws, rank.seed, rank.step, row, rank.device),
+            opaque=chunk.opaque,
+        ):
             run()
 
     return drawn

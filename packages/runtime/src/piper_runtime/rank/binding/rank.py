@@ -13,7 +13,14 @@ from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan
 from piper_ir.program.collectives import Law, law_of
 from piper_ir.program.ops import COMM, Collective, Recv, Send
 from piper_ops import Cuts
-from piper_runtime.rank.binding.parts import Operand, Thunk, bind_alloc, bind_operand, bind_part, bind_result
+from piper_runtime.rank.binding.parts import (
+    Operand,
+    Thunk,
+    bind_alloc,
+    bind_operand,
+    bind_part,
+    bind_result,
+)
 from piper_runtime.rank.binding.rank_state import Probe, RankJob, RankState
 from piper_runtime.rank.values.code import ExportedCode
 from piper_runtime.rank.values.device import CPU, NumberReader
@@ -95,12 +102,16 @@ class Rank(RankState):
         super().__init__(plan, rank, code, job, params, buffers, probe, device, numbers)
         behind = own_waits(self.role.program)
         self._peers: dict[str, tuple[int, ...]] = {}
-        self.entries = tuple(self._entry(i, instr, behind.get(i, ())) for i, instr in enumerate(self.role.program))
+        self.entries = tuple(
+            self._entry(i, instr, behind.get(i, ())) for i, instr in enumerate(self.role.program)
+        )
 
     def _entry(self, index: int, instr: Instr, behind: tuple[tuple[str, int], ...]) -> BoundInstr:
         instr = self.binder.instr(instr, self)
         if instr.comm:
-            return BoundInstr(index, instr.stream, instr.waits + behind, instr.name, comm=self._comm(instr))
+            return BoundInstr(
+                index, instr.stream, instr.waits + behind, instr.name, comm=self._comm(instr)
+            )
         return BoundInstr(index, instr.stream, instr.waits, instr.name, work=self._work(instr))
 
     def _comm(self, instr: Instr) -> BoundComm:
@@ -108,7 +119,9 @@ class Rank(RankState):
         op = part.op
         if not isinstance(op, COMM) or instr.stream == COMPUTE:
             raise PlanError(
-                f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it needs a stream of its own"
+                f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it "
+                f"needs a stream of "
+                f"its own"
             )
         if op.channel not in self._peers:
             self._peers[op.channel] = self.plan.peers(self.plan.channel(op.channel), self.rank)
@@ -180,7 +193,11 @@ def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]
         if not instr.comm:
             continue
         part, stream = instr.parts[0], instr.stream
-        state = (f"{part.op.law.state} {part.op.bucket}",) if isinstance(part.op, Collective) and part.op.bucket else ()
+        state = (
+            (f"{part.op.law.state} {part.op.bucket}",)
+            if isinstance(part.op, Collective) and part.op.bucket
+            else ()
+        )
         needed = max((written.get((stream, v), 0) for v in (*part.reads, *state)), default=0)
         if isinstance(part.op, Collective) and part.op.law.spoils:
             needed = max([needed, *[read.get((stream, v), 0) for v in part.reads]])

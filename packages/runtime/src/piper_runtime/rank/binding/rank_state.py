@@ -35,8 +35,11 @@ def not_finite_advice(clip: float | None) -> str:
         ways = "check the batch and the learning rate, clip gradients (Job.clip_norm)"
     else:
         ways = (
-            f"gradients are clipped already (Job(clip_norm={clip:g})), which helps against large ones only: check the batch, the "
-            "learning rate, and operations without a value there (log(0), 0 / 0, a row with all positions masked)"
+            f"gradients are clipped already (Job(clip_norm={clip:g})), which helps against large "
+            f"ones only: check the "
+            f"batch, the "
+            "learning rate, and operations without a value there (log(0), 0 / 0, a row with all "
+            "positions masked)"
         )
     return f"{ways}, or see whether it is finite in float64 (`piper verify FILE.py`)"
 
@@ -71,7 +74,9 @@ def _of_replica_0(plan: Plan) -> set[str]:
     return {o.ref for o in outputs if not counts_tokens(o.ref)}
 
 
-def no_exchange(kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None) -> torch.Tensor:
+def no_exchange(
+    kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
+) -> torch.Tensor:
     """Raise ExecutionError: outside of the steps that meet by the plan there is nobody to meet."""
     raise ExecutionError(f"a step asks for {kind} along {axis}, and no engine runs it")
 
@@ -142,7 +147,9 @@ class RankState:
         self, job: RankJob, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> tuple[Store, RankOptimizer]:
         """Return the rank's tensors and its optimizer, made of the initial ones."""
-        store = Store(self.plan, self.rank, own_parts(self.plan, self.rank, params), buffers, self.device)
+        store = Store(
+            self.plan, self.rank, own_parts(self.plan, self.rank, params), buffers, self.device
+        )
         return store, RankOptimizer(self.plan, store, job.optimizer, job.scheduler, job.first_step)
 
     def _globals(self) -> dict[str, Any]:
@@ -160,7 +167,8 @@ class RankState:
             ops = [p.op for role in self.plan.roles for instr in role.program for p in instr.parts]
             clip = next((op.clip for op in ops if isinstance(op, Update)), None)
             raise NonFiniteLossError(
-                f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {not_finite_advice(clip)}"
+                f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; "
+                f"{not_finite_advice(clip)}"
             )
         if self.counts:
             self.scalars.setdefault(kind, {})[mb] = value
@@ -211,7 +219,9 @@ class RankState:
         """Return where each parameter stands in its bucket."""
         specs = self.own_shapes
         return {
-            name: PlaceInBucket(b.id, specs[name], torch.empty(specs[name], device="meta").stride(), offset)
+            name: PlaceInBucket(
+                b.id, specs[name], torch.empty(specs[name], device="meta").stride(), offset
+            )
             for b in self.store.buckets
             for name, offset in zip(b.params, b.offsets, strict=True)
         }
@@ -226,7 +236,11 @@ class RankState:
         dtypes = {getattr(torch, b.dtype) for b in self.plan.buckets}
         bucketed = {name for bucket in self.store.buckets for name in bucket.params}
         lone = {n: t for n, t in self.store.params.items() if n not in bucketed}
-        whole = {n: t for n, t in lone.items() if not dtypes or t.dtype in dtypes or not t.is_floating_point()}
+        whole = {
+            n: t
+            for n, t in lone.items()
+            if not dtypes or t.dtype in dtypes or not t.is_floating_point()
+        }
         others = _of_replica_0(self.plan) if self.plan.replica_of(self.rank) else ()
         buffers = {n: t for n, t in self.store.buffers.items() if n not in others}
         held = {**whole, **self.store.exact, **self.store.masters, **buffers}
@@ -234,14 +248,25 @@ class RankState:
 
     def shared_states(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's parts of the parameters that ranks share, by bucket, on the CPU."""
-        return {b.id: self.store.own_masters[b.id].to(CPU, copy=True) for b in self.store.buckets if b.shard.optim}
+        return {
+            b.id: self.store.own_masters[b.id].to(CPU, copy=True)
+            for b in self.store.buckets
+            if b.shard.optim
+        }
 
-    def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
+    def gradients(
+        self, buckets: tuple[str, ...], scale: float | torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """Return copies of the gradients in whole buckets as the optimizer gets them, by parameter, on the CPU."""
         names = [n for b in map(self.plan.bucket, buckets) if not b.shard.optim for n in b.params]
-        return {n: scaled(self.store.grads[n].clone(), scale, self.store.masters[n].dtype).to(CPU) for n in names}
+        return {
+            n: scaled(self.store.grads[n].clone(), scale, self.store.masters[n].dtype).to(CPU)
+            for n in names
+        }
 
-    def shared_gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
+    def shared_gradients(
+        self, buckets: tuple[str, ...], scale: float | torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         """Return copies of this rank's parts of the gradients in those of these buckets that ranks share, by bucket."""
         shared = [b for b in buckets if self.plan.bucket(b).shard.optim]
         own, masters = self.store.own_grads, self.store.own_masters

@@ -19,12 +19,17 @@ def shared_arguments(part: Part, chunk: Chunk, rank: RankState) -> list[BucketVi
     signature = chunk.steps[part.op.step]
     stands_for = {rank.stands_for[v]: v for v in part.held}
     read: list[tuple[Category, int]] = [
-        ("gathered", int(p[2:])) if p.startswith("in") else ("gathered", -1) for p in signature.reads
+        ("gathered", int(p[2:])) if p.startswith("in") else ("gathered", -1)
+        for p in signature.reads
     ]
     asked = [*read, *[("reduced", i) for i in signature.accumulates]]
     out: list[BucketView] = []
     for index, (category, i) in enumerate(asked):
-        place = rank.place_of.get(chunk.inputs[i].ref) if i >= 0 and chunk.inputs[i].kind == "param" else None
+        place = (
+            rank.place_of.get(chunk.inputs[i].ref)
+            if i >= 0 and chunk.inputs[i].kind == "param"
+            else None
+        )
         if place is not None and (value := stands_for.get((category, place.bucket))) is not None:
             out.append((index, value, place.size, place.stride, place.offset))
     return out

@@ -82,14 +82,15 @@ def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
     weight = scalars[0] if op.weighted else 1.0
     if not weight:
         raise NonFiniteLossError(
-            f"{where}: the loss weights of the global batch sum to 0, so the loss is not a number; mask fewer rows"
+            f"{where}: the loss weights of the global batch sum to 0, so the loss is not a number; "
+            f"mask fewer rows"
         )
     scale = 1.0 / weight
     if op.clip is None:
         return scale
     if not math.isfinite(scalars[-1]):
         raise NonFiniteLossError(
-            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped to {op.clip:g}; "
-            + not_finite_advice(op.clip)
+            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped "
+            f"to {op.clip:g}; " + not_finite_advice(op.clip)
         )
     return scale * min(1.0, op.clip / (math.sqrt(scalars[-1]) * abs(scale) + 1e-6))

@@ -17,7 +17,13 @@ from piper_ir.ground.keywords import checked_fields
 from piper_ir.tools import user_code
 from piper_runtime.data import bind_batch
 from piper_runtime.rank.job.by_name import bound_by_name
-from piper_runtime.rank.job.job_advice import callable_problem, metrics_problem, number_problem, precision_problem, word_problem
+from piper_runtime.rank.job.job_advice import (
+    callable_problem,
+    metrics_problem,
+    number_problem,
+    precision_problem,
+    word_problem,
+)
 from piper_runtime.rank.job.job_evaluation import evaluation_batches, evaluation_data
 from piper_runtime.rank.job.job_options import JobOptions
 from piper_runtime.rank.job.precision import DTYPES, Precision, PrecisionField
@@ -39,7 +45,9 @@ from piper_runtime.weights import (
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 Batch = Callable[[int, range], tuple[Inputs, Any]]
 NamedParameters = list[tuple[str, nn.Parameter]]
-MakesOptimizer = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+MakesOptimizer = Callable[
+    [NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+]
 
 
 class _Required:
@@ -109,7 +117,9 @@ class Job:
     shared: str | tuple[str, ...] = ()
     batch_norm: Literal["microbatch"] | None = None
     loss_over: Literal["batch", "microbatch"] = "batch"
-    metrics: Mapping[str, Callable[[float], float] | Callable[[Any, Any], Any]] = field(default_factory=dict, hash=False)
+    metrics: Mapping[str, Callable[[float], float] | Callable[[Any, Any], Any]] = field(
+        default_factory=dict, hash=False
+    )
     eval_data: Batch | Dataset[Any] | Sequence[Any] | None = None
     eval_every: int | None = None
     eval_batches: int | None = None
@@ -148,24 +158,38 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("optimizer", "global_batch"):
             if getattr(self, name) is _MISSING:
-                raise JobError(f"Job({', '.join(f.name for f in fields(self))}): missing a required argument: {name!r}")
+                raise JobError(
+                    f"Job({', '.join(f.name for f in fields(self))}): missing a required argument: "
+                    f"{name!r}"
+                )
         for name in ("model", "batch", "loss", "optimizer", "scheduler"):
             value = getattr(self, name)
             problem = callable_problem(name, value)
             if problem is not None and not (name in ("loss", "scheduler") and value is None):
                 raise JobError(problem)
-        if (problem := number_problem(vars(self)) or word_problem(vars(self)) or metrics_problem(self.metrics)) is not None:
+        if (
+            problem := number_problem(vars(self))
+            or word_problem(vars(self))
+            or metrics_problem(self.metrics)
+        ) is not None:
             raise JobError(problem)
         if not isinstance(self.precision, Precision):
             raise JobError(precision_problem(self.precision, DTYPES))
         if not isinstance(self.init, str | Path):
-            raise JobError(f"Job(init={self.init!r}): 'model', 'seeded' or the path of weights is needed")
+            raise JobError(
+                f"Job(init={self.init!r}): 'model', 'seeded' or the path of weights is needed"
+            )
         if (problem := rename_problem(self.rename)) is not None:
             raise JobError(f"Job(rename=...): {problem}")
         if self.rename and self.init in ("model", "seeded"):
-            raise JobError(f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init a path of weights")
+            raise JobError(
+                f"Job(init={self.init!r}, rename=...): rename is for the names in files; give init "
+                f"a path of weights"
+            )
         object.__setattr__(self, "batch", bind_batch(self.batch, self.global_batch))
-        object.__setattr__(self, "eval_data", evaluation_data(self.eval_data, self.eval_every, self.eval_batches))
+        object.__setattr__(
+            self, "eval_data", evaluation_data(self.eval_data, self.eval_every, self.eval_batches)
+        )
         object.__setattr__(self, "optimizer", bound_by_name(self.optimizer))
 
     @property
@@ -178,7 +202,11 @@ class Job:
     @property
     def unevaluated(self) -> Job:
         """Return the job without an evaluation."""
-        return self if self.eval_data is None else replace(self, eval_data=None, eval_every=None, eval_batches=None)
+        return (
+            self
+            if self.eval_data is None
+            else replace(self, eval_data=None, eval_every=None, eval_batches=None)
+        )
 
     @property
     def make_optimizers(self) -> Callable[[NamedParameters], Any]:
@@ -229,16 +257,23 @@ class InitialState:
         if self.model is None:
             return {}
         initial = {name: kind for kind in (self.params, self.buffers) for name in kind}
-        values = {name: self._value(kind, name, trained.get(name)) for name, kind in initial.items()}
+        values = {
+            name: self._value(kind, name, trained.get(name)) for name, kind in initial.items()
+        }
         with _holding(self.model, values):
             found = self.model.state_dict()
-            return {n: t.detach().clone() if isinstance(t, torch.Tensor) else t for n, t in found.items()}
+            return {
+                n: t.detach().clone() if isinstance(t, torch.Tensor) else t
+                for n, t in found.items()
+            }
 
     def tensor(self, kind: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         """Return a parameter or a buffer that no rank holds."""
         return self.restored[name] if name in self.restored else kind[name]
 
-    def _value(self, kind: Mapping[str, torch.Tensor], name: str, trained: torch.Tensor | None) -> torch.Tensor:
+    def _value(
+        self, kind: Mapping[str, torch.Tensor], name: str, trained: torch.Tensor | None
+    ) -> torch.Tensor:
         if trained is None:
             return self.tensor(kind, name)
         made = forms_of(kind)[name].dtype
@@ -254,13 +289,19 @@ def _holding(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
     others = {}
     for name, tensor in _first_tensors(model).items():
         value = values[name]
-        others[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        others[id(tensor)] = (
+            nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        )
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     try:
         for module in model.modules():
             every: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
             for own in every:
-                held = [(name, tensor) for name, tensor in own.items() if isinstance(tensor, torch.Tensor)]
+                held = [
+                    (name, tensor)
+                    for name, tensor in own.items()
+                    if isinstance(tensor, torch.Tensor)
+                ]
                 before += [(own, name, tensor) for name, tensor in held]
                 own.update({name: others[id(tensor)] for name, tensor in held})
         yield
@@ -293,12 +334,16 @@ def materialize(job: Job) -> InitialState:
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")
     state = initial_state(model, job.precision.dtype, job.precision.compute_dtype)
-    if job.init != "model":  # into tensors that have their dtype: a float64 file is not to be rounded to float32
+    if (
+        job.init != "model"
+    ):  # into tensors that have their dtype: a float64 file is not to be rounded to float32
         _load(model, Path(job.init), job.rename)
     return state
 
 
-def dtype_in_run(tensor: torch.Tensor, dtype: torch.dtype, compute: torch.dtype | None = None) -> torch.dtype:
+def dtype_in_run(
+    tensor: torch.Tensor, dtype: torch.dtype, compute: torch.dtype | None = None
+) -> torch.dtype:
     """Return the dtype of a model's tensor in a run whose parameters have `dtype`.
 
     Floating-point buffers stay as the model made them, but where `compute` (that of parameters if it is None) is
@@ -311,7 +356,9 @@ def dtype_in_run(tensor: torch.Tensor, dtype: torch.dtype, compute: torch.dtype 
     return torch.float64 if (compute or dtype) == torch.float64 else tensor.dtype
 
 
-def initial_state(model: nn.Module, dtype: torch.dtype, compute: torch.dtype | None = None) -> InitialState:
+def initial_state(
+    model: nn.Module, dtype: torch.dtype, compute: torch.dtype | None = None
+) -> InitialState:
     """Cast the tensors of a module in place, each to the dtype that `dtype_in_run` says, and return all of them."""
     params: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -329,13 +376,22 @@ def _lazy_state(job: Job) -> InitialState:
         stored = {} if job.init == "seeded" else placed(stored_tensors(Path(job.init)), job.rename)
     model, recording = record(job.model, job.seed, asked, _first_tensors)
     tensors, precision = _first_tensors(model), job.precision
-    forms = {n: TensorForm(tuple(t.shape), dtype_in_run(t, precision.dtype, precision.compute_dtype)) for n, t in tensors.items()}
+    forms = {
+        n: TensorForm(tuple(t.shape), dtype_in_run(t, precision.dtype, precision.compute_dtype))
+        for n, t in tensors.items()
+    }
     names, aliases = _saved_names(model)
     with _named(asked):  # checkpoints of Piper's have tensors beyond those of a state_dict, too
-        files = {} if job.init == "seeded" else matched(stored, forms, [*names, *(forms.keys() & stored)], aliases)
+        files = (
+            {}
+            if job.init == "seeded"
+            else matched(stored, forms, [*names, *(forms.keys() & stored)], aliases)
+        )
     trained = {n: form for n, form in forms.items() if isinstance(tensors[n], nn.Parameter)}
     others = {n: form for n, form in forms.items() if n not in trained}
-    return InitialState(LazyTensors(trained, recording, files), LazyTensors(others, recording, files), model)
+    return InitialState(
+        LazyTensors(trained, recording, files), LazyTensors(others, recording, files), model
+    )
 
 
 @contextmanager
@@ -355,7 +411,10 @@ def _saved_names(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     temporary = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in (*module._non_persistent_buffers_set, *(n for n, t in vars(module).items() if isinstance(t, torch.Tensor)))
+        for name in (
+            *module._non_persistent_buffers_set,
+            *(n for n, t in vars(module).items() if isinstance(t, torch.Tensor)),
+        )
     }
     for name, tensor in _named_tensors(model):
         known = first.setdefault(id(tensor), name)
@@ -379,18 +438,27 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         own = {**module._parameters, **module._buffers, **vars(module)}
-        yield from ((dot + name, value) for name, value in own.items() if isinstance(value, torch.Tensor))
+        yield from (
+            (dot + name, value) for name, value in own.items() if isinstance(value, torch.Tensor)
+        )
 
 
 def _load(model: nn.Module, path: Path, rename: Renames) -> None:
     if not path.is_file():
-        raise JobError(f"Job(init={str(path)!r}): no such file; give 'model', 'seeded' or the path of weights")
+        raise JobError(
+            f"Job(init={str(path)!r}): no such file; give 'model', 'seeded' or the path of weights"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if rename:
             state = {
-                name: tensor.whole() for name, tensor in placed({n: HeldTensor(t) for n, t in state.items()}, rename).items()
+                name: tensor.whole()
+                for name, tensor in placed(
+                    {n: HeldTensor(t) for n, t in state.items()}, rename
+                ).items()
             }
         model.load_state_dict(state)
-    except Exception as e:  # torch raises several unrelated classes for a file that is not its own or does not fit
+    except (
+        Exception
+    ) as e:  # torch raises several unrelated classes for a file that is not its own or does not fit
         raise JobError(f"Job(init={str(path)!r}) is not a state_dict of this model: {e}") from e

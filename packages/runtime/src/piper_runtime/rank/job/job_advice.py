@@ -15,8 +15,10 @@ from piper_runtime.rank.job.job_evaluation import LOGGED, arguments_of, signatur
 from piper_runtime.rank.job.job_evaluation import NEEDED as METRICS
 
 BATCH = (
-    "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the step's global batch. "
-    "piper.from_dataset(dataset) makes one of a dataset of torch.utils.data; by hand, every rank asks for its own:\n"
+    "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the "
+    "step's global batch. "
+    "piper.from_dataset(dataset) makes one of a dataset of torch.utils.data; by hand, every rank "
+    "asks for its own:\n"
     "    def batch(step, rows):  # rows: a range in 0..global_batch\n"
     "        index = [(step * GLOBAL_BATCH + row) % len(x) for row in rows]\n"
     "        return x[index], y[index]"
@@ -25,16 +27,27 @@ NEEDED = {
     "model": "a function that makes the model is needed, such as `lambda: Model(config)`",
     "batch": BATCH,
     "loss": (
-        "a function of (output, targets) is needed, such as torch.nn.functional.mse_loss; for a model that computes its loss "
+        "a function of (output, targets) is needed, such as torch.nn.functional.mse_loss; for a "
+        "model that computes "
+        "its loss "
         "itself: `lambda out, _: out.loss`"
     ),
     "optimizer": (
         "a function of the named parameters is needed, which every rank calls with its own: "
-        "`lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)`; or a mapping from patterns of names to such functions"
+        "`lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)`; or a mapping from "
+        "patterns of names to "
+        "such functions"
     ),
-    "scheduler": "a function of the optimizer is needed, such as `lambda o: torch.optim.lr_scheduler.StepLR(o, 10)`",
+    "scheduler": "a function of the optimizer is needed, such as `lambda o: "
+    "torch.optim.lr_scheduler.StepLR(o, 10)`",
 }
-ARGUMENTS = {"model": (), "batch": ("step", "rows"), "loss": ("output", "targets"), "optimizer": ("named",), "scheduler": ("o",)}
+ARGUMENTS = {
+    "model": (),
+    "batch": ("step", "rows"),
+    "loss": ("output", "targets"),
+    "optimizer": ("named",),
+    "scheduler": ("o",),
+}
 """The arguments with which each function of a Job is called."""
 ALIASES = {
     "bf16": "bfloat16", "fp32": "float32", "float": "float32", "single": "float32", "fp64": "float64", "double": "float64",
@@ -49,7 +62,10 @@ def callable_problem(name: str, value: object) -> str | None:
     if isinstance(value, Mapping) and name == "optimizer":
         return by_name_problem(value)
     if isinstance(value, nn.Module) and name == "model":
-        return "Job(model=...) got a module: give a function that makes it, such as `lambda: Model(config)`"
+        return (
+            "Job(model=...) got a module: give a function that makes it, such as `lambda: "
+            "Model(config)`"
+        )
     if isinstance(value, type) and issubclass(value, nn.Module) and name == "loss":
         return f"Job(loss={value.__name__}) is a class: give an instance, {value.__name__}()"
     if not callable(value):
@@ -62,13 +78,20 @@ def callable_problem(name: str, value: object) -> str | None:
         signature.bind(*ARGUMENTS[name])
     except TypeError:
         call = f"{name}({', '.join(ARGUMENTS[name])})"
-        return f"Job({name}=...) is called as {call}, which {_name(value)}{signature} does not accept: {NEEDED[name]}"
+        return (
+            f"Job({name}=...) is called as {call}, which {_name(value)}{signature} does not "
+            f"accept: {NEEDED[name]}"
+        )
     return None
 
 
 def number_problem(job: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the numbers among the fields of a Job, or None."""
-    least = {"global_batch": 1, "seed": 0, **({} if job["tokens_per_row"] is None else {"tokens_per_row": 1})}
+    least = {
+        "global_batch": 1,
+        "seed": 0,
+        **({} if job["tokens_per_row"] is None else {"tokens_per_row": 1}),
+    }
     for name, bound in least.items():
         value = job[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < bound:
@@ -83,7 +106,10 @@ def word_problem(job: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the names and words among the fields of a Job, or None."""
     names = (job["shared"],) if isinstance(job["shared"], str) else job["shared"]
     if not isinstance(names, tuple) or not all(isinstance(n, str) and n for n in names):
-        return f"Job(shared={job['shared']!r}): the name of a tensor of the batch is needed, or a tuple of names"
+        return (
+            f"Job(shared={job['shared']!r}): the name of a tensor of the batch is needed, or a "
+            f"tuple of names"
+        )
     if job["batch_norm"] not in (None, "microbatch"):
         return f'Job(batch_norm={job["batch_norm"]!r}): "microbatch" is needed, or None to refuse batch statistics'
     if job["loss_over"] not in ("batch", "microbatch"):
@@ -101,10 +127,14 @@ def metrics_problem(metrics: object) -> str | None:
         if not isinstance(name, str) or not name or not callable(function):
             return f"Job(metrics=...) has {name!r} with {_article(function)}: {METRICS}"
         if name in LOGGED:
-            return f"Job(metrics=...) has {name!r}, the name of something that is logged of every step; choose another one"
+            return (
+                f"Job(metrics=...) has {name!r}, the name of something that is logged of every "
+                f"step; choose another one"
+            )
         if arguments_of(function) is None:
             return (
-                f"Job(metrics=...) calls {name!r} as {name}(loss) or {name}(output, targets), of which "
+                f"Job(metrics=...) calls {name!r} as {name}(loss) or {name}(output, targets), of "
+                f"which "
                 f"{_name(function)}{signature_of(function)} accepts neither: {METRICS}"
             )
     return None
@@ -113,11 +143,20 @@ def metrics_problem(metrics: object) -> str | None:
 def precision_problem(value: object, accepted: Mapping[str, torch.dtype]) -> str:
     """Return what was probably meant with a value that is no Precision."""
     if isinstance(value, str) and "mixed" in value:
-        mixed = "Precision(params='float32', compute='bfloat16') computes in bfloat16 and updates in float32"
-        return f"Job(precision={value!r}): {mixed}; a name, one of {', '.join(accepted)}, is one dtype for all"
+        mixed = (
+            "Precision(params='float32', compute='bfloat16') computes in bfloat16 and updates in "
+            "float32"
+        )
+        return (
+            f"Job(precision={value!r}): {mixed}; a name, one of {', '.join(accepted)}, is one "
+            f"dtype for all"
+        )
     meant = dtype_meant(value, accepted)
     hint = f"did you mean {meant!r}? " if meant else ""
-    return f"Job(precision={value!r}): {hint}One of {', '.join(accepted)} for all, or a piper.Precision, is accepted"
+    return (
+        f"Job(precision={value!r}): {hint}One of {', '.join(accepted)} for all, or a "
+        f"piper.Precision, is accepted"
+    )
 
 
 def dtype_problem(field: str, value: object, accepted: Iterable[str]) -> str:
@@ -126,7 +165,9 @@ def dtype_problem(field: str, value: object, accepted: Iterable[str]) -> str:
     given = field.replace("...", repr(value)) if "..." in field else f"{field}={value!r}"
     if str(value).removeprefix("torch.") in HALF:
         return (
-            f"Precision({given}): float16 needs its loss scaled, which is not supported; one of {', '.join(accepted)} is needed. "
+            f"Precision({given}): float16 needs its loss scaled, which is not supported; one of "
+            f"{', '.join(accepted)} "
+            f"is needed. "
             "bfloat16 has the range of float32 and needs no scaling"
         )
     found = dtype_meant(value, accepted)
@@ -143,7 +184,13 @@ def dtype_meant(value: object, accepted: Iterable[str]) -> str | None:
 
 def _article(value: object) -> str:
     kind = type(value).__name__
-    return "None" if value is None else f"the text {value!r}" if isinstance(value, str) else f"an object of type {kind}"
+    return (
+        "None"
+        if value is None
+        else f"the text {value!r}"
+        if isinstance(value, str)
+        else f"an object of type {kind}"
+    )
 
 
 def _name(value: object) -> str:

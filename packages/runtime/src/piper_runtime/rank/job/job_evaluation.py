@@ -13,10 +13,23 @@ from piper_ir.ground.errors import JobError
 from piper_runtime.data import DatasetBatch, StreamBatch, from_dataset
 
 NEEDED = (
-    'a mapping from names to functions is needed: of the loss, such as {"perplexity": math.exp}, or of (output, targets), such '
+    'a mapping from names to functions is needed: of the loss, such as {"perplexity": math.exp}, '
+    "or of (output, "
+    "targets), such "
     'as {"accuracy": lambda output, targets: (output.argmax(-1) == targets).float().mean()}'
 )
-LOGGED = frozenset({"loss", "step", "step_s", "batch_s", "tokens_per_s", "gradient_norm", "learning_rate", "evaluation_s"})
+LOGGED = frozenset(
+    {
+        "loss",
+        "step",
+        "step_s",
+        "batch_s",
+        "tokens_per_s",
+        "gradient_norm",
+        "learning_rate",
+        "evaluation_s",
+    }
+)
 """The names of what is logged of every step, which no metric may have."""
 
 
@@ -48,7 +61,9 @@ def of_loss(metrics: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[
     return {name: function for name, function in metrics.items() if arguments_of(function) == 1}
 
 
-def of_outputs(metrics: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[[Any, Any], Any]]:
+def of_outputs(
+    metrics: Mapping[str, Callable[..., Any]],
+) -> Mapping[str, Callable[[Any, Any], Any]]:
     """Return the metrics that are functions of (output, targets)."""
     return {name: function for name, function in metrics.items() if arguments_of(function) == 2}
 
@@ -58,24 +73,40 @@ def evaluation_data(data: Any, every: Any, batches: Any) -> Any:
     if data is None:
         for name, value in (("eval_every", every), ("eval_batches", batches)):
             if value is not None:
-                raise JobError(f"Job({name}={value!r}): it is for an evaluation; give eval_data, a batch function or a dataset")
+                raise JobError(
+                    f"Job({name}={value!r}): it is for an evaluation; give eval_data, a batch "
+                    f"function or a dataset"
+                )
         return None
     if every is None:
-        raise JobError("Job(eval_data=...): when to evaluate is not known; give eval_every, a number of steps")
+        raise JobError(
+            "Job(eval_data=...): when to evaluate is not known; give eval_every, a number of steps"
+        )
     for name, value in (("eval_every", every), ("eval_batches", batches)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
             raise JobError(f"Job({name}={value!r}): an integer of at least 1 is needed")
     if isinstance(data, StreamBatch):
-        raise JobError("Job(eval_data=from_stream(...)): an evaluation reads the same rows each time; use from_dataset")
+        raise JobError(
+            "Job(eval_data=from_stream(...)): an evaluation reads the same rows each time; use "
+            "from_dataset"
+        )
     if not callable(data):
-        if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        if isinstance(data, IterableDataset) or not (
+            hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        ):
             raise JobError(
-                f"Job(eval_data=...) got a {type(data).__name__}, which has no samples by number; give a dataset with "
+                f"Job(eval_data=...) got a {type(data).__name__}, which has no samples by number; "
+                f"give a dataset with "
                 "len(dataset) and dataset[i], or a batch function, as Job.batch"
             )
         data = from_dataset(data, shuffle=False)
     if batches is None and not isinstance(data, DatasetBatch):
-        raise JobError("Job(eval_data=...): the length of a batch function is not known; give eval_batches, or a dataset")
+        raise JobError(
+            "Job(eval_data=...): the length of a batch function is not known; give eval_batches, "
+            "or a dataset"
+        )
     return data
 
 
@@ -92,15 +123,22 @@ def _batches_of(data: DatasetBatch, batches: int | None, global_batch: int) -> i
     whole, rest = divmod(data.samples, global_batch)
     if not whole:
         raise JobError(
-            f"Job(eval_data=...): the dataset has {data.samples} samples, fewer than one global batch of {global_batch} rows; "
+            f"Job(eval_data=...): the dataset has {data.samples} samples, fewer than one global "
+            f"batch of "
+            f"{global_batch} rows; "
             "an evaluation has batches of this size"
         )
     if batches is None and rest:
         raise JobError(
-            f"Job(eval_data=...): the dataset has {data.samples} samples, which is no multiple of the global batch of "
-            f"{global_batch} rows; leave {rest} of them out with eval_batches={whole}, or give a dataset of "
+            f"Job(eval_data=...): the dataset has {data.samples} samples, which is no multiple of "
+            f"the global batch of "
+            f"{global_batch} rows; leave {rest} of them out with eval_batches={whole}, or give a "
+            f"dataset of "
             f"{whole * global_batch} or {(whole + 1) * global_batch}"
         )
     if batches is not None and batches > whole:
-        raise JobError(f"Job(eval_batches={batches}): the dataset has {whole} global batches of {global_batch} rows")
+        raise JobError(
+            f"Job(eval_batches={batches}): the dataset has {whole} global batches of "
+            f"{global_batch} rows"
+        )
     return whole if batches is None else batches

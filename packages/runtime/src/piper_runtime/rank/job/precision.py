@@ -46,7 +46,9 @@ class Precision:
         self._check_narrower("compute", self.compute or self.params)
         if not isinstance(self.keep, Mapping):
             raise JobError(
-                f"Precision(keep={self.keep!r}): a dict of patterns and dtypes is needed, such as {{'*.router.*': 'float32'}}"
+                f"Precision(keep={self.keep!r}): a dict of patterns and dtypes is needed, such as "
+                f"{{'*.router.*': "
+                f"'float32'}}"
             )
         for pattern, value in self.keep.items():
             if value not in DTYPES:
@@ -58,7 +60,9 @@ class Precision:
         order = list(DTYPES)
         if order.index(value) < order.index(self.params):
             raise JobError(
-                f"Precision(params={self.params!r}): {name} is {value}, which is wider than the parameters; they would only be "
+                f"Precision(params={self.params!r}): {name} is {value}, which is wider than the "
+                f"parameters; they would "
+                f"only be "
                 f"padded. Give params={value!r}, or a {name} of at most {self.params}"
             )
 
@@ -96,7 +100,9 @@ class Precision:
     @property
     def key(self) -> str:
         """Return the text of everything that a capture depends on."""
-        return f"{self.compute_dtype} {self.reduce_dtype} {self.batch_dtype} {list(self.keep.items())}"
+        return (
+            f"{self.compute_dtype} {self.reduce_dtype} {self.batch_dtype} {list(self.keep.items())}"
+        )
 
 
 class PrecisionField:
@@ -109,4 +115,6 @@ class PrecisionField:
         return found
 
     def __set__(self, job: object, value: Precision | str) -> None:
-        vars(job)["precision"] = Precision(value) if isinstance(value, str) and value in DTYPES else value
+        vars(job)["precision"] = (
+            Precision(value) if isinstance(value, str) and value in DTYPES else value
+        )

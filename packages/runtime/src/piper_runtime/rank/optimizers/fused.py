@@ -28,14 +28,18 @@ def fused_problem(optimizer: Optimizer, dtype: torch.dtype, device: torch.device
 
     Two small steps are compared with those of the plain kernel, once per process, kind, dtype, device and options.
     """
-    found = (_group_problem(type(optimizer), group, dtype, device) for group in optimizer.param_groups)
+    found = (
+        _group_problem(type(optimizer), group, dtype, device) for group in optimizer.param_groups
+    )
     return next(filter(None, found), "")
 
 
 def warn_unfused(optimizer: Optimizer, dtype: torch.dtype, problem: str) -> None:
     """Warn, once per process, that an optimizer runs without fused kernels."""
     text = (
-        f"torch's fused {type(optimizer).__name__} {problem} in {str(dtype).removeprefix('torch.')}, so the plain one is used, "
+        f"torch's fused {type(optimizer).__name__} {problem} in "
+        f"{str(dtype).removeprefix('torch.')}, so the plain one "
+        f"is used, "
         "which goes from parameter to parameter"
     )
     if text not in _said:
@@ -43,7 +47,9 @@ def warn_unfused(optimizer: Optimizer, dtype: torch.dtype, problem: str) -> None
         warnings.warn(text, PiperWarning, stacklevel=2)
 
 
-def _group_problem(kind: type[Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> str:
+def _group_problem(
+    kind: type[Optimizer], group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> str:
     options = {name: value for name, value in group.items() if name not in PER_RUN}
     key = (kind, dtype, device, repr(sorted(options.items())))
     if key not in _tried:
@@ -51,7 +57,9 @@ def _group_problem(kind: type[Optimizer], group: Mapping[str, Any], dtype: torch
     return _tried[key]
 
 
-def _try(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> str:
+def _try(
+    kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> str:
     plain = _moved(kind, options, dtype, device, fused=False)
     try:
         fused = _moved(kind, options, dtype, device, fused=True)
@@ -63,14 +71,22 @@ def _try(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype, 
 
 
 def _moved(
-    kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, fused: bool
+    kind: type[Optimizer],
+    options: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    fused: bool,
 ) -> torch.Tensor:
     """Return how far two steps move a small parameter."""
     start = torch.linspace(-0.5, 0.5, ELEMENTS + 1).to(dtype).to(device)
     parameter = torch.nn.Parameter(start.clone())
     optimizer = kind([parameter], lr=LEARNING_RATE)  # type: ignore[call-arg]  # every optimizer takes lr
     optimizer.param_groups[0].update(options, fused=fused, foreach=False)
-    for gradient in (torch.linspace(-1.0, 2.0, ELEMENTS + 1), torch.linspace(1.5, -1.0, ELEMENTS + 1)):
+    for gradient in (
+        torch.linspace(-1.0, 2.0, ELEMENTS + 1),
+        torch.linspace(1.5, -1.0, ELEMENTS + 1),
+    ):
         parameter.grad = gradient.to(dtype).to(device)
         optimizer.step()
     return (parameter.detach() - start).double().cpu()

@@ -77,10 +77,15 @@ class RankOptimizer:
         self.rates: tuple[float, ...] = ()
         self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         dtype = self._dtype = next((getattr(torch, b.dtype) for b in plan.buckets), torch.float32)
-        self._again: Callable[[], list[Optimizer]] = lambda: call_optimizers(function, meta_parameters(plan.whole_params, dtype))
+        self._again: Callable[[], list[Optimizer]] = lambda: call_optimizers(
+            function, meta_parameters(plan.whole_params, dtype)
+        )
         named = meta_parameters(plan.whole_params, dtype)
         optimizers = call_optimizers(function, named)
-        ways, unfused = zip(*(self._way(number, optimizer, dtype) for number, optimizer in enumerate(optimizers)), strict=True)
+        ways, unfused = zip(
+            *(self._way(number, optimizer, dtype) for number, optimizer in enumerate(optimizers)),
+            strict=True,
+        )
         self.flat = "parameters" not in ways
         self._owner = [k for k, optimizer in enumerate(optimizers) for _ in optimizer.param_groups]
         self._ways: tuple[Way, ...] = ways
@@ -109,7 +114,9 @@ class RankOptimizer:
             warn_unfused(optimizer, dtype, problem)
         if type(optimizer) in ELEMENTWISE and not problem:
             return "fused", ""
-        return ("pieces" if by_elements(optimizer, lambda: self._again()[number]) else "parameters"), problem
+        return (
+            "pieces" if by_elements(optimizer, lambda: self._again()[number]) else "parameters"
+        ), problem
 
     def _way_of(self, bucket: Bucket) -> Way:
         return self._ways[self._owner[bucket.group]]
@@ -122,15 +129,21 @@ class RankOptimizer:
         """Raise JobError where ranks share the states of an optimizer that works on whole parameters."""
         for bucket in self._store.buckets:
             if bucket.shard.optim and self._way_of(bucket) == "parameters":
-                raise JobError(sharding_problem(type(optimizers[self._owner[bucket.group]]).__name__))
+                raise JobError(
+                    sharding_problem(type(optimizers[self._owner[bucket.group]]).__name__)
+                )
 
     def _check_groups(self, named: NamedParameters) -> None:
-        group_of = {id(p): index for index, group in enumerate(self.groups) for p in group["params"]}
+        group_of = {
+            id(p): index for index, group in enumerate(self.groups) for p in group["params"]
+        }
         for bucket in self._store.buckets:
             for name, p in named:
                 if name in bucket.params and group_of.get(id(p)) != bucket.group:
                     raise JobError(
-                        f"bucket {bucket.id} was planned for parameter group {bucket.group}, but Job.optimizer puts {name} "
+                        f"bucket {bucket.id} was planned for parameter group {bucket.group}, but "
+                        f"Job.optimizer puts "
+                        f"{name} "
                         f"in group {group_of.get(id(p))}; compile the strategy with this job"
                     )
 
@@ -141,9 +154,12 @@ class RankOptimizer:
             one_by_one(optimizer, fused=False)
         for index, group in enumerate(optimizer.param_groups, first):
             group.pop("param_names", None)
-            group["params"] = [p for b in self._store.buckets if b.group == index for p in self._pieces(b, way)]
+            group["params"] = [
+                p for b in self._store.buckets if b.group == index for p in self._pieces(b, way)
+            ]
             if way == "fused":
-                # Which kernel runs is ours to choose: the fused ones hold no temporaries and cost one launch per bucket.
+                # Which kernel runs is ours to choose: the fused ones hold no temporaries and cost one launch per
+                # bucket.
                 group["fused"], group["foreach"] = True, False
                 for p in group["params"]:
                     _first_state(optimizer, group, p)
@@ -154,11 +170,17 @@ class RankOptimizer:
         known = self._members.get(bucket.id)
         if known is None:
             master, grads = self._store.own_masters[bucket.id], self._store.own_grads[bucket.id]
-            known = [(master, grads)] if way == "fused" else list(zip(master.split(PIECE), grads.split(PIECE), strict=True))
+            known = (
+                [(master, grads)]
+                if way == "fused"
+                else list(zip(master.split(PIECE), grads.split(PIECE), strict=True))
+            )
             self._members[bucket.id] = known
         return [p for p, _ in known]
 
-    def _members_of(self, bucket: Bucket, named: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _members_of(
+        self, bucket: Bucket, named: Mapping[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the tensors that are updated of a bucket, each with its gradient."""
         if self._way_of(bucket) == "parameters":
             return [(named[n], self._store.grads[n]) for n in bucket.params]
@@ -191,7 +213,9 @@ class RankOptimizer:
 
         `rates` are the learning rates of the groups in this step.
         """
-        self.rates = tuple(float(group["lr"]) for group in self.groups if isinstance(group.get("lr"), int | float))
+        self.rates = tuple(
+            float(group["lr"]) for group in self.groups if isinstance(group.get("lr"), int | float)
+        )
         for schedule in self._schedulers:
             schedule.step()
 
@@ -217,10 +241,19 @@ class RankOptimizer:
 
     def states(self, bucket: Bucket) -> list[OptimizerState]:
         """Return what the optimizer keeps of a bucket: of parts of it, or of each of its parameters."""
-        state, tensors = self._optimizers[self._owner[bucket.group]].state, [p for p, _ in self._members[bucket.id]]
+        state, tensors = (
+            self._optimizers[self._owner[bucket.group]].state,
+            [p for p, _ in self._members[bucket.id]],
+        )
         if self._way_of(bucket) == "parameters":
-            return [OptimizerState((name,), p, state[p]) for name, p in zip(bucket.params, tensors, strict=True)]
-        return [OptimizerState(bucket.params, p, state[p], True, k * PIECE) for k, p in enumerate(tensors)]
+            return [
+                OptimizerState((name,), p, state[p])
+                for name, p in zip(bucket.params, tensors, strict=True)
+            ]
+        return [
+            OptimizerState(bucket.params, p, state[p], True, k * PIECE)
+            for k, p in enumerate(tensors)
+        ]
 
     def scalars(self, bucket: Bucket) -> Collection[str]:
         """Return the keys under which one number is kept for a whole piece of a bucket; a fused kernel's is there."""
@@ -240,8 +273,12 @@ def sharding_problem(kind: str) -> str:
     """Return the message for an optimizer whose states ranks cannot share."""
     known = ", ".join(c.__name__ for c in TRIED)
     return (
-        f"replicate(zero=1, 2 or 3) shares the states of the optimizer among ranks, each with a part of every parameter, and "
-        f"{kind} works on whole parameters here; use one of {known}, declare it with piper.elementwise({kind}) if it updates "
+        f"replicate(zero=1, 2 or 3) shares the states of the optimizer among ranks, each with a "
+        f"part of every "
+        f"parameter, and "
+        f"{kind} works on whole parameters here; use one of {known}, declare it with "
+        f"piper.elementwise({kind}) if it "
+        f"updates "
         "each element by itself, or use zero=0"
     )
 
@@ -253,7 +290,9 @@ def scaled(grad: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) 
     """
     if grad.dtype.itemsize < dtype.itemsize:
         grad = grad.to(dtype)
-    if not (isinstance(scale, float) and scale == 1.0):  # a tensor is not compared: the host would wait for it
+    if not (
+        isinstance(scale, float) and scale == 1.0
+    ):  # a tensor is not compared: the host would wait for it
         grad.mul_(scale)
     return grad.to(dtype)
 
@@ -266,7 +305,9 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], p: torch.Tensor
         if group["momentum"] != 0 and group["dampening"] == 0:
             state["momentum_buffer"] = torch.zeros_like(p)
         return
-    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)  # fused kernels want it beside the parameter
+    state["step"] = torch.zeros(
+        (), dtype=torch.float32, device=p.device
+    )  # fused kernels want it beside the parameter
     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
     if group["amsgrad"]:
         state["max_exp_avg_sq"] = torch.zeros_like(p)

@@ -24,14 +24,17 @@ def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParamet
         (
             p.name,
             torch.nn.Parameter(
-                torch.empty([bind(d, 0) for d in p.spec.shape], dtype=dtype, device="meta"), requires_grad=p.trained
+                torch.empty([bind(d, 0) for d in p.spec.shape], dtype=dtype, device="meta"),
+                requires_grad=p.trained,
             ),
         )
         for p in params
     ]
 
 
-def call_optimizers(function: Callable[[NamedParameters], Any], named: NamedParameters) -> list[Optimizer]:
+def call_optimizers(
+    function: Callable[[NamedParameters], Any], named: NamedParameters
+) -> list[Optimizer]:
     """Return the user's optimizers over the given parameters, most often one.
 
     Raises JobError for an object that is none, or is refused by name, or holds foreign parameters.
@@ -44,7 +47,8 @@ def call_optimizers(function: Callable[[NamedParameters], Any], named: NamedPara
             raise
         raise JobError(
             f"{error}. Give it the matrices, and the other parameters to another optimizer: "
-            'Job(optimizer={"layers.*.weight": muon, "*": adamw}), where each is a function of its named parameters'
+            'Job(optimizer={"layers.*.weight": muon, "*": adamw}), where each is a function of its '
+            "named parameters"
         ) from error.__cause__
     several = isinstance(made, list | tuple)
     found: Sequence[Any] = list(made) if isinstance(made, list | tuple) else [made]
@@ -53,10 +57,15 @@ def call_optimizers(function: Callable[[NamedParameters], Any], named: NamedPara
     for optimizer in found:
         _check(optimizer, {id(p) for _, p in named}, "a list with " if several else "")
     seen: set[int] = set()
-    for p in (p for optimizer in found for group in optimizer.param_groups for p in group["params"]):
+    for p in (
+        p for optimizer in found for group in optimizer.param_groups for p in group["params"]
+    ):
         if id(p) in seen:
             name = next(n for n, q in named if q is p)
-            raise JobError(f"Job.optimizer gives parameter {name!r} to two optimizers; each parameter belongs to one")
+            raise JobError(
+                f"Job.optimizer gives parameter {name!r} to two optimizers; each parameter belongs "
+                f"to one"
+            )
         seen.add(id(p))
     return list(found)
 
@@ -71,27 +80,39 @@ def _check(optimizer: object, known: set[int], among: str) -> None:
         raise JobError(f"{returned}{kind}, which cannot run on a plan: {REFUSED[kind]}")
     if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
         raise JobError(
-            f"{returned}{kind} with step hooks, which would see the parameters of one rank only; leave them "
+            f"{returned}{kind} with step hooks, which would see the parameters of one rank only; "
+            f"leave them "
             "out (to clip, set Job(clip_norm=...))"
         )
-    if type(optimizer) in ELEMENTWISE and any(optimizer.state.values()):  # torch makes their state in the first step
+    if type(optimizer) in ELEMENTWISE and any(
+        optimizer.state.values()
+    ):  # torch makes their state in the first step
         raise JobError(
-            f"{returned}{kind} with state that it has loaded, which would be lost: a plan keeps the state of {kind} "
-            "in buckets of its own and starts without any. Leave out load_state_dict, and set the learning rate in the groups"
+            f"{returned}{kind} with state that it has loaded, which would be lost: a plan keeps "
+            f"the state of {kind} "
+            "in buckets of its own and starts without any. Leave out load_state_dict, and set the "
+            "learning rate in the "
+            "groups"
         )
     for index, group in enumerate(optimizer.param_groups):
         if not all(id(p) in known for p in group["params"]):
             raise JobError(
-                f"Job.optimizer: group {index} holds a tensor that it was not given; build the groups from the "
+                f"Job.optimizer: group {index} holds a tensor that it was not given; build the "
+                f"groups from the "
                 f"(name, parameter) list only"
             )
         if isinstance(group.get("lr"), torch.Tensor):
-            raise JobError(f"Job.optimizer: group {index} has a tensor as lr; give a float, which a scheduler changes as well")
+            raise JobError(
+                f"Job.optimizer: group {index} has a tensor as lr; give a float, which a scheduler "
+                f"changes as well"
+            )
         if group.get("differentiable"):
             raise JobError("Job.optimizer: differentiable=True is not supported; leave it out")
 
 
-def call_schedulers(function: Callable[[Optimizer], Any] | None, optimizers: Iterable[Optimizer]) -> list[LRScheduler]:
+def call_schedulers(
+    function: Callable[[Optimizer], Any] | None, optimizers: Iterable[Optimizer]
+) -> list[LRScheduler]:
     """Return the user's learning-rate schedule of each optimizer; none without a function.
 
     Raises JobError for an object that is none, or needs more than the number of the step.
@@ -104,19 +125,29 @@ def _called(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> LRSch
         schedule: object = function(optimizer)
     if isinstance(schedule, ReduceLROnPlateau):
         raise JobError(
-            "Job.scheduler returned ReduceLROnPlateau, which cannot run on a plan: it follows a metric, and no rank has one of "
+            "Job.scheduler returned ReduceLROnPlateau, which cannot run on a plan: it follows a "
+            "metric, and no rank "
+            "has one of "
             "the whole model; give a schedule of the step's number, such as LambdaLR"
         )
     if not isinstance(schedule, LRScheduler):
-        raise JobError(f"Job.scheduler returned a {type(schedule).__name__}; a torch.optim.lr_scheduler.LRScheduler is needed")
+        raise JobError(
+            f"Job.scheduler returned a {type(schedule).__name__}; a "
+            f"torch.optim.lr_scheduler.LRScheduler is needed"
+        )
     return schedule
 
 
 def advance(schedule: LRScheduler, steps: int) -> None:
     """Bring a new schedule to where it stands after so many optimizer steps: it follows their number alone."""
-    with warnings.catch_warnings(), user_code(f"Job.scheduler(optimizer) after {steps} steps", JobError):
+    with (
+        warnings.catch_warnings(),
+        user_code(f"Job.scheduler(optimizer) after {steps} steps", JobError),
+    ):
         # It asks whether the optimizer has made a step; those steps were made by an earlier run.
-        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+        warnings.filterwarnings(
+            "ignore", message=r"Detected call of `lr_scheduler.step\(\)` before"
+        )
         for _ in range(steps):
             schedule.step()
 
@@ -126,7 +157,11 @@ def schedule_state(schedules: Sequence[LRScheduler]) -> Mapping[str, Any]:
     states = [schedule.state_dict() for schedule in schedules]
     if len(states) == 1:
         return dict(states[0])
-    return {f"{number}.{key}": value for number, state in enumerate(states) for key, value in state.items()}
+    return {
+        f"{number}.{key}": value
+        for number, state in enumerate(states)
+        for key, value in state.items()
+    }
 
 
 def names_of(objects: Sequence[object]) -> str:
@@ -137,7 +172,9 @@ def names_of(objects: Sequence[object]) -> str:
 def keep_from_start(optimizer: Optimizer) -> None:
     """Make the state that Adagrad makes when it is made, for parameters that took the place of others."""
     if type(optimizer) is Adagrad:
-        optimizer.state.update(Adagrad([dict(group) for group in optimizer.param_groups], **optimizer.defaults).state)
+        optimizer.state.update(
+            Adagrad([dict(group) for group in optimizer.param_groups], **optimizer.defaults).state
+        )
 
 
 def one_by_one(optimizer: Optimizer, *, fused: bool) -> None:

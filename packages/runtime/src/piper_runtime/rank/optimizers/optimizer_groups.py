@@ -20,8 +20,18 @@ from piper_ir.plan.plan import Bucket
 from piper_ir.program.program import Param
 from piper_runtime.rank.job.job import Job, NamedParameters
 from piper_runtime.rank.optimizers.fused import fused_problem, warn_unfused
-from piper_runtime.rank.optimizers.optimizer_calls import call_optimizers, meta_parameters, names_of, one_by_one
-from piper_runtime.rank.optimizers.optimizer_kinds import ELEMENTWISE, declared_elementwise, declared_per_parameter, separable
+from piper_runtime.rank.optimizers.optimizer_calls import (
+    call_optimizers,
+    meta_parameters,
+    names_of,
+    one_by_one,
+)
+from piper_runtime.rank.optimizers.optimizer_kinds import (
+    ELEMENTWISE,
+    declared_elementwise,
+    declared_per_parameter,
+    separable,
+)
 from piper_runtime.rank.optimizers.optimizer_sizes import state_bytes, step_bytes
 from piper_runtime.rank.optimizers.optimizer_trials import (
     PieceSizes,
@@ -118,7 +128,9 @@ class OptimizerSpec:
         for bucket in sorted(buckets, key=lambda b: b.group):
             group = self.groups[bucket.group]
             if group.piece is not None:
-                numels = [min(PIECE, bucket.numel - first) for first in range(0, bucket.numel, PIECE)]
+                numels = [
+                    min(PIECE, bucket.numel - first) for first in range(0, bucket.numel, PIECE)
+                ]
                 found.setdefault(group.owner, []).extend((group.piece, n) for n in numels)
         return found
 
@@ -155,7 +167,9 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
         fused = type(optimizer) in ELEMENTWISE and not problem
         if not fused and by_elements(optimizer, make):
             groups += [
-                GroupSpec(type(optimizer).__name__, number, True, piece=piece_sizes(make, index, dtype))
+                GroupSpec(
+                    type(optimizer).__name__, number, True, piece=piece_sizes(make, index, dtype)
+                )
                 for index in range(len(optimizer.param_groups))
             ]
         elif fused:
@@ -165,9 +179,13 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
             own = _own(optimizer, named)
             param_bytes |= state_bytes(optimizer, own, trained)
             whole_bytes = max(whole_bytes, step_bytes(optimizer, own))
-            groups += [GroupSpec(type(optimizer).__name__, number, False)] * len(optimizer.param_groups)
+            groups += [GroupSpec(type(optimizer).__name__, number, False)] * len(
+                optimizer.param_groups
+            )
     alone = all(map(separable, optimizers))
-    return OptimizerSpec(names_of(optimizers), group_of, tuple(groups), param_bytes, alone, whole_bytes)
+    return OptimizerSpec(
+        names_of(optimizers), group_of, tuple(groups), param_bytes, alone, whole_bytes
+    )
 
 
 def state_keys(job: Job, params: Sequence[Param]) -> dict[str, set[str]]:
@@ -184,7 +202,9 @@ def state_keys(job: Job, params: Sequence[Param]) -> dict[str, set[str]]:
 
 
 def _made_again(job: Job, params: Sequence[Param], number: int) -> Optimizer:
-    return call_optimizers(job.make_optimizers, meta_parameters(params, job.precision.dtype))[number]
+    return call_optimizers(job.make_optimizers, meta_parameters(params, job.precision.dtype))[
+        number
+    ]
 
 
 def _own(optimizer: Optimizer, named: NamedParameters) -> NamedParameters:
@@ -193,7 +213,9 @@ def _own(optimizer: Optimizer, named: NamedParameters) -> NamedParameters:
     return [(name, p) for name, p in named if id(p) in ids]
 
 
-def _group_of(optimizers: Sequence[Optimizer], named: NamedParameters, trained: set[str]) -> dict[str, int]:
+def _group_of(
+    optimizers: Sequence[Optimizer], named: NamedParameters, trained: set[str]
+) -> dict[str, int]:
     """Return the index of the group of each trained parameter; raise JobError where one has none."""
     name_of = {id(p): name for name, p in named}
     group_of = {
@@ -204,8 +226,12 @@ def _group_of(optimizers: Sequence[Optimizer], named: NamedParameters, trained: 
     }
     if missing := sorted(trained - group_of.keys()):
         raise JobError(
-            f"Job.optimizer puts {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} in no parameter group; "
-            f"give every parameter to the optimizer, or set requires_grad=False in the model for those that stay as they are"
+            f"Job.optimizer puts {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} "
+            f"in no parameter "
+            f"group; "
+            f"give every parameter to the optimizer, or set requires_grad=False in the model for "
+            f"those that stay as "
+            f"they are"
         )
     return group_of
 
@@ -238,7 +264,10 @@ def why_unfused(optimizer: Optimizer, dtype: torch.dtype, device: torch.device |
 def _fused_groups(number: int, optimizer: Optimizer) -> list[GroupSpec]:
     counters = 0 if type(optimizer) is SGD else STEP_COUNTER_BYTES
     kind = type(optimizer).__name__
-    return [GroupSpec(kind, number, True, _state_copies(optimizer, group), counters) for group in optimizer.param_groups]
+    return [
+        GroupSpec(kind, number, True, _state_copies(optimizer, group), counters)
+        for group in optimizer.param_groups
+    ]
 
 
 def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:

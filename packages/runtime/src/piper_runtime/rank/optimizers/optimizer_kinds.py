@@ -11,14 +11,37 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from piper_ir.ground.errors import JobError
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 """The optimizers that run on flat buckets by torch's fused kernels, by exact class."""
 
-TRIED: tuple[type[Optimizer], ...] = (*ELEMENTWISE, ASGD, Adadelta, Adagrad, Adamax, NAdam, RAdam, RMSprop, Rprop)
+TRIED: tuple[type[Optimizer], ...] = (
+    *ELEMENTWISE,
+    ASGD,
+    Adadelta,
+    Adagrad,
+    Adamax,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 """The optimizers that update each element by itself as torch writes them, by exact class.
 
 A trial shows whether they do so under their settings, too.
@@ -33,10 +56,15 @@ SEPARABLE: tuple[type[Optimizer], ...] = (
 Any other may couple parameters (a norm over all of them), and a rank of a pipeline sees only its own.
 """
 
-REFUSED = {"LBFGS": "it calls the loss several times per step", "SparseAdam": "it needs sparse gradients"}
+REFUSED = {
+    "LBFGS": "it calls the loss several times per step",
+    "SparseAdam": "it needs sparse gradients",
+}
 
 KEEPS_TO = (
-    "it reads its parameters from param_groups in step(), skips those without a gradient, keeps what it needs of a parameter in "
+    "it reads its parameters from param_groups in step(), skips those without a gradient, keeps "
+    "what it needs of a "
+    "parameter in "
     "state[parameter], and makes that in the first step"
 )
 """The rules that an optimizer of the user's must keep to, for messages."""
@@ -70,9 +98,13 @@ def per_parameter(kind: _Kind) -> _Kind:
 
 def _checked(name: str, kind: _Kind) -> _Kind:
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise JobError(f"piper.{name}({kind!r}): a class of optimizers is needed, such as piper.{name}(Lion)")
+        raise JobError(
+            f"piper.{name}({kind!r}): a class of optimizers is needed, such as piper.{name}(Lion)"
+        )
     if kind.__name__ in REFUSED:
-        raise JobError(f"piper.{name}({kind.__name__}): it cannot run on a plan: {REFUSED[kind.__name__]}")
+        raise JobError(
+            f"piper.{name}({kind.__name__}): it cannot run on a plan: {REFUSED[kind.__name__]}"
+        )
     return kind
 
 
@@ -110,5 +142,8 @@ def with_declarations(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of named parameters that takes the declarations of this process with it."""
     if not (_elementwise or _per_parameter):
         return function
-    by_name = [tuple(sorted(kinds, key=lambda k: k.__qualname__)) for kinds in (_elementwise, _per_parameter)]
+    by_name = [
+        tuple(sorted(kinds, key=lambda k: k.__qualname__))
+        for kinds in (_elementwise, _per_parameter)
+    ]
     return Declaring(function, *by_name)

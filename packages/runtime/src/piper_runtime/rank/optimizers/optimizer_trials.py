@@ -38,9 +38,14 @@ def check_elementwise(make: Make) -> None:
     kind = type(make()).__name__
     for group in _groups_on_wholes(make):
         raise JobError(
-            f"piper.elementwise({kind}): it was tried on a tensor of {list(SHAPE)} with the settings of group {group}, and "
-            "steps on parts of it are not the parts of the steps on the whole, so it needs whole parameters; declare it with "
-            f"piper.per_parameter({kind}) if it updates each parameter by itself, and use zero=0 and no shard"
+            f"piper.elementwise({kind}): it was tried on a tensor of {list(SHAPE)} with the "
+            f"settings of group {group}, "
+            f"and "
+            "steps on parts of it are not the parts of the steps on the whole, so it needs whole "
+            "parameters; declare "
+            "it with "
+            f"piper.per_parameter({kind}) if it updates each parameter by itself, and use zero=0 "
+            f"and no shard"
         )
 
 
@@ -50,7 +55,9 @@ def by_elements(optimizer: Optimizer, make: Make) -> bool:
     One that was declared can, and one of torch's whose steps on parts of a tensor are the parts of steps on the whole.
     One that has loaded state keeps it: it is a state of whole parameters.
     """
-    if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad begins with one, of step 0
+    if any(
+        float(state.get("step", 1)) for state in optimizer.state.values()
+    ):  # Adagrad begins with one, of step 0
         return False
     if declared_elementwise(optimizer):
         return True
@@ -72,13 +79,22 @@ def check_per_parameter(make: Make) -> None:
     kind = type(make()).__name__
     for index, group in enumerate(make().param_groups):
         shapes = [tuple(min(d, 6) for d in p.shape) for p in group["params"][:2]]
-        starts, gradients = zip(*(_numbers(shape, seed) for seed, shape in enumerate((shapes * 2)[:2])), strict=True)
+        starts, gradients = zip(
+            *(_numbers(shape, seed) for seed, shape in enumerate((shapes * 2)[:2])), strict=True
+        )
         together = _stepped(make, index, starts, list(zip(*gradients, strict=True)))
-        alone = [_stepped(make, index, [s], [[g] for g in gs])[0] for s, gs in zip(starts, gradients, strict=True)]
+        alone = [
+            _stepped(make, index, [s], [[g] for g in gs])[0]
+            for s, gs in zip(starts, gradients, strict=True)
+        ]
         if not all(_equal(a, b) for a, b in zip(together, alone, strict=True)):
             raise JobError(
-                f"piper.per_parameter({kind}): it was tried on two tensors with the settings of group {index}, and a step on "
-                "both is not that on each alone, so that a rank which holds only some parameters would step otherwise; use a "
+                f"piper.per_parameter({kind}): it was tried on two tensors with the settings of "
+                f"group {index}, and a "
+                f"step on "
+                "both is not that on each alone, so that a rank which holds only some parameters "
+                "would step otherwise; "
+                "use a "
                 "strategy without place, where each rank holds all of them"
             )
 
@@ -86,7 +102,9 @@ def check_per_parameter(make: Make) -> None:
 def _numbers(shape: Sequence[int], seed: int = 0) -> tuple[Tensor, list[Tensor]]:
     """Return a parameter and its gradients in each step."""
     source = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(shape, generator=source, dtype=torch.float64) for _ in range(len(SCALES) + 1)]
+    drawn = [
+        torch.randn(shape, generator=source, dtype=torch.float64) for _ in range(len(SCALES) + 1)
+    ]
     return drawn[0], [scale * g for scale, g in zip(SCALES, drawn[1:], strict=True)]
 
 
@@ -99,12 +117,17 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(torch.allclose(a, b, rtol=1e-9, atol=1e-12))  # NaN is a difference
 
 
-def _stepped(make: Make, group: int, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _stepped(
+    make: Make, group: int, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
     """Return parameters after steps of one group of an optimizer."""
     optimizer = make()
     params = [torch.nn.Parameter(start.clone()) for start in starts]
     _only(optimizer, group, params)
-    with user_code(f"a trial step of {type(optimizer).__name__} on small tensors", JobError), torch.no_grad():
+    with (
+        user_code(f"a trial step of {type(optimizer).__name__} on small tensors", JobError),
+        torch.no_grad(),
+    ):
         for step in gradients:
             for p, g in zip(params, step, strict=True):
                 p.grad = g.clone()
@@ -131,7 +154,9 @@ def _check_kept(optimizer: Optimizer, p: Tensor) -> None:
     kind = type(optimizer).__name__
     if strange := [key for key in optimizer.state if key is not p and not isinstance(key, Tensor)]:
         raise JobError(
-            f"Job.optimizer: {kind} keeps {strange[0]!r} in its state beside parameters, which no rank would save or share; an "
+            f"Job.optimizer: {kind} keeps {strange[0]!r} in its state beside parameters, which no "
+            f"rank would save or "
+            f"share; an "
             f"optimizer works on a plan if {KEEPS_TO}"
         )
 
@@ -155,7 +180,9 @@ class PieceSizes:
 
 def piece_sizes(make: Make, group: int, dtype: torch.dtype) -> PieceSizes:
     """Return the sizes of a piece, from steps on two meta tensors; raise JobError where no piece has such sizes."""
-    (state, held), (larger, more) = (_sizes(make, group, [n], dtype) for n in (ELEMENTS, 2 * ELEMENTS))
+    (state, held), (larger, more) = (
+        _sizes(make, group, [n], dtype) for n in (ELEMENTS, 2 * ELEMENTS)
+    )
     after = [_sizes(make, group, [n, n], dtype)[1] for n in (ELEMENTS, 2 * ELEMENTS)]
     left = _affine(after[0] - held, after[1] - more)
     scalars: dict[str, torch.dtype] = {}
@@ -164,8 +191,11 @@ def piece_sizes(make: Make, group: int, dtype: torch.dtype) -> PieceSizes:
             scalars[key] = value.dtype
         elif isinstance(value, Tensor) and value.shape != (ELEMENTS,):
             raise JobError(
-                f"piper.elementwise({type(make()).__name__}): it keeps a tensor of shape {list(value.shape)} as {key!r} of a "
-                f"parameter of {ELEMENTS} elements; one of the parameter's shape is needed, or a single number"
+                f"piper.elementwise({type(make()).__name__}): it keeps a tensor of shape "
+                f"{list(value.shape)} as "
+                f"{key!r} of a "
+                f"parameter of {ELEMENTS} elements; one of the parameter's shape is needed, or a "
+                f"single number"
             )
     return PieceSizes(_affine(_bytes(state), _bytes(larger)), _affine(held, more), left, scalars)
 
@@ -175,16 +205,26 @@ def _affine(one: int, two: int) -> tuple[int, int]:
     return (two - one) // ELEMENTS, 2 * one - two
 
 
-def _sizes(make: Make, group: int, numels: Sequence[int], dtype: torch.dtype) -> tuple[dict[str, Any], int]:
+def _sizes(
+    make: Make, group: int, numels: Sequence[int], dtype: torch.dtype
+) -> tuple[dict[str, Any], int]:
     """Return what is kept of the first of some pieces after a step, and the bytes that the next step holds."""
     optimizer = make()
-    pieces = [torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta")) for numel in numels]
+    pieces = [
+        torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta")) for numel in numels
+    ]
     for piece in pieces:
         piece.grad = torch.empty_like(piece)
     _only(optimizer, group, pieces)
-    with NumbersOfMeta(), user_code(f"a step of {type(optimizer).__name__} on meta tensors", JobError), torch.no_grad():
+    with (
+        NumbersOfMeta(),
+        user_code(f"a step of {type(optimizer).__name__} on meta tensors", JobError),
+        torch.no_grad(),
+    ):
         optimizer.step()
-    return dict(optimizer.state[pieces[0]]), step_bytes(optimizer, [("", piece) for piece in pieces])
+    return dict(optimizer.state[pieces[0]]), step_bytes(
+        optimizer, [("", piece) for piece in pieces]
+    )
 
 
 def _bytes(state: dict[str, Any]) -> int:

@@ -64,13 +64,21 @@ def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[Import, ...],
     read: dict[str, None] = {}
     imported: dict[Import, None] = {}
     pushed: list[object] = []
-    names = set(code.co_names) | {constant for constant in code.co_consts if isinstance(constant, str)}
+    names = set(code.co_names) | {
+        constant for constant in code.co_consts if isinstance(constant, str)
+    }
     for instruction in dis.get_instructions(code):
         if instruction.opname in _GLOBAL:
             read[instruction.argval] = None
         elif instruction.opname == "IMPORT_NAME":
             level, items = pushed[-2:]  # the compiler pushes both right before
-            imported[Import(instruction.argval, int(str(level)), tuple(items) if isinstance(items, tuple) else ())] = None
+            imported[
+                Import(
+                    instruction.argval,
+                    int(str(level)),
+                    tuple(items) if isinstance(items, tuple) else (),
+                )
+            ] = None
         elif instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
             pushed.append(instruction.argval)
     for constant in code.co_consts:
@@ -90,7 +98,9 @@ def full_name(request: Import, space: Mapping[str, object]) -> str:
     if not request.level:
         return request.name
     package = str(space.get("__package__") or space.get("__name__") or "").split(".")
-    return ".".join([*package[: len(package) - request.level + 1], *([request.name] if request.name else [])])
+    return ".".join(
+        [*package[: len(package) - request.level + 1], *([request.name] if request.name else [])]
+    )
 
 
 def home_of(name: object) -> Home:
@@ -118,7 +128,10 @@ def _home_of(name: str, file: str | None, origin: str | None) -> Home:
 
 def is_foreign(value: object) -> bool:
     """Return whether a function that torch, Piper or Python's library holds was put there by someone else."""
-    return isinstance(value, types.FunctionType) and home_of(value.__globals__.get("__name__")) != "known"
+    return (
+        isinstance(value, types.FunctionType)
+        and home_of(value.__globals__.get("__name__")) != "known"
+    )
 
 
 def function_of(value: object) -> object:

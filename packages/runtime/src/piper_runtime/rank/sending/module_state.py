@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from piper_ir.ground.errors import JobError
-from piper_runtime.rank.sending.code_names import Import, cells, full_name, function_of, home_of, is_foreign, names_in
+from piper_runtime.rank.sending.code_names import (
+    Import,
+    cells,
+    full_name,
+    function_of,
+    home_of,
+    is_foreign,
+    names_in,
+)
 from piper_runtime.rank.sending.own_writes import names_of_the_process, names_written
 from piper_runtime.rank.sending.value_leaves import Leaf, LeavesByPath, leaves_of
 
@@ -35,7 +43,9 @@ MAKERS = ("__init__", "__new__", "__post_init__")
 The script calls them as well, so that only what they change elsewhere is a cache.
 """
 WAYS_OUT = (
-    "modules are imported anew there; set it in the module itself (also from a file or a variable of the environment), pass it "
+    "modules are imported anew there; set it in the module itself (also from a file or a variable "
+    "of the environment), "
+    "pass it "
     "to the callable (functools.partial, an attribute of an object), or use launcher='inline'"
 )
 
@@ -76,7 +86,14 @@ def module_state(values: object, by_value: Set[str]) -> ModuleState:
     walk = _Walk(by_value)
     walk.visit(values)
     written = walk.written()
-    return ModuleState({name: _leaves_here(*name, written) for name in walk.read if not _is_written(name[1], written)}, written)
+    return ModuleState(
+        {
+            name: _leaves_here(*name, written)
+            for name in walk.read
+            if not _is_written(name[1], written)
+        },
+        written,
+    )
 
 
 def _is_written(path: str, written: Set[str]) -> bool:
@@ -110,7 +127,9 @@ class _Walk:
     def __init__(self, by_value: Set[str]) -> None:
         self.read: dict[tuple[str, str], None] = {}
         self._by_value = by_value
-        self._seen: dict[int, object] = {}  # holds each object, so that no other one gets its id meanwhile
+        self._seen: dict[
+            int, object
+        ] = {}  # holds each object, so that no other one gets its id meanwhile
         self._functions: list[types.FunctionType] = []
 
     def visit(self, value: object) -> None:
@@ -130,9 +149,19 @@ class _Walk:
         """
         called = {name for function in self._functions for name in names_in(function.__code__)[2]}
         inmost = {f: f.__qualname__.rpartition("<locals>.")[2] for f in self._functions}
-        used = [f for f in self._functions if f.__name__ in called or "." not in inmost[f] or _is_protocol(f.__name__)]
-        modules = {name: sys.modules[name] for name, _ in self.read if home_of(name) == "user" and name in sys.modules}
-        of_the_process = (name for module in modules.values() for name in names_of_the_process(module))
+        used = [
+            f
+            for f in self._functions
+            if f.__name__ in called or "." not in inmost[f] or _is_protocol(f.__name__)
+        ]
+        modules = {
+            name: sys.modules[name]
+            for name, _ in self.read
+            if home_of(name) == "user" and name in sys.modules
+        }
+        of_the_process = (
+            name for module in modules.values() for name in names_of_the_process(module)
+        )
         makers = (f for f in self._functions if f.__name__ in MAKERS)
         return frozenset(
             (
@@ -146,10 +175,16 @@ class _Walk:
         """Yield the values that one leads to, and note the variables that it reads."""
         match value:
             case types.FunctionType():
-                around = (*cells(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+                around = (
+                    *cells(value),
+                    *(value.__defaults__ or ()),
+                    *(value.__kwdefaults__ or {}).values(),
+                )
                 names = names_in(value.__code__)[2]
                 self._note_replaced(_PATCHED, names)
-                yield from (part for outer in around for part in self._of_module(outer, names, set()))
+                yield from (
+                    part for outer in around for part in self._of_module(outer, names, set())
+                )
                 yield from vars(value).values()
                 if home_of(value.__globals__.get("__name__")) == "user":
                     self._functions.append(value)
@@ -166,7 +201,9 @@ class _Walk:
                 if home_of(value.__module__) == "user":
                     yield from (type(value), *value.__bases__, *self._attributes(value))
                 else:
-                    self._note_replaced([kind for kind in value.__mro__ if home_of(kind.__module__) == "known"])
+                    self._note_replaced(
+                        [kind for kind in value.__mro__ if home_of(kind.__module__) == "known"]
+                    )
             case dict():
                 yield from list(value.values())
             case list() | tuple() | set() | frozenset():
@@ -175,7 +212,12 @@ class _Walk:
                 return
         if not isinstance(value, type | types.FunctionType):
             yield from (type(value), *dict(getattr(value, "__dict__", {})).values())
-            slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if isinstance(name, str)]
+            slots = [
+                name
+                for kind in type(value).__mro__
+                for name in vars(kind).get("__slots__", ())
+                if isinstance(name, str)
+            ]
             yield from (getattr(value, name) for name in slots if hasattr(value, name))
 
     def _globals(self, function: types.FunctionType) -> Iterator[object]:
@@ -192,7 +234,9 @@ class _Walk:
                 if named and module is not None and not isinstance(space[name], types.ModuleType):
                     self.read[module, name] = None
                 yield from self._of_module(space[name], names, set())
-            elif home_of(getattr(vars(builtins).get(name), "__module__", "")) == "user" and hasattr(builtins, name):
+            elif home_of(getattr(vars(builtins).get(name), "__module__", "")) == "user" and hasattr(
+                builtins, name
+            ):
                 self.read["builtins", name] = None  # the script may have put it there
             elif named and module is not None and not hasattr(builtins, name):
                 self.read[module, name] = None  # the script may have removed it
@@ -238,19 +282,35 @@ class _Walk:
 
     def _importable(self, name: object) -> str | None:
         """Return the name of a module whose objects travel by name; None for another one."""
-        if not isinstance(name, str) or name not in sys.modules or name in ("__main__", "__mp_main__"):
+        if (
+            not isinstance(name, str)
+            or name not in sys.modules
+            or name in ("__main__", "__mp_main__")
+        ):
             return None
         parts = name.split(".")
-        return name if self._by_value.isdisjoint(".".join(parts[:end]) for end in range(1, len(parts) + 1)) else None
+        return (
+            name
+            if self._by_value.isdisjoint(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            else None
+        )
 
 
-def _modules_in(imported: Iterable[Import], names: frozenset[str], space: Mapping[str, object]) -> Iterator[types.ModuleType]:
+def _modules_in(
+    imported: Iterable[Import], names: frozenset[str], space: Mapping[str, object]
+) -> Iterator[types.ModuleType]:
     """Yield the loaded modules that a function imports itself, by a statement or by name."""
-    found = {name for name in names if names & {"import_module", "modules"} and home_of(name) == "user"}
+    found = {
+        name for name in names if names & {"import_module", "modules"} and home_of(name) == "user"
+    }
     for request in imported:
         base = full_name(request, space)
         found |= {base, base.partition(".")[0], *(f"{base}.{item}" for item in request.items)}
-    yield from (module for name in sorted(found) if isinstance(module := sys.modules.get(name), types.ModuleType))
+    yield from (
+        module
+        for name in sorted(found)
+        if isinstance(module := sys.modules.get(name), types.ModuleType)
+    )
 
 
 def _is_protocol(name: str) -> bool:

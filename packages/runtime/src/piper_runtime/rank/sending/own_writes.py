@@ -34,12 +34,18 @@ def names_of_the_process(module: types.ModuleType) -> frozenset[str]:
     They are "name" for a variable, and ".name" for an attribute.
     """
     try:
-        tree = ast.parse("".join(linecache.getlines(str(vars(module).get("__file__")))))  # inspect asks the module for names
+        tree = ast.parse(
+            "".join(linecache.getlines(str(vars(module).get("__file__"))))
+        )  # inspect asks the module for names
     except SyntaxError:
         return frozenset()
     found: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and _asks_the_process(node.value):
+        if (
+            isinstance(node, ast.Assign | ast.AnnAssign)
+            and node.value is not None
+            and _asks_the_process(node.value)
+        ):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found.update(name for target in targets for name in islice(_names(target), 1))
     return frozenset(found)
@@ -83,12 +89,19 @@ def _names_written(code: types.CodeType, makes: bool) -> frozenset[str]:
         parts = tuple(chain)
         if parts[-1:] != made or not made:
             found.update(parts)
-    return frozenset((found - _locals(code)) | {f"({name})" for name in found.intersection(code.co_freevars)})
+    return frozenset(
+        (found - _locals(code)) | {f"({name})" for name in found.intersection(code.co_freevars)}
+    )
 
 
 def _locals(code: types.CodeType) -> set[str]:
     """Return the local variables of some code and of the functions in it."""
-    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _locals(part)]
+    inner = [
+        name
+        for part in code.co_consts
+        if isinstance(part, types.CodeType)
+        for name in _locals(part)
+    ]
     return {*code.co_varnames, *code.co_cellvars, *code.co_freevars, *inner}
 
 

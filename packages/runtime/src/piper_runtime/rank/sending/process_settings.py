@@ -72,7 +72,10 @@ class ProcessSettings:
         return cls(
             torch.get_default_dtype(),
             str(torch.get_default_device()),
-            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
             products,
             {flag: attrgetter(flag)(torch) for flag in flags},
             None if numpy is None else partial(numpy.seterr, **numpy.geterr()),
@@ -85,7 +88,8 @@ class ProcessSettings:
         here = str(torch.get_default_device())
         if here != self.device:
             raise JobError(
-                f"torch's default device is {self.device} in the launcher and {here} in the worker; leave it as it is "
+                f"torch's default device is {self.device} in the launcher and {here} in the "
+                f"worker; leave it as it is "
                 "(torch.set_default_device), and name a device where a tensor is made"
             )
         torch.set_default_dtype(self.dtype)
@@ -104,7 +108,8 @@ class ProcessSettings:
             locale.setlocale(locale.LC_ALL, self.locale)
         except locale.Error as error:
             raise JobError(
-                f"the launcher has the locale {self.locale!r}, which this machine lacks ({error}); install it"
+                f"the launcher has the locale {self.locale!r}, which this machine lacks ({error}); "
+                f"install it"
             ) from error
 
 

@@ -57,7 +57,9 @@ class Parcel:
             importlib.import_module(name)
 
 
-def pack(callables: Any, definers: Iterable[object] = (), operators: Iterable[object] = ()) -> Parcel:
+def pack(
+    callables: Any, definers: Iterable[object] = (), operators: Iterable[object] = ()
+) -> Parcel:
     """Return a nest of callables, packed; raise JobError when something cannot be sent.
 
     Objects of an importable module travel by name, those of a marked recipe module as that file's path, all others by
@@ -66,9 +68,15 @@ def pack(callables: Any, definers: Iterable[object] = (), operators: Iterable[ob
     """
     modules = {name: m for name, m in dict(sys.modules).items() if isinstance(m, ModuleType)}
     marked = {
-        name: path for name, m in modules.items() if isinstance(path := vars(m).get(RECIPE_MARK), str)
+        name: path
+        for name, m in modules.items()
+        if isinstance(path := vars(m).get(RECIPE_MARK), str)
     }  # getattr may run code
-    mine = {name: m for name, m in modules.items() if name not in marked and name != "__main__" and _only_here(name, m)}
+    mine = {
+        name: m
+        for name, m in modules.items()
+        if name not in marked and name != "__main__" and _only_here(name, m)
+    }
     known = cloudpickle.list_registry_pickle_by_value()  # a caller's own choice stays
     by_value = [m for name, m in mine.items() if m.__name__ == name and name not in known]
     for module in by_value:
@@ -77,14 +85,18 @@ def pack(callables: Any, definers: Iterable[object] = (), operators: Iterable[ob
         body = cloudpickle.dumps(callables)
     except (TypeError, AttributeError, pickle.PicklingError) as e:
         raise JobError(
-            f"the job's callables cannot be sent to worker processes: {e}; build such objects (open files, locks, generators) "
+            f"the job's callables cannot be sent to worker processes: {e}; build such objects "
+            f"(open files, locks, "
+            f"generators) "
             f"inside of the callable, or define the job in a file of its own"
         ) from e
     finally:
         for module in by_value:
             cloudpickle.unregister_pickle_by_value(module)
     names = {getattr(d, "__module__", None) or "" for d in definers} - {"__main__", "", *mine}
-    recipes = {name: path for name, path in marked.items() if name in names or name.encode() in body}
+    recipes = {
+        name: path for name, path in marked.items() if name in names or name.encode() in body
+    }
     state = module_state((callables, *operators), frozenset({*mine, *known}))
     return Parcel(recipes, tuple(sorted(names)), body, state, ProcessSettings.of_now())
 
@@ -108,11 +120,15 @@ def _only_here(name: str, module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or _in_library(file):
         return False
-    if home_of(name) == "known":  # a copy of a module of Piper's would have variables of its own beside the worker's
+    if (
+        home_of(name) == "known"
+    ):  # a copy of a module of Piper's would have variables of its own beside the worker's
         return False
     found = origin_of(name)
     return found is None or Path(found).resolve() != Path(file).resolve()
 
 
 def _in_library(file: str) -> bool:
-    return any(part in ("site-packages", "dist-packages") for part in Path(file).parts) or file.startswith(sys.base_prefix)
+    return any(
+        part in ("site-packages", "dist-packages") for part in Path(file).parts
+    ) or file.startswith(sys.base_prefix)

@@ -56,7 +56,9 @@ def leaves_of(value: object, written: Set[str] = frozenset()) -> LeavesByPath:
     return dict(islice(_leaves(value, "", written, ()), MOST_LEAVES))
 
 
-def _leaves(value: Any, path: str, written: Set[str], around: tuple[int, ...]) -> Iterator[tuple[str, Leaf]]:
+def _leaves(
+    value: Any, path: str, written: Set[str], around: tuple[int, ...]
+) -> Iterator[tuple[str, Leaf]]:
     """Yield the leaves of a value at a path; those of what it stands in are not yielded again."""
     if id(value) in around or len(around) > MOST_DEPTH:
         return
@@ -99,18 +101,29 @@ def _leaves(value: Any, path: str, written: Set[str], around: tuple[int, ...]) -
             if all(isinstance(item, _PLAIN) for item in islice(value, MOST_ITEMS)):
                 yield path, _leaf(repr(list(islice(value, MOST_ITEMS))))
             else:
-                inner = [(f"[{index}]", item) for index, item in enumerate(islice(value, MOST_LEAVES))]
+                inner = [
+                    (f"[{index}]", item) for index, item in enumerate(islice(value, MOST_LEAVES))
+                ]
             inner.append((" (length)", len(value)))
         case set() | frozenset():
-            items = [repr(sorted((p, leaf.digest) for p, leaf in _leaves(item, "", written, around))) for item in value]
+            items = [
+                repr(sorted((p, leaf.digest) for p, leaf in _leaves(item, "", written, around)))
+                for item in value
+            ]
             yield path, Leaf(f"a set of {len(value)}", _digest(repr(sorted(items)).encode()))
         case torch.nn.Module():
             yield path, _leaf(f"of {type(value).__module__}.{type(value).__qualname__}")
-            inner = [(f".{name}", tensor) for name, tensor in value.state_dict(keep_vars=True).items()]
+            inner = [
+                (f".{name}", tensor) for name, tensor in value.state_dict(keep_vars=True).items()
+            ]
         case _:
             yield path, _leaf(f"of {type(value).__module__}.{type(value).__qualname__}")
             if isinstance(value, _NAMESPACES) or home_of(type(value).__module__) == "user":
-                inner = [(f".{name}", item) for name, item in _attributes(value) if f".{name}" not in written]
+                inner = [
+                    (f".{name}", item)
+                    for name, item in _attributes(value)
+                    if f".{name}" not in written
+                ]
     for step, item in inner:
         yield from _leaves(item, path + step, written, around)
 
@@ -122,21 +135,37 @@ def _function(
 
     Adds its default arguments, its attributes, and the variables of functions around it, to `inner`.
     """
-    home, text = home_of(value.__globals__.get("__name__")), f"the function {value.__module__}.{value.__qualname__}"
+    home, text = (
+        home_of(value.__globals__.get("__name__")),
+        f"the function {value.__module__}.{value.__qualname__}",
+    )
     compared = home == "user" and _OF_PYTEST not in names_in(value.__code__)[2]
     yield path, Leaf(text, _digest(_code(value.__code__).encode()) if compared else "")
     if home == "user":
-        inner += [(f"(default {index})", item) for index, item in enumerate(value.__defaults__ or ())]
+        inner += [
+            (f"(default {index})", item) for index, item in enumerate(value.__defaults__ or ())
+        ]
         inner += [(f"({name})", item) for name, item in (value.__kwdefaults__ or {}).items()]
         around = zip(value.__code__.co_freevars, cells(value))
-        marks = ((name, item) for name, item in vars(value).items() if not name.startswith("__") and f".{name}" not in written)
+        marks = (
+            (name, item)
+            for name, item in vars(value).items()
+            if not name.startswith("__") and f".{name}" not in written
+        )
         inner += [(f".{name}", item) for name, item in marks]
-        inner += [(f"(variable {name})", item) for name, item in around if f"({name})" not in written]
+        inner += [
+            (f"(variable {name})", item) for name, item in around if f"({name})" not in written
+        ]
 
 
 def _code(code: types.CodeType) -> str:
-    constants = [_code(part) if isinstance(part, types.CodeType) else _constant(part) for part in code.co_consts]
-    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))
+    constants = [
+        _code(part) if isinstance(part, types.CodeType) else _constant(part)
+        for part in code.co_consts
+    ]
+    return repr(
+        (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants)
+    )
 
 
 def _constant(value: object) -> str:
@@ -145,9 +174,22 @@ def _constant(value: object) -> str:
 
 def _tensor(value: torch.Tensor) -> Leaf:
     look = f"a tensor of {value.dtype} {list(value.shape)}"
-    if value.layout is not torch.strided or value.is_meta or type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if (
+        value.layout is not torch.strided
+        or value.is_meta
+        or type(value) not in (torch.Tensor, torch.nn.Parameter)
+    ):
         return _leaf(look)
-    raw = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = (
+        value.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .cpu()
+        .contiguous()
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+    )
     return Leaf(look, _digest(_ends(raw)))
 
 
@@ -165,7 +207,8 @@ def _buffer(value: object, view: memoryview) -> Leaf:
     if "O" in view.format or not (view.c_contiguous or view.nbytes <= MOST_BYTES):
         return _leaf(look)
     return Leaf(
-        _short(repr(value)) if not view.shape else look, _digest(_ends(view.cast("B") if view.c_contiguous else view.tobytes()))
+        _short(repr(value)) if not view.shape else look,
+        _digest(_ends(view.cast("B") if view.c_contiguous else view.tobytes())),
     )
 
 
@@ -178,15 +221,22 @@ def _ends(data: Any) -> bytes:
 def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     try:
         return list(islice(value.items(), MOST_LEAVES))
-    except Exception:  # of whatever kind: of another package's container, which is then compared by its length
+    except (
+        Exception
+    ):  # of whatever kind: of another package's container, which is then compared by its length
         return []
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, object]]:
     """Yield an object's attributes, without those that a `cached_property` keeps."""
     kinds = type(value).__mro__
-    slots = [name for kind in kinds for name in vars(kind).get("__slots__", ()) if isinstance(name, str)]
-    for name, item in (*getattr(value, "__dict__", {}).items(), *((n, getattr(value, n)) for n in slots if hasattr(value, n))):
+    slots = [
+        name for kind in kinds for name in vars(kind).get("__slots__", ()) if isinstance(name, str)
+    ]
+    for name, item in (
+        *getattr(value, "__dict__", {}).items(),
+        *((n, getattr(value, n)) for n in slots if hasattr(value, n)),
+    ):
         if not any(isinstance(vars(kind).get(name), functools.cached_property) for kind in kinds):
             yield name, item
 

@@ -22,7 +22,13 @@ def keep_freed_memory(environment: Mapping[str, str] | None = None) -> bool:
     mixture's step. The process holds the memory of its fullest moment anyway, again and again.
     """
     said = os.environ if environment is None else environment
-    if any(name.startswith("MALLOC_") for name in said) or "glibc.malloc" in said.get("GLIBC_TUNABLES", ""):
+    if any(name.startswith("MALLOC_") for name in said) or "glibc.malloc" in said.get(
+        "GLIBC_TUNABLES", ""
+    ):
         return False
     mallopt = getattr(ctypes.CDLL(None), MALLOPT, None)
-    return mallopt is not None and bool(mallopt(TRIM_THRESHOLD, NEVER)) and bool(mallopt(MMAP_THRESHOLD, OWN_MAPPING))
+    return (
+        mallopt is not None
+        and bool(mallopt(TRIM_THRESHOLD, NEVER))
+        and bool(mallopt(MMAP_THRESHOLD, OWN_MAPPING))
+    )

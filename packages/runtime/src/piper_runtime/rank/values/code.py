@@ -53,7 +53,10 @@ class ShippedCode:
 
 
 def load_step(
-    code: StepSource, device: str | torch.device = "cpu", given: Mapping[str, Any] | None = None, kernels: Kernels | None = None
+    code: StepSource,
+    device: str | torch.device = "cpu",
+    given: Mapping[str, Any] | None = None,
+    kernels: Kernels | None = None,
 ) -> StepFunction:
     """Return the function that a StepSource describes, for tensors on `device`; its source shows in tracebacks.
 
@@ -63,15 +66,21 @@ def load_step(
     process.
     """
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device), **(given or {})}
-    namespace |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in code.constants.items()}
+    namespace |= {
+        k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in code.constants.items()
+    }
     try:
         exec(_compiled(code.source), namespace)  # the source comes from our own code generator
     except AttributeError as e:
-        raise FormatError(f"{e}; import the module that registers this operator in the file that defines the job") from e
+        raise FormatError(
+            f"{e}; import the module that registers this operator in the file that defines the job"
+        ) from e
     if not callable(namespace.get("step")):
         raise FormatError("the source of a chunk's step defines no function `step(args)`")
     called = {**DIRECT, **(kernels or {})}
-    namespace |= {k: called[v] for k, v in namespace.items() if isinstance(v, OpOverload) and v in called}
+    namespace |= {
+        k: called[v] for k, v in namespace.items() if isinstance(v, OpOverload) and v in called
+    }
     step: StepFunction = namespace["step"]
     return step
 
@@ -102,18 +111,29 @@ def raised_in_step(error: BaseException) -> str:
 
 def missing_operators(code: ExportedCode) -> set[str]:
     """Return the operators that a code store calls and this process lacks, as "namespace.name"."""
-    return {f"{space}.{name}" for space, name in _called(code) if not hasattr(getattr(torch.ops, space), name)}
+    return {
+        f"{space}.{name}"
+        for space, name in _called(code)
+        if not hasattr(getattr(torch.ops, space), name)
+    }
 
 
 def custom_operators(code: ExportedCode) -> list[object]:
     """Return the functions in Python that a code store calls through operators of `torch.library.custom_op`."""
-    found = [OPDEFS[name] for space, op in sorted(_called(code)) if (name := f"{space}::{op}") in OPDEFS]
+    found = [
+        OPDEFS[name] for space, op in sorted(_called(code)) if (name := f"{space}::{op}") in OPDEFS
+    ]
     return [function for op in found for function in (op._init_fn, *op._backend_fns.values())]
 
 
 def _called(code: ExportedCode) -> set[tuple[str, str]]:
     """Return (namespace, name) of each operator that a code store calls."""
-    return {found for steps in code.values() for c in steps.values() for found in _OPERATOR.findall(c.source)}
+    return {
+        found
+        for steps in code.values()
+        for c in steps.values()
+        for found in _OPERATOR.findall(c.source)
+    }
 
 
 class LoadedSteps:
@@ -133,14 +153,21 @@ class LoadedSteps:
             try:
                 code = self._code[code_id][step]
             except KeyError:
-                raise FormatError(f"the code store has no step {step} of code {code_id!r}; was it made for this plan?") from None
+                raise FormatError(
+                    f"the code store has no step {step} of code {code_id!r}; was it made for this "
+                    f"plan?"
+                ) from None
             self._loaded[key] = load_step(code, self._device, self._given, self._kernels)
         return self._loaded[key]
 
     def constants_of(self, code_id: str, step: str) -> list[torch.Tensor]:
         """Return the tensors that the function of a step holds."""
         held: dict[str, Any] = self(code_id, step).__globals__
-        return [c for name in self._code[code_id][step].constants if isinstance(c := held[name], torch.Tensor)]
+        return [
+            c
+            for name in self._code[code_id][step].constants
+            if isinstance(c := held[name], torch.Tensor)
+        ]
 
 
 def used_code(plan: Plan, role: RolePlan) -> Iterator[tuple[str, str]]:

@@ -32,7 +32,10 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return CPU
     if not torch.cuda.is_available():
-        raise ExecutionError(f'device "cuda": {NO_CUDA}; use device="cpu", or torch for CUDA on a machine that has one')
+        raise ExecutionError(
+            f'device "cuda": {NO_CUDA}; use device="cpu", or torch for CUDA on a machine that has '
+            f"one"
+        )
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
@@ -79,7 +82,9 @@ class LateNumbers(NumberReader):
         self._copied: list[tuple[torch.Tensor, Use]] = []
 
     def reader(self, dtype: torch.dtype, use: Use) -> Read:
-        slot = torch.empty((), dtype=dtype, pin_memory=self._pin)  # of the tensor's dtype: a copy that converts is two kernels
+        slot = torch.empty(
+            (), dtype=dtype, pin_memory=self._pin
+        )  # of the tensor's dtype: a copy that converts is two kernels
         copied = self._copied
 
         def read(tensor: torch.Tensor) -> None:

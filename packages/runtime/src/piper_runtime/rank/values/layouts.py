@@ -19,26 +19,36 @@ def part_of(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch
     for part, degree, place in places(layout, mesh, rank):
         shape = whole.shape
         own = shape[part.dim] // degree
-        split = whole.reshape(*shape[: part.dim], part.outer, degree, own // part.outer, *shape[part.dim + 1 :])
-        whole = split.select(part.dim + 1, place).reshape(*shape[: part.dim], own, *shape[part.dim + 1 :])
+        split = whole.reshape(
+            *shape[: part.dim], part.outer, degree, own // part.outer, *shape[part.dim + 1 :]
+        )
+        whole = split.select(part.dim + 1, place).reshape(
+            *shape[: part.dim], own, *shape[part.dim + 1 :]
+        )
     return whole
 
 
-def whole_of(parts: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh, rank: int) -> torch.Tensor:
+def whole_of(
+    parts: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh, rank: int
+) -> torch.Tensor:
     """Return the tensor of which the ranks have parts: of those that share it with `rank`."""
     if not layout:
         return parts[rank]
     first, *rest = layout
     coords = mesh.coords(rank)
     mates = [mesh.rank({**coords, first.axis: k}) for k in range(mesh.size(first.axis))]
-    return joined([whole_of(parts, tuple(rest), mesh, mate) for mate in mates], first.dim, first.outer)
+    return joined(
+        [whole_of(parts, tuple(rest), mesh, mate) for mate in mates], first.dim, first.outer
+    )
 
 
 def joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
     """Return the tensor whose dimension is [outer, n, rest], given its n parts."""
     shape = parts[0].shape
     split = [p.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]) for p in parts]
-    return torch.stack(split, dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
+    return torch.stack(split, dim + 1).reshape(
+        *shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +60,15 @@ class ElementRun:
     numel: int
 
 
-def runs(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int, begin: int, end: int) -> Iterator[ElementRun]:
+def runs(
+    shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int, begin: int, end: int
+) -> Iterator[ElementRun]:
     """Yield where the elements [begin, end) of a rank's part of this shape lie in the whole tensor."""
     there = places(layout, mesh, rank)
-    unit = min((shape[p.dim] // p.outer * prod(shape[p.dim + 1 :]) for p, _, _ in there), default=prod(shape))
+    unit = min(
+        (shape[p.dim] // p.outer * prod(shape[p.dim + 1 :]) for p, _, _ in there),
+        default=prod(shape),
+    )
     found: ElementRun | None = None
     at = begin
     while at < end:
@@ -91,7 +106,13 @@ def _in_whole(shape: Sequence[int], there: Sequence[tuple[DimPart, int, int]], a
 class OwnParts(Mapping[str, torch.Tensor]):
     """Give a rank's parts of tensors, each taken when it is asked for."""
 
-    def __init__(self, whole: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], mesh: Mesh, rank: int) -> None:
+    def __init__(
+        self,
+        whole: Mapping[str, torch.Tensor],
+        layouts: Mapping[str, Layout],
+        mesh: Mesh,
+        rank: int,
+    ) -> None:
         self._whole, self._layouts, self._mesh, self._rank = whole, layouts, mesh, rank
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -121,7 +142,9 @@ class OwnParts(Mapping[str, torch.Tensor]):
         return len(self._whole)
 
 
-def own_parts(plan: Plan, rank: int, whole: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def own_parts(
+    plan: Plan, rank: int, whole: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
     """Return the parameters of a model as a rank has them."""
     layouts = {p.name: p.layout for p in plan.params if p.layout}
     return OwnParts(whole, layouts, plan.mesh, rank) if layouts else whole

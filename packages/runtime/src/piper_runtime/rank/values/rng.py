@@ -18,13 +18,22 @@ Draws = Literal["rows", "microbatches"]
 """The ways in which random numbers are drawn: by row, whatever the plan, or by microbatch with torch's generator."""
 
 
-def drawing_of(plan: Plan, chunk: Chunk, draws: Draws, seed: int, step: int, row: int, device: torch.device) -> DrawsOfCall:
+def drawing_of(
+    plan: Plan, chunk: Chunk, draws: Draws, seed: int, step: int, row: int, device: torch.device
+) -> DrawsOfCall:
     """Return how a chunk draws for the microbatch that begins with `row` of the global batch, in a step from 0."""
     whole = plan.rows * plan.microbatches * plan.replicas
     if draws == "rows":
         return DrawsOfCall(chunk.draws, seed, step, row, whole)
     set_seed = generator(device).manual_seed
-    return DrawsOfCall(chunk.draws, seed, step, row, whole, lambda place: set_seed(rng_seed(seed, step, row, place)))
+    return DrawsOfCall(
+        chunk.draws,
+        seed,
+        step,
+        row,
+        whole,
+        lambda place: set_seed(rng_seed(seed, step, row, place)),
+    )
 
 
 def rng_seed(seed: int, step: int, row: int, where: str) -> int:

@@ -43,7 +43,9 @@ def step_loss(plan: Plan, scalars: Sequence[Scalars], batches: int = 1) -> float
 
 def metrics_of(plan: Plan, scalars: Sequence[Scalars], batches: int = 1) -> dict[str, float]:
     """Return the metrics of outputs by name: means, sums, or sums divided by weights (NaN where these are 0)."""
-    names = dict.fromkeys(name.removeprefix(METRIC) for found in scalars for name in found if name.startswith(METRIC))
+    names = dict.fromkeys(
+        name.removeprefix(METRIC) for found in scalars for name in found if name.startswith(METRIC)
+    )
     totals = {name: None for found in scalars for name in found if name.startswith(TOTAL)}
     out = {name.removeprefix(TOTAL): _total(name, scalars) for name in totals}
     for name in names:

@@ -43,7 +43,9 @@ class Store:
         self.own_masters: dict[str, torch.Tensor] = {}
         self.exact: dict[str, torch.Tensor] = {}
         self._mesh, self._rank = plan.mesh, rank
-        self._shape_of = {p.name: torch.Size([bind(d, 0) for d in p.spec.shape]) for p in plan.params}
+        self._shape_of = {
+            p.name: torch.Size([bind(d, 0) for d in p.spec.shape]) for p in plan.params
+        }
         self._given = params
         self.buckets = held_buckets(plan, rank)
         for bucket in self.buckets:
@@ -51,7 +53,10 @@ class Store:
         dtypes = {p.name: getattr(torch, p.spec.dtype) for p in plan.params}
         for name in lone_tensors(plan, rank, "param"):
             self.params[name] = _copy(self._initial(name), device, dtypes[name])
-        self.buffers = {n: _copy(_find(buffers, "buffer", n), device) for n in lone_tensors(plan, rank, "buffer")}
+        self.buffers = {
+            n: _copy(_find(buffers, "buffer", n), device)
+            for n in lone_tensors(plan, rank, "buffer")
+        }
         del self._given
 
     def _initial(self, name: str) -> torch.Tensor:
@@ -60,18 +65,24 @@ class Store:
     def _initial_part(self, bucket: Bucket, size: int, first: int) -> torch.Tensor:
         """Return `size` elements of a bucket from `first` on, with the initial parameters that lie there."""
         part = torch.zeros(size, dtype=getattr(torch, bucket.dtype), device=self.device)
-        for name, offset, shape in zip(bucket.params, bucket.offsets, self._shapes(bucket), strict=True):
+        for name, offset, shape in zip(
+            bucket.params, bucket.offsets, self._shapes(bucket), strict=True
+        ):
             begin, end = max(offset, first), min(offset + shape.numel(), first + size)
             _check_there(self._given, "parameter", name)
             if begin < end:
-                part[begin - first : end - first].copy_(flat_range(self._given, name, begin - offset, end - offset))
+                part[begin - first : end - first].copy_(
+                    flat_range(self._given, name, begin - offset, end - offset)
+                )
         return part
 
     def _add_bucket(self, bucket: Bucket) -> None:
         compute, reduce = (getattr(torch, d) for d in (bucket.compute_dtype, bucket.reduce_dtype))
         shard, shapes = bucket.shard, self._shapes(bucket)
         size = bucket.numel // self._mesh.degree(shard.optim)
-        master = self._initial_part(bucket, size, size * self._mesh.index_along(shard.optim, self._rank))
+        master = self._initial_part(
+            bucket, size, size * self._mesh.index_along(shard.optim, self._rank)
+        )
         own = flat = master.to(compute)
         if shard.optim and not shard.params:  # the others' parts are gathered when the step begins
             flat = torch.zeros(bucket.numel, dtype=compute, device=self.device)
@@ -115,10 +126,18 @@ class Store:
         bucketed = {name for bucket in self.buckets for name in bucket.params}
         own = [t for n, t in self.params.items() if n not in bucketed]
         masters = [self.own_masters[bucket.id] for bucket in self.buckets if bucket.mastered]
-        return [*self.flat_params.values(), *masters, *self.flat_grads.values(), *own, *self.buffers.values()]
+        return [
+            *self.flat_params.values(),
+            *masters,
+            *self.flat_grads.values(),
+            *own,
+            *self.buffers.values(),
+        ]
 
 
-def bucket_views(bucket: Bucket, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[tuple[str, torch.Tensor]]:
+def bucket_views(
+    bucket: Bucket, flat: torch.Tensor, shapes: Sequence[torch.Size]
+) -> list[tuple[str, torch.Tensor]]:
     """Return each parameter of a bucket with its view of a flat tensor of the whole bucket, given their shapes."""
     return [
         (name, flat[offset : offset + shape.numel()].view(shape))
@@ -128,7 +147,9 @@ def bucket_views(bucket: Bucket, flat: torch.Tensor, shapes: Sequence[torch.Size
 
 def held_buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
     """Return the buckets of which a rank holds parameters, whole or in part."""
-    return tuple(plan.bucket(s.name) for s in plan.role_of(rank).states if s.flat and s.category == "grad")
+    return tuple(
+        plan.bucket(s.name) for s in plan.role_of(rank).states if s.flat and s.category == "grad"
+    )
 
 
 def lone_tensors(plan: Plan, rank: int, category: Literal["param", "buffer"]) -> tuple[str, ...]:
@@ -142,8 +163,12 @@ def held_params(plan: Plan, rank: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*bucketed, *lone_tensors(plan, rank, "param")]))
 
 
-def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return tensor.to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+def _copy(
+    tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return tensor.to(
+        device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format
+    )
 
 
 def _find(given: Mapping[str, torch.Tensor], what: str, name: str) -> torch.Tensor:
@@ -153,7 +178,10 @@ def _find(given: Mapping[str, torch.Tensor], what: str, name: str) -> torch.Tens
 
 def _check_there(given: Mapping[str, torch.Tensor], what: str, name: str) -> None:
     if name not in given:
-        raise PlanError(f"the plan holds the {what} {name!r}, which the model does not have; compile the strategy with this job")
+        raise PlanError(
+            f"the plan holds the {what} {name!r}, which the model does not have; compile the "
+            f"strategy with this job"
+        )
 
 
 def empty_value(plan: Plan, value: str) -> tuple[tuple[int, ...], torch.dtype]:

@@ -72,5 +72,7 @@ def _one_dtype(call: OpCall, terms: frozenset[int]) -> bool:
 
     A cast rounds each term, booleans add up to "or", and integers divide with a rest.
     """
-    dtypes = {call.tensors[k].dtype for k in terms} | {t.dtype for t in call.results if t.shape != (0,)}
+    dtypes = {call.tensors[k].dtype for k in terms} | {
+        t.dtype for t in call.results if t.shape != (0,)
+    }
     return len(dtypes) == 1 and all(d.is_floating_point for d in dtypes)

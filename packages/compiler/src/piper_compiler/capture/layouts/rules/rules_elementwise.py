@@ -50,7 +50,12 @@ TERMS = ("self", "other", "value")
 
 def elementwise(call: OpCall) -> Loops:
     """Return the loops of an element-wise op."""
-    same = [pair for k in range(len(call.tensors)) for r in range(len(call.results)) for pair in broadcast(call, k, -1 - r)]
+    same = [
+        pair
+        for k in range(len(call.tensors))
+        for r in range(len(call.results))
+        for pair in broadcast(call, k, -1 - r)
+    ]
     return Loops(tuple(same), linear=_linear(call))
 
 
@@ -70,7 +75,9 @@ def alike(call: OpCall, *tensors: int) -> tuple[tuple[Nest, Nest], ...]:
 def _linear(call: OpCall) -> tuple[frozenset[int], ...]:
     numbers = range(len(call.tensors))
     if call.op in TOGETHER:
-        return (frozenset(numbers),) if len(numbers) == 2 else ()  # a number added to each term would be added n times
+        return (
+            (frozenset(numbers),) if len(numbers) == 2 else ()
+        )  # a number added to each term would be added n times
     if call.op in ALONE or call.op in FIRST:
         return (frozenset({0}),)
     rule = _OTHERS.get(call.op)

@@ -46,7 +46,9 @@ def _unroute(call: OpCall) -> Loops:
 
 
 def _unroute_wgrad(call: OpCall) -> Loops:
-    return lettered({0: ROWS, 1: CHOICES, 2: ROWS, OUT: CHOICES}, summed=("element",), linear=each(0, 2))
+    return lettered(
+        {0: ROWS, 1: CHOICES, 2: ROWS, OUT: CHOICES}, summed=("element",), linear=each(0, 2)
+    )
 
 
 RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {

@@ -7,7 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from piper_compiler.capture.layouts.loops import Loops, OpCall
-from piper_compiler.capture.layouts.rules.letters import OUT, Names, all_whole, each, lettered, numbered, place, rank
+from piper_compiler.capture.layouts.rules.letters import (
+    OUT,
+    Names,
+    all_whole,
+    each,
+    lettered,
+    numbered,
+    place,
+    rank,
+)
 from piper_compiler.capture.torch_api._torch import OpOverload
 
 aten = torch.ops.aten
@@ -16,7 +25,9 @@ aten = torch.ops.aten
 def _embedding(call: OpCall) -> Loops:
     weight, indices = call.number("weight"), call.number("indices")
     places = numbered(rank(call, indices))
-    return lettered({weight: [None, "width"], indices: places, OUT: [*places, "width"]}, linear=each(weight))
+    return lettered(
+        {weight: [None, "width"], indices: places, OUT: [*places, "width"]}, linear=each(weight)
+    )
 
 
 def _embedding_gradient(call: OpCall) -> Loops:
@@ -53,7 +64,11 @@ def _scatter(call: OpCall) -> Loops:
     loops: dict[int, Names] = {0: names, OUT: names, index: short}
     for k in call.numbers("src"):
         size, whole = call.shape(index), call.shape(k)
-        loops[k] = [n if size[d] == whole[d] else None for d, n in enumerate(short)] if len(whole) == len(size) else []
+        loops[k] = (
+            [n if size[d] == whole[d] else None for d, n in enumerate(short)]
+            if len(whole) == len(size)
+            else []
+        )
     return lettered(loops, linear=_terms(call, ("src",), by_value="value"))
 
 
@@ -83,7 +98,10 @@ def _index_add(call: OpCall) -> Loops:
     """Return the loops of an op that adds rows, or copies them, to where the numbers say."""
     dim, index, source = place(call, 0, "dim"), call.number("index"), call.number("source")
     names = numbered(rank(call, 0), without=[dim])
-    return lettered({0: names, OUT: names, source: names, index: [None] * rank(call, index)}, linear=_terms(call, ("source",)))
+    return lettered(
+        {0: names, OUT: names, source: names, index: [None] * rank(call, index)},
+        linear=_terms(call, ("source",)),
+    )
 
 
 def _index(call: OpCall) -> Loops:
@@ -103,7 +121,11 @@ def _index_put(call: OpCall) -> Loops:
     looked = {name for given in numbers.values() for name in given if name is not None}
     aligned = list(result)[len(result) - rank(call, values) :]
     kept = [n if size != 1 else None for n, size in zip(aligned, call.shape(values), strict=True)]
-    return lettered({0: names, OUT: names, **numbers, values: kept}, whole=looked, linear=_terms(call, ("values",)))
+    return lettered(
+        {0: names, OUT: names, **numbers, values: kept},
+        whole=looked,
+        linear=_terms(call, ("values",)),
+    )
 
 
 def _indexed(call: OpCall) -> tuple[Names, dict[int, Names], Names] | None:
@@ -132,7 +154,9 @@ def _indexed(call: OpCall) -> tuple[Names, dict[int, Names], Names] | None:
 
 def _aligned(shape: Sequence[int], wide: Sequence[int]) -> Names:
     offset = len(wide) - len(shape)
-    return [f"number{offset + d}" if size == wide[offset + d] else None for d, size in enumerate(shape)]
+    return [
+        f"number{offset + d}" if size == wide[offset + d] else None for d, size in enumerate(shape)
+    ]
 
 
 def _bucketize(call: OpCall) -> Loops:

@@ -32,16 +32,31 @@ def _cross_entropy(call: OpCall) -> Loops:
     """Return the loops of a loss over classes, which a row has whole."""
     reduction = _reduction(call)
     loss = ["row"] if reduction == NONE else []
-    names: dict[int, Names] = {call.number("logits"): ["row", None], call.number("target"): ["row"], -1: loss, -2: ["row"]}
-    return lettered(names, summed=["row"] if reduction == SUM else (), whole=["row"] if reduction == MEAN else ())
+    names: dict[int, Names] = {
+        call.number("logits"): ["row", None],
+        call.number("target"): ["row"],
+        -1: loss,
+        -2: ["row"],
+    }
+    return lettered(
+        names,
+        summed=["row"] if reduction == SUM else (),
+        whole=["row"] if reduction == MEAN else (),
+    )
 
 
 def _cross_entropy_gradient(call: OpCall) -> Loops:
     reduction = _reduction(call)
     grad, classes = call.number("grad_loss"), ("row", "class")
-    names: dict[int, Names] = {call.number("logits"): classes, call.number("target"): ["row"], OUT: classes}
+    names: dict[int, Names] = {
+        call.number("logits"): classes,
+        call.number("target"): ["row"],
+        OUT: classes,
+    }
     names |= {call.number("logsumexp"): ["row"], grad: ["row"] if rank(call, grad) else []}
-    return lettered(names, whole=["row", "class"] if reduction == MEAN else ["class"], linear=each(grad))
+    return lettered(
+        names, whole=["row", "class"] if reduction == MEAN else ["class"], linear=each(grad)
+    )
 
 
 def _nll(call: OpCall) -> Loops:
@@ -73,8 +88,13 @@ def _pairs(call: OpCall) -> Loops:
         return elementwise(call)
     wide = max(call.tensors, key=lambda t: t.dim())
     rows = [str(d) for d in range(wide.dim())]
-    names = {k: [n if size == wide.shape[d] else None for n, size, d in _from_right(call, k, rows)] for k in call.every()}
-    return lettered(names, summed=rows if reduction == SUM else (), whole=rows if reduction == MEAN else ())
+    names = {
+        k: [n if size == wide.shape[d] else None for n, size, d in _from_right(call, k, rows)]
+        for k in call.every()
+    }
+    return lettered(
+        names, summed=rows if reduction == SUM else (), whole=rows if reduction == MEAN else ()
+    )
 
 
 def _from_right(call: OpCall, tensor: int, names: list[str]) -> list[tuple[str, int, int]]:
@@ -90,7 +110,12 @@ def _pairs_gradient(call: OpCall) -> Loops:
     return loops
 
 
-_PAIRS = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.binary_cross_entropy.default)
+_PAIRS = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy.default,
+)
 _GRADIENTS = (
     aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
     aten.binary_cross_entropy_backward.default,

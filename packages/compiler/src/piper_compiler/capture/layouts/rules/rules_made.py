@@ -33,6 +33,9 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     aten.new_full.default: _filled,
     aten.new_empty.default: _filled,
     aten.scalar_tensor.default: _single,
-    **dict.fromkeys((aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default), all_whole),
+    **dict.fromkeys(
+        (aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default),
+        all_whole,
+    ),
     **dict.fromkeys((aten.eye.default, aten.eye.m), all_whole),
 }

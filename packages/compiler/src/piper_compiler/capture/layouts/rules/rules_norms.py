@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 import piper_ops  # noqa: F401 - registers the ops
-from piper_compiler.capture.layouts.loops import DimOf, Inner, Localize, Loops, Nest, OpCall, Shape, unchanged
+from piper_compiler.capture.layouts.loops import (
+    DimOf,
+    Inner,
+    Localize,
+    Loops,
+    Nest,
+    OpCall,
+    Shape,
+    unchanged,
+)
 from piper_compiler.capture.layouts.rules.letters import OUT, Names, lettered, numbered, rank
 from piper_compiler.capture.torch_api._torch import OpOverload
 
@@ -26,17 +35,30 @@ def _norm(full: tuple[str, ...], statistics: tuple[str, ...], results: str, call
     inner = len(call.get("normalized_shape"))
     rows = [f"row{d}" for d in range(rank(call, call.number(full[0])) - inner)]
     normalised = [f"normalised{d}" for d in range(inner)]
-    of_kind: dict[str, Names] = {"f": [*rows, *normalised], "s": [*rows, *(None for _ in normalised)], "w": normalised}
+    of_kind: dict[str, Names] = {
+        "f": [*rows, *normalised],
+        "s": [*rows, *(None for _ in normalised)],
+        "w": normalised,
+    }
     names = {k: of_kind["f"] for name in full for k in call.numbers(name)}
     names |= {k: of_kind["s"] for name in statistics for k in call.numbers(name)}
-    names |= {k: normalised for name in ("weight", "bias") if _takes(call, name) for k in call.numbers(name)}
+    names |= {
+        k: normalised
+        for name in ("weight", "bias")
+        if _takes(call, name)
+        for k in call.numbers(name)
+    }
     made = [k for k in range(len(results)) if call.made(k)]
     names |= {-1 - k: of_kind[results[k]] for k in made}
     weights_alone = all(results[k] == "w" for k in made)
     linear = (frozenset({call.number("grad_out")}),) if "grad_out" in full else ()
     localize = _normalized_shape(made[0]) if weights_alone else unchanged
     return lettered(
-        names, summed=rows if "w" in results else (), whole=() if weights_alone else normalised, linear=linear, localize=localize
+        names,
+        summed=rows if "w" in results else (),
+        whole=() if weights_alone else normalised,
+        linear=linear,
+        localize=localize,
     )
 
 
@@ -64,10 +86,17 @@ def _group_norm(full: tuple[str, ...], results: str, call: OpCall) -> Loops:
     short += [-1 - k for k in made if results[k] == "s"]
     weights = [k for n in ("weight", "bias") if _takes(call, n) for k in call.numbers(n)]
     weights += [-1 - k for k in made if results[k] == "w"]
-    same: list[tuple[Nest, Nest]] = [((DimOf(first, 0),), (DimOf(k, 0),)) for k in (*wide[1:], *short)]
-    same += [((DimOf(k, 1),), (groups, channels)) for k in wide] + [((DimOf(k, 1),), (groups,)) for k in short]
+    same: list[tuple[Nest, Nest]] = [
+        ((DimOf(first, 0),), (DimOf(k, 0),)) for k in (*wide[1:], *short)
+    ]
+    same += [((DimOf(k, 1),), (groups, channels)) for k in wide] + [
+        ((DimOf(k, 1),), (groups,)) for k in short
+    ]
     same += [((DimOf(k, 0),), (groups, channels)) for k in weights]
-    whole: set[DimOf | Inner] = {channels, *(DimOf(k, d) for k in wide for d in range(2, rank(call, k)))}
+    whole: set[DimOf | Inner] = {
+        channels,
+        *(DimOf(k, d) for k in wide for d in range(2, rank(call, k))),
+    }
     if results[made[0]] != "f":  # the sizes of a part are read off the first result
         whole |= {DimOf(first, 0), groups}
     linear = (frozenset({call.number("grad_out")}),) if "grad_out" in full else ()
@@ -97,7 +126,9 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     piper.layer_norm_wgrad.default: partial(_norm, ("grad_out", "x"), ("mean", "rstd"), "ww"),
     piper.layer_norm_backward.default: partial(_norm, ("grad_out", "x"), ("mean", "rstd"), "fww"),
     aten.native_layer_norm.default: partial(_norm, ("input",), (), "fss"),
-    aten.native_layer_norm_backward.default: partial(_norm, ("grad_out", "input"), ("mean", "rstd"), "fww"),
+    aten.native_layer_norm_backward.default: partial(
+        _norm, ("grad_out", "input"), ("mean", "rstd"), "fww"
+    ),
     aten._native_batch_norm_legit_no_training.default: _averages,
     aten.native_group_norm.default: partial(_group_norm, ("input",), "fss"),
     aten.native_group_norm_backward.default: partial(_group_norm, ("grad_out", "input"), "fww"),

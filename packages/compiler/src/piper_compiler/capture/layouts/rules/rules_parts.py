@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from piper_compiler.capture.layouts.loops import DimOf, Inner, Localize, Loops, Nest, OpCall, Shape, unchanged
+from piper_compiler.capture.layouts.loops import (
+    DimOf,
+    Inner,
+    Localize,
+    Loops,
+    Nest,
+    OpCall,
+    Shape,
+    unchanged,
+)
 from piper_compiler.capture.layouts.rules.letters import OUT, lettered, numbered, place, rank
 from piper_compiler.capture.layouts.rules.rules_views import ALL, sliced
 from piper_compiler.capture.torch_api._torch import OpOverload
@@ -22,19 +31,28 @@ def _split(name: str, call: OpCall) -> Loops:
     parts = [-1 - k for k in range(len(call.results))]
 
     def localize(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
-        return {name: results[0][dim] if name == "split_size" else [shape[dim] for shape in results]}
+        return {
+            name: results[0][dim] if name == "split_size" else [shape[dim] for shape in results]
+        }
 
     return _blocks(call, 0, parts, dim, ALL, localize)
 
 
 def _cat(call: OpCall) -> Loops:
-    parts = [k for k in call.numbers("tensors") if rank(call, k) == rank(call, OUT)]  # not torch's empty vectors
+    parts = [
+        k for k in call.numbers("tensors") if rank(call, k) == rank(call, OUT)
+    ]  # not torch's empty vectors
     linear = (frozenset(range(len(call.tensors))),)
     return _blocks(call, OUT, parts, place(call, OUT, "dim"), linear, unchanged)
 
 
 def _blocks(
-    call: OpCall, whole: int, parts: Sequence[int], dim: int, linear: tuple[frozenset[int], ...], localize: Localize
+    call: OpCall,
+    whole: int,
+    parts: Sequence[int],
+    dim: int,
+    linear: tuple[frozenset[int], ...],
+    localize: Localize,
 ) -> Loops:
     names = numbered(rank(call, whole), without=[dim])
     loops = lettered({k: names for k in (whole, *parts)}, linear=linear)
@@ -42,7 +60,9 @@ def _blocks(
     if len(set(sizes)) > 1 or not sizes or sum(sizes) != call.shape(whole)[dim] or not sizes[0]:
         return loops
     which = Inner(len(parts))
-    same: tuple[tuple[Nest, Nest], ...] = tuple(((DimOf(whole, dim),), (which, DimOf(k, dim))) for k in parts)
+    same: tuple[tuple[Nest, Nest], ...] = tuple(
+        ((DimOf(whole, dim),), (which, DimOf(k, dim))) for k in parts
+    )
     return replace(loops, same=(*loops.same, *same), whole=frozenset({which}), localize=localize)
 
 
@@ -50,7 +70,10 @@ def _stack(call: OpCall) -> Loops:
     dim = int(call.get("dim")) % rank(call, OUT)
     names = numbered(rank(call, OUT), without=[dim])
     parts = range(len(call.tensors))
-    return lettered({OUT: names, **dict.fromkeys(parts, names[:dim] + names[dim + 1 :])}, linear=(frozenset(parts),))
+    return lettered(
+        {OUT: names, **dict.fromkeys(parts, names[:dim] + names[dim + 1 :])},
+        linear=(frozenset(parts),),
+    )
 
 
 def _slice_backward(call: OpCall) -> Loops:
@@ -63,7 +86,9 @@ def _slice_scatter(call: OpCall) -> Loops:
     names = numbered(rank(call, OUT), without=[] if _in_blocks(loops) else [dim])
     same = (*loops.same, *lettered({OUT: names, 0: names}).same)
     whole = loops.whole | ({DimOf(0, dim)} if not _in_blocks(loops) else set())
-    return Loops(same, whole=whole, linear=(frozenset({0, 1}),), localize=_moved(loops, number, dim, ()))
+    return Loops(
+        same, whole=whole, linear=(frozenset({0, 1}),), localize=_moved(loops, number, dim, ())
+    )
 
 
 def _in_blocks(loops: Loops) -> bool:
@@ -85,7 +110,9 @@ def _moved(loops: Loops, number: int, dim: int, shapes: tuple[str, ...]) -> Loca
 def _select_scatter(call: OpCall) -> Loops:
     dim = place(call, 0, "dim")
     names = numbered(rank(call, 0), without=[dim])
-    return lettered({0: names, 1: names[:dim] + names[dim + 1 :], OUT: names}, linear=(frozenset({0, 1}),))
+    return lettered(
+        {0: names, 1: names[:dim] + names[dim + 1 :], OUT: names}, linear=(frozenset({0, 1}),)
+    )
 
 
 def _pad(call: OpCall) -> Loops:
@@ -112,7 +139,12 @@ def _repeat(call: OpCall) -> Loops:
 
     def localize(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
         free = [k < added or call.shape(0)[k - added] == 1 for k in range(len(results[0]))]
-        return {"repeats": [size if f else n for size, f, n in zip(results[0], free, call.get("repeats"), strict=True)]}
+        return {
+            "repeats": [
+                size if f else n
+                for size, f, n in zip(results[0], free, call.get("repeats"), strict=True)
+            ]
+        }
 
     return Loops(tuple(same), whole=frozenset(whole), linear=ALL, localize=localize)
 
@@ -121,7 +153,9 @@ def _moves_along(name: str, call: OpCall) -> Loops:
     """Return the loops of an op that reverses or rotates some dimensions; without any, it takes the tensor as one."""
     count = rank(call, 0)
     given = call.get(name)
-    dims = {int(d) % max(1, count) for d in ([given] if isinstance(given, int) else given)} or set(range(count))
+    dims = {int(d) % max(1, count) for d in ([given] if isinstance(given, int) else given)} or set(
+        range(count)
+    )
     names = numbered(count, without=dims)
     return lettered({0: names, OUT: names}, linear=ALL)
 

@@ -23,7 +23,9 @@ def _product(left: str, right: str, result: str, call: OpCall) -> Loops:
 
 def _added_product(left: str, right: str, result: str, call: OpCall) -> Loops:
     """Return the loops of a product with something added, which each term of a sum would add again."""
-    loops = lettered({1: left, 2: right, OUT: result}, whole="k", linear=(frozenset({0, 1}), frozenset({0, 2})))
+    loops = lettered(
+        {1: left, 2: right, OUT: result}, whole="k", linear=(frozenset({0, 1}), frozenset({0, 2}))
+    )
     return replace(loops, same=(*loops.same, *broadcast(call, 0, OUT)))
 
 
@@ -32,7 +34,12 @@ def _convolution(call: OpCall) -> Loops:
     groups = _Groups(call)
     if rank(call, 0) != rank(call, 1):
         return all_whole(call)
-    same = [((DimOf(0, 0),), (DimOf(OUT, 0),)), *groups.wide(0), *groups.weights(1), *groups.narrow(OUT)]
+    same = [
+        ((DimOf(0, 0),), (DimOf(OUT, 0),)),
+        *groups.wide(0),
+        *groups.weights(1),
+        *groups.narrow(OUT),
+    ]
     same += [pair for k in bias for pair in groups.narrow(k, dim=0)]
     ins = groups.ins if not bias else ()
     whole: set[DimOf | Inner] = {*groups.blocked, *(groups.ins if bias else ())}
@@ -57,14 +64,20 @@ def _convolution_backward(call: OpCall) -> Loops:
     same += [pair for k in like_weight for pair in groups.weights(k)]
     same += list(groups.narrow(-3, dim=0)) if wants_bias else []
     summed: set[DimOf | Inner] = {DimOf(grad, 0), *groups.outs}
-    whole: set[DimOf | Inner] = {DimOf(k, d) for k in (*like_input, *like_weight, grad) for d in range(2, rank(call, k))}
+    whole: set[DimOf | Inner] = {
+        DimOf(k, d) for k in (*like_input, *like_weight, grad) for d in range(2, rank(call, k))
+    }
     whole |= {*groups.blocked, *(groups.ins if wants_bias else ())}
     whole |= set() if wants_input or wants_weight else {groups.count}
 
     def localize(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
         found: dict[str, Any] = {"bias_sizes": list(results[2])} if wants_bias else {}
         if groups.many and (wants_input or wants_weight):
-            found["groups"] = results[0][1] // groups.per_group_in if wants_input else results[1][0] // groups.first
+            found["groups"] = (
+                results[0][1] // groups.per_group_in
+                if wants_input
+                else results[1][0] // groups.first
+            )
         return found
 
     return Loops(tuple(same), frozenset(summed), frozenset(whole), each(grad), localize)
@@ -83,8 +96,14 @@ class _Groups:
         self.many = count > 1
         self.first = first // count
         """The steps of a weight's first dimension in one group."""
-        self.per_group_in, self.per_group_out = (self.first, second) if self._transposed else (second, self.first)
-        self.count, self._in, self._out = Inner(count, 0), Inner(self.per_group_in, 1), Inner(self.per_group_out, 2)
+        self.per_group_in, self.per_group_out = (
+            (self.first, second) if self._transposed else (second, self.first)
+        )
+        self.count, self._in, self._out = (
+            Inner(count, 0),
+            Inner(self.per_group_in, 1),
+            Inner(self.per_group_out, 2),
+        )
         self.ins: tuple[Inner, ...] = () if self.many else (self._in,)
         self.outs: tuple[Inner, ...] = () if self.many else (self._out,)
         self.blocked: tuple[Inner, ...] = (self._in, self._out) if self.many else ()

@@ -34,7 +34,9 @@ def _reduced(call: OpCall, *, adds: bool = False, linear: bool = False) -> Loops
     left: dict[int, list[str | None]] = {}
     for k in range(len(call.results)):
         kept = rank(call, -1 - k) == rank(call, 0)
-        left[-1 - k] = [None if d in gone else n for d, n in enumerate(names) if kept or d not in gone]
+        left[-1 - k] = [
+            None if d in gone else n for d, n in enumerate(names) if kept or d not in gone
+        ]
     summed, whole = (taken, set()) if adds else (set(), taken)
     return lettered({0: names, **left}, summed=summed, whole=whole, linear=ALL if linear else ())
 

@@ -8,8 +8,23 @@ from typing import Any
 
 import torch
 
-from piper_compiler.capture.layouts.loops import DimOf, Inner, Localize, Loops, OpCall, Shape, unchanged
-from piper_compiler.capture.layouts.rules.letters import OUT, all_whole, lettered, numbered, place, rank
+from piper_compiler.capture.layouts.loops import (
+    DimOf,
+    Inner,
+    Localize,
+    Loops,
+    OpCall,
+    Shape,
+    unchanged,
+)
+from piper_compiler.capture.layouts.rules.letters import (
+    OUT,
+    all_whole,
+    lettered,
+    numbered,
+    place,
+    rank,
+)
 from piper_compiler.capture.layouts.rules.rules_elementwise import broadcast
 from piper_compiler.capture.torch_api._torch import OpOverload
 
@@ -91,7 +106,10 @@ def _select_backward(call: OpCall) -> Loops:
 def _unbind(call: OpCall) -> Loops:
     dim = place(call, 0, "dim")
     names = numbered(rank(call, 0), without=[dim])
-    return lettered({0: names, **{-1 - k: names[:dim] + names[dim + 1 :] for k in range(len(call.results))}}, linear=ALL)
+    return lettered(
+        {0: names, **{-1 - k: names[:dim] + names[dim + 1 :] for k in range(len(call.results))}},
+        linear=ALL,
+    )
 
 
 def span(size: int, start: int | None, end: int | None) -> tuple[int, int]:
@@ -127,7 +145,9 @@ def _slice(call: OpCall) -> Loops:
         return {"start": number * part, "end": (number + 1) * part}
 
     blocks = any(isinstance(loop, Inner) for loop in loops.whole)
-    return Loops(loops.same, whole=loops.whole, linear=ALL, localize=localize if blocks else unchanged)
+    return Loops(
+        loops.same, whole=loops.whole, linear=ALL, localize=localize if blocks else unchanged
+    )
 
 
 def _diagonal(whole: int, part: int, name: str, call: OpCall) -> Loops:
@@ -136,7 +156,11 @@ def _diagonal(whole: int, part: int, name: str, call: OpCall) -> Loops:
     gone = {int(call.get(d)) % count for d in ("dim1", "dim2")}
     names = numbered(count, without=gone)
     left = [n for d, n in enumerate(names) if d not in gone]
-    return lettered({whole: names, part: [*left, None]}, linear=ALL, localize=takes_shape(name) if name else unchanged)
+    return lettered(
+        {whole: names, part: [*left, None]},
+        linear=ALL,
+        localize=takes_shape(name) if name else unchanged,
+    )
 
 
 def _triangle(call: OpCall) -> Loops:
@@ -152,7 +176,9 @@ def _unfold(call: OpCall) -> Loops:
 
 def _unfold_backward(call: OpCall) -> Loops:
     names = numbered(rank(call, OUT), without=[int(call.get("dim")) % rank(call, OUT)])
-    return lettered({0: [*names, None], OUT: names}, linear=ALL, localize=takes_shape("input_sizes"))
+    return lettered(
+        {0: [*names, None], OUT: names}, linear=ALL, localize=takes_shape("input_sizes")
+    )
 
 
 RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {

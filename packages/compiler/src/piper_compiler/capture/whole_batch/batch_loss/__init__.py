@@ -7,6 +7,10 @@ loss of several means read numbers of the whole batch, `trial` compares the resu
 """
 
 from piper_compiler.capture.whole_batch.batch_loss.totals import counting
-from piper_compiler.capture.whole_batch.batch_loss.understood import over_microbatches, over_whole_batch, with_metrics_of_batch
+from piper_compiler.capture.whole_batch.batch_loss.understood import (
+    over_microbatches,
+    over_whole_batch,
+    with_metrics_of_batch,
+)
 
 __all__ = ["counting", "over_microbatches", "over_whole_batch", "with_metrics_of_batch"]

@@ -22,15 +22,31 @@ NUMBERED = frozenset({"arange", "linspace"})
 CHOSEN = frozenset({"where", "masked_fill"})
 _ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip sort argsort"
 _PICKED = ("gather", "index_select", "scatter", "scatter_add", "index_add", "index_copy")
-ALONG = dict.fromkeys((*_ALONG.split(), *_PICKED), 1) | dict.fromkeys(("roll", "topk", "normalize", "take_along_dim"), 2)
+ALONG = dict.fromkeys((*_ALONG.split(), *_PICKED), 1) | dict.fromkeys(
+    ("roll", "topk", "normalize", "take_along_dim"), 2
+)
 """The calls that combine the numbers along a dimension and keep it, and the place of that argument."""
 _BENT = (
-    "clamp clip clamp_min clamp_max relu relu6 leaky_relu threshold hardtanh abs absolute max min maximum minimum fmax fmin "
-    "amax amin where masked_fill sign round floor ceil trunc floor_divide fmod remainder gt ge lt le eq ne greater less"
+    "clamp clip clamp_min clamp_max relu relu6 leaky_relu threshold hardtanh abs absolute max min "
+    "maximum minimum fmax "
+    "fmin "
+    "amax amin where masked_fill sign round floor ceil trunc floor_divide fmod remainder gt ge lt "
+    "le eq ne greater less"
 )
 BENT = frozenset(_BENT.split())
 """The calls that are straight on each side of a bend: a trial may see one side, and microbatches both."""
-EXTREMES = BENT | {"any", "all", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "quantile", "unique"}
+EXTREMES = BENT | {
+    "any",
+    "all",
+    "argmax",
+    "argmin",
+    "aminmax",
+    "median",
+    "nanmedian",
+    "mode",
+    "quantile",
+    "unique",
+}
 """The reductions of integers and conditions that a trial may find equal in all parts by chance."""
 
 
@@ -46,7 +62,9 @@ def computes_with(node: fx.Node, size: fx.Node) -> bool:
     name = call_name(node)
     if name in FILLED:
         position = 2 if name == "new_full" else 1
-        return size is (node.args[position] if len(node.args) > position else node.kwargs.get("fill_value"))
+        return size is (
+            node.args[position] if len(node.args) > position else node.kwargs.get("fill_value")
+        )
     return name in OF_NUMBERS
 
 
@@ -56,13 +74,17 @@ def rows_meet(node: fx.Node) -> bool:
     So do what has another number of rows (halves, neighbours), two dimensions of rows (each with each), an index of
     rows, their numbers, which begin anew in each microbatch, and what combines the values along them.
     """
-    known = [t for t in tensors_of(node) if not _torch.data_dependent(t)]  # another one is refused for that
+    known = [
+        t for t in tensors_of(node) if not _torch.data_dependent(t)
+    ]  # another one is refused for that
     sizes = [[s for s in t.shape if _torch.is_symbolic(s)] for t in known]
     if any(len(dims) > 1 or not all(map(is_multiple_of_rows, dims)) for dims in sizes):
         return True
     if call_name(node) in NUMBERED:
         return any(sizes)
-    return _along_rows(node, call_name(node)) or (call_name(node) == "getitem" and _picks_rows(node))
+    return _along_rows(node, call_name(node)) or (
+        call_name(node) == "getitem" and _picks_rows(node)
+    )
 
 
 def is_multiple_of_rows(size: Any) -> bool:
@@ -79,7 +101,10 @@ def _picks_rows(node: fx.Node) -> bool:
     whole, index = node.args
     if not isinstance(whole, fx.Node) or not isinstance(whole.meta["example_value"], Tensor):
         return False
-    shape, parts = whole.meta["example_value"].shape, [*index] if isinstance(index, tuple | list) else [index]
+    shape, parts = (
+        whole.meta["example_value"].shape,
+        [*index] if isinstance(index, tuple | list) else [index],
+    )
     taken = sum(part is not None and part is not Ellipsis for part in parts)
     dim = 0
     for part in parts:
@@ -105,6 +130,12 @@ def _along_rows(node: fx.Node, name: str) -> bool:
     if name not in ALONG or not isinstance(node.args[0], fx.Node) or not has_rows(node.args[0]):
         return False
     named: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
-    dims = named.get("dim", named.get("dims", named.get(ALONG[name], 1 if name == "normalize" else -1)))
+    dims = named.get(
+        "dim", named.get("dims", named.get(ALONG[name], 1 if name == "normalize" else -1))
+    )
     shape = node.args[0].meta["example_value"].shape
-    return any(_torch.is_symbolic(shape[d]) for d in (dims if isinstance(dims, tuple | list) else (dims,)) if d is not None)
+    return any(
+        _torch.is_symbolic(shape[d])
+        for d in (dims if isinstance(dims, tuple | list) else (dims,))
+        if d is not None
+    )

@@ -85,15 +85,25 @@ def _out_of_place(node: fx.Node) -> fx.Node | None:
     return old
 
 
-def _divided(graph: fx.Graph, node: fx.Node, examples: Examples, counts: dict[str, fx.Node]) -> tuple[fx.Node, fx.Node]:
+def _divided(
+    graph: fx.Graph, node: fx.Node, examples: Examples, counts: dict[str, fx.Node]
+) -> tuple[fx.Node, fx.Node]:
     """Return the node of a mean, and a new one that makes the same of a sum and a count."""
     given = arguments(node)
     ignored = given.get("ignore_index", IGNORED)
-    first = next(u for u in node.users if u.target is operator.getitem and u.args[1] == 0) if is_portable_loss(node) else node
+    first = (
+        next(u for u in node.users if u.target is operator.getitem and u.args[1] == 0)
+        if is_portable_loss(node)
+        else node
+    )
     after = Builder(graph, first, examples)
     with graph.inserting_before(node):
         if is_portable_loss(node):
-            total = after.first(Builder(graph, node, examples).call(PORTABLE, given["input"], given["target"], "sum", ignored))
+            total = after.first(
+                Builder(graph, node, examples).call(
+                    PORTABLE, given["input"], given["target"], "sum", ignored
+                )
+            )
         else:
             total = _summed(after, node, given)
         key = f"{given['target']} {ignored} {given.get('weight')}"
@@ -105,17 +115,28 @@ def _divided(graph: fx.Graph, node: fx.Node, examples: Examples, counts: dict[st
 def _summed(after: Builder, node: fx.Node, given: Mapping[str, Any]) -> fx.Node:
     """Return the same call of torch's with the sum in place of the mean; in float32 at least, as of Piper's own."""
     names = [n for n in ("input", "weight") if given.get(n) is not None]
-    given = {**given, **{n: after.method("to", given[n], torch.float32) for n in names if is_half(given[n])}}
+    given = {
+        **given,
+        **{n: after.method("to", given[n], torch.float32) for n in names if is_half(given[n])},
+    }
     total = after.graph.node_copy(node)
     reduction: Any = 2 if call_name(node) == "nll_loss_nd" else "sum"
-    total.args, total.kwargs = (given["input"], given["target"]), {**_rest(given), "reduction": reduction}
+    total.args, total.kwargs = (
+        (given["input"], given["target"]),
+        {**_rest(given), "reduction": reduction},
+    )
     with after.computing():
-        total.meta = {**node.meta, "example_value": node.meta["example_value"].to(_wide_dtype(node))}
+        total.meta = {
+            **node.meta,
+            "example_value": node.meta["example_value"].to(_wide_dtype(node)),
+        }
     return total
 
 
 def _rest(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if name not in ("input", "target", "reduction")}
+    return {
+        name: value for name, value in given.items() if name not in ("input", "target", "reduction")
+    }
 
 
 def _count(build: Builder, target: fx.Node, ignored: int, weight: fx.Node | None) -> fx.Node:
@@ -125,8 +146,12 @@ def _count(build: Builder, target: fx.Node, ignored: int, weight: fx.Node | None
         return build.method("sum", counted)
     if is_half(weight):
         weight = build.method("to", weight, torch.float32)
-    of_targets = build.call(F.embedding, build.method("clamp", target, 0), build.method("unsqueeze", weight, -1))
-    return build.method("sum", build.method("mul", build.method("squeeze", of_targets, -1), counted))
+    of_targets = build.call(
+        F.embedding, build.method("clamp", target, 0), build.method("unsqueeze", weight, -1)
+    )
+    return build.method(
+        "sum", build.method("mul", build.method("squeeze", of_targets, -1), counted)
+    )
 
 
 class WrittenPair:
@@ -135,10 +160,19 @@ class WrittenPair:
     Constants in the loss, such as a penalty of the weights, are multiplied by the divisor.
     """
 
-    def __init__(self, forward: Forward, of: Mapping[fx.Node, Dependence], divisors: Iterable[fx.Node]) -> None:
-        self._forward, self._graph, self._of, self._examples = forward, forward.graph, of, Examples()
+    def __init__(
+        self, forward: Forward, of: Mapping[fx.Node, Dependence], divisors: Iterable[fx.Node]
+    ) -> None:
+        self._forward, self._graph, self._of, self._examples = (
+            forward,
+            forward.graph,
+            of,
+            Examples(),
+        )
         self._divisors = set(divisors)
-        self._weight = wide(next(n for n in self._graph.nodes if n in self._divisors), self._examples)
+        self._weight = wide(
+            next(n for n in self._graph.nodes if n in self._divisors), self._examples
+        )
         self._made: dict[fx.Node, fx.Node] = {}
 
     def written(self) -> tuple[fx.Node, fx.Node]:
@@ -146,11 +180,15 @@ class WrittenPair:
         total = self._times_weight(self._forward.loss)
         with self._graph.inserting_before(self._graph.output_node()):
             build = Builder(self._graph, self._forward.loss, self._examples)
-            return total, build.method("to", build.method("detach", self._weight), _wide_dtype(self._forward.loss))
+            return total, build.method(
+                "to", build.method("detach", self._weight), _wide_dtype(self._forward.loss)
+            )
 
     def _carries(self, node: fx.Node) -> bool:
         found = self._of[node]
-        return found.divisor in self._divisors or any(t.divisor in self._divisors for t in found.terms or ())
+        return found.divisor in self._divisors or any(
+            t.divisor in self._divisors for t in found.terms or ()
+        )
 
     def _times_weight(self, node: fx.Node) -> fx.Node:
         """Return a node with a value times the divisor."""
@@ -166,19 +204,25 @@ class WrittenPair:
             return weighted(
                 self._graph,
                 node,
-                lambda arg: self._times_weight(arg) if self._carries(arg) else self._constant(node, arg),
+                lambda arg: (
+                    self._times_weight(arg) if self._carries(arg) else self._constant(node, arg)
+                ),
                 self._constant,
             )
         with self._graph.inserting_before(node):
             made = self._graph.node_copy(node, lambda n: n)
-            made.args = map_arg(node.args, lambda arg: self._times_weight(arg) if self._carries(arg) else arg)
+            made.args = map_arg(
+                node.args, lambda arg: self._times_weight(arg) if self._carries(arg) else arg
+            )
             made.meta = dict(node.meta)
         return made
 
     def _constant(self, node: fx.Node, value: fx.Node | float) -> fx.Node:
         with self._graph.inserting_before(node):
             build = Builder(self._graph, node, self._examples)
-            return build.call(operator.mul, build.method("to", self._weight, _wide_dtype(node)), value)
+            return build.call(
+                operator.mul, build.method("to", self._weight, _wide_dtype(node)), value
+            )
 
 
 def _wide_dtype(node: fx.Node) -> torch.dtype:
@@ -187,12 +231,18 @@ def _wide_dtype(node: fx.Node) -> torch.dtype:
 
 
 def weighted(
-    graph: fx.Graph, node: fx.Node, part: Callable[[fx.Node], fx.Node], number: Callable[[fx.Node, float], fx.Node]
+    graph: fx.Graph,
+    node: fx.Node,
+    part: Callable[[fx.Node], fx.Node],
+    number: Callable[[fx.Node, float], fx.Node],
 ) -> fx.Node:
     """Return a copy of a sum, a difference or a stack with another part for each of its parts, and for each number."""
     args = map_arg(node.args, part)
     if call_name(node) not in JOINED:
-        args = tuple(number(node, a) if isinstance(a, int | float) and a != 0 else a for a in args[:2]) + args[2:]
+        args = (
+            tuple(number(node, a) if isinstance(a, int | float) and a != 0 else a for a in args[:2])
+            + args[2:]
+        )
     with graph.inserting_before(node.next):
         made = graph.node_copy(node, lambda n: n)
         made.args, made.meta = args, dict(node.meta)
@@ -211,7 +261,9 @@ def same_values(nodes: Iterable[fx.Node], changed: bool) -> bool:
 def _text(node: fx.Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return node.name
-    return canonical_text(node, {n: _text(n) for n in node.all_input_nodes if n.op != "placeholder" or _is_tensor(n)})
+    return canonical_text(
+        node, {n: _text(n) for n in node.all_input_nodes if n.op != "placeholder" or _is_tensor(n)}
+    )
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -30,10 +30,33 @@ CLASSES = frozenset({"cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 """The losses whose mean divides by the number of targets that are not ignored, or by the sum of their weights."""
 LOSSES = frozenset(
     {
-        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
-        *("kl_div", "poisson_nll_loss", "gaussian_nll_loss", "soft_margin_loss", "margin_ranking_loss"),
-        *("hinge_embedding_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss"),
-        *("cosine_embedding_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss", "ctc_loss"),
+        *(
+            "mse_loss",
+            "l1_loss",
+            "smooth_l1_loss",
+            "huber_loss",
+            "binary_cross_entropy",
+            "binary_cross_entropy_with_logits",
+        ),
+        *(
+            "kl_div",
+            "poisson_nll_loss",
+            "gaussian_nll_loss",
+            "soft_margin_loss",
+            "margin_ranking_loss",
+        ),
+        *(
+            "hinge_embedding_loss",
+            "multi_margin_loss",
+            "multilabel_margin_loss",
+            "multilabel_soft_margin_loss",
+        ),
+        *(
+            "cosine_embedding_loss",
+            "triplet_margin_loss",
+            "triplet_margin_with_distance_loss",
+            "ctc_loss",
+        ),
     }
 )
 """The losses whose mean divides by a number of elements or rows that is the same for equal numbers of rows."""
@@ -93,7 +116,9 @@ def reduced(node: fx.Node) -> Base | Literal["classes", "rows"] | None:
         return "sum"
     if name in ADDED:
         return "sum" if _adds_to_zeros(node) else None
-    if name not in CLASSES | LOSSES or (not is_portable_loss(node) and not hasattr(F, name) and name not in _POSITIONS):
+    if name not in CLASSES | LOSSES or (
+        not is_portable_loss(node) and not hasattr(F, name) and name not in _POSITIONS
+    ):
         return None
     try:
         given = arguments(node)

@@ -87,7 +87,11 @@ class Dependence:
     @property
     def constant(self) -> bool:
         """Return whether it is the same in every microbatch."""
-        return not self.rows and self.terms is not None and all(t == LossTerm("constant") for t in self.terms)
+        return (
+            not self.rows
+            and self.terms is not None
+            and all(t == LossTerm("constant") for t in self.terms)
+        )
 
     @property
     def plain(self) -> Base | None:
@@ -117,8 +121,15 @@ class Dependences:
 
     def __post_init__(self) -> None:
         wanted = with_writers(self.forward.graph, ancestors([self.forward.loss]))
-        own = {*own_backwards(wanted), *(n for n in wanted if _is_of_layers(n) or STATISTICS in n.meta)}
-        before = ancestors(n for n in wanted if has_rows(n) and (n in own or self._uses_parameter(n) or self._of_model_code(n)))
+        own = {
+            *own_backwards(wanted),
+            *(n for n in wanted if _is_of_layers(n) or STATISTICS in n.meta),
+        }
+        before = ancestors(
+            n
+            for n in wanted
+            if has_rows(n) and (n in own or self._uses_parameter(n) or self._of_model_code(n))
+        )
         for node in self.forward.graph.nodes:
             if node not in wanted:
                 continue
@@ -135,28 +146,45 @@ class Dependences:
     @property
     def of_model(self) -> frozenset[str]:
         """Return the names of the operations that come before `tail`, without batch norms, which combine rows."""
-        made = (n for n in self.of if n.op not in ("placeholder", "get_attr") and STATISTICS not in n.meta)
+        made = (
+            n
+            for n in self.of
+            if n.op not in ("placeholder", "get_attr") and STATISTICS not in n.meta
+        )
         return frozenset(n.name for n in made) - {n.name for n in self.tail}
 
     def _uses_parameter(self, node: fx.Node) -> bool:
         kinds = [self.forward.origins[n] for n in node.all_input_nodes if n in self.forward.origins]
-        return any(o.kind == "param" or o.name in self.forward.rewrites for o in kinds) or node.op == "call_module"
+        return (
+            any(o.kind == "param" or o.name in self.forward.rewrites for o in kinds)
+            or node.op == "call_module"
+        )
 
     def _of_model_code(self, node: fx.Node) -> bool:
         """Return whether an operation stands in a module of the model, and is none of a loss that the model makes."""
-        if self.forward.own_loss or is_portable_loss(node) or not _grad(node):  # what it counts has no gradient
+        if (
+            self.forward.own_loss or is_portable_loss(node) or not _grad(node)
+        ):  # what it counts has no gradient
             return False
-        return any(key.split("@")[0] in self.forward.modules for key in node.meta.get("nn_module_stack") or {})
+        return any(
+            key.split("@")[0] in self.forward.modules
+            for key in node.meta.get("nn_module_stack") or {}
+        )
 
     def _random(self, node: fx.Node) -> bool:
-        return isinstance(node.target, _torch.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        return (
+            isinstance(node.target, _torch.OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags
+        )
 
     def _leaf(self, node: fx.Node) -> Dependence:
         if _size_of_rows(node):
             return _size(node)
         origin = self.forward.origins.get(node)
         if origin is None or origin.kind != "batch" or origin.name in self.forward.fixed:
-            kept = origin is not None and (origin.kind == "kept" or origin.name in self.forward.rewrites)
+            kept = origin is not None and (
+                origin.kind == "kept" or origin.name in self.forward.rewrites
+            )
             return replace(CONSTANT, model=kept, grad=_grad(node))
         return Dependence(rows=True)
 
@@ -183,7 +211,11 @@ class Dependences:
             return replace(CONSTANT, grad=base.grad)
         if writes(node) and node.target not in AUGMENTED:
             return self._written(node, inputs)
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_portable_loss(node.args[0]):
+        if (
+            node.target is operator.getitem
+            and isinstance(node.args[0], fx.Node)
+            and is_portable_loss(node.args[0])
+        ):
             return self._loss_result(node)
         if is_portable_loss(node) or (not has_rows(node) and any(d.rows for d in inputs)):
             return self._reduced(node, inputs, base)
@@ -198,7 +230,9 @@ class Dependences:
         loss = node.args[0]
         assert isinstance(loss, fx.Node)
         found = self.of[loss]
-        return Dependence(rows=True, model=found.model, grad=found.grad) if has_rows(node) else found
+        return (
+            Dependence(rows=True, model=found.model, grad=found.grad) if has_rows(node) else found
+        )
 
     def _written(self, node: fx.Node, inputs: Collection[Dependence]) -> Dependence:
         """Take what is written into a tensor as part of it from here on."""
@@ -219,16 +253,24 @@ class Dependences:
     def _now(self, node: fx.Node, target: fx.Node, new: Dependence) -> None:
         """Take a tensor for another from here on, and all that may share its memory."""
         for other in [n for n in self.of if n is not node and owner(n) is owner(target)]:
-            mixed: dict[str, Any] = {"terms": None, "mixed": new.mixed} if new.mixed is not None else {}
-            self.of[other] = replace(self.of[other], model=self.of[other].model or new.model, **mixed)
+            mixed: dict[str, Any] = (
+                {"terms": None, "mixed": new.mixed} if new.mixed is not None else {}
+            )
+            self.of[other] = replace(
+                self.of[other], model=self.of[other].model or new.model, **mixed
+            )
         self.of[target] = new
 
-    def _reduced(self, node: fx.Node, inputs: Collection[Dependence], base: Dependence) -> Dependence:
+    def _reduced(
+        self, node: fx.Node, inputs: Collection[Dependence], base: Dependence
+    ) -> Dependence:
         """Return the dependence of a reduction over rows."""
         mixed = next((d.mixed for d in inputs if d.mixed is not None), None)
         how, divisors = reduced(node), {d.divisor for d in inputs if d.divisor is not None}
         others = [d for d in inputs if not d.rows and not d.constant]
-        twice = call_name(node) in PRODUCTS and sum(isinstance(d.divisor, fx.Node) for d in inputs) > 1
+        twice = (
+            call_name(node) in PRODUCTS and sum(isinstance(d.divisor, fx.Node) for d in inputs) > 1
+        )
         if mixed is not None or how is None or len(divisors) > 1 or others or twice:
             if not base.model and call_name(node) in EXTREMES:
                 self.bent = self.bent or node
@@ -241,7 +283,9 @@ class Dependences:
             return replace(base, terms=frozenset({LossTerm("sum", node)}))
         return replace(base, terms=frozenset({LossTerm(how, next(iter(divisors), None))}))
 
-    def _of_rows(self, node: fx.Node, inputs: Collection[Dependence], base: Dependence) -> Dependence:
+    def _of_rows(
+        self, node: fx.Node, inputs: Collection[Dependence], base: Dependence
+    ) -> Dependence:
         """Return the dependence of a value with rows."""
         name = call_name(node)
         mixed = next((d.mixed for d in inputs if d.mixed is not None), None)
@@ -259,11 +303,21 @@ class Dependences:
         if not divisors:
             return out
         (first, *more) = divisors
-        linear = name in SAME | SUMS | MEANS | CHOSEN or (name == "mul" and sum(d.divisor is not None for d in inputs) == 1)
-        linear = linear or (name == "div" and isinstance(node.args[1], fx.Node) and self.of[node.args[1]].divisor is None)
+        linear = name in SAME | SUMS | MEANS | CHOSEN or (
+            name == "mul" and sum(d.divisor is not None for d in inputs) == 1
+        )
+        linear = linear or (
+            name == "div"
+            and isinstance(node.args[1], fx.Node)
+            and self.of[node.args[1]].divisor is None
+        )
         if linear and not more:
             return replace(out, divisor=first)
-        return replace(out, divisor="batch") if not any(self._of_model_divisor(d) for d in divisors) else replace(out, mixed=node)
+        return (
+            replace(out, divisor="batch")
+            if not any(self._of_model_divisor(d) for d in divisors)
+            else replace(out, mixed=node)
+        )
 
     def _of_model_divisor(self, divisor: Divisor) -> bool:
         return isinstance(divisor, fx.Node) and self.of[divisor].model
@@ -293,15 +347,21 @@ class Dependences:
         if name in SAME | SUMS | MEANS and len([d for d in inputs if not d.constant]) == 1:
             return replace(base, terms=next(d.terms for d in inputs if not d.constant))
         if name in ("add", "sub", *JOINED):
-            numbers = name in ("add", "sub") and any(not isinstance(a, fx.Node) and a != 0 for a in node.args[:2])
-            return replace(base, terms=frozenset().union(*terms, [LossTerm("constant")] if numbers else []))
+            numbers = name in ("add", "sub") and any(
+                not isinstance(a, fx.Node) and a != 0 for a in node.args[:2]
+            )
+            return replace(
+                base, terms=frozenset().union(*terms, [LossTerm("constant")] if numbers else [])
+            )
         if name == "where" and node.op == "call_function" and len(node.args) == 3:
             return self._chosen(node, base, spoiled)
         if name == "mul":
             changing = [d for d in inputs if not d.constant]
             first = next((d for d in changing if d.model), changing[0])
             others = [d for d in changing if d is not first]
-            if not others and len(changing) == sum(isinstance(a, fx.Node) and not self.of[a].constant for a in node.args):
+            if not others and len(changing) == sum(
+                isinstance(a, fx.Node) and not self.of[a].constant for a in node.args
+            ):
                 return replace(base, terms=first.terms)
             sizes = any(is_size(n) and not self.of[n].constant for n in node.all_input_nodes)
             if all(not d.model for d in others) and len(others) == 1 and not sizes:
@@ -321,14 +381,22 @@ class Dependences:
             return spoiled
         terms = set[LossTerm]()
         for value in values:
-            found = self.of[value] if isinstance(value, fx.Node) else CONSTANT if value != 0 else Dependence()
+            found = (
+                self.of[value]
+                if isinstance(value, fx.Node)
+                else CONSTANT
+                if value != 0
+                else Dependence()
+            )
             over = self._over(found, "batch", base, spoiled)
             if over.terms is None:
                 return spoiled
             terms |= over.terms
         return replace(base, terms=frozenset(terms))
 
-    def _divided(self, over: Dependence, by: fx.Node, base: Dependence, spoiled: Dependence) -> Dependence:
+    def _divided(
+        self, over: Dependence, by: fx.Node, base: Dependence, spoiled: Dependence
+    ) -> Dependence:
         """Return the dependence of a quotient of two reductions."""
         under = self.of[by]
         if under.grad or under.mixed is not None:
@@ -342,11 +410,17 @@ class Dependences:
             ):
                 return replace(base, terms=frozenset({LossTerm("mean")}))
             return spoiled
-        if under.plain is not None and over.terms is not None and all(t == LossTerm(under.plain) for t in over.terms):
+        if (
+            under.plain is not None
+            and over.terms is not None
+            and all(t == LossTerm(under.plain) for t in over.terms)
+        ):
             return replace(base, terms=frozenset({LossTerm(under.plain, by)}))
         return spoiled if under.model else self._over(over, "batch", base, spoiled)
 
-    def _over(self, over: Dependence, divisor: Divisor, base: Dependence, spoiled: Dependence) -> Dependence:
+    def _over(
+        self, over: Dependence, divisor: Divisor, base: Dependence, spoiled: Dependence
+    ) -> Dependence:
         if over.terms is None or any(t.divisor not in (None, divisor) for t in over.terms):
             return spoiled
         return replace(base, terms=frozenset(LossTerm(t.base, divisor) for t in over.terms))
@@ -364,7 +438,9 @@ class Dependences:
         numbers = any(not isinstance(a, fx.Node) and a != 0 for a in node.args[:2])
         same = name in SAME | SUMS | MEANS | TENSORS and len(changing) == 1
         same |= name in ("add", "sub") and len(changing) == len(inputs) and not numbers
-        same |= (name == "mul" and len(changing) == 1) or (name == "div" and len(changing) == 1 and _first_changes(node, self.of))
+        same |= (name == "mul" and len(changing) == 1) or (
+            name == "div" and len(changing) == 1 and _first_changes(node, self.of)
+        )
         if same and len(kinds) == 1 and None not in kinds:
             return replace(base, terms=frozenset({LossTerm(changing[0].plain or "sum")}))
         return replace(base, terms=frozenset({LossTerm("sum", "batch")}))
@@ -377,7 +453,11 @@ def _first_changes(node: fx.Node, of: Mapping[fx.Node, Dependence]) -> bool:
 
 def _is_of_layers(node: fx.Node) -> bool:
     """Return whether a node is a portable op of layers, such as attention, or one that sorts tokens by expert."""
-    return isinstance(node.target, _torch.OpOverload) and node.target.namespace == "piper" and not is_portable_loss(node)
+    return (
+        isinstance(node.target, _torch.OpOverload)
+        and node.target.namespace == "piper"
+        and not is_portable_loss(node)
+    )
 
 
 def _grad(node: fx.Node) -> bool:
@@ -392,4 +472,8 @@ def _size_of_rows(node: fx.Node) -> bool:
 
 def _size(node: fx.Node) -> Dependence:
     """Return the dependence of a number that is a size of the batch: multiples of the rows add up."""
-    return Dependence(terms=frozenset({LossTerm("sum", None if is_multiple_of_rows(node.meta["example_value"]) else "batch")}))
+    return Dependence(
+        terms=frozenset(
+            {LossTerm("sum", None if is_multiple_of_rows(node.meta["example_value"]) else "batch")}
+        )
+    )

@@ -23,7 +23,12 @@ from piper_compiler.capture.whole_batch.batch_loss.pairs import weighted
 from piper_compiler.capture.whole_batch.batch_loss.reductions import call_name
 from piper_compiler.capture.whole_batch.batch_loss.terms import Dependences
 from piper_compiler.capture.whole_batch.batch_loss.wide import is_half, wide
-from piper_compiler.capture.whole_batch.batch_loss.writers import ancestors, filling, is_size, with_writers
+from piper_compiler.capture.whole_batch.batch_loss.writers import (
+    ancestors,
+    filling,
+    is_size,
+    with_writers,
+)
 from piper_ir.ground.errors import CaptureError
 from piper_ops import Builder, Examples
 
@@ -57,7 +62,9 @@ class Totals:
         size = 1 + sum(prod(root.shape) for root in self._roots)
         counted = self._placeholder(size)
         self._counted = counted
-        wanted = set(self._of) - ancestors(root.node for root in self._roots)  # which count in one microbatch
+        wanted = set(self._of) - ancestors(
+            root.node for root in self._roots
+        )  # which count in one microbatch
         for root in self._roots:
             self._replace(root, wanted)
         return replace(
@@ -67,7 +74,9 @@ class Totals:
             origins={**forward.origins, counted: InputOrigin("batch", NAME)},
             batch={**forward.batch, NAME: torch.zeros(size, dtype=DTYPE)},
             fixed=forward.fixed | {NAME},
-            counted=Counted(counted, tuple(wide(root.node, self._examples) for root in self._roots)),
+            counted=Counted(
+                counted, tuple(wide(root.node, self._examples) for root in self._roots)
+            ),
         )
 
     @property
@@ -78,7 +87,9 @@ class Totals:
     def _reductions(self) -> list[_Root]:
         """Return the reductions of the batch that the loss reads, directly or by a formula of several."""
         roots: dict[fx.Node, None] = {}
-        read = [n for node in self._found.tail for n in node.all_input_nodes if not self._decided(node)]
+        read = [
+            n for node in self._found.tail for n in node.all_input_nodes if not self._decided(node)
+        ]
         queue = [n for n in read if self._decided(n) and not is_size(n)]
         queue += [self._forward.loss] if self._decided(self._forward.loss) else []
         seen = set[fx.Node]()
@@ -88,8 +99,11 @@ class Totals:
                 continue
             if is_size(node):
                 raise CaptureError(
-                    f"{line_of(node)}: the loss divides by a function of the number of rows, which a microbatch has other than "
-                    "the batch. Divide by the number itself, or by one of its multiples, or take it out of the loss"
+                    f"{line_of(node)}: the loss divides by a function of the number of rows, which "
+                    f"a microbatch has "
+                    f"other than "
+                    "the batch. Divide by the number itself, or by one of its multiples, or take "
+                    "it out of the loss"
                 )
             seen.add(node)
             if self._of[node].plain is not None:
@@ -120,15 +134,28 @@ class Totals:
     def _replace(self, root: _Root, wanted: set[fx.Node]) -> None:
         with self._graph.inserting_before(root.node.next):
             build = Builder(self._graph, root.node, self._examples)
-            total = build.method("reshape", build.method("narrow", self._counted, 0, root.start, prod(root.shape)), root.shape)
+            total = build.method(
+                "reshape",
+                build.method("narrow", self._counted, 0, root.start, prod(root.shape)),
+                root.shape,
+            )
             if root.mean:
-                total = build.call(operator.truediv, total, build.method("select", self._counted, 0, 0))
-            number = not root.shape and is_half(root.node)  # a tensor is rounded as the user has it, once for the batch
-            total = build.method("to", total, torch.float32 if number else root.node.meta["example_value"].dtype)
+                total = build.call(
+                    operator.truediv, total, build.method("select", self._counted, 0, 0)
+                )
+            number = not root.shape and is_half(
+                root.node
+            )  # a tensor is rounded as the user has it, once for the batch
+            total = build.method(
+                "to", total, torch.float32 if number else root.node.meta["example_value"].dtype
+            )
         root.node.replace_all_uses_with(total, delete_user_cb=lambda user: user in wanted)
         self._of[total] = self._of[root.node]
         if root.node is self._forward.loss:
-            raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
+            raise CaptureError(
+                "the loss does not depend on any parameter with requires_grad=True; there is "
+                "nothing to train"
+            )
 
     def _spread(self, node: fx.Node) -> fx.Node:
         """Return the part of a value that one microbatch has: its own sums, and its share of means and constants."""
@@ -138,7 +165,11 @@ class Totals:
 
     def _part(self, node: fx.Node) -> fx.Node:
         found = self._of.get(node)
-        bases = {t.base for t in found.terms or ()} if found is not None and found.model else {"constant"}
+        bases = (
+            {t.base for t in found.terms or ()}
+            if found is not None and found.model
+            else {"constant"}
+        )
         if bases == {"sum"}:
             return node
         if "sum" not in bases:
@@ -150,7 +181,11 @@ class Totals:
             return self._chosen(node)
 
         def part(arg: fx.Node) -> fx.Node:
-            return self._spread(arg) if arg in self._of and self._of[arg].model and not self._of[arg].constant else arg
+            return (
+                self._spread(arg)
+                if arg in self._of and self._of[arg].model and not self._of[arg].constant
+                else arg
+            )
 
         with self._graph.inserting_before(node.next):
             made = self._graph.node_copy(node, lambda n: n)
@@ -160,7 +195,10 @@ class Totals:
     def _chosen(self, node: fx.Node) -> fx.Node:
         """Return the part of one of two values, which numbers of the whole batch choose."""
         given: tuple[Any, ...] = node.args[1:]
-        values = [self._spread(a) if isinstance(a, fx.Node) else a if a == 0 else self._number(node, a) for a in given]
+        values = [
+            self._spread(a) if isinstance(a, fx.Node) else a if a == 0 else self._number(node, a)
+            for a in given
+        ]
         with self._graph.inserting_before(node.next):
             made = self._graph.node_copy(node, lambda n: n)
             made.args, made.meta = (node.args[0], *values), dict(node.meta)
@@ -183,25 +221,39 @@ def counting(forward: Forward, rows: int) -> tuple[fx.GraphModule, tuple[str, ..
     Its result has 1, for the microbatch, and the values of all reductions, in float64.
     """
     assert forward.counted is not None
-    wanted = with_writers(forward.graph, ancestors(forward.counted.reductions, shapes=False), shapes=False)
+    wanted = with_writers(
+        forward.graph, ancestors(forward.counted.reductions, shapes=False), shapes=False
+    )
     graph, env, reads = fx.Graph(), dict[fx.Node, Any](), list[str]()
     for node in forward.graph.nodes:
         if node in wanted and node in forward.origins:
             origin = forward.origins[node]
             if origin.kind != "batch":
                 raise CaptureError(
-                    f"{line_of(forward.counted.reductions[0])}: the loss divides by a number that is made of {origin.name!r} and "
-                    "the batch, beside other means. Numbers of the whole batch are counted before a step, without the model: "
+                    f"{line_of(forward.counted.reductions[0])}: the loss divides by a number that "
+                    f"is made of "
+                    f"{origin.name!r} and "
+                    "the batch, beside other means. Numbers of the whole batch are counted before "
+                    "a step, without the "
+                    "model: "
                     f"make {origin.name!r} a constant of the loss, or return a pair (sum, weight)"
                 )
             reads.append(origin.name)
             env[node] = graph.placeholder(f"in{len(env)}")
     env |= {node: graph.call_method("clone", (given,)) for node, given in list(env.items())}
     for node in forward.graph.nodes:
-        if node in wanted and node.op in ("call_function", "call_method", "get_attr") and not is_size(node):
+        if (
+            node in wanted
+            and node.op in ("call_function", "call_method", "get_attr")
+            and not is_size(node)
+        ):
             if (number := filling(node)) is not None:
                 example = node.meta["example_value"]
-                call = torch.full, (concrete_shape(example, rows, node), number), {"dtype": example.dtype}
+                call = (
+                    torch.full,
+                    (concrete_shape(example, rows, node), number),
+                    {"dtype": example.dtype},
+                )
                 env[node] = graph.call_function(*call)
             else:
                 args, kwargs = concrete_call(node, env, rows)

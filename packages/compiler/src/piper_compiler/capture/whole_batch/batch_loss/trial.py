@@ -17,7 +17,12 @@ from piper_compiler.capture.trace.dynamo import Counted, Forward
 from piper_compiler.capture.trace.own_backwards import own_backwards
 from piper_compiler.capture.values.concrete import concrete_call, tensors_of
 from piper_compiler.capture.whole_batch.batch_loss.calls import has_rows
-from piper_compiler.capture.whole_batch.batch_loss.reductions import CLASSES, IGNORED, arguments, call_name
+from piper_compiler.capture.whole_batch.batch_loss.reductions import (
+    CLASSES,
+    IGNORED,
+    arguments,
+    call_name,
+)
 from piper_compiler.capture.whole_batch.batch_loss.terms import Dependence
 from piper_compiler.capture.whole_batch.batch_loss.writers import ancestors, is_size, with_writers
 
@@ -115,7 +120,12 @@ class LossTrial:
         self._forward, self._tail, self._original = forward, set(tail), original
         self._within = self._tail.union(original.copies[n] for n in tail if n in original.copies)
         self._sources = list(
-            dict.fromkeys(n for node in tail for n in node.all_input_nodes if n not in self._tail and tensors_of(n))
+            dict.fromkeys(
+                n
+                for node in tail
+                for n in node.all_input_nodes
+                if n not in self._tail and tensors_of(n)
+            )
         )
         self._merged: list[fx.Node] = []
         self._tokens_first, self._filling = frozenset[fx.Node](), FILLINGS[0]
@@ -137,7 +147,9 @@ class LossTrial:
 
     def _largest(self) -> int:
         tensors = [t for n in (*self._tail, *self._sources) for t in tensors_of(n)]
-        return max((prod(int(_torch.size_at(s, ROWS)) for s in t.shape) for t in tensors), default=0)
+        return max(
+            (prod(int(_torch.size_at(s, ROWS)) for s in t.shape) for t in tensors), default=0
+        )
 
     def _dimension(self, node: fx.Node) -> int | None:
         """Return the dimension that has the rows: -1 if none has, None if they cannot be told apart in it."""
@@ -183,7 +195,9 @@ class LossTrial:
             return None
         if len(self._merged) > MERGED:
             return self._judged(made) or None
-        kinds = [part for k in range(len(self._merged) + 1) for part in combinations(self._merged, k)]
+        kinds = [
+            part for k in range(len(self._merged) + 1) for part in combinations(self._merged, k)
+        ]
         for self._tokens_first in map(frozenset, kinds):  # rows may lie within tokens
             found = self._judged(made)
             if found is not False:
@@ -223,21 +237,34 @@ class LossTrial:
         except (*_torch.RUN_ERRORS, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
             return None
 
-    def _equal(self, made: Forward, parts: Sequence[TrialResults], wanted: TrialResults) -> bool | None:
-        share = {"mean": 1 / PARTS, "total": 1.0}.get(made.loss_kind) or 1 / sum(p.values[1] for p in parts)
+    def _equal(
+        self, made: Forward, parts: Sequence[TrialResults], wanted: TrialResults
+    ) -> bool | None:
+        share = {"mean": 1 / PARTS, "total": 1.0}.get(made.loss_kind) or 1 / sum(
+            p.values[1] for p in parts
+        )
         close = self._close
         value = sum(p.values[0] for p in parts) * share
-        good = _near(torch.tensor(value, dtype=torch.float64), torch.tensor(wanted.values[0], dtype=torch.float64), close)
+        good = _near(
+            torch.tensor(value, dtype=torch.float64),
+            torch.tensor(wanted.values[0], dtype=torch.float64),
+            close,
+        )
         trained = [n for n in self._sources if _trained(n)]
         for k, (node, gradient) in enumerate(zip(trained, wanted.gradients[0], strict=False)):
             pieces = [p.gradients[0][k] * share for p in parts]
             good = good and _near(self._joined(node, pieces, gradient), gradient, close)
         return good
 
-    def _totals(self, counted: Counted, parts: Sequence[Mapping[fx.Node, Tensor]], rows: int) -> Tensor:
+    def _totals(
+        self, counted: Counted, parts: Sequence[Mapping[fx.Node, Tensor]], rows: int
+    ) -> Tensor:
         """Return the numbers that are counted in all parts."""
         found = [self._evaluated(counted.reductions, part, rows) for part in parts]
-        flat = [torch.cat([torch.ones(1), *(r.detach().double().reshape(-1) for r in results)]) for results in found]
+        flat = [
+            torch.cat([torch.ones(1), *(r.detach().double().reshape(-1) for r in results)])
+            for results in found
+        ]
         return torch.stack(flat).sum(0)
 
     def _joined(self, node: fx.Node, pieces: Sequence[Tensor], whole: Tensor) -> Tensor:
@@ -246,14 +273,18 @@ class LossTrial:
             return torch.stack(list(pieces)).sum(0)
         dim = next(d for d in range(whole.dim()) if pieces[0].shape[d] != whole.shape[d])
         if node in self._tokens_first:
-            return torch.cat([p.unflatten(dim, (-1, ROWS // PARTS)) for p in pieces], dim + 1).flatten(dim, dim + 1)
+            return torch.cat(
+                [p.unflatten(dim, (-1, ROWS // PARTS)) for p in pieces], dim + 1
+            ).flatten(dim, dim + 1)
         return torch.cat(list(pieces), dim)
 
     def _values(self) -> tuple[dict[fx.Node, Tensor], list[dict[fx.Node, Tensor]]]:
         """Return numbers for all that is read, and those of each part."""
         generator = torch.Generator().manual_seed(self._filling.seed)
         whole = {n: self._random(n, generator) for n in self._sources}
-        return whole, [{n: self._part(n, value, k) for n, value in whole.items()} for k in range(PARTS)]
+        return whole, [
+            {n: self._part(n, value, k) for n, value in whole.items()} for k in range(PARTS)
+        ]
 
     def _random(self, node: fx.Node, generator: torch.Generator) -> Tensor:
         (tensor,) = tensors_of(node)
@@ -267,10 +298,12 @@ class LossTrial:
         if tensor.dtype == torch.bool:
             return numbers > 0.5
         ones = torch.randint(self._filling.integers, shape, generator=generator)
-        if node in self._targets and self._filling.ignoring:  # the first part has more that are ignored than the second
-            ignored = torch.rand(shape, generator=generator) < torch.linspace(0.7, 0.1, shape[0]).reshape(
-                -1, *[1] * (len(shape) - 1)
-            )
+        if (
+            node in self._targets and self._filling.ignoring
+        ):  # the first part has more that are ignored than the second
+            ignored = torch.rand(shape, generator=generator) < torch.linspace(
+                0.7, 0.1, shape[0]
+            ).reshape(-1, *[1] * (len(shape) - 1))
             return torch.where(ignored, self._targets[node], ones).to(tensor.dtype)
         return ones.to(tensor.dtype)
 
@@ -280,20 +313,31 @@ class LossTrial:
             return value.unflatten(dim, (-1, ROWS)).chunk(PARTS, dim + 1)[k].flatten(dim, dim + 1)
         return value if dim is None or dim < 0 else value.chunk(PARTS, dim)[k]
 
-    def _run(self, asked: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], rows: int) -> TrialResults:
+    def _run(
+        self, asked: Sequence[fx.Node], values: Mapping[fx.Node, Tensor], rows: int
+    ) -> TrialResults:
         leaves = {n: v.clone().requires_grad_(_trained(n)) for n, v in values.items()}
         results = self._evaluated(asked, leaves, rows)
         trained = [v for v in leaves.values() if v.requires_grad]
-        return TrialResults(tuple(float(r.detach()) for r in results), tuple(self._gradients(r, trained) for r in results))
+        return TrialResults(
+            tuple(float(r.detach()) for r in results),
+            tuple(self._gradients(r, trained) for r in results),
+        )
 
-    def _evaluated(self, asked: Sequence[fx.Node], leaves: Mapping[fx.Node, Tensor], rows: int) -> list[Tensor]:
+    def _evaluated(
+        self, asked: Sequence[fx.Node], leaves: Mapping[fx.Node, Tensor], rows: int
+    ) -> list[Tensor]:
         """Return the values of nodes; what is read may be written into, which a leaf with a gradient may not.
 
         Random numbers are among the leaves, and so may be what they are made of.
         """
-        env: dict[fx.Node, Any] = {n: v * 1 if v.requires_grad else v.clone() for n, v in leaves.items()}
+        env: dict[fx.Node, Any] = {
+            n: v * 1 if v.requires_grad else v.clone() for n, v in leaves.items()
+        }
         graph = next((node.graph for node in asked), self._forward.graph)
-        before = with_writers(graph, ancestors(leaves)) - self._within  # of which leaves have what was written
+        before = (
+            with_writers(graph, ancestors(leaves)) - self._within
+        )  # of which leaves have what was written
         needed = with_writers(graph, ancestors(asked)) - before
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), RandomWatch() as watch:
             for node in graph.nodes:
@@ -302,13 +346,21 @@ class LossTrial:
                 elif node in needed and node.op != "placeholder" and not is_size(node):
                     args, kwargs = concrete_call(node, env, rows)
                     if self._filling.double and node.target in HALVES:
-                        env[node] = args[0].double()  # rounded to float32 in between, parts would differ
+                        env[node] = args[
+                            0
+                        ].double()  # rounded to float32 in between, parts would differ
                     else:
-                        both = (_doubled(args), _doubled(kwargs)) if self._filling.double else (args, kwargs)
+                        both = (
+                            (_doubled(args), _doubled(kwargs))
+                            if self._filling.double
+                            else (args, kwargs)
+                        )
                         env[node] = _call(node, *both)
         if watch.seen:
             raise ValueError("random numbers")
-        floating = {t.dtype for t in env.values() if isinstance(t, Tensor) and t.is_floating_point()}
+        floating = {
+            t.dtype for t in env.values() if isinstance(t, Tensor) and t.is_floating_point()
+        }
         self._close = max(self._close, *(CLOSE.get(dtype, 0.03) for dtype in floating), 1e-9)
         return [env[n] for n in asked]
 
@@ -320,12 +372,16 @@ class LossTrial:
         if not trained or not result.requires_grad:
             return ()
         found = torch.autograd.grad(result, trained, retain_graph=True, allow_unused=True)
-        return tuple(torch.zeros_like(t) if g is None else g for g, t in zip(found, trained, strict=True))
+        return tuple(
+            torch.zeros_like(t) if g is None else g for g, t in zip(found, trained, strict=True)
+        )
 
 
 def _doubled(values: Any) -> Any:
     """Return arguments with float64 in place of another floating-point type."""
-    return _torch.pytree.tree_map(lambda v: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v, values)
+    return _torch.pytree.tree_map(
+        lambda v: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v, values
+    )
 
 
 def _call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

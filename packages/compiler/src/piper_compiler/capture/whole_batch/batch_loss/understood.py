@@ -14,7 +14,11 @@ from piper_compiler.capture.module.measured import MetricNode
 from piper_compiler.capture.steps.linearity import AuxiliaryForm
 from piper_compiler.capture.trace.dynamo import Forward
 from piper_compiler.capture.values.concrete import line_of
-from piper_compiler.capture.whole_batch.batch_loss.pairs import WrittenPair, same_values, write_divisions
+from piper_compiler.capture.whole_batch.batch_loss.pairs import (
+    WrittenPair,
+    same_values,
+    write_divisions,
+)
 from piper_compiler.capture.whole_batch.batch_loss.terms import Dependences
 from piper_compiler.capture.whole_batch.batch_loss.totals import Totals
 from piper_compiler.capture.whole_batch.batch_loss.trial import LossTrial, Original
@@ -24,13 +28,22 @@ from piper_ir.program.program import LossKind
 from piper_ops import Builder, Examples
 
 WAYS_OUT = (
-    "A step computes the loss of some of its rows at a time and adds them up, so the loss must be a sum over rows, a mean over "
-    "rows, or such a sum divided by a number of the batch. Accepted is, too, a pair of scalars (sum, weight): the loss of the "
-    'whole batch is then the sum of the first divided by the sum of the second. Job(loss_over="microbatch") trains the mean of '
-    "the losses of microbatches instead, as gradient accumulation in plain PyTorch does; it then depends on their number"
+    "A step computes the loss of some of its rows at a time and adds them up, so the loss must be "
+    "a sum over rows, a "
+    "mean over "
+    "rows, or such a sum divided by a number of the batch. Accepted is, too, a pair of scalars "
+    "(sum, weight): the loss "
+    "of the "
+    "whole batch is then the sum of the first divided by the sum of the second. "
+    'Job(loss_over="microbatch") trains the '
+    "mean of "
+    "the losses of microbatches instead, as gradient accumulation in plain PyTorch does; it then "
+    "depends on their "
+    "number"
 )
 BENT_REASON = (
-    "takes one of several values by a sum, a mean or an extreme of the rows, and microbatches may take another than the batch"
+    "takes one of several values by a sum, a mean or an extreme of the rows, and microbatches may "
+    "take another than the batch"
 )
 
 
@@ -43,7 +56,9 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     """
     if forward.weight is not None:
         if not adding:
-            return replace(forward, loss_kind="sum", sums=True, of_model=Dependences(forward).of_model)
+            return replace(
+                forward, loss_kind="sum", sums=True, of_model=Dependences(forward).of_model
+            )
         forward = _divided(forward)
     original = Original.of(forward)
     forward = write_divisions(forward)
@@ -55,7 +70,11 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     if mixed is not None or found.of[forward.loss].terms is None:
         return _beside(_by_trial(forward, found, original), adding)
     made = _written(forward, found, undivided=bool(adding))
-    trial = LossTrial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")], original)
+    trial = LossTrial(
+        made,
+        [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")],
+        original,
+    )
     if trial.adds_up(made) is False:
         reason = "the loss is not the sum over its rows that it seems to be"
         raise compares_rows(forward.graph.nodes) or _refused(forward.loss, reason)
@@ -74,7 +93,9 @@ def _divided(forward: Forward) -> Forward:
     assert forward.weight is not None
     with forward.graph.inserting_before(forward.graph.output_node()):
         build = Builder(forward.graph, forward.loss, Examples())
-        return replace(forward, loss=build.call(operator.truediv, forward.loss, forward.weight), weight=None)
+        return replace(
+            forward, loss=build.call(operator.truediv, forward.loss, forward.weight), weight=None
+        )
 
 
 def _beside(forward: Forward, adding: AuxiliaryForm) -> Forward:
@@ -105,7 +126,10 @@ def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forwar
     if made is not None:
         return made
     if any(found.of[d].model for d in _divisors(forward, found)):
-        raise _refused(forward.loss, "the loss divides by a number that the model makes, and has other terms beside")
+        raise _refused(
+            forward.loss,
+            "the loss divides by a number that the model makes, and has other terms beside",
+        )
     return Totals(forward, found).written()
 
 
@@ -154,12 +178,17 @@ def _metric(forward: Forward, metric: MetricNode) -> list[MetricNode]:
     made = _added_up(alone, found, undivided=False)
     if made is None or made.loss_kind == "mean":
         return [metric]
-    trial = LossTrial(made, [*found.tail, *(n for n in made.graph.nodes if n not in before)], original)
+    trial = LossTrial(
+        made, [*found.tail, *(n for n in made.graph.nodes if n not in before)], original
+    )
     if trial.adds_up(made) is False:
         return [metric]
     if made.weight is None:
         return [replace(metric, kind="metric_total", node=made.loss)]
-    return [replace(metric, node=made.loss), replace(metric, kind="metric_weight", node=made.weight)]
+    return [
+        replace(metric, node=made.loss),
+        replace(metric, kind="metric_weight", node=made.weight),
+    ]
 
 
 def _by_trial(forward: Forward, found: Dependences, original: Original) -> Forward:

@@ -12,17 +12,61 @@ from piper_compiler.capture.whole_batch.batch_loss.reductions import call_name
 
 SAME = frozenset(
     {
-        *("view", "reshape", "flatten", "squeeze", "unsqueeze", "expand", "contiguous", "clone", "detach", "permute"),
-        *("to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda", "neg", "getitem", "select"),
-        *("transpose", "t", "movedim", "view_as", "reshape_as", "narrow", "ravel", "item", "_to_copy", "alias"),
+        *(
+            "view",
+            "reshape",
+            "flatten",
+            "squeeze",
+            "unsqueeze",
+            "expand",
+            "contiguous",
+            "clone",
+            "detach",
+            "permute",
+        ),
+        *(
+            "to",
+            "float",
+            "double",
+            "half",
+            "bfloat16",
+            "type",
+            "type_as",
+            "cpu",
+            "cuda",
+            "neg",
+            "getitem",
+            "select",
+        ),
+        *(
+            "transpose",
+            "t",
+            "movedim",
+            "view_as",
+            "reshape_as",
+            "narrow",
+            "ravel",
+            "item",
+            "_to_copy",
+            "alias",
+        ),
     }
 )
 """The calls that are linear in their first argument, and have no other tensor."""
 VIEWS = SAME - {"clone", "neg"}
 """The calls that may give a view of their first argument."""
-_ALIKE = {"ones_like": 1.0, "zeros_like": 0.0, "new_ones": 1.0, "new_zeros": 0.0, "full_like": 1, "new_full": 2}
+_ALIKE = {
+    "ones_like": 1.0,
+    "zeros_like": 0.0,
+    "new_ones": 1.0,
+    "new_zeros": 0.0,
+    "full_like": 1,
+    "new_full": 2,
+}
 """The calls that take no numbers from a tensor, with the number they fill in, or the place of its argument (an int)."""
-AUGMENTED = frozenset({operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow})
+AUGMENTED = frozenset(
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
+)
 
 
 def ancestors(nodes: Iterable[fx.Node], *, shapes: bool = True) -> set[fx.Node]:
@@ -79,13 +123,22 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def with_writers(graph: fx.Graph, nodes: Collection[fx.Node], *, shapes: bool = True) -> set[fx.Node]:
+def with_writers(
+    graph: fx.Graph, nodes: Collection[fx.Node], *, shapes: bool = True
+) -> set[fx.Node]:
     """Return nodes with the calls that change one of them in place, and what these calls read (see `ancestors`)."""
     found = set(nodes)
     while True:
         owners = {owner(n) for n in found}
-        writers = [(n, target) for n in graph.nodes if n not in found and (target := written(n)) is not None]
-        more = ancestors((n for n, target in writers if owner(target) in owners), shapes=shapes) - found
+        writers = [
+            (n, target)
+            for n in graph.nodes
+            if n not in found and (target := written(n)) is not None
+        ]
+        more = (
+            ancestors((n for n, target in writers if owner(target) in owners), shapes=shapes)
+            - found
+        )
         if not more:
             return found
         found |= more
@@ -93,4 +146,6 @@ def with_writers(graph: fx.Graph, nodes: Collection[fx.Node], *, shapes: bool = 
 
 def is_size(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size | int | float)
+    return isinstance(
+        value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size | int | float
+    )

@@ -1,0 +1,285 @@
+"""Check rules R24 to R26: each bucket's gradient is complete, reduced once and clipped alike before its update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from piper_ir.plan.plan import Bucket, Part, Plan, RolePlan
+from piper_ir.program.collectives import law_of
+from piper_ir.program.ops import Collective, Compute, Fold, SquaredNorm, Update
+from piper_ir.verify.happens_before import HappensBefore
+from piper_ir.verify.rules import Findings
+from piper_ir.verify.values import UsePosition
+
+
+@dataclass(slots=True)
+class _Use:
+    """Say what one role does to one bucket."""
+
+    accumulations: list[UsePosition] = field(default_factory=list)
+    uses: list[UsePosition] = field(default_factory=list)
+    norms: list[UsePosition] = field(default_factory=list)
+    gathers: list[UsePosition] = field(default_factory=list)
+    scatters: list[UsePosition] = field(default_factory=list)
+    folds: list[UsePosition] = field(default_factory=list)
+    reductions: list[UsePosition] = field(default_factory=list)
+    updates: list[UsePosition] = field(default_factory=list)
+
+
+def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> None:
+    """Check R24, R25, and the part of R26 that all updates clip alike."""
+    touched = _Touched(findings.plan)
+    updates: list[tuple[RolePlan, int, Update]] = []
+    for role in findings.plan.roles:
+        uses = {b.id: _Use() for b in findings.plan.buckets}
+        for i, instr in enumerate(role.program):
+            for p, part in enumerate(instr.parts):
+                touched.record(uses, part, (i, p))
+                if isinstance(part.op, Update):
+                    updates.append((role, i, part.op))
+        for bucket in findings.plan.buckets:
+            use = uses[bucket.id]
+            if role.role in bucket.roles:
+                _BucketOnRole(findings, role, orders[role.role], bucket, use).check()
+            elif found := [
+                *use.updates,
+                *use.reductions,
+                *use.norms,
+                *use.gathers,
+                *use.scatters,
+                *use.folds,
+            ]:
+                index = found[0][0]
+                findings.add(
+                    "R25-update",
+                    f"it touches bucket {bucket.id}, which {', '.join(bucket.roles)} hold",
+                    role,
+                    index,
+                )
+    _check_clips(findings, updates)
+
+
+def _check_clips(findings: Findings, updates: Iterable[tuple[RolePlan, int, Update]]) -> None:
+    """Check that the bound of the global norm is one number for the whole gradient."""
+    clips: dict[float | None, str] = {}
+    for role, index, op in updates:
+        if op.buckets and op.clip not in clips:
+            clips[op.clip] = role.role
+            if len(clips) > 1:
+                bounds = ", ".join(f"{clip} on {where}" for clip, where in clips.items())
+                findings.add(
+                    "R26-scale", f"gradients are clipped differently: {bounds}", role, index
+                )
+
+
+class _Touched:
+    """Record which buckets each step of a chunk uses (it reads a parameter or adds to its gradient), and adds to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._steps: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
+        home = {p: b.id for b in plan.buckets for p in b.params}
+        for chunk in (*plan.chunks, *plan.variants):
+            for step, sig in chunk.steps.items():
+                ports = [int(p[2:]) for p in sig.reads if p.startswith("in")]
+                refs = [chunk.inputs[k].ref for k in ports if chunk.inputs[k].kind == "param"]
+                added = {
+                    home[chunk.inputs[k].ref]
+                    for k in sig.accumulates
+                    if chunk.inputs[k].ref in home
+                }
+                self._steps[chunk.variant, step] = (
+                    added | {home[r] for r in refs if r in home},
+                    added,
+                )
+
+    def record(self, uses: dict[str, _Use], part: Part, place: UsePosition) -> None:
+        """Add a part's accesses to the uses of the buckets."""
+        match part.op:
+            case Compute() as op:
+                used, added = self._steps[op.variant, op.step]
+                for b in used:
+                    uses[b].uses.append(place)
+                for b in added:
+                    uses[b].accumulations.append(place)
+            case SquaredNorm(buckets=buckets):
+                for b in buckets:
+                    uses[b].norms.append(place)
+            case Update(buckets=buckets):
+                for b in buckets:
+                    uses[b].updates.append(place)
+            case Fold(bucket=b):
+                uses[b].folds.append(place)
+            case Collective(bucket=b) if b and part.op.law.state == "param":
+                uses[b].gathers.append(place)
+            case Collective(bucket=b) if b and part.op.law.writes == "part":
+                uses[b].scatters.append(place)
+            case Collective(bucket=b) if b:
+                uses[b].reductions.append(place)
+            case _:
+                pass
+
+
+class _BucketOnRole:
+    """Check R24 and R25 for one bucket on one role that holds it."""
+
+    def __init__(
+        self, findings: Findings, role: RolePlan, order: HappensBefore, bucket: Bucket, use: _Use
+    ) -> None:
+        self.findings, self.role, self.order, self.bucket, self.use = (
+            findings,
+            role,
+            order,
+            bucket,
+            use,
+        )
+
+    def add(self, rule: str, message: str, index: int = -1) -> None:
+        """Add a violation that names the bucket."""
+        self.findings.add(rule, f"bucket {self.bucket.id} {message}", self.role, index)
+
+    def check(self) -> None:
+        """Add the faults of the bucket's reductions, or else of its update."""
+        bucket, use = self.bucket, self.use
+        if self.findings.plan.evaluates:
+            self._check_unchanged()
+            return
+        added = use.folds if bucket.shard.grads else use.accumulations
+        if bucket.shard.optim:
+            self._check_gathers(bucket.gather[bucket.roles.index(self.role.role)])
+        complete: int | None = None
+        if bucket.shard.optim and not bucket.shard.grads:
+            channel = bucket.scatter[bucket.roles.index(self.role.role)]
+            complete = self._check_reductions(
+                use.scatters, channel, "reduce_scatter", added[-1][0] if added else -1
+            )
+            if complete is None:
+                return
+        elif use.scatters:
+            self.add(
+                "R24-reduction",
+                "is scattered in place, and its gradients are not kept so",
+                use.scatters[0][0],
+            )
+            return
+        if bucket.channel or use.reductions:
+            last = max(added[-1][0] if added else -1, -1 if complete is None else complete)
+            complete = self._check_reductions(use.reductions, bucket.channel, "all_reduce", last)
+            if complete is None:
+                return
+        self._check_update(complete)
+
+    def _check_unchanged(self) -> None:
+        """Check that an evaluation gathers the bucket where it is shared, and does nothing else with it."""
+        use = self.use
+        if self.bucket.shard.optim:
+            self._check_gathers(self.bucket.gather[self.bucket.roles.index(self.role.role)])
+        if found := [
+            *use.accumulations,
+            *use.reductions,
+            *use.scatters,
+            *use.folds,
+            *use.norms,
+            *use.updates,
+        ]:
+            self.add("R25-update", "is changed here, in the plan of an evaluation", found[0][0])
+
+    def _check_gathers(self, channel: str) -> None:
+        """Check the gathers of the bucket: in place once before all uses, or into a value each (see `sharding`)."""
+        gathers, used = self.use.gathers, bool(self.use.uses)
+        for place in gathers:
+            op = self.role.program[place[0]].parts[0].op
+            assert isinstance(op, Collective)
+            if op.kind != "all_gather" or op.channel != channel:
+                self.add(
+                    "R31-gathered",
+                    f"is gathered by {op.law.name} on channel {op.channel}; its channel is "
+                    f"{channel}",
+                    place[0],
+                )
+        if self.bucket.shard.params:
+            return
+        if len(gathers) != int(used):
+            self.add("R31-gathered", f"is gathered {len(gathers)} times; {int(used)} is expected")
+        for use in self.use.uses if len(gathers) == 1 else ():
+            if not self.order.precedes(gathers[0][0], use[0]):
+                self.add(
+                    "R31-gathered",
+                    f"is used here, without waiting for its gather by instruction {gathers[0][0]}",
+                    use[0],
+                )
+                break
+
+    def _check_reductions(
+        self, found: list[UsePosition], channel: str, kind: str, last: int
+    ) -> int | None:
+        """Check that the bucket is reduced once, by this kind of collective, after instruction `last`; return where."""
+        wanted = int(bool(channel))
+        if len(found) != wanted:
+            again = found[1][0] if len(found) > 1 else -1
+            self.add("R24-reduction", f"is reduced {len(found)} times; {wanted} is expected", again)
+            return None
+        index = found[0][0]
+        op = self.role.program[index].parts[0].op
+        assert isinstance(op, Collective)
+        if op.kind != kind:
+            self.add(
+                "R24-reduction",
+                f"is given to {op.law.name}; {law_of(kind).name} is expected",
+                index,
+            )
+        elif op.channel != channel:
+            self.add(
+                "R24-reduction",
+                f"is reduced on channel {op.channel}; its channel is {channel}",
+                index,
+            )
+        elif last > index:
+            self.add(
+                "R24-reduction",
+                f"is accumulated into by instruction {last}, after this reduction of it",
+                index,
+            )
+        elif last >= 0 and not self.order.precedes(last, index):
+            self.add(
+                "R24-reduction",
+                f"is reduced without waiting for instruction {last}, which accumulates into it",
+                index,
+            )
+        else:
+            return index
+        return None
+
+    def _check_update(self, reduction: int | None) -> None:
+        if len(self.use.updates) != 1:
+            again = self.use.updates[1][0] if len(self.use.updates) > 1 else -1
+            self.add(
+                "R25-update", f"is updated {len(self.use.updates)} times; once is expected", again
+            )
+            return
+        update = self.use.updates[0]
+        for what, place in [("update", update), *(("norm", n) for n in self.use.norms)]:
+            if reduction is not None and not self.order.precedes(reduction, place[0]):
+                self.add(
+                    "R25-update",
+                    f"has its {what} here, without waiting for its reduction by instruction "
+                    f"{reduction}",
+                    place[0],
+                )
+            last = max(
+                [*self.use.folds, *(self.use.accumulations if what == "norm" else self.use.uses)],
+                default=(-1, 0),
+            )
+            if last > place:
+                self.add(
+                    "R25-update",
+                    f"has its {what} here, before instruction {last[0]} uses it",
+                    place[0],
+                )
+        for norm in self.use.norms:
+            if norm > update:
+                self.add(
+                    "R25-update",
+                    f"has its norm taken here, after its update by instruction {update[0]}",
+                    norm[0],
+                )
