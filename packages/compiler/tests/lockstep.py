@@ -19,9 +19,9 @@ from packages.compiler.tests.joint_harness import Case, capture
 from piper_compiler.capture.graphs.stepgraph import Joint
 from piper_compiler.capture.layouts import Agreed, Sharded, ordered, split_degrees
 from piper_compiler.capture.layouts.choice import SharedChunk, share
-from piper_compiler.capture.layouts.decide import SUM
+from piper_compiler.capture.layouts.decide import PARTIAL
 from piper_compiler.capture.layouts.indexes import LoopIndex, key_of
-from piper_compiler.capture.layouts.local import Lying, sharded
+from piper_compiler.capture.layouts.local import Placements, sharded
 from piper_compiler.capture.layouts.loops import place_of
 from piper_compiler.capture.steps.exchanges import KINDS
 from piper_compiler.capture.steps.joint import trace_joint
@@ -80,7 +80,9 @@ def shared_of(
     asked = Sharding("tp", size, stream="tokens" if stream else "", keep=keep)
     (split,) = (degree,) if isinstance(degree, tuple) else split_degrees(joint, [asked])
     found = share(joint, [replace(asked, split=split)], agreed.whole)
-    return found, sharded(found.joint, found.indexes, found.axes, keep=keep, terms=agreed.terms)
+    return found, sharded(
+        found.joint, found.indexes, found.axes, keep=keep, partial_grads=agreed.partial_grads
+    )
 
 
 def judge(
@@ -108,7 +110,7 @@ def judged(
     whole = _given(joint, case.tensors)
     (wanted,) = _run(joint.graph, {node: [value] for node, value in whole.items()}, ONE, {})
 
-    def part(value: Tensor, node: fx.Node, lying: Lying, rank: int) -> Tensor:
+    def part(value: Tensor, node: fx.Node, lying: Placements, rank: int) -> Tensor:
         return _part(value, found.indexes.tensors[key_of(node)], lying, made, mesh, rank)
 
     parts: dict[fx.Node, list[Any]] = {}
@@ -150,7 +152,7 @@ def _given(joint: Joint, tensors: Sequence[Tensor]) -> Values:
 
 def _pairs(
     joint: Joint, between: Joint, made: Sharded
-) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, Lying]]:
+) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, Placements]]:
     """What is given to the graph: a node of the whole graph, of the analysed and of a device's, and how the tensor
     lies."""
     yield from zip(joint.inputs, between.inputs, made.joint.inputs, made.inputs, strict=True)
@@ -161,7 +163,7 @@ def _pairs(
 def _part(
     whole: Tensor,
     dims: Sequence[tuple[LoopIndex, ...]],
-    lying: Lying,
+    lying: Placements,
     shared: Sharded,
     mesh: Mesh,
     rank: int,
@@ -192,10 +194,10 @@ def _mirrored(whole: Tensor, dim: int, outer: int, degree: int, place: int) -> T
 
 
 def _settled(
-    made: Sequence[Values], node: fx.Node, lying: Lying, shared: Sharded, mesh: Mesh, rank: int
+    made: Sequence[Values], node: fx.Node, lying: Placements, shared: Sharded, mesh: Mesh, rank: int
 ) -> Tensor:
     """A device's tensor, or the sum of what all that make terms of it have."""
-    over = [axis.name for how, axis in zip(lying, shared.axes, strict=True) if how is SUM]
+    over = [axis.name for how, axis in zip(lying, shared.axes, strict=True) if how is PARTIAL]
     mates = [
         r
         for r in range(mesh.world)

@@ -178,7 +178,7 @@ def test_parameters_stay_whole_and_gradients_are_sums_where_other_chunks_need_it
         )
     places = frozenset({2})
     alone = judge(table(None, True), 2, agreed=Agreed(whole=places))
-    terms = judge(table(None, True), 2, agreed=Agreed(whole=places, terms=places))
+    terms = judge(table(None, True), 2, agreed=Agreed(whole=places, partial_grads=places))
     assert (alone.shared.grads[2], terms.shared.grads[2]) == ((None,), (SUM,))
     assert max(alone.error, terms.error) < EXACT
 
@@ -186,7 +186,9 @@ def test_parameters_stay_whole_and_gradients_are_sums_where_other_chunks_need_it
 def test_terms_of_all_devices_at_once_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversions, "_first", lambda emit, source, axis: source)
     places = frozenset({2})
-    assert judge(table(None, True), 2, agreed=Agreed(whole=places, terms=places)).error > 0.5
+    assert (
+        judge(table(None, True), 2, agreed=Agreed(whole=places, partial_grads=places)).error > 0.5
+    )
 
 
 def no_mask(weight: Tensor, indices: Tensor, place: Any, degree: Any, rest: Any) -> Tensor:

@@ -1,10 +1,11 @@
-"""Find the loops that run through a joint graph, and let the devices of an axis share them.
+"""Shard a joint graph over the devices of an axis: placements are propagated, and tensors redistributed by collectives.
 
-`loops` says what an op tells of itself, the modules `rules_*` tell it for each op, `rewrites` has other ops for parts
-that an op cannot compute itself, and `indexes` puts the ops of a graph together. `names` calls indexes as people do,
-`asked` checks those that the user names, `choice` takes the indexes that an axis shares, `unfuse` and `means` take ops
-apart that keep devices from it, `decide` says of each op what it is computed in parts of, and `local` rewrites the
-graph for one device.
+The words are DTensor's: along an axis a tensor is sharded along a loop index, replicated, or a partial sum. `loops` has
+the form of an op's sharding rule, the modules of `rules` have the rule of each op, `rewrites` the replacements of ops
+that cannot be sharded themselves, and `indexes` finds the loops that run through the graph. `names` gives indexes the
+names that people use, `asked` checks the names of a user, `choice` picks the indexes that an axis shares, `unfuse` and
+`means` take ops apart that would prevent it, `decide` propagates placements, `conversions` redistributes a tensor, and
+`local` writes the graph of one device.
 
 May import: torch_api, values, graphs, steps.
 """
@@ -29,7 +30,7 @@ from piper_compiler.capture.layouts.choice import (
 )
 from piper_compiler.capture.layouts.context import HEADS as HEADS_AROUND
 from piper_compiler.capture.layouts.context import ordered
-from piper_compiler.capture.layouts.decide import SUM, Decision, decided
+from piper_compiler.capture.layouts.decide import PARTIAL, Decision, decided
 from piper_compiler.capture.layouts.fitting import steps_of, uneven
 from piper_compiler.capture.layouts.indexes import key_of
 from piper_compiler.capture.layouts.local import Sharded, sharded
@@ -39,7 +40,7 @@ from piper_ir.program.layout import Sharding
 
 __all__ = [
     "HEADS",
-    "SUM",
+    "PARTIAL",
     "Agreed",
     "AskedIndexes",
     "NamedIndexes",
@@ -65,21 +66,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Agreed:
-    """Say what a chunk and others agree on, because they have the same parameters or hand constants to each other.
+    """Hold the placements that chunks must agree on, because they share parameters or pass constants to each other.
 
     Attributes:
-        whole: the inputs that stay whole.
-        terms: the inputs whose gradients are terms of a sum, also where a device could make all of one.
-        tables: the inputs that are constants, which pass whole.
-        made: the outputs that are, likewise.
-        first_inputs: the inputs that devices have in parts of their first dimension, and not of the second.
-        first_outputs: the outputs that they have so, likewise.
-        open: the outputs that may be terms of a sum, as the gradients of all values may be then; None where all that
-            passes is summed up already.
+        whole: the inputs that stay unsharded.
+        partial_grads: the inputs whose gradients are partial sums, even if a device could compute all of one.
+        tables: the inputs that are constants, which stay replicated.
+        made: the outputs that are constants, which stay replicated.
+        first_inputs: the inputs that are sharded in their first dimension, and not in the second.
+        first_outputs: the outputs that are sharded in their first dimension, and not in the second.
+        open: the outputs that may be partial sums, as the gradients of all values may be then; None if partial sums
+            are reduced before they pass between chunks.
     """
 
     whole: frozenset[int] = frozenset()
-    terms: frozenset[int] = frozenset()
+    partial_grads: frozenset[int] = frozenset()
     tables: frozenset[int] = frozenset()
     made: frozenset[int] = frozenset()
     first_inputs: frozenset[int] = frozenset()
@@ -96,12 +97,12 @@ class Agreed:
             self.first_inputs | self.first_outputs
         )
         sums = "" if self.open is None else f" open {sorted(self.open)}"
-        return f"{sorted(self.whole)} {sorted(self.terms)}{constants}{sums}"
+        return f"{sorted(self.whole)} {sorted(self.partial_grads)}{constants}{sums}"
 
 
 @dataclass(frozen=True)
 class Parted:
-    """Hold a chunk that devices share, and how its tensors lie along each axis."""
+    """Hold a chunk that devices share, and the placements of its tensors along each axis."""
 
     shared: SharedChunk
     decisions: tuple[Decision, ...]
@@ -111,7 +112,7 @@ class Parted:
         return self.shared.indexes.ops
 
     def degree(self, node: fx.Node) -> int:
-        """Return into how many parts an op is taken."""
+        """Return the number of shards of an op."""
         axes = zip(self.shared.axes, self.decisions, strict=True)
         return prod(axis.degree for axis, decision in axes if node in decision.along)
 
@@ -119,10 +120,13 @@ class Parted:
 def parted(
     joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()
 ) -> Parted:
-    """Return what the devices that share a chunk compute in parts."""
+    """Return the chunk with the placements along the axes whose devices share it."""
     found = _shared(joint, shardings, agreed, params)
     return Parted(
-        found, tuple(decided(found.joint, found.indexes, axis, agreed.terms) for axis in found.axes)
+        found,
+        tuple(
+            decided(found.joint, found.indexes, axis, agreed.partial_grads) for axis in found.axes
+        ),
     )
 
 
@@ -132,17 +136,21 @@ def shared_joint(
     """Return the graph of one of the devices that share a chunk; `params` are the names of its inputs."""
     found = _shared(joint, shardings, agreed, params)
     keep = any(s.keep for s in shardings)
-    made = sharded(found.joint, found.indexes, found.axes, keep=keep, terms=agreed.terms)
+    made = sharded(
+        found.joint, found.indexes, found.axes, keep=keep, partial_grads=agreed.partial_grads
+    )
     return replace(made, unshared=found.unshared)
 
 
 def _shared(
     joint: Joint, shardings: Sequence[Sharding], agreed: Agreed, params: ParamNames
 ) -> SharedChunk:
-    """Return what axes share; constants are whole along those that gather tokens, where parts of them are of no use.
+    """Return the indexes that axes share.
 
-    So is a mask of queries and keys where attention is computed in parts of its heads, which need all of it. What may
-    be a term of a sum is so along axes at which chunks are cut.
+    Constants are replicated along axes that gather tokens, as all of a constant is needed there.
+
+    So is a mask of queries and keys if attention is sharded along heads, each of which needs all of it. Values between
+    chunks may be partial sums along axes at which chunks are cut.
     """
     joint = replace(
         joint, first_inputs=tuple(agreed.first_inputs), first_outputs=tuple(agreed.first_outputs)
@@ -160,11 +168,11 @@ def _shared(
         a.name: tables if a.name not in context else masks if a.name in of_heads else frozenset()
         for a in found.axes
     }
-    axes = tuple(replace(a, tables=whole[a.name]) for a in found.axes)
+    axes = tuple(replace(a, replicated=whole[a.name]) for a in found.axes)
     if agreed.open is not None:
         cut = {name for s in shardings if s.cut for name, _ in s.axes}
         sums = _passed(found.joint, agreed.open)
-        axes = tuple(replace(a, sums=sums) if a.name in cut else a for a in axes)
+        axes = tuple(replace(a, partial=sums) if a.name in cut else a for a in axes)
     return replace(found, axes=axes)
 
 

@@ -1,4 +1,4 @@
-"""Check that the indexes that a user names are there and can be shared, and say what can where they cannot."""
+"""Check that the indexes that a user names exist and can be shared; errors name the indexes that can."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NamedIndexes:
 
     @staticmethod
     def of(joint: Joint, params: Sequence[Sequence[str]]) -> NamedIndexes:
-        """Return those of a chunk."""
+        """Return the named indexes of a chunk."""
         return NamedIndexes(*taken_apart(joint), tuple(map(tuple, params)))
 
     @cached_property
@@ -62,7 +62,7 @@ class NamedIndexes:
 
     @cached_property
     def nests(self) -> tuple[Nested, ...]:
-        """Return what devices can share."""
+        """Return the nests of indexes that devices can share."""
         return shareable(self.joint, self.indexes)
 
     @cached_property
@@ -70,11 +70,11 @@ class NamedIndexes:
         return frozenset(in_crossing(self.joint, self.indexes))
 
     def obstacle(self, index: LoopIndex) -> str:
-        """Return why devices cannot share an index; "" where they can."""
+        """Return why devices cannot share an index; "" if they can."""
         return obstacle(self.indexes, self.crossing, index)
 
     def refusals(self, name: str, degree: int) -> Iterator[str]:
-        """Yield why devices cannot share what a name stands for here."""
+        """Yield why devices cannot share the indexes of a name in this chunk."""
         wanted = AskedIndexes((name,), self.params)
         nests = wanted.among(self.joint, self.indexes, self.nests)
         yield from (problem for nest in nests if (problem := uneven(nest, degree)))
@@ -97,9 +97,9 @@ def _at(spots: Sequence[str]) -> str:
 
 
 def check_asked(chunks: Mapping[str, NamedIndexes], asked: Sharding) -> None:
-    """Raise DirectiveError where a name stands for nothing, or for something that devices cannot share.
+    """Raise DirectiveError for a name without an index, or with one that devices cannot share.
 
-    `chunks` are those with code of their own, by their ids.
+    `chunks` are the chunks with code of their own, by id.
     """
     for name in asked.index:
         hint = f"; {HINTS[name]}" if name in HINTS else ""
@@ -116,7 +116,7 @@ def check_asked(chunks: Mapping[str, NamedIndexes], asked: Sharding) -> None:
 
 
 def _offered(chunks: Mapping[str, NamedIndexes]) -> str:
-    """Return the names of what devices can share."""
+    """Return the names of the indexes that devices can share."""
     found = dict.fromkeys(c.names[nest[0]] for c in chunks.values() for nest in c.nests)
     named = [n for n in found if ":" not in n]
     spots = (spot for c in chunks.values() for where in c.spots.values() for spot in where)

@@ -1,9 +1,9 @@
 """Choose which indexes of a chunk an axis of devices shares, and cut them so that each has one step per device.
 
-Of a chunk's indexes those can be shared that its parameters have, that no op wants whole and that are not in what
-crosses between chunks: of a transformer the heads, the hidden elements of the feed-forward part and the vocabulary.
-Where an axis has more devices than there are heads of keys, each head is shared by the devices of its groups of
-queries: the axis is split into one for the heads and one for the groups, and all other indexes are cut accordingly.
+An index can be shared if parameters have it, every op can be sharded along it, and activations between chunks do not
+have it: in a transformer the heads, the hidden units of the feed-forward part and the vocabulary. If an axis has more
+devices than there are key heads (grouped-query attention), the axis is split into one for the heads and one for the
+groups of queries, and all other indexes are cut accordingly.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Unshared:
 
 @dataclass(frozen=True)
 class SharedChunk:
-    """Hold a chunk, its indexes, cut for the axes, these axes, and what they could share if its size were another."""
+    """Hold a chunk, its indexes as cut for the axes, the axes, and the dimensions that do not divide evenly."""
 
     joint: Joint
     indexes: Indexed
@@ -64,7 +64,7 @@ class SharedChunk:
 def shareable(joint: Joint, indexes: Indexed, kept: Collection[int] = ()) -> tuple[Nested, ...]:
     """Return the indexes that devices can share, those next to each other in a parameter together.
 
-    The inputs `kept` are to stay whole.
+    The inputs `kept` are to stay unsharded.
     """
     crossing = in_crossing(joint, indexes)
     whole = {i for op in indexes.ops.values() for i in op.whole}
@@ -91,20 +91,20 @@ def _runs(dim: Sequence[LoopIndex], good: Callable[[LoopIndex], bool]) -> Iterat
 
 
 def _crossing(joint: Joint) -> Iterator[fx.Node]:
-    """Yield the nodes of what crosses between chunks: values in and out."""
+    """Yield the nodes of activations between chunks: inputs and outputs."""
     yield from (n for k, n in enumerate(joint.inputs) if joint.kinds[k] == "value")
     yield from joint.outputs
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """Say what the devices of one axis share of a chunk.
+    """Hold the indexes of a chunk that the devices of one axis share.
 
     Attributes:
         asked: the axis.
-        weights: what parameters are in parts of.
-        stream: the tokens of what crosses between chunks.
-        inside: what an op is computed in parts of that needs all tokens: the heads of attention.
+        weights: the indexes along which parameters are sharded.
+        stream: the tokens of activations between chunks.
+        inside: the indexes along which an op that needs all tokens is sharded: the heads of attention.
     """
 
     asked: Sharding
@@ -121,7 +121,7 @@ class _Claim:
         return self.asked.order == ZIGZAG and nest in self.stream
 
     def takes_part_of(self, op: OpIndexes) -> bool:
-        """Return whether an op wants tokens whole that the devices share, and has nothing else in parts."""
+        """Return whether an op needs all tokens, which the devices share, and is sharded along nothing else."""
         stream, weights = (
             {i for nest in nests for i in nest} for nests in (self.stream, self.weights)
         )
@@ -130,7 +130,7 @@ class _Claim:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Hold a chunk and its indexes, what each axis claims of them, and what does not fit an axis by its size."""
+    """Hold a chunk and its indexes, the claims of each axis on them, and the nests that do not divide evenly."""
 
     joint: Joint
     indexes: Indexed
@@ -154,7 +154,7 @@ class _Chosen:
         return found
 
     def halves(self, nest: Nested, numbers: Sequence[int]) -> int:
-        """Return into how many parts a nest is cut before devices take steps of it."""
+        """Return the number of halves into which a nest is cut before it is sharded: 2 in zigzag order, else 1."""
         return 2 if any(self.claims[n].halved(nest) for n in numbers) else 1
 
 
@@ -183,7 +183,7 @@ def common_degrees(each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 def _chosen(
     joint: Joint, asked: Sequence[Sharding], kept: Collection[int], params: ParamNames
 ) -> _Chosen:
-    """Return what devices can share of a chunk; raise DirectiveError where they cannot share the tokens evenly."""
+    """Return the indexes of a chunk that devices share; raise DirectiveError if its tokens do not divide evenly."""
     joint, first = taken_apart(joint)
     chosen = _claimed(joint, first, asked, kept, params)
     apart = means_apart(
@@ -230,9 +230,9 @@ def _claimed(
 def experts_of(
     joint: Joint, indexes: Indexed, asked: Sharding, params: ParamNames, kept: Collection[int] = ()
 ) -> tuple[Nested, ...]:
-    """Return the experts of a chunk, whose weights have them and which what crosses between chunks may have, too.
+    """Return the indexes of a chunk's experts, which its weights have; its inputs and outputs may have them, too.
 
-    The inputs `kept` are to stay whole.
+    The inputs `kept` are to stay unsharded.
     """
     whole = {i for op in indexes.ops.values() for i in op.whole}
     whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
@@ -278,7 +278,7 @@ def _check_tokens(chosen: _Chosen) -> None:
 
 
 def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
-    """Raise DirectiveError where the devices of an axis in zigzag order cannot have two equal blocks of tokens each."""
+    """Raise DirectiveError if the tokens do not divide into two equal blocks per device, as zigzag order needs."""
     context = next(claim.asked for claim in claims if claim.halved(nest))
     others = prod(claim.asked.degree for claim in claims) // context.degree
 
@@ -311,7 +311,7 @@ def _heads(indexes: Indexed) -> tuple[Nested, ...]:
 def share(
     joint: Joint, asked: Sequence[Sharding], kept: Collection[int] = (), params: ParamNames = ()
 ) -> SharedChunk:
-    """Return the chunk's indexes, cut for axes that are split as asked; the inputs `kept` are to stay whole.
+    """Return the chunk's indexes, cut for axes that are split as asked; the inputs `kept` stay unsharded.
 
     `params` are for each input its names in all chunks that are like this one, by which indexes may be asked for.
     """
@@ -375,7 +375,7 @@ def _axes(
                 inside,
                 claim.asked.attention,
                 within,
-                experts=claim.asked.experts,
+                expert_chunk=claim.asked.experts,
             )
 
 
@@ -397,7 +397,7 @@ def _overlapping(nests: Sequence[Nested]) -> DirectiveError:
 
 
 def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:
-    """Return the chunk without the ops that keep devices from sharing what a product sums over, and its indexes."""
+    """Return the chunk with ops taken apart that would keep devices from sharing the inner dimension of a product."""
     first = indexed(joint)
     crossing = in_crossing(joint, first)
 
@@ -410,7 +410,7 @@ def taken_apart(joint: Joint) -> tuple[Joint, Indexed]:
 
 
 def in_crossing(joint: Joint, indexes: Indexed) -> set[LoopIndex]:
-    """Return the indexes of what passes between chunks."""
+    """Return the indexes of activations between chunks."""
     return {i for node in _crossing(joint) for dim in indexes.tensors[key_of(node)] for i in dim}
 
 

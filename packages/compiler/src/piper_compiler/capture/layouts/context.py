@@ -1,9 +1,10 @@
-"""Compute attention in parts of the tokens of both its queries and its keys: by a ring, or with gathered keys.
+"""Compute attention with both queries and keys sharded along the tokens: by a ring, or with all-gathered keys.
 
-Each device has the queries of its tokens. Step by step they meet the keys of one device after the other, and the
-results are merged by their logsumexps (Liu et al., Ring attention, arXiv 2310.01889). In a ring keys and values go from
-device to device; gathered ones are there. The backward runs each step's gradient by itself, with the final result and
-logsumexp; the gradients of queries stay, and those of keys and values go around with these, or are terms of a sum.
+Each device has the queries of its tokens. Step by step they attend to the keys of one device after the other, and the
+results are merged by their logsumexps (Liu et al., Ring attention, arXiv 2310.01889). In a ring, keys and values go
+from device to device; all-gathered ones are there. The backward runs each step's gradient by itself, with the final
+result and logsumexp. The gradients of queries stay. The gradients of keys and values go around with these in a ring,
+and are partial sums otherwise.
 `piper_ops.attention.context` tells of the order "zigzag", in which all devices have equal work.
 """
 
@@ -41,9 +42,9 @@ ZIGZAG, BLOCKS = "zigzag", "blocks"
 
 
 def ordered(one: Sharding, joints: Iterable[Joint]) -> Sharding:
-    """Return what is asked for with the order that devices have tokens in: zigzag where any attention is causal.
+    """Return the sharding with the order of tokens filled in: zigzag if any attention is causal.
 
-    Raises DirectiveError where no attention of the model can be computed as asked for.
+    Raises DirectiveError if no attention of the model can be computed as asked for.
     """
     if one.attention == HEADS:
         return replace(one, order=one.order or BLOCKS)
@@ -72,10 +73,10 @@ def _named(node: fx.Node) -> dict[str, Any]:
 
 
 def rewrite_of(op: OpIndexes, first: tuple[LoopIndex, ...], attention: str) -> LoopRewrite | None:
-    """Return how attention is computed in parts of the tokens that its queries and its keys have, if it is.
+    """Return the ops that compute attention with queries and keys sharded along tokens, or None.
 
-    Nothing may stand outside of the `first` indexes, in parts of which they are: a row of a batch, say, in a sequence
-    of all rows.
+    The `first` indexes, along which they are sharded, must be outermost in the dimension of tokens: a row of the batch
+    outside of them, in a sequence of all rows, is not supported.
     """
     known = _WAYS.get((op.call.op, attention))
     if known is None or {op.tensors[op.call.number(name)][TOKENS] for name in "qkv"} != {
@@ -85,9 +86,9 @@ def rewrite_of(op: OpIndexes, first: tuple[LoopIndex, ...], attention: str) -> L
     if tokens_of(op)[: len(first)] != first:
         return None
     if attention == RING:
-        return LoopRewrite(known, terms=False)
+        return LoopRewrite(known, partial=False)
     sums = frozenset({1, 2}) if op.call.op is piper.attention_dgrad.default else frozenset[int]()
-    return LoopRewrite(known, terms=False, whole=frozenset(_whole(op.call)), sums=sums)
+    return LoopRewrite(known, partial=False, whole=frozenset(_whole(op.call)), partial_results=sums)
 
 
 def tokens_of(op: OpIndexes) -> tuple[LoopIndex, ...]:
@@ -103,7 +104,7 @@ def _whole(call: OpCall) -> Iterable[int]:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Emit what all steps of an attention have in common.
+    """Hold the arguments and emit the nodes that all steps of an attention have in common.
 
     Attributes:
         given: the arguments of the attention.
@@ -118,7 +119,7 @@ class _Steps:
 
     @property
     def order(self) -> str:
-        """Return the order of tokens, as the ops take it; it means nothing where queries meet all keys."""
+        """Return the order of tokens, as the ops take it; it has no effect with gathered keys."""
         return self.place.order if self.given.get("is_causal") else ""
 
     @property
@@ -126,7 +127,7 @@ class _Steps:
         return (Coordinate(self.place.axis),)
 
     def queries(self, x: fx.Node, step: int, dim: int = TOKENS) -> fx.Node:
-        """Return the tokens of queries, or of what lies as these do, that take part in a step."""
+        """Return the tokens of queries, or of a tensor laid out as they are, that take part in a step."""
         return self._taken(x, step, dim, keys=False, degree=1)
 
     def keys(self, x: fx.Node, step: int) -> fx.Node:
@@ -175,7 +176,7 @@ class _Steps:
         return self.emit.call(shift, x, self.place.axis, self.place.degree)
 
     def wide(self, x: fx.Node) -> fx.Node:
-        """Return a gradient in the dtype in which it is added up, that of the logsumexp."""
+        """Return a gradient in the dtype of its accumulation, the logsumexp's."""
         dtype = aliasing.tensor(self.given["logsumexp"]).dtype
         return (
             x
@@ -210,7 +211,7 @@ class _Steps:
 
 
 def _ring(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
-    """Send keys and values around, and merge what each step gives."""
+    """Send keys and values around, and merge the result of each step."""
     steps = _Steps(emit, named, _only(places), 1)
     found = steps.attention(named["q"], named["k"], named["v"], 0)
     both = steps.joined(named["k"], named["v"])
@@ -240,7 +241,7 @@ def _ring_gradient(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace
 
 
 def _gather(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
-    """Let queries meet the keys of all devices, which are there in the order of the sequence."""
+    """Attend to the all-gathered keys, which are in the order of the sequence."""
     if not named.get("is_causal"):
         options = named.get("mask"), False, named.get("scale"), bool(named.get("enable_gqa"))
         both = emit.call(piper.attention.default, *(named[name] for name in "qkv"), *options)
@@ -258,7 +259,7 @@ def _gather(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> l
 def _gather_gradient(
     emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]
 ) -> list[fx.Node]:
-    """Return the gradients of the own queries, and terms of those of all keys and values."""
+    """Return the gradients of the own queries, and partial sums of the gradients of all keys and values."""
     given = ("grad_out", "q", "k", "v", "out", "logsumexp")
     if not named.get("is_causal"):
         options = named.get("mask"), False, named.get("scale")

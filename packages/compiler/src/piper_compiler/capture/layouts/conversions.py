@@ -1,6 +1,6 @@
-"""Bring a tensor from the way in which it lies along an axis to another, by a collective or by taking the own part.
+"""Redistribute a tensor from one placement to another, by a collective or by taking the device's own shard.
 
-Along a dimension that is [outer, degree, rest] over all devices, device k of `degree` holds [outer, k, rest].
+Placement a dimension that is [outer, degree, rest] over all devices, device k of `degree` holds [outer, k, rest].
 Collectives stack along a leading dimension, so the permutation that brings `degree` there and back is a node of the
 graph.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from piper_compiler.capture.layouts.decide import SUM, Along, SharedAxis
+from piper_compiler.capture.layouts.decide import PARTIAL, Placement, SharedAxis
 from piper_compiler.capture.layouts.emit import Emitter
 from piper_compiler.capture.layouts.indexes import LoopIndex
 from piper_compiler.capture.values import aliasing
@@ -33,10 +33,10 @@ def convert(
     source: fx.Node,
     dims: TensorDims,
     axes: Sequence[SharedAxis],
-    before: Sequence[Along],
-    want: Sequence[Along],
+    before: Sequence[Placement],
+    want: Sequence[Placement],
 ) -> fx.Node:
-    """Return `source`, which lies as `before`, as it is wanted along all axes.
+    """Return `source` redistributed from the placements `before` to the placements `want`, along all axes.
 
     Neighbouring axes into which one is split take one message where it can do the same for them all.
     """
@@ -54,8 +54,8 @@ def convert(
 def joined_until(
     dims: TensorDims,
     axes: Sequence[SharedAxis],
-    before: Sequence[Along],
-    want: Sequence[Along],
+    before: Sequence[Placement],
+    want: Sequence[Placement],
     first: int,
 ) -> int:
     """Return the end of the axes from `first` on that are parts of one and convert in the same way."""
@@ -64,7 +64,9 @@ def joined_until(
         last < len(axes)
         and whole_axis(axes[last].name) == whole_axis(axes[first].name) != axes[first].name
     ):
-        same = all(_follows(dims, how[last - 1], how[last]) for how in (before, want))
+        same = all(
+            _follows(dims, placement[last - 1], placement[last]) for placement in (before, want)
+        )
         if not same or before[last] == want[last]:
             break
         last += 1
@@ -82,24 +84,32 @@ def joined_axis(axes: Sequence[SharedAxis], first: int, last: int) -> SharedAxis
     return replace(axes[first], name=name, degree=prod(a.degree for a in axes[first:last]))
 
 
-def _follows(dims: TensorDims, outer: Along, inner: Along) -> bool:
-    """Return whether two axes hold a tensor alike: in parts of neighbouring indexes, or both not in parts."""
+def _follows(dims: TensorDims, outer: Placement, inner: Placement) -> bool:
+    """Return whether two axes shard a tensor along neighbouring indexes, or have one unsharded placement."""
     if isinstance(outer, LoopIndex) and isinstance(inner, LoopIndex):
         return any(pair == (outer, inner) for dim in dims for pair in pairwise(dim))
     return outer == inner
 
 
 def _converted(
-    emit: Emitter, source: fx.Node, dims: TensorDims, axes: Sequence[SharedAxis], before: Sequence[Along], want: Sequence[Along],
-    first: int, last: int,
-) -> fx.Node:  # fmt: skip
+    emit: Emitter,
+    source: fx.Node,
+    dims: TensorDims,
+    axes: Sequence[SharedAxis],
+    before: Sequence[Placement],
+    want: Sequence[Placement],
+    first: int,
+    last: int,
+) -> fx.Node:
     now, then = before[first], want[first]
-    others: set[Along] = {
-        how for k, how in enumerate(before) if not first <= k < last and isinstance(how, LoopIndex)
+    others: set[Placement] = {
+        placement
+        for k, placement in enumerate(before)
+        if not first <= k < last and isinstance(placement, LoopIndex)
     }
     axis = joined_axis(axes, first, last)
 
-    def at(index: LoopIndex, others: Set[Along] = others) -> DimPlace:
+    def at(index: LoopIndex, others: Set[Placement] = others) -> DimPlace:
         return DimPlace(*place_in(dims, index, others), index in axis.halves)
 
     match now, then:
@@ -107,19 +117,19 @@ def _converted(
             return _gather(emit, source, at(now), axis)
         case None, LoopIndex():
             return _own(emit, source, at(then), axis)
-        case _, None if now is SUM:
+        case _, None if now is PARTIAL:
             return emit.call(all_reduce, source, axis.name, axis.degree)
-        case _, LoopIndex() if now is SUM:
+        case _, LoopIndex() if now is PARTIAL:
             return _scatter(emit, source, at(then), axis)
         case LoopIndex(), LoopIndex():
-            # both may be in one dimension: what is given has a part of `now` and all of `then`, what is made the
+            # both may be in one dimension: the source is sharded along `now` and has all of `then`, the result the
             # reverse
             given = at(then, others.union(before[first:last]))
             made = at(now, others.union(want[first:last]))
             return _exchange(emit, source, made, given, axis)
         case LoopIndex(), _:
             return _spread(emit, source, at(now), axis)
-        case None, _ if then is SUM:
+        case None, _ if then is PARTIAL:
             return _first(emit, source, axis)
     raise AssertionError(f"from {now} to {then}")
 
@@ -138,7 +148,7 @@ class DimPlace(NamedTuple):
     mirrored: bool = False
 
 
-def place_in(dims: TensorDims, index: LoopIndex, others: Set[Along]) -> tuple[int, int]:
+def place_in(dims: TensorDims, index: LoopIndex, others: Set[Placement]) -> tuple[int, int]:
     """Return where an index is, on a device that has its part along `others` already."""
     dim, inside = next((d, inside) for d, inside in enumerate(dims) if index in inside)
     return dim, prod(i.size for i in inside[: inside.index(index)] if i not in others)
@@ -164,7 +174,7 @@ def _exchange(
 
 
 def _own(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
-    """Take the device's part of a tensor that it has whole."""
+    """Take the device's shard of a replicated tensor."""
     dim, outer, mirrored = place
     shape = list(aliasing.tensor(source).shape)
     split = _viewed(
@@ -218,7 +228,7 @@ def _turned(emit: Emitter, split: fx.Node, dim: int) -> fx.Node:
 
 
 def _spread(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -> fx.Node:
-    """Put the device's part where it belongs in a tensor of zeros, which makes it a term of the sum."""
+    """Put the device's shard into a tensor of zeros at its place, which makes it a partial sum."""
     dim, outer, mirrored = place
     value = aliasing.tensor(source)
     shape = list(value.shape)
@@ -232,7 +242,7 @@ def _spread(emit: Emitter, source: fx.Node, place: DimPlace, axis: SharedAxis) -
 
 
 def _first(emit: Emitter, source: fx.Node, axis: SharedAxis) -> fx.Node:
-    """Make a tensor that all devices have a term of the first one, with zeros on the others."""
+    """Make a replicated tensor a partial sum: the first device keeps it, the others have zeros."""
     place = emit.call(
         aten.full.default,
         [],
@@ -263,7 +273,7 @@ def _stacked(emit: Emitter, source: fx.Node, place: DimPlace, degree: int) -> fx
 
 
 def _merged(emit: Emitter, stacked: fx.Node, place: DimPlace) -> fx.Node:
-    """Return stacked blocks as one dimension: what `_stacked` takes apart."""
+    """Return stacked blocks as one dimension: the inverse of `_stacked`."""
     dim, outer, mirrored = place
     degree, *shape = aliasing.tensor(stacked).shape
     split = _viewed(
@@ -296,7 +306,7 @@ def _dense(emit: Emitter, source: fx.Node) -> fx.Node:
 
 
 def own_what_is_spoiled(emit: Emitter) -> None:
-    """Copy what a reduce-scatter is given where something else reads it too: it is undefined afterwards."""
+    """Copy the input of a reduce-scatter if another op reads it too, since the collective overwrites it."""
     for node in list(emit.graph.nodes):
         if node.target is reduce_scatter and _has_other_users(node.args[0]):
             with (
@@ -310,7 +320,7 @@ def own_what_is_spoiled(emit: Emitter) -> None:
 
 
 def _has_other_users(node: Any) -> bool:
-    """Return whether a tensor, or what it is a view of, has more than one user or is not made here."""
+    """Return whether a tensor, or the base of a view, has more than one user or is a graph input."""
     while aliasing.is_view(node):
         if len(node.users) > 1:
             return True

@@ -1,10 +1,10 @@
-"""Decide along one axis of devices which indexes each op of a joint graph is computed in parts of.
+"""Decide, along one axis of devices, the placement of each tensor of a joint graph: sharding propagation.
 
-It is one pass in the order of the graph. An op is computed in parts of an index if one of its tensors is in parts of
-it already, or if it makes the gradient of a parameter that is; weights' indexes come before the stream's. The tensors
-that lack the index must be whole then, and results that lack it are sums of what the devices make. A sum goes on
-through ops that are linear in it; the first op that is not makes it settle: into parts of the stream's index where the
-tensor has it, else whole on every device.
+It is one pass in the order of the graph. An op is sharded along an index if one of its tensors already is, or if it
+makes the gradient of a parameter that is; indexes of weights come before those of the activations' tokens. Its tensors
+that lack the index must be replicated then, and its results that lack the index are partial sums. A partial sum goes
+through ops that are linear in it. The first op that is not linear makes it redistribute: it is reduce-scattered along
+the index of tokens if the tensor has one, else all-reduced and so replicated.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes
 from piper_compiler.capture.layouts.loops import LoopRewrite
 
 
-class Sum(Enum):
-    """Mark a tensor of which every device holds a term, and that is the sum of them."""
+class Partial(Enum):
+    """Mark a tensor of which each device holds a partial sum: the tensor is the sum over the devices."""
 
-    SUM = "sum"
+    PARTIAL = "partial"
 
 
-SUM = Sum.SUM
+PARTIAL = Partial.PARTIAL
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
-Along = LoopIndex | Sum | None
-"""The way in which a tensor lies along an axis: in parts of an index, as a sum, or None: equal on all devices."""
+Placement = LoopIndex | Partial | None
+"""Placement of a tensor along one axis: sharded along a loop index, `PARTIAL` (a partial sum), or None (replicated)."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,17 @@ class SharedAxis:
     Attributes:
         name: as generated code and messages know it.
         degree: the number of devices; each index below has as many steps.
-        weights: the indexes that parameters are in parts of.
-        stream: the indexes that what crosses between layers is in parts of; empty where it is whole.
-        inside: the indexes of ops that cannot be computed in parts of the stream; their results go back into it.
-        attention: how attention is computed in parts of the stream, as a `Sharding` says it.
+        weights: the indexes along which parameters are sharded.
+        stream: the indexes along which activations between layers are sharded; empty if they are replicated.
+        inside: the indexes along which ops are sharded that cannot be sharded along the tokens, such as the heads of
+            attention; their results are redistributed along the tokens.
+        attention: how attention over sharded tokens is computed, as a `Sharding` says it.
         halves: for each index that devices take in zigzag order, the one of two halves right outside of it: in the
             second half the places are counted from behind.
-        tables: what crosses between layers and is whole nevertheless.
-        experts: whether what crosses between chunks is in parts of `weights`, and devices share no more than that.
-        sums: what crosses between chunks as a sum where it is made as one.
+        replicated: values between layers that stay replicated though activations are sharded: masks, position tables.
+        expert_chunk: whether the chunk holds experts: its inputs and outputs are sharded along `weights`, nothing else
+            is shared.
+        partial: values between chunks that may pass as partial sums.
     """
 
     name: str
@@ -59,14 +61,14 @@ class SharedAxis:
     inside: frozenset[LoopIndex] = frozenset()
     attention: str = context.HEADS
     halves: Mapping[LoopIndex, LoopIndex] = field(default_factory=dict)
-    tables: frozenset[fx.Node] = frozenset()
-    experts: bool = False
-    sums: frozenset[fx.Node] = frozenset()
+    replicated: frozenset[fx.Node] = frozenset()
+    expert_chunk: bool = False
+    partial: frozenset[fx.Node] = frozenset()
 
     def in_order(self, op: OpIndexes, index: LoopIndex) -> bool:
-        """Return whether the two halves stand right outside of an index in all tensors of an op, where it has halves.
+        """Return whether the index of halves is right outside of `index` in all tensors of an op.
 
-        Else an op would take tokens for neighbours that are none.
+        Else an op would treat tokens as neighbours that are far apart in the sequence.
         """
         half = self.halves.get(index)
         dims = [dim for tensor in (*op.tensors, *op.results) for dim in tensor if index in dim]
@@ -75,7 +77,7 @@ class SharedAxis:
         )
 
     def rewrite(self, op: OpIndexes, index: LoopIndex) -> LoopRewrite | None:
-        """Return how other ops compute an op in parts of an index, if they do."""
+        """Return the ops that replace an op so that it can be sharded along an index, or None."""
         half = self.halves.get(index)
         first = (index,) if half is None else (half, index)
         found = context.rewrite_of(op, first, self.attention) if index in self.stream else None
@@ -84,56 +86,63 @@ class SharedAxis:
 
 @dataclass
 class Decision:
-    """Hold how the tensors of a graph lie along one axis.
+    """Hold the placements of a graph's tensors along one axis.
 
     Attributes:
-        made: how each tensor is made.
-        settled: how its users find it, where that is another way: a sum that had to settle.
-        wanted: for each op, how it wants the tensors among its arguments.
-        results: how the graph's outputs and gradients must lie, by node.
-        rewritten: the ops that others compute in parts, each with the index.
-        along: the ops that are computed in parts, each with the index.
+        placement: the placement in which each tensor is produced.
+        redistributed: the placement that its users see, if it is another one: partial sums that were reduced.
+        required: for each op, the placements that it requires of its tensor arguments.
+        results: the placement that each output and gradient of the graph must have, by node.
+        rewritten: the ops that are replaced to be sharded, each with the index.
+        along: the sharded ops, each with the index.
     """
 
-    made: dict[TensorKey, Along] = field(default_factory=dict)
-    settled: dict[TensorKey, Along] = field(default_factory=dict)
-    wanted: dict[fx.Node, tuple[Along, ...]] = field(default_factory=dict)
-    results: dict[fx.Node, Along] = field(default_factory=dict)
+    placement: dict[TensorKey, Placement] = field(default_factory=dict)
+    redistributed: dict[TensorKey, Placement] = field(default_factory=dict)
+    required: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
+    results: dict[fx.Node, Placement] = field(default_factory=dict)
     rewritten: dict[fx.Node, LoopIndex] = field(default_factory=dict)
     along: dict[fx.Node, LoopIndex] = field(default_factory=dict)
 
-    def of(self, key: TensorKey) -> Along:
-        """Return how users find a tensor."""
-        return self.settled.get(key, self.made[key])
+    def of(self, key: TensorKey) -> Placement:
+        """Return the placement of a tensor that its users see."""
+        return self.redistributed.get(key, self.placement[key])
 
 
 def decided(
-    joint: Joint, indexes: Indexed, axis: SharedAxis, terms: Collection[int] = ()
+    joint: Joint, indexes: Indexed, axis: SharedAxis, partial_grads: Collection[int] = ()
 ) -> Decision:
-    """Return how the tensors of a chunk lie along an axis; the gradients of the inputs `terms` are to be sums."""
-    settled: dict[TensorKey, Along] = {}
+    """Return the placements of a chunk's tensors along an axis.
+
+    The gradients of the inputs `partial_grads` stay partial sums."""
+    redistributed: dict[TensorKey, Placement] = {}
     while True:
-        found = _Pass(joint, indexes, axis, settled, terms)
+        found = _Pass(joint, indexes, axis, redistributed, partial_grads)
         found.run()
         if not found.new:
             return found.decision
-        settled |= found.new
+        redistributed |= found.new
 
 
 class _Pass:
-    """Go through the graph once; `new` are the sums that must settle."""
+    """Go through the graph once; `new` are the partial sums that turn out to need redistribution."""
 
     def __init__(
         self,
         joint: Joint,
         indexes: Indexed,
         axis: SharedAxis,
-        settled: Mapping[TensorKey, Along],
-        terms: Collection[int],
+        redistributed: Mapping[TensorKey, Placement],
+        partial_grads: Collection[int],
     ) -> None:
-        self.decision = Decision(settled=dict(settled))
-        self.new: dict[TensorKey, Along] = {}
-        self._joint, self._indexes, self._axis, self._terms = joint, indexes, axis, terms
+        self.decision = Decision(redistributed=dict(redistributed))
+        self.new: dict[TensorKey, Placement] = {}
+        self._joint, self._indexes, self._axis, self._partial_grads = (
+            joint,
+            indexes,
+            axis,
+            partial_grads,
+        )
         self._exchanged = joint.exchanged
         self._params = {n: k for k, n in enumerate(joint.inputs) if joint.kinds[k] == "param"}
         self._asked: dict[TensorKey, LoopIndex] = {}
@@ -147,7 +156,7 @@ class _Pass:
         self._place_results()
 
     def _place_inputs(self) -> None:
-        made = self.decision.made
+        made = self.decision.placement
         for node in self._joint.graph.nodes:
             if node.op in ("placeholder", "get_attr") and (node, 0) in self._indexes.tensors:
                 made[node, 0] = None
@@ -160,14 +169,14 @@ class _Pass:
             made[node, 0] = self._boundary(self._joint.outputs[k])
 
     def _ask_for_gradients(self) -> None:
-        """Ask that the gradients of parameters are made in the parts that these are in."""
+        """Ask that the gradient of a sharded parameter is produced with the placement of the parameter."""
         for k, node in self._joint.grads.items():
-            how = self.decision.made[self._joint.inputs[k], 0]
-            if self._joint.kinds[k] == "param" and isinstance(how, LoopIndex):
-                self._ask(key_of(node), how)
+            placement = self.decision.placement[self._joint.inputs[k], 0]
+            if self._joint.kinds[k] == "param" and isinstance(placement, LoopIndex):
+                self._ask(key_of(node), placement)
 
     def _ask(self, key: TensorKey, index: LoopIndex) -> None:
-        """Ask that a tensor is made in parts of an index, and so what is made for it alone."""
+        """Ask that a tensor is sharded along an index, and so the tensors that only it is computed from."""
         self._asked[key] = index
         op = self._indexes.ops.get(key[0])
         if op is None or op.parts(index) is None or not self._axis.in_order(op, index):
@@ -176,17 +185,17 @@ class _Pass:
             if any(index in dim for dim in dims) and len(argument[0].users) == 1:
                 self._ask(argument, index)
 
-    def _boundary(self, node: fx.Node) -> Along:
-        """Return how what passes between chunks lies: by its dimension of tokens, so that all chunks see it alike.
+    def _boundary(self, node: fx.Node) -> Placement:
+        """Return the placement of a value between chunks: sharded along its tokens, so that all chunks see it alike.
 
-        What experts take and give is in parts of their index.
+        Inputs and outputs of experts are sharded along the index of experts.
         """
-        if self._axis.experts:
+        if self._axis.expert_chunk:
             return self._first(self._axis.weights, node)
         if node in self._exchanged:
             return None
         dims = self._indexes.tensors[key_of(node)]
-        if node in self._axis.tables:
+        if node in self._axis.replicated:
             return None
         at = self._joint.tokens_of(node)
         return (
@@ -200,10 +209,10 @@ class _Pass:
         )
 
     def _place(self, node: fx.Node, op: OpIndexes) -> None:
-        lying = [self.decision.of(key) for key in op.keys]
-        index = self._index(node, op, lying)
-        wants: list[Along]
-        made: list[Along]
+        placements = [self.decision.of(key) for key in op.keys]
+        index = self._index(node, op, placements)
+        required: list[Placement]
+        made: list[Placement]
         rewrite = None if index is None else self._axis.rewrite(op, index)
         if index is not None:
             whole = frozenset[int]() if rewrite is None else rewrite.whole
@@ -211,33 +220,33 @@ class _Pass:
                 any(index in dim for dim in dims) and k not in whole
                 for k, dims in enumerate(op.tensors)
             ]
-            wants = [index if has else None for has in having]
+            required = [index if has else None for has in having]
             made = _made_along(op, index, rewrite)
             self.decision.along[node] = index
             if op.parts(index) is None:
                 self.decision.rewritten[node] = index
         elif (
-            (sums := self._sums(lying))
+            (sums := self._sums(placements))
             and sums in op.loops.linear
             and not self._ends_in_parameter(node, op, sums)
         ):
-            wants = [SUM if k in sums else None for k in range(len(lying))]
-            made = [SUM for _ in op.results]
+            required = [PARTIAL if k in sums else None for k in range(len(placements))]
+            made = [PARTIAL for _ in op.results]
         else:
-            wants, made = [None for _ in lying], [None for _ in op.results]
-        self.decision.wanted[node] = tuple(wants)
-        self.decision.made |= {(node, k): how for k, how in enumerate(made)}
+            required, made = [None for _ in placements], [None for _ in op.results]
+        self.decision.required[node] = tuple(required)
+        self.decision.placement |= {(node, k): placement for k, placement in enumerate(made)}
         if index in self._axis.inside:
             self._go_back(node, op)
         if rewrite is not None and index is not None:
-            self.decision.settled |= {(node, k): index for k in rewrite.sums}
-        for key, how, want in zip(op.keys, lying, wants, strict=True):
-            if how is SUM and want is not SUM:
-                self._settle(key, want)
+            self.decision.redistributed |= {(node, k): index for k in rewrite.partial_results}
+        for key, placement, want in zip(op.keys, placements, required, strict=True):
+            if placement is PARTIAL and want is not PARTIAL:
+                self._redistribute(key, want)
 
-    def _index(self, node: fx.Node, op: OpIndexes, lying: list[Along]) -> LoopIndex | None:
-        """Return the index that an op is computed in parts of, if any."""
-        present = [how for how in lying if isinstance(how, LoopIndex)]
+    def _index(self, node: fx.Node, op: OpIndexes, placements: list[Placement]) -> LoopIndex | None:
+        """Return the index along which an op is sharded, if any."""
+        present = [placement for placement in placements if isinstance(placement, LoopIndex)]
         present += [
             self._asked[node, k] for k in range(len(op.results)) if (node, k) in self._asked
         ]
@@ -255,30 +264,30 @@ class _Pass:
         return found
 
     def _can(self, op: OpIndexes, index: LoopIndex) -> bool:
-        """Return whether an op can be computed in parts of an index."""
+        """Return whether an op can be sharded along an index."""
         there = op.parts(index) is not None or self._axis.rewrite(op, index) is not None
         return there and self._axis.in_order(op, index)
 
     def _go_back(self, node: fx.Node, op: OpIndexes) -> None:
-        """Let what is made in parts of other indexes than the stream's be found in parts of this by its users."""
+        """Redistribute results that are sharded along other indexes, so that their users see them along tokens."""
         for k, dims in enumerate(op.results):
             stream = [i for dim in dims for i in dim if i in self._axis.stream]
-            if stream and self.decision.made[node, k] != stream[0]:
-                self.decision.settled[node, k] = stream[0]
+            if stream and self.decision.placement[node, k] != stream[0]:
+                self.decision.redistributed[node, k] = stream[0]
 
-    def _sums(self, lying: list[Along]) -> frozenset[int]:
-        return frozenset(k for k, how in enumerate(lying) if how is SUM)
+    def _sums(self, placements: list[Placement]) -> frozenset[int]:
+        return frozenset(k for k, placement in enumerate(placements) if placement is PARTIAL)
 
     def _ends_in_parameter(self, node: fx.Node, op: OpIndexes, sums: frozenset[int]) -> bool:
-        """Return whether an op makes the gradient of a parameter of a sum and of what is none, as norms do.
+        """Return whether an op makes a parameter's gradient of a partial sum and of a replicated tensor, as norms do.
 
-        As a sum it would be added up once more in each step. That pays where a product makes a large gradient of it.
+        A partial gradient is reduced once more in each step. That pays only for the large gradients of products.
         """
         if op.call.op in PRODUCTS or len(sums) == len(op.keys):
             return False
         return any((node, k) in self._gradients for k in range(len(op.results)))
 
-    def _settle(self, key: TensorKey, want: Along) -> None:
+    def _redistribute(self, key: TensorKey, want: Placement) -> None:
         stream = [i for dim in self._indexes.tensors[key] for i in dim if i in self._axis.stream]
         self.new.setdefault(key, stream[0] if stream else want)
 
@@ -287,32 +296,35 @@ class _Pass:
         for node in self._joint.outputs:
             results[node] = self._boundary(node)
         for k, node in self._joint.grads.items():
-            given = self.decision.made[self._joint.inputs[k], 0]
-            how = self.decision.of(key_of(node))
+            given = self.decision.placement[self._joint.inputs[k], 0]
+            placement = self.decision.of(key_of(node))
             summed = (
                 self._joint.kinds[k] == "param"
                 and given is None
-                and (how is not None or k in self._terms)
+                and (placement is not None or k in self._partial_grads)
             )
-            results[node] = SUM if summed else given
+            results[node] = PARTIAL if summed else given
         results |= {
-            node: SUM
-            for node in self._axis.sums & results.keys()
-            if self.decision.of(key_of(node)) is SUM
+            node: PARTIAL
+            for node in self._axis.partial & results.keys()
+            if self.decision.of(key_of(node)) is PARTIAL
         }
         for node, want in results.items():
-            if self.decision.of(key_of(node)) is SUM and want is not SUM:
-                self._settle(key_of(node), want)
+            if self.decision.of(key_of(node)) is PARTIAL and want is not PARTIAL:
+                self._redistribute(key_of(node), want)
 
 
-def _made_along(op: OpIndexes, index: LoopIndex, rewrite: LoopRewrite | None) -> list[Along]:
-    """Return how the results of an op lie that is computed in parts of an index."""
-    without: Along = SUM if rewrite is None or rewrite.terms else None
-    made: list[Along] = [
+def _made_along(op: OpIndexes, index: LoopIndex, rewrite: LoopRewrite | None) -> list[Placement]:
+    """Return the placements of the results of an op that is sharded along an index."""
+    without: Placement = PARTIAL if rewrite is None or rewrite.partial else None
+    made: list[Placement] = [
         index if any(index in dim for dim in dims) else without for dims in op.results
     ]
     return (
         made
         if rewrite is None
-        else [SUM if k in rewrite.sums else how for k, how in enumerate(made)]
+        else [
+            PARTIAL if k in rewrite.partial_results else placement
+            for k, placement in enumerate(made)
+        ]
     )

@@ -16,11 +16,11 @@ from piper_compiler.capture.torch_api._torch import FakeTensorMode, OpOverload
 aten = torch.ops.aten
 
 KEPT_META = ("stack_trace", "partitioner_tag", "nn_module_stack")
-"""The keys of a node's meta that say where it comes from."""
+"""The keys of a node's meta with its source: stack trace, module, phase."""
 
 
 WHY = "exchange_for"
-"""The key of a node's meta that says what a collective is for."""
+"""The key of a node's meta with the purpose of a collective."""
 
 
 class Emitter:
@@ -34,7 +34,7 @@ class Emitter:
     def like(self, node: fx.Node, late: bool, why: str = "", shared: int = 1) -> Iterator[None]:
         """Let all nodes come from where `node` does, in the backward if `late`.
 
-        `why` says what collectives are for, `shared` among how many devices the work is shared.
+        `why` is the purpose of collectives, `shared` the number of devices that share the work.
         """
         before = self._meta
         tag = "is_backward" if late else "is_forward"

@@ -10,7 +10,7 @@ from piper_compiler.capture.layouts.names import Nested
 
 
 def steps_of(nest: Nested, degree: int) -> tuple[int, ...] | None:
-    """Return how many of `degree` places each index of a nest takes, or None where they do not fit evenly."""
+    """Return how many of `degree` places each index of a nest takes, or None if they do not divide evenly."""
     steps = []
     for index in nest:
         taken = gcd(degree, index.size)
@@ -31,7 +31,7 @@ def refined(steps: Sequence[tuple[int, ...]], degree: int) -> tuple[int, ...]:
 
 
 def uneven(nest: Nested, degree: int) -> str:
-    """Return that `degree` devices cannot share a nest evenly, with the nearest degree that can; "" where they can."""
+    """Return that `degree` devices cannot share a nest evenly, with the nearest degree that can; "" if they can."""
     if steps_of(nest, degree) is not None:
         return ""
     return (
@@ -40,7 +40,7 @@ def uneven(nest: Nested, degree: int) -> str:
 
 
 def instead(nest: Nested, degree: int) -> str:
-    """Return the nearest degree that can share a nest evenly, as the end of an error; "" where none can."""
+    """Return the nearest degree that can share a nest evenly, as the end of an error; "" if none can."""
     size = prod(i.size for i in nest)
     others = [d for d in range(2, max(size, degree) + 1) if steps_of(nest, d) is not None]
     nearest = min(others, key=lambda d: (abs(d - degree), d), default=0)
@@ -48,7 +48,7 @@ def instead(nest: Nested, degree: int) -> str:
 
 
 def tokens_text(nest: Nested) -> str:
-    """Return how many tokens there are, and how the model views them where it takes them apart."""
+    """Return the number of tokens, and the model's view of them if it reshapes them."""
     size = prod(i.size for i in nest)
     return f"{size} tokens" + (
         f", which the model views as {' x '.join(str(i.size) for i in nest)},"

@@ -35,16 +35,17 @@ class LoopIndex:
 
 @dataclass(frozen=True)
 class OpIndexes:
-    """Hold what is known of one op.
+    """Hold the indexes of one op.
 
     Attributes:
         keys: the tensors among the arguments, in the order of the schema.
         tensors: for each tensor among the arguments, for each dimension, its indexes, outermost first.
         results: likewise.
-        whole: the indexes that must be whole here.
-        summed: the indexes that are added up in results that lack them.
-        known: whether the op has a rule; without one nothing is computed in parts.
-        rewritten: the indexes in parts of which other ops compute it, with a dimension that has the index.
+        whole: the indexes along which the op cannot be sharded.
+        summed: the indexes that the op reduces by a sum in results that lack them.
+        known: whether the op has a rule; without one it is computed replicated.
+        rewritten: the indexes along which the op can be sharded only if other ops replace it, each with a dimension
+            that has the index.
     """
 
     call: OpCall
@@ -58,9 +59,9 @@ class OpIndexes:
     rewritten: Mapping[LoopIndex, DimOf] = field(default_factory=dict)
 
     def parts(self, index: LoopIndex) -> tuple[bool, ...] | None:
-        """Return, for each result, whether it has the index; the others are sums over it.
+        """Return, for each result, whether it has the index; the others are partial sums if the op is sharded along it.
 
-        None says that the op cannot be computed in parts of this index.
+        None says that the op cannot be sharded along this index.
         """
         everywhere = (*self.tensors, *self.results)
         if (
@@ -80,7 +81,7 @@ class OpIndexes:
         return has if not lack or index in self.summed else None
 
     def rewrite(self, index: LoopIndex) -> LoopRewrite | None:
-        """Return how other ops compute the op in parts of an index, if they can."""
+        """Return the ops that replace the op so that it can be sharded along an index, or None."""
         at = self.rewritten.get(index)
         return None if at is None or index in self.whole else self.loops.rewrites[at]
 
@@ -100,8 +101,8 @@ class Indexed:
 
     Attributes:
         tensors: for each tensor, for each dimension, its indexes, outermost first. A dimension of size 1 has none.
-        ops: what each op does with them.
-        indexes: all of them.
+        ops: the indexes of each op.
+        indexes: every index of the graph, by number.
     """
 
     tensors: Mapping[TensorKey, tuple[tuple[LoopIndex, ...], ...]]
@@ -139,7 +140,7 @@ def indexed(
     """Return the indexes of a chunk; an output has those of its gradient, an input likewise.
 
     `cuts` are further ones of dimensions of tensors, given as the sizes of the inner nests.
-    Raises OverlappingCuts where they do not fit into each other.
+    Raises OverlappingCuts if they do not fit into each other.
     """
     space = _Space()
     for node in joint.graph.nodes:

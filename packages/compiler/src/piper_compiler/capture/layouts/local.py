@@ -1,7 +1,7 @@
-"""Rewrite a joint graph into the one that a device runs: with its parts of the tensors, and collectives between them.
+"""Rewrite a joint graph into the local graph of a device: on its shards, with collectives that redistribute tensors.
 
-The result is a joint graph again. It is the same for all devices: what differs between them is a `Coordinate`, the
-device's place along an axis, which generated code reads as a global.
+The result is a joint graph again, and the same for all devices. They differ in a `Coordinate` only: the device's
+coordinate along an axis, which generated code reads as a global.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from piper_compiler.capture.layouts.conversions import (
     own_what_is_spoiled,
     place_in,
 )
-from piper_compiler.capture.layouts.decide import SUM, Along, Decision, SharedAxis, decided
+from piper_compiler.capture.layouts.decide import PARTIAL, Decision, Placement, SharedAxis, decided
 from piper_compiler.capture.layouts.emit import Emitter, named_arguments
 from piper_compiler.capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
 from piper_compiler.capture.layouts.loops import LoopPlace
@@ -34,55 +34,59 @@ from piper_compiler.capture.steps.phases import backward_nodes
 from piper_compiler.capture.values import aliasing
 from piper_ir.program.layout import DimPart, Layout
 
-Lying = tuple[Along, ...]
-"""The way in which a tensor lies along each axis."""
+Placements = tuple[Placement, ...]
+"""The placement of a tensor along each axis."""
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """Hold the graph of a device and how its tensors lie.
+    """Hold the local graph of a device and the placements of its tensors.
 
     Attributes:
-        inputs: for each input of the chunk, how it lies along each axis.
-        outputs: likewise for each output, and so its gradient; the gradient of a sum is whole.
-        grads: input -> how its gradient lies. A parameter's may be a sum, which its bucket adds up.
+        inputs: for each input of the chunk, its placement along each axis.
+        outputs: for each output, its placement, which its gradient shares; the gradient of a partial sum is replicated.
+        grads: input -> the placement of its gradient. A parameter's may be a partial sum, which its bucket all-reduces.
         axes: the axes.
         dims: for each input, for each dimension, its indexes.
-        unshared: the dimensions of parameters that devices would share if their sizes were others.
+        unshared: the dimensions of parameters that are replicated only because their sizes do not divide evenly.
     """
 
     joint: Joint
-    inputs: tuple[Lying, ...]
-    outputs: tuple[Lying, ...]
-    grads: Mapping[int, Lying]
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
+    grads: Mapping[int, Placements]
     axes: tuple[SharedAxis, ...]
     dims: tuple[tuple[tuple[LoopIndex, ...], ...], ...]
     unshared: tuple[Unshared, ...] = ()
 
     def layout_of(self, number: int) -> Layout:
-        """Return how an input is taken apart."""
+        """Return the layout of an input: the shard that each device has."""
         done: set[LoopIndex] = set()
         found = []
-        for how, axis in zip(self.inputs[number], self.axes, strict=True):
-            if isinstance(how, LoopIndex):
-                dim, outer = place_in(self.dims[number], how, done)
+        for placement, axis in zip(self.inputs[number], self.axes, strict=True):
+            if isinstance(placement, LoopIndex):
+                dim, outer = place_in(self.dims[number], placement, done)
                 found.append(DimPart(axis.name, dim, outer))
-                done.add(how)
+                done.add(placement)
         return tuple(found)
 
     def summed(self, number: int) -> tuple[str, ...]:
-        """Return the axes along which the gradient of an input is a sum of what the devices make."""
+        """Return the axes along which the gradient of an input is a partial sum."""
         return self._sums(self.grads.get(number, ()))
 
     @property
     def terms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Return the ports for other chunks that hold terms of sums, each with the axes."""
-        outputs = [(f"out{k}", self._sums(how)) for k, how in enumerate(self.outputs)]
+        """Return the ports to other chunks that carry partial sums, each with the axes."""
+        outputs = [(f"out{k}", self._sums(placement)) for k, placement in enumerate(self.outputs)]
         grads = [(f"gin{k}", self.summed(k)) for k in self.grads if self.joint.kinds[k] == "value"]
         return tuple((port, axes) for port, axes in (*outputs, *grads) if axes)
 
-    def _sums(self, lying: Lying) -> tuple[str, ...]:
-        return tuple(axis.name for how, axis in zip(lying, self.axes, strict=False) if how is SUM)
+    def _sums(self, placements: Placements) -> tuple[str, ...]:
+        return tuple(
+            axis.name
+            for placement, axis in zip(placements, self.axes, strict=False)
+            if placement is PARTIAL
+        )
 
 
 def sharded(
@@ -91,14 +95,14 @@ def sharded(
     axes: Sequence[SharedAxis],
     *,
     keep: bool = False,
-    terms: Collection[int] = (),
+    partial_grads: Collection[int] = (),
 ) -> Sharded:
     """Return the graph that each device of `axes` runs.
 
-    With `keep`, what the forward has gathered is kept for the backward, else it is gathered again. The gradients of the
-    inputs `terms` are terms of sums.
+    With `keep`, tensors that the forward has all-gathered are saved for the backward, else they are gathered again. The
+    gradients of the inputs `partial_grads` stay partial sums.
     """
-    decisions = [decided(joint, indexes, axis, terms) for axis in axes]
+    decisions = [decided(joint, indexes, axis, partial_grads) for axis in axes]
     builder = _Builder(joint, indexes, axes, decisions, keep)
     return builder.build()
 
@@ -117,8 +121,8 @@ class _Builder:
         self._emit = Emitter(fx.Graph(), mode)
         self._backward = backward_nodes(joint)
         self._keep = keep
-        self._at: dict[tuple[TensorKey, Lying, bool], fx.Node] = {}
-        """A tensor as it lies, in the forward or the backward, -> its node."""
+        self._at: dict[tuple[TensorKey, Placements, bool], fx.Node] = {}
+        """A tensor with its placements, in the forward or the backward, -> its node."""
         self._names: dict[fx.Node, str] = {}
 
     def build(self) -> Sharded:
@@ -149,20 +153,20 @@ class _Builder:
             grads={k: results[n] for k, n in joint.grads.items()},
             constant_names={self._made(n): name for n, name in joint.constant_names.items()},
         )
-        inputs = tuple(self._lying((n, 0)) for n in joint.inputs)
-        outputs = tuple(self._wanted_result(n) for n in joint.outputs)
-        grads = {k: self._wanted_result(n) for k, n in joint.grads.items()}
+        inputs = tuple(self._placements((n, 0)) for n in joint.inputs)
+        outputs = tuple(self._required_result(n) for n in joint.outputs)
+        grads = {k: self._required_result(n) for k, n in joint.grads.items()}
         dims = tuple(self._indexes.tensors.get((n, 0), ()) for n in joint.inputs)
         return Sharded(found, inputs, outputs, grads, tuple(self._axes), dims)
 
     def _made(self, node: fx.Node) -> fx.Node:
-        return self._at[(node, 0), self._lying((node, 0)), False]
+        return self._at[(node, 0), self._placements((node, 0)), False]
 
-    def _lying(self, key: TensorKey) -> Lying:
-        """Return how a tensor is made."""
-        return tuple(d.made[key] for d in self._decisions)
+    def _placements(self, key: TensorKey) -> Placements:
+        """Return the placements in which a tensor is produced."""
+        return tuple(d.placement[key] for d in self._decisions)
 
-    def _wanted_result(self, node: fx.Node) -> Lying:
+    def _required_result(self, node: fx.Node) -> Placements:
         return tuple(d.results[node] for d in self._decisions)
 
     def _input(self, node: fx.Node) -> None:
@@ -171,20 +175,20 @@ class _Builder:
             self._at[(node, 0), (None,) * len(self._axes), False] = self._emit.input(node, value)
             return
         key = (node, 0)
-        self._at[key, self._lying(key), False] = self._emit.input(
+        self._at[key, self._placements(key), False] = self._emit.input(
             node, self._emit.empty(self._shape(key, value.shape), value.dtype)
         )
 
     def _shape(self, key: TensorKey, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a device's part of a tensor, as it is made."""
-        lying = self._lying(key)
-        return _local(shape, self._indexes.tensors[key], zip(lying, self._axes, strict=True))
+        """Return the shape of a device's shard of a tensor, in the placements in which it is produced."""
+        placements = self._placements(key)
+        return _local(shape, self._indexes.tensors[key], zip(placements, self._axes, strict=True))
 
     def _op(self, node: fx.Node, op: OpIndexes) -> None:
         late = node in self._backward
-        wants = list(zip(*(d.wanted[node] for d in self._decisions), strict=True))
+        required = list(zip(*(d.required[node] for d in self._decisions), strict=True))
         nodes = iter(
-            [self._find(key, want, late, node) for key, want in zip(op.keys, wants, strict=True)]
+            [self._find(key, want, late, node) for key, want in zip(op.keys, required, strict=True)]
         )
         shapes = [self._shape((node, k), tuple(r.shape)) for k, r in enumerate(op.call.results)]
         changed = op.loops.localize(op.call, shapes)
@@ -195,12 +199,12 @@ class _Builder:
             self._rewritten(node, op, named) or self._emitted(node, op, named)
         ):
             if made is not None:
-                self._at[(node, k), self._lying((node, k)), False] = made
+                self._at[(node, k), self._placements((node, k)), False] = made
 
     def _emitted(
         self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]
     ) -> list[fx.Node | None]:
-        """Add an op, and return the nodes of those of its results that are used."""
+        """Add an op, and return the nodes of its results, None for unused ones."""
         made = self._emit.op(node, op.call.op, named)
         made.meta[SHARED] = self._shared(node)
         if not isinstance(node.meta["val"], list | tuple):
@@ -211,18 +215,24 @@ class _Builder:
         ]
 
     def _shared(self, node: fx.Node) -> int:
-        """Return among how many devices the work of an op is shared; those with rows of their own share none."""
+        """Return the number of devices that share the work of an op; devices with rows of their own share none."""
         return self._shared_by((node, 0))
 
     def _shared_by(self, key: TensorKey) -> int:
-        """Return among how many devices the work on a tensor is shared; those with rows of their own share none."""
-        lying = zip(self._axes, self._lying(key), strict=True)
-        return prod([axis.degree for axis, how in lying if how is not None and not axis.experts])
+        """Return the number of devices that share the work on a tensor; devices with rows of their own share none."""
+        placements = zip(self._axes, self._placements(key), strict=True)
+        return prod(
+            [
+                axis.degree
+                for axis, placement in placements
+                if placement is not None and not axis.expert_chunk
+            ]
+        )
 
     def _rewritten(
         self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]
     ) -> Sequence[fx.Node]:
-        """Add the ops that compute an op in parts, if others do: return the nodes of its results."""
+        """Add the ops that replace an op to shard it, if any; return the nodes of its results."""
         indexes = [d.rewritten.get(node) for d in self._decisions]
         pairs = zip(self._axes, indexes, strict=True)
         (rewrite,) = {axis.rewrite(op, i) for axis, i in pairs if i is not None} or {None}
@@ -233,7 +243,7 @@ class _Builder:
             return rewrite.emit(self._emit, named, list(self._places(op, indexes)))
 
     def _places(self, op: OpIndexes, indexes: Sequence[LoopIndex | None]) -> Iterator[LoopPlace]:
-        """Yield which steps of the indexes a device takes along each axis, or along all into which one is split."""
+        """Yield the block of the indexes that a device has along each axis, or along the parts of a split axis."""
         done: set[LoopIndex] = set()
         whole, number = [None] * len(indexes), 0
         while number < len(indexes):
@@ -250,11 +260,11 @@ class _Builder:
             number = last
 
     def _result(self, node: fx.Node) -> fx.Node:
-        return self._find(key_of(node), self._wanted_result(node), node in self._backward, node)
+        return self._find(key_of(node), self._required_result(node), node in self._backward, node)
 
-    def _find(self, key: TensorKey, want: Lying, late: bool, user: fx.Node) -> fx.Node:
-        """Return the node of a tensor as it is wanted, converted where it is needed first in its phase."""
-        made = self._lying(key)
+    def _find(self, key: TensorKey, want: Placements, late: bool, user: fx.Node) -> fx.Node:
+        """Return the node of a tensor in the required placements, redistributed at its first use in a phase."""
+        made = self._placements(key)
         if want == made:
             return self._at[key, made, False]
         late = late and not (
@@ -265,36 +275,36 @@ class _Builder:
             found = self._at[key, want, late] = self._converted(key, want, late, user)
         return found
 
-    def _exchanged(self, made: Lying, want: Lying) -> bool:
-        """Return whether a tensor changes the index that it is in parts of: as large as before, so that it is kept."""
+    def _exchanged(self, made: Placements, want: Placements) -> bool:
+        """Return whether a tensor is resharded along another index, which keeps its size: the result is saved."""
         return any(
             isinstance(a, LoopIndex) and isinstance(b, LoopIndex) and a != b
             for a, b in zip(made, want, strict=True)
         )
 
-    def _converted(self, key: TensorKey, want: Lying, late: bool, user: fx.Node) -> fx.Node:
-        settled = tuple(d.of(key) for d in self._decisions)
-        made = self._lying(key)
-        if settled not in (made, want):
+    def _converted(self, key: TensorKey, want: Placements, late: bool, user: fx.Node) -> fx.Node:
+        redistributed = tuple(d.of(key) for d in self._decisions)
+        made = self._placements(key)
+        if redistributed not in (made, want):
             before, source = (
-                settled,
-                self._find(key, settled, late=key[0] in self._backward, user=user),
+                redistributed,
+                self._find(key, redistributed, late=key[0] in self._backward, user=user),
             )
         else:
             before, source = made, self._at[key, made, False]
         base = self._of_base(key, before, want, late, user)
         if base is not None:
             return base
-        with self._emit.like(user, late, reason(key, user, summed=SUM in before)):
+        with self._emit.like(user, late, reason(key, user, summed=PARTIAL in before)):
             source = convert(
                 self._emit, source, self._indexes.tensors[key], self._axes, before, want
             )
         return source
 
     def _of_base(
-        self, key: TensorKey, before: Lying, want: Lying, late: bool, user: fx.Node
+        self, key: TensorKey, before: Placements, want: Placements, late: bool, user: fx.Node
     ) -> fx.Node | None:
-        """Return a gathered view as a view of what was gathered, so that all views of one tensor share one message."""
+        """Return an all-gathered view as a view of the all-gathered base: views of one tensor share one message."""
         node, _ = key
         op = self._indexes.ops.get(node)
         if (
@@ -304,10 +314,13 @@ class _Builder:
             or isinstance(node.meta["val"], list | tuple)
         ):
             return None
-        if not all(w is None or w == b for b, w in zip(before, want, strict=True)) or SUM in before:
+        if (
+            not all(w is None or w == b for b, w in zip(before, want, strict=True))
+            or PARTIAL in before
+        ):
             return None
-        wanted = tuple(d.wanted[node][0] for d in self._decisions)
-        if tuple(d.made[key] for d in self._decisions) != wanted:
+        wanted = tuple(d.required[node][0] for d in self._decisions)
+        if tuple(d.placement[key] for d in self._decisions) != wanted:
             return None
         source = self._find(op.keys[0], want, late, user)
         shape = _local(
@@ -323,13 +336,13 @@ class _Builder:
 
 
 def _local(
-    shape: Sequence[int], dims: Sequence[tuple[LoopIndex, ...]], lying: Any
+    shape: Sequence[int], dims: Sequence[tuple[LoopIndex, ...]], placements: Any
 ) -> tuple[int, ...]:
-    """Return the shape of a device's part; an index that stands in two dimensions is taken apart in the first."""
+    """Return the shape of a device's shard; an index that is in two dimensions is sharded in the first."""
     found = list(shape)
-    for how, axis in lying:
-        if isinstance(how, LoopIndex):
-            found[next(d for d, inside in enumerate(dims) if how in inside)] //= axis.degree
+    for placement, axis in placements:
+        if isinstance(placement, LoopIndex):
+            found[next(d for d, inside in enumerate(dims) if placement in inside)] //= axis.degree
     return tuple(found)
 
 

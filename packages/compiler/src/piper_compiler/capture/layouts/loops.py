@@ -1,11 +1,10 @@
 """Say of an op how its loops run over the dimensions of its tensors.
 
 An op is a nest of loops: `mm` runs over m, n and k, an element-wise op over each dimension of its result. Its rule
-names the dimensions that one loop runs over, in its arguments and results. Then the op can be computed in parts: where
-a loop of n * k steps is in some tensors, a device that takes k of the steps needs its block of these tensors and all of
-the others, and makes its block of each result that has the loop. A result that lacks the loop is a sum over all of its
-steps, so what the device makes is a term of that sum. Where neither holds, the rule says that the dimension must be
-whole.
+names the dimensions that one loop runs over, in its arguments and results. Then the op can be sharded along that loop:
+a device that takes k of its n * k steps needs its shard of the tensors that have the loop and all of the others, and
+makes its shard of each result that has the loop. A result that lacks the loop is a sum over all of its steps, so the
+device makes a partial sum. If neither holds, the rule says that the dimension is `whole`: it cannot be sharded.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class DimOf:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Name a loop that is no dimension of its own, only a factor of some: which of the parts that a tensor is cut into.
+    """Name a loop that is only a factor of dimensions, such as the number of parts of a split.
 
     Attributes:
         size: its number of steps.
@@ -62,8 +61,8 @@ class OpCall:
 
     Attributes:
         args: schema name -> value, defaults left out.
-        results: the tensors that come out; one that a mask leaves out is an empty vector, so that all others keep their
-            numbers.
+        results: the tensors that the op returns; an output that a mask leaves out is an empty vector, so that the
+            others keep their numbers.
     """
 
     op: OpOverload
@@ -89,7 +88,7 @@ class OpCall:
         return tuple(t for _, t in self._numbered)
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Return the numbers of the tensors of an argument: none where it is not given or None."""
+        """Return the numbers of the tensors of an argument: none if it is not given or is None."""
         return tuple(k for k, (n, _) in enumerate(self._numbered) if n == name)
 
     def number(self, name: str) -> int:
@@ -136,19 +135,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 Localize = Callable[[OpCall, Sequence[Shape]], Mapping[str, Any]]
-"""A function of the whole call and the shapes of a device's parts of its results: it gives what arguments change."""
+"""A function of the unsharded call and the local shapes of its results, which returns the arguments that change."""
 
 
 def unchanged(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
-    """Return no arguments: the op computes parts as it computes the whole."""
+    """Return no arguments: the op computes a shard as it computes the whole."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPlace:
-    """Say which steps of a loop a device takes along an axis: of [outer, degree, rest] those of [outer, place, rest].
+    """Name a device's shard of a loop along an axis: [outer, place, rest] of [outer, degree, rest].
 
-    Where a loop is shared along several axes, the places come in their order, each of what the ones before have left.
+    If a loop is sharded along several axes, there is a place for each in order, within the shard of those before.
     In the `order` "zigzag" every second place of the outer ones is counted from behind.
     """
 
@@ -159,38 +158,38 @@ class LoopPlace:
 
 
 Emit = Callable[["Emitter", Mapping[str, Any], Sequence[LoopPlace]], Sequence[fx.Node]]
-"""A function that adds nodes and returns those of the results, given a device's arguments and which steps it takes."""
+"""A function of a device's arguments and its places along the axes, which adds nodes and returns the results' nodes."""
 
 
 @dataclass(frozen=True)
 class LoopRewrite:
-    """Say how to compute an op in parts of a loop by other ops, where it cannot be by itself.
+    """Replace an op that cannot be sharded along a loop by itself by ops that can.
 
     Attributes:
         emit: adds these ops.
-        terms: whether results that lack the loop are terms of a sum; else they are equal on all devices.
-        whole: the arguments, by number, of which each device needs all, though they have the loop.
-        sums: the results, counted from 0, of which each device makes a term, likewise.
+        partial: whether results that lack the loop are partial sums; else they are replicated.
+        whole: the arguments, by number, that must be replicated though they have the loop.
+        partial_results: the results, counted from 0, that are partial sums though they have the loop.
     """
 
     emit: Emit
-    terms: bool
+    partial: bool
     whole: frozenset[int] = frozenset()
-    sums: frozenset[int] = frozenset()
+    partial_results: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Loops:
-    """Say what loops an op has.
+    """Hold the loops of an op.
 
     Attributes:
         same: pairs of nests that run over the same steps in the same order, so of equal size in total.
-        summed: dimensions and inner loops whose steps are added up in each result that lacks them.
-        whole: dimensions and inner loops that cannot be computed in parts.
-        linear: sets of arguments, by number, in which the op is linear together: where these are terms of a sum, and
-            all others are equal on all devices, so are the results.
-        localize: the arguments of a device that computes a part.
-        rewrites: for dimensions among `whole`, other ops that compute the op in parts of them.
+        summed: dimensions and inner loops over which results that lack them are sums.
+        whole: dimensions and inner loops that cannot be sharded.
+        linear: sets of arguments, by number, in which the op is linear together: if these are partial sums and all
+            others are replicated, the results are partial sums.
+        localize: the arguments that differ for a device's shard.
+        rewrites: for dimensions among `whole`, ops that replace the op so that it can be sharded along them.
     """
 
     same: tuple[tuple[Nest, Nest], ...] = ()
@@ -202,7 +201,7 @@ class Loops:
 
 
 def place_of(tensor: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:
-    """Return a device's block of a tensor whose dimension `dim` is [outer, degree, rest]."""
+    """Return a device's shard of a tensor whose dimension `dim` is [outer, degree, rest]."""
     size = tensor.shape[dim]
     split = tensor.reshape(
         *tensor.shape[:dim], outer, degree, size // outer // degree, *tensor.shape[dim + 1 :]

@@ -1,7 +1,7 @@
-"""Take means apart into a sum and the number that divides it, where devices share what the mean is over.
+"""Take a mean apart into a sum and a divisor, if devices share the elements that it reduces.
 
-A mean over a device's own part would divide by the number of elements there, and where some targets of a loss are
-ignored, these numbers differ from part to part. What devices make of the sum are terms; the number is that of the whole
+A mean over a device's own shard would divide by the number of elements there, and if a loss ignores some targets, these
+numbers differ between shards. The sum becomes a partial sum; the divisor is the number of elements of the unsharded
 tensor, or of all targets that count.
 """
 
@@ -47,7 +47,7 @@ OF_CLASSES = (piper.cross_entropy.default, piper.cross_entropy_dgrad.default)
 
 
 def means_apart(joint: Joint, shared: Callable[[fx.Node], bool]) -> Joint:
-    """Return a chunk with the means over what is `shared` taken apart; the given one stays as it is.
+    """Return a chunk with the means over `shared` elements taken apart; the given chunk stays as it is.
 
     A mean that is made in half precision stays one: its sum may be larger than that holds.
     """
@@ -72,7 +72,7 @@ class _Counts:
         self._counted: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def apart(self, graph: fx.Graph, node: fx.Node, env: Copies) -> tuple[fx.Node, ...]:
-        """Add the nodes that make what a mean makes, and return those of its results."""
+        """Add the nodes that replace a mean, and return the nodes of its results."""
         op, first = node.target, node.all_input_nodes[0].meta["val"]
         assert isinstance(op, OpOverload)
         emit = Emitter(graph, first.fake_mode)
@@ -97,7 +97,7 @@ class _Counts:
         return (_divided(emit, made, count),)
 
     def _count(self, emit: Emitter, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | int:
-        """Return how many elements a loss is over: a number, or a node that counts the targets."""
+        """Return the divisor of a mean loss: a number, or a node that counts the targets."""
         if node.target not in OF_CLASSES:
             return max(aliasing.tensor(given[name]).numel() for name in ("self", "target"))
         key = given["target"], int(given.get("ignore_index", IGNORED))

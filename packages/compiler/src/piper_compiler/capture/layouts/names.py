@@ -35,11 +35,11 @@ def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Loop
 
     "heads" (of keys), "groups" (queries for each head of keys) and "head_dim" are those of attention, "vocab" the
     classes of a cross-entropy and the rows that tokens choose of an embedding, "rows", "tokens" and "width" the
-    dimensions of values. "hidden" is what two parameters have and no value does. Any other is named after a
+    dimensions of values. "hidden" is an index of two parameters and of no value. Any other is named after a
     parameter and its dimension, as "layers.0.up.weight:0".
 
-    Where attention is written out, "heads" and "groups" are what its products are made for one by one, and
-    "experts" is likewise what a stack of weights has first. Heads of queries that all share one head of keys are not
+    If attention is written out, "heads" and "groups" are the batch dimensions of its products, and "experts" is the
+    first dimension of a stack of weights. Heads of queries that all share one head of keys are not
     seen to be heads there: they are "hidden". Several indexes may have the same name.
     """
     spots = spots_of(joint, indexes)
@@ -56,7 +56,7 @@ def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Loop
 
 
 def spots_of(joint: Joint, indexes: Indexed) -> Spots:
-    """Return where parameters have indexes."""
+    """Return the dimensions of parameters that have each index."""
     found: dict[LoopIndex, list[tuple[int, int]]] = {}
     for k, node in enumerate(joint.inputs):
         if joint.kinds[k] == "param":
@@ -79,7 +79,7 @@ def _of_ops(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, LoopIndex]]:
 
 
 def _indices(op: OpIndexes) -> fx.Node:
-    """Return what chooses the rows of an embedding: tokens come from outside of the chunk, positions do not."""
+    """Return the node of an embedding's indices: tokens come from outside of the chunk, positions do not."""
     return aliasing.root(op.keys[op.call.number("indices")][0])
 
 
@@ -93,7 +93,7 @@ def _of_attention(op: OpIndexes) -> Iterator[tuple[str, LoopIndex]]:
 
 
 def _of_values(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, LoopIndex]]:
-    """Yield the indexes of values, those with the most dimensions first: a table of positions has no rows."""
+    """Yield the indexes of values, most dimensions first, since a table of positions has no rows."""
     values = [n for k, n in enumerate(joint.inputs) if joint.kinds[k] in ("value", "batch")]
     exchanged = {key_of(node)[0] for node in joint.exchanged}
     keys = [k for k in map(key_of, (*values, *joint.outputs)) if k in indexes.tensors]
@@ -116,7 +116,7 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def _of_products(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, LoopIndex]]:
-    """Yield what products are made for one by one, if parameters have it."""
+    """Yield the batch dimensions of products that parameters have."""
     for op in indexes.ops.values():
         if op.call.op in PRODUCTS:
             stacks = _stacked(op)
@@ -125,7 +125,7 @@ def _of_products(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, LoopInde
 
 
 def _of_stacks(indexes: Indexed, spots: Spots) -> Iterator[tuple[str, LoopIndex]]:
-    """Yield the experts: what stacks of weights have first, and products are made for one by one."""
+    """Yield the experts: batch dimensions of products that are the first dimension of stacks of weights."""
     for op in indexes.ops.values():
         if op.call.op in PRODUCTS:
             stacks = _stacked(op)
@@ -157,7 +157,7 @@ def _of_params(
 
 @dataclass(frozen=True)
 class AskedIndexes:
-    """Say which indexes of a chunk are asked for; all that can be shared where none is named.
+    """Select indexes of a chunk by name; without a name, all that can be shared.
 
     Attributes:
         index: names, or "parameter:dimension" with the wildcards of file names in the parameter.

@@ -12,7 +12,7 @@ from piper_compiler.capture.layouts.names import Nested
 
 @dataclass(frozen=True)
 class NestPlace:
-    """Name a factor of a dimension by what is inside of it."""
+    """Name a factor of a dimension by the size of the factors inside of it."""
 
     key: TensorKey
     dim: int
@@ -42,7 +42,7 @@ def has_nest(inside: Nested, nest: Nested) -> bool:
 
 
 def index_at(indexes: Indexed, place: NestPlace) -> LoopIndex:
-    """Return the index at a place of a dimension that has been cut there; raise OverlappingCuts where there is none."""
+    """Return the index at a place of a dimension that has been cut there; raise OverlappingCuts if there is none."""
     inner = 1
     for index in reversed(indexes.tensors[place.key][place.dim]):
         if inner == place.inner and index.size == place.size:

@@ -34,9 +34,9 @@ def title(node: fx.Node) -> str:
 
 
 def reason(key: TensorKey, user: fx.Node, *, summed: bool) -> str:
-    """Return why a tensor is brought from the way in which it lies to another.
+    """Return why a tensor is redistributed.
 
-    A sum is told by the op that made it, everything else by the op that wants it.
+    For a partial sum it is the op that made it, else the op that requires another placement.
     """
     made = aliasing.root(key[0])
     if summed:
@@ -45,14 +45,14 @@ def reason(key: TensorKey, user: fx.Node, *, summed: bool) -> str:
 
 
 def wants_whole(indexes: Indexed, index: LoopIndex) -> tuple[fx.Node, OpIndexes] | None:
-    """Return the first op that cannot be computed in parts of an index."""
+    """Return the first op that cannot be sharded along an index."""
     return next(((node, op) for node, op in indexes.ops.items() if index in op.whole), None)
 
 
 def obstacle(indexes: Indexed, crossing: Set[LoopIndex], index: LoopIndex) -> str:
-    """Return why devices cannot share an index; "" where they can.
+    """Return why devices cannot share an index; "" if they can.
 
-    The indexes of what passes between chunks are `crossing`.
+    `crossing` are the indexes of activations between chunks.
     """
     if index in crossing:
         return "it passes between chunks"

@@ -11,9 +11,9 @@ from torch import fx
 from piper_compiler.capture.graphs.stepgraph import Joint
 
 Copies = Mapping[fx.Node, fx.Node]
-"""A node of the graph -> its copy; those of several results have none where they are replaced."""
+"""A node of the graph -> its copy; a replaced node with several results has none."""
 Replace = Callable[[fx.Graph, fx.Node, Copies], "tuple[fx.Node, ...]"]
-"""A function that adds the nodes that stand for an op, and returns those of its results."""
+"""A function that adds the nodes that replace an op, and returns the nodes of its results."""
 
 
 def rebuilt(joint: Joint, chosen: Callable[[fx.Node], bool], replaced: Replace) -> Joint:

@@ -1,7 +1,7 @@
-"""Compute ops by others in parts of a vocabulary: the rows of an embedding, and the classes of a cross-entropy.
+"""Replace ops so that they can be sharded along a vocabulary: the rows of an embedding, the classes of a cross-entropy.
 
-A device that has a part of them cannot run the same op on it: a number that another device has is none of its own, and
-a logsumexp is over all classes. Other ops compute these parts (`piper_ops.pointwise.vocabulary`).
+A device with a shard of them cannot run the same op on it: a token's row may be on another device, and a logsumexp is
+over all classes. The ops of `piper_ops.pointwise.vocabulary` compute the shards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _add_up(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> l
 
 
 def _loss(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
-    """Exchange two numbers per token, and make the loss and the logsumexp of them."""
+    """All-reduce two numbers per token, and compute the loss and the logsumexp from them."""
     target, options = named["target"], _options(named)
     ignored = {name: value for name, value in options.items() if name == "ignore_index"}
     found = emit.call(cross_entropy_part, named["logits"], target, *_at(places), **ignored)
@@ -68,7 +68,7 @@ def _options(named: OpArguments) -> dict[str, Any]:
 
 
 def _at(places: Sequence[LoopPlace]) -> tuple[list[int], list[int], list[int]]:
-    """Return places as the ops take them: the device's along each axis, of how many, and how much is inside."""
+    """Return places as the ops take them: for each axis the device's coordinate, the degree and the size inside."""
     return (
         [Coordinate(p.axis) for p in places],
         [p.degree for p in places],
@@ -77,17 +77,17 @@ def _at(places: Sequence[LoopPlace]) -> tuple[list[int], list[int], list[int]]:
 
 
 def rewrites_of(call: OpCall) -> Mapping[DimOf, LoopRewrite]:
-    """Return the dimensions that must be whole in a call, in parts of which other ops compute it."""
+    """Return the dimensions of a call along which it can be sharded only if other ops replace it."""
     match call.op:
         case aten.embedding.default:
-            return {DimOf(call.number("weight"), 0): LoopRewrite(_look_up, terms=True)}
+            return {DimOf(call.number("weight"), 0): LoopRewrite(_look_up, partial=True)}
         case aten.embedding_dense_backward.default if not call.get("scale_grad_by_freq"):
-            return {DimOf(OUT, 0): LoopRewrite(_add_up, terms=True)}
+            return {DimOf(OUT, 0): LoopRewrite(_add_up, partial=True)}
         case piper.cross_entropy.default:
-            return {DimOf(call.number("logits"), CLASSES): LoopRewrite(_loss, terms=False)}
+            return {DimOf(call.number("logits"), CLASSES): LoopRewrite(_loss, partial=False)}
         case piper.cross_entropy_dgrad.default:
             return dict.fromkeys(
                 (DimOf(call.number("logits"), CLASSES), DimOf(OUT, CLASSES)),
-                LoopRewrite(_loss_gradient, terms=False),
+                LoopRewrite(_loss_gradient, partial=False),
             )
     return {}

@@ -1,4 +1,4 @@
-"""Take products apart from what is added to them, where the product is to be a sum over devices.
+"""Take fused bias additions apart from products, if the product is to be a partial sum.
 
 Each device of an `addmm` whose inner loop is shared would add the bias: it would be there as often as there are
 devices.
@@ -26,7 +26,7 @@ FUSED: dict[OpOverload, OpOverload] = {
 
 
 def unfused(joint: Joint, chosen: Callable[[fx.Node], bool]) -> Joint:
-    """Return a chunk with the chosen ones among these ops taken apart; the given one stays as it is."""
+    """Return a chunk with the chosen fused ops taken apart; the given chunk stays as it is."""
     return rebuilt(joint, lambda n: n.target in FUSED and _plain(n) and chosen(n), _apart)
 
 

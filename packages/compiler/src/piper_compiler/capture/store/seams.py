@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from piper_compiler.capture.chunks.cut import cut
-from piper_compiler.capture.layouts import SUM, Parted, parted
+from piper_compiler.capture.layouts import PARTIAL, Parted, parted
 from piper_compiler.capture.steps.draws import origin_of
 from piper_compiler.capture.store.assemble import TRACE_ROWS, assembled
 from piper_compiler.capture.store.codestore import Captured, TraceSpec
@@ -72,7 +72,9 @@ def _places(found: Parted, recipe: TraceSpec) -> tuple[list[int], list[int]]:
     along = [node for node in found.ops if any(node in d.along for d in found.decisions)]
     inside = {origin_of(node) for node in along}
     ending = {
-        origin_of(node) for node in along if any(d.made[node, 0] is SUM for d in found.decisions)
+        origin_of(node)
+        for node in along
+        if any(d.placement[node, 0] is PARTIAL for d in found.decisions)
     }
     for node in body:
         if node.name not in left and any(

@@ -1,1 +1,1 @@
-"""Say of each op how its loops run over the dimensions of its tensors; one module for each family of ops."""
+"""Hold the sharding rule of each op: its loops over the dimensions of its tensors; a module for each family of ops."""

@@ -9,7 +9,7 @@ from piper_compiler.capture.layouts.loops import DimOf, Localize, Loops, OpCall,
 OUT = -1
 """The number of the first result."""
 Names = Sequence[str | None]
-"""A name for each dimension of a tensor; None for one that must be whole and that no other tensor shares."""
+"""A name for each dimension of a tensor; None for one that cannot be sharded and that no other tensor has."""
 
 
 def lettered(
@@ -58,5 +58,5 @@ def place(call: OpCall, tensor: int, name: str) -> int:
 
 
 def all_whole(call: OpCall) -> Loops:
-    """Return the loops of an op that cannot be computed in parts."""
+    """Return the loops of an op that cannot be sharded."""
     return Loops(whole=frozenset(at for k in call.every() for at in call.dims(k)))

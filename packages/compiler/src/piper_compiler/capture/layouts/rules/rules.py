@@ -1,7 +1,7 @@
-"""Keep the table of rules: op -> its loops. An op without a rule is computed whole.
+"""Hold the table of sharding rules: op -> its loops. An op without a rule is computed replicated.
 
 Each family of ops has a module of its own, `rules_*`. Element-wise ops, which torch tags as such, need no entry. Ops
-that draw random numbers have no rule: what a device draws depends on the shape, so it would be no part of the whole.
+that draw random numbers have no rule: the numbers depend on the shape, so a shard would have others than the whole.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def known(op: OpOverload) -> bool:
 
 
 def loops_of(call: OpCall) -> Loops | None:
-    """Return the loops of a call, or None where its op has no rule."""
+    """Return the loops of a call, or None if its op has no rule."""
     rule = RULES.get(call.op)
     if rule is None:
         if not _elementwise(call.op):
@@ -68,9 +68,9 @@ def _elementwise(op: OpOverload) -> bool:
 
 
 def _one_dtype(call: OpCall, terms: frozenset[int]) -> bool:
-    """Return whether an op adds its terms up in their own floating-point dtype.
+    """Return whether an op sums in the floating-point dtype of its argument, so that partial sums add up.
 
-    A cast rounds each term, booleans add up to "or", and integers divide with a rest.
+    A cast rounds each element, booleans add up to "or", and integers divide with a rest.
     """
     dtypes = {call.tensors[k].dtype for k in terms} | {
         t.dtype for t in call.results if t.shape != (0,)

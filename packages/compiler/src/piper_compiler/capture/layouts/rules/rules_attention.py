@@ -1,7 +1,7 @@
 """Say how fused attention loops: over rows, heads of keys and groups of queries, not causal also over queries.
 
-The tokens of keys are whole, since a softmax runs over them. So are those of causal queries: which keys a query sees
-depends on its place.
+The tokens of keys cannot be sharded, since a softmax runs over them. Nor can the tokens of causal queries: the keys
+that a query sees depend on its position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _attention(call: OpCall) -> Loops:
 
 
 def _dgrad(call: OpCall) -> Loops:
-    """Return the loops of the gradients. Those of keys and values are sums over all queries that see them."""
+    """Return the loops of the gradients. The gradients of keys and values are sums over queries."""
     grad, q, k, v, out = (call.number(name) for name in ("grad_out", "q", "k", "v", "out"))
     return _loops(
         call,

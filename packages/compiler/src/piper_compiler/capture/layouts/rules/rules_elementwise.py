@@ -45,7 +45,7 @@ FIRST: frozenset[OpOverload] = frozenset(
 TOGETHER: frozenset[OpOverload] = frozenset({aten.add.Tensor, aten.sub.Tensor})
 """The ops that are linear in all of their tensors together."""
 TERMS = ("self", "other", "value")
-"""The arguments of a choice between two values by a condition or a mask, of which a number that is not 0 is no term."""
+"""The values that a condition or a mask chooses from; a scalar other than 0 is no partial sum."""
 
 
 def elementwise(call: OpCall) -> Loops:
@@ -85,7 +85,7 @@ def _linear(call: OpCall) -> tuple[frozenset[int], ...]:
 
 
 def _product(call: OpCall) -> tuple[frozenset[int], ...]:
-    """Return that a product is linear in each of its tensors while the other is equal on all devices."""
+    """Return that a product is linear in each of its tensors while the other is replicated."""
     return tuple(frozenset({k}) for k in range(len(call.tensors)))
 
 

@@ -1,9 +1,9 @@
-"""Say how the ops loop that bring tokens to experts, multiply them there, and bring them back.
+"""Say how the ops loop that dispatch tokens to experts, multiply them there, and combine the results.
 
-Rows are sorted by expert, and how many each expert has is known to a run only: rows and experts are whole. Elements and
-hidden units are apart, so that each expert can be shared by its hidden units: what its second product makes is then a
-sum over devices, and stays one until it is back at the tokens, where there is a row for each token and not for each of
-its choices.
+Rows are sorted by expert, and the number of rows of each expert is known to a run only, so rows and experts cannot be
+sharded. Elements and hidden units can, so that an expert is sharded along its hidden units (tensor parallelism): its
+second product is a partial sum then, and stays one until the results are combined, with a row for each token and not
+for each of its choices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _product_wgrad(call: OpCall) -> Loops:
 
 
 def _unroute(call: OpCall) -> Loops:
-    """Return the loops of the sums over choices, or of the gradient of their rows: elements are apart."""
+    """Return the loops of the sums over choices, or of the gradient of their rows: elements can be sharded."""
     return lettered({0: ROWS, 1: CHOICES, 2: CHOICES, OUT: ROWS}, linear=each(0, 2))
 
 

@@ -47,7 +47,7 @@ def _embedding_gradient(call: OpCall) -> Loops:
 def _gather(call: OpCall) -> Loops:
     """Return the loops of a choice along one dimension: each number looks into all of it.
 
-    Another dimension of which only the first elements are looked at is whole.
+    Another dimension cannot be sharded if the index tensor has fewer elements there.
     """
     dim = place(call, 0, "dim")
     index = call.number("index")
@@ -57,7 +57,7 @@ def _gather(call: OpCall) -> Loops:
 
 
 def _scatter(call: OpCall) -> Loops:
-    """Return the loops of an op that writes or adds along one dimension: other dimensions of equal size are apart."""
+    """Return the loops of an op that writes along one dimension; others of equal size can be sharded."""
     dim = place(call, 0, "dim")
     index = call.number("index")
     names, short = _beside(call, 0, index, dim)
@@ -81,7 +81,7 @@ def _beside(call: OpCall, whole: int, part: int, dim: int) -> tuple[Names, Names
 
 
 def _terms(call: OpCall, written: Sequence[str], by_value: str = "") -> tuple[frozenset[int], ...]:
-    """Return that the first tensor and what is written into it are terms together; a number other than 0 is no term."""
+    """Return that the first tensor and the source are partial sums together; a scalar other than 0 is none."""
     if call.args.get("reduce") is not None or (call.args.get(by_value, 0) != 0):
         return ()
     return (frozenset({0, *(k for name in written for k in call.numbers(name))}),)
@@ -129,7 +129,7 @@ def _index_put(call: OpCall) -> Loops:
 
 
 def _indexed(call: OpCall) -> tuple[Names, dict[int, Names], Names] | None:
-    """Return names for a tensor, the tensors of numbers that look into it, and what they find there.
+    """Return names for a tensor, the tensors of indices into it, and the result.
 
     The dimensions of the numbers, broadcast against each other, stand where the first number is, or first of all where
     other dimensions lie between numbers. None for masks of booleans.

@@ -1,6 +1,6 @@
 """Say how losses loop, and their gradients: over rows or elements, each of which has a loss of its own.
 
-A reduction to a sum adds them up, and one to a mean divides by a number that the parts do not know.
+The reduction "sum" makes partial sums, and "mean" divides by a number that a shard does not know.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _reduction(call: OpCall) -> int:
 
 
 def _cross_entropy(call: OpCall) -> Loops:
-    """Return the loops of a loss over classes, which a row has whole."""
+    """Return the loops of a loss over classes, which cannot be sharded."""
     reduction = _reduction(call)
     loss = ["row"] if reduction == NONE else []
     names: dict[int, Names] = {
@@ -60,7 +60,7 @@ def _cross_entropy_gradient(call: OpCall) -> Loops:
 
 
 def _nll(call: OpCall) -> Loops:
-    """Return the loops of the loss of log-probabilities; weights of classes are whole as these are."""
+    """Return the loops of the loss of log-probabilities; neither classes nor their weights can be sharded."""
     reduction, logits = _reduction(call), call.number("self")
     if rank(call, logits) != 2:
         return all_whole(call)

@@ -76,7 +76,7 @@ def _normalized_shape(result: int) -> Localize:
 def _group_norm(full: tuple[str, ...], results: str, call: OpCall) -> Loops:
     """Return the loops of a norm of groups of channels of [rows, channels, ...], or of its gradients; see `_norm`.
 
-    Channels are [groups, channels of a group], of which the groups can be computed apart.
+    Channels are [groups, channels of a group], of which the groups can be sharded.
     """
     first, count = call.number(full[0]), int(call.get("group"))
     groups, channels = Inner(count, 0), Inner(call.shape(first)[1] // count, 1)

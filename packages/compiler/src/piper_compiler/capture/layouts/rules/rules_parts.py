@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def _split(name: str, call: OpCall) -> Loops:
-    """Return the loops of a split. Equal parts are blocks of [parts, steps], and the steps can be computed in parts."""
+    """Return the loops of a split. Equal parts are blocks of [parts, steps], and the steps can be sharded."""
     dim = place(call, 0, "dim")
     parts = [-1 - k for k in range(len(call.results))]
 
@@ -116,7 +116,7 @@ def _select_scatter(call: OpCall) -> Loops:
 
 
 def _pad(call: OpCall) -> Loops:
-    """Return the loops of a padding: dimensions to which nothing is added, or taken off, are apart."""
+    """Return the loops of a padding: dimensions without padding can be sharded."""
     count, pad = rank(call, 0), call.get("pad")
     padded = {count - 1 - k // 2 for k, width in enumerate(pad) if width}
     names = numbered(count, without=padded)
@@ -126,7 +126,7 @@ def _pad(call: OpCall) -> Loops:
 def _repeat(call: OpCall) -> Loops:
     """Return the loops of a tensor that is repeated.
 
-    A dimension of size 1 becomes one of copies, any of which can be left to another device.
+    A dimension of size 1 becomes one of copies, which can be sharded.
     """
     added = rank(call, OUT) - rank(call, 0)
     same: list[tuple[Nest, Nest]] = []

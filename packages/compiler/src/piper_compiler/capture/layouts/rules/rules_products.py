@@ -1,4 +1,4 @@
-"""Say how products of matrices and convolutions loop: over rows, columns or channels, and what they sum over."""
+"""Say how products of matrices and convolutions loop: over rows, columns or channels, and the contracted dimension."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _product(left: str, right: str, result: str, call: OpCall) -> Loops:
 
 
 def _added_product(left: str, right: str, result: str, call: OpCall) -> Loops:
-    """Return the loops of a product with something added, which each term of a sum would add again."""
+    """Return the loops of a product with an addend, which each partial sum would add again."""
     loops = lettered(
         {1: left, 2: right, OUT: result}, whole="k", linear=(frozenset({0, 1}), frozenset({0, 2}))
     )
@@ -87,7 +87,7 @@ class _Groups:
     """Name the channels of a convolution.
 
     Without groups, input and output channels are loops of their own. With several, channels are [groups, channels of a
-    group], and only the groups can be computed apart.
+    group], and only the groups can be sharded.
     """
 
     def __init__(self, call: OpCall) -> None:

@@ -16,7 +16,7 @@ ALL = (frozenset({0}),)
 
 
 def reduced_dims(call: OpCall) -> frozenset[int]:
-    """Return the dimensions of the first argument that a reduction takes away: all where none are named."""
+    """Return the reduced dimensions of the first argument: all if none is named."""
     count = rank(call, 0)
     given = call.get("dim") if any(a.name == "dim" for a in call.op._schema.arguments) else None
     named = given if isinstance(given, list | tuple) else () if given is None else (given,)
@@ -24,9 +24,9 @@ def reduced_dims(call: OpCall) -> frozenset[int]:
 
 
 def _reduced(call: OpCall, *, adds: bool = False, linear: bool = False) -> Loops:
-    """Return the loops of a reduction, of which a sum alone can be put together from sums of parts.
+    """Return the loops of a reduction; only a sum can be sharded along the reduced dimensions, as partial sums.
 
-    The parts of a mean are no terms of a sum, since each divides by its own number of elements.
+    Means of shards are no partial sums, since each divides by its own number of elements.
     """
     gone = reduced_dims(call)
     names = [str(d) for d in range(rank(call, 0))]

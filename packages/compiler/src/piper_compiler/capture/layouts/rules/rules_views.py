@@ -123,7 +123,7 @@ def span(size: int, start: int | None, end: int | None) -> tuple[int, int]:
 def sliced(call: OpCall, whole: int, part: int) -> tuple[Loops, int, int]:
     """Return how a tensor and a slice of it loop, the number of the slice among equal ones, and its dimension.
 
-    The slice is a block of [blocks, steps]. Where its size or start is no multiple of that, its dimension is whole.
+    The slice is a block of [blocks, steps]. If its size or start is no multiple of that, it cannot be sharded.
     """
     dim = place(call, whole, "dim")
     size, taken = call.shape(whole)[dim], call.shape(part)[dim]
