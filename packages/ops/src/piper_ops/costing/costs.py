@@ -3,7 +3,7 @@
 The counting rules: a multiply-add is 2 FLOPs. Bytes are what a kernel reads plus what it writes when every operand
 crosses memory once (a dimension of stride 0 is read once). Views launch nothing and count 0 of both. Moving data
 (copies, casts, gathers, fills) is 0 FLOPs. Ops that do many FLOPs per element have a formula in
-`piper_ops.costing.products`. Every other op counts one FLOP per element of its largest operand: the output's elements
+`piper_ops.costing.formulas`. Every other op counts one FLOP per element of its largest operand: the output's elements
 for element-wise ops, the input's for reductions. `piper_ops.costing.few_flops` lists the ops for which that is right;
 for any other op it is a guess, and `KernelInfo.formula` is False.
 """
@@ -13,20 +13,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import isfinite
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from piper_ops.costing.few_flops import needs_no_formula
-from piper_ops.costing.products import OF_LIBRARIES, PRODUCTS
-from piper_ops.costing.registry import PORTABLE, Call, Formula, PortableOp
+from piper_ops.costing.formulas import FORMULAS, CostFormula, KernelKind, nbytes_of
+from piper_ops.costing.registry import Call
 from piper_ops.ground.errors import WrongCost
 from piper_ops.ground.library import dtype_name
-
-_KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
 
 aten = torch.ops.aten
 
@@ -47,7 +45,7 @@ class KernelInfo:
         formula: False for an op of unknown FLOPs; one per element is counted for it.
     """
 
-    kind: _KernelKind
+    kind: KernelKind
     dims: tuple[int, ...]
     flops: int
     bytes: int
@@ -76,81 +74,25 @@ def kernel_of(
             f"node's target"
         )
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
-    operands = [
-        *_tensors(
-            [
-                call.args[a.name]
-                for a in op._schema.arguments
-                if a.name in call.args and not _is_out(a)
-            ]
-        )
-    ]
-    moved = sum(map(_nbytes, operands)) + sum(map(_nbytes, call.outs))
-    dtype, name = _dtype([*call.outs, *operands]), _name(op)
-    own = _OWN.get(op.name())
+    dtype, name = _dtype([*call.outs, *call.operands]), _name(op)
+    own, known = _OWN.get(op.name()), FORMULAS.get(op._schema.name)
+    # prim::device and its like ask a tensor what it is and run no kernel
+    if own is None and known is None and (_is_view(op) or op.namespace == "prim"):
+        return KernelInfo("other", (), 0, 0, dtype)
+    moved = sum(map(nbytes_of, (*call.operands, *call.outs)))
     if own is not None:
         nbytes = moved if own.bytes is None else _counted(op.name(), "bytes", own.bytes, call)
-        return KernelInfo(
-            own.kind, (), _counted(op.name(), "flops", own.flops, call), nbytes, dtype, op=name
-        )
-    portable = _FORMULAS.get(op)
-    if portable is not None:
-        record, formula = portable
-        nbytes = moved if formula.bytes is None else formula.bytes(call)
-        return KernelInfo(
-            record.kind,
-            formula.dims(call),
-            formula.flops(call),
-            nbytes,
-            dtype,
-            record.lowering,
-            name,
-        )
-    if (
-        _is_view(op) or op.namespace == "prim"
-    ):  # prim::device and its like ask a tensor what it is and run no kernel
-        return KernelInfo("other", (), 0, 0, dtype)
-    packet = op.overloadpacket
-    product = PRODUCTS.get(packet) or OF_LIBRARIES.get(op._schema.name)
-    if product is not None:
-        return KernelInfo(
-            product.kind,
-            product.dims(call),
-            product.count(call),
-            moved,
-            dtype,
-            product.lowering,
-            name,
-        )
-    if packet in _GATHERS:
-        # only the rows that are picked are read, not the whole table
-        indices = sum(_nbytes(t) for t in operands[1:])
-        return KernelInfo(
-            _GATHERS[packet], (), 0, indices + 2 * sum(map(_nbytes, call.outs)), dtype, op=name
-        )
-    if packet is aten.embedding_dense_backward:
-        # the whole table is set to zero, then the rows that were picked are written
-        return KernelInfo(
-            "embedding", (), operands[0].numel(), moved + _nbytes(operands[0]), dtype, op=name
-        )
-    if packet in _SCANS:
-        return KernelInfo(
-            "elementwise", _scanned(call), call.outs[0].numel(), moved, dtype, op=name
-        )
-    if packet in _MOVES:
-        return KernelInfo("elementwise", (), 0, moved, dtype, op=name)
-    flops = max((t.numel() for t in (*operands, *call.outs)), default=0)
+        flops = _counted(op.name(), "flops", own.flops, call)
+        return KernelInfo(own.kind, (), flops, nbytes, dtype, op=name)
+    if known is not None:
+        nbytes = moved if known.bytes is None else round(known.bytes(call))
+        dims, flops = known.dims(call), round(known.flops(call))
+        return KernelInfo(known.kind, dims, flops, nbytes, dtype, known.lowering, name)
+    flops = max((t.numel() for t in (*call.operands, *call.outs)), default=0)
     return KernelInfo("elementwise", (), flops, moved, dtype, op=name, formula=needs_no_formula(op))
 
 
-@dataclass(frozen=True, slots=True)
-class _Own:
-    flops: Callable[[Call], float]
-    bytes: Callable[[Call], float] | None
-    kind: _KernelKind
-
-
-_OWN: dict[str, _Own] = {}
+_OWN: dict[str, CostFormula] = {}
 """The formulas of users' ops, by name: an op that is registered again is another object."""
 
 
@@ -159,7 +101,7 @@ def op_cost(
     *,
     flops: Callable[[Call], float],
     bytes: Callable[[Call], float] | None = None,
-    kind: _KernelKind = "elementwise",
+    kind: KernelKind = "elementwise",
 ) -> None:
     """Set the cost of a custom op, before a model with that op is captured.
 
@@ -182,7 +124,7 @@ def op_cost(
             f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, "
             f"mutates_args=())"
         )
-    _OWN[packet.default.name()] = _Own(flops, bytes, kind)
+    _OWN[packet.default.name()] = CostFormula(flops, bytes=bytes, kind=kind)
 
 
 def _counted(op: str, name: str, formula: Callable[[Call], float], call: Call) -> int:
@@ -219,7 +161,9 @@ def call_of(
     kwargs_meta: Mapping[str, Any],
 ) -> Call:
     """Return a call of an op in the form that formulas read."""
-    return Call(_bound(op, args_meta, kwargs_meta), tuple(_tensors(out_meta)))
+    args = _bound(op, args_meta, kwargs_meta)
+    read = [args[a.name] for a in op._schema.arguments if a.name in args and not _is_out(a)]
+    return Call(args, tuple(_tensors(out_meta)), tuple(_tensors(read)))
 
 
 def _name(op: torch._ops.OpOverload) -> str:
@@ -251,13 +195,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    stored = prod(
-        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
-    )
-    return stored * tensor.element_size()
-
-
 def _dtype(tensors: Sequence[Tensor]) -> str:
     floating = [t for t in tensors if t.is_floating_point()] or tensors
     return dtype_name(floating[0].dtype) if floating else "float32"
@@ -269,37 +206,3 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
         r.alias_info is not None and not r.alias_info.is_write for r in returns
     )
     return aliases or op.overloadpacket is aten._unsafe_view
-
-
-_GATHERS: dict[torch._ops.OpOverloadPacket, _KernelKind] = {
-    aten.embedding: "embedding",
-    aten.index_select: "elementwise",
-    aten.gather: "elementwise",
-    aten.index: "elementwise",
-}
-
-_SCANS = frozenset((aten.cumsum, aten.cumprod))
-
-
-def _scanned(call: Call) -> tuple[int, ...]:
-    """Return (outer, length, inner): the elements before, along and behind the dimension of a running sum."""
-    shape = call.outs[0].shape
-    dim = call.args["dim"] % max(1, len(shape))
-    return prod(shape[:dim]), prod(shape[dim : dim + 1]), prod(shape[dim + 1 :])
-
-
-# fmt: off
-_MOVES: frozenset[torch._ops.OpOverloadPacket] = frozenset(
-    (
-        aten.clone, aten._to_copy, aten.copy, aten.copy_, aten.cat, aten.stack, aten.constant_pad_nd, aten.repeat, aten.flip,
-        aten.roll, aten.slice_backward, aten.select_backward, aten.slice_scatter, aten.select_scatter, aten.index_put,
-        aten.scatter, aten.diagonal_scatter, aten.as_strided_scatter, aten.fill, aten.full, aten.full_like, aten.zeros,
-        aten.zeros_like, aten.ones, aten.ones_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.empty,
-        aten.empty_like, aten.scalar_tensor, aten.arange, aten.eye, aten.tril, aten.triu, aten.lift_fresh_copy,
-    )
-)
-# fmt: on
-
-_FORMULAS: dict[torch._ops.OpOverload, tuple[PortableOp, Formula]] = {
-    formula.op: (record, formula) for record in PORTABLE.values() for formula in record.formulas
-}

@@ -21,10 +21,11 @@ from piper_ops.pointwise import losses, norms, vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Hold the arguments of a call by schema name, with defaults filled in, and the tensors that come out."""
+    """Hold the arguments of a call by schema name, with defaults filled in, its outputs, and its tensor arguments."""
 
     args: Mapping[str, Any]
     outs: tuple[Tensor, ...]
+    operands: tuple[Tensor, ...] = ()
 
     def tensor(self, name: str) -> Tensor:
         """Return the argument of this name, which must be a tensor."""

@@ -104,34 +104,31 @@ class Fitter:
             != 1
         ):
             raise NotAffine(f"step {step} launches other kernels")
-        what = f"{kernels[0].kind} kernel of step {step}"
-        if kernels[0].op in {name for name, *_ in own_costs()}:
-            return replace(
-                kernels[0],
-                flops=self._about("flops", kernels),
-                bytes=self._about("bytes", kernels),
-                count=1,
-            )
+        first = kernels[0]
+        what = f"{first.kind} kernel of step {step}"
         dims = tuple(
             self._fit(f"{what}: dims", d) for d in zip(*(k.dims for k in kernels), strict=True)
         )
-        flops = self._fit(f"{what}: flops", [k.flops for k in kernels])
-        moved = self._fit(f"{what}: bytes", [k.bytes for k in kernels])
-        first = kernels[0]
+        flops, moved = (self._counted(name, kernels) for name in ("flops", "bytes"))
         return replace(first, dims=dims, flops=flops, bytes=moved, count=1)
 
-    def _about(self, name: str, kernels: Sequence[Kernel]) -> Dim:
-        """Fit what a user's formula gives, which may round: within one, or a hundredth."""
+    def _counted(self, name: str, kernels: Sequence[Kernel]) -> Dim:
+        """Fit FLOPs or bytes exactly, or within the rounding of the operator's formula: by one, or a hundredth."""
         (r0, r1, r2), (y0, y1, y2) = self._rows, [bind(getattr(k, name), 0) for k in kernels]
-        slope = (y2 - y0) / (r2 - r0)
-        if abs(y0 + slope * (r1 - r0) - y1) > max(1, 0.01 * y1):
-            raise CaptureError(
-                f"op_cost({kernels[0].op!r}): the formula of {name} gives {y0}, {y1}, {y2} at "
-                f"{r0}, {r1}, {r2} rows; "
-                f"it must "
-                "grow by the same with each row of a microbatch (a + b * rows), but for rounding"
-            )
-        return affine(round(y0 - slope * r0), round(slope))
+        try:
+            return self._fit(name, [getattr(k, name) for k in kernels])
+        except NotAffine:
+            slope = (y2 - y0) / (r2 - r0)
+            if abs(y0 + slope * (r1 - r0) - y1) <= max(1, 0.01 * y1):
+                return affine(round(y0 - slope * r0), round(slope))
+        op = kernels[0].op
+        gives = f"gives {y0}, {y1}, {y2} at {r0}, {r1}, {r2} rows"
+        if op not in {name for name, *_ in own_costs()}:
+            raise NotAffine(f"the formula of {name} of the operator {op!r} {gives}")
+        raise CaptureError(
+            f"op_cost({op!r}): the formula of {name} {gives}; it must grow by the same with each row "
+            "of a microbatch (a + b * rows), but for rounding"
+        )
 
     def _liveness(self, step: Step, liveness: Sequence[Liveness]) -> Liveness:
         first = liveness[0]

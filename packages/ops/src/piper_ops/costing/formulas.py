@@ -1,8 +1,10 @@
-"""Hold formulas of the aten ops that do many FLOPs per element.
+"""Hold the formulas for the cost of operators in one table, `FORMULAS`, by the name of the operator's schema.
 
-These are matrix products, grouped ones, convolutions, attention, distances and Fourier transforms. A matrix product of
-dimensions (M, N, K) is 2 M N K FLOPs. The list covers the ops of `torch.utils.flop_counter`, and ops that it lacks.
-`piper_ops.costing.few_flops` lists the ops that need no formula. An op on neither list is named to the user.
+Operators that do many FLOPs per element have one: matrix products, grouped ones, convolutions, attention, distances and
+Fourier transforms. A matrix product of dimensions (M, N, K) is 2 M N K FLOPs. They cover the operators of
+`torch.utils.flop_counter`, and operators that it lacks. So have operators that move data (no FLOPs), and look-ups, which
+read only a part of their operand. `piper_ops.costing.few_flops` lists the operators that need no formula. An operator
+in neither is named to the user.
 """
 
 from __future__ import annotations
@@ -13,37 +15,53 @@ from math import log2, prod
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from piper_ops.costing.registry import FLASH, Call
+from piper_ops.costing.registry import FLASH, PORTABLE, Call
 
 aten = torch.ops.aten
 Packet = torch._ops.OpOverloadPacket
 Dims = Callable[[Call], tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """Hold a formula.
+KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
 
-    Attributes:
-        dims: the dimensions of the kernel, as in `KernelInfo`.
-        flops: the FLOPs of a call; None for 2 x the product of the dims.
-        kind: the family of the kernel.
-        lowering: as in `KernelInfo`.
-    """
 
-    dims: Dims
-    flops: Callable[[Call], int] | None = None
-    kind: Literal["matmul", "attention", "elementwise"] = "matmul"
-    lowering: str = ""
-
-    def count(self, call: Call) -> int:
-        """Return the FLOPs of a call."""
-        return 2 * prod(self.dims(call)) if self.flops is None else self.flops(call)
+def nbytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor that memory holds: a dimension of stride 0 counts once."""
+    stored = prod(
+        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
+    )
+    return stored * tensor.element_size()
 
 
 def _no_dims(call: Call) -> tuple[int, ...]:
     return ()
+
+
+@dataclass(frozen=True, slots=True)
+class CostFormula:
+    """Give the cost of one call of an operator.
+
+    Attributes:
+        flops: the FLOPs of a call; a multiply-add is 2.
+        dims: the dimensions of the kernel, as in `KernelInfo`.
+        bytes: the bytes that a call reads and writes; None for its inputs plus its outputs, once each.
+        kind: the family of the kernel.
+        lowering: as in `KernelInfo`.
+    """
+
+    flops: Callable[[Call], float]
+    dims: Dims = _no_dims
+    bytes: Callable[[Call], float] | None = None
+    kind: KernelKind = "elementwise"
+    lowering: str = ""
+
+
+def _product(dims: Dims, flops: Callable[[Call], int] | None = None) -> CostFormula:
+    """Return the formula of a matrix product: 2 FLOPs for each element of its dimensions, unless given."""
+    count = flops or (lambda call: 2 * prod(dims(call)))
+    return CostFormula(count, dims, kind="matmul")
 
 
 def _matrices(left: str, right: str) -> Dims:
@@ -161,8 +179,8 @@ def _fourier_flops(per_element: float) -> Callable[[Call], int]:
     return flops
 
 
-_FORWARD = Product(_attention, _attention_flops(1, 1), "attention", FLASH)
-_BACKWARD = Product(_attention, _attention_flops(3, 2), "attention", FLASH)
+_FORWARD = CostFormula(_attention_flops(1, 1), _attention, kind="attention", lowering=FLASH)
+_BACKWARD = CostFormula(_attention_flops(3, 2), _attention, kind="attention", lowering=FLASH)
 _KERNELS = tuple(
     f"_scaled_dot_product_{name}_attention{ending}"
     for name, ending in (
@@ -175,48 +193,106 @@ _KERNELS = tuple(
 )
 _CONVOLUTIONS = (aten.convolution, aten._convolution, aten.convolution_overrideable)
 
-PRODUCTS: Mapping[Packet, Product] = {
-    **dict.fromkeys(
-        (aten.mm, aten._int_mm, aten._scaled_mm, aten._scaled_mm_v2),
-        Product(_matrices("self", "mat2")),
-    ),
-    **dict.fromkeys(
-        (aten.addmm, aten.addmm_, aten._addmm_activation), Product(_matrices("mat1", "mat2"))
-    ),
-    aten.bmm: Product(_matrices("self", "mat2")),
-    **dict.fromkeys(
-        (aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_),
-        Product(_matrices("batch1", "batch2")),
-    ),
-    aten.mv: Product(_vector("self", "vec")),
-    **dict.fromkeys((aten.addmv, aten.addmv_), Product(_vector("mat", "vec"))),
-    aten.dot: Product(_vector("self", "tensor")),
-    aten.vdot: Product(_vector("self", "other")),
-    **dict.fromkeys(
-        (aten._grouped_mm, aten._scaled_grouped_mm, aten._scaled_grouped_mm_v2),
-        Product(_grouped("self", "mat2")),
-    ),
-    **dict.fromkeys(_CONVOLUTIONS, Product(_convolution)),
-    **dict.fromkeys(
-        (aten.convolution_backward, aten.convolution_backward_overrideable),
-        Product(_no_dims, _convolution_backward_flops),
-    ),
-    aten._fft_c2c: Product(_no_dims, _fourier_flops(5), "elementwise"),
-    **dict.fromkeys(
-        (aten._fft_r2c, aten._fft_c2r), Product(_no_dims, _fourier_flops(2.5), "elementwise")
-    ),
-    aten._trilinear: Product(_no_dims, _trilinear_flops, "elementwise"),
-    # Counted off the definition: subtract, power, add; and back: subtract, power, scale, add.
-    aten._cdist_forward: Product(_no_dims, _distances(3), "elementwise"),
-    aten._cdist_backward: Product(_no_dims, _distances(4), "elementwise"),
-    **{getattr(aten, name): _FORWARD for name in _KERNELS},
-    **{getattr(aten, f"{name}_backward"): _BACKWARD for name in _KERNELS},
+
+def _scanned(call: Call) -> tuple[int, ...]:
+    """Return (outer, length, inner): the elements before, along and behind the dimension of a running sum."""
+    shape = call.outs[0].shape
+    dim = call.args["dim"] % max(1, len(shape))
+    return prod(shape[:dim]), prod(shape[dim : dim + 1]), prod(shape[dim + 1 :])
+
+
+def _rows_read(call: Call) -> int:
+    """Count the indices and the rows that they pick, which are read and written; the whole table is not read."""
+    return sum(map(nbytes_of, call.operands[1:])) + 2 * sum(map(nbytes_of, call.outs))
+
+
+def _table_written(call: Call) -> int:
+    """Count that the whole table is set to zero, before the rows that were picked are written."""
+    tensors = (*call.operands, *call.outs)
+    return sum(map(nbytes_of, tensors)) + nbytes_of(call.operands[0])
+
+
+_LOOK_UPS: Mapping[Packet, KernelKind] = {
+    aten.embedding: "embedding",
+    aten.index_select: "elementwise",
+    aten.gather: "elementwise",
+    aten.index: "elementwise",
 }
 
-OF_LIBRARIES: Mapping[str, Product] = {
-    "transformers::grouped_mm_fallback": Product(_grouped("input", "weight"))
+# fmt: off
+_MOVES: frozenset[Packet] = frozenset(
+    (
+        aten.clone, aten._to_copy, aten.copy, aten.copy_, aten.cat, aten.stack, aten.constant_pad_nd, aten.repeat, aten.flip,
+        aten.roll, aten.slice_backward, aten.select_backward, aten.slice_scatter, aten.select_scatter, aten.index_put,
+        aten.scatter, aten.diagonal_scatter, aten.as_strided_scatter, aten.fill, aten.full, aten.full_like, aten.zeros,
+        aten.zeros_like, aten.ones, aten.ones_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.empty,
+        aten.empty_like, aten.scalar_tensor, aten.arange, aten.eye, aten.tril, aten.triu, aten.lift_fresh_copy,
+    )
+)
+# fmt: on
+
+_OF_ATEN: Mapping[Packet, CostFormula] = {
+    **dict.fromkeys(
+        (aten.mm, aten._int_mm, aten._scaled_mm, aten._scaled_mm_v2),
+        _product(_matrices("self", "mat2")),
+    ),
+    **dict.fromkeys(
+        (aten.addmm, aten.addmm_, aten._addmm_activation), _product(_matrices("mat1", "mat2"))
+    ),
+    aten.bmm: _product(_matrices("self", "mat2")),
+    **dict.fromkeys(
+        (aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_),
+        _product(_matrices("batch1", "batch2")),
+    ),
+    aten.mv: _product(_vector("self", "vec")),
+    **dict.fromkeys((aten.addmv, aten.addmv_), _product(_vector("mat", "vec"))),
+    aten.dot: _product(_vector("self", "tensor")),
+    aten.vdot: _product(_vector("self", "other")),
+    **dict.fromkeys(
+        (aten._grouped_mm, aten._scaled_grouped_mm, aten._scaled_grouped_mm_v2),
+        _product(_grouped("self", "mat2")),
+    ),
+    **dict.fromkeys(_CONVOLUTIONS, _product(_convolution)),
+    **dict.fromkeys(
+        (aten.convolution_backward, aten.convolution_backward_overrideable),
+        _product(_no_dims, _convolution_backward_flops),
+    ),
+    aten._fft_c2c: CostFormula(_fourier_flops(5)),
+    **dict.fromkeys((aten._fft_r2c, aten._fft_c2r), CostFormula(_fourier_flops(2.5))),
+    aten._trilinear: CostFormula(_trilinear_flops),
+    # Counted off the definition: subtract, power, add; and back: subtract, power, scale, add.
+    aten._cdist_forward: CostFormula(_distances(3)),
+    aten._cdist_backward: CostFormula(_distances(4)),
+    **{getattr(aten, name): _FORWARD for name in _KERNELS},
+    **{getattr(aten, f"{name}_backward"): _BACKWARD for name in _KERNELS},
+    **{
+        packet: CostFormula(lambda call: 0, bytes=_rows_read, kind=kind)
+        for packet, kind in _LOOK_UPS.items()
+    },
+    aten.embedding_dense_backward: CostFormula(
+        lambda call: call.tensor("grad_output").numel(), bytes=_table_written, kind="embedding"
+    ),
+    **dict.fromkeys(
+        (aten.cumsum, aten.cumprod), CostFormula(lambda call: call.outs[0].numel(), _scanned)
+    ),
+    **dict.fromkeys(_MOVES, CostFormula(lambda call: 0)),
 }
-"""The formulas of ops that other libraries register, by their names.
+
+_OF_LIBRARIES: Mapping[str, CostFormula] = {
+    "transformers::grouped_mm_fallback": _product(_grouped("input", "weight"))
+}
+"""The formulas of ops that other libraries register.
 
 Hugging Face registers one for experts where torch has no grouped kernel (transformers/integrations/moe.py).
 """
+
+FORMULAS: Mapping[str, CostFormula] = {
+    **{packet._qualified_op_name: formula for packet, formula in _OF_ATEN.items()},
+    **_OF_LIBRARIES,
+    **{
+        f.op._schema.name: CostFormula(f.flops, f.dims, f.bytes, record.kind, record.lowering)
+        for record in PORTABLE.values()
+        for f in record.formulas
+    },
+}
+"""Operator, as "aten::mm" -> its formula."""
