@@ -140,3 +140,30 @@ def test_negative_controls() -> None:
     text = "[a](#two-words) [b](#three) [c](memory.md#snapshots) [d](memory.md#nowhere)\n\n## Two words!\n"
     assert list(broken_anchors(ROOT / "docs" / "why.md", text)) == ["#three", "memory.md#nowhere"]
     assert list(missing_files("`docs/why.py`, `docs/nowhere.py`, `why.py`")) == ["docs/nowhere.py"]
+
+
+NOUNLESS = (r"\bwhat\b", r"\bthose (?:that|of|which|who|in|with|whose)\b")
+
+
+def without_noun(pattern: str, tree: ast.Module) -> Iterator[int]:
+    """Yield the lines of docstrings with a pattern outside of quotes and backticks."""
+    for node, _ in docstrings(tree):
+        words = re.sub(r"`[^`]*`|\"[^\"]*\"", "", " ".join(str(node.value).split()))
+        if re.search(pattern, words, re.IGNORECASE):
+            yield node.lineno
+
+
+@pytest.mark.parametrize("pattern", NOUNLESS)
+def test_docstrings_have_the_noun_that_the_field_has(pattern: str) -> None:
+    """What passes between chunks is an activation, and those of a rank are its shards."""
+    found = [
+        f"{m.path}:{line}" for m in modules().values() for line in without_noun(pattern, m.tree)
+    ]
+    assert len(found) <= 20, "\n".join(found)
+
+
+def test_negative_controls_nouns() -> None:
+    tree = ast.parse(
+        '"""Return what a rank holds, and those of others."""\ndef f():\n    """Say "what"."""'
+    )
+    assert [list(without_noun(pattern, tree)) for pattern in NOUNLESS] == [[1], [1]]

@@ -58,9 +58,9 @@ def drawn(draw: st.DrawFn) -> Composition:
     max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(drawn())
-@example(
-    Composition("gpt", pp=2, microbatches=2, schedule="gpipe")
-)  # one of many orders, and not drawn for certain
+# some of many orders and models, which are not drawn for certain
+@example(Composition("gpt", pp=2, microbatches=2, schedule="gpipe"))
+@example(Composition("llama", pp=2, microbatches=4, schedule="1f1b"))
 def test_a_random_composition_trains_what_one_device_trains(c: Composition) -> None:
     plan = compositions.compiled(c).plan
     verify(plan)

@@ -14,7 +14,7 @@ from torch import Tensor
 from packages.compiler.tests.joint_harness import Case
 from packages.compiler.tests.lockstep import judge, shared_of
 from piper_compiler.capture.layouts import Agreed, conversions
-from piper_compiler.capture.layouts.decide import SUM
+from piper_compiler.capture.layouts.decide import PARTIAL
 from piper_ops import all_gather
 from piper_ops.ground.library import OP_KERNELS
 from piper_ops.pointwise import vocabulary
@@ -179,7 +179,7 @@ def test_parameters_stay_whole_and_gradients_are_sums_where_other_chunks_need_it
     places = frozenset({2})
     alone = judge(table(None, True), 2, agreed=Agreed(whole=places))
     terms = judge(table(None, True), 2, agreed=Agreed(whole=places, partial_grads=places))
-    assert (alone.shared.grads[2], terms.shared.grads[2]) == ((None,), (SUM,))
+    assert (alone.shared.grads[2], terms.shared.grads[2]) == ((None,), (PARTIAL,))
     assert max(alone.error, terms.error) < EXACT
 
 

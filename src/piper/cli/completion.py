@@ -1,6 +1,6 @@
 """Complete the values of options in a shell: clusters, recipes, launchers, and the parameters of a file's strategy.
 
-A file is read here, not run: its parameters are those that it asks a trial for by name.
+A file is read here, not run: its parameters are the names that it asks a trial for.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _pairs(file: Path, incomplete: str) -> Iterator[str]:
 
 
 def asked_parameters(file: Path) -> dict[str, Sequence[Any]]:
-    """Return the names that a file's functions ask a trial for, with their choices where these are written out.
+    """Return the names that a file's functions ask a trial for, with their choices if these are written out.
 
     A file that cannot be read, or is no Python, has none: a shell shows no errors while somebody types.
     """

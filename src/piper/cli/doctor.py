@@ -1,4 +1,4 @@
-"""Report what this machine can do for Piper: devices, backends, versions, and what is missing."""
+"""Report the devices, backends and versions of this machine that Piper can use, and the missing ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
     """Hold one line of the report.
 
     Attributes:
-        state: "ok", "missing" (something cannot be done; `text` says what to do) or "absent" (nobody needs it).
+        state: "ok", "missing" (something cannot be done; `text` says how to change that) or "absent" (nobody needs it).
         text: The result.
     """
 

@@ -41,10 +41,10 @@ def hear() -> None:
 
 
 def leave(code: int = INTERRUPTED) -> None:
-    """End at once where native threads could crash an interpreter that is taken down; then all else is ended.
+    """End at once if native threads could crash an interpreter that is taken down; then all else is ended.
 
-    Those of Ray may, whose raylet the same interrupt has ended, and the thread of a rank under torchrun, which wakes up
-    when its peers are gone. The shell would report a segmentation fault or SIGABRT.
+    Threads of Ray may, whose raylet the same interrupt has ended, and the thread of a rank under torchrun, which wakes
+    up when its peers are gone. The shell would report a segmentation fault or SIGABRT.
     """
     if "ray" in sys.modules or left_in_native_code():
         sys.stdout.flush()
@@ -76,7 +76,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 
 def _end_in_time() -> None:
-    """Start a thread that ends this process some seconds after SIGTERM, where the main thread does not.
+    """Start a thread that ends this process some seconds after SIGTERM, if the main thread does not.
 
     Python runs handlers between two of its instructions only, so a main thread that waits in native code never hears.
     The byte in this pipe is written by the system's handler.

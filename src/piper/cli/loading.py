@@ -1,7 +1,7 @@
 """Load the user's FILE.py, which is run.
 
 It must define `job` and `strategy`. It may define `steps`, and `params`: values for a strategy that is a function of a
-trial, where nobody searches. torch is imported when a file is run, so that commands without one start at once.
+trial, if nobody searches. torch is imported when a file is run, so that commands without one start at once.
 """
 
 from __future__ import annotations

@@ -409,7 +409,7 @@ def loader_of(text: str) -> str | int:
 def check_drawn(
     recipe: str | None, *, of_files: Sequence[object], of_recipes: Sequence[object]
 ) -> None:
-    """Raise JobError for options of `piper show` without effect on what it draws: a recipe, or a file's strategy."""
+    """Raise JobError for options of `piper show` without effect on its drawing: a recipe, or a file's strategy."""
     if recipe is not None and any(option is not None for option in of_files):
         raise JobError(
             "--recipe is drawn with the durations of --times: leave out --strategy, --costs and "

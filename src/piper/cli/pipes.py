@@ -33,7 +33,7 @@ class OutputStream:
             self._lost(e, 0)
 
     def _lost(self, error: OSError, written: int) -> int:
-        """Drop all output from now on, also what is in the stream's buffer, which the interpreter flushes last."""
+        """Drop all output from now on, also the content of the stream's buffer, which the interpreter flushes last."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

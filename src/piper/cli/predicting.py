@@ -132,7 +132,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class PredictionOutput:
-    """Say what a command prints and writes of a prediction.
+    """Say how a command prints and writes a prediction.
 
     Attributes:
         out: Results and a report go to a new folder below this one.
@@ -242,7 +242,7 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
 def explained(
     job_file: JobFile, compiled: Compiled, target: Target, words: Iterable[OneWord]
 ) -> Why:
-    """Return why the step takes as long as it does, with what other words and one more microbatch would change."""
+    """Return why the step takes as long as it does, with the effects of other words and one more microbatch."""
     with working("explaining"):
         found = why(
             compiled.plan,

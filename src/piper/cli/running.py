@@ -123,7 +123,7 @@ def _words(options: Mapping[str, object]) -> list[str]:
 
 
 def run(arguments: RunArguments) -> None:
-    """Train with a file's strategy, or emulate it where that was asked for."""
+    """Train with a file's strategy, or emulate it if that was asked for."""
     first = is_first()  # of the processes that torchrun started, one prints and writes
     logs = check_logs(arguments.log.split(",")) if first and arguments.emulate is None else ()
     job_file = arguments.loaded()

@@ -1,6 +1,6 @@
-"""Map the names of published weights to those of the models here, for Job(init=FOLDER, rename=...).
+"""Map the names of published weights to the names of the models here, for Job(init=FOLDER, rename=...).
 
-The names are those of Hugging Face's transformers. A family whose blocks have parameters that the models here lack
+The names come from Hugging Face's transformers. A family whose blocks have parameters that the models here lack
 (Qwen2's biases), or lack parameters that they have (OLMo's norms), is refused with these names when a job is run.
 """
 
@@ -16,8 +16,8 @@ from piper_runtime.weights import Into, RenameTarget
 def hugging_face(config: Config) -> dict[str, RenameTarget]:
     """Return the `rename` of a job for published weights, with and without the prefix that whole models have.
 
-    A GPT takes the names of GPT-2, a Llama those of Llama, Mistral, Qwen3 and Phi-3, a mixture of experts those of
-    Mixtral and Qwen3-MoE. The sizes of `config` must be those of the weights.
+    A GPT takes the names of GPT-2, a Llama the ones of Llama, Mistral, Qwen3 and Phi-3, a mixture of experts the ones
+    of Mixtral and Qwen3-MoE. The sizes of `config` must be the sizes of the weights.
     """
     if isinstance(config, GPTConfig):
         return {

@@ -27,10 +27,10 @@ class GPTConfig:
         vocab: Number of tokens.
         length: Tokens of a row, which are also the learned positions.
         tied: Whether embedding and head are one parameter.
-        attention: "fused" keeps no matrix of tokens x tokens where a device has such a kernel. "math" writes attention
-            out with matmul, softmax and dropout, as stacks did before such kernels, and keeps what these keep.
-        dropout: The share of attention's probabilities, of what each part adds to the tokens, and of the embedding that
-            is set to 0. With it, "fused" is written out as well, in float32.
+        attention: "fused" keeps no matrix of tokens x tokens if a device has such a kernel. "math" writes attention out
+            with matmul, softmax and dropout, as stacks did before such kernels, and saves the tensors that these save.
+        dropout: The share of attention's probabilities, of the output that each part adds to the tokens, and of the
+            embedding that is set to 0. With it, "fused" is written out as well, in float32.
     """
 
     layers: int
@@ -94,7 +94,7 @@ class GPTBlock(nn.Module):
         return x + self._dropped(self.down(F.gelu(self.up(self.norm2(x)))))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return what each token takes from earlier ones, all [rows, heads, T, head_dim]."""
+        """Return the causal attention of q, k and v, all [rows, heads, T, head_dim]."""
         if self.attention == "fused":
             return F.scaled_dot_product_attention(
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True

@@ -28,7 +28,7 @@ from piper_ops import grouped_mm, route, unroute
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(LlamaConfig):
-    """Hold the sizes of a mixture of experts: those of a Llama, `hidden` being one expert's.
+    """Hold the sizes of a mixture of experts: a Llama's, `hidden` being one expert's.
 
     Attributes:
         experts: How many a layer has.
@@ -82,7 +82,7 @@ class MoEConfig(LlamaConfig):
 class MoE(Llama):
     """Extend a Llama with feed-forward parts of experts.
 
-    A capacity, where there is one, bounds what each expert takes. With `config.balance` the result is (logits, balance
+    A capacity, if there is one, bounds the tokens of each expert. With `config.balance` the result is (logits, balance
     [rows]), where `balance` is the sum over layers of `Experts.balance`. Its mean over rows is a part of the loss. It
     is the same however rows are cut into microbatches and over replicas, since it is a number of each row.
     """
@@ -102,7 +102,7 @@ class MoE(Llama):
 
 
 class BalancedBlock(LlamaBlock):
-    """Compute a block, and add to the loss that balances experts that of its own."""
+    """Compute a block, and add its own term to the loss that balances experts."""
 
     feed_forward: Experts
 
@@ -141,7 +141,7 @@ class Experts(nn.Module):
         return self.combined(x, *self.routed(x))
 
     def balanced(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `forward` does, and the loss that balances experts, [rows]."""
+        """Return the result of `forward`, and the loss that balances experts, [rows]."""
         scores = self.scored(x)
         share, chosen = self.shared(x, scores)
         return self.combined(x, share, chosen), self.balance(scores, chosen)
@@ -196,8 +196,8 @@ class Experts(nn.Module):
     def places(self, expert: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Assign places to expert [rows, T x top_k], in which a token's choices follow each other.
 
-        Returns the place of each choice among the experts' places of its row (any where the expert is full), whether it
-        has one, and for each place its token (any where nobody took it).
+        Returns the place of each choice among the experts' places of its row (any if the expert is full), whether it
+        has one, and for each place its token (any if nobody took it).
         """
         experts, capacity = self.config.experts, self.config.capacity(length)
         numbers = torch.arange(experts, device=expert.device)
@@ -232,13 +232,13 @@ class Experts(nn.Module):
         return y.view_as(x)
 
     def count(self, chose: Tensor, capacity: int) -> None:
-        """Keep the tokens that chose each expert, and those without a place, given the choices [rows, experts]."""
+        """Store how many tokens chose each expert, and how many found no place, given the choices [rows, experts]."""
         self.expert_tokens = torch.cat((chose.sum(0), (chose - capacity).clamp(min=0).sum(0)))
 
     def computed(self, x: Tensor) -> Tensor:
         """Compute SwiGLU of x [rows, experts, capacity, width] with each expert's weights, one product per weight.
 
-        The region is what devices that share experts compute in parts; experts stand first at its ends.
+        Devices that share experts compute the region in parts; experts stand first at its ends.
         """
         rows, experts, capacity, width = x.shape
         x = x.transpose(0, 1)

@@ -81,7 +81,7 @@ class Settings:
     fallbacks: Fallbacks | None = None
 
     def first_step(self) -> int:
-        """Return the step with which the run begins; raise JobError or FormatError where it cannot be resumed."""
+        """Return the step with which the run begins; raise JobError or FormatError if it cannot be resumed."""
         if not self.resume or self.checkpoint is None:
             return 0
         from piper_runtime.checkpoint import newest_checkpoint, open_checkpoint
@@ -175,7 +175,7 @@ def _predicted(
 
 
 def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
-    """Return how often a run evaluates its model, on what, and the memory that it takes."""
+    """Return how often a run evaluates its model, on how many batches, and the memory that it takes."""
     most, of_training = (
         max(role.peak_bytes for role in c.plan.roles) for c in (evaluation, compiled)
     )
@@ -191,7 +191,7 @@ def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
 def _save_predicted(
     folder: Path, compiled: Compiled, prediction: Simulation, cluster: Cluster, costs: Costs | None
 ) -> None:
-    """Write what is predicted, and why."""
+    """Write the prediction and its explanation."""
     save_prediction(folder, prediction)
     explanation = why(compiled.plan, cluster, costs=costs)
     save_explanation(folder, explanation, why_tables(explanation))
@@ -200,7 +200,7 @@ def _save_predicted(
 def _replanned(
     replanner: Replanner, folder: Path | None, costs: Costs | None
 ) -> tuple[Compiled, Simulation]:
-    """Predict what a run went on with on fewer devices, and put it in the place of what it began with."""
+    """Predict the plan on fewer devices that a run went on with, and put it in place of the one that it began with."""
     from piper.api.ground.this_machine import devices_of_runs
 
     compiled, strategy = replanner.compiled, replanner.strategy

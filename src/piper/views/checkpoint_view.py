@@ -1,4 +1,4 @@
-"""Show checkpoints: those of a folder, or what one of them holds."""
+"""Show the checkpoints of a folder, or the content of one of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def opened(path: Path) -> list[SavedRun]:
 
 
 def checkpoint_facts(saved: SavedRun) -> dict[str, Any]:
-    """Return what a checkpoint says of its run and of its tensors, for programs."""
+    """Return the facts of a checkpoint, of its run and of its tensors, for programs."""
     tensors = {key: {"dtype": t.dtype, "shape": list(t.shape)} for key, t in saved.tensors.items()}
     return {
         "path": str(saved.path),
@@ -62,7 +62,7 @@ def folder_table(found: list[SavedRun]) -> Table:
 
 
 def checkpoint_table(saved: SavedRun) -> Table:
-    """Return a table with a row for each parameter and buffer of a checkpoint, and what it says of its run below."""
+    """Return a table with a row for each parameter and buffer of a checkpoint, with the facts of its run below."""
     meta, model = (
         saved.meta,
         {k.removeprefix("model."): t for k, t in saved.tensors.items() if k.startswith("model.")},

@@ -13,7 +13,7 @@ from piper_report import Table
 
 
 def show(table: Table) -> None:
-    """Print a table to stdout, with lines and colours only where that is a terminal."""
+    """Print a table to stdout, with lines and colours only if that is a terminal."""
     if not sys.stdout.isatty():
         print(table.plain())
         return

@@ -24,7 +24,7 @@ PURPOSES = {
     "expert": "tokens to experts and back",
     "terms": "sums of what devices that share chunks have made",
 }
-"""The words for what a channel carries, where its name alone says too little."""
+"""The words for the data of a channel, if its name alone says too little."""
 FEW = 0.3
 """The share of backward in W below which there is little to schedule; transformers of linear layers have half."""
 
@@ -94,7 +94,7 @@ def _program(compiled: Compiled) -> str:
 
 
 def _costs(plan: Plan) -> str:
-    """Return what the costs assume, and how much of backward can be scheduled on its own."""
+    """Return the assumptions of the costs, and how much of backward can be scheduled on its own."""
     kernels = [
         k for c in plan.chunks for sig in c.steps.values() for k in sig.cost.kernels if k.lowering
     ]
@@ -227,7 +227,7 @@ def _overlaps(compiled: Compiled) -> str:
 
 
 def _nodes(instr: Instr) -> list[str]:
-    """Return the graph nodes of an instruction; I and W are parts of one node where a backward is not split."""
+    """Return the graph nodes of an instruction; I and W are parts of one node if a backward is not split."""
     return [
         n
         for p in instr.parts

@@ -1,4 +1,4 @@
-"""Explain what devices exchange inside of steps, and what those that share the work of chunks compute whole."""
+"""Explain the messages of devices inside of steps, and the work that devices with shared chunks compute whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from piper_simulator import axes_inside, repeated_share
 
 
 def exchanges(plan: Plan) -> str:
-    """Return per role the messages inside of the steps of a training step; "" where there are none."""
+    """Return per role the messages inside of the steps of a training step; "" if there are none."""
     met = axes_inside(plan)
     if not met:
         return ""

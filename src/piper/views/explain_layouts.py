@@ -1,4 +1,4 @@
-"""Explain the indexes of a model's chunks, and what the devices that share them compute and exchange."""
+"""Explain the indexes of a model's chunks, and the compute and messages of the devices that share them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAYS = {
 }
 """The ways in which devices that share tokens compute attention."""
 WIDEST, HANGING = 118, " " * 10
-"""The letters of a line, and where what does not fit goes on."""
+"""The letters of a line, and the indentation of its continuation."""
 
 
 def layouts(compiled: Compiled) -> str:
@@ -137,7 +137,7 @@ def _prefix(names: Iterable[str]) -> str:
 
 
 def _places(spots: Iterable[str]) -> str:
-    """Return dimensions of parameters, those that are the same together: "q, k:0, out:1"."""
+    """Return dimensions of parameters, with equal ones together: "q, k:0, out:1"."""
     by_dim: dict[str, list[str]] = {}
     for spot in spots:
         name, _, dim = spot.rpartition(":")
@@ -156,14 +156,14 @@ def _verdict(index: IndexFacts) -> str:
 
 
 def _asked(sharding: Sharding) -> str:
-    """Return an axis, or those into which it is split, with what its devices share."""
+    """Return an axis, or the axes that it is split into, with the indexes that its devices share."""
     axes = ", ".join(f"{name}={size}" for name, size in sharding.axes)
     shared = [] if sharding.context else list(sharding.index) or ["weights"]
     return f"{axes} ({', '.join([*shared, *['tokens'] * (sharding.stream == 'tokens' or sharding.context)])})"
 
 
 def _shared(plan: Plan, facts: ChunkFacts, total: int) -> Iterator[str]:
-    """Yield what each of the devices has, computes whole, and exchanges; `total` are the FLOPs of all chunks."""
+    """Yield the shards, the whole compute and the messages of each device; `total` are the FLOPs of all chunks."""
     if facts.work is None or facts.unshared is None:
         return
     prefix = _prefix(facts.inputs.values())
@@ -195,7 +195,7 @@ def _parameters(chunk: Chunk, facts: ChunkFacts) -> str:
 
 
 def _work(work: WorkFacts, each: float) -> str:
-    """Return what every device computes whole; `each` FLOP is that share of all."""
+    """Return the work that every device computes whole; `each` FLOP is that share of all."""
     if not work.whole:
         return "nothing that counts FLOPs"
     return (
@@ -205,7 +205,7 @@ def _work(work: WorkFacts, each: float) -> str:
 
 
 def _attention(chunk: Chunk, shardings: Sequence[Sharding]) -> Iterator[str]:
-    """Yield how attention is computed where devices share its tokens."""
+    """Yield how attention is computed if devices share its tokens."""
     if any(kernel.kind == "attention" for kernel in chunk.steps["F"].cost.kernels):
         for asked in (s for s in shardings if s.context):
             order = "in zigzag order" if asked.order == "zigzag" else "in blocks"
@@ -213,9 +213,9 @@ def _attention(chunk: Chunk, shardings: Sequence[Sharding]) -> Iterator[str]:
 
 
 def _collectives(chunk: Chunk) -> Iterator[str]:
-    """Yield a line for each collective of the steps; those next to each other that say the same are one line.
+    """Yield a line for each collective of the steps; equal ones next to each other are one line.
 
-    So are all messages of a ring that say the same.
+    So are all equal messages of a ring.
     """
     for step, signature in chunk.steps.items():
         every = [(c.kind, bind(c.nbytes, 0), c.axis, c.why) for c in signature.collectives]
@@ -229,7 +229,7 @@ def _collectives(chunk: Chunk) -> Iterator[str]:
 
 
 def _tokens(plan: Plan, chunk: Chunk) -> Iterator[str]:
-    """Yield what comes from other devices to experts, and goes back to them, in a microbatch."""
+    """Yield the bytes that come from other devices to experts, and go back to them, in a microbatch."""
     if chunk.trades:
         given = sum(bind(i.spec.nbytes, plan.rows) for i in chunk.inputs if i.kind == "value")
         made = sum(bind(o.spec.nbytes, plan.rows) for o in chunk.outputs)

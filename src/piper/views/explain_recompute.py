@@ -1,4 +1,4 @@
-"""Explain what policies of recomputation save and cost in a plan."""
+"""Explain the savings and the cost of policies of recomputation in a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from piper_ir.tools import size_text
 
 
 def recomputation(plan: Plan) -> str:
-    """Return per role and policy what a microbatch keeps, and the FLOPs that make the rest again; "" without any."""
+    """Return per role and policy the bytes that a microbatch keeps, and the FLOPs of recomputation; "" without any."""
     lines: list[str] = []
     for role in plan.roles:
         by_policy: dict[str, dict[str, Chunk]] = {}
@@ -62,7 +62,7 @@ def _saved(chunk: Chunk) -> int:
 
 
 def _inputs(variants: Sequence[Chunk]) -> int:
-    """Return the bytes of what R reads beside what F keeps for it, each value once."""
+    """Return the bytes of R's inputs beside the tensors that F keeps for it, each value once."""
     found: dict[str, int] = {}
     for chunk in variants:
         for port in chunk.steps["R"].reads:
@@ -73,9 +73,9 @@ def _inputs(variants: Sequence[Chunk]) -> int:
 
 
 def _waiting(role: RolePlan, by_policy: dict[str, dict[str, Chunk]]) -> int:
-    """Return the bytes of a microbatch that wait for W where I and W are apart, each value once.
+    """Return the bytes of a microbatch that wait for W if I and W are apart, each value once.
 
-    They are what W reads: tensors that F kept or R made again, inputs, and gradients.
+    They are the reads of W: tensors that F saved or R recomputed, inputs, and gradients.
     """
     apart: set[str] = set()
     for instr in role.program:

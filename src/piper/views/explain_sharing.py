@@ -15,7 +15,7 @@ from piper_ir.tools import size_text
 
 @dataclass
 class _Windows:
-    """Count what a role does with whole buckets of one kind: gathered parameters, or buffers of gradients.
+    """Count a role's uses of whole buckets of one kind: gathered parameters, or buffers of gradients.
 
     Attributes:
         by_bucket: the windows of each bucket.
@@ -33,7 +33,7 @@ class _Windows:
 
 
 def sharing(plan: Plan, replication: Mapping[str, Replication]) -> str:
-    """Return per role the gathers and scatters of a step; "" where ranks share nothing."""
+    """Return per role the gathers and scatters of a step; "" if ranks share nothing."""
     shared = [b for b in plan.buckets if b.shard.optim]
     lines = [
         line
@@ -63,7 +63,7 @@ def _chunks(role: RolePlan) -> Iterable[str]:
 
 
 def _counted(plan: Plan, role: RolePlan) -> tuple[_Windows, _Windows]:
-    """Return the windows of gathered parameters, and those of gradients, which end with a scatter."""
+    """Return the windows of gathered parameters, and the windows of gradients, which end with a scatter."""
     gathered, reduced = _Windows(), _Windows()
     kind_of: dict[str, _Windows] = {}
     bucket_of: dict[str, str] = {}

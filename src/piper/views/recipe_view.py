@@ -139,7 +139,7 @@ def is_table(file: Path | None) -> TypeGuard[Path]:
 def shown_table(file: Path, times: str | None, *others: object) -> SimulatedRecipe:
     """Compile and simulate a table of torch.distributed.pipelining.
 
-    Raises FormatError for a file that is none, and JobError where one of the `others` is given, which have no use here.
+    Raises FormatError for a file that is none, and JobError if one of the `others` is given, which have no use here.
     """
     if any(option is not None for option in others):
         raise JobError(

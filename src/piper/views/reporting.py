@@ -19,7 +19,7 @@ def report(
 ) -> Report:
     """Write the report of a result folder, or of two beside each other, and print its headline and where it is.
 
-    The load of experts is printed, too, where a run logged it. Raises FormatError or OutputError.
+    The load of experts is printed, too, if a run logged it. Raises FormatError or OutputError.
     """
     from piper.views.display import show
     from piper_report import write_beside, write_report
@@ -42,8 +42,8 @@ def report(
 def report_at_end(folder: Path, plan: Plan | None = None) -> Report | None:
     """Write the report at the end of a run, tuning or simulation whose results are saved already.
 
-    `plan` is that of plan.json in the folder, which is then not read. When the report cannot be made, one warning says
-    why, and the command has still done what it was asked for.
+    `plan` is the one in the folder's plan.json, which is then not read. When the report cannot be made, one warning
+    says why, and the command has still done its work.
     """
     from piper_report import write_report
 

@@ -22,7 +22,7 @@ from piper_simulator import simulate
 
 @dataclass(frozen=True)
 class What:
-    """Say what to print, and which files to write; raise JobError for options that contradict each other."""
+    """Choose the output and the files to write; raise JobError for options that contradict each other."""
 
     graph: bool = False
     plan: bool = False

@@ -24,7 +24,7 @@ class StrategyFacts:
     Attributes:
         mesh: Its axes and their sizes.
         schedule: Stages, microbatches and further facts.
-        rows: Rows of a microbatch; None where the batch is not known, or does not divide.
+        rows: Rows of a microbatch; None if the batch is not known, or does not divide.
     """
 
     mesh: str
@@ -33,7 +33,7 @@ class StrategyFacts:
 
 
 def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
-    """Return the facts of a strategy's directives, without those of a user's own directives."""
+    """Return the facts of a strategy's directives, without a user's own directives."""
     stages = next((d.stages for d in strategy.directives if isinstance(d, partition)), 1)
     microbatches = next((d.microbatches for d in strategy.directives if isinstance(d, split)), 1)
     words = [
@@ -53,7 +53,7 @@ def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
 
 
 def _sharing(strategy: Strategy) -> list[str]:
-    """Return which states ranks share, as the level of ZeRO, with the axes where these are not all."""
+    """Return which states ranks share, as the level of ZeRO, with the axes if these are not all."""
     out: dict[str, None] = {}
     for item in strategy.directives:
         if isinstance(item, replicate) and (shards := item.shards).optim:

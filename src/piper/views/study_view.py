@@ -20,7 +20,7 @@ from piper_ir.tools import size_text, time_text, working
 from piper_report import FAR, Table
 
 GOALS = {"tokens_per_s_per_device": "tokens", "dollars_per_token": "price"}
-"""The column of what is minimised."""
+"""The column of the objective."""
 SHOWN = 10
 """The number of rows of the table on the screen."""
 
@@ -28,7 +28,7 @@ SHOWN = 10
 def show_study(
     study: Study, name: str, global_batch: int | None = None, *, profiled: bool = False
 ) -> None:
-    """Print the best candidates, those that are equal folded into one, how many were rejected for what, and the rules.
+    """Print the best candidates, equal ones folded into one, how many were rejected by kind, and the rules.
 
     `global_batch` is the job's, for the rows of a microbatch; `profiled` says that the search had measured costs.
     """
@@ -85,7 +85,7 @@ def show_study(
 
 
 def _counted(study: Study) -> str:
-    """Return how many candidates were scored; those that a rule rejected cost no trial."""
+    """Return how many candidates were scored; candidates that a rule rejected cost no trial."""
     by_rule = sum(row.kind in RULES for row in study.rows)
     more = [f"{by_rule} more rejected by rules before compiling"] if by_rule else []
     more += [f"{study.repeated} proposals were plans known already"] if study.repeated else []
@@ -95,7 +95,7 @@ def _counted(study: Study) -> str:
 
 
 def _far(shown: list[dict[str, Any]], profiled: bool) -> list[str]:
-    """Return advice where a prediction is far from the measurement; `profiled` costs may be of a busy machine."""
+    """Return advice if a prediction is far from the measurement; `profiled` costs may be of a busy machine."""
     errors = [row["error"] for row in shown if row["error"] is not None]
     if all(1 / FAR <= 1 + error <= FAR for error in errors):
         return []

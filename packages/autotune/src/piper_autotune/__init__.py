@@ -1,6 +1,6 @@
-"""Search the parameters of a strategy in simulation, under a memory limit; the caller passes what runs plans.
+"""Search the parameters of a strategy in simulation, under a memory limit; the caller passes a function to run plans.
 
-Other packages import what they need from here. Names are loaded on first use: worker processes need no optuna.
+Other packages import its names from here. Names are loaded on first use: worker processes need no optuna.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Describe schedules as data: what each device computes, in order, before it becomes directives, a plan or a table.
+"""Describe schedules as data: the actions of each device, in order, before they become directives, a plan or a table.
 
-An *action* is one phase of one stage for one microbatch. A *slot* is what a device does next: one action, or the
+An *action* is one phase of one stage for one microbatch. A *slot* is one entry of a device's order: one action, or the
 members of an overlapped group, forward first. *Orders* hold the slots of each device in order, without idle time.
 """
 

@@ -79,7 +79,7 @@ def compile_program(
     """Build the graph, apply the directives in order, complete and lower it.
 
     See `CompileRequest` for the arguments. Raises DirectiveError or CompileError, which names the condition that does
-    not hold and where the directive was written.
+    not hold and the place of the directive.
     """
     request = CompileRequest(
         program,
@@ -114,7 +114,7 @@ def compiled(request: CompileRequest) -> Lowered:
 
 
 def step_graph(request: CompileRequest, program: Program) -> Graph:
-    """Return the graph of a whole training step, in which a node stands for all microbatches."""
+    """Return the graph of a whole training step, whose nodes stand for all microbatches."""
     graph = build_graph(program, split_mesh(request.strategy.mesh, program), request.costs)
     graph = apply_directives(graph, request.strategy.directives)
     graph = complete(graph, request.training)
@@ -165,7 +165,7 @@ def drafted(
 
 
 def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
-    """Check and apply each directive in the order written, then what the model asks for itself; return a new graph."""
+    """Check and apply each directive in the order written, then the model's own directives; return a new graph."""
     written = tuple(directives)
     check_rows(graph, written)
     for item in written:
@@ -194,8 +194,8 @@ def depends_on_costs(strategy: Strategy) -> bool:
 def with_fixed_stages(strategy: Strategy, graph: Graph) -> Strategy:
     """Return a strategy that makes the stages of `graph`, whatever costs are given.
 
-    The strategy was compiled to that graph. Each directive with a method `with_fixed_stages` replaces what costs
-    decided: `partition(at="cost")` gets its boundaries.
+    The strategy was compiled to that graph. Each directive with a method `with_fixed_stages` replaces the choices that
+    depend on costs: `partition(at="cost")` gets its boundaries.
     """
     made = [
         d.with_fixed_stages(graph) if isinstance(d, Settling) else d for d in strategy.directives

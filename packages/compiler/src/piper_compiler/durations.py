@@ -1,6 +1,6 @@
-"""Give canonical durations, by which the compiler orders work when no cluster is known.
+"""Give canonical durations, so that the compiler can order work when no cluster is known.
 
-They decide ties and where values are freed, never results: any durations give a legal plan.
+They decide ties and the points at which values are freed, never results: any durations give a legal plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from piper_ir.program.ops import Collective, Compute, Op
 from piper_ir.program.program import Chunk, Cost, Signature, Step
 
 FLOPS = 3e14
-"""The FLOP/s of a nominal accelerator: about what dense bf16 matrix products reach on an A100-class device."""
+"""The FLOP/s of a nominal accelerator: about the rate of dense bf16 matrix products on an A100-class device."""
 BANDWIDTH = 2e12
 """The bytes/s of the nominal accelerator's memory."""
 LINK = 1e11
@@ -25,7 +25,7 @@ LINK = 1e11
 def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float:
     """Return the seconds of one step of a chunk with bound sizes: those given, else from `costs`, else nominal.
 
-    What devices that share the step exchange inside of it is added.
+    The seconds of collectives inside of the step, between devices that share it, are added.
     """
     known, sig = _known(chunk, step, costs), chunk.steps[step]
     return (nominal(sig.cost) if known is None else known) + inside_seconds(sig)
@@ -37,7 +37,7 @@ def nominal(cost: Cost) -> float:
 
 
 def inside_seconds(sig: Signature) -> float:
-    """Return the seconds of what devices that share a step exchange inside of it; sizes must be bound."""
+    """Return the seconds of collectives inside of a step, between devices that share it; sizes must be bound."""
     return sum([collective_seconds(bind(c.nbytes, 0)) for c in sig.collectives])
 
 
@@ -70,14 +70,14 @@ def collective_bytes(graph: Graph, node: Node, op: Collective, rows: int) -> int
 class InstructionSeconds:
     """Give the seconds of a plan's instructions without a cluster.
 
-    Where the chunks have given durations, collectives take no time.
+    If the chunks have given durations, collectives take no time.
     """
 
     def __init__(self, chunks: Iterable[Chunk], costs: Costs | None = None) -> None:
         listed = list(chunks)
         self._steps: dict[tuple[str, str], float] = {}
         unknown: dict[int, float] = {}  # by the id of a cost, which equal layers share
-        inside: dict[int, float] = {}  # by the id of what is exchanged
+        inside: dict[int, float] = {}  # by the id of the value that is exchanged
         for chunk in listed:
             for step, sig in chunk.steps.items():
                 seconds = _known(chunk, step, costs)

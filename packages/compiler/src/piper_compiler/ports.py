@@ -46,8 +46,8 @@ def signatures(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[Si
 def value_reads(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[str, ...]:
     """Return the ports whose values are data edges into the step.
 
-    Parameters, buffers and what F keeps (see `kept`) are not among them. What I hands to W is, if it is a gradient of
-    an input and W is a step of its own.
+    Parameters, buffers and saved tensors of F (see `kept`) are not among them. A value that I hands to W is, if it is a
+    gradient of an input and W is a step of its own.
     """
     sigs = signatures(chunk, step, apart)
     made = {p for s in sigs for p in s.writes}

@@ -20,14 +20,14 @@ class Training:
         state_bytes: bytes of optimizer state that a holder of a bucket keeps.
         clip: bound of the global gradient norm; None for no clipping.
         tokens_per_row: tokens in a row of the batch, for figures per token.
-        update_bytes: bytes of temporaries that the optimizer holds in an update of some buckets, as a rank has them.
+        update_bytes: bytes of temporaries that the optimizer holds in an update of a rank's shards of some buckets.
         whole: the name of an optimizer that works on whole parameters, whose states ranks cannot share; else "".
         whole_groups: the groups of such optimizers, whose parameters are updated one by one.
-        averages: buffers that forward updates from the batch and reads for nothing else, of which those of replica 0
-            count; None where the job has not chosen that replicas may differ.
-        params: the dtype in which it updates parameters; "" for theirs in forward and backward.
-        reduce: the dtype in which gradients are summed and reduced; "" for that of the update.
-        undivided: why a step may have one microbatch on one replica only; "" where it may have any number.
+        averages: buffers that forward updates from the batch and reads for nothing else, so that the buffers of replica
+            0 count; None if the job has not chosen that replicas may differ.
+        params: the dtype of parameters in the update; "" for their dtype in forward and backward.
+        reduce: the dtype in which gradients are summed and reduced; "" for the dtype of the update.
+        undivided: why a step may have one microbatch on one replica only; "" if it may have any number.
     """
 
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Training:
     def bucket_dtypes(self, param: Param) -> tuple[str, str, str]:
         """Return the dtypes of a parameter's bucket: of the update, of forward and backward, and of gradients.
 
-        The last two are "" where they are the first.
+        The last two are "" if they equal the first.
         """
         updated = self.params or param.spec.dtype
         summed = self.reduce or updated

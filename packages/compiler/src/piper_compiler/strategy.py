@@ -147,7 +147,7 @@ def _directive(data: Any, where: str) -> Directive:
             f"defines yours."
         )
     item: Directive = decode(REGISTRY[name], {k: v for k, v in data.items() if k != "is"}, where)
-    if "site" in (f.name for f in fields(item)):  # type: ignore[arg-type]  # what is registered is a dataclass
+    if "site" in (f.name for f in fields(item)):  # type: ignore[arg-type]  # registered classes are dataclasses
         object.__setattr__(
             item, "site", where
         )  # it was written in the file, not where the file is read
@@ -166,7 +166,7 @@ def save_strategy(strategy: Strategy, path: str | Path) -> None:
 
 
 def load_strategy(path: str | Path) -> Strategy:
-    """Read a strategy from JSON; raise FormatError, which names the file and the place of what is wrong."""
+    """Read a strategy from JSON; raise FormatError, which names the file and the place of the error."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as e:

@@ -21,7 +21,7 @@ from piper_ir.program.program import (
 
 PhaseSeconds = float | Sequence[float]
 MOST_SECONDS = 1e12
-"""The largest number of seconds that is accepted: sums of larger numbers lose what is small."""
+"""The largest number of seconds that is accepted: sums of larger numbers lose small terms."""
 _EMPTY = TensorSpec((0,), "uint8")
 
 
@@ -48,13 +48,13 @@ def synthetic(
         F: seconds of a forward.
         I: seconds of an input gradient. B takes I + W.
         W: seconds of a weight gradient.
-        R: seconds in which what F keeps is made again from its input. With them stages may be under
+        R: seconds of the recomputation of F's saved tensors from its input. With them stages may be under
             `recompute(..., keep="inputs")`.
         overlap: seconds of an overlapped forward-and-backward pair.
         activation: bytes that a chunk keeps for one microbatch from the start of F to the end of B.
         kept_after_I: bytes of these (default: all) that live on from I to W once backward is split.
-        params: bytes of parameters. W adds to their gradients; no step reads them, so that nothing is gathered where
-            ranks share them.
+        params: bytes of parameters. W adds to their gradients; no step reads them, so that there is no all-gather if
+            ranks shard them.
         hop: seconds of latency between devices; it occupies no stream.
     """
     if stages < 1:
@@ -138,8 +138,8 @@ def _chunk(
 ) -> Chunk:
     """Return the chunk of a stage.
 
-    saved1 holds what W needs, saved0 the rest of what F keeps. I reads both, so that without a split all of it lives to
-    the end of B.
+    saved1 holds the saved tensors that W needs, saved0 the rest. I reads both, so that without a split all of them live
+    to the end of B.
     """
     first, last = s == 0, s == stages - 1
     source = (

@@ -1,8 +1,8 @@
 """Define portable ops, which stay one node in a traced graph on every device although their kernels differ by device.
 
 Importing this package registers the ops `piper::attention`, `piper::layer_norm`, `piper::rms_norm` and
-`piper::cross_entropy` with their gradients, those of `vocabulary`, `context` and `experts`, and the collectives inside
-of steps. Other packages import what they need from here.
+`piper::cross_entropy` with their gradients, the ops of `vocabulary`, `context` and `experts`, and the collectives
+inside of steps. Other packages import names from here.
 """
 
 from piper_ops.attention.context import context_add, context_add_, context_merge, context_take

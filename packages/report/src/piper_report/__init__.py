@@ -1,6 +1,6 @@
 """Show the files of a result folder as tables, figures, one HTML page and Chrome traces.
 
-Other packages import what they need from here. Names are loaded on first use: a text summary needs neither pandas nor
+Other packages import its names from here. Names are loaded on first use: a text summary needs neither pandas nor
 matplotlib.
 """
 

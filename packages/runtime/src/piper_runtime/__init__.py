@@ -1,8 +1,7 @@
 """Execute a plan: in one process (inline), in one process per rank (processes), or in one Ray actor per rank (ray).
 
-Other packages import what they need from here or from one of the folders, which build on each other in this order:
-`data`, `weights`, `rank`, `checkpoint`, `engine`, `transport`, `profile`, `launch`. Importing this package does not
-import Ray.
+Other packages import names from here or from one of the folders, which build on each other in this order: `data`,
+`weights`, `rank`, `checkpoint`, `engine`, `transport`, `profile`, `launch`. Importing this package does not import Ray.
 """
 
 from piper_runtime.checkpoint import Checkpoints

@@ -1,6 +1,6 @@
 """Predict time and memory of a plan on a cluster, without a GPU and without PyTorch.
 
-Other packages import what they need from here. The folders build on each other in this order: `cluster`, `durations`,
+Other packages import its names from here. The folders build on each other in this order: `cluster`, `durations`,
 `contention`, `times`, `memory`, `explanation`; `simulation` puts them together.
 """
 

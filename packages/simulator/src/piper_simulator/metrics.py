@@ -56,8 +56,8 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
     """Return the model FLOPs of one step in the field's convention.
 
     It is 6 N + 12 L h s per token (llm-foundry), N all parameters once, attention without causal discount: three times
-    the full products of F (4 b h s^2 d). There is no recompute. Of experts N counts those that a token visits ("active
-    parameters": Switch, arXiv 2101.03961; torchtitan). Where devices share chunks, all of them together count.
+    the full products of F (4 b h s^2 d). There is no recompute. Of experts N counts the ones that a token visits
+    ("active parameters": Switch, arXiv 2101.03961; torchtitan). If devices share chunks, all of them together count.
     """
     visited = _visited(plan, plan.rows * tokens_per_row)
     n = sum(
@@ -84,8 +84,8 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
     """Return for each parameter of experts the part of it that a token visits, at so many tokens per microbatch.
 
     In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens. M includes places that no
-    token took, which only a run knows. In a grouped product all experts of [E, K, N] share the M rows. Where devices
-    share experts, M are of the tokens of all of these devices, and of a dropless mixture on average.
+    token took, which only a run knows. In a grouped product all experts of [E, K, N] share the M rows. If devices share
+    experts, M are of the tokens of all of these devices, and of a dropless mixture on average.
     """
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
     out: dict[str, float] = {}
@@ -197,7 +197,7 @@ def executed_flops(plan: Plan) -> int:
 
 
 def repeated_share(plan: Plan) -> float:
-    """Return the share of FLOPs that devices which share chunks spend on what another of them computes, too."""
+    """Return the share of FLOPs in which devices that share chunks repeat each other's computation."""
     degree, total, repeated = plan.mesh.degree(plan.shared), 0.0, 0.0
     for chunk in plan.chunks:
         for kernel in (k for sig in chunk.steps.values() for k in sig.cost.kernels):
@@ -235,7 +235,7 @@ def rates_of(
     tokens_per_row: int | None,
     model_flops_per_step: float | None,
 ) -> Rates:
-    """Return the rates of a plan with a period, without those for which a number is missing."""
+    """Return the rates of a plan with a period, without the rates for which a number is missing."""
     per_second = 1 / period_s if period_s > 0 else None
     tokens_per_s = _rate(plan.global_batch * (tokens_per_row or 0), per_second)
     if target is None:

@@ -46,7 +46,7 @@ from piper_simulator.whole_work import whole_notes
 
 @dataclass(frozen=True, repr=False)
 class Simulation(Brief):
-    """Hold what a simulation found: times in seconds, sizes in bytes; tuples are indexed by rank.
+    """Hold the results of a simulation: times in seconds, sizes in bytes; tuples are indexed by rank.
 
     Attributes:
         step_s: makespan of one step from a common start.
@@ -59,17 +59,17 @@ class Simulation(Brief):
         global_bubble_s: step_s - busy compute; the maximum over ranks.
         span_bubble_s: last end - first start - busy; the maximum over ranks.
         bubble_s: the global bubble of each rank.
-        peak_bytes: allocated, with what the kernels of the cluster's devices hold inside.
+        peak_bytes: allocated, with the workspace of the kernels of the cluster's devices.
         device_bytes: peak_bytes with allocator, context and communicators.
         peak_by_category: peak_bytes by category.
         slowed_s: how much longer the compute of a rank took because of messages beside it, the maximum over ranks; None
-            where contention was not simulated.
+            if contention was not simulated.
         without_formula: operators of unknown FLOPs, with their share of the bytes that compute moves.
         notes: warnings, see `summary`.
         ooms: a verdict for each role that needs more than its devices have, see `oom`.
         load: of experts, which the times hold for; None for a plan without experts.
         limit_bytes: the memory of each rank's device; None without a cluster.
-        worst_step_s: `step_s` under the worst load of experts, where that is not the one of `step_s`.
+        worst_step_s: `step_s` under the worst load of experts, if that is not the one of `step_s`.
     """
 
     step_s: float
@@ -154,11 +154,11 @@ class Simulation(Brief):
             return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
 
     def summary(self) -> dict[str, Any]:
-        """Return the headline as plain numbers, of the worst rank where there is one per rank.
+        """Return the headline as plain numbers, of the worst rank if there is one per rank.
 
-        `memory` is that of the fullest device, see `memory`. `oom` is the first verdict, None when all fits. `sources`
-        is the share that each source has in the seconds of all instructions. `notes` name the cluster's constants that
-        are assumed, not calibrated or guessed.
+        `memory` has the parts of the fullest device's memory, see `memory`. `oom` is the first verdict, None when all
+        fits. `sources` is the share that each source has in the seconds of all instructions. `notes` name the cluster's
+        constants that are assumed, not calibrated or guessed.
         """
         fullest = max(
             range(len(self.device_bytes)), key=lambda r: self.device_bytes[r], default=None
@@ -219,9 +219,9 @@ def simulate(
     the worst. Without one all ranks have equally many, and `notes` say so. It decides how long dropless experts take
     (`piper_simulator.durations.expert_work`); experts with a capacity compute all their places under any load.
 
-    Raises ClusterError for an unknown cluster, for too few devices, for no cluster where a duration must be computed,
-    and for a stream that takes more SMs than its devices have; PlanError for a deadlock, for steps < 1, and for a load
-    that cannot be.
+    Raises ClusterError for an unknown cluster, for too few devices, for no cluster if a duration must be computed, and
+    for a stream that takes more SMs than its devices have; PlanError for a deadlock, for steps < 1, and for a load that
+    cannot be.
     """
     if type(steps) is not int or steps < 1:
         raise PlanError(f"simulate(steps={steps!r}): at least one step is needed, as an integer")
@@ -333,7 +333,7 @@ class _Run:
 
     Attributes:
         held: the plan, its split roles and their durations.
-        counted: the plan whose memory is that of the cluster's devices.
+        counted: the plan with memory counted for the cluster's devices.
         times: of the plan of `held.parts`.
         work: of the plan of `held.parts`.
         memory: of the roles of `held.parts`.

@@ -1,4 +1,4 @@
-"""Say which work devices that share chunks each do whole, where that costs much of a step, or very large tensors."""
+"""Say which work devices that share chunks each do whole, if that costs much of a step, or very large tensors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MOST_SHARE = 0.05
 MOST_BYTES = 2**30
 """The bytes that a kernel which every device runs whole may read and write before a note says so."""
 COPIES = frozenset({"clone"})
-"""The operators that lay out what devices gathered from each other, which is a cost of the exchange."""
+"""The operators that lay out tensors gathered from other devices, which is a cost of the exchange."""
 MOST_NAMED = 4
 """The number of operators that a note names one by one."""
 
 
 @dataclass
 class _Whole:
-    """Hold what operators that are not shared cost.
+    """Hold the cost of operators that are not shared.
 
     Attributes:
         saved_s: operator -> seconds of a step that sharing it would save.
@@ -42,17 +42,17 @@ class _Whole:
         return sum(self.saved_s.values())
 
     def add(self, other: _Whole, times: int) -> None:
-        """Count what costs `other`, so many times."""
+        """Count the cost of `other`, so many times."""
         for op, seconds in other.saved_s.items():
             self.saved_s[op] = self.saved_s.get(op, 0.0) + times * seconds
             self.most_bytes[op] = max(self.most_bytes.get(op, 0), other.most_bytes[op])
 
 
 def whole_notes(plan: Plan, target: Cluster | None, step_s: float) -> list[str]:
-    """Return a warning about operators that devices which share chunks do not share; none where these cost little.
+    """Return a warning about operators that devices which share chunks do not share; none if these cost little.
 
-    Seconds are by formula, whatever costs were measured, on the first kind of device. Those of the role that would save
-    most count, beside the seconds of the step.
+    Seconds are by formula, whatever costs were measured, on the first kind of device. The role that would save most
+    counts, beside the seconds of the step.
     """
     if target is None or plan.mesh.degree(plan.shared) < 2 or not step_s:
         return []
@@ -81,7 +81,7 @@ def _cost(op: str, share: float, large: Mapping[str, int]) -> str:
 
 
 def _by_role(plan: Plan, device: Device) -> list[_Whole]:
-    """Return for each role what it computes whole in a step."""
+    """Return for each role the operators that it computes whole in a step."""
     degree, found, by_role = plan.mesh.degree(plan.shared), dict[tuple[int, Step], _Whole](), []
     for role in plan.roles:
         parts = (part.op for instr in role.program for part in instr.parts)
@@ -99,7 +99,7 @@ def _by_role(plan: Plan, device: Device) -> list[_Whole]:
 
 
 def _of_cost(cost: Cost, step: Step, degree: int, rows: int, device: Device) -> _Whole:
-    """Return what the kernels of a step cost that are shared among fewer devices than `degree`."""
+    """Return the cost of the kernels of a step that are shared among fewer devices than `degree`."""
     found = _Whole()
     for kernel in (k for k in cost.kernels if k.shared < degree and k.op not in COPIES):
         name, took = (

@@ -41,8 +41,8 @@ class CaptureKey:
     """Hold everything that a capture depends on; jobs with equal keys share one capture.
 
     Attributes:
-        model: Code and values of the model function, or of what it makes where that may depend on more.
-        loss: Code and values of the loss, and of what someone has put in place of torch's functions and settings.
+        model: Code and values of the model function, or of the module that it makes if that may depend on more.
+        loss: Code and values of the loss, and of replacements of torch's functions and settings.
         batch: Structure, shapes and dtypes of a batch.
         precision: The dtypes of parameters, batch and gradient accumulators.
         costs: Code and values of the costs of operators that `piper.op_cost` has set.
@@ -61,7 +61,7 @@ def program_at(captured: Captured, rows: int) -> Program:
     """Return the program for microbatches of `rows` rows.
 
     It has affine sizes, after a check that the captured path holds at that many rows. One row has a program of its own,
-    because sizes are not affine there. Raises CaptureError where the model takes another path; the capture is not used
+    because sizes are not affine there. Raises CaptureError if the model takes another path; the capture is not used
     again then.
     """
     from piper_compiler.capture import check_rows
@@ -78,7 +78,7 @@ def program_at(captured: Captured, rows: int) -> Program:
 
 
 def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
-    """Return a capture whose program has variants for these policies, and for what the model asks to make again."""
+    """Return a capture whose program has variants for these policies, and for recomputation that the model asks for."""
     from piper_compiler.capture import with_policies
 
     if any(CHECKPOINT in c.coords for c in captured.program.chunks):
@@ -110,9 +110,9 @@ def captured_job(job: Job, evaluating: bool = False) -> Captured:
 
 @contextmanager
 def captured_once() -> Iterator[None]:
-    """Capture the same model, batch and loss once inside of the `with`, also where their content cannot be compared.
+    """Capture the same model, batch and loss once inside of the `with`, even if their content cannot be compared.
 
-    It is for what one command or one call does with one job, in which nobody changes what these depend on.
+    It is for one command or call on one job, during which nobody changes the code and values of these.
     """
     if _HELD:
         yield
@@ -125,7 +125,7 @@ def captured_once() -> Iterator[None]:
 
 
 def _objects_of(job: Job, evaluating: bool) -> tuple[object, ...]:
-    """Return what is equal for jobs whose fields, as far as a capture sees them, are the same objects."""
+    """Return a key that is equal for jobs whose fields, as far as a capture sees them, are the same objects."""
     functions = (job.model, job.batch, job.loss, *job.metrics.values())
     return (
         *map(id, functions),
@@ -151,10 +151,10 @@ def traced_job(job: Job, evaluating: bool = False) -> Traced | Captured:
 
 
 def _traced_anew(job: Job, evaluating: bool) -> Traced | Captured:
-    """Return a job's model, traced. Jobs that differ only in what capture does not see share one.
+    """Return a job's model, traced. Jobs that differ only in fields that a capture does not see share one.
 
-    A job of which it is not known whether it is like an earlier one is captured anew. Raises CaptureError inside of
-    modes of torch that change what is traced.
+    A job that cannot be compared with earlier ones is captured anew. Raises CaptureError inside of
+    modes of torch that change the trace.
     """
     from piper_compiler.capture import check_context
 
@@ -172,7 +172,7 @@ def _traced_anew(job: Job, evaluating: bool) -> Traced | Captured:
 
 
 def _content_on_disk(job: Job, evaluating: bool) -> str | None:
-    """Return what a capture in a file depends on: its messages name the user's lines, so these count too."""
+    """Return the content that a capture's file depends on: its messages name the user's lines, so these count too."""
     if kept_folder() is None:
         return None
     key = capture_key(job, lines=True, evaluating=evaluating)
@@ -180,11 +180,11 @@ def _content_on_disk(job: Job, evaluating: bool) -> str | None:
 
 
 def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> CaptureKey | None:
-    """Return what the capture of a job depends on; None where that cannot be told.
+    """Return the key of a job's capture; None if it cannot be told.
 
     The model counts by its function, if that depends on nothing else, such as a file; otherwise it is made, without
-    bytes, and counts by what was made. A batch counts by what two of its rows look like; where the batch function
-    depends on nothing else, it is called once.
+    bytes, and counts by the module made. A batch counts by the structure and shapes of two of its rows; if the batch
+    function depends on nothing else, it is called once.
     """
     import torch
 
@@ -229,7 +229,7 @@ def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> Capt
 
 
 def _batch_of(job: Job) -> str:
-    """Return what rows of the batch look like."""
+    """Return the structure, shapes and dtypes of rows of the batch, as text."""
     from piper.api.content.content import content_of
 
     content = content_of(job.batch, runs=True)

@@ -1,9 +1,9 @@
-"""Say what captures depend on in installed packages, which the content of the user's code does not show.
+"""Find the state of installed packages that captures depend on, and that the content of the user's code does not show.
 
-The content of code follows a function of an installed package, but not what that calls in its own package. So a capture
-in a file has a list of what must be the same where it is used again: the files of all installed packages that were
-loaded, their settings, and the variables of the environment that their source names.
-What the user has put into such a package, such as a function in a registry, counts with its own content.
+The content of code follows a function of an installed package, but not the functions that it calls in its own package.
+So a capture in a file lists the things that must be the same when it is used again: the files of all installed packages
+that were loaded, their settings, and the variables of the environment that their source names. An object that the user
+has put into such a package, such as a function in a registry, counts with its own content.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MOST_DATA = 2**20
 
 @dataclass(frozen=True)
 class InstalledState:
-    """Hold what a capture in a file depends on in installed packages.
+    """Hold the state of installed packages that a capture in a file depends on.
 
     Attributes:
         files: path of each loaded file, and of each that its source names -> digest of its content; sizes and times say
@@ -77,9 +77,9 @@ class InstalledState:
 
 
 def installed_state(before: PackageSettings) -> InstalledState | None:
-    """Return what was there while the model was captured; `before` are the settings before the capture.
+    """Return the state while the model was captured; `before` are the settings before the capture.
 
-    None where a file has changed since this process began, so that it need not be what was loaded.
+    None if a file has changed since this process began, so that its loaded content may be another.
     """
     files: dict[str, str] = {}
     environment: set[str] = set()
@@ -99,7 +99,7 @@ def installed_state(before: PackageSettings) -> InstalledState | None:
 
 
 def _place(name: str, path: str) -> str:
-    """Return the file from which a module is or would be loaded; `path` where none is found."""
+    """Return the file from which a module is or would be loaded; `path` if none is found."""
     if name in sys.modules:
         return str(getattr(sys.modules[name], "__file__", ""))
     return origin_of(name) or path
@@ -138,7 +138,7 @@ def _below(folder: Path) -> tuple[str, ...]:
 
 
 def _content(path: str) -> bytes:
-    """Return what is in a file; nothing of one that is gone."""
+    """Return the content of a file; nothing of a file that is gone."""
     try:
         return Path(path).read_bytes()
     except OSError:
@@ -154,7 +154,7 @@ def _stat(path: str) -> os.stat_result | None:
 
 @functools.cache
 def started() -> float:
-    """Return when this process began, in seconds since 1970; where the system does not say it, when Piper was asked."""
+    """Return when this process began, in seconds since 1970; if the system does not say it, when Piper was asked."""
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         booted = next(

@@ -1,11 +1,10 @@
 """Keep captures in files of the user's, by content, so that another process need not trace the same model again.
 
 The folder is `PIPER_CACHE`, or the user's own for caches (on Linux `piper` in `XDG_CACHE_HOME`, or `~/.cache/piper`).
-With `PIPER_CACHE=""` nothing is kept.
-A file is read by `pickle`, and holds code that a run executes. So the folder must belong to the user and be open to
-nobody else (mode 0700), or it is not used. Files are written under another name and renamed, and begin with a digest of
-what follows; one that cannot be read is replaced. Captures of other versions of Piper, torch or Python, and of machines
-with other devices, have folders of their own.
+With `PIPER_CACHE=""` nothing is kept. A file is read by `pickle`, and holds code that a run executes. So the folder
+must belong to the user and be open to nobody else (mode 0700), or it is not used. Files are written under another name
+and renamed, and begin with a digest of the rest; one that cannot be read is replaced. Captures of other versions of
+Piper, torch or Python, and of machines with other devices, have folders of their own.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ DIGEST_BYTES = 16
 LEFT_S = 86400
 """The age in seconds from which on a half-written file was left by a process that died."""
 SOURCES = ("piper", "piper_ir", "piper_ops", "piper_compiler")
-"""The packages whose source says what a capture is; of a model of `piper.models` only the name is in its content."""
+"""The packages whose source makes captures; of a model of `piper.models` only the name is in its content."""
 
 
 @dataclass
 class KeptFile:
-    """Name the file of a capture, and what it holds.
+    """Name the file of a capture, and its content.
 
     Attributes:
-        around: what the capture depends on in installed packages.
+        around: the state of installed packages that the capture depends on.
         extent: how much of the capture the file holds.
     """
 
@@ -60,7 +59,7 @@ class KeptFile:
     extent: int = 0
 
     def write(self) -> None:
-        """Write the capture where it holds more than the file; what cannot be pickled or written is left out."""
+        """Write the capture if it holds more than the file; a capture that cannot be pickled or written is left out."""
         from piper_compiler.capture import extent, stored
 
         now = extent(self.captured)
@@ -80,7 +79,7 @@ _FILES: dict[int, KeptFile] = {}
 
 
 def kept_or_made(content: Callable[[], str | None], make: Callable[[], Traced]) -> Traced:
-    """Return the capture of what has this content from its file, or else a new one, which is kept.
+    """Return the capture with this content from its file, or else a new one, which is kept.
 
     Without a content nothing is kept.
     """
@@ -109,7 +108,7 @@ def kept_or_made(content: Callable[[], str | None], make: Callable[[], Traced]) 
 def _made_again(
     content: Callable[[], str | None], found: str, make: Callable[[], Traced]
 ) -> Traced:
-    """Return a new capture of what was read from a file; CaptureError where it would be that of something else."""
+    """Return a new capture in place of a file's; raise CaptureError if the content has changed since."""
     if content() != found:
         raise CaptureError(
             "the model, its loss, or something that they read has changed since this was compiled; "
@@ -127,7 +126,7 @@ def write_first(captured: Traced | Captured) -> None:
 
 
 def forget(captured: Traced | Captured, remove: bool = False) -> None:
-    """Let go of a capture; `remove` its file, too, where it must not be used again."""
+    """Let go of a capture; `remove` its file, too, if it must not be used again."""
     file = _FILES.pop(id(captured), None)
     if file is not None:
         file.path.unlink(missing_ok=True) if remove else file.write()
@@ -140,7 +139,7 @@ def write_grown() -> None:
 
 
 def kept_folder() -> Path | None:
-    """Return the folder of this version's captures; None where none are kept, or it is not the user's alone."""
+    """Return the folder of this version's captures; None if none are kept, or it is not the user's alone."""
     asked = os.environ.get("PIPER_CACHE")
     if asked == "":
         return None
@@ -176,7 +175,7 @@ def _folder_of_the_user() -> Path:
 
 @functools.cache
 def version() -> str:
-    """Return a digest of all that decides what a capture is, beside its content."""
+    """Return a digest of everything beside its content that decides how a capture is made."""
     import torch
 
     said = (
@@ -205,7 +204,7 @@ def _distributions() -> list[str]:
 
 
 def _devices() -> list[str | None]:
-    """Return what `torch.cuda.is_available()` and the like depend on, without asking the devices."""
+    """Return the variable and files that `torch.cuda.is_available()` and the like depend on, not asking devices."""
     return [
         os.environ.get("CUDA_VISIBLE_DEVICES"),
         *sorted(os.path.realpath(path) for path in glob.glob("/dev/nvidia[0-9]*")),
@@ -224,7 +223,7 @@ def _is_private(folder: Path) -> bool:
 
 
 def _read(path: Path, make: Callable[[], Traced]) -> KeptFile | None:
-    """Return the capture of a file; None where there is none that can be read."""
+    """Return the capture of a file; None if there is none that can be read."""
     from piper.api.captures.installed import InstalledState
     from piper_compiler.capture import StoredTrace, extent, restored
 

@@ -24,7 +24,7 @@ from piper_runtime.rank import home_of, names_of_the_process
 MOST_ITEMS = 20_000
 """The length of a setting from which on it is a table, which nobody changes."""
 MOST_BYTES = 2**26
-"""The most bytes of an array that are read; nothing is kept where a package holds a larger one."""
+"""The most bytes of an array that are read; nothing is kept if a package holds a larger one."""
 _RANDOM = re.compile(
     r"[0-9a-f]{32}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|.* at 0x[0-9a-f]+.*", re.DOTALL
 )
@@ -37,7 +37,7 @@ PackageSettings = dict[str, dict[str, str]]
 def settings(names: Iterable[str] | None = None) -> PackageSettings | None:
     """Return the settings of each loaded module of installed packages.
 
-    Returns None where something that the user has put there has no content.
+    Returns None if something that the user has put there has no content.
     """
     found: PackageSettings = {}
     seen: set[int] = set()
@@ -63,7 +63,7 @@ def settings(names: Iterable[str] | None = None) -> PackageSettings | None:
 
 
 def changed(module: str, before: dict[str, str], now: dict[str, str]) -> bool:
-    """Return whether settings of a module differ, but for those that are others in each process, such as times."""
+    """Return whether settings of a module differ, but for values that are others in each process, such as times."""
     different = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     return bool(
         different
@@ -106,7 +106,7 @@ def _order(name: str, said: str) -> Set[type]:
     """Return the types whose order counts in a setting of this name.
 
     Packages make private lists, and dicts, from sets of texts, which have another order in each process. So the order
-    of these counts only where the user's source names the setting, and may have set it.
+    of these counts only if the user's source names the setting, and may have set it.
     """
     if name in said:
         return {list, tuple, dict}
@@ -204,7 +204,7 @@ def _reached() -> set[str]:
 
 
 def _named_in(module: types.ModuleType) -> set[str]:
-    """Return the packages of which a module has modules, functions or classes among its variables."""
+    """Return the packages whose modules, functions or classes a module has among its variables."""
     values = list(vars(module).values())
     return {
         _package(

@@ -1,4 +1,4 @@
-"""Compile a job with a strategy, and refuse what a plan cannot train.
+"""Compile a job with a strategy, and refuse jobs that a plan cannot train.
 
 May import: captures.
 """

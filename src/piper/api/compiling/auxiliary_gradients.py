@@ -16,10 +16,10 @@ IN_THE_LOSS = (
 
 
 def undivided(captured: Captured) -> str:
-    """Return why a step may have one microbatch on one replica only; "" where it may have any number.
+    """Return why a step may have one microbatch on one replica only; "" if it may have any number.
 
-    A backward that is not linear in the gradient that comes in trains something else in parts, unless what it adds is a
-    sum or a mean over rows.
+    A backward that is not linear in the gradient that comes in trains something else in parts, unless the gradient that
+    it adds is a sum or a mean over rows.
     """
     wrong = next((one for one in captured.auxiliary if not one.trained), None)
     if wrong is None:

@@ -1,4 +1,4 @@
-"""Check what a strategy does with statistics of microbatches, and say which ones there are."""
+"""Check a strategy against the batch norms that take statistics of microbatches, and name these."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MICROBATCH = "microbatch"
 
 
 def averages_of(job: Job, captured: Captured) -> frozenset[str] | None:
-    """Return the buffers that forward only updates, whose replicas may differ; None where a job allows none."""
+    """Return the buffers that forward only updates, whose replicas may differ; None if a job allows none."""
     if job.batch_norm != MICROBATCH:
         return None
     return frozenset(a.name for a in captured.advancing if not a.read)
 
 
 def check_shared_norms(norms: Sequence[BatchNorm], shardings: Sequence[Sharding]) -> None:
-    """Raise CompileError where devices would share the rows, tokens or channels of batch statistics."""
+    """Raise CompileError if devices would share the rows, tokens or channels of batch statistics."""
     if norms and shardings:
         raise CompileError(
             f"shard: the model takes batch statistics ({norms[0].line}), which devices that share "
@@ -37,7 +37,7 @@ def check_shared_norms(norms: Sequence[BatchNorm], shardings: Sequence[Sharding]
 
 
 def check_rows(norms: Sequence[BatchNorm], plan: Plan) -> None:
-    """Raise CompileError where a microbatch has one value per channel, which has no variance."""
+    """Raise CompileError if a microbatch has one value per channel, which has no variance."""
     single = next((norm for norm in norms if norm.single), None)
     if single is not None and plan.rows == 1:
         raise CompileError(
@@ -49,7 +49,7 @@ def check_rows(norms: Sequence[BatchNorm], plan: Plan) -> None:
 
 
 def statistics_note(norms: Sequence[BatchNorm], plan: Plan) -> str:
-    """Return what `explain` says of batch statistics; "" where there are none."""
+    """Return the note of `explain` on batch statistics; "" if there are none."""
     if not norms:
         return ""
     lines = list(dict.fromkeys(norm.line for norm in norms))

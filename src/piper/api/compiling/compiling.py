@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 MOST_REMARKS = 2
-"""The number of chunks of which an error of the compiler says what the capture knows."""
+"""The most remarks of a capture on chunks that an error of the compiler shows."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +67,7 @@ class Compiled(Brief):
         advancing: Buffers of the job's model that advance once per microbatch.
         layers: Which modules of the job's model are the layers.
         norms: Batch norms of the job's model that take the statistics of each microbatch.
-        strategy: What was compiled.
+        strategy: The strategy that was compiled.
     """
 
     program: Program
@@ -84,9 +84,9 @@ class Compiled(Brief):
 
     @cached_property
     def evaluation(self) -> Compiled | None:
-        """Return the evaluation of the job, compiled for the same ranks; None where the job has none.
+        """Return the evaluation of the job, compiled for the same ranks; None if the job has none.
 
-        Raises JobError, or the error of capture or compiler, where this strategy cannot evaluate the model.
+        Raises JobError, or the error of capture or compiler, if this strategy cannot evaluate the model.
         """
         if self.job is None or self.job.eval_data is None or self.strategy is None:
             return None
@@ -104,7 +104,7 @@ class Compiled(Brief):
         )
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what is pickled: all but the captured graphs, with the code that a run of the plan needs."""
+        """Return the pickled state: all but the captured graphs, with the code that a run of the plan needs."""
         state = dict(vars(self))
         if self.code is not None:
             from piper_compiler.capture import StoredCode
@@ -116,7 +116,7 @@ class Compiled(Brief):
         return state
 
     def facts(self) -> Iterator[tuple[str, object]]:
-        """Yield what was compiled, and what its plan says of itself."""
+        """Yield the facts of the program and of its plan."""
         yield "program", self.program.source
         yield "chunks", len(self.program.chunks)
         yield "parameters", f"{sum(bind(p.spec.numel, 1) for p in self.program.params):,}"
@@ -145,7 +145,7 @@ def compile(
             replica.
         options: How the compiler works.
 
-    Raises CaptureError, DirectiveError, CompileError or JobError; each names what to change.
+    Raises CaptureError, DirectiveError, CompileError or JobError; each names the part to change.
     """
     if not isinstance(strategy, Strategy):
         raise CompileError(
@@ -199,7 +199,7 @@ def compile(
 def trained_job(
     call: str, source: Job, global_batch: int | None, directives: Iterable[Directive] | None = None
 ) -> tuple[Captured, OptimizerSpec, Training]:
-    """Capture a job with the layers that directives ask for; return also its optimizer and what a plan must know of it.
+    """Capture a job with the layers that directives ask for; return also its optimizer and a plan's training facts.
 
     CompileError, in the name of the `call`, for a source that is no job or has a `global_batch` beside it.
     """
@@ -279,7 +279,7 @@ def advancing_notice(compiled: Compiled) -> str:
 
 @contextmanager
 def _remarks_in_errors(captured: Captured) -> Iterator[None]:
-    """Add to a compiler's error what capture knows of the chunks that it is about."""
+    """Add to a compiler's error the capture's remarks on the chunks that it is about."""
     try:
         yield
     except (CompileError, DirectiveError) as error:

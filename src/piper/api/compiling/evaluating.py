@@ -57,7 +57,7 @@ def compiled_evaluation(
 
 
 def evaluation_notice(job: Job | None) -> str:
-    """Return what a job's evaluation is, as one line; "" where it has none."""
+    """Return a line about a job's evaluation; "" if it has none."""
     if job is None or job.eval_data is None:
         return ""
     batches = job.evaluated.eval_batches
@@ -94,7 +94,7 @@ def _captured(job: Job, strategy: Strategy) -> Captured:
 
 
 def check_alike(training: Plan, evaluation: Plan) -> None:
-    """Raise JobError where an evaluation would need other states than the ranks of the training have."""
+    """Raise JobError if an evaluation would need other states than the ranks of the training have."""
     if evaluation.buckets != training.buckets:
         ours, theirs = (
             {name for b in plan.buckets for name in b.params} for plan in (training, evaluation)

@@ -17,7 +17,7 @@ OPT_OUT = 'Job(draws="microbatches") draws it by torch\'s own generator: other n
 
 
 def check_draws(job: Job, program: Program) -> None:
-    """Raise CaptureError for a random operation that cannot draw in parts what one device draws for the whole batch."""
+    """Raise CaptureError for a random operation that cannot draw the numbers of the whole batch in parts."""
     if job.draws != "rows":
         return
     from piper.api.compiling.drawing_operators import drawing_operators  # it loads torch
@@ -29,7 +29,7 @@ def check_draws(job: Job, program: Program) -> None:
 
 
 def check_judged(plan: Plan) -> None:
-    """Raise JobError where plain PyTorch cannot draw what a module that runs as it is draws by torch's generator."""
+    """Raise JobError for a module that runs as it is and draws by torch's generator, as plain PyTorch cannot."""
     unknown = next(
         (d.refused for c in plan.chunks for d in c.draws if d.place.endswith(ANY_NUMBER)), ""
     )

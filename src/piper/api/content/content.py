@@ -6,14 +6,14 @@ variables of the functions around it, and the globals that it reads, and from th
 object that these lead to. All of that is part of the digest, with these limits:
 
 - torch, Piper and Python's own library count by name, and by the data of theirs that the code names (`os.environ`).
-- A custom operator counts by what was registered for it with `torch.library`, whichever way the code names it. One that
+- A custom operator counts by its registrations with `torch.library`, whichever way the code names it. One that
   was registered in C++, or piece by piece, has no content.
 - Of other installed packages the code and the plain globals that it reads count, not the rest of the package behind it.
 - Nothing counts by which object it is: a value that cannot be looked into (an open file), or that is too large, has no
-  content, and neither has what leads to it.
+  content, and neither has an object that leads to it.
 
 Code that Dynamo traces cannot read files, clocks or random numbers, or it is refused. Code that runs, such as a
-constructor, can: it is looked into with `runs=True`, and has a content only where all that it calls is its own code or
+constructor, can: it is looked into with `runs=True`, and has a content only if all that it calls is its own code or
 a part of torch and Python that is known to depend on its arguments alone. A function that a trace calls instead of
 looking into it, such as one with `torch.compiler.assume_constant_result`, is code that runs.
 """
@@ -50,7 +50,7 @@ MOST_VALUES = 200_000
 """The most values in all that are looked into."""
 
 LEAST_HASH = 2**32
-"""The size from which on a number in an attribute called a hash is taken for one of Python's, which have 64 bits."""
+"""The size from which a number in an attribute called a hash is taken for one of Python's, which have 64 bits."""
 
 CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
@@ -87,8 +87,8 @@ def content_of(
     """Return the content of some values: equal contents mean equal values, unequal ones may do so too.
 
     None says that it is not known: something cannot be looked into, or with `runs`, calling the values may give other
-    results for reasons that lie elsewhere. With `lines`, where code stands counts as well, and with `tensors` what
-    tensors hold, also where nothing runs.
+    results for reasons that lie elsewhere. With `lines`, the lines of the code count as well, and with `tensors` the
+    values of tensors, even if nothing runs.
     """
     walk = _Walk(runs, lines, tensors)
     try:
@@ -126,7 +126,7 @@ class _Walk:
             self._token("object", number)
 
     def finish(self) -> None:
-        """Visit the objects that were added, and those that they add."""
+        """Visit the objects that were added, and the ones that they add."""
         done = 0
         while done < len(self._objects):
             value, home, self._runs = self._objects[done]
@@ -208,7 +208,7 @@ class _Walk:
             self.add(value, home)
 
     def _named_op(self, op: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> None:
-        """Add an operator that code names as `torch.ops.<namespace>.<name>`, by what its name stands for now."""
+        """Add an operator that code names as `torch.ops.<namespace>.<name>`, by the present definition of its name."""
         self._token("op", str(op))
         name = op.name() if isinstance(op, OpOverload) else op._qualified_op_name
         if name.partition("::")[0] in OWN_OPS:
@@ -264,7 +264,7 @@ class _Walk:
                 self.add(value, "user" if method else home)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        """Add a tensor: by its values where code runs, else by what a trace knows of it."""
+        """Add a tensor: by its values if code runs, else by the properties that a trace knows."""
         self._token(
             "tensor",
             tensor.dtype,
@@ -359,7 +359,7 @@ class _Walk:
         self._token(view.format, view.shape, view.tobytes())
 
     def _check_pure(self, module: str | None) -> None:
-        """Raise Unseen where code runs that may depend on more than its arguments."""
+        """Raise Unseen if code runs that may depend on more than its arguments."""
         if self._runs and not is_pure(module or "builtins"):
             raise Unseen
 
@@ -400,7 +400,7 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_hash(name: str, value: object) -> bool:
-    """Return whether an attribute keeps what `hash` said.
+    """Return whether an attribute keeps a result of `hash`.
 
     That is another number in each process, because Python seeds the hash of texts anew.
     """
@@ -439,7 +439,7 @@ def _hidden(value: object) -> list[str]:
 
 
 def _reduced(value: Any) -> list[object] | None:
-    """Return the parts from which an object of Python's own library is copied; None where it cannot be."""
+    """Return the parts from which an object of Python's own library is copied; None if it cannot be."""
     try:
         made = value.__reduce_ex__(4)
     except Exception:  # of whatever kind: what cannot be copied counts by identity

@@ -1,4 +1,4 @@
-"""Find what the user has put into installed packages: functions in registries, in place of others, in closures."""
+"""Find the user's objects in installed packages: functions in registries, in place of others, in closures."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ PLAIN = (
 )
 """The types whose `repr` is their content."""
 MADE_WHILE_RUNNING = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-"""The flag of types that are not compiled into a library: those of Python code, and of some modules in C."""
+"""The flag of types that are not compiled into a library: types of Python code, and of some modules in C."""
 MOST_LOOKED_AT = 100_000
-"""The most values in installed packages that are looked at for what the user has put there."""
+"""The most values in installed packages that are searched for objects of the user's."""
 
 
 def of_the_user(value: object, seen: set[int]) -> Iterator[object]:
     """Yield the functions, classes and objects of the user's that a value of an installed package leads to.
 
-    `seen` are the ids of what was looked at. Raises Unseen where there is too much to look at.
+    `seen` are the ids of the values looked at. Raises Unseen if there is too much to look at.
     """
     todo = [value]
     while todo:

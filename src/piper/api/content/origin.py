@@ -1,4 +1,4 @@
-"""Say with what, where and when results were made, so that somebody else can make them again."""
+"""Record the machine, versions, time and command of results, so that somebody else can make them again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIT_S = 5.0
 
 
 def save_origin(folder: Path, seed: int | None = None, file: Path | None = None) -> None:
-    """Write origin.json: machine, versions, commit, seed, time and command; raise OutputError where that fails.
+    """Write origin.json: machine, versions, commit, seed, time and command; raise OutputError if that fails.
 
     `file` is the user's file, whose repository has the commit; by default that of the present folder.
     """
@@ -50,7 +50,7 @@ def commit(folder: Path) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Return the output of a git command; "" where there is no git, no repository, or no answer in time."""
+    """Return the output of a git command; "" if there is no git, no repository, or no answer in time."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
@@ -72,7 +72,7 @@ def _version(distribution: str) -> str:
 
 
 def _machine() -> str:
-    """Return the processor, and the devices where torch is loaded and has some."""
+    """Return the processor, and the devices if torch is loaded and has some."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return machine_name()

@@ -1,4 +1,4 @@
-"""Find what code reads beside its arguments: variables around it, globals, and what modules hold.
+"""Find the values that code reads beside its arguments: variables around it, globals, and attributes of modules.
 
 Whose a module is decides how far it is looked into: the user's, another installed package's, or known: torch's, Piper's
 and Python's own.
@@ -70,7 +70,7 @@ DRAWS = frozenset(
 )
 """The functions of torch that draw random numbers, and not into a tensor that is there."""
 TAKES = frozenset({"item", "tolist", "numpy", "int", "float", "bool"})
-"""The names by which code takes values out of tensors; a constructor that does so may depend on what was drawn."""
+"""The names by which code takes values out of tensors; a constructor that does so may depend on random numbers."""
 ASKS = ("get_", "is_", "are_", "has_", "current_", "initial_seed", "device_count", "cpu_count")
 """The beginnings of the names of torch's functions that say how a process or machine is set up, such as its threads."""
 REFLECTIVE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
@@ -84,9 +84,9 @@ class Unseen(Exception):
 def read_by(
     function: types.FunctionType, runs: bool, elsewhere: bool = False
 ) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of the variables that a function reads, and of what it reads of modules.
+    """Yield (name, value) of the variables that a function reads, and of the attributes of modules that it reads.
 
-    Raises Unseen where it may read more; with `elsewhere`, also where it may read something else in another process.
+    Raises Unseen if it may read more; with `elsewhere`, also if it may read something else in another process.
     """
     read, imported, names = names_in(function.__code__)
     space = function.__globals__
@@ -161,7 +161,7 @@ def _read_of(
     runs: bool,
     elsewhere: bool,
 ) -> Iterator[tuple[str, object]]:
-    """Yield the attributes of a module that code with these names may read. Raises Unseen where they are not known."""
+    """Yield the attributes of a module that code with these names may read. Raises Unseen if they are not known."""
     if id(module) in done:
         return
     done.add(id(module))

@@ -1,7 +1,7 @@
-"""Find what someone has put in place of torch's functions, and of the methods of its modules.
+"""Find replacements of torch's functions, and of the methods of its modules.
 
-A trace goes through modules of torch, which call these by names that the user's code does not show. What counts is what
-a name stands for now: a patch may be older than Piper's import, and may be another function of torch's own.
+A trace goes through modules of torch, which call these by names that the user's code does not show. The object that a
+name stands for now counts: a patch may be older than Piper's import, and may be another function of torch's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DYNAMO = "torch._dynamo"
 
 
 def replaced_in_torch() -> list[tuple[str, object]]:
-    """Return (name, value) of functions of torch that are not what their name says.
+    """Return (name, value) of functions of torch that do not belong to their name.
 
     The value is a foreign function or object itself, and of another function of torch's its full name. Some aliases are
     torch's own, and in every list.
@@ -43,7 +43,7 @@ def replaced_in_torch() -> list[tuple[str, object]]:
 
 
 def _replacement(function: object, inside: str, name: str) -> object:
-    """Return what counts of a function that has a name of another one; None of one that is where it belongs."""
+    """Return the value that counts for a function under another one's name; None for one under its own name."""
     if isinstance(function, _NO_FUNCTION) or not callable(function):
         return None
     known = getattr(function, "__qualname__", None)
@@ -61,7 +61,7 @@ def _replacement(function: object, inside: str, name: str) -> object:
 
 
 def _classes_of_modules() -> list[type]:
-    """Return the classes of torch's modules, and those from which they inherit."""
+    """Return the classes of torch's modules, and their base classes in torch."""
     kinds = [kind for kind in vars(torch.nn).values() if isinstance(kind, type)]
     return list(
         dict.fromkeys(

@@ -5,10 +5,10 @@ A folder holds the files of its command; `piper report` shows them.
 - plan.json, strategy.json: the plan and the strategy that were simulated or run. `piper_ir.plan.plan_file` reads a
   plan, which is written as tables if it is large.
 - predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s, peak_bytes, device_bytes, peak_by_category
-  and limit_bytes, which its device has.
+  and limit_bytes, the memory of its device.
   Of more than 64 ranks it has `roles` instead, each with the `ranks` that it holds for.
 - origin.json: machine, versions, commit, seed, time and command.
-- why.json: the tables and numbers of `piper simulate --why`, also of what is predicted for a run.
+- why.json: the tables and numbers of `piper simulate --why`, also for the prediction of a run.
 - measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
 - spans-predicted.json, spans-measured.json: a `piper_ir.ground.trace.Trace`.
 - trace-predicted.json, trace-measured.json: the same for Chrome's viewer.
@@ -135,11 +135,11 @@ def save_prediction(folder: Path, prediction: Simulation) -> None:
 
 
 MOST_RANKS = 64
-"""The most ranks that are written one by one, which is what programs read."""
+"""The most ranks that are written one by one, which is the form that programs read."""
 
 
 def written_trace(prediction: Simulation) -> Trace:
-    """Return the trace for files and programs: rank by rank, or where there are many, once for those that are alike."""
+    """Return the trace for files and programs: rank by rank, or once for alike ranks if there are many."""
     return prediction.role_trace if len(prediction.bubble_s) > MOST_RANKS else prediction.trace
 
 

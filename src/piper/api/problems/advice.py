@@ -1,4 +1,4 @@
-"""Say what one word of a strategy would change, and how a plan that does not fit can be made to fit."""
+"""Find the effect of one word of a strategy, and changes that make a plan fit."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ SPARING = ("one_f_one_b", "v_half", "v_min")
 
 @dataclass(frozen=True)
 class Advice:
-    """Hold what other words of a strategy would change.
+    """Hold the effects of other words of a strategy.
 
     Attributes:
-        words: What each single word changes that Piper tries of any strategy, whether it helps or not.
+        words: The effect of each single word that Piper tries of any strategy, whether it helps or not.
         way_out: The first change that makes a plan fit that does not; None for a plan that fits.
     """
 
@@ -68,17 +68,17 @@ def advice(
     plan: Plan | None = None,
     contention: bool = True,
 ) -> Advice:
-    """Return what other words of a strategy would change, and for a plan that does not fit, a way out.
+    """Return the effects of other words of a strategy, and for a plan that does not fit, a way out.
 
     Args:
         job: The job to train.
         strategy: The strategy as it is.
         cluster: A cluster, its name, or its file, as in `simulate`.
         costs: Measured durations.
-        plan: The plan of the strategy, where it is compiled already.
+        plan: The plan of the strategy, if it is compiled already.
         contention: As in `simulate`.
 
-    Raises CaptureError, DirectiveError, CompileError or JobError where the strategy itself cannot be compiled.
+    Raises CaptureError, DirectiveError, CompileError or JobError if the strategy itself cannot be compiled.
     """
     chosen = chosen_cluster(cluster)
     assert chosen is not None, "a cluster was given"
@@ -120,7 +120,7 @@ def changes(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
 
 
 def _recomputing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield the policies of recomputation that keep less, where one holds for all that is recomputed."""
+    """Yield the policies of recomputation that keep less, if one holds for all that is recomputed."""
     asked = [d for d in strategy.directives if isinstance(d, recompute)]
     kept = {d.keep for d in asked}
     if len(kept) > 1 or not kept <= set(POLICIES):
@@ -134,7 +134,7 @@ def _recomputing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
 
 
 def _sharing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield levels of ZeRO from 2 on, where there are replicas; level 1 is a word that is tried of any plan."""
+    """Yield levels of ZeRO from 2 on, if there are replicas; level 1 is a word that is tried of any plan."""
     able = [d for d in strategy.directives if isinstance(d, replicate) and d.shard is None]
     able = [d for d in able if strategy.mesh.degree(d.over) > 1]
     levels: tuple[Literal[2, 3], ...] = (2, 3)
@@ -148,13 +148,13 @@ def _sharing(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
 
 
 def _halved(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield the strategy with twice the microbatches, where its recipe is known, or where no order stands for them."""
+    """Yield the strategy with twice the microbatches, if its recipe is known, or if no order stands for them."""
     if (twice := _twice(strategy)) is not None:
         yield f"half the rows per microbatch ({twice[0]})", _with(strategy, twice[1])
 
 
 def _twice(strategy: Strategy) -> tuple[str, list[Directive]] | None:
-    """Return the directives for twice the microbatches, with words; None where nobody knows them."""
+    """Return the directives for twice the microbatches, with words; None if nobody knows them."""
     cuts, items = [d for d in strategy.directives if isinstance(d, split)], [*strategy.directives]
     if len(cuts) > 1 or (cuts and cuts[0].selection != where()):
         return None
@@ -199,7 +199,7 @@ def _wider(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
 
 
 def _ordered(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield the schedules that keep fewer microbatches in flight, where the strategy's is known."""
+    """Yield the schedules that keep fewer microbatches in flight, if the strategy's is known."""
     known, pp = used_recipe(strategy), strategy.mesh.size("pp")
     if known is None:
         return

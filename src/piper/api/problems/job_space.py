@@ -73,7 +73,7 @@ class JobSpace:
         self._cases: dict[int, JobCase] = {}
 
     def job(self, trial: Any) -> Job:
-        """Return the job of a trial, the same object for the same values; raise JobError where there is none."""
+        """Return the job of a trial, the same object for the same values; raise JobError if there is none."""
         from piper_runtime import Job
 
         recorded = _Recorded(trial)

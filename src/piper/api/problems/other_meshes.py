@@ -37,7 +37,7 @@ class UsedRecipe:
 
 
 def used_recipe(strategy: Strategy) -> UsedRecipe | None:
-    """Return the pipeline recipe of which a strategy has all directives, one behind the other; None without one.
+    """Return the pipeline recipe whose directives a strategy has, all one behind the other; None without one.
 
     A recipe is recognised with its default arguments, but for pp, microbatches, chunks and the boundaries of stages.
     """
@@ -66,7 +66,7 @@ def used_recipe(strategy: Strategy) -> UsedRecipe | None:
 def on_devices(strategy: Strategy, world: int, global_batch: int) -> Iterator[Strategy]:
     """Yield the same strategy on all meshes of exactly `world` ranks, as far as it can be written; not all are legal.
 
-    Where its recipe is known, the number of microbatches changes with the mesh: first so that a microbatch has as many
+    If its recipe is known, the number of microbatches changes with the mesh: first so that a microbatch has as many
     rows as before, then others close to that.
     """
     known = used_recipe(strategy)
@@ -119,7 +119,7 @@ def _replicas(strategy: Strategy, mesh: Mesh) -> int:
 def _resized(
     strategy: Strategy, known: UsedRecipe | None, mesh: Mesh, microbatches: int
 ) -> list[Directive]:
-    """Return the directives for a mesh; a replication over axes of one device goes, and what needs it."""
+    """Return the directives for a mesh; drop replications over axes of one device, and directives that need them."""
     if known is not None:
         made = known.made(mesh.size("pp"), microbatches)
         directives = [*strategy.directives[: known.begin], *made, *strategy.directives[known.end :]]

@@ -26,7 +26,7 @@ from piper.api.reference.reference_random import RandomState
 from piper.api.reference.reference_weights import cast_tensors, constructed, load_weights
 
 COUNTS = "expert_tokens"
-"""The end of the names of buffers that count tokens, which are no part of what a model computes."""
+"""The end of the names of buffers that count tokens, which are no part of a model's results."""
 STEPS = 3
 
 Tensors = Mapping[str, Tensor]
@@ -40,7 +40,7 @@ class Reference:
         losses: Per step, the loss over the global batch.
         gradients: Per step, the gradients that the optimizer saw, of the parameters that have one.
         parameters: After the last step, under their first names.
-        buffers: After the last step, under their first names, without those that count the tokens of experts.
+        buffers: After the last step, under their first names, without the counts of experts' tokens.
         state_dict: The module's, after the last step.
         by_parts: Whether the model ran on one microbatch after the other.
     """
@@ -200,7 +200,7 @@ class _Trainer:
         return _scalar(_own_loss(output) if self.loss is None else self.loss(output, targets))
 
     def _in_parts(self, step: int) -> float:
-        """Compute the gradients of the whole batch's loss, where the model runs on one microbatch after the other.
+        """Compute the gradients of the whole batch's loss, if the model runs on one microbatch after the other.
 
         The first pass gives the outputs of all, and the gradients of the loss with respect to them. The second runs
         each microbatch again, on the buffers that it had, for the gradients of parameters.
@@ -247,7 +247,7 @@ class _Trainer:
             _restore(self.model, first)  # the first replica's copy counts
 
     def _accumulated(self, step: int) -> float:
-        """Sum the gradients of all microbatches; return the mean of their losses, or the sum over that of weights."""
+        """Sum the gradients of all microbatches; return the mean of their losses, or their sum over the weights'."""
         losses, weights = [], []
         before = _copies(self.model)
         first: dict[str, Tensor] = {}
@@ -301,7 +301,7 @@ class _Trainer:
         return output, targets
 
     def _cast(self, leaf: Any, dtype: torch.dtype | None = None) -> Any:
-        """Return a leaf in this dtype, or that of computing: a loss gets its targets as they are."""
+        """Return a leaf in this dtype, or in the compute dtype: a loss gets its targets as they are."""
         if isinstance(leaf, Mapping):
             return {
                 key: pytree.tree_map(lambda part: self._cast(part, dtype), item)
@@ -356,7 +356,7 @@ def _restore(model: nn.Module, copies: Mapping[str, Tensor]) -> None:
 
 
 def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> bool:
-    """Return whether buffers have changed, apart from those that count tokens."""
+    """Return whether buffers have changed, apart from the counts of tokens."""
     return any(
         not torch.equal(b, before[n])
         for n, b in model.named_buffers()
@@ -379,7 +379,7 @@ def _own_loss(output: Any) -> Any:
 
 
 class _Updated:
-    """Hold what the optimizer updates, and sums of gradients; the module has copies where it computes otherwise."""
+    """Hold the optimizer's parameters, and sums of gradients; the module has copies if it computes in another dtype."""
 
     def __init__(self, model: nn.Module, precision: Any):
         compute, self._sums_in = (
@@ -404,7 +404,7 @@ class _Updated:
         return [(n, self._masters.get(n, p)) for n, p in self._model.named_parameters()]
 
     def add(self) -> None:
-        """Add the gradients of a microbatch to the sums; where the dtypes are equal, autograd does that."""
+        """Add the gradients of a microbatch to the sums; if the dtypes are equal, autograd does that."""
         for name, p in self._model.named_parameters():
             if p.grad is not None and p.grad.dtype != self._sums_in:
                 self._sums.setdefault(name, torch.zeros(p.shape, dtype=self._sums_in)).add_(p.grad)
@@ -421,7 +421,7 @@ class _Updated:
                 )
 
     def write(self, *, whole: bool = False) -> None:
-        """Write the module's copies, or in the end let it have what they are copies of (`whole`)."""
+        """Write the module's copies, or in the end give it the masters themselves (`whole`)."""
         for name, p in self._model.named_parameters():
             if name in self._masters:
                 master, p.grad = self._masters[name], None

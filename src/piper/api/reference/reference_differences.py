@@ -55,7 +55,7 @@ class Difference:
     Attributes:
         step: From 0; the number of steps for values after the last.
         what: The kind of value that differs.
-        rank: -1 where it is not of one rank.
+        rank: -1 if it is not of one rank.
         name: The tensor's name; empty for a loss.
         problem: The difference, in words.
     """
@@ -150,7 +150,7 @@ def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Dif
 
 
 def _reached(got: Tensors, want: Tensors, parameters: Tensors) -> dict[str, Tensor]:
-    """Return gradients without the zeros of parameters that no row reached, of which autograd makes none."""
+    """Return gradients without the zeros of parameters that no row reached, for which autograd makes none."""
     return {
         n: g for n, g in got.items() if n in want or n not in parameters or bool(g.count_nonzero())
     }
@@ -159,7 +159,7 @@ def _reached(got: Tensors, want: Tensors, parameters: Tensors) -> dict[str, Tens
 def typical_norm(norms: Mapping[str, float]) -> float:
     """Return the quadratic mean of norms; 0 for none.
 
-    The median is no measure: where branches begin with weights of zero, most gradients may be zero but for rounding.
+    The median is no measure: if branches begin with weights of zero, most gradients may be zero but for rounding.
     """
     return math.sqrt(sum(norm * norm for norm in norms.values()) / max(1, len(norms)))
 

@@ -45,8 +45,8 @@ class RandomState:
     def during(self, step: int, rows: range) -> Iterator[None]:
         """Draw for these rows of the global batch inside of the block: in one forward, and in its backward.
 
-        If the rows are not the first ones, the first dimension of what is drawn is taken for theirs where it has
-        equally many entries for each.
+        If the rows are not the first ones, the first dimension of a random tensor is taken for theirs if it has equally
+        many entries for each.
         """
         self._step, self._rows, self._positions = step, rows, []
         self._move("", {})
@@ -148,13 +148,13 @@ class _Mode(TorchDispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation draws: kernels of attention and rrelu have torch's tag also where they do not."""
+    """Return whether an operation draws: kernels of attention and rrelu have torch's tag even if they do not."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()) or "backward" in str(
         func
     ):
         return False
     given = _arguments(func, args, kwargs)
-    own = given.get("generator") is not None  # that of a generator of one's own is torch's
+    own = given.get("generator") is not None  # a draw from a generator of one's own is torch's
     return not own and given.get("dropout_p") != 0.0 and given.get("training") is not False
 
 

@@ -30,7 +30,7 @@ _DTYPES = {
 
 
 def constructed(job: Any) -> nn.Module:
-    """Return what the constructor makes, with a seed before each draw where Job.init asks for that."""
+    """Return the model of the constructor, with a seed before each draw if Job.init asks for that."""
     if job.init == "model" or (job.init != "seeded" and not _is_safetensors(Path(job.init))):
         model: nn.Module = job.model()
         return model
@@ -170,7 +170,7 @@ def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _renamed(state: Mapping[str, Tensor], rename: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return tensors under the names of the model: parts of them, transposed or stacked where `rename` says so."""
+    """Return tensors under the names of the model: parts of them, transposed or stacked if `rename` says so."""
     found: dict[str, Tensor] = {}
     entries: dict[str, dict[int, Tensor]] = {}
     for name, tensor in state.items():

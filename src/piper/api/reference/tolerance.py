@@ -1,4 +1,4 @@
-"""Find how far a run in float64 may differ from one device, where the model computes in a narrower type."""
+"""Find how far a run in float64 may differ from one device, if the model computes in a narrower type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tolerance:
 
     Attributes:
         value: The relative difference that is allowed.
-        why: The dtype and the line that ask for a tolerance above that of float64.
+        why: The dtype and the line that ask for a tolerance above float64's.
     """
 
     value: float = FLOAT64
@@ -34,7 +34,7 @@ STRICT = Tolerance()
 def tolerances(captured: Captured) -> Iterator[Tolerance]:
     """Yield the tolerances to try, the strictest first.
 
-    Results in a narrower type are equal all the same where both sides compute in the same order.
+    Results in a narrower type are equal all the same if both sides compute in the same order.
     """
     from piper_compiler.capture import narrowest
 

@@ -61,8 +61,7 @@ class VerificationReport:
         steps: How many were compared.
         tensors: How many the model's state has.
         differences: Those beyond the tolerance, in the order of steps.
-        whole: The comparison with the whole batch in one forward, where the model ran on one microbatch after the
-            other.
+        whole: The comparison with the whole batch in one forward, if the model ran on one microbatch after the other.
         tolerance: The tolerance that was allowed.
     """
 
@@ -75,14 +74,14 @@ class VerificationReport:
 
     @property
     def equal(self) -> bool:
-        """Return whether nothing differs, or only what advances once per microbatch by the model's own making."""
+        """Return whether nothing differs, or only the whole batch, if the job means to depend on microbatches."""
         return not self.differences and (
             self.whole is None or self.whole.meant or not self.whole.differences
         )
 
     @property
     def equal_whole_batch(self) -> bool | None:
-        """Return whether the whole batch in one forward is equal too; None where it was not compared."""
+        """Return whether the whole batch in one forward is equal too; None if it was not compared."""
         if self.whole is None:
             return self.equal
         return None if self.whole.random else not self.whole.differences
@@ -139,7 +138,7 @@ def _whole_batch(
 ) -> WholeBatch | None:
     """Compare with the whole batch in one forward.
 
-    Parameters are left out: where a true gradient is zero, Adam makes steps from rounding, which differs here.
+    Parameters are left out: if a true gradient is zero, Adam makes steps from rounding, which differs here.
     """
     plan = compiled.plan
     if plan.microbatches * plan.replicas == 1:
@@ -160,7 +159,7 @@ def compared(
 ) -> tuple[list[Difference], Tolerance]:
     """Return the differences by the strictest tolerance that finds none, and that tolerance.
 
-    If each finds some, they are those by the tolerance of the narrowest dtype in the model.
+    If each finds some, the tolerance of the narrowest dtype in the model counts.
     """
     for tolerance in tolerances(captured):
         beyond = differences(found, expected, tolerance.value)

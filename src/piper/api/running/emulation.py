@@ -47,7 +47,7 @@ def emulate(
         out: Times and trace go to a new folder below this one.
         pool: Processes to use again.
 
-    Errors are those of `simulate` and of `piper_runtime.launch.processes.emulation.emulate`.
+    Errors come from `simulate` and from `piper_runtime.launch.processes.emulation.emulate`.
     """
     from piper_ir.verify import verify
 
@@ -68,7 +68,7 @@ def emulate(
 
 
 def emulated_cluster(plan: Plan, cluster: str | Cluster | None) -> Cluster | None:
-    """Return the cluster to imitate, None where the plan needs none; raise ClusterError for an unknown name."""
+    """Return the cluster to imitate, None if the plan needs none; raise ClusterError for an unknown name."""
     if cluster == "auto" and given_only(plan):
         return None
     return local_cluster() if cluster == "auto" else chosen_cluster(cluster)

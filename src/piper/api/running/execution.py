@@ -148,7 +148,7 @@ def execute(
     """Run a compiled strategy for `steps` optimizer steps.
 
     Args:
-        compiled: What `compile` returned.
+        compiled: The result of `compile`.
         job: Replaces the compiled job. It has the same model, loss and optimizer groups, but may have other data,
             another seed or learning rate.
         steps: Optimizer steps to run.
@@ -168,8 +168,8 @@ def execute(
         resume: "latest", the newest complete checkpoint in the folder of `checkpoint`, or the path of one. The run goes
             on from there with `steps` more steps; another strategy than that of then may run it.
         restarts: How many times the run is started again after a rank died, raised or hung: from the newest complete
-            checkpoint, without one from where it began. What failed is in `Run.restarts`. A loss that is not finite, a
-            mistake in the job, and an exception that comes again in the same step end the run.
+            checkpoint, without one from where it began. The failures are in `Run.restarts`. A loss that is not finite,
+            a mistake in the job, and an exception that comes again in the same step end the run.
         on_loss: "restart" takes a rank that died to be replaced: the same plan runs again. "replan" takes its device to
             be gone: the run goes on with fewer devices and the same global batch.
         strategy: For "replan", the strategies for fewer devices: a function of a trial, which is searched in
@@ -280,7 +280,7 @@ def execute(
 
 
 def evaluation_for(compiled: Compiled, job: Job) -> Evaluation | None:
-    """Return how a run of a job evaluates its model; None where the job does not ask for it."""
+    """Return how a run of a job evaluates its model; None if the job does not ask for it."""
     from piper_ir.verify import verify
     from piper_runtime.rank import Evaluation
 

@@ -29,9 +29,9 @@ METRICS_FILE = "metrics.jsonl"
 OPTIONAL = frozenset(
     {"experts", "gradient_norm", "learning_rates", "metrics", "evaluation", "evaluation_s"}
 )
-"""The metrics that a line lacks where a run has none."""
+"""The metrics that a line lacks if a run has none."""
 EVALUATED = "eval_"
-"""The beginning of the names of what an evaluation finds."""
+"""The prefix of the names of an evaluation's metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class StepMetrics:
         return {EVALUATED + name: value for name, value in self.evaluation.items()}
 
     def _rates(self) -> dict[str, float]:
-        """Return the learning rate by name, of each group where they differ."""
+        """Return the learning rate by name, of each group if they differ."""
         if len(set(self.learning_rates)) == 1:
             return {"learning_rate": self.learning_rates[0]}
         return {f"learning_rate/{group}": rate for group, rate in enumerate(self.learning_rates)}
@@ -120,7 +120,7 @@ class MetricsWriter(Protocol):
         """Write one step."""
 
     def close(self) -> None:
-        """Write what is left, and close."""
+        """Write the metrics that are left, and close."""
 
 
 class JsonLines:
@@ -287,13 +287,13 @@ class Metrics:
                 lost.steps += 1
 
     def _evaluated(self, record: StepRecord) -> dict[str, float]:
-        """Return what the evaluation after a step has found; nothing without one."""
+        """Return the results of the evaluation after a step; nothing without one."""
         if not record.evaluation:
             return {}
         return {**record.evaluation, **self._values(record.step, record.evaluation["loss"])}
 
     def _values(self, step: int, loss: float) -> dict[str, float]:
-        """Return the values of the user's functions of the loss; those that fail are reported at the end."""
+        """Return the values of the user's functions of the loss; functions that fail are reported at the end."""
         found: dict[str, float] = {}
         for name, function in self._functions.items():
             try:
@@ -342,8 +342,8 @@ def open_metrics(
 ) -> Metrics:
     """Open the metrics of a run of a plan in the folder of its results.
 
-    `names` are as in `log_names`; `functions` are those of Job.metrics. Raises MissingPackageError for a log whose
-    library is not installed, and OutputError when a log cannot be opened.
+    `names` are as in `log_names`; `functions` come from Job.metrics. Raises MissingPackageError for a log whose library
+    is not installed, and OutputError when a log cannot be opened.
     """
     writers: dict[str, MetricsWriter] = {}
     for name in log_names(names):

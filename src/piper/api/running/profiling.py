@@ -71,13 +71,13 @@ def profile(
 ) -> Costs:
     """Measure a job on as many ranks as the strategy has, all at once.
 
-    Each rank has one thread of the CPU, or a CUDA device of its own where there are any
+    Each rank has one thread of the CPU, or a CUDA device of its own if there are any
     (`piper_runtime.rank.values.device`). The following is measured, with the code and the closures of a run and on the
     job's own batches, while all ranks compute:
 
     - seconds per distinct chunk and step (F, I, W), and per other op of the compute stream, at each number of rows; of
-      chunks that devices share, without the messages inside, in whose place a device copies what it would send;
-    - the same of recomputation (R), under the strategy's policies and those of `keep`;
+      chunks that devices share, without the messages inside, in whose place a device copies the bytes to send;
+    - the same of recomputation (R), under the policies of the strategy and of `keep`;
     - updates, norms, buffers of gradients and their folds, of ranks that keep all of a bucket or a part;
     - point-to-point messages, all-reduces, all-gathers and reduce-scatters over groups of ranks, by size, up to the
       largest activation and the whole gradient (gloo, NCCL); all-to-alls up to 1 MiB;
@@ -100,7 +100,7 @@ def profile(
         timeout_s: Seconds without progress after which a rank counts as hung.
         pool: Workers to use again.
 
-    Raises JobError, ExecutionError, and what `compile` raises.
+    Raises JobError, ExecutionError, and the errors of `compile`.
     """
     from piper_runtime.launch import launcher_kind, open_pool
 
@@ -147,7 +147,7 @@ def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]
 
 
 def _one_replica(job: Job, rows: int, mesh: Mesh, directives: Sequence[Directive]) -> Compiled:
-    """Compile the model with one microbatch of these rows, on one device or those that share its chunks or experts."""
+    """Compile the model with one microbatch of these rows, on one device or on all that share its chunks or experts."""
     own = _axes_of_experts(directives)
     replicas = recipes.data_parallel(over=own) if own else ()
     return compile(
@@ -246,8 +246,8 @@ def _requests(
 def _sizes(plans: Sequence[Plan], largest: Plan) -> tuple[int, ...]:
     """Return the bytes of messages to measure, ascending multiples of 4.
 
-    They are those of the first plan, and a grid up to the whole gradient, in the buckets of any of the plans, and to
-    the largest boundary between chunks at the most rows.
+    They are the sizes of the first plan, and a grid up to the whole gradient, in the buckets of any of the plans, and
+    to the largest boundary between chunks at the most rows.
     """
     traffic = PlanBytes(plans[0])
     own = {

@@ -64,7 +64,7 @@ def check_on_loss(on_loss: object, strategy: object, restarts: int, launcher: st
 
 
 class Replanner:
-    """Give the plan for so many devices; `compiled` and `strategy` are always those of the last one."""
+    """Give the plan for so many devices; `compiled` and `strategy` always belong to the last one."""
 
     def __init__(
         self,
@@ -170,13 +170,13 @@ class Replanner:
 
 
 def exported(compiled: Compiled) -> ExportedCode:
-    """Return the code of a plan's chunks, and that which counts in its batch."""
+    """Return the code of a plan's chunks, and the code that counts in its batch."""
     assert compiled.code is not None
     return compiled.code.export(compiled.plan.codes, compiled.plan.rows)
 
 
 def _check_tuner() -> None:
-    """Raise MissingPackageError where strategies cannot be searched: when the devices are lost it would be too late."""
+    """Raise MissingPackageError if strategies cannot be searched: when the devices are lost it would be too late."""
     try:
         import_module("piper_autotune")
     except ImportError as e:

@@ -87,7 +87,7 @@ def tune(
     """Search the strategy with the least predicted `period_s` whose plan fits the memory of every device.
 
     `period_s` is seconds per step in steady state. `strategy(trial)` chooses with Optuna's `suggest_int`,
-    `suggest_float` and `suggest_categorical` and returns a Strategy. Ctrl-C returns what was found so far.
+    `suggest_float` and `suggest_categorical` and returns a Strategy. Ctrl-C returns the results so far.
 
     Args:
         source: A Job, captured once; a Program, for which nothing can be confirmed; or a function `job(trial)` that
@@ -97,8 +97,8 @@ def tune(
         trials: Candidates, as in `piper_autotune.tune`; so are `seed`, `storage`, `sampler`, `timeout_s`.
         confirm: How many of the best are run; the best is then the one measured to be fastest. Refused unless `cluster`
             is this machine.
-        memory_limit: Bytes, or text such as "20GiB", compared with `Simulation.device_bytes`. The default is what the
-            cluster's devices have.
+        memory_limit: Bytes, or text such as "20GiB", compared with `Simulation.device_bytes`. The default is the memory
+            of the cluster's devices.
         costs: Measured durations.
         workers: Processes (0: this one), "ray", "local" (a Ray of its own) or the address of a Ray cluster. The same
             seed and number of workers give the same study.
@@ -110,7 +110,7 @@ def tune(
         global_batch: With a Program only, as in `compile`.
         model: The cost model, as in `simulate`.
         objective: "period", "tokens_per_s_per_device" (the most) or "dollars_per_token" (the fewest, by
-            `price_per_hour` of the cluster's devices). The default is the period; for `job(trial)`, where periods of
+            `price_per_hour` of the cluster's devices). The default is the period; for `job(trial)`, since periods of
             different jobs would be compared, tokens per second and device.
         load: Of experts that ranks share, as in `simulate`. Without one all ranks have equally many tokens, and of
             several bounds on dropless experts' rows the least is the fastest.
@@ -255,7 +255,7 @@ def _jobs(source: Any, space: JobSpace | None) -> Callable[[Mapping[str, Any]], 
 
 
 def _goal_of_jobs(objective: Objective | None, storage: Any, global_batch: int | None) -> Objective:
-    """Return what a search over jobs minimises; raise TuneError for arguments that are for one job."""
+    """Return the objective of a search over jobs; raise TuneError for arguments that are for one job."""
     if objective == "period":
         others = " or ".join(f"objective={name!r}" for name in OBJECTIVES if name != "period")
         raise TuneError(

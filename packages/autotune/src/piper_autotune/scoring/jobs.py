@@ -31,7 +31,7 @@ class JobCase:
 
 
 class JobCases:
-    """Find the case of a strategy by its params; `case_of` returns the case of params, and raises where they make none.
+    """Find the case of a strategy by its params; `case_of` returns the case of params, and raises if they make none.
 
     `case_of` must return the same object for the same job.
     """
@@ -94,7 +94,7 @@ class PerJob:
         self._open.clear()
 
     def _close_others(self) -> None:
-        """Close what was not used for longest and has no candidate under way."""
+        """Close the cases that were not used for longest and have no candidate under way."""
         busy = {case for case, _ in self._tickets.values()}
         for case in [case for case in self._open if case not in busy][
             : max(0, len(self._open) - MOST_OPEN + 1)

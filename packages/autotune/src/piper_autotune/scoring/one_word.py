@@ -1,6 +1,6 @@
-"""Score the strategies that differ from one in a single argument, and say what that word would change.
+"""Score the strategies that differ from one in a single argument, and say how that word changes the prediction.
 
-A person who writes a strategy seldom knows all arguments of its directives, and a search tries those of its space only.
+A person who writes a strategy seldom knows all arguments of its directives, and a search tries its space only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from piper_ir.program.program import Program
 from piper_ir.tools import size_text, time_text
 
 FASTER, SMALLER = 0.005, 0.05
-"""The parts of the period, and of the fullest device's bytes, by which a change must be better to be told."""
+"""The least relative gains of period, and of the fullest device's bytes, for which a change is told."""
 SLOWER = 0.01
-"""The part by which the period may be longer where the memory is smaller; more memory does no harm that fits."""
+"""The relative loss of period that is accepted for less memory; more memory does no harm if it fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneWord:
-    """Say what one word changes.
+    """Hold the effect of one word.
 
     Attributes:
         words: the directive with the argument.
@@ -41,12 +41,12 @@ class OneWord:
 
     @property
     def period_change(self) -> float:
-        """Return by which part the period grows."""
+        """Return the relative growth of the period."""
         return self.after.period_s / self.before.period_s - 1 if self.before.period_s else 0.0
 
     @property
     def step_change(self) -> float:
-        """Return by which part the first step grows."""
+        """Return the relative growth of the first step."""
         return self.after.step_s / self.before.step_s - 1 if self.before.step_s else 0.0
 
     @property
@@ -58,7 +58,7 @@ class OneWord:
     def helps(self) -> bool:
         """Return whether to tell it: it is faster and fits, or smaller and hardly slower, or makes the plan fit.
 
-        Of a plan that does not fit, what is faster with no more memory is told as well: it stays so when the plan fits.
+        For a plan that does not fit, a faster change with no more memory is told, too: it stays so when the plan fits.
         """
         faster = self.period_change <= -FASTER
         if self.before.reason:
@@ -118,7 +118,7 @@ def alternatives(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
 def one_word(
     evaluator: Evaluator, strategy: Strategy, *, engine: bool, before: Scored | None = None
 ) -> tuple[OneWord, ...]:
-    """Return what each alternative changes, without those that cannot be compiled; `before` is a score that is known.
+    """Return the effect of each alternative that can be compiled; `before` is a score that is known.
 
     Both sides are scored in the same way: by the event engine, or by the sweep, which knows no contention.
     """
@@ -145,9 +145,9 @@ class WayOut:
     """Say how a plan that does not fit can be made to fit.
 
     Attributes:
-        change: the first change that fits, with its price; None where none of those tried does.
+        change: the first change that fits, with its price; None if none of the tried ones does.
         tried: how many changes were tried.
-        least: of those that were compiled and do not fit, the one that holds least.
+        least: of the compiled changes that do not fit, the one that holds least.
     """
 
     change: OneWord | None
@@ -178,11 +178,11 @@ class ScoredHere:
         return self._evaluator.result(self._evaluator.submit(strategy, self._engine))
 
     def one_word(self, strategy: Strategy, before: Scored | None = None) -> tuple[OneWord, ...]:
-        """Return what each alternative of a strategy changes; `before` is its own score, where that is known."""
+        """Return the effect of each alternative of a strategy; `before` is its own score, if that is known."""
         return one_word(self._evaluator, strategy, engine=self._engine, before=before)
 
     def way_out(self, before: Scored, changes: Iterable[tuple[str, Strategy]]) -> WayOut:
-        """Return the first change that fits; what cannot fit by its lower bounds is not compiled."""
+        """Return the first change that fits; a change that cannot fit by its lower bounds is not compiled."""
         tried, least = 0, None
         for words, strategy in changes:
             tried += 1

@@ -127,7 +127,7 @@ class _Compiling:
 
 
 def seconds_of(model: CostModel, plan: Plan) -> list[float]:
-    """Return the duration of each instruction, found once where microbatches are alike."""
+    """Return the duration of each instruction, found once if microbatches are alike."""
     once = model.uniform
     out: list[float] = []
     for role in plan.roles:

@@ -27,7 +27,7 @@ class Confirmation:
 def confirm_best(
     search: StrategySearch, count: int, measure: Callable[[Strategy], Confirmation]
 ) -> None:
-    """Run the best candidates; those with equal predictions are one plan and run once."""
+    """Run the best candidates; candidates with equal predictions are one plan and run once."""
     seen: set[tuple[object, ...]] = set()
     for row in search.complete():
         prediction = (row.period_s, row.step_s, row.peak_bytes)

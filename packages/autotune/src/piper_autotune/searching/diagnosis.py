@@ -42,16 +42,16 @@ def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
 
 
 def _counted(search: StrategySearch, count: int) -> str:
-    """Return the beginning of a message: of a whole space it is known that nothing fits, else of what was tried."""
+    """Return the beginning of a message: nothing in the whole space fits, or none of the tried candidates does."""
     if search.exhausted:
         return f"nothing fits: none of the {count} candidates of this space"
     return f"none of the {count} candidates that were tried (there are more, so give more trials)"
 
 
 def _way_out(problem: TuningProblem, least: Row) -> str:
-    """Return advice where nothing fits.
+    """Return advice if nothing fits.
 
-    A higher limit does not help where no type of device has the memory of the smallest candidate: a rank never has more
+    A higher limit does not help if no type of device has the memory of the smallest candidate: a rank never has more
     than its own device.
     """
     devices = problem.several_devices
@@ -68,7 +68,7 @@ def _way_out(problem: TuningProblem, least: Row) -> str:
 
 
 def _smallest(search: StrategySearch, rows: list[Row]) -> Row | None:
-    """Return the candidate that needs least; those whose lower bound is below the least exact need are compiled."""
+    """Return the candidate that needs least; any whose lower bound is below the least exact need is compiled."""
     known = {r.number: r for r in rows}
     for _ in range(MOST_COMPILED):
         least = min(known.values(), key=lambda r: (r.device_bytes, r.number), default=None)

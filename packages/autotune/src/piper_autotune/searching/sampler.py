@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 START = 12
 """The number of random trials before the others, to learn from."""
 LEADERS = 4
-"""The number of candidates whose neighbours are tried; most of those of the first are tried first."""
+"""The number of candidates whose neighbours are tried; most neighbours of the first are tried first."""
 
 RETRIES = 20
 """The number of random points tried for one that is new."""
@@ -33,8 +33,8 @@ class GuidedSampler(BaseSampler):
 
     Spaces of strategies have steep walls (memory) and long flat valleys (bucket sizes). There a density estimate of few
     trials is blunt, and one step from a good candidate finds a better one. Neighbours change one value (then two) of a
-    leader to one close by; none is tried twice, and what TPE proposes again is replaced. TPE samples the parameters
-    that a changed value brings along.
+    leader to one close by; none is tried twice, and a candidate that TPE proposes again is replaced. TPE samples the
+    parameters that a changed value brings along.
     """
 
     def __init__(self, seed: int) -> None:
@@ -191,7 +191,7 @@ def _categories(choices: Sequence[Any], value: Any) -> list[Any]:
 def leaders(trials: Sequence[FrozenTrial], most: int = LEADERS) -> list[FrozenTrial]:
     """Return the best distinct trials.
 
-    Feasible ones come first, by value, with those without a value last; the others follow by how little they lack.
+    Feasible ones come first, by value, the ones without a value last; the others follow by how little they lack.
     """
     out: dict[Point, FrozenTrial] = {}
     for trial in sorted(trials, key=_order):

@@ -76,7 +76,7 @@ class _Pending:
 
 
 class StrategySearch:
-    """Run one search; `rows` hold the results by number, and `strategies` those of all rows that have one."""
+    """Run one search; `rows` hold the results by number, and `strategies` the strategy of each row that has one."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class StrategySearch:
             self._pending.clear()
 
     def _goes_on(self, repeats: int) -> bool:
-        """Return whether to propose more after so many known candidates in a row: those of the space that are left."""
+        """Return whether to propose more after so many known candidates in a row: the rest of the space."""
         ours = self._one_by_one
         if isinstance(self.study.sampler, GuidedSampler):
             ours = True
@@ -254,7 +254,7 @@ class StrategySearch:
         self._pending.popleft()
 
     def _tell_row(self, trial: Any, row: Row) -> None:
-        """Tell the sampler what a candidate is worth, and how far it is from fitting, which leads to those that fit."""
+        """Tell the sampler a candidate's objective, and how far it is from fitting, which leads to fitting ones."""
         over = self._over(row)
         if over is not None:
             trial.set_constraint("fits", over)
@@ -264,7 +264,7 @@ class StrategySearch:
             self._tell(trial, objective_of(row), TrialState.COMPLETE)
 
     def _over(self, row: Row) -> float | None:
-        """Return by which part of the limit a candidate exceeds it, at least; None where memory did not decide."""
+        """Return the least excess of a candidate over the limit, as a part of it; None if memory did not decide."""
         limit = self.problem.memory_limit
         if row.kind in (*TOO_MUCH, "memory") or row.state == "complete":
             return (
@@ -313,7 +313,7 @@ class StrategySearch:
         return self.problem if self.cases is None else self.cases.case(strategy).problem
 
     def _identity(self, strategy: Strategy) -> object:
-        """Return what is equal for candidates that make the same plan of the same job."""
+        """Return a key that is equal for candidates that make the same plan of the same job."""
         plan = _simplest(strategy)
         return plan if self.cases is None else (id(self.cases.case(strategy)), plan)
 

@@ -27,10 +27,10 @@ class Study(Brief):
         interrupted: whether the search ended early, by Ctrl-C or because its storage failed.
         strategies: the strategies by number, with their params, of complete rows; of a study that was loaded, the best
             alone.
-        advice: what one word more would change in the best strategy.
-        objective: what the search minimises.
-        device_limits: limit of a rank by type of device, where a cluster has several types; never more than its own
-            device has.
+        advice: the effects of one more word in the best strategy.
+        objective: the quantity that the search minimises.
+        device_limits: limit of a rank by type of device, if a cluster has several types; never more than its own device
+            has.
     """
 
     cluster: str
@@ -47,7 +47,7 @@ class Study(Brief):
     exhausted: bool = False
 
     def facts(self) -> Iterator[tuple[str, object]]:
-        """Yield where was searched, how many candidates there were, and the best of them."""
+        """Yield the cluster, how many candidates there were, and the best of them."""
         complete = sum(row.state == "complete" for row in self.rows)
         yield "cluster", self.cluster
         yield "candidates", f"{len(self.rows)}, of which {complete} fit"
@@ -70,7 +70,7 @@ class Study(Brief):
 
     @property
     def best_row(self) -> Row | None:
-        """Return the best complete row: by measurement where any candidate was measured, else by prediction."""
+        """Return the best complete row: by measurement if any candidate was measured, else by prediction."""
         return min((r for r in self.rows if r.state == "complete"), key=_rank, default=None)
 
     @property
@@ -86,7 +86,7 @@ class Study(Brief):
         ]
 
     def folded(self) -> list[FoldedRows]:
-        """Return the complete rows, best first, those that are equal to 0.1 % folded into the best of them."""
+        """Return the complete rows, best first, each group of rows equal to 0.1 % folded into its best."""
         return folded(sorted((r for r in self.rows if r.state == "complete"), key=_rank))
 
     def indifferent(self) -> dict[str, int]:

@@ -65,7 +65,7 @@ def tune(
         at_rows: as in `compile_program`.
         under: the program under policies of recomputation and shardings, at a number of rows.
         trials: candidates that are compiled and scored (or whose function raises). Known ones are free, and so are
-            those that a rule rejects, up to four per trial; each one more costs a trial.
+            candidates that a rule rejects, up to four per trial; each one more costs a trial.
         confirm: how many of the best candidates are run by `measure`.
         measure: runs a strategy.
         seed: the seed of the sampler.
@@ -76,9 +76,9 @@ def tune(
         progress: is called after each candidate.
         modules: modules whose contents reach the workers by value.
         evaluator: scores in place of workers.
-        content: a text that is equal only for strategy functions that do the same, where it is known; a storage then
-            tells more of them apart.
-        cases: finds the job of a strategy, where the search chooses jobs, too; `problem` is then that of any of them.
+        content: a text that is equal only for strategy functions that do the same, if it is known; a storage then tells
+            more of them apart.
+        cases: finds the job of a strategy, if the search chooses jobs, too; `problem` is then the one of any of them.
 
     Raises:
         TuneError: for arguments, for the storage, or for a space that contradicts itself.
@@ -214,7 +214,7 @@ def _result(
 
 
 def _advice(search: StrategySearch) -> tuple[str, ...]:
-    """Return what one word more would change in the best strategy, where it helps."""
+    """Return the effects of one more word in the best strategy, if it helps."""
     best = next(iter(search.complete()), None)
     strategy = None if best is None else search.strategies.get(best.number)
     if strategy is None:
@@ -245,7 +245,7 @@ def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, s
 def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> Strategy:
     """Return the best strategy as it was scored and run, whatever costs its later users have.
 
-    It is compiled for that only where its stages depend on costs.
+    It is compiled for that only if its stages depend on costs.
     """
     if not depends_on_costs(strategy):
         return strategy

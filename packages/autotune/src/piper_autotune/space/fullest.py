@@ -27,14 +27,14 @@ class ChunkRun:
 
     @property
     def steps(self) -> list[Step]:
-        """Return the steps of its backward, with R where that begins it."""
+        """Return the steps of its backward, with R if that begins it."""
         return [step for node in self.backward for step in _steps(self.chunk, node)]
 
     @property
     def kept(self) -> dict[str, str]:
         """Return by value the ports that live from F to the backward: F has them, and the backward reads them.
 
-        Where values are made again for the next chunk of a group, it is those that the backward reads.
+        If values are recomputed for the next chunk of a group, the backward reads these, and inputs are left out.
         """
         first = self.chunk.steps["F"]
         read = {port for step in self.steps for port in self.chunk.steps[step].reads}
@@ -88,13 +88,13 @@ class FullestMoment:
         return ChunkRun(self._chunks[forward.op.variant], forward, tuple(backward))
 
     def _last_forward(self, runs: list[ChunkRun]) -> int:
-        """Return the least bytes of whole buckets of a forward that may be the last: no other reads what it writes."""
+        """Return the least bytes of whole buckets of a forward that may be the last: no other reads its writes."""
         read = {v for run in runs for v in run.forward.reads}
         last = [run.forward for run in runs if not read.intersection(run.forward.writes)]
         return min([self._buckets.bytes_in(self._buckets.use(node)) for node in last], default=0)
 
     def _first_backward(self, runs: list[ChunkRun]) -> int:
-        """Return the least bytes beside those in flight of a backward that may be the first.
+        """Return the least bytes, beside microbatches in flight, of a backward that may be the first.
 
         That is one which reads no other's result.
         """
@@ -103,7 +103,7 @@ class FullestMoment:
         return min(map(self._beginning, first), default=0)
 
     def _beginning(self, run: ChunkRun) -> int:
-        """Return the bytes that a backward holds at its beginning: what it makes again, less what may die with that."""
+        """Return the bytes that a backward holds at its beginning: recomputed tensors, less values that may die."""
         node, chunk = run.backward[0], run.chunk
         whole = self._buckets.bytes_in(self._buckets.use(node))
         if "R" not in _steps(chunk, node):

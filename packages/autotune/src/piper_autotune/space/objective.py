@@ -1,4 +1,4 @@
-"""Say what a search minimises: seconds per step, device-seconds per token, or dollars per token.
+"""Define the objectives of a search: seconds per step, device-seconds per token, or dollars per token.
 
 Each is the period times a weight that is known before a candidate is compiled, so that rules and rankings need to know
 no more than the weight.
@@ -18,7 +18,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 def check_objective(objective: str, cluster: Cluster | None, tokens: int | None) -> None:
-    """Raise TuneError for an objective that is none, or for which a number is missing."""
+    """Raise TuneError for an unknown objective, and for one that lacks a number."""
     if objective not in OBJECTIVES:
         raise TuneError(
             f"tune(objective={objective!r}): one of {', '.join(map(repr, OBJECTIVES))} is accepted"
@@ -46,7 +46,7 @@ def check_objective(objective: str, cluster: Cluster | None, tokens: int | None)
 def weight(
     objective: Objective, strategy: Strategy, cluster: Cluster | None, tokens: int | None
 ) -> float:
-    """Return what a second of a strategy's period weighs; less is better."""
+    """Return the weight of a second of a strategy's period; less is better."""
     if objective == "period":
         return 1.0
     assert tokens is not None, "see check_objective"

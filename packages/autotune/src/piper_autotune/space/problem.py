@@ -47,11 +47,11 @@ class TuningProblem:
         memory_limit: the bytes on every device within which a plan must stay; None when any plan fits.
         one_role: why plans of several roles are refused; empty when they are not.
         model: the cost model that gives durations.
-        objective: what the search minimises.
-        tokens_per_step: tokens of a step on all ranks, where they are known.
-        model_content: a text that is equal, in any process, only for models that give the same; None when it is not
-            known. Piper's own model needs none.
-        load: of experts, as in `piper_simulator.simulate`; bounds of candidates are those of a load of 1, the least.
+        objective: the quantity that the search minimises.
+        tokens_per_step: tokens of a step on all ranks, if they are known.
+        model_content: a text that is equal, in any process, only for models that give the same durations; None when it
+            is not known. Piper's own model needs none.
+        load: of experts, as in `piper_simulator.simulate`; bounds of candidates hold for a load of 1, the least.
     """
 
     program: Program
@@ -68,7 +68,7 @@ class TuningProblem:
     load: GivenLoad | None = None
 
     def weight(self, strategy: Strategy) -> float:
-        """Return what a second of a strategy's period weighs in what the search minimises."""
+        """Return the weight of a second of a strategy's period in the objective."""
         return weight(self.objective, strategy, self.cluster, self.tokens_per_step)
 
     @property
@@ -109,7 +109,7 @@ class TuningProblem:
 
     @property
     def device_limits(self) -> dict[str, int]:
-        """Return `limit_of` by type of device, where there are several kinds."""
+        """Return `limit_of` by type of device, if there are several kinds."""
         found = [(device.name, self.limit_of(device) or 0) for device in self.several_devices]
         return dict(sorted(found, key=lambda f: -f[1]))
 
@@ -155,7 +155,7 @@ class TuningProblem:
         )
 
     def check_can_be_resumed(self) -> None:
-        """Raise TuneError where a search in a storage could take the scores of another cost model for its own."""
+        """Raise TuneError if a search in a storage could take the scores of another cost model for its own."""
         if self.model is DeviceModel or self.model_content is not None:
             return
         name = getattr(self._factory, "__qualname__", type(self._factory).__qualname__)
@@ -228,7 +228,7 @@ def wanted_by(strategy: Strategy, program: Program, rows: int = 0) -> Wanted:
 
 
 Variants = Mapping[Wanted, Program | str | None]
-"""The program that is wanted: None for the problem's own, a text where the model cannot run so."""
+"""The program that is wanted: None for the problem's own, a text if the model cannot run so."""
 Under = Callable[[Wanted], Program]
 """A function that returns the program under policies and shardings."""
 
@@ -262,7 +262,7 @@ class Programs:
         return self._own if self._at_rows is None else self._at_rows(wanted.rows)
 
     def exact(self, wanted: Wanted) -> Program | None:
-        """Return the program itself; None where there is none."""
+        """Return the program itself; None if there is none."""
         found = self.add(wanted)
         return self._own if found is None else None if isinstance(found, str) else found
 

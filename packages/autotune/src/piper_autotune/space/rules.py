@@ -45,8 +45,8 @@ class Pruned:
     """Say why a rule rejects a candidate.
 
     Attributes:
-        period_s: a lower bound of the period; None where the rule does not look.
-        device_bytes: a lower bound of the memory; None where the rule does not look.
+        period_s: a lower bound of the period; None if the rule does not look.
+        device_bytes: a lower bound of the memory; None if the rule does not look.
     """
 
     rule: str
@@ -82,7 +82,7 @@ class PruningRules:
     def _memory(self, sketch: Sketch, rows: int, sharp: bool) -> Pruned | None:
         """Return the first rule of memory that rejects a sketch; `sharp` bounds say how far it is from fitting.
 
-        While little is known that fits, a search follows these bounds, so that those of all rules count.
+        While little is known that fits, a search follows these bounds, so that the bounds of all rules count.
         """
         limit = self._problem.memory_limit
         if limit is None:
@@ -105,7 +105,7 @@ class PruningRules:
     def _held(
         self, sketch: Sketch, rows: int
     ) -> Iterator[tuple[str, Mapping[str, tuple[int, str]]]]:
-        """Yield for each rule of memory the bytes that every role holds at least, and what they are."""
+        """Yield for each rule of memory the least bytes on every role, and their names."""
         found = self._sketches
         kept = "parameters, gradients and optimizer state"
         yield "states", {role: (nbytes, kept) for role, nbytes in found.state_bytes(sketch).items()}

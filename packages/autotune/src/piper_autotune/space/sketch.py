@@ -1,8 +1,8 @@
 """Find lower bounds of a strategy's time and memory before it is compiled.
 
-They follow from what a strategy decides: which chunks a device runs, and how many microbatches are in flight there.
-Only strategies whose directives all say what they decide (`piper_compiler.directives.decided`) have a sketch, as those
-of Piper do.
+They follow from a strategy's decisions: which chunks a device runs, and how many microbatches are in flight there. Only
+strategies whose directives all state their decisions (`piper_compiler.directives.decided`) have a sketch; Piper's own
+directives do.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sketch:
         wanted: the program, at any number of rows.
         variants: the names of variants of chunks that are under one.
         graph: one microbatch, placed, with the buckets of parameters.
-        buckets: what those of which ranks keep a part need.
+        buckets: the needs of sharded buckets.
     """
 
     microbatches: int
@@ -95,7 +95,7 @@ class Sketches:
     def sketch(self, strategy: Strategy) -> Sketch | None:
         """Return the sketch of a strategy, or None.
 
-        A strategy has none when a directive does not say what it decides, when it places a chunk by microbatch, when it
+        A strategy has none when a directive does not state its decisions, when it places a chunk by microbatch, when it
         overlaps pairs whose duration is given, or when it does not apply.
         """
         decisions = [
@@ -154,7 +154,7 @@ class Sketches:
         return None if rest or rows < 1 else rows
 
     def period_s(self, strategy: Strategy, sketch: Sketch, rows: int) -> tuple[float, str]:
-        """Return a lower bound of the seconds per step, and what takes so long.
+        """Return a lower bound of the seconds per step, and a text for its cause.
 
         A device runs its compute one after the other, and so does each stream its messages. It is 0 with a cost model
         that does not promise that single steps are a bound; messages count with Piper's own model.
@@ -191,7 +191,7 @@ class Sketches:
         }
 
     def filled_bytes(self, sketch: Sketch, rows: int) -> Mapping[str, tuple[int, int]]:
-        """Return for each role a lower bound of state and of what backward needs, and the microbatches in flight."""
+        """Return for each role a lower bound of state and saved tensors, and the microbatches in flight."""
         wanted = _wanted(sketch, rows)
         program = self._programs.exact(wanted)
         if program is None:
@@ -263,7 +263,7 @@ class Sketches:
                 graph = apply_directives(self._built[key.mesh, wanted], key.directives)
                 graph = graph if graph.microbatches else directives.split_all(graph, 1)
                 self._placed[key] = with_buckets(graph, self._problem.training)
-            except PiperError:  # compiling it says what is wrong, in the user's terms
+            except PiperError:  # compiling it names the problem, in the user's terms
                 self._placed[key] = None
         return self._placed[key]
 

@@ -1,4 +1,4 @@
-"""Bound what buckets of which ranks keep a part need: bytes of whole buckets at one moment, and messages in a step."""
+"""Bound the needs of sharded buckets: bytes of whole buckets at one moment, and messages in a step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class BucketUse:
     """Name the sharded buckets that a node holds whole while it runs.
 
     Attributes:
-        gathered: those whose parameters it reads.
-        reduced: those to whose gradients it adds.
+        gathered: the buckets whose parameters it reads.
+        reduced: the buckets to whose gradients it adds.
     """
 
     gathered: tuple[str, ...]
@@ -34,7 +34,7 @@ class BucketUse:
 class WholeBuckets:
     """Bound the needs of the sharded buckets of a graph of one microbatch, in which everything is placed.
 
-    `turns` are the orders of the roles of which an order decides every node.
+    `turns` are the orders of the roles whose every node an order decides.
     """
 
     def __init__(self, graph: Graph, turns: dict[str, Turns]) -> None:
@@ -53,7 +53,7 @@ class WholeBuckets:
         }
 
     def use(self, node: Node) -> BucketUse:
-        """Return what a compute node holds whole."""
+        """Return the buckets that a compute node holds whole."""
         op = node.op
         assert isinstance(op, Compute), "other ops use no parameters"
         key = op.variant, op.step, op.apart
@@ -72,7 +72,7 @@ class WholeBuckets:
         return self._known[key]
 
     def bytes_in(self, use: BucketUse) -> int:
-        """Return the bytes of what a node holds whole."""
+        """Return the bytes of the buckets that a node holds whole."""
         return sum([self.gathered[b] for b in use.gathered]) + sum(
             [self.reduced[b] for b in use.reduced]
         )
@@ -81,8 +81,8 @@ class WholeBuckets:
     def most(self) -> dict[str, int]:
         """Return for each role a lower bound of the most bytes of whole buckets at one moment.
 
-        A node holds its own buckets. While it runs, those of the next `prefetch` uses are there too, where it is known
-        which these are.
+        A node holds its own buckets. While it runs, the buckets of the next `prefetch` uses are there too, if they are
+        known.
         """
         if not self.gathered and not self.reduced:
             return dict.fromkeys(self._graph.roles, 0)
@@ -99,7 +99,7 @@ class WholeBuckets:
 
     @cached_property
     def _uses(self) -> dict[str, set[BucketUse]]:
-        """Return what the compute nodes of each role hold whole."""
+        """Return the buckets that the compute nodes of each role hold whole."""
         out: dict[str, set[BucketUse]] = {role: set() for role in self._graph.roles}
         for node in compute_nodes(self._graph):
             out[node.role].add(self.use(node))
@@ -108,8 +108,8 @@ class WholeBuckets:
     def messages(self, role: str) -> Counter[tuple[str, Collective]]:
         """Return how many messages of a step buckets need at least on a role, each with its stream.
 
-        A bucket of which parts are kept is gathered once if a rank keeps it for the step, and scattered once. Where the
-        order of a role is known, so are the windows between which less room lets go of a bucket.
+        A sharded bucket is gathered once if a rank keeps it for the step, and scattered once. If the order of a role is
+        known, so are the windows between which less room lets go of a bucket.
         """
         out: Counter[tuple[str, Collective]] = Counter()
         gathers, scatters = self._windows(role)
@@ -140,7 +140,7 @@ class WholeBuckets:
         out[self._graph.channels[op.channel].stream_on(role), op] += times
 
     def _windows(self, role: str) -> tuple[Counter[str], Counter[str]]:
-        """Return how often each bucket is gathered and scattered on a role at least: once where it is used."""
+        """Return how often each bucket is gathered and scattered on a role at least: once if it is used."""
         policies, turns = self._policies(role), self._turns.get(role)
         if turns is None or len(policies) != 1:
             gathers = Counter({b for use in self._uses[role] for b in use.gathered})
@@ -186,7 +186,7 @@ def turns(
 ) -> dict[str, Turns]:
     """Return the order of each role in which one order without overlaps names every compute node.
 
-    The graph is that of one microbatch.
+    The graph has one microbatch.
     """
     number = Counter(node.role for node in compute_nodes(graph))
     out: dict[str, Turns] = {}
@@ -198,7 +198,7 @@ def turns(
 
 
 def _named(graph: Graph, order: directives.Ordered, microbatches: int) -> dict[str, list[Node]]:
-    """Return the nodes that an order names, by role, in its order; nothing where it does not say them one by one."""
+    """Return the nodes that an order names, by role, in its order; nothing if it does not say them one by one."""
     out: dict[str, list[Node]] = {}
     if order.overlaps:
         return out

@@ -1,8 +1,8 @@
 """Hold the directives of the language, one file each, with their legality conditions numbered at the top.
 
 They may import `ports`, `durations` and piper_ir. No other file compiles a directive specially by its class, and
-searches ask what it says of itself (`decided`). A description in words (`piper.views.strategy_facts`) and an export of
-a strategy that is not compiled (`piper_compiler.interchange`) look for Piper's own classes, and say nothing of others.
+searches ask its method `decided`. A description in words (`piper.views.strategy_facts`) and an export of a strategy
+that is not compiled (`piper_compiler.interchange`) look for Piper's own classes, and say nothing of others.
 """
 
 from piper_compiler.directives.base import (

@@ -11,8 +11,8 @@ A directive is a frozen dataclass with the field `site` (see `site_field`) and t
         def check(self, graph): ...          # raise DirectiveError when a legality condition does not hold
         def apply(self, graph): ...          # return another graph
 
-A node of a graph stands for all microbatches in which it does the same (`Node.mbs`). `Graph.pick` gives such nodes, so
-that a directive takes no longer for more microbatches; `Graph.select` gives a node per microbatch.
+A node of a graph stands for all microbatches with the same work (`Node.mbs`). `Graph.pick` gives such nodes, so that a
+directive takes no longer for more microbatches; `Graph.select` gives a node per microbatch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HERE = Path(__file__).parent.parent
 
 @runtime_checkable
 class Directive(Protocol):
-    """Describe what `Strategy` accepts as a directive.
+    """Describe the objects that `Strategy` accepts as directives.
 
     `check` raises DirectiveError (or SelectorError) and changes nothing. `apply` is called only after it and returns
     the new graph, without changing the old one or reading global state.
@@ -72,7 +72,7 @@ def directive(cls: C) -> C:
 
 
 def as_names(given: Any) -> Any:
-    """Return names of axes as a tuple, where one is given alone or all are in a list.
+    """Return names of axes as a tuple, if one is given alone or all are in a list.
 
     A value that is neither stays as it is.
     """
@@ -136,7 +136,7 @@ def _shown(value: object) -> str:
 def fail(
     item: Directive, condition: int, message: str, chunks: tuple[str, ...] = ()
 ) -> DirectiveError:
-    """Return the error for a numbered legality condition of a directive; `chunks` are those that it is about."""
+    """Return the error for a numbered legality condition of a directive; `chunks` are the chunks that it is about."""
     site = getattr(item, "site", "")
     where = f" at {site}" if site else ""
     return DirectiveError(

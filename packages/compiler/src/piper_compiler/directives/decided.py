@@ -1,4 +1,4 @@
-"""Say what a directive decides before it is compiled: lower bounds of a plan's time and memory follow from that."""
+"""Read a directive's decisions before it is compiled: lower bounds of a plan's time and memory follow from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from piper_ir.ground.select import Where
 
 
 class Ordered(Protocol):
-    """Describe an order: its selections, and (first, number) of those that form an overlap."""
+    """Describe an order: its selections, and (first, number) of each run of selections that forms an overlap."""
 
     @property
     def selections(self) -> tuple[Where, ...]: ...
@@ -22,13 +22,13 @@ class Ordered(Protocol):
 
 @dataclass(frozen=True)
 class Decided:
-    """Say what a directive decides.
+    """Hold the decisions of a directive.
 
     Attributes:
         single: the directive for a single microbatch, whose graph says where every chunk runs; None for a directive
             that says nothing about that.
-        microbatches: into how many microbatches it splits the batch; None when it does not.
-        order: the order in which it lets devices run their microbatches; None when it does not.
+        microbatches: the number of microbatches if it splits the batch; else None.
+        order: the order of microbatches on devices if it sets one; else None.
     """
 
     single: Directive | None = None
@@ -38,7 +38,7 @@ class Decided:
 
 @runtime_checkable
 class Deciding(Protocol):
-    """Describe a directive that says what it decides; None: that cannot be told before it is compiled."""
+    """Describe a directive that tells its decisions; None: they cannot be told before it is compiled."""
 
     def decided(self) -> Decided | None: ...
 
@@ -51,7 +51,7 @@ class Simplifying(Protocol):
 
 
 def decided(item: Directive) -> Decided | None:
-    """Return what a directive decides, None when it does not say so."""
+    """Return the decisions of a directive, None when it does not tell them."""
     return item.decided() if isinstance(item, Deciding) and _is_own(item, "decided") else None
 
 
@@ -68,9 +68,9 @@ def simplest(items: Iterable[Directive]) -> tuple[Directive, ...]:
 
 
 def _is_own(item: Directive, method: str) -> bool:
-    """Return whether a method speaks of what the directive does.
+    """Return whether a method speaks of the directive's own `apply`.
 
-    A class that applies otherwise than the one whose method it inherits does something else.
+    It does not if a class overrides `apply` and inherits the method.
     """
     return method in vars(
         next(kind for kind in type(item).__mro__ if method in vars(kind) or "apply" in vars(kind))

@@ -1,12 +1,12 @@
 """Define `order`: run all compute of one selection before all compute of the next, on each device where both occur.
 
-    before  pp0: layer0.F@0, layer0.F@1, layer0.B@0 in any order that the data allows
+    before  pp0: layer0.F@0, layer0.F@1, layer0.B@0 in any order that data edges allow
             order(where(mb=0, phase="F"), where(mb=1, phase="F"), where(mb=0, phase="B"))
     after   pp0: layer0.F@0 -> layer0.F@1 -> layer0.B@0
 
-`overlap(a, b)` takes one place in an order, at which the compute of a and b may be interleaved. Everything of the item
-before comes before both, and everything of the item after comes after both. The compiler chooses the order among them
-(`passes.overlap`).
+`overlap(a, b)` takes one place in an order: the compute of a and b may be interleaved there. The whole item before it
+comes before both, and the whole item after it comes after both. The compiler chooses the order among them
+(`passes.order.overlap`).
 
 Legality
 
@@ -67,7 +67,7 @@ class Order:
 
     Attributes:
         missing: whether a selection of a backward phase that its region cannot have is an error or skipped.
-        overlaps: (first, number) of the selections that form an overlap.
+        overlaps: (first, number) of each run of selections that forms an overlap.
         site: where the user wrote it.
     """
 
@@ -102,7 +102,7 @@ class Order:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the terms as tuples: an order has thousands of selections, and searches send it to workers."""
-        if type(self) is not Order:  # what a user's class holds beside is not known here
+        if type(self) is not Order:  # further fields of a user's class are not known here
             return _bare, (type(self),), vars(self)
         return _order, (
             tuple([s.terms for s in self.selections]),
@@ -172,7 +172,7 @@ class Order:
             end = first + number
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled."""
+        """Return its decisions before it is compiled."""
         return Decided(order=self)
 
     def apply(self, graph: Graph) -> Graph:
@@ -215,7 +215,7 @@ class Order:
                     last[role] = nodes[-1]
 
     def _items(self) -> Iterator[tuple[Where, ...]]:
-        """Yield the places of the order: one selection each, or those of an overlap."""
+        """Yield the places of the order: one selection each, or the selections of an overlap."""
         return (self.selections[first:end] for first, end in self._ranges())
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
@@ -247,7 +247,7 @@ def has_no_such_phase(graph: Graph, selection: Where) -> bool:
     """Return whether a selection without matches asks for a phase that its region cannot have.
 
     A region that trains nothing has no B, I or W; a split backward may consist of I alone or of W alone. There is an R
-    only where a recompute directive asks for it as a node.
+    only if a recompute directive asks for it as a node.
     """
     terms = dict(selection.terms)
     phase = terms.pop("phase", None)

@@ -10,7 +10,7 @@ Legality
  4. Stages that are already there agree: all nodes have one, they are 0..stages-1, and no other boundaries are asked
     for.
  5. Nothing is placed yet.
- 6. `units` is one of UNITS, and what it names is there.
+ 6. `units` is one of UNITS, and the program has the units that it names.
  7. `layers` are patterns of names of modules; the program is captured for them, and no other partition has others.
 """
 
@@ -30,7 +30,7 @@ from piper_ir.program.costs import Costs
 from piper_ir.program.program import Program
 
 Boundaries = Literal["even", "cost"] | tuple[int, ...]
-"""The first layers of the stages: by number of layers, by cost, or those of the stages 1, 2, ... themselves."""
+"""The first layers of the stages: chosen by number of layers, by cost, or given for the stages 1, 2, ..."""
 
 UNITS = {
     "layers": (False, False),
@@ -38,7 +38,7 @@ UNITS = {
     "head": (False, True),
     "all": (True, True),
 }
-"""The names of sets of units: whether what stands before the first layer is one, and what stands after the last."""
+"""The names of sets of units: whether the chunks before the first layer are one, and the chunks after the last."""
 
 
 @directive
@@ -46,15 +46,16 @@ UNITS = {
 class Partition:
     """Give every chunk the coordinate stage (0..stages-1).
 
-    What runs before the first layer joins the first, what runs after a layer joins that layer, unless `units` makes
-    units of them.
+    Chunks before the first layer join the first, chunks after a layer join that layer, unless `units` makes units of
+    them.
 
     Attributes:
         at: "even" gives the first stages one layer more when layers do not divide; "cost" minimises the slowest stage's
             time; a tuple gives the first layers of the stages 1, 2, ...
-        units: what may be a stage of its own: "layers"; "embedding": what stands before the first layer, too; "head":
-            what stands after the last layer (head and loss), too; "all": both. With them `at` counts units, from 0.
-        layers: patterns of the names of the modules that are the layers; those that are found where none is given.
+        units: the units that may be stages of their own: "layers"; "embedding": the chunks before the first layer,
+            too; "head": the chunks after the last layer (head and loss), too; "all": both. With them `at` counts units,
+            from 0.
+        layers: patterns of the names of the modules that are the layers; without any, the usual layers.
         site: where the user wrote it.
     """
 
@@ -198,7 +199,7 @@ class Partition:
             )
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled."""
+        """Return its decisions before it is compiled."""
         return Decided(self)
 
     def apply(self, graph: Graph) -> Graph:
@@ -235,17 +236,17 @@ def _some(texts: list[str]) -> str:
 
 
 def _names(units: list[Unit], which: str) -> list[int]:
-    """Return the numbers by which `at` names units: those of layers, or from 0 where there are other units."""
+    """Return the numbers that `at` uses for units: the layers' own, or from 0 if there are other units."""
     return (
         [u for u in units if isinstance(u, int)] if which == "layers" else list(range(len(units)))
     )
 
 
 def asked_layers(directives: Iterable[Directive], program: Program) -> tuple[str, ...]:
-    """Return which layers a strategy asks for, of a program with the usual ones: none for those.
+    """Return the layers that a strategy asks for, given the program with the usual ones; empty for the usual ones.
 
-    It asks for names, or for the longest chain of like modules where it needs layers and the program has too few of
-    them, or such that do not feed one another.
+    It asks for names, or for the longest chain of like modules if it needs layers and the program has too few of them,
+    or layers that do not feed one another.
     """
     items = tuple(directives)
     each = [d for d in items if isinstance(d, Partition)]

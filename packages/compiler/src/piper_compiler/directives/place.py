@@ -9,7 +9,7 @@ Legality
  3. All placements of a strategy fix the same axes, so that two roles are equal or disjoint.
  4. Placed axes are not axes over which the nodes are replicated.
  5. The streams named for a role agree with those named by earlier placements on it, and differ from the compute stream.
- 6. The backward of a chunk and microbatch runs where its forward runs: what the forward saved is there.
+ 6. The backward of a chunk and microbatch runs on the ranks of its forward: its saved tensors are there.
  7. Devices do not share chunks or experts along the axes (by `shard`): those run one program.
 """
 
@@ -42,8 +42,8 @@ class Place:
 
     Attributes:
         on: (axis, coordinate) pairs.
-        send: name of the stream that carries what these nodes send (default: a stream for each channel).
-        recv: name of the stream that carries what they receive, likewise.
+        send: name of the stream for the sends of these nodes (default: a stream for each channel).
+        recv: name of the stream for their receives (default: a stream for each channel).
         site: where the user wrote it.
     """
 
@@ -154,7 +154,7 @@ class Place:
             )
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled."""
+        """Return its decisions before it is compiled."""
         return Decided(self)
 
     def apply(self, graph: Graph) -> Graph:
@@ -190,7 +190,7 @@ def role_name(fixed: Mapping[str, int]) -> str:
 
 
 def with_sums(graph: Graph, nodes: list[Node]) -> Iterator[tuple[Node, str]]:
-    """Yield (node, phase), each node after the gradient sums that feed it, which run where it runs."""
+    """Yield (node, phase), each node after the gradient sums that feed it, which run on the same ranks."""
     for node in nodes:
         phase = str(node.coords["phase"])
         if phase != "F":
@@ -213,7 +213,7 @@ class _Crossing:
 def _connect(edit: Editor, nodes: list[Node]) -> None:
     """Add communication on the edges between newly placed nodes and nodes placed elsewhere.
 
-    Channels are made one after the other, in the order in which the microbatches need them.
+    Channels are made one after the other, in the order of the first microbatch that needs each.
     """
     found = [crossing for node in nodes for crossing in _crossings(edit, node)]
     for at in sorted(found, key=lambda at: at.reader.each[0]):

@@ -1,15 +1,15 @@
-"""Define `recompute`: keep fewer tensors from forward to backward, and make the others again before the backward.
+"""Define `recompute`: save fewer tensors from forward to backward, and make the others again before the backward.
 
-    before  layer1.F@0 (keeps all that I and W need) -> layer1.B@0: I, W
-    after   layer1.F@0 (keeps what `keep` names) -> layer1.B@0: R, I, W     recompute(where(layer=1), keep="inputs")
+    before  layer1.F@0 (saves all tensors that I and W need) -> layer1.B@0: I, W
+    after   layer1.F@0 (saves as `keep` says) -> layer1.B@0: R, I, W        recompute(where(layer=1), keep="inputs")
 
 With `apart` R is a node of its own, layer1.R@0, before layer1.B@0: `order` may name it by phase="R", so that it runs in
-a bubble before the gradient arrives. An R that no order names waits for what its backward waits for.
+a bubble before the gradient arrives. An R that no order names waits for the inputs of its backward.
 
-What a model puts under torch.utils.checkpoint itself is under "inputs" where no `recompute` selects it, as if that were
-written last.
+Regions that a model puts under torch.utils.checkpoint itself are under "inputs" if no `recompute` selects them, as if
+that were written last.
 
-With group=k the inputs of every k-th layer are kept alone: R of a layer also makes the output again that R of the next
+With group=k only the inputs of every k-th layer are saved: R of a layer also makes the output again that R of the next
 one reads, as value layer1:out0!r. These R are nodes of their own.
 
 Legality
@@ -17,7 +17,7 @@ Legality
  2. `keep` is "all", "products", "attention", "inputs", or names of ops that the selected chunks run.
  3. No selected node is under a policy already.
  4. The program is of a captured model, for which capture makes R, or synthetic with seconds of R and keep="inputs".
- 5. R reads no buffer that the model changes while it runs, since by then it holds something else.
+ 5. R reads no buffer that the model changes while it runs, since by then the buffer has other content.
  6. There is something to make again, unless keep is "all".
  7. `group` is a number of layers, at least 1; with more than 1 the nodes are placed already.
 """
@@ -54,18 +54,18 @@ POLICIES = (KEEP_ALL, "products", "attention", "inputs")
 class Recomputing(Protocol):
     """Describe a directive that puts nodes under policies of recomputation.
 
-    `policies` returns those for which the program needs variants, before anything is compiled.
+    `policies` returns the policies for which the program needs variants, before anything is compiled.
     """
 
     def policies(self) -> tuple[str, ...]: ...
 
 
 ASKED_FOR = "inputs"
-"""The policy of regions that the model puts under torch.utils.checkpoint: it keeps what their function is given."""
+"""The policy of regions that the model puts under torch.utils.checkpoint: it keeps the arguments of their function."""
 
 
 def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recompute, ...]:
-    """Return the directive for what the model itself asks to make again, and no `recompute` of the strategy selects."""
+    """Return the directive for the model's own checkpointed regions that no `recompute` of the strategy selects."""
     if not any(
         CHECKPOINT in c.coords and graph.program.has_variant(c.id, ASKED_FOR)
         for c in graph.program.chunks
@@ -98,7 +98,7 @@ def asked_by_model(graph: Graph, directives: Iterable[Directive]) -> tuple[Recom
 
 
 def _may_repeat(variant: Chunk, changed: Collection[str]) -> bool:
-    """Return whether there is something to make again, of nothing that the model has changed by then."""
+    """Return whether R has something to make again, and reads no buffer that the model has changed by then."""
     read = (
         [variant.inputs[int(p[2:])] for p in variant.steps["R"].reads if p.startswith("in")]
         if _repeats(variant)
@@ -121,8 +121,8 @@ class Recompute:
     """Put the selected chunks and microbatches under a policy of recomputation.
 
     Attributes:
-        keep: the policy: what F keeps of the tensors that backward needs.
-        group: layers that are made again together.
+        keep: the policy: the tensors that F saves for backward.
+        group: the number of layers that are recomputed together.
         apart: whether R is a node of its own.
         site: where the user wrote it.
     """
@@ -148,7 +148,7 @@ class Recompute:
         object.__setattr__(self, "site", call_site() if site is None else site)
 
     def policies(self) -> tuple[str, ...]:
-        """Return the policy, and that of chunks whose outputs are made again for the next one of their group."""
+        """Return the policy, and the policy of chunks whose outputs are made again for the next chunk of a group."""
         if not isinstance(self.keep, str) or self.keep == KEEP_ALL:
             return ()
         return (self.keep,) if self.group == 1 else (self.keep, self.keep + HANDS_ON)
@@ -229,11 +229,11 @@ class Recompute:
                     )
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled; None where microbatches are under different policies."""
+        """Return its decisions before it is compiled; None if microbatches are under different policies."""
         return None if any(name == "mb" for name, _ in self.selection.terms) else Decided(self)
 
     def simplest(self) -> Recompute | None:
-        """Return itself, or nothing where it keeps all."""
+        """Return itself, or None if it keeps all."""
         return None if self.keep == KEEP_ALL else self
 
     def apply(self, graph: Graph) -> Graph:
@@ -265,8 +265,8 @@ class Recompute:
     ) -> None:
         """Put the nodes of a chunk under a policy.
 
-        `again` names the values that R of earlier chunks of the group makes again, each with its second name; those of
-        this chunk are added.
+        `again` names the values that R of earlier chunks of the group makes again, each with its second name; this
+        chunk's values are added.
         """
         variant, chunk = (
             self._variant(graph, forward, keep),
@@ -373,6 +373,6 @@ def _others(graph: Graph, node: Node) -> Iterator[Node]:
 def _reads(
     chunk: Chunk, ports: Iterable[str], known: Mapping[str, str], again: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the values behind ports; `known` are those that nodes read already, which may be copies."""
+    """Return the values behind ports; `known` are the values that nodes read already, which may be copies."""
     values = [known.get(port) or port_value(chunk, port) for port in ports]
     return tuple([again.get(value, value) for value in values])

@@ -10,10 +10,10 @@ Legality
  4. The axes are not axes on which the nodes are placed.
  5. bucket_mb is a positive number, and zero is a level that exists (0 to 3).
  6. The streams for reductions and gathers are not the compute stream.
- 7. `shard` names states (params, grads, optim) and axes of `over`: those of params are all of those of grads or none,
-    and those of grads all of those of optim or none.
+ 7. `shard` names states (params, grads, optim) and axes of `over`: the axes of params are all axes of grads or none,
+    and the axes of grads are all axes of optim or none.
  8. resident_mb and reduced_mb are numbers from 0, or "step"; prefetch is an integer from 0.
- 9. Devices do not share chunks along the axes (by `shard`): those have the same rows.
+ 9. Devices do not share chunks along the axes (by the directive `shard`): such devices have the same rows.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from piper_ir.ground.shards import Shards
 from piper_ir.plan.plan import COMPUTE
 
 STATES = ("params", "grads", "optim")
-"""The states that ranks may share, each only where they share the next."""
+"""The states that ranks may shard, each only if they shard the next."""
 STEP = "step"
-"""The limit of what is kept until the step ends."""
+"""The limit of buckets that are kept until the step ends."""
 MOST_BUCKET_MB = 2**40
 """The largest bucket in MiB that is accepted; no model is larger."""
 
@@ -56,21 +56,21 @@ class Replicate:
     Gradients are summed in flat buckets, with one reduction per bucket and step, which starts when the bucket's last
     gradient is ready.
 
-    The ranks along `over` need not keep the same thing each (ZeRO; Rajbhandari et al., 2020). Where they share a state,
-    each keeps an equal part of every bucket: of the optimizer's states, of the gradients too, or of all three.
-    Parameters of which a rank keeps a part are gathered before they are used, and dropped afterwards.
+    States need not be replicated along `over` (ZeRO; Rajbhandari et al., 2020). If a state is sharded, each rank keeps
+    an equal shard of every bucket: of the optimizer's states, of the gradients too, or of all three. Sharded parameters
+    are all-gathered before they are used, and dropped afterwards.
 
     Attributes:
         over: mesh axes, as a tuple of names; the name of one alone will do.
-        zero: 0 keeps everything whole; 1 shares the optimizer's states along `over`, 2 the gradients too, 3 the
+        zero: 0 replicates everything; 1 shards the optimizer's states along `over`, 2 the gradients too, 3 the
             parameters too.
         bucket_mb: MiB of a bucket, in the gradients' dtype.
         reduce: name of the reductions' stream (default: one for all reductions of the role).
-        shard: the axes along which states are shared, by state ("params", "grads", "optim"), in place of `zero`;
+        shard: the axes along which states are sharded, by state ("params", "grads", "optim"), in place of `zero`;
             each as a tuple of names, or the name of one alone.
-        resident_mb: MiB of gathered parameters that a rank may keep for later uses, beside those in use; "step" keeps
-            all of them until the step ends.
-        reduced_mb: the same of gradients that are not scattered yet.
+        resident_mb: MiB of gathered parameters that a rank may keep for later uses, beside the ones in use; "step"
+            keeps all of them until the step ends.
+        reduced_mb: MiB of gradients that a rank may keep before they are scattered, beside the ones in use, or "step".
         prefetch: how many uses ahead of its own the gather of a bucket is issued.
         gather: name of the gathers' stream (default: one for all gathers of the role).
         site: where the user wrote it.
@@ -161,7 +161,7 @@ class Replicate:
 
     @property
     def shards(self) -> Shards:
-        """Return the axes along which ranks share each state."""
+        """Return the axes along which ranks shard each state."""
         if self.shard is not None:
             return Shards(*[tuple(self.shard.get(state, ())) for state in STATES])
         return Shards(
@@ -200,11 +200,11 @@ class Replicate:
                 )
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled."""
+        """Return its decisions before it is compiled."""
         return Decided(self)
 
     def simplest(self) -> Replicate:
-        """Return the same without limits for what is kept whole anyway."""
+        """Return the same without limits for states that are not sharded."""
         shards = self.shards
         made = self if shards.params else replace(self, resident_mb=0, prefetch=1)
         made = made if shards.grads else replace(made, reduced_mb=0)
@@ -250,7 +250,7 @@ class Replicate:
 
 
 def check_rows(graph: Graph, directives: Iterable[Directive]) -> None:
-    """Raise DirectiveError where experts are to be shared over an axis that neither the mesh nor a replication has."""
+    """Raise DirectiveError if experts are to be shared over an axis that neither the mesh nor a replication has."""
     written = tuple(directives)
     over = {axis for d in written if isinstance(d, Replicate) for axis in d.over}
     for item in written:

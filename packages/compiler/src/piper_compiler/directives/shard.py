@@ -1,25 +1,25 @@
 """Define `shard`: let the devices of an axis share the work of each chunk, or the experts of a mixture.
 
     before  layer0.F@0 on ranks 0..1, each with all heads
-    after   layer0.F@0 on ranks 0..1, each with half of the heads; inside of the step they add up what they have made
+    after   layer0.F@0 on ranks 0..1, each with half of the heads; inside of the step they all-reduce partial sums
 
-What is shared are indexes of the model: its heads, the hidden elements of its feed-forward parts, the vocabulary of its
-embedding, output head and loss. They are found in the captured graph, and the parameters follow. An index whose size
-the devices cannot share evenly stays whole, and so does a parameter that two chunks cannot share alike. With
+The devices shard along indexes of the model: its heads, the hidden elements of its feed-forward parts, the vocabulary
+of its embedding, output head and loss. They are found in the captured graph, and the parameters follow. An index stays
+whole if the devices do not divide its size, and so does a parameter that two chunks cannot share alike. With
 index="tokens" each device computes its tokens of every op. Attention needs all of them: around it the devices exchange
 tokens for heads, or keys and values go around in a ring, or are gathered. (These are tensor, sequence and context
 parallelism.)
 
 With stream="rows" the devices share the experts of the selected chunks, and have rows of their own everywhere else
-(expert parallelism; GShard, arXiv 2006.16668). What passes between these chunks and the others is exchanged:
+(expert parallelism; GShard, arXiv 2006.16668). Activations between these chunks and the others are exchanged:
 
     before  layer0.F@0 -> layer0_experts0.F@0 -> layer0.1.F@0, on each rank with its rows and all experts
     after   layer0.F@0 -> AllToAll -> layer0_experts0.F@0 -> AllToAll -> layer0.1.F@0
-            the one in the middle with the rows of all ranks, and this rank's experts
+            layer0_experts0.F@0 with the rows of all ranks, and this rank's experts
 
-With cut=True the devices make sums between chunks, and not inside of steps: each chunk is cut where they begin and end
-to share its work, and the sums are all-reduces on a stream of their own, which compute of another microbatch can hide
-(Wang et al., Domino, arXiv 2409.15241).
+With cut=True the devices sum between chunks, and not inside of steps: each chunk is cut where they begin and end to
+share its work, and the partial sums are all-reduced on a stream of their own, which compute of another microbatch can
+hide (Wang et al., Domino, arXiv 2409.15241).
 
     before  layer0.F@0, with two sums inside
     after   layer0.F@0 -> layer0_shared0.F@0 -> AllReduce -> layer0.1.F@0 -> layer0_shared0.1.F@0 -> AllReduce -> ...
@@ -89,26 +89,26 @@ ORDERS: tuple[TokenOrder, ...] = get_args(TokenOrder)
 @directive
 @dataclass(frozen=True)
 class Shard:
-    """Share the work of each chunk among the devices along `over`, or the experts of the selected ones.
+    """Share the work of each chunk among the devices along `over`, or the experts of the selected chunks.
 
     Attributes:
         over: the mesh axis, as a name or a tuple of one.
-        index: names of the indexes to share; all that can be shared where none is named.
-        stream: "tokens" lets the devices share along its tokens what passes from layer to layer, too (sequence
-            parallelism; Korthikanti et al., arXiv 2205.05198). "rows" lets each have rows of its own, but for experts.
-        keep: whether what the forward gathers for it is kept for the backward, and not gathered again.
-        attention: how attention is computed where tokens are shared: "heads" exchanges tokens for heads around it
+        index: names of the indexes to share; without names, all that can be shared.
+        stream: "tokens" shards activations between layers along their tokens, too (sequence parallelism; Korthikanti
+            et al., arXiv 2205.05198). "rows" lets each device have rows of its own, but for experts.
+        keep: whether activations that the forward gathers for it are saved for the backward, and not gathered again.
+        attention: how attention is computed if tokens are shared: "heads" exchanges tokens for heads around it
             (Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509), "ring" sends keys and values from device to device
             (Liu et al., arXiv 2310.01889), "gather" gathers them.
-        order: which tokens a device has then: "blocks", or one block from the front and one from the back ("zigzag"),
-            with which a causal ring gives all devices equal work. It is "zigzag" by itself for "ring" and "gather"
-            where attention is causal.
-        channel: name of the stream of the exchanges between chunks (default: that of the axis).
-        sms: SMs that an exchange takes from compute, 0 when copy engines move it; None for what its cluster says. Only
+        order: the tokens of a device then: "blocks", or one block from the front and one from the back ("zigzag"), so
+            that a causal ring gives all devices equal work. It is "zigzag" by itself for "ring" and "gather" if
+            attention is causal.
+        channel: name of the stream of the exchanges between chunks (default: the axis's own stream).
+        sms: SMs that an exchange takes from compute, 0 when copy engines move it; None for the cluster's number. Only
             simulations read it.
-        bound: of a dropless mixture, the rows that a device has places for over those that would come from each other
-            one if all experts were chosen equally often.
-        overflow: what becomes of more rows: "rounds" sends them in further rounds, which takes time and no memory;
+        bound: of a dropless mixture, the rows that a device has places for over the rows that would come from each
+            other one if all experts were chosen equally often.
+        overflow: the treatment of more rows: "rounds" sends them in further rounds, which takes time and no memory;
             "error" ends the run; "drop" leaves out the last tokens, as a capacity does.
         cut: whether chunks are cut where devices begin and end to share their work, so that sums are made between them
             and can be hidden. A plan has several times as many instructions then.
@@ -200,7 +200,7 @@ class Shard:
                 )
 
     def _check_selected(self) -> None:
-        """Raise DirectiveError where experts are selected and not shared, or shared and not selected."""
+        """Raise DirectiveError if experts are selected and not shared, or shared and not selected."""
         if self.experts and self.selection == where():
             text = f'it selects all chunks; with stream="rows" devices share those of the experts: {EXPERTS_SHARED}'
             raise fail(self, 1, text)
@@ -260,7 +260,7 @@ class Shard:
             )
 
     def _check_experts(self, graph: Graph) -> None:
-        """Raise DirectiveError where the program was not made for experts that devices share."""
+        """Raise DirectiveError if the program was not made for experts that devices share."""
         if graph.mesh.size(self.over) == 1:
             return
         if dict(graph.program.experts).get(self.over) != graph.mesh.size(self.over):
@@ -328,7 +328,7 @@ class Shard:
         return (self.index,) if isinstance(self.index, str) else self.index
 
     def sharding(self, mesh: Mesh) -> Sharding:
-        """Return what it asks for on a mesh."""
+        """Return the sharding that it asks for on a mesh."""
         selection = self.selection if self.experts else None
         return Sharding(
             self.over,
@@ -353,12 +353,12 @@ class Shard:
         return edit.done()
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled."""
+        """Return its decisions before it is compiled."""
         return Decided(self)
 
 
 def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding, ...]:
-    """Return how devices are asked to share chunks, for the axes with more than one device."""
+    """Return the shardings that directives ask for, for the axes with more than one device."""
     asked = [d for d in directives if isinstance(d, Shard)]
     for each in asked:
         each.check_form()
@@ -387,6 +387,6 @@ def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding,
 
 
 def shared_axes(graph: Graph, axes: Iterable[str]) -> str:
-    """Return those of some axes along which devices share the chunks of a graph, as a text; "" for none."""
+    """Return the axes, among some, along which devices share the chunks of a graph, as a text; "" for none."""
     taken = {whole_axis(axis) for axis, _ in graph.program.axes}
     return ", ".join(axis for axis in axes if axis in taken)

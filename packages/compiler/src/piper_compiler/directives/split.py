@@ -66,7 +66,7 @@ class Split:
             )
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled."""
+        """Return its decisions before it is compiled."""
         return Decided(replace(self, microbatches=1), self.microbatches)
 
     def apply(self, graph: Graph) -> Graph:
@@ -74,7 +74,7 @@ class Split:
 
 
 def split_all(graph: Graph, microbatches: int) -> Graph:
-    """Return the graph in which every node stands for `microbatches` microbatches."""
+    """Return the graph with nodes that each stand for `microbatches` microbatches."""
     mbs = range(microbatches)
     edges = {
         ((a, mb), (b, mb)): applied

@@ -4,9 +4,9 @@
     after   layer1.I@0 -> layer1.W@0        split_backward(where(layer=1))
 
 I takes the gradient that comes from later stages and makes the one for earlier stages. W adds into the parameters'
-gradients and may run any time later. From I to W a chunk keeps only what W needs. A backward that trains nothing
-becomes an I alone; one that passes no gradient on (an embedding) becomes a W alone. Where a policy of recomputation is
-at work, R goes with the first of them.
+gradients and may run any time later. From I to W a chunk keeps only the saved tensors that W needs. A backward that
+trains nothing becomes an I alone; one that passes no gradient on (an embedding) becomes a W alone. Under a policy of
+recomputation, R goes with the first of them.
 
 Legality
  1. Backwards are selected (a selection without `phase` may hold forwards, too), unless all its chunks are frozen.
@@ -84,7 +84,7 @@ class SplitBackward:
                     )
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled.
+        """Return its decisions before it is compiled.
 
         Its single microbatch is split if any is: each of I and W needs no more than a whole backward.
         """
@@ -138,7 +138,7 @@ class _Parts:
                 )
 
     def of(self, node: Node) -> tuple[Node, ...]:
-        """Return the nodes for a backward; they read what it read, which may be copies that `place` made."""
+        """Return the nodes for a backward; they read the same values, which may be copies that `place` made."""
         known = dict(zip(self.reads, node.reads, strict=True))
         out = []
         for id, op, reads, writes in self.steps:

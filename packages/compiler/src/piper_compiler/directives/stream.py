@@ -10,7 +10,7 @@ Legality
  3. A channel uses one stream on each side: all its transfers are selected, or none.
  4. sms is a whole number from 0 to 4096. (With 0 copy engines move the data. The simulator, which knows the device,
    checks that it has more SMs than that.)
- 5. A stream of a device has one number of SMs: what names the same stream again agrees, or says nothing.
+ 5. A stream of a device has one number of SMs: a directive that names the same stream again agrees, or says nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Stream:
 
     Attributes:
         sms: SMs that all communication on the stream takes from compute while it runs, also the reductions that
-            `replicate(reduce=name)` puts there. None: the simulator's constants; 0: copy engines. It changes what is
-            simulated, not what is executed.
+            `replicate(reduce=name)` puts there. None: the simulator's constants; 0: copy engines. It changes the
+            simulation, not the execution.
         site: where the user wrote it.
     """
 
@@ -100,7 +100,7 @@ class Stream:
                     )
 
     def decided(self) -> Decided | None:
-        """Return what it decides before it is compiled."""
+        """Return its decisions before it is compiled."""
         return Decided()
 
     def apply(self, graph: Graph) -> Graph:

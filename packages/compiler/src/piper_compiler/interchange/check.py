@@ -1,8 +1,8 @@
 """Check whether a table is a schedule.
 
-Every action is there once, in an order that does not wait for itself, with each stage on one device. In a lowered
-table, communication is what the compute needs. Sends and receives do not hold up their device; compute waits for what
-it reads. Messages between two devices must be received in the order in which they are sent.
+Every action is there once, in an order without deadlock, with each stage on one device. A lowered table has the
+communication that its compute needs. Sends and receives do not hold up their device; compute waits for its inputs.
+Messages between two devices must be received in the order of their sends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TableFacts:
     """Hold the facts about a table whose actions are complete.
 
     Attributes:
-        at: where each action and each transfer stands.
+        at: the position of each action and each transfer.
         home: stage -> device.
         lowered: whether the table has communication.
     """
@@ -57,7 +57,7 @@ class TableFacts:
         return len(self.home)
 
     def source(self, action: Action) -> Action | None:
-        """Return the action of a neighbouring stage whose output this one reads, or None where it reads none."""
+        """Return the action of a neighbouring stage whose output this one reads, or None if it reads none."""
         if action.phase == "F":
             return Action(action.stage - 1, "F", action.mb) if action.stage else None
         if action.phase == "W" or action.stage == self.stages - 1:
@@ -305,7 +305,7 @@ def _check_reductions(rows: Rows, facts: TableFacts) -> None:
 
 
 def _check_progress(rows: Rows, facts: TableFacts) -> None:
-    """Run the table: each device in order, a cell as soon as everything is there that it reads."""
+    """Run the table: each device in order, a cell as soon as all of its inputs are there."""
     done: set[Event] = set()
     next_cell = [0] * len(rows)
     moved = True
@@ -325,7 +325,7 @@ def _check_progress(rows: Rows, facts: TableFacts) -> None:
 
 
 def _waits(cell: Cell, facts: TableFacts) -> list[Event]:
-    """Return what must happen on other devices, or earlier on this one, before a cell can run."""
+    """Return the events that a cell waits for, on other devices or earlier on its own."""
     out: list[Event] = []
     for event in _events(cell):
         if isinstance(event, Action):

@@ -59,11 +59,11 @@ def write_schedule_csv(
 ) -> None:
     """Write a schedule for torch.distributed.pipelining.
 
-    Raises FormatError for what the format cannot express, such as a stage on two devices; OutputError when the file
-    cannot be written.
+    Raises FormatError if the format cannot express the schedule, such as a stage on two devices; OutputError when the
+    file cannot be written.
 
     Args:
-        source: what `read_schedule_csv` returns, orders, a strategy, a plan or a `piper.Compiled`.
+        source: a schedule as `read_schedule_csv` returns it, orders, a strategy, a plan or a `piper.Compiled`.
         path: the file.
         lowered: whether to write communication: a plan's own, or for other sources the one that torch would add. By
             default a schedule is written as it is, and anything else without communication.

@@ -40,7 +40,7 @@ def _with_parameters(slots: Sequence[Slot]) -> list[Item]:
 
 
 def _next_stages(slots: Sequence[Slot]) -> list[int]:
-    """Return the next stages that are computed, in order: at least ACTIVE of them if there are as many."""
+    """Return the stages that are computed next, in order: at least ACTIVE stages if there are as many."""
     found: list[int] = []
     for slot in slots:
         found += [stage for stage in dict.fromkeys(a.stage for a in slot) if stage not in found]

@@ -1,8 +1,8 @@
-"""Make the table of a plan: what each role computes, stage by stage, and when it sends and receives.
+"""Make the table of a plan: the actions of each role, stage by stage, with its sends and receives.
 
 I and W of one stage and microbatch in one instruction are a B. A backward that has only one of them is a B, too: an
-embedding passes no gradient on, and a stage may have no parameters. A forward whose instructions alternate with those
-of a backward forms an overlapped pair with it. Recomputation at the beginning of a backward is part of it.
+embedding passes no gradient on, and a stage may have no parameters. A forward and a backward whose instructions
+alternate form an overlapped pair. Recomputation at the beginning of a backward is part of the backward.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Row:
         return {key: together[key] or len(found) == 1 for key, found in steps.items()}
 
     def _actions(self, instr: Instr, backward: dict[tuple[int, int], bool]) -> list[Action]:
-        """Return what an instruction computes, stage after stage; the two of an overlapped pair occur twice each."""
+        """Return the actions of an instruction, stage after stage; the two of an overlapped pair occur twice each."""
         found: dict[Action, None] = {}
         if {part.op.step for part in instr.parts if isinstance(part.op, Compute)} == {"R"}:
             raise FormatError(
@@ -143,7 +143,7 @@ class _Row:
     ) -> tuple[Slot | CommCell, ...]:
         """Return the slots with gathers, transfers and reductions between them.
 
-        A receive stands where the first of its values is posted, a send after the last one. Reductions stand after the
+        A receive stands at the post of the first of its values, a send after the last one. Reductions stand after the
         stage's last action: a plan reduces bucket by bucket, which the format cannot express.
         """
         items: list[tuple[int, int, Slot | CommCell]] = [(i, 0, slot) for i, slot in slots]

@@ -29,7 +29,7 @@ class Schedule:
     Attributes:
         rows: `rows[r]` are the cells of device r of the axis pp: a slot of `orders`, communication, or None for an idle
             slot.
-        name: what errors call the table.
+        name: the name of the table in errors.
         newline: how lines of the file end.
     """
 
@@ -52,16 +52,16 @@ class Schedule:
 
     @staticmethod
     def of_plan(plan: Plan, *, lowered: bool = False) -> Schedule:
-        """Return the table of a plan: what each device computes, and in a lowered table its communication.
+        """Return the table of a plan: the actions of each device, and in a lowered table its communication.
 
-        A lowered table has UNSHARD and RESHARD where ranks share parameters, and the plan gathers and drops whole
-        stages; FormatError where it does not.
+        A lowered table has UNSHARD and RESHARD if ranks shard parameters and the plan gathers and drops whole stages;
+        FormatError if it does not.
         """
         return Schedule(rows_of_plan(plan, lowered=lowered), "plan")
 
     @property
     def orders(self) -> tuple[tuple[Slot, ...], ...]:
-        """Return what each device computes, in order."""
+        """Return the slots of each device, in order."""
         return tuple(tuple(cell for cell in row if isinstance(cell, tuple)) for row in self.rows)
 
     @property

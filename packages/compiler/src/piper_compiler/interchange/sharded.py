@@ -1,7 +1,7 @@
 """Write gathers and scatters of sharded buckets as UNSHARD, RESHARD and REDUCE_GRAD of whole stages.
 
 The format gathers all parameters of a stage at once, and reduces its gradients once. A plan does so bucket by bucket,
-so a table has its windows where all buckets of a stage are kept from and to the same actions.
+so a table can show it only if all buckets of a stage are kept from and to the same actions.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ WAY_OUT = "or write the compute-only table (lowered=False)"
 Placed = tuple[int, int, CommCell]
 """An instruction, the order among the cells there, and a cell."""
 RESHARD_ORDER, UNSHARD_ORDER = 3, 4
-"""The places behind what stands at the same instruction: an action, its transfers, and REDUCE_GRAD."""
+"""The places behind the other cells of the same instruction: an action, its transfers, and REDUCE_GRAD."""
 
 
 @dataclass
 class _Window:
-    """Hold from when to when a bucket is whole.
+    """Hold the interval in which a bucket is gathered.
 
     Attributes:
         gather: the instruction of its gather.
         stays: whether it is gathered in place, and whole until the step ends.
-        slots: those that use it.
+        slots: the slots that use it.
     """
 
     gather: int
@@ -45,9 +45,9 @@ def parameter_cells(
     slots: Sequence[tuple[int, Slot]],
     action_of: Callable[[Part], Action],
 ) -> list[Placed]:
-    """Return the cells of a role's gathers; raise FormatError where the format cannot say them.
+    """Return the cells of a role's gathers; raise FormatError if the format cannot express them.
 
-    `slots` are what the role computes, with the last instruction of each.
+    `slots` are the role's slots, with the last instruction of each.
     """
     place = {action: k for k, (_, slot) in enumerate(slots) for action in slot}
     windows, stages = _windows(plan, role, lambda part: place[action_of(part)], action_of)
@@ -62,7 +62,7 @@ def parameter_cells(
 
 
 def check_scatters(role: RolePlan) -> None:
-    """Raise FormatError where the gradients of a bucket are scattered more than once in a step."""
+    """Raise FormatError if the gradients of a bucket are scattered more than once in a step."""
     made = Counter(
         p.op.bucket for instr in role.program for p in instr.parts if isinstance(p.op, Fresh)
     )

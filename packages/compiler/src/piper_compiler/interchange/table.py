@@ -24,7 +24,7 @@ class CommCell:
     """Name communication of a stage.
 
     It is a transfer of one microbatch, or (mb -1) one of the stage's parameters or gradients. SEND_F hands a forward's
-    outputs to stage + 1, SEND_B a backward's gradients to stage - 1; RECV_F and RECV_B are what `stage` gets.
+    outputs to stage + 1, SEND_B a backward's gradients to stage - 1; with RECV_F and RECV_B `stage` receives them.
     """
 
     stage: int
@@ -50,7 +50,7 @@ _PAIR = re.compile(rf"\(([^()]*)\){PAIR}")
 
 
 class CellFault(Exception):
-    """Report what is wrong in one cell; `row` and `cell` count from 0."""
+    """Report an error in one cell; `row` and `cell` count from 0."""
 
     def __init__(self, row: int, cell: int, message: str) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class CellFault(Exception):
 
 
 def parse_cell(text: str) -> Cell:
-    """Return a cell from its text; raise ValueError, which says what is wrong with it."""
+    """Return a cell from its text; raise ValueError, which explains the error in it."""
     text = text.strip()
     if not text:
         return None

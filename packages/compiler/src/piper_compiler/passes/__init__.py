@@ -1,4 +1,4 @@
-"""Hold the passes from a graph to a plan; `piper_compiler.compile` lists them in the order in which they run.
+"""Hold the passes from a graph to a plan; `piper_compiler.compile` lists them in the order of their runs.
 
 They may import `ports`, `durations`, `request`, `directives.split`, piper_ir and numpy, but neither recipes nor
 `interchange`.

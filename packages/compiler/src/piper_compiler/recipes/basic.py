@@ -116,8 +116,8 @@ def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ..
 def tensor_parallel(*, sequence: bool = False, cut: bool = False) -> tuple[Directive, ...]:
     """Let the devices along the mesh axis tp share the work of every chunk; see `shard`.
 
-    With `sequence` they share along its tokens what passes from layer to layer, too. With `cut` they make sums between
-    chunks, where compute of another microbatch can hide them. It composes with the recipes written after it.
+    With `sequence` activations between layers are sharded along their tokens, too. With `cut` the all-reduces stand
+    between chunks, so that compute of another microbatch can hide them. It composes with the recipes written after it.
     """
     if type(sequence) is not bool:
         raise DirectiveError(f"tensor_parallel(sequence={sequence!r}): True or False is accepted")
@@ -146,11 +146,11 @@ def expert_parallel(
 ) -> tuple[Directive, ...]:
     """Let the devices along a mesh axis share the experts of a mixture, and have rows of their own elsewhere.
 
-    Experts are what regions with the coordinate `experts` compute; tokens go to them and back on the stream `channel`
-    (see `shard`). Beside it stands `data_parallel(over=("dp", over))`, or `replicate` with such axes: everything but
+    Experts are the operations of regions with the coordinate `experts`; tokens go to them and back on the stream
+    `channel` (see `shard`). Beside it stands `data_parallel(over=("dp", over))`, or `replicate` with such axes: all but
     the experts is replicated along both. `over` is a factor of the replicas, so dp may be 1. It is written before the
     recipes of pipelines, and composes with `tensor_parallel`. `bound` and `overflow` are for dropless mixtures,
-    `channel` and `sms` for those with a capacity.
+    `channel` and `sms` for mixtures with a capacity.
     """
     asked = shard(
         where(experts=ANY),

@@ -28,18 +28,18 @@ _Move = tuple[int, ActionPhase, int]
 def dualpipe_v(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """Overlap forwards and backwards on a folded half of DualPipe: device r has the stages r and 2p - 1 - r.
 
-    Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe; the order is that of PyTorch's ScheduleDualPipeV.
+    Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe; the order is the one of PyTorch's ScheduleDualPipeV.
 
-    Bubble (p - 1)(O + B - 3W) on the device with most idle, where F = I, W <= F, F + W <= O and m >= 2p (O = F + B
-    where pairs gain nothing); there the peak is 2p + 1 activations of a chunk on every device. Any pp and microbatches;
-    fewer than 2p are the first ones of 2p.
+    Bubble (p - 1)(O + B - 3W) on the device with most idle, if F = I, W <= F, F + W <= O and m >= 2p (O = F + B if
+    pairs gain nothing); then the peak is 2p + 1 activations of a chunk on every device. Any pp and microbatches; fewer
+    than 2p are the first ones of 2p.
     """
     check_numbers("dualpipe_v", pp=pp, microbatches=microbatches)
     return scheduled(dualpipe_v_orders(pp, microbatches), microbatches=microbatches, at=at)
 
 
 def dualpipe_v_orders(pp: int, microbatches: int) -> Orders:
-    """Return the orders of DualPipeV, in which way 1 is the other chunk of the device."""
+    """Return the orders of DualPipeV; way 1 is the other chunk of the device."""
     whole = max(microbatches, 2 * pp)
     devices = [_both_ways(pp, r, whole) for r in range(pp)]
     orders = [
@@ -67,9 +67,9 @@ def dualpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Di
     Stage s is on device s for even microbatches and on device p - 1 - s for odd ones. Both hold the stage's parameters
     and their gradients are summed. Source: DeepSeek-AI 2024, arXiv 2412.19437.
 
-    Bubble (p/2 - 1)(O + B - 3W) on the device with most idle, where F = I, W <= F, F + W <= O and m >= 2p is even;
-    there the peak is p + 1 activations of a stage on every device. Fewer microbatches are the first ones of 2p, an odd
-    number those of one more. Raises DirectiveError for an odd pp: the directions meet between two devices.
+    Bubble (p/2 - 1)(O + B - 3W) on the device with most idle, if F = I, W <= F, F + W <= O and m >= 2p is even; then
+    the peak is p + 1 activations of a stage on every device. Fewer microbatches are the first ones of 2p, an odd number
+    is the first ones of one more. Raises DirectiveError for an odd pp: the directions meet between two devices.
     """
     check_numbers("dualpipe", pp=pp, microbatches=microbatches)
     if pp % 2:

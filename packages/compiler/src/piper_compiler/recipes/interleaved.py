@@ -39,7 +39,7 @@ def interleaved(
     arXiv 2104.04473.
 
     Bubble (p - 1)(F + B) in times of one chunk, for any F, I, W; peak on device r: min(v m, 2(p - 1 - r) + (v - 1)g +
-    1) activations of a chunk. Both hold where m is a multiple of g; otherwise the last group is not full, and the
+    1) activations of a chunk. Both hold if m is a multiple of g; otherwise the last group is not full, and the
     bubble is larger but not the peak. Raises DirectiveError for a group of fewer than pp microbatches: its next chunk
     would wait.
     """

@@ -24,7 +24,7 @@ class Recipe:
     The texts use p devices, m microbatches, v chunks per device and the times F, I, W, B = I + W, O of one chunk.
 
     Attributes:
-        source: where the schedule was published.
+        source: the publication of the schedule.
         formula: bubble or makespan.
         peak: activation units on device r.
         use: when to use it.

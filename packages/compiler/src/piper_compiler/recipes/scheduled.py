@@ -23,8 +23,8 @@ def scheduled(
 ) -> tuple[Directive, ...]:
     """Return the directives that make device r of the axis pp run `orders[r]`.
 
-    A stage is placed where its actions stand: on two devices if that depends on the microbatch. Its backward is split
-    for the microbatches that have an I.
+    A stage is placed on the device of its actions: on two devices if that depends on the microbatch. Its backward is
+    split for the microbatches that have an I.
     """
     actions = [a for slots in orders for slot in slots for a in slot]
     stages = 1 + max(a.stage for a in actions)
@@ -61,7 +61,7 @@ def _of(stage: int, microbatches: list[int], total: int) -> Where:
 
 
 def _splits(actions: Iterable[Action], stages: int, microbatches: int) -> list[Directive]:
-    """Return the split_backward directives: one for everything where all is split, else one per stage."""
+    """Return the split_backward directives: one for everything if all is split, else one per stage."""
     split_at: dict[int, list[int]] = {}
     for action in actions:
         if action.phase == "I":

@@ -1,6 +1,6 @@
 """Search for orders of F, I and W: list scheduling under many policies, then local improvement, within a fixed effort.
 
-1. Policies (`zb_greedy.Greedy`): those that give the published schedules on even stages, then a fixed pseudo-random
+1. Policies (`zb_greedy.Greedy`): the ones that give the published schedules on even stages, then a fixed pseudo-random
    sample. Each result that is not far from the best is tightened from its end (`zb_greedy.Justify`).
 2. Descent: one entry of the best policy is changed at a time.
 3. Annealing of the best order (`zb_anneal`).
@@ -72,7 +72,7 @@ class Search:
         self.best = NOTHING
         self.orders: list[Queue] = []
         self.rules, self.tightened = Rules((), 0), False
-        """The rules that gave the best orders, and whether those were tightened from the end."""
+        """The rules that gave the best orders, and whether these orders were tightened from the end."""
         self.worth: dict[Rules, tuple[OrderScore, bytes]] = {}
         """The score of rules that were tried, and the times at which their operations end."""
         self.tight: dict[bytes, OrderScore] = {}
@@ -131,7 +131,7 @@ class Search:
         return self.tight[times]
 
     def _plain(self, rules: Rules) -> Rules:
-        """Return a normal form, equal for rules that differ only where it cannot matter.
+        """Return a normal form, equal for rules whose difference has no effect.
 
         With one stage per device there is no last stage and no second `ahead`; without a limit nothing has to yield.
         """
@@ -153,7 +153,7 @@ class Search:
         return self.best.makespan + reach * (self.best.makespan - min(self.problem.busy))
 
     def _cut(self, reach: float, wanted: float) -> Cutoff:
-        """Return where list scheduling may end early because its result would be of no use, with rounding forgiven."""
+        """Return the limits beyond which list scheduling ends early: its result would be of no use."""
         best, bound, close = self.best, self.bound, 1e-9 * self.best.makespan
         makespan = max(best.makespan, self._latest(reach))
         tied = (

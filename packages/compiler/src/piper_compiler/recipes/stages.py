@@ -1,4 +1,4 @@
-"""Hold what the families of recipes share: legal numbers, placements, and orders cut to fewer microbatches."""
+"""Hold the common parts of recipes: checks of numbers, placements, and orders cut to fewer microbatches."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Only a move that separates two neighbours on a critical path can shorten a schedule (van Laarhoven, Aarts and Lenstra
 1992, on job shops). So a move takes one of such a pair a few places further, the first one later or the second one
-earlier: a W into a gap, or a forward to where memory becomes free.
+earlier: a W into a gap, or a forward to a place at which memory becomes free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Anneal:
     def run(self, sweeps: int, heat: float, goal: OrderScore) -> None:
         """Sweep at most `sweeps` times, and end when the best meets `goal`.
 
-        `heat` is the seconds by which a step may be worse, at the start about one in three times.
+        `heat` is the number of seconds that a step may lose, at the start about one in three times.
         """
         start, tries, arcs = self.sweeps, 0, self._arcs()
         while (
@@ -47,7 +47,7 @@ class Anneal:
                 arcs = self._arcs()
 
     def _move(self, arcs: list[tuple[int, int]]) -> tuple[int, int, int]:
-        """Return a device, the position of one of its operations, and the position to which to move it."""
+        """Return a device, the position of one of its operations, and the new position for it."""
         r, second = arcs[int(self.random() * len(arcs))]
         far = 1 + int(self.random() ** 2 * REACH)
         if self.random() < 0.5:
@@ -82,7 +82,7 @@ class Anneal:
             self.best, self.orders = value, [list(q) for q in self.now]
 
     def _tied(self, op: int, other: int) -> bool:
-        """Return whether two operations of a device must keep their order, as those of one unit, or phase and stage."""
+        """Return whether two operations of a device must keep their order: same stage, and same phase or microbatch."""
         problem = self.problem
         if problem.stage(op) != problem.stage(other):
             return False
@@ -91,7 +91,7 @@ class Anneal:
     def _arcs(self) -> list[tuple[int, int]]:
         """Return (device, position of the second) of neighbours on critical paths.
 
-        The paths are those of the last device to end and of the one with the largest span.
+        The paths end on the last device to end and on the one with the largest span.
         """
         problem, swept = self.problem, self.swept
         p = len(self.now)

@@ -1,9 +1,9 @@
 """Schedule zero-bubble pipelines by lists: forwards in time under a policy, and backwards in time by given keys.
 
 Both run the microbatches of a stage in order. They admit a microbatch to the first of a device's two stages only while
-the second one has, or can still get, the memory for one: the second stage gets back what its microbatches hold, but not
-always what these freed at their I. So the oldest microbatch can always go on: under any limit that holds one
-microbatch, no policy and no keys end in a deadlock.
+the second one has, or can still get, the memory for one: the second stage gets back the memory that its microbatches
+hold, but not always the memory that these freed at their I. So the oldest microbatch can always go on: under any limit
+that holds one microbatch, no policy and no keys end in a deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEVER = float("inf")
 
 
 class Policy(NamedTuple):
-    """Say what a device does next.
+    """Say which operation a device runs next.
 
     Attributes:
         prefer: (phase, chunk) pairs; the first that can start runs.
@@ -26,7 +26,7 @@ class Policy(NamedTuple):
         pending: how many W must wait, with forwards to come, for a W to run first.
         yields: whether a W also runs before another operation when memory delays a forward.
         last: whether the last of two stages with a W waiting is served first.
-        wait: the share of a W by which it may delay what arrives meanwhile.
+        wait: the share of a W by which it may delay an operation that becomes ready meanwhile.
     """
 
     prefer: tuple[tuple[int, int], ...]
@@ -67,17 +67,17 @@ class Cutoff(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """Describe what a device may do next: the operations of one kind.
+    """Describe a possible move of a device: the next operation of one kind.
 
-    The last three are as `_keeps` gives them, for forwards of the first of two stages.
+    The last three are from `_keeps`, for forwards of the first of two stages.
 
     Attributes:
         kind: phase + 3 stage.
         ahead: for forwards, how far ahead of the next I the next one may be, as a difference of numbers; 0 for I.
         keeps: the memory that one forward keeps.
         second: the kind of the second stage's forwards.
-        reserve: the memory that one of those keeps.
-        after: the memory that one of those keeps after I.
+        reserve: the memory that one of these forwards keeps.
+        after: the memory that one of these forwards keeps after I.
     """
 
     kind: int
@@ -111,7 +111,7 @@ class Greedy:
         """The number of waiting W of each device."""
         enter = [max(0, k - rules.lead) * problem.pace for k in range(problem.microbatches)]
         self.arrives = [NEVER] * (problem.count + self.width)
-        """The time at which each operation's input arrives; after the last of each kind stands one that never does."""
+        """The time at which each operation's input arrives; after the last of each kind comes an entry `NEVER`."""
         self.arrives[: problem.count : self.width] = enter
         self.used = [0.0] * given.devices
 
@@ -193,7 +193,7 @@ class Greedy:
         return orders, Swept(end, first, free)
 
     def _weight(self, r: int, now: float, best: int, blocked: bool, later: float) -> int:
-        """Return the next W of device r where it comes before `best`, or fits before the next arrival.
+        """Return the next W of device r if it comes before `best`, or fits before the next arrival; else `best`.
 
         Nothing arrives before `later`.
         """
@@ -256,11 +256,11 @@ class Justify:
             [(3 * s + x, x, *_keeps(given, mine, c)) for c, s in enumerate(mine) for x in range(3)]
             for mine in of
         ]
-        """The possible moves of each device: kind, phase, and what W takes, as in `_Move`."""
+        """The possible moves of each device: kind, phase, and the memory that W takes, as in `_Move`."""
         self.next = list(range(count - self.width, count))
         """The next operation of each kind."""
         self.arrives = [NEVER] * (count + self.width)
-        """The time at which each operation's reader is there; after the last of each kind stands one that never is."""
+        """The time at which each operation's reader is there; after the last of each kind comes an entry `NEVER`."""
         self.arrives[INPUT : count : self.width] = [0.0] * problem.microbatches
         self.arrives[WEIGHT:count:3] = [0.0] * (count // 3)
 
@@ -324,11 +324,11 @@ class Justify:
 
 
 def _keeps(stages: Stages, mine: Sequence[int], chunk: int) -> tuple[float, int, float, float]:
-    """Return what one microbatch of a chunk keeps, and what its second stage must have room for.
+    """Return the memory that one microbatch of a chunk keeps, and the memory that its second stage must reserve.
 
     If the device has a second stage after the chunk's, the other three are the kind of that stage's forwards, the
-    memory that one of them keeps (there must be room for it while the second stage has nothing to give back), and what
-    it keeps after I. Otherwise they are -1 and nothing.
+    memory that one of them keeps (there must be room for it while the second stage has nothing to give back), and the
+    memory that it keeps after I. Otherwise they are -1 and 0.
     """
     keeps = stages.activation[mine[chunk]]
     if chunk or len(mine) == 1:

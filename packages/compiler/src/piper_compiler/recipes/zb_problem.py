@@ -1,8 +1,8 @@
-"""Define the scheduling problem of a zero-bubble pipeline, and what an order is worth: its times and its memory.
+"""Define the scheduling problem of a zero-bubble pipeline, and the worth of an order: its times and its memory.
 
 An operation is an int: phase + 3 (stage + stages x microbatch), phases F, I, W being 0, 1, 2. A device is one machine;
-an operation starts when its predecessor on the device has ended and what it needs has arrived, `hop` after it was made
-on another device. W needs only the I of its own device.
+an operation starts when its predecessor on the device has ended and its input has arrived, `hop` after it was made on
+another device. W needs only the I of its own device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Stages:
 
     Attributes:
         chunks: stages per device, 1 or 2.
-        seconds: by stage, those of F, I and W.
-        activation: by stage, what one microbatch keeps from the start of F to the end of W.
+        seconds: by stage, the seconds of F, I and W.
+        activation: by stage, the memory that one microbatch keeps from the start of F to the end of W.
         kept: by stage, how much of that lives on from I to W.
         hop: seconds between two devices.
     """
@@ -110,7 +110,7 @@ class Problem:
         """Make the columns.
 
         They are by operation its `seconds`, its `device`, the operation that it `needs` and the one that comes `after`
-        it (-1: none), the `lag` from what it needs, the `memory` that it adds; and by device the `busy` seconds.
+        it (-1: none), the `lag` of its input, the `memory` that it adds; and by device the `busy` seconds.
         """
         given, home = self.stages, self.stages.home
         n = len(home)

@@ -24,9 +24,9 @@ def zbv(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directi
 
     Source: Qi et al. 2024, arXiv 2405.15362.
 
-    Where m >= 2p - 1: with F = I = W the span bubble is 0 and the global bubble (p - 1)F; with I >= max(F, W) the
-    global bubble is (p - 1)I if 2W >= I, otherwise 2(p - 1)(I - W): there are too few weight gradients to fill the end;
-    and the peak on every device is 2p activations of a chunk, which are half as large as those of a stage of 1F1B. Any
+    If m >= 2p - 1: with F = I = W the span bubble is 0 and the global bubble (p - 1)F; with I >= max(F, W) the global
+    bubble is (p - 1)I if 2W >= I, otherwise 2(p - 1)(I - W): there are too few weight gradients to fill the end; and
+    the peak on every device is 2p activations of a chunk, each half as large as an activation of a stage of 1F1B. Any
     pp and microbatches; fewer than 2p - 1 are the first ones of 2p - 1.
     """
     check_numbers("zbv", pp=pp, microbatches=microbatches)
@@ -63,7 +63,7 @@ def _device(pp: int, r: int, microbatches: int) -> list[Slot]:
     while count[1, "F"] < microbatches:
         run(0, ("F", "I", "W"))
         run(1, ("F", "I", "W"))
-    for _ in range(r):  # nothing to do but what the other devices wait for
+    for _ in range(r):  # nothing to do but input gradients that other devices wait for
         run(0, ("I",))
         run(1, ("I",))
     for _ in range(pp - r):

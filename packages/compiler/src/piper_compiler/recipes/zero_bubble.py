@@ -45,8 +45,8 @@ def zero_bubble(
     """Return the order with the smallest makespan that a search of fixed effort finds (`recipes.search`).
 
     Ties go to the smallest span bubble. The result is deterministic. An argument of a stage is a number or one per
-    stage; there are pp x chunks stages. Raises DirectiveError for arguments that do not fit, and for a limit under
-    which nothing runs.
+    stage; there are pp x chunks stages. Raises DirectiveError for arguments that do not fit, and for a limit that lets
+    nothing run.
 
     Args:
         pp: devices.
@@ -55,12 +55,12 @@ def zero_bubble(
         I: time of its input gradient.
         W: time of its weight gradient.
         hop: time between two devices, in the same unit.
-        activation: what a stage keeps for one microbatch from the start of F to the end of W.
+        activation: the memory that a stage keeps for one microbatch from the start of F to the end of W.
         kept_after_I: how much of that lives on from I to W (default: all).
         memory_limit: the most that a device keeps at any time, in the unit of `activation`; a number or one per device
             (default: no limit).
         chunks: 1 places stage r on device r; 2 places stages r and 2 pp - 1 - r there (V).
-        at: where stages begin, as in `partition`.
+        at: the boundaries of stages, as in `partition`.
     """
     stages = _stages(
         "zero_bubble", pp, microbatches, chunks, (F, I, W), hop, activation, kept_after_I
@@ -102,9 +102,9 @@ def v_min(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
 def v_frontier(p: int, units: int) -> int:
     """Return the span bubble of the V placement with a peak of `units`, F = I = W = 1 and m >= p.
 
-    Each unit less than the 2p of ZBV costs three operations: one before the first I arrives, one where the forwards of
-    the next microbatches wait for the memory of the first ones, one after the last F. It costs two where the units
-    nearly fill the first gap.
+    Each unit less than the 2p of ZBV costs three operations: one before the first I arrives, one while the forwards of
+    the next microbatches wait for the memory of the first ones, one after the last F. It costs two if the units nearly
+    fill the first gap.
     """
     return 3 * p - 1 - 3 * units + max(3 * p, p - 1 + 2 * (1 + (units + 1) // 2))
 

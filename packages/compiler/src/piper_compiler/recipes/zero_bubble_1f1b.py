@@ -19,10 +19,10 @@ _QI = "Qi et al. 2024, arXiv 2401.10241"
     rule="any pp, microbatches >= 1",
 )
 def zb_h1(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """Run 1F1B in which device r does each weight gradient r microbatches late, one stage per device.
+    """Run 1F1B with each weight gradient r microbatches late on device r, one stage per device.
 
-    Also known as ZB1P. Source: Qi et al. 2024, arXiv 2401.10241. Span and global bubble (p - 1)(F + I - W) where W <=
-    F, W <= I and m >= p; peak on every device: min(m, p) activations. Any pp and microbatches.
+    Also known as ZB1P. Source: Qi et al. 2024, arXiv 2401.10241. Span and global bubble (p - 1)(F + I - W) if W <= F,
+    W <= I and m >= p; peak on every device: min(m, p) activations. Any pp and microbatches.
     """
     check_numbers("zb_h1", pp=pp, microbatches=microbatches)
     return scheduled(late_weight_orders(pp, microbatches), microbatches=microbatches, at=at)
@@ -40,7 +40,7 @@ def zb_h2(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
     """Run ZB-H1 with twice the forwards ahead; also known as ZB2P.
 
     Device r starts with 2(p - 1 - r) and runs each weight gradient 2r microbatches late. Source: Qi et al. 2024, arXiv
-    2401.10241. Span bubble (p - 1)(F + I - 2W), global bubble (p - 1) max(F, F + I - 2W), where W <= F, W <= I and m >=
+    2401.10241. Span bubble (p - 1)(F + I - 2W), global bubble (p - 1) max(F, F + I - 2W), if W <= F, W <= I and m >=
     2p - 1; peak on every device: min(m, 2p - 1) activations. Any pp and microbatches.
     """
     check_numbers("zb_h2", pp=pp, microbatches=microbatches)
@@ -66,7 +66,7 @@ def interleaved_zb(
     pp microbatches go through a chunk before the next chunk's turn. Sources: Qi et al. 2024, arXiv 2401.10241;
     Narayanan et al. 2021, arXiv 2104.04473.
 
-    Span and global bubble (p - 1)(F + I - W) in times of one chunk, where W <= F, W <= I and m is a multiple of p;
+    Span and global bubble (p - 1)(F + I - W) in times of one chunk, if W <= F, W <= I and m is a multiple of p;
     otherwise the last group is not full, and the bubble is larger. Peak on every device: min(v m, v p) activations of a
     chunk. Any pp, microbatches and chunks.
     """
@@ -77,7 +77,7 @@ def interleaved_zb(
 
 
 def late_weight_orders(pp: int, microbatches: int, *, chunks: int = 1, ahead: int = 1) -> Orders:
-    """Return the orders in which weight gradients run late.
+    """Return the orders with late weight gradients.
 
     Device r starts with `ahead` (p - 1 - r) + (v - 1)p forwards. Then it repeats a forward, an input gradient, and the
     weight gradient of `ahead` r input gradients ago.

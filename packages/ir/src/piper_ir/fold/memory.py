@@ -1,9 +1,9 @@
 """Compute the memory of a plan in program order: a stream of allocations and frees, and folds over it.
 
-`Plan` defines the rules, `part_peak` what a part holds while it runs. `memory_steps.steps` is the stream. The peak, the
-curve (`scan`), the owners at the peak (`memory_owners`) and a snapshot of the allocator
-(`piper_simulator.memory.snapshot`) fold over it. An `Effect` is what an instruction does to memory; each template has
-one.
+`Plan` defines the rules, and `part_peak` the peak of a part while it runs. `memory_steps.steps` is the stream. The
+peak, the curve (`scan`), the owners at the peak (`memory_owners`) and a snapshot of the allocator
+(`piper_simulator.memory.snapshot`) fold over it. An `Effect` is the effect of an instruction on memory; each template
+has one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Say what an instruction's parts do, in bytes above those before: `most` at the fullest moment, `more` afterwards.
+    """Hold an instruction's effect on memory, in bytes above those before it: `most` at its peak, `more` after it.
 
-    `fullest` and `after` are the same by category.
+    `fullest` and `after` hold these bytes by category.
     """
 
     most: int
@@ -181,7 +181,7 @@ class _Walk(Generic[V]):
             )
 
     def until(self, live: Counter[Category], at: int) -> _Change[V]:
-        """Take all steps before that of instruction `at`, and return that one."""
+        """Apply all changes before the one of instruction `at`, and return that one."""
         for change in self.changes():
             if change.index == at:
                 return change
@@ -218,7 +218,7 @@ class _Walk(Generic[V]):
         for v in use.part.frees:
             early = (
                 0 if v in use.part.held else min(gone, self.size(v))
-            )  # what is held dies after the part
+            )  # held values die after the part
             out[self.category(v)] = out.get(self.category(v), 0) - early
             gone -= early
         return out
@@ -272,7 +272,7 @@ class _NamedWalk(_Walk[str]):
             yield self._change(index, instr)
 
     def totals(self) -> Iterator[tuple[int, int, int]]:
-        """Yield what `changes` says, without categories."""
+        """Yield the numbers of `changes`, summed over the categories."""
         alive, nbytes, uses = set(self.role.allocs_first), self.nbytes, self.uses
         for index, instr in enumerate(self.role.program):
             if instr.stream != COMPUTE:

@@ -21,9 +21,9 @@ Kinds = Mapping[str, tuple[TensorSpec, Category]]
 
 @dataclass(frozen=True, slots=True)
 class PartUse(Generic[P]):
-    """Say what a part does: it allocates its writes, holds at most `beside` bytes more, and frees its frees.
+    """Hold the memory use of a part: it allocates its writes, holds at most `beside` bytes more, and frees its frees.
 
-    `beside` is negative where bytes of the inputs that die here were given back before.
+    `beside` is negative if bytes of the inputs that die here were given back before.
     """
 
     part: P
@@ -64,7 +64,7 @@ def _sizes(plan: Plan, part: PartLike[str]) -> dict[str, int]:
 
 
 class PartUses:
-    """Compute what parts hold, once for a step of equal chunks in which the same inputs die."""
+    """Compute the memory use of parts, once for each step of equal chunks in which the same inputs die."""
 
     def __init__(self, plan: Plan, kinds: Kinds | None = None) -> None:
         self.plan = plan
@@ -83,7 +83,7 @@ class PartUses:
         return {value: sizes[id(spec)] for value, (spec, _) in self.kinds.items()}
 
     def of(self, part: P, sizes: Mapping[Any, int]) -> PartUse[P]:
-        """Return what a part does, given the bytes of the values that it reads and writes."""
+        """Return the memory use of a part, given the bytes of the values that it reads and writes."""
         return PartUse(part, self.most(part, sizes) - sum([sizes[v] for v in part.writes]))
 
     def most(self, part: PartLike[V], sizes: Mapping[V, int]) -> int:

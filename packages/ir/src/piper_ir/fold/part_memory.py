@@ -31,8 +31,8 @@ class PartLike(Protocol[Co]):
 def part_peak(plan: Plan, part: PartLike[V], nbytes: Mapping[V, int]) -> int:
     """Return the most bytes that a part holds while it runs, above those alive before it.
 
-    These are its writes and temporaries, less what its dying inputs give back early, so they can be fewer than the
-    bytes of its writes. `nbytes` has the bytes of each value.
+    These are its writes and temporaries, less the dying inputs that it frees early, so they can be fewer than the bytes
+    of its writes. `nbytes` has the bytes of each value.
     """
     writes = sum(nbytes[v] for v in part.writes)
     if not isinstance(part.op, Compute):

@@ -68,9 +68,9 @@ def steady(
 
 
 def later_half(history: Sequence[Sequence[float]], host: float) -> float:
-    """Return the period of steps that never get steady, such as those of a plan with independent parts.
+    """Return the period of steps that never get steady, as in a plan with independent parts.
 
-    It is that of the slowest stream or host, over the later half of the steps.
+    It is the period of the slowest stream or host, over the later half of the steps.
     """
     half = len(history) // 2
     return max(*_gains(history[-1], history[-1 - half]), host * half) / half if half else 0.0

@@ -213,7 +213,7 @@ def sweep(
 
     Args:
         prepared: the DAG of the plan.
-        durations: seconds by node; a group takes those of its first member.
+        durations: seconds by node; a group takes the duration of its first member.
         latency: seconds until the waiters of a point-to-point transfer see its end.
         issue: seconds per instruction that a host issues.
         after: the times of the step before, which this one follows without a barrier: each stream and each host goes on
@@ -422,7 +422,7 @@ def _cycle(
     waits: Sequence[tuple[int, ...]],
     ran: set[int],
 ) -> str:
-    """Return the message of a deadlock, in which each line waits for the next, and the last for the first."""
+    """Return the message of a deadlock: each line waits for the next, and the last for the first."""
     offsets, groups, group_of, n = prepared.offsets, prepared.groups, prepared.group_of, len(waits)
     before = [0] * n
     for s, nodes in enumerate(prepared.streams):

@@ -1,7 +1,7 @@
 """Define Graph, one global training DAG, and Editor, which makes the next one.
 
 Nodes carry coordinates, a placement (role) and a stream; data edges derive from values. A node stands for all
-microbatches in which it does the same. Nodes of one id differ in their microbatches: a directive that selects some of
+microbatches that run it alike. Nodes of one id differ in their microbatches: a directive that selects some of
 them splits a node. So a graph, and the time that a directive takes, do not grow with the number of microbatches.
 
 A Graph is immutable from outside. A directive takes one and returns another, made by an Editor: `edit = graph.edit();
@@ -78,7 +78,7 @@ class Graph(NamedNodes, Selecting):
         overlaps: the groups that an order leaves open.
         roles: role -> the mesh coordinates that it fixes.
         transports: role -> its streams for point-to-point communication.
-        exchanges: axis -> how its devices exchange what passes between chunks: tokens of experts, or terms of sums.
+        exchanges: axis -> how its devices exchange values between chunks: tokens of experts, or partial sums.
         buckets: gradients that are reduced together.
         replication: chunk -> how it is replicated.
         microbatches: how many; 0 before the batch is split.
@@ -206,7 +206,7 @@ class Editor:
         return _writers(self.families, self._writers, value, mbs)
 
     def readers_of(self, value: str, mbs: Mbs | None) -> Iterator[Node]:
-        """Yield the nodes that read a value in these microbatches, each reduced to those in which it does."""
+        """Yield the nodes that read a value in these microbatches, each reduced to the microbatches that read it."""
         for id in self._users.get(value, ()):
             for node in self.families[id]:
                 shared = common(node.mbs, mbs)
@@ -262,9 +262,9 @@ class Editor:
         return id
 
     def update(self, node: Node) -> None:
-        """Put a node in place of those of its id, in its microbatches.
+        """Put a node in place of the nodes of its id, in its microbatches.
 
-        Its coordinates may gain names (partition), but those that it had stay; its reads may change.
+        Its coordinates may gain names (partition), but keep the ones that they had; its reads may change.
         """
         if node.id not in self.families:
             node = self._as_family(node)

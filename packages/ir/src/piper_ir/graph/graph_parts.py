@@ -15,10 +15,10 @@ Coord = int | str
 
 
 Mbs = range | tuple[int, ...]
-"""The type of ascending microbatches: a range where they are evenly spaced."""
+"""The type of ascending microbatches: a range if they are evenly spaced."""
 
 At = tuple[str, int]
-"""The id of a node or value, and one of its microbatches; -1 for what belongs to the whole step."""
+"""The id of a node or value, and one of its microbatches; -1 for nodes and values of the whole step."""
 
 
 def mbs_of(numbers: Iterable[int]) -> Mbs:
@@ -68,7 +68,7 @@ class GraphValue:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Say what is done in each of the microbatches `mbs`.
+    """Hold one op with its reads, writes, role and stream; it runs in each of the microbatches `mbs`.
 
     Attributes:
         id: its name without a microbatch.
@@ -180,7 +180,7 @@ class Replication:
     Attributes:
         over: mesh axes.
         bucket_bytes: size of a bucket in bytes of gradient.
-        stream: that of the reductions; "" means one of their own.
+        stream: the stream of the reductions; "" means one of their own.
         applied: index in the log of the directive.
         shard: the axes along which ranks share states.
         gather: the stream of gathers; "" means one of their own.
@@ -201,13 +201,13 @@ class Replication:
 
     @property
     def together(self) -> tuple[object, ...]:
-        """Return what chunks that share a parameter must agree on."""
+        """Return the settings that chunks with a shared parameter must agree on."""
         return self.over, self.bucket_bytes, self.stream, self.shard, self.gather
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeExchange:
-    """Say how the devices along an axis exchange what passes between chunks: on which stream, and with how many SMs."""
+    """Say how the devices along an axis exchange values between chunks: on which stream, and with how many SMs."""
 
     stream: str
     sms: int | None = None

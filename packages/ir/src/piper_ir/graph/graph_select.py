@@ -75,7 +75,7 @@ class Selecting:
     def kept(self, owner: object, make: Callable[[], T]) -> T:
         """Return the result of `make`, which is computed once for each owner.
 
-        So `apply` of a directive can use what its `check` has found.
+        So `apply` of a directive can use the result that its `check` has computed.
         """
         found = self._kept.get(id(owner))
         if found is None:
@@ -94,7 +94,7 @@ class Selecting:
     def chains(self, selections: Iterable[Where]) -> list[Mapping[str, tuple[At, ...]]]:
         """Return for each selection, by role, the selected nodes there in the order of `turns`.
 
-        An order asks for very many selections, of which most differ in their microbatch alone.
+        An order asks for very many selections, and most differ in their microbatch alone.
         """
         known, every = self._alike, range(self.microbatches)
         out: list[Mapping[str, tuple[At, ...]]] = []
@@ -126,7 +126,7 @@ class Selecting:
         return {role: tuple(nodes) for role, nodes in out.items()}
 
     def _roles(self, nodes: list[Node]) -> list[tuple[str, str, Sequence[str]]]:
-        """Return each role with its first id, and all of its ids where it has several.
+        """Return each role with its first id, and all of its ids if it has several.
 
         Nothing is returned unless all nodes stand for all microbatches.
         """

@@ -1,4 +1,4 @@
-"""Say in which dtypes the states of a bucket are."""
+"""Name the dtypes of the states of a bucket."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from piper_ir.ground.sizes import ITEM_BYTES
 
 
 class BucketDtypes:
-    """Name the dtypes of a bucket's states: that of the update, and two which are "" where they are the same."""
+    """Name the dtypes of a bucket's states: the dtype of the update, and two that are "" if they equal it."""
 
     __slots__ = ()
     dtype: str

@@ -74,8 +74,8 @@ def dumps(document: Any, indent: int | None = None) -> str:
 def loads(kind: type[T], text: str, where: str = "text") -> T:
     """Return the document of the given class that a text holds.
 
-    Raises FormatError, which names the place (a path of keys) and what was expected, and CompileError for a Graph in
-    which a value has two writers.
+    Raises FormatError, which names the place (a path of keys) and the expected content, and CompileError if a value of
+    a Graph has two writers.
     """
     form = _DOCUMENT_FORMS.get(kind)
     written: Any = kind if form is None else form.document
@@ -97,7 +97,7 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
 
 
 def read_json(text: str, where: str) -> Any:
-    """Return the content of a JSON text; FormatError where it is none, with a hint when its end is missing."""
+    """Return the content of a JSON text; raise FormatError if it is invalid, with a hint when its end is missing."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:

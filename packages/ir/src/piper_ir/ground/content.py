@@ -10,7 +10,7 @@ from typing import Any
 from piper_ir.ground.codec import dumps
 
 Pieces = Callable[[Any], Iterator[str] | None]
-"""A function that returns the text of `dumps` in pieces, where it knows a quicker way; else None."""
+"""A function that returns the text of `dumps` in pieces, if it knows a quicker way; else None."""
 _QUICKER: list[Pieces] = []
 
 

@@ -1,4 +1,4 @@
-"""Describe the random operations of a chunk, so that what is drawn does not depend on how a model is cut."""
+"""Describe the random operations of a chunk, so that random numbers do not depend on how a model is cut."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Draw:
 
     Attributes:
         place: the module that draws and the number of the draw among its own in a forward: "layers.3.drop#0".
-        rows: how many entries a row has in each dimension of what is drawn, 0 where that does not depend on the rows.
-        refused: why it cannot be drawn by row, with the user's line; "" where it can.
+        rows: how many entries a row has in each dimension of the random tensor, 0 if that does not depend on the rows.
+        refused: why it cannot be drawn by row, with the user's line; "" if it can.
     """
 
     place: str

@@ -1,6 +1,6 @@
 """Define one class per kind of mistake; each is also a builtin, so that callers who know only builtins still catch it.
 
-A message says what is wrong, where, what would be accepted, and what to do.
+A message names the problem, its place, the accepted values, and a way out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 class PiperError(Exception):
     """Stand for every error that Piper raises on purpose; the command line turns it into exit code 2.
 
-    `told_by_another` is True where another process of the same run says it in full, so that this one need not.
+    `told_by_another` is True if another process of the same run says it in full, so that this one need not.
     """
 
     told_by_another: bool = False
@@ -26,7 +26,7 @@ class SelectorError(PiperError, LookupError):
 class DirectiveError(PiperError, ValueError):
     """A directive's legality condition does not hold on the graph to which it was applied.
 
-    `chunks` are the ids of the chunks that the error is about, where it says so.
+    `chunks` are the ids of the chunks that the error is about, if it names some.
     """
 
     def __init__(self, message: str, chunks: tuple[str, ...] = ()) -> None:
@@ -37,7 +37,7 @@ class DirectiveError(PiperError, ValueError):
 class CompileError(PiperError, ValueError):
     """The directives together do not describe a training step that can run (something unplaced, a cyclic order...).
 
-    `chunks` are the ids of the chunks that the error is about, where it says so.
+    `chunks` are the ids of the chunks that the error is about, if it names some.
     """
 
     def __init__(self, message: str, chunks: tuple[str, ...] = ()) -> None:
@@ -102,4 +102,4 @@ class PiperWarning(RuntimeWarning):
 
 
 class MissingPackageError(PiperError, ImportError):
-    """An optional package that was asked for is not installed; the message names what to install."""
+    """An optional package that was asked for is not installed; the message names the package to install."""

@@ -1,4 +1,4 @@
-"""Name the buffers in which a mixture counts the tokens of its experts, and sum up what they hold."""
+"""Name the buffers in which a mixture counts the tokens of its experts, and add their counts up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOAD_NOT_MEASURED = "the load of the experts is not measured"
 
 
 def counts_tokens(buffer: str) -> bool:
-    """Return whether a buffer counts the tokens of experts: then it is no part of what the model computes."""
+    """Return whether a buffer counts the tokens of experts: then it is no part of the model's results."""
     return buffer.rpartition(".")[2] == EXPERT_TOKENS
 
 
@@ -27,7 +27,7 @@ def experts_of(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, dict[
     """Return the load of experts by module, from the buffers of all ranks by name.
 
     `tokens` is of each expert, `mean` and `max` over them, and `overflow` counts the tokens without a place. `dropped`
-    counts the rows that were left out for want of places on a device, where ranks hand that on.
+    counts the rows that were left out for want of places on a device, if ranks hand that on.
     """
     summed: dict[str, list[int]] = {}
     dropped: dict[str, int] = {}

@@ -16,7 +16,7 @@ class Idle:
     Attributes:
         busy: seconds of its compute.
         span: last end - first start - busy of its compute.
-        exposed: seconds in which the rank computes nothing while a message moves to or from it; None where not known.
+        exposed: seconds in which the rank computes nothing while a message moves to or from it; None if not known.
     """
 
     busy: float

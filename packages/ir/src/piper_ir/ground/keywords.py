@@ -39,7 +39,7 @@ def checked_fields(error: type[PiperError]) -> Callable[[type[T]], type[T]]:
 
     def decorate(kind: type[T]) -> type[T]:
         made = kind.__init__
-        made.__qualname__ = kind.__name__  # what messages call it
+        made.__qualname__ = kind.__name__  # its name in messages
         setattr(kind, "__init__", checked_call(error)(made))  # noqa: B010 - mypy refuses to assign to a method
         return kind
 

@@ -13,7 +13,7 @@ MOST_STEP_INSTRUCTIONS = 10_000_000
 """The most instructions of one simulation of several steps: their times take about 2 GB."""
 
 MOST_SMS = 4096
-"""The most SMs that a strategy may name: many times those of any device (an H100 has 132, a B200 148)."""
+"""The most SMs that a strategy may name: many times the SMs of any device (an H100 has 132, a B200 148)."""
 
 
 def most(wanted: int, per_item: int) -> int:

@@ -19,7 +19,7 @@ that share states along `dp`.
 
 
 def whole_axis(name: str) -> str:
-    """Return the axis of which an axis is a part (`Mesh.split`); any other is its own."""
+    """Return the axis that an axis was split from (`Mesh.split`); any other is its own."""
     whole, dot, number = name.partition(".")
     return whole if dot and number.isdigit() else name
 
@@ -58,14 +58,14 @@ class Mesh:
             )
 
     def split(self, axis: str, degrees: Sequence[int]) -> Mesh:
-        """Return the same ranks with an axis in several: "tp.0", "tp.1", ..., of which the last varies fastest."""
+        """Return the same ranks with an axis split into several: "tp.0", "tp.1", ...; the last varies fastest."""
         if len(degrees) == 1:
             return self
         parts = ((f"{axis}.{k}", degree) for k, degree in enumerate(degrees))
         return Mesh((*((a, n) for a, n in self.sizes if a != axis), *parts))
 
     def along(self, axis: str) -> tuple[str, ...]:
-        """Return the axis, or the axes into which it is split, fastest first; "tp.0+tp.1" names some of these."""
+        """Return the axis, or the axes that it is split into, fastest first; "tp.0+tp.1" names some of these."""
         named = axis.split("+")
         return tuple(a for a in self.axes if a in named or whole_axis(a) in named)
 
@@ -103,7 +103,7 @@ class Mesh:
         return prod(self.size(axis) for axis in axes)
 
     def index_along(self, axes: Iterable[str], rank: int) -> int:
-        """Return the position of a rank, from 0, among those that differ from it along some axes, in their order."""
+        """Return the position of a rank, from 0, among the ranks that differ only along some axes, in their order."""
         chosen, coords, index, stride = set(axes), self.coords(rank), 0, 1
         for axis, size in self.sizes:
             if axis in chosen:

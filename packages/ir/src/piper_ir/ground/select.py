@@ -22,12 +22,12 @@ LONGEST_CHAIN = ("",)
 
 @dataclass(frozen=True, init=False)
 class Where:
-    """Say what the coordinates of the wanted nodes are.
+    """Hold the coordinates of the wanted nodes.
 
-    A term maps a coordinate's name to what it must be: an int or name, one of several (a tuple or range), ANY, or NONE.
-    A selection without terms selects everything. Names are those of regions (`layer`, `stage`, the user's own), `mb`,
-    `phase` ("F", "B", "R", "I", "W"), and `op` ("compute", "send", "recv", "add"); communication is matched only when
-    `op` asks for it.
+    A term maps a coordinate's name to its wanted value: an int or name, one of several (a tuple or range), ANY, or
+    NONE. A selection without terms selects everything. Names are names of regions (`layer`, `stage`, the user's own),
+    `mb`, `phase` ("F", "B", "R", "I", "W"), and `op` ("compute", "send", "recv", "add"); communication is matched only
+    when `op` asks for it.
     """
 
     terms: tuple[tuple[str, Match], ...]
@@ -73,7 +73,7 @@ def where(**coords: Any) -> Where:
 
 
 def _match(name: str, value: Any) -> Match:
-    # First what nearly all values are; a union of types in place of the tuple takes twice the time.
+    # First the types of nearly all values; a union of types in place of the tuple takes twice the time.
     if isinstance(value, (int, str)) and not isinstance(value, bool):
         return value
     if isinstance(value, range):

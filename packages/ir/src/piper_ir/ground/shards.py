@@ -13,8 +13,8 @@ SharedState = Literal["param", "master", "grad", "optim"]
 class Shards:
     """Name the mesh axes along which ranks share a bucket's states: each keeps an equal part, in the order of ranks.
 
-    Axes of the parameters are among those of the gradients, these among those of the optimizer's states, and all among
-    those along which the bucket is replicated. None means that each rank keeps all of a state.
+    The parameters' axes are a subset of the gradients' axes, these of the axes of the optimizer's states, and all of
+    the axes along which the bucket is replicated. No axes mean that each rank keeps all of a state.
     """
 
     params: tuple[str, ...] = ()
@@ -35,4 +35,4 @@ class Shards:
 
 
 UNSHARDED = Shards()
-"""The shards of a bucket of which each rank keeps all."""
+"""The shards of a bucket that each rank keeps whole."""

@@ -1,4 +1,4 @@
-"""Describe what happened in one step, simulated or executed; every executor writes such a trace."""
+"""Describe the spans and the memory of one step, simulated or executed; every executor writes such a trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Span:
         instr: its index in the program of the rank's role.
         ready: when it could have started, had its stream and its peers been free.
         bytes: bytes that a communication moved; of compute, the messages inside of its steps.
-        inside_s: seconds of the messages inside of its steps, where they are known.
+        inside_s: seconds of the messages inside of its steps, if they are known.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class MemSample:
         instr: the instruction's index in the program of the rank's role.
         time: when the instruction started, in seconds since the start of the step.
         bytes: bytes by category. A simulation has the categories of `piper_ir.plan.plan.Category`. A run has one
-            category, "measured": the sum of all live storages, counted in the first step (where counting was asked for)
+            category, "measured": the sum of all live storages, counted in the first step (if counting was asked for)
             and shown at the times of the step that the trace is of.
     """
 
@@ -71,8 +71,7 @@ class Trace:
         step: the number of the step, counted from 0.
         notes: remarks for a reader, by topic.
         waits: waits for Job.batch, on the stream BATCH, each with the instruction that it held up.
-        alike: ranks that do the same at the same times, of which only the first has spans and samples; empty where
-            every rank has its own.
+        alike: ranks with the same spans and samples; only the first of them has these. Empty if every rank has its own.
         version: the version of the file format.
     """
 

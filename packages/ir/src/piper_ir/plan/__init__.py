@@ -1,4 +1,4 @@
-"""Describe what each device does: instructions, buffers, groups, and the files that hold them.
+"""Describe the work of each device: instructions, buffers, groups, and the files that hold them.
 
 May import: ground, program, tools.
 """

@@ -83,9 +83,8 @@ class ValueTable:
 class PartTemplate:
     """Hold a part in any microbatch: `Part` with numbers of values in place of names.
 
-    The numbers are those of an instruction in microbatch 0; that of a value of the whole step is the same in all
-    microbatches. `ahead` is the part's microbatch relative to the
-    instruction's, for an instruction that joins several.
+    The numbers hold for an instruction in microbatch 0; a value of the whole step has the same number in all
+    microbatches. `ahead` is the part's microbatch relative to the instruction's, for an instruction that joins several.
     """
 
     node: str
@@ -102,7 +101,7 @@ class PartTemplate:
 class InstrTemplate:
     """Hold an instruction in any microbatch, without its waits and the values that it frees or makes for communication.
 
-    Those differ between microbatches. `kind` is the same for templates of a role that differ in their frees only.
+    These differ between microbatches. `kind` is the same for templates of a role that differ in their frees only.
     """
 
     stream: str
@@ -194,7 +193,7 @@ class InstrTable(Sequence[Instr]):
         return [names[k] for k in self.used]
 
     def each(self, fact: Callable[[Instr], T]) -> list[T]:
-        """Return a fact about each instruction, computed once for those with equal ops on values of equal sizes.
+        """Return a fact about each instruction, computed once for all with equal ops on values of equal sizes.
 
         It is computed from an instruction without waits.
         """
@@ -212,7 +211,7 @@ class InstrTable(Sequence[Instr]):
         return [known[kind] for kind in used]
 
     def _work(self, template: InstrTemplate) -> object:
-        """Return what an instruction does, without the names of its values."""
+        """Return the ops of an instruction with the sizes of its values, without their names."""
         sizes, count = self.values.nbytes, self.values.count
         parts = [
             (
@@ -280,10 +279,10 @@ class InstrTable(Sequence[Instr]):
 
     @property
     def alike(self) -> list[int]:
-        """Return a number for each instruction, equal for those that say the same, each in its own microbatch.
+        """Return a number for each instruction, equal for instructions that differ only in their microbatch.
 
-        They have one template, and their values are those of the template in other microbatches. An instruction whose
-        microbatch leads out of what the table has for a value, or that is in none, is alike to none.
+        They have one template, and the template's values in other microbatches. An instruction without a microbatch, or
+        whose microbatch leads beyond the values of the table, is alike to none.
         """
         room = [self._room(t) for t in self.templates]
         return [

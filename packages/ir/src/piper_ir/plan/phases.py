@@ -63,7 +63,7 @@ class InstrLabel:
 _UNNAMED = ("fold", "other", "gather", "scatter", "comm", "batch")
 """The phases without a letter."""
 _SHARED: Mapping[str, Phase] = {"all_gather": "gather", "reduce_scatter": "scatter"}
-"""The phases of collectives by which ranks share the states of buckets."""
+"""The phases of the collectives on sharded buckets."""
 
 
 def instr_label(instr: Instr) -> InstrLabel:

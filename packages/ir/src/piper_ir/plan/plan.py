@@ -38,17 +38,17 @@ COMPUTE = "compute"
 """The one stream of a role that computes, allocates and frees."""
 
 DeviceType = Literal["", "cpu", "cuda"]
-"""The kind of device whose memory a plan counts: "cuda" with what kernels hold inside, the others tensors alone."""
+"""The kind of device whose memory a plan counts: "cuda" with the workspace of kernels, the others tensors alone."""
 
 Category = Literal[
     "param", "master", "grad", "optim", "buffer", "gathered", "reduced", "activation", "gradient", "batch", "scalar", "workspace"
 ]  # fmt: skip
 """The use of memory.
 
-States are param, master, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket of which a
-rank keeps a part), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs
-and saved tensors of F), gradient (of activations), batch and scalar. workspace is what a running instruction holds
-beyond its values.
+States are param, master, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket that is
+sharded), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs and saved
+tensors of F), gradient (of activations), batch and scalar. workspace is the memory of a running instruction beyond its
+values.
 """
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
@@ -70,8 +70,8 @@ class Value:
 class Values(Mapping[str, Value]):
     """Map ids to values that are made when they are asked for.
 
-    A plan has very many values, and those of one port differ in their ids only. `kinds` maps ids to (spec, category)
-    and must not change any more.
+    A plan has very many values, and the values of one port differ in their ids only. `kinds` maps ids to (spec,
+    category) and must not change any more.
     """
 
     __slots__ = ("_kinds",)
@@ -177,13 +177,13 @@ class Instr:
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """Describe what the ranks of one role do.
+    """Describe the program and the memory of the ranks of one role.
 
     Attributes:
         placed: the mesh coordinates that the role fixes.
         ranks: all ranks at these coordinates, ascending.
         program: the instructions in program order.
-        streams: the streams on which they stand.
+        streams: the streams of these instructions.
         states: the persistent bytes of the role.
         allocs_first: values whose memory is allocated before the first instruction.
         peak_bytes: the most bytes held in program order: states, values and workspace.
@@ -261,14 +261,14 @@ class Plan(Brief):
 
     @property
     def codes(self) -> tuple[str, ...]:
-        """Return the ids of all code that ranks run: that of chunks, and that which counts in a batch."""
+        """Return the ids of all code that ranks run: the code of chunks, and the code that counts in a batch."""
         return (
             *(c.code for c in (*self.chunks, *self.variants)),
             *(b.counter for b in self.batch if b.counter),
         )
 
     def facts(self) -> Iterator[tuple[str, object]]:
-        """Yield what the plan is for, its size, and the peak of its fullest role."""
+        """Yield the mesh, the size of the plan, and the peak of its fullest role."""
         yield "mesh", self.mesh
         yield "microbatches", f"{self.microbatches} of {self.rows} rows"
         yield "roles", len(self.roles)

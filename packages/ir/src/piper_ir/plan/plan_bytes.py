@@ -38,8 +38,8 @@ class PlanBytes:
     def _updated(self, state: State) -> int:
         """Return the bytes of a state that an update reads and writes.
 
-        Of what this rank's optimizer works on, parameters and optimizer state are read and written, gradients are read,
-        and the copy of a master is written. All gradients that the rank has are set to zero.
+        In the shard that this rank's optimizer works on, parameters and optimizer state are read and written, gradients
+        are read, and the copy of a master is written. All gradients that the rank has are set to zero.
         """
         own = own_bytes(self._plan, state)
         if state.category == "grad":
@@ -97,9 +97,9 @@ def bucket_bytes(bucket: Bucket) -> int:
 
 
 def flat_bytes(bucket: Bucket, mesh: Mesh | None = None) -> dict[SharedState, int]:
-    """Return the bytes of a bucket's states by category, without those of the optimizer.
+    """Return the bytes of a bucket's states by category, without the states of the optimizer.
 
-    With a mesh they are those of one rank, which may share them with others.
+    With a mesh they are the bytes of one rank's shard.
     """
     kinds: tuple[SharedState, ...] = (
         ("param", "master", "grad") if bucket.mastered else ("param", "grad")
@@ -112,6 +112,6 @@ def state_message_bytes(bucket: Bucket, op: Collective, mesh: Mesh) -> int:
     """Return the bytes of the whole tensor of a collective on a bucket's state."""
     kept = (
         mesh.degree(bucket.shard.optim) if op.kind == "all_reduce" else 1
-    )  # it is among those that keep the same part
+    )  # it is among the ranks that keep the same shard
     item = ITEM_BYTES[bucket.compute_dtype if op.law.state == "param" else bucket.reduce_dtype]
     return bucket.numel * item // kept

@@ -40,7 +40,7 @@ class ProgramTable:
     """Hold the columns of an `InstrTable`.
 
     Attributes:
-        waits: by instruction, how far back the instructions are for which it waits.
+        waits: by instruction, how far back the instructions are that it waits for.
     """
 
     templates: tuple[InstrTemplate, ...]

@@ -1,4 +1,4 @@
-"""Describe what several ranks of a plan have in common: buckets of parameters, and channels for communication."""
+"""Describe the buckets of parameters and the channels for communication that several ranks of a plan share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Bucket(BucketDtypes):
         numel: the number of elements; `dtype` is the one in which the optimizer updates its parameters.
         over: the mesh axes along which it is replicated.
         group: the index of the optimizer's parameter group.
-        channel: the channel that all-reduces it, or what a rank keeps of it; "" when no other rank has the same.
+        channel: the channel that all-reduces it, or a rank's shard of it; "" when no other rank has the same.
         shard: the axes along which ranks share its states.
         gather: the channel on each of `roles` that gathers its parameters; empty when the optimizer's states are whole.
         scatter: likewise the channel that reduces its gradients and scatters them.
-        compute: the dtype of its parameters in forward and backward; "" for `dtype`. Where they differ, holders have a
+        compute: the dtype of its parameters in forward and backward; "" for `dtype`. If they differ, holders have a
             state "master", which is updated, and from which "param" is written.
         reduce: the dtype in which gradients are summed and reduced; "" for `dtype`.
         parts: the axes along which each rank holds another part of its parameters.
@@ -56,11 +56,11 @@ class Channel:
         roles: the roles that it joins; (source, destination) for "p2p".
         streams: the stream that uses it on each of the roles.
         over: the mesh axes along which the ranks of a group differ.
-        purpose: the kind of data that it carries; "tensor" for what is exchanged inside of steps,
-            "expert" for the tokens of experts on their way to them and back, "terms" for values between chunks of
-            which devices that share the chunks have terms of a sum.
-        sms: the SMs that communication on each of these streams takes from compute, where a strategy says so; 0 when
-            copy engines move it. Only simulations read it.
+        purpose: the kind of data that it carries; "tensor" for collectives inside of steps, "expert" for the tokens of
+            experts on their way to them and back, "terms" for values between chunks that are partial sums on the
+            devices that share the chunks.
+        sms: the SMs that communication on each of these streams takes from compute, if a strategy says so; 0 when copy
+            engines move it. Only simulations read it.
     """
 
     id: str

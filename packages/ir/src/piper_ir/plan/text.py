@@ -10,10 +10,10 @@
     end
 
 The line of an instruction has its position in the role's program, its stream, its parts joined by "+", and after "|"
-its waits (stream#count), what it frees before its parts and allocates after them, and given seconds (an overlapped
-pair). A part has its op with arguments, @microbatch, `node` (left out where it is chunk.step@microbatch), reads,
-writes, frees; "keeping" goes before a policy of recomputation. Words with spaces, and keywords of this format, are
-JSON strings. Empty lines, and those that start with "#", are skipped.
+its waits (stream#count), the values that it frees before its parts and allocates after them, and given seconds (an
+overlapped pair). A part has its op with arguments, @microbatch, `node` (left out if it is chunk.step@microbatch),
+reads, writes, frees; "keeping" goes before a policy of recomputation. Words with spaces, and keywords of this format,
+are JSON strings. Empty lines and comments, which start with "#", are skipped.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _spec(spec: TensorSpec) -> str:
 
 
 def parse_plan(text: str, where: str = "plan") -> Plan:
-    """Return the plan of a text; raise FormatError, which shows the line with its number and what is expected there."""
+    """Return the plan of a text; raise FormatError, which shows the line, its number and the expected content."""
     parser = _Parser(where)
     for number, line in enumerate(text.split("\n"), 1):
         try:

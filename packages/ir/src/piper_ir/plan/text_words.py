@@ -88,7 +88,7 @@ class Words:
 
 
 def read_value(text: str) -> Any:
-    """Return the content of a JSON text in a line; raise FormatError where it is none."""
+    """Return the content of a JSON text in a line; raise FormatError if it is invalid."""
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
@@ -100,7 +100,7 @@ def read_value(text: str) -> Any:
 
 
 def whole_number(text: str, expected: str) -> int:
-    """Return the number that a word is; raise FormatError with what is expected."""
+    """Return the number that a word is; raise FormatError, which names `expected`, if it is none."""
     try:
         return int(text)
     except ValueError:

@@ -2,7 +2,7 @@
 
 A collective joins the n members of a channel, ordered by rank; each member gives one tensor and gets one. A tensor is
 *whole* when it has the full length along its first dimension, and a *part* when it is one of the n equal blocks of that
-length; block k belongs to the k-th member. The bytes of a message are those of the whole tensor.
+length; block k belongs to the k-th member. The bytes of a message are the bytes of the whole tensor.
 
 A new collective needs a row here, and a binding in each transport that is to carry it; CONTRIBUTING.md shows it for a
 broadcast.
@@ -43,19 +43,18 @@ class Law:
     """Describe one collective.
 
     Attributes:
-        name: what a plan's text and messages call it.
-        reads: what a member gives.
-        writes: what a member gets, with the dtype of what it gives.
-        result: what the written tensor holds. "sum": the sum of what all members give. "blocks": one block of each
-            member, in the order of ranks. "first": what the first member gives. "previous": what the member
-            before it gives, and for the first one the last. Where a part is written, it is the member's own block of
-            that.
+        name: its name in a plan's text and in messages.
+        reads: the extent of a member's input.
+        writes: the extent of a member's output, which has the dtype of the input.
+        result: the content of the output. "sum": the sum of all inputs. "blocks": one block of each member, in the
+            order of ranks. "first": the input of the first member. "previous": the input of the member before it, and
+            for the first member that of the last. If a part is written, it is the member's own block of that.
         route: how it travels. "ring": everything passes by every member. "pairs": each member sends a block to each
             other one. "next": each member sends all of it to the one behind it, and the last one to the first.
         rounds: how often the whole tensor goes around a ring, so that rounds * (n - 1) / n of its bytes leave each
             member (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). It is 1 for other routes.
         state: the state of a bucket on which it may work, instead of on values: its parameters or its gradients.
-        spoils: whether what it reads is undefined afterwards, so that a transport may use it as room to work in.
+        spoils: whether its input is undefined afterwards, so that a transport may use it as workspace.
         undoes: the collective whose results it turns back into that one's inputs, among the same members.
     """
 
@@ -71,7 +70,7 @@ class Law:
 
     @property
     def in_place(self) -> bool:
-        """Return whether the result can replace what is read: it has the same size, and nothing changes its place."""
+        """Return whether the result can replace the input: it has the same size, and nothing changes its place."""
         return self.reads == self.writes and self.result in ("sum", "first")
 
     @property
@@ -86,7 +85,7 @@ class Law:
         return self.rounds * (n - 1) / n
 
     def written(self, read: TensorSpec, n: int) -> TensorSpec:
-        """Return what n members get when each gives `read`; raise PlanError if the first dimension does not divide."""
+        """Return a member's output for n inputs of `read`; raise PlanError if the first dimension does not divide."""
         if self.result == "sum" and read.dtype not in SUMMED_DTYPES:
             raise PlanError(
                 f"{self.name} adds {', '.join(SUMMED_DTYPES)}; {read.dtype} is none of them"

@@ -21,7 +21,7 @@ STEPS: tuple[Step, ...] = ("F", "R", "I", "W")
 
 
 SCALARS = ("Add", "Zeros")
-"""The ops on scalars of which a profile may have measured none: weights of losses."""
+"""The ops on scalars that a profile may not have measured: weights of losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class CommDuration:
 
     Attributes:
         op: "p2p", or a kind of `piper_ir.program.collectives`.
-        bytes: the bytes of the message; those of the whole tensor for a collective.
+        bytes: the bytes of the message; for a collective, the bytes of the whole tensor.
         group: the number of ranks that take part (2 for p2p).
         nodes: the number of nodes on which these ranks are.
         busy_s: processor seconds that it takes on each rank from computation beside it.
@@ -103,7 +103,7 @@ class HostCosts:
 
     Attributes:
         issue_s: seconds per instruction of the compute stream, without its parts.
-        comm_s: seconds per communication instruction, without its message; they delay what is issued next.
+        comm_s: seconds per communication instruction, without its message; they delay the next instructions.
         issue_spread_s: the spread of `issue_s`, as in a Duration.
         comm_spread_s: the spread of `comm_s`, as in a Duration.
     """
@@ -221,7 +221,7 @@ class Costs:
     ) -> Duration | None:
         """Return the duration of one step of a chunk; None when it is not known.
 
-        `code` is that of the chunk, `rows` the rows of its microbatches; without rows, the largest measured number
+        `code` is the chunk's code, `rows` the rows of its microbatches; without rows, the largest measured number
         counts.
         """
         if (given := self.compute.get(chunk, {}).get(step)) is not None:

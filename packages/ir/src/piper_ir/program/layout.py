@@ -1,7 +1,7 @@
-"""Say how tensors lie on the devices of an axis that share the work of a chunk.
+"""Describe the placement of tensors on the devices of an axis that share the work of a chunk.
 
-The shapes in a program are those of one device. Along each axis a tensor is a part of the whole one (`DimPart`), or
-a term of a sum, or equal on all devices.
+The shapes in a program are the shapes on one device. Along each axis a tensor is sharded (`DimPart`), a partial sum, or
+replicated.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from piper_ir.ground.sizes import Dim, bind
 
 @dataclass(frozen=True, slots=True)
 class DimPart:
-    """Say that a device has a part of a tensor along an axis.
+    """Say that a tensor is sharded along an axis.
 
     The dimension is [outer, n, rest] over all n devices of the axis, and the device at place k has [outer, k, rest]. So
-    outer is 1 where the parts are blocks one behind the other, and 3 for the heads of a weight that makes queries, keys
+    outer is 1 if the parts are blocks one behind the other, and 3 for the heads of a weight that makes queries, keys
     and values at once.
 
     Attributes:
         axis: the mesh axis.
         dim: the dimension of the tensor.
-        outer: steps of what stands outside in that dimension.
+        outer: the number of outer steps in that dimension.
     """
 
     axis: str
@@ -36,18 +36,18 @@ class DimPart:
 EXPERTS = "experts"
 """The name of the index of a mixture's experts, and of the coordinate of the regions that compute them."""
 SHARED = "shared"
-"""The coordinate of the chunks that devices share, where the others are computed whole by each."""
+"""The coordinate of the chunks that devices share, while each computes all other chunks whole."""
 ROWS = "rows"
-"""The stream of an axis whose devices each have rows of their own, and trade them for those of their experts."""
+"""The stream of an axis whose devices each have rows of their own, and trade them for the rows of their experts."""
 EXPERTS_SHARED = 'shard(where(experts=ANY), over="ep", index="experts", stream="rows")'
 """The directive by which devices share experts, as a user writes it."""
 BOUND = 1.25
 """The places that a device of a dropless mixture has for rows of another one, over their mean."""
 OVERFLOWS = ("rounds", "error", "drop")
-"""The names of what becomes of more rows than that; the first is the default."""
+"""The names of the ways to treat more rows than that; the first is the default."""
 
 Layout = tuple[DimPart, ...]
-"""The way in which a tensor is taken apart: each entry applies to what the ones before it have left."""
+"""The sharding of a tensor: each entry applies to the shard that the entries before it have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +57,18 @@ class Sharding:
     Attributes:
         over: the mesh axis.
         degree: the number of its devices.
-        index: names of the indexes that they share; all that can be shared where none is named.
-        stream: "tokens" where they also share what passes from layer to layer, along its tokens; "rows" where each has
-            rows of its own and the selected chunks are of experts, of which each has some; else "".
-        keep: whether what the forward gathers is kept for the backward, and not gathered again.
-        split: the degrees of the axes into which this one is split, where no index has enough steps for all devices.
+        index: names of the indexes that they share; all that can be shared if none is named.
+        stream: "tokens" if activations between layers are also sharded along their tokens; "rows" if each device has
+            rows of its own and some experts of the selected chunks; else "".
+        keep: whether tensors that the forward gathers are kept for the backward, and not gathered again.
+        split: the degrees of the axes into which this one is split, if no index has enough steps for all devices.
         context: whether they share the tokens of all ops (context parallelism).
         attention: how they compute attention then, which needs the keys of all tokens: "heads", "ring" or "gather".
         order: which tokens a device has then: "blocks", or the two of "zigzag", r and 2 n - 1 - r of 2 n blocks; ""
             before it is chosen.
-        selection: the chunks that they share; all where it is None.
+        selection: the chunks that they share; all if it is None.
         bound: of dropless mixtures, the places for rows of another device over the mean of these.
-        overflow: what becomes of more rows: "rounds", "error" or "drop".
+        overflow: how more rows are treated: "rounds", "error" or "drop".
         cut: whether chunks are cut where devices begin and end to share work, so that sums are made between them.
     """
 
@@ -99,7 +99,7 @@ class Sharding:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Return the axis, or those into which it is split, with their sizes."""
+        """Return the axis, or the axes that it is split into, with their sizes."""
         if len(self.split) < 2:
             return ((self.over, self.degree),)
         return tuple((f"{self.over}.{k}", degree) for k, degree in enumerate(self.split))
@@ -112,12 +112,12 @@ class StepCollective:
     Attributes:
         kind: a kind of `piper_ir.program.collectives`.
         axis: the mesh axis.
-        nbytes: the bytes of the whole tensor, as `piper_ir.program.collectives` counts a message; 0 where only a run
-            knows whether there is one.
-        why: the op that asks for it, with the user's line where it is known.
-        mean_nbytes: of rows that tokens choose experts for, the bytes of as many as a device has on average; `nbytes`
-            are those of all places for them. 0 for any other collective. With `nbytes` 0 it is one of each further
-            round of experts: of the rows for which there was no place.
+        nbytes: the bytes of the whole tensor, as `piper_ir.program.collectives` counts a message; 0 if only a run knows
+            whether there is one.
+        why: the op that asks for it, with the user's line if it is known.
+        mean_nbytes: for rows on their way to experts and back, the bytes of as many as a device has on average;
+            `nbytes` counts all places for them. 0 for any other collective. With `nbytes` 0 it is one of each further
+            round of experts: of the rows without a place.
     """
 
     kind: str
@@ -141,7 +141,7 @@ class StepCollective:
 def whole_shape(
     shape: Sequence[Dim], layout: Layout, degrees: Mapping[str, int]
 ) -> tuple[Dim, ...]:
-    """Return the shape of a tensor over all devices, given that of one device's part."""
+    """Return the shape of a tensor over all devices, given the shape of one device's shard."""
     sizes = list(shape)
     for part in layout:
         sizes[part.dim] = sizes[part.dim] * degrees[part.axis]

@@ -13,7 +13,7 @@ from piper_ir.ground.sizes import Dim, bind
 class Inside:
     """Say how much memory is held while one op runs whose kernel allocates memory of its own on a CUDA device.
 
-    That is `held` + min(`own`, `most`) bytes: what a kernel makes in slices does not grow beyond a slice.
+    That is `held` + min(`own`, `most`) bytes: a kernel that works in slices holds no more than a slice.
 
     Attributes:
         held: bytes that the step's code holds while the op runs.
@@ -34,15 +34,15 @@ class Inside:
 class Liveness:
     """Say how many bytes a step's code holds beyond its inputs while it runs: temporaries plus the outputs made so far.
 
-    An input that dies in this step is freed right after its last use, so segment i runs without those of consumed[:i]
-    that die.
+    An input that dies in this step is freed right after its last use, so segment i runs without the dying inputs among
+    consumed[:i].
 
     Attributes:
         consumed: indexes into Signature.reads in the order of their last use.
         segments: segments[i] covers the code up to and including the last use of consumed[i], the final one the rest.
             It holds the sizes whose maximum is the most bytes held there (several, since a maximum of affine functions
             is not affine).
-        inside: the same segments, with the ops whose kernels hold memory of their own on a CUDA device; empty where no
+        inside: the same segments, with the ops whose kernels hold memory of their own on a CUDA device; empty if no
             kernel does.
     """
 
@@ -59,8 +59,8 @@ class Liveness:
     def peak(self, dying: Mapping[int, int], device: str = "") -> int:
         """Return the most bytes above those held before the step; sizes must be bound.
 
-        `dying` maps indexes into reads to bytes, for the inputs that die here. With `device` "cuda" it counts what
-        kernels hold inside there, too. Raises PlanError where entries are missing, as in a file that was edited.
+        `dying` maps indexes into reads to bytes, for the inputs that die here. With `device` "cuda" it counts the
+        workspace of kernels, too. Raises PlanError if entries are missing, as in a file that was edited.
         """
         if len(self.segments) != len(self.consumed) + 1 or len(self.inside) not in (
             0,

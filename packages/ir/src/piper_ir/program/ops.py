@@ -45,8 +45,8 @@ class Seed:
 class Compute:
     """Run one step of a chunk.
 
-    B is I followed by W, with outputs that are ready at its end. I and W add into gradient buckets. Where a policy of
-    recomputation is at work, the first of them comes after R, which makes what F did not keep.
+    B is I followed by W, with outputs that are ready at its end. I and W add into gradient buckets. Under a policy of
+    recomputation, the first of them comes after R, which recomputes the tensors that F did not keep.
 
     Attributes:
         keep: the policy: which tensors F keeps ("all": every one that backward needs).
@@ -80,7 +80,7 @@ class Zeros:
 class SquaredNorm:
     """Write the squared 2-norm of the gradients that a rank has of these buckets, in fp32 or wider: a scalar.
 
-    Ranks that differ along the axes `over`, other than those along which each has a part, have the buckets `once`
+    Ranks that differ along the axes `over`, other than the axes along which each has a part, have the buckets `once`
     alike; the first of them counts these.
     """
 
@@ -99,7 +99,7 @@ class Fresh:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Add the one read, a rank's part of a bucket's gradients, to what the rank keeps of them."""
+    """Add the one read, a rank's part of a bucket's gradients, to the shard that the rank keeps."""
 
     bucket: str
 
@@ -120,11 +120,11 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Meet the same op of every member of the channel, and do what COLLECTIVES says of the kind.
+    """Run one collective together with the other members of the channel, as COLLECTIVES defines the kind.
 
-    It works with its read and its write or, where a bucket is named, with the state of that bucket that its law names.
-    Of these, a gather gives this rank's part of the parameters, and gets all of them: into its write, or in place. A
-    reduce-scatter leaves the sum in this rank's part of the gradients. An all-reduce sums the part of the gradients
+    It works with its read and its write or, if a bucket is named, with the state of that bucket that its law names. An
+    all-gather sends this rank's shard of the parameters, and gets all of them: into its write, or in place. A
+    reduce-scatter leaves the sum in this rank's shard of the gradients. An all-reduce sums the shard of the gradients
     that this rank's optimizer sees.
     """
 
@@ -134,7 +134,7 @@ class Collective:
 
     @property
     def law(self) -> Law:
-        """Return what this kind of collective gives, gets and costs; raise PlanError for an unknown kind."""
+        """Return the inputs, outputs and cost of this kind of collective; raise PlanError for an unknown kind."""
         return law_of(self.kind)
 
 

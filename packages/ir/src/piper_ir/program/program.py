@@ -1,8 +1,8 @@
 """Describe a captured model with its loss as a Program: chunks with exact sizes and costs, without code.
 
 Chunks stand in program order, a topological order of the forward DAG. A chunk has up to three *steps*: F (forward), I
-(input gradient) and W (weight gradient). Under a policy of recomputation there is a fourth, R, which makes what F does
-not keep before I and W need it. A step's Signature names the *ports* that it reads and writes:
+(input gradient) and W (weight gradient). Under a policy of recomputation there is a fourth, R, which recomputes the
+tensors that F does not keep before I and W need them. A step's Signature names the *ports* that it reads and writes:
 
     in{k}     the k-th entry of chunk.inputs: a value of another chunk, a parameter, a buffer or a batch tensor
     out{k}    the k-th entry of chunk.outputs
@@ -13,7 +13,7 @@ not keep before I and W need it. A step's Signature names the *ports* that it re
 
 Every port that a step writes owns its bytes and is contiguous: no port aliases another, or a parameter. Code lives
 outside the IR, in a store keyed by Chunk.code; its functions take the tensors of `reads` in order followed by one
-gradient accumulator per entry of `accumulates`, and return those of `writes` in order.
+gradient accumulator per entry of `accumulates`, and return the tensors of `writes` in order.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Kernel:
         dtype: the dtype in which they compute.
         bytes: bytes that one kernel reads and writes.
         count: how many there are.
-        lowering: the implementation that flops and bytes assume, where the op has several that differ in them, else "".
+        lowering: the implementation that flops and bytes assume, if the op has several that differ in them, else "".
         op: the operator's name, without the namespace aten or piper and without the _ of an in-place op.
-        formula: False where the FLOPs of this op are unknown, and one per element is counted.
-        shared: among how many devices the work is shared of which this is one device's.
+        formula: False if the FLOPs of this op are unknown, and one per element is counted.
+        shared: the number of devices that share the work; this kernel is the share of one.
         counts: how often its products count in model FLOPs: twice for a block below the diagonal of causal attention.
     """
 
@@ -109,7 +109,7 @@ class Signature:
             parameter may be listed once only.
         cost: the work of the step on a device.
         liveness: the memory that the step holds while it runs.
-        collectives: what devices that share the chunk exchange inside of the step, in its order.
+        collectives: the collectives of the step among devices that share the chunk, in order.
     """
 
     reads: tuple[str, ...]
@@ -185,9 +185,9 @@ class Chunk:
         code: the key of its functions in the store of code; equal for chunks that share code.
         random, draws: whether F draws random numbers, and by which operations, as its code numbers them.
         opaque: whether autograd runs it as it is, so that its inputs live on until its backward.
-        keep: the policy of recomputation, which says what F keeps for I and W. Chunks keep all; variants do not.
+        keep: the policy of recomputation: which tensors F keeps for I and W. Chunks keep all; variants do not.
         experts: the axis whose devices each have some of its experts; it computes these for the rows of all of them.
-        terms: (port, axes) for values of which the devices along the axes each write a term; readers get the sum.
+        terms: (port, axes) for values that are partial sums on the devices along the axes; readers get the sum.
     """
 
     id: str
@@ -206,7 +206,7 @@ class Chunk:
 
     @property
     def trades(self) -> str:
-        """Return the axis along which it exchanges what it reads and writes; "" where steps exchange inside."""
+        """Return the axis along which its inputs and outputs are exchanged; "" if its steps exchange inside."""
         inside = {
             axis
             for sig in self.steps.values()
@@ -217,7 +217,7 @@ class Chunk:
 
     @property
     def variant(self) -> str:
-        """Return the name of the chunk under its policy, which is its id where all is kept."""
+        """Return the name of the chunk under its policy, which is its id if all is kept."""
         return variant_name(self.id, self.keep)
 
     def cost_code(self, step: Step) -> str:
@@ -281,7 +281,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class BatchTensor:
-    """Describe a tensor of the batch by its path in what Job.batch returns ("inputs.0", "targets", ...).
+    """Describe a tensor of the batch by its path in the return value of Job.batch ("inputs.0", "targets", ...).
 
     Attributes:
         counter: the code whose F counts this tensor in the tensors `counts` of a microbatch; "" for one that Job.batch
@@ -314,8 +314,8 @@ class Program:
         axes: the axes whose devices share the work of each chunk, with their sizes.
         experts: likewise the axes along which each device has some experts; their rows differ.
         layers: patterns of names of the modules that were asked for as layers, or LONGEST_CHAIN; none for the usual.
-        constants: what the batch holds beside tensors, by path, as texts of Python.
-        chained: whether most layers read what the one before made. It and `variants` are no content: the key is equal.
+        constants: the entries of the batch that are no tensors, by path, as texts of Python.
+        chained: whether most layers read the previous one's output. It and `variants` are no content: the key is equal.
     """
 
     chunks: tuple[Chunk, ...] = field(repr=False)

@@ -26,7 +26,7 @@ class Row:
         step_s: the predicted seconds of the first step.
         peak_bytes: the predicted bytes that are allocated on the fullest rank.
         device_bytes: the predicted bytes of the fullest rank's device; from a memory rule, a lower bound.
-        source: what predicted them.
+        source: the predictor.
         reason: why it was rejected.
         kind: the class of the reason: the name of a rule (`piper_autotune.space.rules`), or "memory", "illegal" (it
             does not compile), "strategy" (the function raised), "crash", "hang", or "confirmation" (it failed when it
@@ -36,7 +36,7 @@ class Row:
         error: predicted over measured period, less 1.
         notes: remarks on the durations that the engine used, as in `Simulation.notes`; the sweep, which scores many
             candidates, has none.
-        value: what the search minimises, where that is not the period: device-seconds or dollars per token.
+        value: the value that the search minimises, if that is not the period: device-seconds or dollars per token.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Row:
 
 
 def objective_of(row: Row, measured: bool = False) -> float:
-    """Return what a search minimises, of a row's prediction or its measured period; infinite where it is not known."""
+    """Return the objective of a row, from its prediction or its measured period; infinite if it is not known."""
     seconds = row.measured_period_s if measured else row.period_s
     if seconds is None:
         return float("inf")
@@ -73,7 +73,7 @@ def objective_of(row: Row, measured: bool = False) -> float:
 def limit_text(limit: int | None, by_device: Mapping[str, int]) -> str | None:
     """Return a text for the bytes that a plan may hold; None for any amount.
 
-    `by_device` has the limit by type of device, where a cluster has several.
+    `by_device` has the limit by type of device, if a cluster has several.
     """
     if limit is None or len(set(by_device.values())) < 2:
         return (
@@ -95,8 +95,8 @@ class StudyDocument:
         rules: texts that say which candidates were rejected before compiling, each with how often.
         interrupted: whether the search ended early, by Ctrl-C or because its storage failed.
         device_limits: memory limits by type of device (see `limit_text`).
-        advice: what one word more would change in the best strategy.
-        objective: what the search minimises.
+        advice: the effect of one more word on the best strategy.
+        objective: the quantity that the search minimises.
         repeated: how many proposals made a plan that was known already.
         exhausted: whether every candidate of the space was proposed.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from piper_ir.study.study import Row, objective_of
 
 EQUAL = 1e-3
-"""The part by which what is minimised or the memory of candidates may differ that count as equal."""
+"""The relative difference in objective or memory up to which candidates count as equal."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class FoldedRows:
 
     @property
     def differs(self) -> Mapping[str, tuple[Any, ...]]:
-        """Return the values by parameter in which they differ, those of the best first."""
+        """Return by parameter the values in which the rows differ, the value of the best row first."""
         rows = (self.best, *self.others)
         names = dict.fromkeys(name for row in rows for name in row.params)
         values = {
@@ -34,7 +34,7 @@ class FoldedRows:
 
 
 def folded(rows: Sequence[Row]) -> list[FoldedRows]:
-    """Return complete rows, best first, each folded into a better one that is equal in what is minimised and in memory.
+    """Return complete rows, best first, each folded into a better one that is equal in objective and memory.
 
     A row that was measured is folded into none, since its error is a fact of its own; nor is one of another predictor.
     """
@@ -66,7 +66,7 @@ def _near(a: float | None, b: float | None) -> bool:
 def indifferent(rows: Sequence[Row]) -> dict[str, int]:
     """Return the parameters that make no difference, with the pairs of candidates that show it.
 
-    A pair differs in the parameter alone. All pairs of a parameter must be equal in what is minimised and in memory.
+    A pair differs in the parameter alone. All pairs of a parameter must be equal in objective and memory.
     """
     pairs: dict[str, list[bool]] = {}
     complete = [row for row in rows if row.state == "complete" and row.period_s is not None]
@@ -79,7 +79,7 @@ def indifferent(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def indifferent_text(rows: Sequence[Row]) -> str:
-    """Return one line about the parameters that make no difference; "" where all do, or nobody knows."""
+    """Return one line about the parameters that make no difference; "" if all do, or nobody knows."""
     found = [
         f"{name} ({count} pair{'s' if count > 1 else ''})"
         for name, count in indifferent(rows).items()
@@ -88,7 +88,7 @@ def indifferent_text(rows: Sequence[Row]) -> str:
 
 
 def folded_text(group: FoldedRows) -> str:
-    """Return what stands for the others of a group: "and 3 equal ones with bucket_mb=50, 100"; "" without any."""
+    """Return a text for the others of a group: "and 3 equal ones with bucket_mb=50, 100"; "" without any."""
     if not group.others:
         return ""
     own = group.best.params

@@ -1,6 +1,6 @@
 """Hold small helpers that know nothing of plans: texts of numbers and objects, files, interpolation, user code.
 
-One says what this machine is.
+One names this machine.
 
 May import: ground.
 """

@@ -8,7 +8,7 @@ from html import escape
 
 
 class Brief:
-    """Show what `facts` says of an object instead of all that it holds, which may be millions of characters."""
+    """Show the `facts` of an object instead of its whole content, which may be millions of characters."""
 
     __slots__ = ()
 

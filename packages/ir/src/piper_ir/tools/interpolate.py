@@ -20,7 +20,7 @@ Points = Sequence[tuple[int, float]]
 def log_log(points: Points, x: int) -> float | None:
     """Return y at x: that of a point, or that on the line through the two nearest points.
 
-    The result is None beyond REACH, where there are no two points, and where their line leads out of all numbers.
+    The result is None beyond REACH, if there are no two points, and if their line leads out of all numbers.
     """
     k = bisect_left(points, x, key=lambda p: p[0])
     if k < len(points) and points[k][0] == x:

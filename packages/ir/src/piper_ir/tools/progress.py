@@ -1,4 +1,4 @@
-"""Say what takes long, such as a capture, while it goes on: on a line of a terminal, or by lines in a pipe or a file.
+"""Show the name of slow work, such as a capture, while it runs: on a line of a terminal, or by lines in a pipe or file.
 
 Nothing is shown until a command switches it on (`shown_while_working`): a library does not write anywhere itself.
 """
@@ -23,7 +23,7 @@ CLEAR = "\r\x1b[K"
 
 
 class _Line:
-    """Show what is being done, on the last line of a terminal, from a thread of its own."""
+    """Show the current work on the last line of a terminal, from a thread of its own."""
 
     def __init__(self, stream: TextIO, patience_s: float) -> None:
         self._stream, self._patience_s = stream, patience_s
@@ -112,7 +112,7 @@ _LINES: list[_Line] = []
 def shown_while_working(
     stream: TextIO | None = None, patience_s: float = PATIENCE_S, pipe_s: float = PIPE_EVERY_S
 ) -> Iterator[None]:
-    """Show inside of the `with` what `working` names, on the stream (default: stderr), a terminal or not."""
+    """Show the names of `working` inside of the `with`, on the stream (default: stderr), a terminal or not."""
     if _LINES:
         yield
         return
@@ -129,7 +129,7 @@ def shown_while_working(
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Name the work inside of the `with`; what is shown is the innermost name, and its seconds.
+    """Name the work inside of the `with`; the innermost name is shown, with its seconds.
 
     Yields a function that names it otherwise, such as "candidate 12 of 40".
     """

@@ -15,7 +15,7 @@ _MEMORY = re.compile(r"running low on memory|OUT_OF_MEMORY|out of memory", re.IG
 
 
 def ray_reason(error: BaseException) -> str:
-    """Return why Ray failed a call, as one line, with the way out where it has killed a worker for memory.
+    """Return why Ray failed a call, as one line, with the way out if it has killed a worker for memory.
 
     An exception in the code of a task or an actor stands in the last line of its traceback. Ray's own texts begin with
     the reason, and end with advice on Ray's settings.

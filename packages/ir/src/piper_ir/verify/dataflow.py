@@ -49,9 +49,9 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Meeting:
-    """Hold what the members of one collective have between them, block by block; only a collective can join it.
+    """Hold the result of one collective, block by block over its members; only a collective can join it.
 
-    `given` is what its first member gave.
+    `given` is the input of its first member.
     """
 
     given: _Origin
@@ -72,7 +72,7 @@ class _Meeting:
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Hold what one meeting gave to the member on one role."""
+    """Hold the blocks that one meeting left on one role."""
 
     meeting: _Meeting
     role: str
@@ -99,7 +99,7 @@ def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None
 
 
 class _Dataflow:
-    """Follow where the values of a plan come from, and compare that with what their readers ask for."""
+    """Follow the origins of the values of a plan, and compare them with the terms that their readers ask for."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -132,7 +132,7 @@ class _Dataflow:
         self._origin.update({v: self._origin[source] for p in parts.values() for v in p.writes})
 
     def _collected(self, op: Collective, reads: Mapping[str, _Origin]) -> Mapping[str, _Origin]:
-        """Return what a collective gives to each role, given what each role's member gives."""
+        """Return a collective's result on each role, given the input of each role's member."""
         law, channel = op.law, self._plan.channel(op.channel)
         over = self._over(channel)
         total = _Sum(tuple(reads.values()), over)
@@ -166,7 +166,7 @@ class _Dataflow:
         return found
 
     def compute(self, role: RolePlan, index: int, part: Part) -> None:
-        """Compare what a part reads with what it asks for, and record what it writes."""
+        """Compare the reads of a part with the terms that its op asks for, and record its writes."""
         op, origin = part.op, self._origin
         match op:
             case Compute():
@@ -197,7 +197,7 @@ class _Dataflow:
             case Fresh(bucket=bucket):
                 origin[part.writes[0]] = ("", f"gradients of {bucket}"), -1
             case Fold():
-                pass  # what is folded is followed by `sharding`
+                pass  # folded gradients are followed by `sharding`
             case Update() if self._plan.evaluates:
                 pass  # of no buckets (R25)
             case Update():
@@ -209,7 +209,7 @@ class _Dataflow:
                 assert_never(op)
 
     def _ports(self, op: Compute) -> tuple[list[_Asked], list[Term | None], list[Term]]:
-        """Return what a step reads, the term of each read that asks for one alone, and the terms that it writes."""
+        """Return the reads of a step, the term of each read that asks for one alone, and the terms that it writes."""
         key = (op.variant, op.step)
         found = self._asked.get(key)
         if found is None:
@@ -237,9 +237,9 @@ class _Dataflow:
         return _Asked(port, frozenset([self._term(chunk, source, output)]))
 
     def _term(self, reader: Chunk, source: str, port: str) -> tuple[Term, frozenset[str]]:
-        """Return what a chunk reads of another, and the axes over which that is summed up.
+        """Return the term that a chunk reads of another, and the axes over which it is summed up.
 
-        It is exchanged where one of the two alone is of experts.
+        It is exchanged if only one of the two is of experts.
         """
         writer = self._plan.chunk(source) if source else reader
         axes = {reader.trades, writer.trades}
@@ -260,7 +260,7 @@ class _Dataflow:
                 )
 
     def _norm(self, bucket: Bucket, opened: Opened) -> tuple[Atom, frozenset[str]]:
-        """Return how a bucket counts in the norm: over the ranks that share it, and those that have it alike once."""
+        """Return how a bucket counts in the norm: over the ranks that share it, and once for replicas."""
         shared = frozenset(
             a for a in (*bucket.shard.optim, *bucket.parts) if self._plan.mesh.size(a) > 1
         )
@@ -289,7 +289,7 @@ class _Dataflow:
 
 
 def _exchanged(term: Term, axes: Iterable[str]) -> Term:
-    """Return what a term is after an exchange with the experts along an axis."""
+    """Return a term as it is after an exchange with the experts along an axis."""
     chunk, port = term
     return chunk, f"{port} exchanged along {', '.join(sorted(axes))}"
 
@@ -304,9 +304,9 @@ def _counted(bucket: str, once: frozenset[str]) -> Atom:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Say what a port asks for: a sum of terms (chunk, port), each of the reader's microbatch and over some axes.
+    """Hold the value that a port asks for: a sum of terms (chunk, port) of its microbatch, each over some axes.
 
-    `only` is the term where there is a single one that is not summed.
+    `only` is the term if there is a single one that is not summed.
     """
 
     name: str
@@ -319,7 +319,7 @@ class _Asked:
             object.__setattr__(self, "only", None if over else term)
 
     def problem(self, origin: _Origin, mb: int) -> str:
-        """Return how a value differs from what the port asks for in a microbatch; "" when it does not."""
+        """Return how a value differs from the terms that the port asks for in a microbatch; "" when it does not."""
         if isinstance(origin, tuple) and origin == (self.only, mb):
             return ""
         opened = _open(origin)

@@ -79,7 +79,7 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
 
 
 def _use_problems(plan: Plan, role: RolePlan) -> Iterator[tuple[int, str]]:
-    """Yield what is wrong with the exchanges of a role: each is an all-to-all."""
+    """Yield the problems of the exchanges of a role: each must be an all-to-all."""
     for index, instr in enumerate(role.program):
         for part in instr.parts:
             op = part.op

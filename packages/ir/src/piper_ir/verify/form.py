@@ -1,6 +1,6 @@
 """Check rules R01 to R10: each piece of a plan, seen alone, is well formed; later checks index without asking.
 
-`signatures` has what parts must read and write.
+`signatures` checks the reads and writes of parts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_instructions(findings: Findings) -> None:
     signatures, states = Signatures(findings), _States(plan)
     for role in plan.roles:
         done = dict.fromkeys(role.streams, 0)
-        sound: set[int] = set()  # those that say the same in other microbatches are so too
+        sound: set[int] = set()  # the same ones in other microbatches are so too
         for index, (instr, kind) in enumerate(
             zip(role.program, alike(plan, role.program), strict=True)
         ):
@@ -289,7 +289,7 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
 
 
 class _Names:
-    """Find what instructions name and the plan does not have."""
+    """Find the names in instructions that the plan does not have."""
 
     def __init__(self, findings: Findings) -> None:
         self._plan = findings.plan
@@ -299,7 +299,7 @@ class _Names:
         ] = {}  # by identity: microbatches share ops; these name what is there
 
     def unknown(self, instr: Instr) -> list[str]:
-        """Return what an instruction names and the plan does not have."""
+        """Return the names in an instruction that the plan does not have."""
         values = [*instr.frees_before, *instr.allocs_after]
         out: list[str] = []
         for part in instr.parts:
@@ -347,10 +347,10 @@ def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
 
 
 def alike(plan: Plan, program: Sequence[Instr]) -> Sequence[int]:
-    """Return a number for each instruction of a program, equal for those that are the same but for their microbatch.
+    """Return a number for each instruction of a program, equal for those alike but for their microbatch.
 
-    Their values have the same sizes then: those of the table, unless the plan says something else of its values. Their
-    microbatches are the plan's, unless it says another number of them than the table.
+    Their values have the same sizes then, the sizes of the table, unless the plan says something else of its values.
+    Their microbatches are the plan's, unless it says another number of them than the table.
     """
     if (
         isinstance(program, InstrTable)
@@ -448,7 +448,7 @@ class _States:
         return dict.fromkeys(names)
 
     def check(self, findings: Findings, role: RolePlan) -> None:
-        """Compare the states of a role with those that it uses."""
+        """Compare the states of a role with the states that it uses."""
         owned = {(s.category, s.name, s.flat) for s in role.states}
         needed = self.needed(role)
         here = {name for _, name, flat in needed if flat}

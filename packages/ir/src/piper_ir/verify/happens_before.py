@@ -1,4 +1,4 @@
-"""Say which instructions of a role are done before others start, by what streams and waits guarantee."""
+"""Say which instructions of a role are done before others start, by the guarantees of streams and waits."""
 
 from __future__ import annotations
 

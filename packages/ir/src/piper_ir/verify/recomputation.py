@@ -1,4 +1,4 @@
-"""Check rule R33: what F does not keep for I and W is made again by R, once, from what F read.
+"""Check rule R33: R recomputes the tensors that F does not keep for I and W, once, from the inputs of F.
 
 R may read an output that R of another chunk has made again, also after an exchange; R27 says that it is the right one.
 """
@@ -40,7 +40,7 @@ def check_recomputation(findings: Findings) -> None:
 
 
 def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
-    """Yield what is wrong with a chunk under a policy, compared with the chunk that keeps all."""
+    """Yield the problems of a chunk under a policy, compared with the chunk that keeps all."""
     chunk = plan.chunk(variant.id)
     if (chunk.inputs, chunk.outputs) != (variant.inputs, variant.outputs):
         yield "its inputs or outputs are not those of the chunk"
@@ -88,7 +88,7 @@ def _check_part(
     forwards: Mapping[tuple[str, int], _Placed],
     again: Collection[str],
 ) -> None:
-    """Check that a part follows the policy of its forward, and that R reads what the forward read."""
+    """Check that a part follows the policy of its forward, and that R reads the inputs of the forward."""
     role, index, part = placed
     op = part.op
     assert isinstance(op, Compute)

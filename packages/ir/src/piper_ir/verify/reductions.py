@@ -15,7 +15,7 @@ from piper_ir.verify.values import UsePosition
 
 @dataclass(slots=True)
 class _Use:
-    """Say what one role does to one bucket."""
+    """Hold the uses of one bucket by one role."""
 
     accumulations: list[UsePosition] = field(default_factory=list)
     uses: list[UsePosition] = field(default_factory=list)
@@ -170,7 +170,7 @@ class _BucketOnRole:
         self._check_update(complete)
 
     def _check_unchanged(self) -> None:
-        """Check that an evaluation gathers the bucket where it is shared, and does nothing else with it."""
+        """Check that an evaluation gathers the bucket if it is sharded, and does nothing else with it."""
         use = self.use
         if self.bucket.shard.optim:
             self._check_gathers(self.bucket.gather[self.bucket.roles.index(self.role.role)])

@@ -1,11 +1,11 @@
 """Check rules R17 to R20: an abstract run of a plan under every blocking condition of the real engines.
 
-Before an instruction starts, these must be done: its predecessor on its stream; what it waits for; the compute before
-it in program order, since one host thread issues and, on a CPU, computes; and the same for its peers, since a send, its
-receive and all members of a collective start and end together. Every condition waits for a fixed set of instructions.
-So, in any timing, the run gets to its end exactly when the graph of these conditions has no cycle. Roles stand for
-their ranks: the ranks of a role meet each other in equal instructions, so a cycle among ranks folds to one among roles,
-and the other way round.
+Before an instruction starts, these must be done: its predecessor on its stream; the instructions that it waits for; the
+compute before it in program order, since one host thread issues and, on a CPU, computes; and the same for its peers,
+since a send, its receive and all members of a collective start and end together. Every condition waits for a fixed set
+of instructions. So, in any timing, the run gets to its end exactly when the graph of these conditions has no cycle.
+Roles stand for their ranks: the ranks of a role meet each other in equal instructions, so a cycle among ranks folds to
+one among roles, and the other way round.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _Carried = tuple[Collective | None, TensorSpec | None]
 
 
 def _carries(findings: Findings, part: Part) -> _Carried:
-    """Return what a communication brings to a meeting, equal for those that fit together."""
+    """Return the op or the tensor of a communication, equal for communications that fit together."""
     if not isinstance(part.op, Collective):
         return None, findings.kinds[(part.reads or part.writes)[0]][0]
     return part.op, None if part.op.bucket else findings.kinds[part.reads[0]][0]
@@ -140,7 +140,7 @@ def run(findings: Findings, events: Events) -> list[int]:
 
 
 def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reason]]]:
-    """Yield each instruction with those that must be done before it starts, and why."""
+    """Yield each instruction with the instructions that must be done before it starts, and why."""
     number = 0
     for role in events.plan.roles:
         streams: dict[str, list[int]] = {s: [] for s in role.streams}

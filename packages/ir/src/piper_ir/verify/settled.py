@@ -36,7 +36,7 @@ def settled_values(
 
 
 def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
-    """Return the values of a role that are simple by what it does itself, and the others, found with sets for speed."""
+    """Return the values of a role that are simple by its own instructions, and the others; sets are used for speed."""
     others, alive, freed = set(role.allocs_first), set[str](), set[str]()
     for instr in role.program:
         others.update(instr.frees_before, instr.allocs_after)
@@ -64,7 +64,7 @@ def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
 
 
 class _Walk:
-    """Follow some values of a role through its program, and keep those that are used in an ordinary way.
+    """Follow some values of a role through its program, and keep the ones used in an ordinary way.
 
     Each is allocated once if communication writes it, written once, read afterwards, by at most one communication, and
     freed once, at last, by an instruction that has waited for all of that.

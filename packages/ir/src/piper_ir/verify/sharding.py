@@ -65,14 +65,14 @@ def _joins(channel: Channel, role: str, axes: set[str]) -> bool:
 
 
 def check_sharded_use(findings: Findings, orders: dict[str, HappensBefore]) -> None:
-    """Check R31 and R32 for values; `training` checks what happens to states in place."""
+    """Check R31 and R32 for values; `training` checks changes of states in place."""
     asked = _Asked(findings.plan)
     for role in findings.plan.roles:
         _SharedValues(findings, role, orders[role.role], asked).check()
 
 
 class _Asked:
-    """Say of which buckets a step of a chunk reads gathered parameters, and to whose buffers it adds."""
+    """Find the buckets whose gathered parameters a step of a chunk reads, and the ones whose gradients it adds to."""
 
     def __init__(self, plan: Plan) -> None:
         home = {p: b for b in plan.buckets for p in b.params}
@@ -98,7 +98,7 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Buffer:
-    """Say what a role does with one buffer of gradients, by index of the instruction."""
+    """Hold the uses of one gradient buffer by one role, by index of the instruction."""
 
     bucket: str
     adds: list[int] = field(default_factory=list)
@@ -115,7 +115,7 @@ class _SharedValues:
         self.findings, self.role, self.order, self.asked = findings, role, order, asked
         self.gathered: Named = {}
         self.buffers: dict[str, _Buffer] = {}
-        self.sums: dict[str, str] = {}  # what a scatter writes -> its buffer
+        self.sums: dict[str, str] = {}  # output of a scatter -> its buffer
 
     def check(self) -> None:
         """Add the violations of the role."""

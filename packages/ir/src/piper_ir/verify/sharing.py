@@ -1,4 +1,4 @@
-"""Check rules R35 and R36: the axes whose devices share chunks, what is taken apart, and what meets inside of steps."""
+"""Check rules R35 and R36: the axes whose devices share chunks, sharded tensors, and collectives inside of steps."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _collective_problem(plan: Plan, one: StepCollective) -> str:
 def _alike_problems(
     chunk: Chunk, known: dict[tuple[str, str], tuple[str, tuple[StepCollective, ...]]]
 ) -> Iterator[str]:
-    """Compare what steps exchange with what the first chunk of the same code does."""
+    """Compare the collectives of steps with the ones of the first chunk that has the same code."""
     for step, sig in chunk.steps.items() if chunk.code else ():
         other, collectives = known.setdefault((chunk.code, step), (chunk.variant, sig.collectives))
         if collectives != sig.collectives:

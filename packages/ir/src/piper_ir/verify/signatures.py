@@ -1,4 +1,4 @@
-"""Check rule R07: what the parts of a plan read and write agrees with their ops."""
+"""Check rule R07: the reads and writes of the parts of a plan agree with their ops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from piper_ir.verify.rules import Findings
 
 
 class Signatures:
-    """Check R07: what the parts of a plan must read and write."""
+    """Check R07: the reads and writes of the parts of a plan."""
 
     def __init__(self, findings: Findings) -> None:
         self._plan = plan = findings.plan
@@ -38,7 +38,7 @@ class Signatures:
         self._sizes: dict[str, int] = {}
 
     def problems(self, part: Part) -> Iterable[str]:
-        """Yield what is wrong with what a part reads and writes."""
+        """Yield the problems of a part's reads and writes."""
         if (
             isinstance(part.op, Compute | Load | Seed)
             and not 0 <= part.mb < self._plan.microbatches
@@ -89,7 +89,7 @@ class Signatures:
         return self._steps[key]
 
     def _op(self, part: Part) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        """Return what an op reads and writes; for ops that take any shape, that of their first value."""
+        """Return the tensors that an op reads and writes; ops that take any shape get their first value's."""
         kinds, op = self._kinds, part.op
         first = [kinds[v][0] for v in (*part.reads, *part.writes)[:1]] or [
             TensorSpec((), "float32")
@@ -139,7 +139,7 @@ class Signatures:
     def _collective(
         self, op: Collective, first: list[TensorSpec]
     ) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        """Return what a member of a collective reads and writes; PlanError when its law does not allow it."""
+        """Return the tensors that a member of a collective reads and writes; raise PlanError if its law forbids it."""
         if not op.bucket:
             return first, [op.law.written(first[0], self._members(op.channel))]
         if not op.law.state:

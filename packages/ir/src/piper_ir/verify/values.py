@@ -1,4 +1,4 @@
-"""Check rules R11 to R16 and R29: the life of every value, by what streams and waits guarantee within a role."""
+"""Check rules R11 to R16 and R29: the life of every value, by the guarantees of streams and waits within a role."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from piper_ir.verify.rules import Findings, instr_title
 from piper_ir.verify.settled import settled_values
 
 UsePosition = tuple[int, int]
-"""An instruction and a part of it: part -1 is what it does before its parts, LAST what it does after them."""
+"""An instruction and a part of it: part -1 stands for its frees before its parts, LAST for its allocs after them."""
 LAST = 1 << 30
 FIRST: UsePosition = (-1, LAST)
 """The position before the first instruction of a step."""

@@ -66,9 +66,9 @@ def check(plan: Plan) -> list[Violation]:
 
 
 def check_joined(plan: Plan) -> list[Violation]:
-    """Return the violations of the rules on chunks alone: what they take, add to, share, and meet in (R07, R34 to R37).
+    """Return the violations of rules on chunks alone: inputs, gradients, sharding, collectives (R07, R34 to R37).
 
-    They cost little, and nobody can know them who writes a strategy. Names must exist, as in a plan just compiled.
+    They cost little, and the author of a strategy cannot know them. Names must exist, as in a plan just compiled.
     """
     findings = Findings(plan)
     _check_joined(findings)
@@ -82,7 +82,7 @@ def _check_joined(findings: Findings) -> None:
 
 
 def _check_form(findings: Findings) -> None:
-    """Check R03 to R10 and R34 to R37 where tables hold."""
+    """Check R03 to R10 and R34 to R37 of a plan whose tables hold."""
     _check_joined(findings)
     check_instructions(findings)
 

@@ -1,17 +1,17 @@
 """Define the ops between the blocks of an attention whose tokens several devices share (context parallelism).
 
 Each of n devices has the queries of its tokens, and meets the keys of one other device in each of n - 1 steps: in step
-j the device at `place` meets those of the device at (place - j) mod n. In step 0 it meets its own.
+j the device at `place` meets the keys of the device at (place - j) mod n. In step 0 it meets its own.
 
-Causal queries of the first device would meet few keys and those of the last one all, if each device had one block of
-tokens ("blocks"). In the order "zigzag" the sequence has 2 n blocks, and device r has the blocks r and 2 n - 1 - r.
-Then in each step from 1 on exactly two of the four pairs of blocks are met, and each of them whole: where the keys come
-from a device before, both blocks of queries meet its first block of keys, else the second block of queries meets both.
-So all devices run the same attention of two stacked pairs, and only the choice of blocks depends on the place. An empty
-order says that queries meet all keys.
+If each device had one block of tokens ("blocks"), the causal queries of the first device would meet few keys and the
+queries of the last device all. In the order "zigzag" the sequence has 2 n blocks, and device r has the blocks r and
+2 n - 1 - r. Then in each step from 1 on exactly two of the four pairs of blocks are met, and each of them whole: if the
+keys come from an earlier device, both blocks of queries meet its first block of keys, else the second block of queries
+meets both. So all devices run the same attention of two stacked pairs, and only the choice of blocks depends on the
+place. An empty order means that queries meet all keys.
 
 The ops take tensors [batch, tokens, ...], with the tokens in dimension `dim`. `degree` is the number of devices whose
-tokens a tensor has, in the order of the sequence: 1 for those of one device alone.
+tokens a tensor has, in the order of the sequence: 1 for a tensor with the tokens of one device alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from piper_ops.ground.library import LIBRARY, contiguous_empty, define
 
 ZIGZAG, BLOCKS, ALL = "zigzag", "blocks", ""
-"""The orders in which devices have the tokens of causal queries, and that of queries which meet all keys."""
+"""The orders of the tokens of causal queries on devices, and the empty order for queries that meet all keys."""
 
 
 def chosen(place: int, step: int, keys: bool) -> tuple[int, int]:
@@ -32,7 +32,7 @@ def chosen(place: int, step: int, keys: bool) -> tuple[int, int]:
 
 
 def in_sequence(block: int, place: int, step: int, degree: int) -> int:
-    """Return which block of a tensor of 2 * `degree` blocks is block 0 or 1 of the device that a step meets."""
+    """Return the index among 2 * `degree` blocks of block 0 or 1 of the device that a step meets."""
     source = (place - step) % degree
     return source if block == 0 else 2 * degree - 1 - source
 
@@ -151,7 +151,7 @@ def _merge_kernel(
     order: str,
     last: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return what queries get from the keys of both, and the logsumexp over both."""
+    """Return the attention output over the keys of both results, and the logsumexp over both."""
     total = out.to(logsumexp.dtype, copy=True, memory_format=torch.contiguous_format)
     both = logsumexp.clone(memory_format=torch.contiguous_format)
     if order == ZIGZAG:
@@ -169,7 +169,7 @@ def _merge_kernel(
 
 
 def _merge_into(out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Tensor) -> None:
-    """Weigh two results by how much of the sum of powers each has (Milakov and Gimelshein, arXiv 1805.02867)."""
+    """Weigh two results by their shares of the softmax's denominator (Milakov and Gimelshein, arXiv 1805.02867)."""
     both = torch.logaddexp(logsumexp, more_logsumexp)
     logsumexp.copy_(both)
     weight = torch.sub(more_logsumexp, both, out=both).exp_().transpose(1, 2).unsqueeze(-1)
@@ -179,7 +179,7 @@ def _merge_into(out: Tensor, logsumexp: Tensor, more: Tensor, more_logsumexp: Te
 _STEP = "int dim, int place, int step, str order, bool keys, int degree"
 
 context_take = define("context_take", f"(Tensor x, {_STEP}) -> Tensor", _take_fake, _take_kernel)
-"""An op that returns the tokens that take part in a step: of queries and what lies as these do, or of keys.
+"""An op that returns the tokens that take part in a step: of queries and tensors laid out as these, or of keys.
 
 In zigzag order these are two blocks, stacked in the batch, but for step 0, which has all tokens of the device.
 """
@@ -193,7 +193,7 @@ LIBRARY.define(f"context_add_(Tensor(a!) total, Tensor more, {_STEP}) -> Tensor(
 for _key in ("CPU", "CUDA"):
     LIBRARY.impl("context_add_", _add_into, _key)
 context_add_ = torch.ops.piper.context_add_.default
-"""The same, into its argument; steps get it where nothing needs that any more."""
+"""The in-place variant of `context_add`; steps call it if nothing else needs `total` any more."""
 
 context_merge = define(
     "context_merge",
@@ -203,9 +203,9 @@ context_merge = define(
     _merge_fake,
     _merge_kernel,
 )
-"""An op that returns the result of attention over the keys of before and those of a step.
+"""An op that returns the attention output over the keys of the steps so far and the keys of one more step.
 
-The result is in float32 or wider, but for the last step, where it has the dtype of `more`. The op takes out
+The result is in float32 or wider, except in the last step: then it has the dtype of `more`. The op takes out
 [batch, tokens, heads, head_dim] and logsumexp [batch, heads, tokens], as `attention` returns them, and `more` of the
 stacked pairs.
 """

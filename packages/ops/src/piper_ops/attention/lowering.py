@@ -1,8 +1,8 @@
 """Choose the kernel that an attention call runs, from device, dtype and shapes.
 
-Kernels and cost models use the same choice. The conditions are those of torch's own dispatcher
-(torch.nn.attention.SDPBackend) restated, so that the choice is known without the device. On sm90 the kernels of every
-CUDA choice were run.
+Kernels and cost models use the same choice. They restate the conditions of torch's own dispatcher
+(torch.nn.attention.SDPBackend), so that the choice is known without the device. On sm90 the kernels of every CUDA
+choice were run.
 """
 
 from __future__ import annotations

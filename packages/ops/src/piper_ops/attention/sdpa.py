@@ -1,7 +1,7 @@
 """Define piper::attention and piper::attention_dgrad: scaled dot product attention that keeps no T x T matrix.
 
-The ops take and return [batch, T, heads, head_dim]. Fused kernels write in this layout, and a transformer block goes on
-in it: the output projection then reads `out` itself, so that one tensor is saved for it and for the backward, not two.
+The ops take and return [batch, T, heads, head_dim]. Fused kernels write in this layout, and the rest of a transformer
+block uses it: the output projection reads `out` itself, so one tensor is saved for it and for the backward, not two.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def cuda_efficient_dgrad(
 
 
 def aligned_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return an additive mask as the efficient kernel takes it, copied where its rows do not start at multiples."""
+    """Return an additive mask as the efficient kernel takes it, copied so that its rows start at aligned elements."""
     if mask is None:
         return None
     keys = k.shape[2]

@@ -1,4 +1,4 @@
-"""Say what kernels cost: FLOPs, bytes and workspace of each op.
+"""Count the costs of kernels: FLOPs, bytes and workspace of each op.
 
 May import: ground, attention, pointwise, experts.
 """

@@ -1,6 +1,6 @@
 """Count the FLOPs and bytes of one op call from its arguments and outputs, for the ops of this package and for aten's.
 
-The counting rules: a multiply-add is 2 FLOPs. Bytes are what a kernel reads plus what it writes when every operand
+The counting rules: a multiply-add is 2 FLOPs. Bytes are the reads plus the writes of a kernel if every operand
 crosses memory once (a dimension of stride 0 is read once). Views launch nothing and count 0 of both. Moving data
 (copies, casts, gathers, fills) is 0 FLOPs. Ops that do many FLOPs per element have a formula in
 `piper_ops.costing.formulas`. Every other op counts one FLOP per element of its largest operand: the output's elements
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from piper_ops.costing.few_flops import needs_no_formula
-from piper_ops.costing.formulas import FORMULAS, CostFormula, KernelKind, nbytes_of
+from piper_ops.costing.formulas import FORMULAS, CostFormula, CostKind, nbytes_of
 from piper_ops.costing.registry import Call
 from piper_ops.ground.errors import WrongCost
 from piper_ops.ground.library import dtype_name
@@ -31,21 +31,21 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
-    """Say what the kernel of one op call computes and moves.
+    """Hold the FLOPs and the bytes moved by the kernel of one op call.
 
     Attributes:
-        kind: the family of the kernel; "other" with no bytes is a view, for which no kernel is launched.
+        kind: the family of the kernel; "other" with no bytes is a view, which launches no kernel.
         dims: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows,
             classes) of a cross-entropy, (outer, length, inner) of a running sum along a dimension, else empty.
         flops: a multiply-add counts 2.
         bytes: read plus written.
         dtype: the dtype of the arithmetic, by torch's name without `torch.`.
-        lowering: the lowering that flops and bytes assume, where an op has several that differ in them.
+        lowering: the lowering that flops and bytes assume, if an op has several that differ in them.
         op: the op's name, without the namespace aten or piper and without the trailing _ of an in-place op.
         formula: False for an op of unknown FLOPs; one per element is counted for it.
     """
 
-    kind: KernelKind
+    kind: CostKind
     dims: tuple[int, ...]
     flops: int
     bytes: int
@@ -101,7 +101,7 @@ def op_cost(
     *,
     flops: Callable[[Call], float],
     bytes: Callable[[Call], float] | None = None,
-    kind: KernelKind = "elementwise",
+    kind: CostKind = "elementwise",
 ) -> None:
     """Set the cost of a custom op, before a model with that op is captured.
 
@@ -128,7 +128,7 @@ def op_cost(
 
 
 def _counted(op: str, name: str, formula: Callable[[Call], float], call: Call) -> int:
-    """Return what a user's formula gives, as an integer; raise WrongCost where it gives no count."""
+    """Return the count that a user's formula gives, as an integer; raise WrongCost if it gives none."""
     try:
         value = formula(call)
     except Exception as error:  # whatever the user's formula raises
@@ -147,7 +147,7 @@ def _counted(op: str, name: str, formula: Callable[[Call], float], call: Call) -
 
 
 def own_costs() -> tuple[tuple[object, ...], ...]:
-    """Return what `op_cost` has set so far, as plain tuples in the order of operators' names."""
+    """Return the costs that `op_cost` has set so far, as plain tuples in the order of operators' names."""
     return tuple(
         (name, own.kind, own.flops, own.bytes)
         for name, own in sorted(_OWN.items(), key=lambda found: found[0])

@@ -1,10 +1,10 @@
 """Hold the formulas for the cost of operators in one table, `FORMULAS`, by the name of the operator's schema.
 
-Operators that do many FLOPs per element have one: matrix products, grouped ones, convolutions, attention, distances and
-Fourier transforms. A matrix product of dimensions (M, N, K) is 2 M N K FLOPs. They cover the operators of
-`torch.utils.flop_counter`, and operators that it lacks. So have operators that move data (no FLOPs), and look-ups, which
-read only a part of their operand. `piper_ops.costing.few_flops` lists the operators that need no formula. An operator
-in neither is named to the user.
+Operators that do many FLOPs per element have one: matrix products, grouped ones, convolutions, attention, distances
+and Fourier transforms. A matrix product of dimensions (M, N, K) is 2 M N K FLOPs. They cover the operators of
+`torch.utils.flop_counter`, and operators that it lacks. So have operators that move data (no FLOPs), and look-ups,
+which read only a part of their operand. `piper_ops.costing.few_flops` lists the operators that need no formula. An
+operator in neither is named to the user.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Packet = torch._ops.OpOverloadPacket
 Dims = Callable[[Call], tuple[int, ...]]
 
 
-KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
+CostKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
 
 
 def nbytes_of(tensor: Tensor) -> int:
@@ -54,7 +54,7 @@ class CostFormula:
     flops: Callable[[Call], float]
     dims: Dims = _no_dims
     bytes: Callable[[Call], float] | None = None
-    kind: KernelKind = "elementwise"
+    kind: CostKind = "elementwise"
     lowering: str = ""
 
 
@@ -85,10 +85,10 @@ def _vector(left: str, right: str) -> Dims:
 def _grouped(left: str, right: str) -> Dims:
     """Return the dims of a product whose rows, columns or inner dimension are split into groups by offsets.
 
-    The shapes are those of torch.nn.functional.grouped_mm. [M, K] x [G, K, N]: each of the M rows meets the matrix of
-    its group. [G, M, K] x [K, N]: each of the N columns meets the matrix of its group. [M, K] x [K, N]: each group has
-    its part of K. In all of them every group together is one product (M, N, K), whatever the offsets are. [G, M, K] x
-    [G, K, N] is a batch of products.
+    The shapes are as in torch.nn.functional.grouped_mm. [M, K] x [G, K, N]: each of the M rows meets the matrix of its
+    group. [G, M, K] x [K, N]: each of the N columns meets the matrix of its group. [M, K] x [K, N]: each group has its
+    part of K. In all of them every group together is one product (M, N, K), whatever the offsets are. [G, M, K] x [G,
+    K, N] is a batch of products.
     """
 
     def dims(call: Call) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ def _table_written(call: Call) -> int:
     return sum(map(nbytes_of, tensors)) + nbytes_of(call.operands[0])
 
 
-_LOOK_UPS: Mapping[Packet, KernelKind] = {
+_LOOK_UPS: Mapping[Packet, CostKind] = {
     aten.embedding: "embedding",
     aten.index_select: "elementwise",
     aten.gather: "elementwise",
@@ -283,7 +283,7 @@ _OF_LIBRARIES: Mapping[str, CostFormula] = {
 }
 """The formulas of ops that other libraries register.
 
-Hugging Face registers one for experts where torch has no grouped kernel (transformers/integrations/moe.py).
+Hugging Face registers one for experts if torch has no grouped kernel (transformers/integrations/moe.py).
 """
 
 FORMULAS: Mapping[str, CostFormula] = {
@@ -295,4 +295,4 @@ FORMULAS: Mapping[str, CostFormula] = {
         for f in record.formulas
     },
 }
-"""Operator, as "aten::mm" -> its formula."""
+"""An operator, as "aten::mm", -> its formula."""

@@ -1,7 +1,7 @@
 """Keep one record per portable op: which outputs its backward saves, and the FLOPs of its forward, dgrad and wgrad ops.
 
-Bytes follow one rule for all of them, that of `piper_ops.costing.costs`: inputs plus outputs, once each. That is what
-fused kernels move at best; no T x T matrix is among the outputs of attention.
+Bytes follow one rule for all of them, as in `piper_ops.costing.costs`: inputs plus outputs, once each. That is the
+least traffic of a fused kernel; no T x T matrix is among the outputs of attention.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _no_dims(call: Call) -> tuple[int, ...]:
 class Formula:
     """Give the FLOPs (a multiply-add is 2) and the kernel dimensions of one op, from its call.
 
-    `bytes` gives what it moves, where that is something else than its inputs and outputs, once each.
+    `bytes` gives the bytes that it moves, if they are not its inputs and outputs, once each.
     """
 
     op: torch._ops.OpOverload
@@ -61,10 +61,10 @@ class PortableOp:
         kind: the family of its kernels.
         saved: the names among `outputs` that the backward keeps, beside the inputs that it reads.
         forward: the op itself.
-        dgrad: the op for the gradients of its inputs; None where it has no such gradients.
-        wgrad: the op for the gradients of its weights; None where it has no weights.
+        dgrad: the op for the gradients of its inputs; None if it has no such gradients.
+        wgrad: the op for the gradients of its weights; None if it has no weights.
         backward: the op for both kinds of gradients at once, if there is one.
-        lowering: the lowering that the formulas assume; "" where that makes no difference.
+        lowering: the lowering that the formulas assume; "" if that makes no difference.
     """
 
     name: str
@@ -106,9 +106,9 @@ def loss_dims(call: Call) -> tuple[int, ...]:
 def attention_flops(call: Call) -> int:
     """Return 4 B H T_q T_k D: q k^T and p v are 2 B H T_q T_k D each.
 
-    The source is FlashAttention-2 (arXiv 2307.08691, section 4.1). A causal call counts half, which is what flash
-    kernels run; the model FLOPs of a MFU take no such discount. The softmax is not counted, nor a mask, which skips no
-    work. A v of another head_dim D_v gives 2 B H T_q T_k (D + D_v).
+    The source is FlashAttention-2 (arXiv 2307.08691, section 4.1). A causal call counts half, as flash kernels skip the
+    rest; the model FLOPs of a MFU take no such discount. The softmax is not counted, nor a mask, which skips no work. A
+    v of another head_dim D_v gives 2 B H T_q T_k (D + D_v).
     """
     batch, heads, queries, keys, dim = attention_dims(call)
     full = 2 * batch * heads * queries * keys * (dim + call.tensor("v").shape[3])
@@ -150,7 +150,7 @@ def layer_norm_wgrad_flops(call: Call) -> int:
 
 
 def layer_norm_backward_flops(call: Call) -> int:
-    """Count FLOPs per element: those of dgrad, which normalises, and the wanted column sums of g xhat (2) and g (1)."""
+    """Count FLOPs per element: dgrad, which normalises, and the wanted column sums of g xhat (2) and g (1)."""
     wants_weight, wants_bias = call.args["output_mask"]
     return layer_norm_dgrad_flops(call) + 2 * int(wants_weight) + int(wants_bias)
 
@@ -181,7 +181,7 @@ def cross_entropy_dgrad_flops(call: Call) -> int:
 
 
 def cross_entropy_joined_flops(call: Call) -> int:
-    """Count FLOPs per number that a device sends: those of a logsumexp of one, and of a sum of the other."""
+    """Count FLOPs per number that a device sends: a logsumexp over the one statistic, and a sum over the other."""
     return 4
 
 
@@ -191,7 +191,7 @@ def copied_flops(call: Call) -> int:
 
 
 def rounds_formulas() -> list[tuple[torch._ops.OpOverload, Formula]]:
-    """Return those of ops that trade rows; of no further round, in which rows come home, or zeros are written."""
+    """Return the formulas of ops that trade rows, for no further round: rows come home, or zeros are written."""
     trades = (
         rounds.experts_send,
         rounds.experts_home,
@@ -232,12 +232,12 @@ def embedding_part_dgrad_bytes(call: Call) -> int:
 
 
 def context_take_bytes(call: Call) -> int:
-    """Count what is read and written: of tokens of several devices only those that are taken are read."""
+    """Count the bytes read and written: only the taken tokens are read, also if `x` has tokens of several devices."""
     return 2 * call.outs[0].nbytes
 
 
 def context_add_in_place_bytes(call: Call) -> int:
-    """Count what is added, and what it is added to, read and written."""
+    """Count reads of the addend, and reads and writes of the part of `total` that it is added to."""
     return 3 * call.tensor("more").nbytes
 
 
@@ -247,7 +247,7 @@ def context_merge_flops(call: Call) -> int:
 
 
 def grouped_dims(call: Call) -> tuple[int, ...]:
-    """Return (rows, columns, elements) of the products of all experts together, of which each row meets one matrix."""
+    """Return (rows, columns, elements) of all experts' products together; each row meets the matrix of one expert."""
     return (
         *call.tensor("rows").shape[:1],
         call.tensor("weight").shape[2],
@@ -270,7 +270,7 @@ def grouped_wgrad_dims(call: Call) -> tuple[int, ...]:
 
 
 def _grouped_flops(dims: Callable[[Call], tuple[int, ...]]) -> Callable[[Call], int]:
-    """Return the FLOPs of such products: 2 M N K, however many rows each expert has."""
+    """Return the FLOPs of all experts' products: 2 M N K, for any numbers of rows per expert."""
     return lambda call: 2 * prod(dims(call))
 
 

@@ -1,10 +1,10 @@
-"""Count the bytes that kernels hold beside their arguments and results, on CUDA devices where they are worth counting.
+"""Count the workspace of kernels, the bytes beside their arguments and results, on CUDA only if it is worth counting.
 
-The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not; in
+The bytes of the loss are for the reductions "mean" and "sum", which keep some bytes per row that "none" does not; in
 bfloat16 an H200's allocator was asked for as many, to the byte (benchmarks/measured/gpu-check-h200-last.txt).
-Attention's gradient counts the lowering that takes most among those that a device from sm80 on may choose. Two things
-are not counted: what an op of aten's allocates inside beside that, such as the sorted indices of an embedding's
-gradient, and the buffers of reductions that are split over blocks.
+Attention's gradient counts the largest workspace among the lowerings that a device from sm80 on may choose. Two things
+are not counted: workspace inside of aten's own ops, such as the sorted indices of an embedding's gradient, and the
+buffers of reductions that are split over blocks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def cuda_workspace(
     out_meta: Any,
     kwargs_meta: Mapping[str, Any] | None = None,
 ) -> Workspace | None:
-    """Return the workspace of the kernel of `op(*args_meta, **kwargs_meta) -> out_meta`; None where nothing is counted.
+    """Return the workspace of the kernel of `op(*args_meta, **kwargs_meta) -> out_meta`; None if nothing is counted.
 
     Tensors are fake or real, with concrete shapes.
     """
@@ -75,10 +75,10 @@ def cpu_workspace(
     out_meta: Any,
     kwargs_meta: Mapping[str, Any] | None = None,
 ) -> int:
-    """Return the bytes that an op's kernel holds on a CPU, where they are counted.
+    """Return the workspace of an op's kernel on a CPU in bytes, 0 for an op that is not counted.
 
-    These are a mask of attention in the form of torch's kernel, copies of tensors that lie in another way than kernels
-    take or give them, and what sorts and sums the rows of experts.
+    Counted are a mask of attention in the form of torch's kernel, copies of tensors whose strides differ from the ones
+    that kernels take or return, and the buffers that sort and sum the rows of experts.
     """
     if not isinstance(op, torch._ops.OpOverload) or op not in _ON_CPU:
         return 0
@@ -99,11 +99,11 @@ def _taken(call: Call) -> tuple[torch.dtype, torch.Size, torch.Size, torch.Size]
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """Stand for a fused kernel of attention: make what it makes, as it lies, and compute nothing.
+    """Stand for a fused kernel of attention: make tensors with its results' shapes and strides, and compute nothing.
 
     Attributes:
         name: the kernel.
-        own: bytes that it holds inside beside its bias.
+        own: bytes of its workspace beside its bias.
     """
 
     name: LoweringName
@@ -140,7 +140,7 @@ class _Fused:
         return bias, q.new_empty(self.own, dtype=torch.uint8)
 
     def _result(self, like: Tensor, alike: bool, dim: int) -> Tensor:
-        """Return a tensor that lies as another one does, or as the op gives it."""
+        """Return a tensor with the strides of `like`, or with the strides of the op's result."""
         batch, heads, tokens, _ = like.shape
         return (
             torch.empty_like(like)
@@ -150,7 +150,7 @@ class _Fused:
 
 
 def _around(call: Call, kernel: _Fused) -> int:
-    """Count what an op of attention and a kernel hold while they run on meta tensors."""
+    """Count the workspace of an attention op and its kernel by running them on meta tensors."""
     return _run(call, kernel.forward, kernel.backward)
 
 
@@ -177,8 +177,8 @@ def _copied(call: Call) -> int:
 def _cross_entropy(call: Call) -> Workspace:
     """Count a slice of log-probabilities and the values picked from it, and the slices' losses, kept until the end.
 
-    bfloat16 logits are converted to float32 before (CUDA's softmax converts float16 only), and then the conversion is
-    the fullest moment.
+    bfloat16 logits are converted to float32 before (CUDA's softmax converts float16 only), and then the peak is in the
+    conversion.
     """
     logits = call.tensor("logits")
     tokens, classes = logits.shape
@@ -186,7 +186,7 @@ def _cross_entropy(call: Call) -> Workspace:
     if logits.dtype == torch.bfloat16:
         rows = (
             2 * item * classes - 8
-        )  # less what is not there yet: the slice's losses and logsumexps
+        )  # without the slice's losses and logsumexps, which do not exist yet
         return _in_slices(logits, 4 * tokens - 4, rows)
     return _in_slices(logits, item * tokens, item * classes + 8 + item, item)
 
@@ -207,13 +207,13 @@ def _cross_entropy_dgrad(call: Call) -> Workspace:
 
 
 def _cross_entropy_part(call: Call) -> Workspace:
-    """Count a slice of powers and their largest logits; what is held per token before is less, from 20 classes on."""
+    """Count a slice of powers and their largest logits; from 20 classes on earlier buffers per token are smaller."""
     logits = call.tensor("logits")
     return _in_slices(logits, 0, accumulate_dtype(logits.dtype).itemsize * (logits.shape[1] + 1))
 
 
 def _cross_entropy_part_dgrad(call: Call) -> Workspace:
-    """Count per row its scale, its target's place and what is subtracted there; in half precision a slice of powers."""
+    """Count per row its scale, its target's place and the subtrahend there; in half precision a slice of powers."""
     logits = call.tensor("logits")
     tokens, classes = logits.shape
     item = accumulate_dtype(logits.dtype).itemsize
@@ -242,17 +242,17 @@ def _context_merge(call: Call) -> Workspace:
 
 
 def _embedding_part_dgrad(call: Call) -> Workspace:
-    """Count the places of the numbers in a device's part. Before these are found, the table is not there yet."""
+    """Count the places of the numbers in a device's part. While these are computed, the table is not allocated yet."""
     return Workspace(8 * call.tensor("indices").numel())
 
 
 def _whole_kernel(op: torch._ops.OpOverload, call: Call) -> int:
-    """Count what a kernel that is Python holds while it runs on meta tensors."""
+    """Count the workspace of a kernel that is written in Python by running it on meta tensors."""
     return peak_bytes_inside(OP_KERNELS[op], *map(_on_meta, call.args.values()))
 
 
 def _room(op: torch._ops.OpOverload, call: Call) -> int:
-    """Return what further rounds hold beside their results: they ask for all of it when they begin."""
+    """Return the workspace of further rounds in bytes: they reserve all of it when they begin."""
     room: Sequence[int] = call.args["room"]
     made = 0 if op._schema.is_mutable else sum(t.nbytes for t in call.outs)
     return max(0, room[list(rounds.ROUNDS).index(op)] - made)
@@ -263,7 +263,7 @@ def _further(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
 
 
 def _routing_on_cpu(op: torch._ops.OpOverload) -> Callable[[Call], int]:
-    """Return what counts all that a CPU's kernel of an op holds, which may be another one than elsewhere."""
+    """Return a function that counts the memory of an op's CPU kernel, which may be another kernel than on CUDA."""
     kernel = experts.CPU_KERNELS.get(op._schema.name.removeprefix("piper::"), OP_KERNELS[op])
     return lambda call: peak_bytes_inside(kernel, *map(_on_meta, call.args.values()))
 
@@ -338,7 +338,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _math(call: Call) -> int:
-    """Count what the written-out form holds while it runs on meta tensors: it is Python."""
+    """Count the workspace of attention written out in Python by running it on meta tensors."""
     return _run(call, *KERNELS["math"])
 
 
@@ -384,7 +384,7 @@ def room_of_rounds(
 def peak_bytes_inside(function: Callable[..., Any], *args: Any) -> int:
     """Return the most bytes of tensors that `function(*args)` holds at once, beside its arguments and less its results.
 
-    It sees what the dispatcher sees: not the memory that an operator of torch's allocates inside.
+    It sees tensors that pass the dispatcher, not the memory that an operator of torch's allocates inside.
     """
     live = _Live(tree_leaves(args))
     with live:
@@ -422,9 +422,9 @@ ROUTING = (
     *(rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_take),
     *(rounds.experts_drop, rounds.experts_checked),
 )
-"""The ops that bring tokens to experts and back. All that their kernels hold is per token."""
+"""The ops that bring tokens to experts and back. All workspace of their kernels is per token."""
 IN_BLOCKS = (rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_take)
-"""The ops that hold nothing on a CPU, where they copy blocks."""
+"""The ops without workspace on a CPU: there they copy blocks."""
 _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace | None]] = {
     losses.cross_entropy: _cross_entropy,
     losses.cross_entropy_dgrad: _cross_entropy_dgrad,
@@ -455,4 +455,4 @@ _ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
     **{op: _routing_on_cpu(op) for op in ROUTING if op not in IN_BLOCKS},
     **{op: partial(_room, op) for op in rounds.ROUNDS},
 }
-"""The ops whose memory inside is counted on a CPU. CUDA devices copy what lies in another way as well."""
+"""The ops whose workspace is counted on a CPU. CUDA devices copy tensors with other strides, too."""

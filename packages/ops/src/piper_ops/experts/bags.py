@@ -1,13 +1,13 @@
 """Sort choices, and sum the rows of tokens, on a CPU in a kernel each.
 
-A sum over a token's choices is what torch calls a bag of an embedding: rows are picked by their numbers, scaled and
-added without a copy of them in between. That takes a fourth of the time that a product per choice takes. numpy sorts
-numbers of 16 bits by their digits, torch any numbers by comparing them.
+A sum over a token's choices is an embedding bag of torch: rows are picked by their numbers, scaled and added without a
+copy of them in between. That takes a fourth of the time that a product per choice takes. numpy sorts numbers of 16 bits
+by their digits, torch any numbers by comparing them.
 
 The same choices are sorted by several ops behind each other. The last order is kept as long as nobody asks for another
 one and the choices live, in as few bits as it needs.
 
-The functions do on meta tensors what they do on a CPU, so that their memory can be counted.
+The functions allocate on meta tensors as on a CPU, so that their memory can be counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Last:
 
 
 def _version(chosen: Tensor) -> int | None:
-    """Return how often choices were written; None for those of torch.inference_mode, which torch does not count."""
+    """Return how often choices were written; None in torch.inference_mode, since torch does not count there."""
     return None if chosen.is_inference() else chosen._version
 
 
@@ -65,7 +65,7 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def order(chosen: Tensor, experts: int = 0) -> Tensor:
-    """Return the numbers of all choices, sorted by expert and in their own order where that is equal.
+    """Return the numbers of all choices, sorted by expert, and in their own order for equal experts.
 
     Raises IndexError for an expert that does not exist, if the number of `experts` is given.
     """
@@ -105,7 +105,7 @@ def _numbers(like: Tensor, step: int = 1) -> Tensor:
 
 
 def _summed(rows: Tensor, picked: Tensor, first: Tensor, share: Tensor | None) -> Tensor:
-    """Return for each bag the sum of its picked rows times their shares; `first` says where the bags begin."""
+    """Return for each bag the sum of its picked rows times their shares; `first` has the beginnings of the bags."""
     if not rows.is_meta:
         found: Tensor = _sum_bags(rows, picked, first, False, 0, False, share)[0]
         return found
@@ -115,7 +115,7 @@ def _summed(rows: Tensor, picked: Tensor, first: Tensor, share: Tensor | None) -
         first.shape[0],
     )
     made = rows.new_empty((first.shape[0], rows.shape[1]))
-    beside = [picked.new_empty(size) for size in sizes]  # what torch's kernel returns, too
+    beside = [picked.new_empty(size) for size in sizes]  # further results of torch's kernel
     del beside
     return made
 

@@ -1,9 +1,9 @@
-"""Copy the rows that devices trade as blocks, where the host knows how many there are.
+"""Copy the rows that devices trade as blocks, if the host knows how many there are.
 
-Rows for one expert that come from one device lie side by side wherever they are, so a pass over rows is a few copies of
-blocks, without an index per row. What is sent has places that nobody fills and nobody reads; whatever is there stays.
-Elsewhere such places are zero. `places` are those that a device has for each other
-one, from its row `first` on.
+Rows for one expert that come from one device are always contiguous, so a pass over rows is a few copies of blocks,
+without an index per row. A send buffer has places that nobody fills and nobody reads; they keep their content.
+Elsewhere such places are zero. `places` is the number of places that a device has for each other device, from its row
+`first` on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 def _known(
     table: Tensor, key: tuple[str, int, int, int], count: Callable[[Tensor, int, int, int], T]
 ) -> T:
-    """Return what is counted of a table, once: passes forth and back, and those of gradients, ask for the same."""
+    """Return the sizes counted from a table, computed once: forward and gradient passes ask for the same."""
     found: dict[object, T] = table.__dict__.setdefault(SIZES, {})
     if key not in found:
         found[key] = count(table, *key[1:])
@@ -50,7 +50,7 @@ def _taken_sizes(table: Tensor, place: int, first: int, places: int) -> list[lis
 
 
 def _places_of(sizes: Sequence[Sequence[int]], places: int) -> list[int]:
-    """Return how many rows lie behind each other as they come in: those of a device by expert, then places left."""
+    """Return the sizes of the received blocks in order: each device's rows by expert, then its unused places."""
     return [size for of in sizes for size in (*of, places - sum(of))]
 
 
@@ -78,7 +78,7 @@ def _copied(into: Sequence[Tensor], given: Sequence[Tensor], gaps: Sequence[Tens
 
 
 def take(came: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Return what came in, [n, places, W], sorted by expert and then by device."""
+    """Return the received rows, [n, places, W], sorted by expert and then by device."""
     devices, places, width = came.shape
     made = came.new_empty((devices * places, width))
     each = len(sizes[0]) + 1
@@ -99,7 +99,7 @@ def give(made: Tensor, sizes: Sequence[Sequence[int]], places: int) -> Tensor:
 
 
 def sent_sizes(table: Tensor, place: int, first: int, places: int) -> list[tuple[int, int, int]]:
-    """Return for each device how many of its rows are before those that are sent, are sent, and are behind."""
+    """Return for each device how many of its rows are before the sent ones, are sent, and are behind them."""
     return _known(table, ("sent", place, first, places), _sent_sizes)
 
 
@@ -123,7 +123,7 @@ def take_packed(
 ) -> Tensor:
     """Return rows that came in behind each other, sorted by expert and then by device.
 
-    Those of the device at `place` are in `own` where they have not come in.
+    The rows of the device at `place` are in `own` if they were not sent.
     """
     apart = place if own is not None else -1
     given = iter(came.split_with_sizes(_behind(sizes, came.shape[0], apart)))
@@ -166,12 +166,12 @@ def packed(blocks: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def sent_blocks(rows: Tensor, sizes: Sequence[tuple[int, int, int]]) -> Sequence[Tensor]:
-    """Return what of sorted rows goes to each device."""
+    """Return the blocks of sorted rows that go to each device."""
     return rows.split_with_sizes(_at_home(sizes, rows.shape[0]))[1::3]
 
 
 def home_packed(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tensor:
-    """Return rows that came in behind each other where they were sent from, and zeros elsewhere."""
+    """Return rows that were received without gaps at the places that they were sent from, and zeros elsewhere."""
     out = back.new_empty((rows, back.shape[1]))
     into = out.split_with_sizes(_at_home(sizes, rows))
     kept = [size for _, size, _ in sizes]
@@ -181,7 +181,7 @@ def home_packed(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) 
 
 
 def send(rows: Tensor, sizes: Sequence[tuple[int, int, int]], places: int) -> Tensor:
-    """Return what goes to each device, [n, places, W]."""
+    """Return the send buffer of all devices, [n, places, W]."""
     out = rows.new_empty((len(sizes), places, rows.shape[1]))
     into = out.view(-1, rows.shape[1]).split_with_sizes(
         [k for _, size, _ in sizes for k in (size, places - size)]
@@ -191,7 +191,7 @@ def send(rows: Tensor, sizes: Sequence[tuple[int, int, int]], places: int) -> Te
 
 
 def home(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tensor:
-    """Return rows where they were sent from, and zeros elsewhere."""
+    """Return rows at the places that they were sent from, and zeros elsewhere."""
     out = back.new_empty((rows, back.shape[2]))
     into = out.split_with_sizes(_at_home(sizes, rows))
     given = back.view(-1, back.shape[2]).split_with_sizes(
@@ -202,7 +202,7 @@ def home(back: Tensor, sizes: Sequence[tuple[int, int, int]], rows: int) -> Tens
 
 
 def add_home(back: Tensor, sizes: Sequence[tuple[int, int, int]], total: Tensor) -> None:
-    """Add rows to those of `total` where they were sent from."""
+    """Add rows to `total`, at the places that they were sent from."""
     into = total.split_with_sizes(_at_home(sizes, total.shape[0]))[1::3]
     for part, came, (_, size, _) in zip(into, back, sizes, strict=True):
         if size:

@@ -7,10 +7,10 @@
 All shapes are known before anything runs: each of N tokens chooses k experts, so there are N k rows, however many each
 expert gets. The order is that of a stable sort, so that equal choices give equal results to the bit. An expert without
 rows has zeros as its gradient. A buffer may be larger than needed: rows behind the last expert's are zero in every
-result and give nothing to a gradient, where torch's own grouped product leaves what was there before.
+result and give nothing to a gradient, while torch's own grouped product leaves them as they were.
 
-The sums of `unroute` are in float32 for half precision. On CUDA, products in bfloat16 are torch's grouped kernel, where
-its sizes allow; anything else is a product per expert, for which the host waits for the counts.
+The sums of `unroute` are in float32 for half precision. On CUDA, products in bfloat16 are torch's grouped kernel, if
+its sizes allow; else there is a product per expert, and the host waits for the counts.
 """
 
 from __future__ import annotations
@@ -198,11 +198,11 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
         else _unroute_wgrad_picked
     )(grad, chosen, rows, dtype),
 }
-"""The kernels of a CPU by the name of the op; on meta tensors they hold what they hold on a CPU."""
+"""The kernels of a CPU by the name of the op; on meta tensors they have the same workspace as on a CPU."""
 
 
 def _by_device(name: str, elsewhere: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel of an op, which is another one on a CPU than elsewhere."""
+    """Return a kernel that calls the op's CPU kernel on a CPU, and `elsewhere` on other devices."""
     on_cpu = CPU_KERNELS[name]
     return lambda first, *rest: (on_cpu if first.device.type == "cpu" else elsewhere)(first, *rest)
 
@@ -222,7 +222,7 @@ def _sizes(counts: Tensor, rows: int) -> list[int]:
 
 
 def _has_kernel(*tensors: Tensor) -> bool:
-    """Return whether torch's grouped kernel takes these tensors, of which one dimension of the last two is dense."""
+    """Return whether torch's grouped kernel takes these tensors: one of the last two dimensions must be dense."""
     return all(
         t.is_cuda
         and t.dtype == torch.bfloat16
@@ -234,7 +234,7 @@ def _has_kernel(*tensors: Tensor) -> bool:
 
 
 def _has_cpu_kernel(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped kernel takes these on a CPU, where it calls one product after the other."""
+    """Return whether torch's grouped kernel takes these on a CPU; there it calls one product after the other."""
     dense = rows.is_contiguous() and rows.shape[0] > 0 and 1 in weight.stride()[-2:]
     sizes = (rows.shape[1], weight.shape[2])
     return (
@@ -362,7 +362,7 @@ route_dgrad = define(
     _by_device("route_dgrad", _route_dgrad_picked),
     direct=True,
 )
-"""An op that returns the gradient (N, W) of the tokens, given that of the rows."""
+"""An op that returns the gradient (N, W) of the tokens, given the gradient of the rows."""
 route = define(
     "route",
     "(Tensor x, Tensor chosen, int experts) -> (Tensor, Tensor)",
@@ -406,7 +406,7 @@ unroute = define(
 )
 """An op that takes the rows (N k, W) of all choices and the share (N, k) of each, and returns (N, W).
 
-A token's result is the sum of share x row over its choices, in the dtype of the rows. The shares may have another one.
+A token's result is the sum of share x row over its choices, in the dtype of the rows. The shares' dtype may differ.
 """
 grouped_mm_dgrad = define(
     "grouped_mm_dgrad",
@@ -431,7 +431,7 @@ for _key in ("CPU", "CUDA"):
     LIBRARY.impl("grouped_mm_wgrad_", _grouped_wgrad_add, _key)
 grouped_mm_wgrad_ = torch.ops.piper.grouped_mm_wgrad_.default
 DIRECT[grouped_mm_wgrad_] = _grouped_wgrad_add
-"""The same, added to `total` while it is made; an expert without rows adds nothing."""
+"""The kernel that adds the gradient of the matrices to `total`; an expert without rows adds nothing."""
 grouped_mm = define(
     "grouped_mm",
     "(Tensor rows, Tensor counts, Tensor weight) -> Tensor",

@@ -1,9 +1,9 @@
-"""Trade the rows of round 0 in messages as long as the rows there are, where the host knows the counts.
+"""Trade the rows of round 0 in messages without unused places, if the host knows the counts.
 
 A step's code calls these in place of the ops `experts_send`, all-to-all and `experts_take`, or `experts_give`,
-all-to-all and what comes behind it. They give what these give, and hold as many bytes at most: so a plan knows nothing
+all-to-all and the ops behind it. They return the same results, and hold as many bytes at most: so a plan knows nothing
 of them. Rows that are sorted by expert are sorted by device, too: unless some must wait for a further round, they are
-sent from where they are and received where they belong.
+sent from their own tensor and received at their final places.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from piper_ops.experts import blocks, reserved, rounds, trades
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Say how many rows of a tensor go to each device, and how many come in, behind each other, `into` another one."""
+    """Hold the numbers of rows sent to and received from each device; received rows go `into` a tensor without gaps."""
 
     into: Tensor
     sent: Sequence[int]
@@ -41,7 +41,7 @@ def there(
     sent, got = [size for _, size, _ in of], [sum(size) for size in sizes]
     own = (
         parts[place] if place in (0, len(parts) - 1) else None
-    )  # what others get lies side by side without it
+    )  # the rows of other devices are contiguous without it
     if own is not None:
         sent[place] = got[place] = 0
     if any(behind for _, _, behind in of):
@@ -65,7 +65,7 @@ def back(
     place: int,
     rows: int,
 ) -> Tensor:
-    """Return rows that are sorted by own expert where they were sent from, and zeros elsewhere; `box` is emptied."""
+    """Return rows sorted by own expert at the places that they were sent from, zeros elsewhere; `box` is emptied."""
     if not trades.counted(table):
         came = exchange("all_to_all", axis, trades.give(box.pop(), table, place, 0))
         return trades.home(came, table, place, rows, 0)
@@ -76,7 +76,7 @@ def returned(
     exchange: Callable[..., Tensor], axis: str, box: list[Tensor], rows: Tensor, table: Tensor, weights: Sequence[Tensor],
     body: str, _: str, slot: int, place: int, room: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """Return the same with the rows of further rounds."""
+    """Return the result of `back` with the rows of further rounds."""
     rest = rows, table, weights, body, axis, slot, place
     if not trades.counted(table):
         came = exchange("all_to_all", axis, trades.give(box.pop(), table, place, 0))
@@ -89,7 +89,7 @@ def returned(
 
 
 def _give(box: list[Tensor], table: Tensor, place: int) -> list[list[int]]:
-    """Bring the rows in a box into the order in which they came in, behind each other, and return their sizes."""
+    """Put the rows in a box into the order of their arrival, without gaps, and return their sizes."""
     made = box.pop()
     sizes = blocks.taken_sizes(table, place, 0, made.shape[0] // table.shape[0])
     box.append(blocks.give_packed(made, sizes))
@@ -119,4 +119,4 @@ def _home(
 
 
 TRADES: dict[str, Any] = {"there": there, "back": back, "return": returned}
-"""The functions that a step's code calls with what runs its collectives."""
+"""The functions that a step's code calls with the function that runs its collectives."""

@@ -1,4 +1,4 @@
-"""Ask for memory that may be needed, so that a step holds as much whether it is or not."""
+"""Reserve memory for further rounds, so that a step's peak is the same with and without them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def _pages(room: int) -> mmap:
 
 
 def reserve(room: int, device: torch.device) -> None:
-    """Ask for the memory of further rounds, whether there will be some or not.
+    """Allocate the memory of further rounds, whether there will be some or not.
 
-    A CPU's is asked of the system itself: malloc, given back as much, hands over pages that the step uses next. The
-    system gives pages when they are written, and these never are.
+    On a CPU it is mapped directly: malloc would use the freed pages again for the step's own tensors. The system
+    assigns pages when they are written, and these never are.
     """
     if device.type == "cpu" and room:
         torch.frombuffer(_pages(room), dtype=torch.uint8).view(-1)

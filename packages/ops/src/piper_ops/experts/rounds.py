@@ -1,11 +1,11 @@
-"""Define the ops by which devices that have different experts trade rows, in a fixed number of places.
+"""Define the ops that trade rows between devices with different experts, in a fixed number of places.
 
 Each of n devices has E / n experts, and rows of its own that are sorted by expert (`experts.route`). It sends each
-other device the rows of that device's experts: `slot` rows at once, whatever it has for it. What is above that goes in
-further rounds through the same places, so that memory does not depend on what tokens choose.
+other device the rows of that device's experts: always `slot` rows at once. Rows beyond that go in further rounds
+through the same places, so that memory does not depend on the tokens' choices.
 
     table [n, E]        how many rows each device has for each expert: the counts of all, gathered
-    experts_send        rows [M, W]        -> [n, slot, W], what goes to each device in round 0
+    experts_send        rows [M, W]        -> [n, slot, W], the rows for each device in round 0
     experts_take        [n, slot, W]       -> rows sorted by own expert [n slot, W], and how many each has
     experts_give        [n slot, W]        -> [n, slot, W], back in the order in which they came
     experts_home        [n, slot, W]       -> [M, W], each row of round 0 where it was sent from, zeros elsewhere
@@ -40,9 +40,9 @@ from piper_ops.ground.errors import ExpertsOverflow
 from piper_ops.ground.library import LIBRARY, contiguous_empty, define
 
 ANY_ROWS = "# any number of rows and experts\n"
-"""The line of a body that takes any number of rows and of experts, and so those only that a round has."""
+"""The last line of a body that takes any number of rows and of experts; a round then passes only its own."""
 Exchanged = Callable[[str, str, Tensor], Tensor]
-"""A function that runs a collective: of a kind, along an axis, with what the device gives."""
+"""A function that runs a collective: of a kind, along an axis, with the device's operand."""
 
 
 def round_count(table: Tensor, slot: int) -> int:
@@ -73,7 +73,7 @@ def _loaded(body: str, device: str) -> tuple[Callable[[list[Tensor]], tuple[Tens
 
 
 class _Rounds:
-    """Run further rounds: what goes to experts, and what comes back."""
+    """Run further rounds: the rows to experts, and the results back."""
 
     def __init__(
         self, exchange: Exchanged, table: Tensor, body: str, axis: str, slot: int, place: int
@@ -105,7 +105,7 @@ class _Rounds:
         )
 
     def add_back(self, made: Tensor, number: int, total: Tensor) -> None:
-        """Add what all devices made of the own rows to `total`, in the rows' places."""
+        """Add all devices' results for the own rows to `total`, in the rows' places."""
         given = _give(made, self._table, self._place, number, self._slot, self._places(number))
         came = self._exchange("all_to_all", self._axis, given)
         _add_home(came, self._table, self._place, total, number, self._slot)
@@ -114,7 +114,7 @@ class _Rounds:
         return self._body([rows, counts, *weights])[0]
 
     def busy(self, counts: Tensor) -> slice:
-        """Return the experts that have rows in a round, and those between them."""
+        """Return the range of experts with rows in a round on a CPU, if the body takes any number; else all experts."""
         if not self._any_rows or counts.device.type != "cpu":
             return slice(0, counts.shape[0])
         found = [k for k, count in enumerate(counts.tolist()) if count]
@@ -135,7 +135,7 @@ def add_further(
     exchange: Exchanged, out: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
     body: str, axis: str, slot: int, place: int,
 ) -> Tensor:  # fmt: skip
-    """Add the rows of further rounds to those of round 0, where they were sent from."""
+    """Add the rows of further rounds to the result of round 0, at the places that they were sent from."""
     run = _Rounds(exchange, table, body, axis, slot, place)
     for number in run.numbers:
         run.add_back(run.made(*run.there(rows, number), weights), number, out)
@@ -143,14 +143,14 @@ def add_further(
 
 
 def run_return_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
-    """Compute the gradient of the rows of further rounds; those of round 0 have zeros."""
+    """Compute the gradient of the rows of further rounds; the rows of round 0 have zeros."""
     *how, room = rest
     reserved.reserve(room[1], rows.device)
     return _add_dgrad(exchange, torch.zeros_like(rows), grad, rows, *how)
 
 
 def run_further_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
-    """Add the same to the gradient of the rows of round 0."""
+    """Add the gradient of the rows of further rounds to `total`, the gradient of the rows of round 0."""
     *how, room, total = rest
     reserved.reserve(room[3], rows.device)
     return _add_dgrad(exchange, total, grad, rows, *how)
@@ -185,7 +185,7 @@ def run_return_wgrad(
 
 
 def run_further_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
-    """Add the same to what sums up the gradients of the matrices."""
+    """Add the gradients of the matrices to their running sums, the tensors of `total` and `others`."""
     *how, room, wanted, others, total = rest
     reserved.reserve(room[4], rows.device)
     _add_wgrad(exchange, [total, *others], wanted, grad, rows, *how)
@@ -219,7 +219,7 @@ def _add_wgrad(
 
 
 def _drop_kernel(chosen: Tensor, experts: int, degree: int, slot: int) -> Tensor:
-    """Return the choices, those for which a device has no place as `experts`: of its choices the last ones."""
+    """Return the choices, with `experts` in place of the ones beyond the first `slot` for each device."""
     device = chosen.reshape(-1).div(experts // degree, rounding_mode="floor")
     before = (device.unsqueeze(1) == torch.arange(degree, device=chosen.device)).cumsum(
         0, dtype=torch.int32
@@ -359,25 +359,25 @@ experts_home = define(
     lambda back, table, place, rows: _home(back, table, place, rows, 0),
     direct=True, backward=_home_backward, setup_context=_home_setup,
 )  # fmt: skip
-"""An op that returns the rows (M, W) of round 0 where they were sent from; zeros elsewhere."""
+"""An op that returns the rows (M, W) of round 0 at the places that they were sent from; zeros elsewhere."""
 experts_send = define(
     "experts_send", "(Tensor rows, Tensor table, int place, int slot) -> Tensor", _send_fake,
     lambda rows, table, place, slot: _send(rows, table, place, slot, 0),
     direct=True, backward=_send_backward, setup_context=_send_setup,
 )  # fmt: skip
-"""An op that returns what goes to each device in round 0, (n, slot, W)."""
+"""An op that returns the rows for each device in round 0, (n, slot, W)."""
 experts_give = define(
     "experts_give", "(Tensor made, Tensor table, int place) -> Tensor", _give_fake,
     lambda made, table, place: _give(made, table, place, 0),
     direct=True, backward=_give_backward, setup_context=_give_setup,
 )  # fmt: skip
-"""An op that brings rows that are sorted by expert into the order in which they came in round 0."""
+"""An op that puts rows that are sorted by expert into the order of their arrival in round 0."""
 experts_take = define(
     "experts_take", "(Tensor came, Tensor table, int place) -> (Tensor, Tensor)", _take_fake,
     lambda came, table, place: _take(came, table, place, 0),
     direct=True, backward=_take_backward, setup_context=_take_setup,
 )  # fmt: skip
-"""An op that sorts what came in round 0 by own expert, and says how many rows each has."""
+"""An op that sorts the rows received in round 0 by own expert, and returns how many rows each has."""
 experts_return_dgrad = define(
     "experts_return_dgrad", f"(Tensor grad, {_SCHEMA}) -> Tensor", _return_dgrad_fake, _elsewhere
 )
@@ -393,7 +393,7 @@ experts_return = define(
     "experts_return", f"(Tensor back, {_SCHEMA}) -> Tensor", _return_fake, _elsewhere,
     backward=_return_backward, setup_context=_return_setup,
 )  # fmt: skip
-"""An op that returns all rows (M, W) where they were sent from, after further rounds."""
+"""An op that returns all rows (M, W) at the places that they were sent from, after further rounds."""
 for _name, _more in (
     ("dgrad", "Tensor(a!) total"),
     ("wgrad", "bool[] wanted, Tensor(b!)[] others, Tensor(a!) total"),
@@ -401,17 +401,17 @@ for _name, _more in (
     LIBRARY.define(f"experts_further_{_name}_(Tensor grad, {_SCHEMA}, {_more}) -> Tensor(a!)")
 experts_further_dgrad_ = torch.ops.piper.experts_further_dgrad_.default
 experts_further_wgrad_ = torch.ops.piper.experts_further_wgrad_.default
-"""The same, added to what a step has of round 0: to a gradient of rows, or to sums of gradients."""
+"""The in-place variants, which add to the results of round 0: to a gradient of rows, or to sums of gradients."""
 experts_drop = define(
     "experts_drop", "(Tensor chosen, int experts, int degree, int slot) -> Tensor",
     lambda chosen, *_: contiguous_empty(chosen, chosen.shape), _drop_kernel, direct=True,
 )  # fmt: skip
-"""An op that returns choices, with the number of experts in place of those that no round 0 has places for."""
+"""An op that returns choices, with the number of experts in place of choices without a place in round 0."""
 experts_checked = define(
     "experts_checked", "(Tensor table, int slot, float bound, int rows, float mean) -> Tensor",
     lambda table, *_: contiguous_empty(table, table.shape), _checked_kernel, direct=True,
 )  # fmt: skip
-"""An op that returns the table, and raises ExpertsOverflow where one round has too few places.
+"""An op that returns the table, and raises ExpertsOverflow if one round has too few places.
 
 `mean` is how many of the tokens of each of `rows` go to each device if experts are chosen equally often.
 """
@@ -423,7 +423,7 @@ ROUNDS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     experts_further_dgrad_: run_further_dgrad,
     experts_further_wgrad_: run_further_wgrad,
 }
-"""The ops that meet other devices as often as a run's choices need, each with its function, which gets the exchange."""
+"""The ops with a varying number of exchanges between devices, each with its function, which gets the exchange."""
 PLACED: dict[torch._ops.OpOverload, int] = {
     experts_home: 2, experts_send: 2, experts_give: 2, experts_take: 2, **dict.fromkeys(ROUNDS, 7),
 }  # fmt: skip

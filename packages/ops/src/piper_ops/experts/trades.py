@@ -1,7 +1,7 @@
 """Bring rows to the devices of their experts and back, in one round.
 
-`table` has the counts of all devices. A device has `slot` places for each other one in a round, of which a further
-round may use fewer: `places`. Where the host has the counts, passes copy blocks, else they pick rows by their numbers.
+`table` has the counts of all devices. A device has `slot` places for each other one in a round; a further round may use
+fewer of them: `places`. If the host has the counts, passes copy blocks, else they pick rows by their numbers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def counted(table: Tensor) -> bool:
 def send(
     rows: Tensor, table: Tensor, place: int, slot: int, number: int, places: int = 0
 ) -> Tensor:
-    """Return what goes to each device in a round; nobody reads what stands behind a device's rows.
+    """Return the rows for each device in a round; nobody reads the places behind a device's rows.
 
-    `places` are those for a device in this round, `slot` unless they are fewer.
+    `places` is the number of places for a device in this round, `slot` unless there are fewer.
     """
     places = places or slot
     if counted(table):
@@ -39,7 +39,7 @@ def send(
 
 
 def home(back: Tensor, table: Tensor, place: int, rows: int, number: int, slot: int = 0) -> Tensor:
-    """Return the rows of a round where they were sent from, and zeros elsewhere; there are `slot` places in round 0."""
+    """Return a round's rows at the places that they were sent from, zeros elsewhere; round 0 has `slot` places."""
     devices, places, width = back.shape
     slot = slot or places
     if counted(table):
@@ -61,7 +61,7 @@ def home(back: Tensor, table: Tensor, place: int, rows: int, number: int, slot: 
 def add_home(
     back: Tensor, table: Tensor, place: int, total: Tensor, number: int, slot: int
 ) -> None:
-    """Add the rows of a round to those of `total` where they were sent from; there are `slot` places in round 0."""
+    """Add the rows of a round to `total` at the places that they were sent from; round 0 has `slot` places."""
     if counted(table):
         blocks.add_home(back, blocks.sent_sizes(table, place, number * slot, back.shape[1]), total)
     else:
@@ -71,7 +71,7 @@ def add_home(
 def by_expert(
     table: Tensor, place: int, slot: int, number: int, places: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the order by own expert of what came in in a round, and how many rows each expert has.
+    """Return the order by own expert of the rows received in a round, and how many rows each expert has.
 
     Rows of one expert are in the order of the devices that they come from. Places that nobody filled are last.
     """
@@ -87,7 +87,7 @@ def by_expert(
 def take(
     came: Tensor, table: Tensor, place: int, number: int, slot: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return what came in in a round sorted by own expert, and how many rows each has."""
+    """Return the rows received in a round sorted by own expert, and how many rows each expert has."""
     places = came.shape[1]
     slot = slot or places
     if counted(table):

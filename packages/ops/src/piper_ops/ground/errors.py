@@ -8,7 +8,7 @@ class UnsupportedVariant(ValueError):
 
 
 class ExpertsOverflow(RuntimeError):
-    """Report tokens that chose experts for which there are fewer places; the message has the factor that would do."""
+    """Report that more tokens chose experts than these have places; the message has the factor that would be enough."""
 
 
 class WrongCost(ValueError):

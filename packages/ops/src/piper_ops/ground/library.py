@@ -1,4 +1,4 @@
-"""Define ops in the torch.library namespace "piper", and the helpers that those ops share.
+"""Define ops in the torch.library namespace "piper", and the helpers that these ops share.
 
 Every op is functional. Its outputs are contiguous, alias nothing, and have the same shapes, dtypes and strides on every
 device, so that a graph traced on meta is the graph that runs.
@@ -20,7 +20,7 @@ DIRECT: dict[torch._ops.OpOverload, _Kernel] = {}
 torch's dispatcher and its Python registration cost about 15 us, which is most of a small call.
 """
 OP_KERNELS: dict[torch._ops.OpOverload, _Kernel] = {}
-"""The kernel of every op, so that its memory while it runs can be counted."""
+"""The kernel of every op, so that its workspace can be counted."""
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
@@ -44,17 +44,17 @@ def define(
 ) -> torch._ops.OpOverload:
     """Register piper::<name> with one fake kernel and one kernel for CPU and CUDA.
 
-    The kernel branches on the device where lowerings differ.
+    The kernel branches on the device if lowerings differ.
 
     Args:
         name: the op's name in the namespace "piper".
         schema: its arguments and results in torch's schema language.
         fake: makes the outputs' metadata; it checks the arguments itself.
         kernel: computes the outputs.
-        check: sees the arguments before the kernel does, and raises for those that are not supported.
-        direct: the kernel is also put into DIRECT, where it runs without the check: the code that calls it was traced
-            with the fake. "unseen" says that the kernel makes tensors beside its results. Where a dispatch mode
-            watches, which would see them, the op is called there.
+        check: sees the arguments before the kernel does, and raises if they are not supported.
+        direct: the kernel is also put into DIRECT, and runs without the check from there: the code that calls it was
+            traced with the fake. "unseen" says that the kernel makes tensors beside its results. If a dispatch mode is
+            active, which would see these, the op is called instead.
         backward: the gradient; without it the op is itself a gradient, and differentiating it is refused.
         setup_context: saves for the backward, as in torch.library.register_autograd.
     """

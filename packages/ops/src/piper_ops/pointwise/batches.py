@@ -1,4 +1,4 @@
-"""Say what a batch may hold beside tensors of rows, for who captures it and who feeds it."""
+"""Define the values that a batch may hold beside tensors of rows, for capture and for the feed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shared(tensor: Tensor) -> Tensor:
     """Mark a tensor of a batch as one without rows: positions, offsets of fields, a temperature.
 
     Job.batch returns it whole for any rows, in a shape that does not depend on them: `piper.shared(positions)`. Its
-    values may be others in every call. Returns a tensor with the same memory.
+    values may change from call to call. Returns a tensor with the same memory.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"shared got a {type(tensor).__name__}; a tensor of the batch is needed")
@@ -36,10 +36,10 @@ def is_shared(tensor: Tensor, name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def batch_pair(result: object) -> tuple[Any, Any] | None:
-    """Return what a batch function returned as (inputs, targets), with plain dicts for mappings of other kinds.
+    """Return a batch function's return value as (inputs, targets), with plain dicts for mappings of other kinds.
 
-    A mapping or a dataclass alone is the inputs, without targets. None for what is neither that nor a pair. The class
-    of a dataclass is registered, so that torch finds the tensors in it.
+    A mapping or a dataclass alone is the inputs, without targets. Return None for any value that is neither one of
+    these nor a pair. The class of a dataclass is registered, so that torch finds the tensors in it.
     """
     if isinstance(result, tuple) and len(result) == 2:
         return _plain(result[0]), _plain(result[1])
@@ -47,7 +47,7 @@ def batch_pair(result: object) -> tuple[Any, Any] | None:
 
 
 def _register_dataclasses(nest: Any) -> None:
-    """Let torch know the classes of the dataclasses in a nest whose fields are all that their constructor takes."""
+    """Register the dataclasses in a nest with torch, if their fields are all arguments of their constructor."""
     while found := {type(leaf) for leaf in pytree.tree_leaves(nest) if _is_record(leaf)}:
         for kind in found:
             pytree.register_dataclass(kind)
@@ -74,7 +74,7 @@ def _plain(nest: Any) -> Any:
 
 
 def batch_leaves(inputs: Any, targets: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a batch holds by its path: "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets.y.0"."""
+    """Yield a batch's leaves with their paths: "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets.y.0"."""
     for root, nest in (("inputs", inputs), ("targets", targets)):
         for path, leaf in pytree.tree_flatten_with_path(nest)[0]:
             if leaf is not None:

@@ -1,7 +1,7 @@
 """Define the collectives inside of a step as ops, so that a graph can hold them.
 
 A device runs its step up to a collective, hands over the tensor, and goes on with the result. So these ops have shapes
-and no kernels. They stack along a new leading dimension or take it away: element k of it is that of the k-th device of
+and no kernels. They stack along a new leading dimension or take it away: element k of it belongs to the k-th device of
 the axis. `axis` names the devices that take part, `degree` is their number.
 """
 
@@ -45,7 +45,7 @@ all_reduce = define("all_reduce", _SCHEMA, _same, _elsewhere)
 
 LIBRARY.define("all_reduce_(Tensor(a!) x, str axis, int degree) -> Tensor(a!)")
 all_reduce_ = torch.ops.piper.all_reduce_.default
-"""The same, into its argument; steps get it where nothing needs that any more."""
+"""The in-place variant of `all_reduce`; steps call it if nothing else needs the argument any more."""
 
 all_gather = define("all_gather", _SCHEMA, _stacked, _elsewhere)
 """An op that returns the tensors of all devices, stacked along a new leading dimension."""
@@ -70,10 +70,10 @@ all_to_all = define(
     backward=_all_to_all_backward,
     setup_context=_all_to_all_setup,
 )
-"""An op that sends element k of the leading dimension to device k, and stacks what comes in by where it came from.
+"""An op that sends element k of the leading dimension to device k, and stacks the received elements by source device.
 
 Its gradient is sent back in the same way.
 """
 
 shift = define("shift", _SCHEMA, _same, _elsewhere)
-"""An op that sends a tensor to the next device of an axis, the last one to the first, and returns what comes in."""
+"""An op that sends a tensor to the next device of an axis, from the last to the first, and returns the received one."""

@@ -104,7 +104,7 @@ def _dgrad_kernel(
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return (softmax(logits) - onehot(target)) * row_scale, with row_scale 0 where the target is ignored.
+    """Return (softmax(logits) - onehot(target)) * row_scale, with row_scale 0 if the target is ignored.
 
     The softmax is computed anew: torch's kernel for it is faster than exp(logits - logsumexp) op by op.
     """

@@ -2,11 +2,11 @@
 
 Devices share a dimension of the vocabulary's size along one or more axes. Along each it is [outer, degree, rest], as
 the axes before have left it, and the device at `place` has [outer, place, rest]. So `place`, `degree` and `rest` have
-one number for each axis, and say of each number of the whole vocabulary which device has it, and where.
+one number for each axis. They map each index of the whole vocabulary to its device and its place there.
 
-An embedding's part gives zeros where another device has the row; what all devices give adds up to the whole result. A
-cross-entropy needs two numbers per token from each device, its logsumexp and the target's logit, or 0 where another
-device has it. From these of all devices each makes the loss.
+An embedding's part is zero in the rows of other devices: it is a partial sum, and all devices' parts add up to the
+result. A cross-entropy needs two numbers per token from each device, its logsumexp and the target's logit, or 0 if
+another device has it. From the statistics of all devices each computes the loss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def own_numbers(
     rest: Sequence[int],
     ignored: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the places of numbers in a device's part, 0 where another device has them, and whether it has them.
+    """Return the places of numbers in a device's part, 0 if another device has them, and a mask of the ones it has.
 
     Args:
         numbers: numbers of the whole vocabulary.
@@ -42,7 +42,7 @@ def own_numbers(
         place: the device's place along each axis.
         degree: the number of devices along each axis.
         rest: how many of the vocabulary's numbers lie inside of each axis.
-        ignored: where numbers mean nothing; no device has these.
+        ignored: a mask of numbers that mean nothing; no device has these.
 
     Raises:
         IndexError: a number is not in the vocabulary (a CPU says so; a GPU stops at its next synchronisation).
@@ -58,7 +58,7 @@ def own_numbers(
 
 
 def _refuse(wrong: Tensor, size: int) -> None:
-    """Raise IndexError where something is wrong; a GPU is not waited for."""
+    """Raise IndexError if any number is wrong; a GPU is not waited for."""
     if wrong.device.type == "cpu":
         if bool(wrong.any()):
             raise IndexError(
@@ -96,7 +96,7 @@ def _embedding_dgrad_kernel(
     rest: Sequence[int],
     padding_idx: int = -1,
 ) -> Tensor:
-    """Return the gradient of a device's rows. Those of others are to torch's kernel what padding is, which it skips."""
+    """Return the gradient of a device's rows. Torch's kernel skips the rows of other devices as padding."""
     padding = (indices == padding_idx) if padding_idx >= 0 else None
     local, mine = own_numbers(indices, rows, place, degree, rest, padding)
     local.masked_fill_(mine.logical_not_(), rows)
@@ -126,7 +126,7 @@ def _part_kernel(
     rest: Sequence[int],
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return each row's logsumexp over the own classes, -inf where all of these are, and its target's logit or 0."""
+    """Return each row's logsumexp over the own classes, -inf if all of these are, and its target's logit or 0."""
     result = logits.new_empty((STATISTICS, logits.shape[0]), dtype=accumulate_dtype(logits.dtype))
     local, mine = own_numbers(target, logits.shape[1], place, degree, rest, target == ignore_index)
     result[1] = logits.gather(1, local.unsqueeze(1)).squeeze(1)
@@ -203,7 +203,7 @@ def _part_dgrad_kernel(
 def _write_part_dgrad(
     grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor, less: Tensor
 ) -> None:
-    """Write the gradient of a slice, where it can be in place of its powers."""
+    """Write the gradient of a slice; if its dtype allows, the powers are computed in the same memory."""
     powers = torch.sub(
         logits, logsumexp, out=grad if grad.dtype == logsumexp.dtype else None
     ).exp_()
@@ -213,7 +213,7 @@ def _write_part_dgrad(
 def _row_scale(
     grad_loss: Tensor, target: Tensor, dtype: torch.dtype, reduction: str, ignore_index: int
 ) -> Tensor:
-    """Return what the gradient of the loss scales each row by, as a column: 0 where the target is ignored."""
+    """Return the factor of each row in the gradient of the loss, as a column: 0 if the target is ignored."""
     counted = target != ignore_index
     scale = grad_loss.to(dtype)
     return torch.where(
@@ -227,7 +227,7 @@ embedding_part = define(
     _embedding_fake,
     _embedding_kernel,
 )
-"""An op that looks up the rows that a device has, with zeros for those of other devices."""
+"""An op that looks up the rows that a device has, with zeros for the rows of other devices."""
 
 embedding_part_dgrad = define(
     "embedding_part_dgrad",
@@ -264,4 +264,4 @@ cross_entropy_joined = define(
     _joined_fake,
     _joined_kernel,
 )
-"""An op that takes the numbers of n devices, (n, 2, N), and returns what `cross_entropy` does."""
+"""An op that takes the statistics of n devices, (n, 2, N), and returns the results of `cross_entropy`."""

@@ -1,4 +1,4 @@
-"""Make random numbers by counting: each is a function of a key and of its index, whatever else is drawn, or when.
+"""Make random numbers by counting: each is a function of a key and of its index alone.
 
 The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). A key
 is a start and an odd increment of 64 bits; word i of it is mix(start + i * increment) in arithmetic modulo 2**64. So
@@ -29,7 +29,7 @@ BLOCK_ELSEWHERE = 1 << 20
 def key_of(text: str) -> Key:
     """Return the start and the increment that belong to a text: the halves of its BLAKE2b digest of 128 bits.
 
-    The increment is made odd, and changed where its bits alternate too little, as the paper has it.
+    The increment is made odd, and changed if its bits alternate too little, as in the paper.
     """
     digest = blake2b(text.encode(), digest_size=16).digest()
     start, step = (int.from_bytes(part, "little") for part in (digest[:8], digest[8:]))

@@ -135,7 +135,7 @@ def _integers(call: _Call, numbers: NumberSource) -> Tensor:
 
 
 def _integer_dtype(call: _Call) -> torch.dtype:
-    """Return the dtype of integers: as asked for, that of the tensor that is filled, or int64."""
+    """Return the dtype of integers: the requested one, the dtype of the filled tensor, or int64."""
     return call.given.get("dtype") or (call.dtype if "self" in call.given else torch.int64)
 
 
@@ -173,9 +173,9 @@ _INTEGERS = ("randint", "randint_like", "random", "random_", "randperm", "multin
 
 
 def is_draw(op: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
-    """Return whether an operation draws random numbers: torch's tag without those whose arguments say that it does not.
+    """Return whether an operation draws random numbers: it has torch's tag, and its arguments do not turn draws off.
 
-    These are kernels of attention without dropout, and rrelu outside of training.
+    Arguments turn them off in attention kernels without dropout, and in rrelu outside of training.
     """
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
@@ -195,7 +195,7 @@ def is_draw(op: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None 
 def refusal_of_draw(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> str:
-    """Return why an operation cannot be computed from counted numbers; "" where it can. `dtype` is its result's."""
+    """Return why an operation cannot be computed from counted numbers, "" if it can. `dtype` is its result's."""
     name = op._schema.name.removeprefix("aten::")
     if (
         name not in KERNELS

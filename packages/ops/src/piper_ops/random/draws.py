@@ -1,15 +1,15 @@
-"""Draw random numbers as one device draws them for the whole batch, in the part of it that runs here.
+"""Draw for this rank's part of the batch the random numbers that one device draws for the whole batch.
 
 The rule, which `piper.api.reference.reference_random` restates for plain PyTorch (docs/random_numbers.md has it for
 people):
 
-- A *place* is the path of the module that draws and the number of the draw among those of that module in a forward,
+- A *place* is the path of the module that draws and the number of the draw among the draws of that module in a forward,
   from 0: "layers.3.drop#0". A place and the job's seed and step give a key.
-- An element of what is drawn gets the number that the key has for the element's index in the tensor of the *whole
-  batch*, in row-major order. So neither the rows of a microbatch nor where a layer runs matter.
+- An element of a drawn tensor gets the number that the key has for the element's index in the tensor of the *whole
+  batch*, in row-major order. So neither the rows of a microbatch nor the placement of a layer matter.
 - A number is an integer of 32 bits; `UNIFORM` and `OPEN` make a float of it.
 
-Code that was captured calls `draw`; what autograd runs as it is runs under `DrawingMode`. Both ask for the
+Captured code calls `draw`; opaque code, which autograd runs as it is, runs under `DrawingMode`. Both ask for the
 `DrawsOfCall` that the engine has set for the chunk by `drawing`. Without one, torch's own operations and generator
 serve.
 """
@@ -36,11 +36,11 @@ UNIFORM = {torch.float64: 24, torch.float32: 24, torch.bfloat16: 8, torch.float1
 
 
 ANY_NUMBER = "#*"
-"""The end of the place of a module whose draws depend on values in number, which torch's generator alone can serve."""
+"""The end of the place of a module whose number of draws depends on values; only torch's generator can serve these."""
 
 
 class DrawPlace(Protocol):
-    """Describe a draw of a chunk: its place, and how many entries a row has in each dimension of what is drawn."""
+    """Describe a draw of a chunk: its place, and how many entries a row has in each dimension of the drawn tensor."""
 
     @property
     def place(self) -> str: ...
@@ -50,7 +50,7 @@ class DrawPlace(Protocol):
 
 @dataclass(frozen=True)
 class DrawsOfCall:
-    """Hold everything on which the numbers of one run of a chunk depend.
+    """Hold everything that determines the random numbers of one run of a chunk.
 
     Attributes:
         draws: the draws of the chunk, in the order in which its code numbers them.
@@ -58,7 +58,7 @@ class DrawsOfCall:
         step: of the optimizer, from 0.
         first: the first row of the microbatch in the global batch.
         whole: rows of the global batch.
-        begin: is called with the text of a place before torch's own operation draws; None where numbers are counted.
+        begin: is called with the text of a place before torch's own operation draws; None if numbers are counted.
     """
 
     draws: Sequence[DrawPlace]
@@ -111,7 +111,7 @@ class DrawnNumbers:
         return key_of(f"{self._drawing.seed}/{self._drawing.step}/{self._drawn.place}{more}")
 
     def _begin(self, shape: Sequence[int]) -> int | None:
-        """Return the whole batch's index of the first element, where those that follow it stand in a row there."""
+        """Return the first element's index in the whole batch's tensor; None if the part is not contiguous there."""
         rows = [d for d, entries in enumerate(self._drawn.rows) if entries]
         if not rows:
             return 0
@@ -120,7 +120,7 @@ class DrawnNumbers:
         return self._drawing.first * self._drawn.rows[rows[0]] * math.prod(shape[rows[0] + 1 :])
 
     def _elements(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return the whole batch's index of each element."""
+        """Return each element's index in the whole batch's tensor."""
         index, stride = torch.zeros((), dtype=torch.int64, device=device), 1
         for dim in reversed(range(len(shape))):
             entries = self._drawn.rows[dim]
@@ -148,7 +148,7 @@ class DrawnNumbers:
         return out.view(tuple(shape))
 
     def below(self, shape: Sequence[int], chance: float, device: torch.device) -> Tensor:
-        """Return bools that are true with a chance."""
+        """Return bools that are true with the probability `chance`."""
         bound = int(chance * 2.0**32) - 2**31
         if not -(2**31) < bound < 2**31:
             return torch.full(tuple(shape), chance >= 0.5, dtype=torch.bool, device=device)
@@ -180,7 +180,7 @@ class DrawnNumbers:
         return radius.mul_(self.open(shape, device, 1).mul_(2.0 * math.pi).cos_())
 
     def integers(self, shape: Sequence[int], low: int, high: int, device: torch.device) -> Tensor:
-        """Return integers in [low, high), each the rest of 63 bits of two numbers."""
+        """Return integers in [low, high), each the remainder of 63 bits from two numbers."""
         upper, lower = (
             self.made(shape, torch.int64, device, lambda part: part.long() + 2**31, stream)
             for stream in (0, 1)

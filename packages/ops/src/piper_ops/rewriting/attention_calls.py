@@ -43,7 +43,7 @@ class _Attention:
 
 
 def rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
-    """Return the node that computes what a call of F.scaled_dot_product_attention computes."""
+    """Return the node that replaces a call of F.scaled_dot_product_attention."""
     call = _Attention(
         bound["query"],
         bound["key"],
@@ -82,7 +82,7 @@ def _mask_trained(build: Builder, call: _Attention) -> bool:
 
 
 def _broadcast(shapes: Sequence[Sequence[Any]]) -> bool:
-    """Return whether one tensor has a single entry where another has several, which a symbol of rows always is."""
+    """Return whether one tensor has batch size 1 and another a symbolic one, which counts as larger than 1."""
     first = [shape[0] for shape in shapes]
     return any(isinstance(size, int) and size == 1 for size in first) and not all(
         isinstance(size, int) for size in first
@@ -97,7 +97,7 @@ def _fused(build: Builder, call: _Attention) -> fx.Node:
 
 
 def _undo_swaps(graph: fx.Graph, old: fx.Node, out: fx.Node) -> None:
-    """Use the op's own output where the model exchanges heads and positions of the result back."""
+    """Use the op's own output if the model swaps heads and positions of the result back."""
     for user in list(old.users):
         if is_swap(user):
             user.replace_all_uses_with(out)
@@ -105,7 +105,7 @@ def _undo_swaps(graph: fx.Graph, old: fx.Node, out: fx.Node) -> None:
 
 
 def _one_head(build: Builder, call: _Attention) -> fx.Node:
-    """Compute attention of [batch, T, head_dim] as that of one head."""
+    """Compute attention of [batch, T, head_dim] as attention with one head."""
     heads = [build.method("unsqueeze", t, 2) for t in call.tensors]
     mask = call.mask
     if mask is not None and build.example(mask).dim() == 3:
@@ -129,7 +129,7 @@ def written_out(build: Builder, call: _Attention) -> fx.Node:
 
 
 def scores_of(build: Builder, q: fx.Node, k: fx.Node, scale: float | None) -> fx.Node:
-    """Return q k^T scale, like torch in float32 for what is given in half precision."""
+    """Return q k^T scale, like torch in float32 if the inputs are in half precision."""
     example = build.example(q)
     inside = accumulate_dtype(example.dtype)
     if inside != example.dtype:
@@ -141,7 +141,7 @@ def scores_of(build: Builder, q: fx.Node, k: fx.Node, scale: float | None) -> fx
 def weighted(
     build: Builder, scores: fx.Node, v: fx.Node, dropout: float, *, masked: bool
 ) -> fx.Node:
-    """Return softmax(scores) v in the dtype of v; where `masked`, 0 for a query that attends to nothing."""
+    """Return softmax(scores) v in the dtype of v; if `masked`, 0 for a query that attends to nothing."""
     shares = build.call(torch._safe_softmax if masked else torch.softmax, scores, -1)
     if dropout:
         shares = build.call(F.dropout, shares, dropout, True)
@@ -154,7 +154,7 @@ def weighted(
 
 
 def _added(build: Builder, mask: fx.Node, scores: fx.Node) -> fx.Node:
-    """Return what is added to scores: a mask in their dtype, or -inf where a mask of bools is False."""
+    """Return the addend of scores: a mask in their dtype, or -inf at the places where a mask of bools is False."""
     example = build.example(mask)
     if example.dtype != torch.bool:
         return build.method("to", mask, build.example(scores).dtype)
@@ -180,6 +180,6 @@ def repeated(
 
 
 def size_of(build: Builder, tensor: fx.Node, dim: int) -> Any:
-    """Return a size of a tensor: a number, or a node where it depends on the rows."""
+    """Return a size of a tensor: a number, or a node if it depends on the rows."""
     size = build.example(tensor).shape[dim]
     return size if isinstance(size, int) else build.method("size", tensor, dim)

@@ -1,4 +1,4 @@
-"""Rewrite batch norms whose statistics are those of the microbatch into operations that every device computes alike."""
+"""Rewrite batch norms with statistics of the microbatch into operations that every device computes alike."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def uses_batch(bound: Bound) -> bool:
 
 
 def described(node: fx.Node, bound: Bound) -> BatchNorm:
-    """Return what is kept of a batch norm."""
+    """Return the record of a batch norm."""
     shape = bound["input"].meta["example_value"].shape
     inner = [n for n in shape[2:] if n != 1]
     return BatchNorm(user_line(node), not inner and str(shape[0]).isidentifier())
@@ -100,7 +100,7 @@ def _channels(build: Builder, of: fx.Node, given: Tensor) -> fx.Node:
 
 
 def _average(build: Builder, running: fx.Node, found: fx.Node, momentum: Any) -> None:
-    """Bring a running average nearer to what was found."""
+    """Update a running average with the statistics found."""
     held = build.example(running)
     flat = build.method(
         "to", build.method("reshape", build.method("detach", found), -1), held.dtype

@@ -1,4 +1,4 @@
-"""Add the nodes that stand in the place of a call of a captured graph, each with an example value of its own."""
+"""Add the nodes that replace a call in a captured graph, each with an example value of its own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Builder:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Let example values be computed as that of the replaced call: fake, and with gradients only if it has one."""
+        """Compute example values like the replaced call's: fake, and with gradients only if it has one."""
         with (
             getattr(self._first_result(), "fake_mode", nullcontext()),
             torch.set_grad_enabled(self.trained),
@@ -87,7 +87,7 @@ class Builder:
         return self.call(operator.getitem, call, 0)
 
     def swap(self, tensor: fx.Node) -> fx.Node:
-        """Return `tensor` with heads and positions exchanged, or what the model itself exchanged to get it."""
+        """Return `tensor` with heads and positions swapped, or the node whose swap it is."""
         if is_swap(tensor) and isinstance(tensor.args[0], fx.Node):
             return tensor.args[0]
         return self.method("transpose", tensor, 1, 2)
@@ -130,7 +130,7 @@ def is_swap(node: fx.Node) -> bool:
 
 
 def constant(build: Builder, bound: Bound, name: str, default: Any) -> Any:
-    """Return an argument that must be known at capture; raise UnsupportedVariant where the model computes it."""
+    """Return an argument that must be known at capture; raise UnsupportedVariant if the model computes it."""
     value = bound.get(name, default)
     if isinstance(value, fx.Node):
         raise build.refuse(f"{name} is computed in the model", f"Make {name} a Python constant.")

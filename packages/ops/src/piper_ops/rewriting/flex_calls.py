@@ -1,9 +1,9 @@
-"""Rewrite calls of flex_attention: into piper::attention with a mask, or written out where scores change.
+"""Rewrite calls of flex_attention: into piper::attention with a mask, or written out if scores change.
 
 A `score_mod` and a `mask_mod` are functions of one score and its place. Dynamo has traced them on single numbers; here
-they are computed for all places at once. That is the same where each operation takes its numbers element by element or
-looks them up in a table with all of its indexes. Anything else is refused by name. Of a block mask only its `mask_mod`
-is computed: the blocks say what kernels may skip, and nothing of the result.
+they are computed for all places at once. That gives the same result if each operation is element-wise or looks up a
+table with all of its indexes. Anything else is refused by name. Of a block mask only its `mask_mod` is computed: the
+blocks only let kernels skip work, and do not change the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLAIN = frozenset(
 
 
 def rewrite_flex(build: Builder, owner: fx.GraphModule) -> list[fx.Node]:
-    """Put what a call of flex_attention computes in the place of its results, in the graph of `owner`; return it."""
+    """Replace the results of a flex_attention call in the graph of `owner`, and return the new nodes."""
     node = build.old
     results: dict[Any, fx.Node] = {u.args[1]: u for u in node.users if u.target is operator.getitem}
     if len(results) != len(node.users) or (2 in results and results[2].users):
@@ -87,7 +87,7 @@ def _is_identity(graph: fx.Graph) -> bool:
 
 
 def _is_whole(graph: fx.Graph) -> bool:
-    """Return whether a mask_mod attends to everything, as the one that torch makes where none is given."""
+    """Return whether a mask_mod attends to everything, as torch's default one does."""
     return _result(graph).target == "new_ones"
 
 
@@ -201,7 +201,7 @@ def _looked_up(node: fx.Node, args: Sequence[Any], varies: set[fx.Node]) -> bool
 
 
 class _ElementWise(TorchDispatchMode):
-    """Note whether an operation is something else than element by element."""
+    """Record whether any operation is not element-wise."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
@@ -218,7 +218,7 @@ class _ElementWise(TorchDispatchMode):
 
 
 def _erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Erase what only a call that is gone has used: its functions, and a block mask that was made beside it."""
+    """Erase the nodes that only an erased call has used: its functions, and a block mask that was made beside it."""
     waiting = list(dict.fromkeys(nodes))
     while waiting:
         node = waiting.pop()

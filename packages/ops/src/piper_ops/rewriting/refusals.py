@@ -1,7 +1,7 @@
 """List the functions that a captured graph may not call.
 
-They decompose differently on each device, or a strategy decides what they do. The targets are those that Dynamo puts
-into a graph (torch 2.11 to 2.13): a module such as nn.LSTM shows as torch.lstm.
+They decompose differently on each device, or depend on the strategy. The targets are the ones that Dynamo puts into a
+graph (torch 2.11 to 2.13): a module such as nn.LSTM shows as torch.lstm.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Say why a call is refused, and what to do.
+    """Hold the reason to refuse a call, and the way out.
 
     Attributes:
         reason: completes "<op>: ".
         way_out: a sentence of its own.
         parameters: the names of the function's parameters, by position.
         applies: takes the arguments by name and says whether this call is meant; without it every call is.
-        everywhere: the call is refused also where it would stay as it is (in an opaque region), since it trains another
+        everywhere: the call is refused also if it would stay as it is (in an opaque region), since it trains another
             model or belongs to the strategy.
     """
 

@@ -31,10 +31,10 @@ def replace_portable(
     """Rewrite a forward graph that Dynamo captured, in place, with the graphs nested in it, and recompile it.
 
     Every new node carries the `meta` of the call that it stands for, so that coordinates and the user's line stay.
-    Autocast regions that are disabled are dropped. Calls that are `opaque` stay as they are; only those that would
-    train another model are refused there. With `statistics` batch norms take those of the microbatch; those that do are
-    returned. Raises UnsupportedVariant for a call on the list whose variant has no portable form; the graph is then not
-    usable.
+    Autocast regions that are disabled are dropped. Calls that are `opaque` stay as they are; only calls that would
+    train another model are refused there. With `statistics` batch norms take the statistics of the microbatch, and
+    these batch norms are returned. Raises UnsupportedVariant for a call on the list whose variant has no portable form;
+    the graph is then not usable.
     """
     examples, found = Examples(), list[BatchNorm]()
     for module in list(gm.modules()):
@@ -48,7 +48,7 @@ def replace_portable(
 def _batch_norms(
     gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Examples
 ) -> Iterator[BatchNorm]:
-    """Rewrite batch norms with statistics of the batch; raise UnsupportedVariant for those that are opaque."""
+    """Rewrite batch norms with statistics of the batch; raise UnsupportedVariant for opaque ones."""
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in BATCH_NORMS:
             bound = dict(zip(BATCH_NORMS[node.target], node.args, strict=False)) | node.kwargs
@@ -99,7 +99,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, examples: Examples) -> None:
 def _put(
     graph: fx.Graph, node: fx.Node, rewrite: Rewrite, bound: Bound, examples: Examples
 ) -> None:
-    """Put what a rewrite makes in the place of a node."""
+    """Replace a node by the result of a rewrite."""
     with graph.inserting_before(node):
         result = rewrite(Builder(graph, node, examples), bound)
     node.replace_all_uses_with(result)
@@ -117,9 +117,9 @@ def _rewrite_flex(gm: fx.GraphModule, node: fx.Node, examples: Examples) -> None
 
 
 def _refresh(wider: fx.Node, examples: Examples) -> None:
-    """Compute anew what depends on a result that has another dtype than the call that it stands for.
+    """Compute the example values of all nodes after a result that has another dtype than the call that it stands for.
 
-    The loss of bfloat16 logits does: it is float32. What the model makes of it then is, too.
+    The loss of bfloat16 logits does: it is float32. So are the values that the model computes from it.
     """
     changed, node = {wider}, wider.next
     while node.op != "root":

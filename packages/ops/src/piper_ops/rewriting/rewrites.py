@@ -39,7 +39,7 @@ def _rewrite_instance_norm(build: Builder, bound: Bound) -> fx.Node:
 
 
 def _rewrite_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
-    """Call the fused loss where it computes what is asked for, else torch's with its logits as wide as a loss is."""
+    """Call the fused loss if it covers the arguments, else torch's loss with logits in the dtype of a loss."""
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
         raise build.refuse(
             "the legacy arguments size_average and reduce", "Say reduction='mean', 'sum' or 'none'."

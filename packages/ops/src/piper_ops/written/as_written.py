@@ -1,9 +1,9 @@
-"""Run a module as its author wrote it, where no graph can hold it, as a loop over the experts that were chosen.
+"""Run a module as its author wrote it, if no graph can hold it, such as a loop over the chosen experts.
 
 A *call* is the text of everything but tensors: the pickled module without its tensors, and how the shapes of results
-follow from those of the arguments. So a call can be written into the source of a step, and runs in any process. On
-tensors without content it gives results without content; on others it runs the module's own `forward` on the tensors
-that it is given in the place of the module's.
+follow from the shapes of the arguments. So a call can be written into the source of a step, and runs in any process. On
+tensors without content it gives results without content; on others it runs the module's own `forward`, with the given
+tensors in place of the module's.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ class MadeTensor:
 
 @dataclass(frozen=True)
 class RowsAt:
-    """Say where the number of rows is read: dimension `dim` of tensor `argument`, of the size a + b * rows."""
+    """Hold the source of the number of rows: dimension `dim` of tensor `argument`, of the size a + b * rows."""
 
     argument: int
     dim: int
     size: tuple[int, int]
 
     def of(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the number of rows, a symbol where the size is one."""
+        """Return the number of rows, a symbol if the size is one."""
         return (tensors[self.argument].shape[self.dim] - self.size[0]) // self.size[1]
 
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """Hold what a call is, but for its tensors.
+    """Hold a call without its tensors.
 
     Attributes:
         kind: the name of the module's class, for messages.
         module: the pickled module; tensors in it are numbers.
         results: a nest of `MadeTensor` and None.
-        rows: where the rows are read; None where no argument depends on them.
+        rows: the place that the rows are read from; None if no argument depends on them.
         random: whether it draws random numbers.
         integers: the number below which it takes integers as arguments, as far as a capture knows.
     """
@@ -88,7 +88,7 @@ class ModuleCall:
         return reached(pytree.tree_map(one, self.results, is_leaf=_is_result), wanted_of(tensors))
 
     def checked(self, results: Any, tensors: Sequence[Tensor], source: Tensor | None) -> Any:
-        """Return what the module returned; raise RuntimeError where the plan has room for something else.
+        """Return the module's results; raise RuntimeError if their shapes or dtypes differ from the plan's.
 
         `source` is a tensor of the call whose gradient is wanted, if there is one.
         """
@@ -115,7 +115,7 @@ def _is_result(leaf: Any) -> bool:
 
 
 class _Reached(torch.autograd.Function):
-    """Hand on a tensor as one that depends on another one, of which it gets no gradient."""
+    """Return a tensor as one that depends on `source` in autograd, but gives it no gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, source: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def wanted_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def reached(results: Any, source: Tensor | None) -> Any:
-    """Return results of which each floating-point one has a gradient if the source has, whatever path forward took."""
+    """Return results of which each floating-point one requires a gradient if there is a `source` for it."""
 
     def one(leaf: Any) -> Any:
         ready = not isinstance(leaf, Tensor) or leaf.requires_grad or not leaf.is_floating_point()
@@ -170,7 +170,7 @@ class LoadedModule:
                 home[key] = self._stand_ins[number]
 
     def replaced(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Return the names of tensors in whose place the module has put something else."""
+        """Return the names of tensors that the module has replaced by other objects."""
         return [
             f"self.{key}" for home, key, number in self._places if home[key] is not tensors[number]
         ]

@@ -1,15 +1,15 @@
-"""Run the steps of an opaque chunk: its forward runs under autograd, its backward is what autograd recorded.
+"""Run the steps of an opaque chunk: its forward runs under autograd, its backward is autograd's recorded graph.
 
-F returns, behind its outputs, a *handle*: an empty tensor that carries the recorded graph from F to I. What autograd
-has saved stays with the graph and is freed while I runs. I makes the gradients of values and of parameters; W only adds
+F returns, behind its outputs, a *handle*: an empty tensor that carries the recorded graph from F to I. The saved
+tensors stay with the graph and are freed while I runs. I makes the gradients of values and of parameters; W only adds
 the latter up.
 
 Under a policy of recomputation F keeps no handle. R runs the forward once more, and returns the handle alone.
 
-Autograd keeps no parameter that I is given again: what it saves of one is kept as a place in it. So the memory of the
+Autograd keeps no parameter that I is given again: a saved view of one is kept as a place in it. So the memory of the
 parameters may be freed between F and I, and I may be given others with the same content, as when ranks share them.
 
-Returned tensors own their bytes and are contiguous, as everywhere: those that are not are copied.
+Returned tensors own their bytes and are contiguous, as everywhere: others are copied.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Recorded:
     """Hold the graph of one forward.
 
     Attributes:
-        outputs: edges of the outputs whose gradients will come.
-        inputs: the inputs whose gradients are wanted; those that are parameters to be given again are empty.
+        outputs: gradient edges of the outputs whose gradients will come.
+        inputs: the inputs whose gradients are wanted; parameters to be given again are empty here.
         given: the parameters by index, which are put in for the time of the backward.
-        shapes: the shapes of `inputs`, also of those that are empty.
+        shapes: the shapes of `inputs`, also of the empty ones.
     """
 
     outputs: tuple[GradientEdge, ...]
@@ -51,7 +51,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Say where a tensor lies in a parameter: its dtype, size and stride, and its offset from where that begins."""
+    """Describe a view of a parameter: its dtype, size and stride, and its offset from the parameter's start."""
 
     param: int
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class _Place:
 
 
 class _Places:
-    """Keep what autograd saves of parameters as places in them; tensors are made again from those in `given`."""
+    """Keep autograd's saved views of parameters as places in them, and make the views again from `given`."""
 
     def __init__(self, params: Mapping[int, torch.Tensor]) -> None:
         self.given = dict(params)  # a forward may ask for gradients itself
@@ -166,8 +166,8 @@ def backward_step(
 ) -> BoxedStep:
     """Return the step I of an opaque chunk.
 
-    The step's arguments are the handle, as many tangents as `tangents` says, and more tensors: the parameters, and what
-    autograd has saved and is only kept alive. used[k] says whether the forward depends on the k-th wanted input; the
+    The step's arguments are the handle, as many tangents as `tangents` says, and more tensors: the parameters, and the
+    saved tensors, which are only kept alive. used[k] says whether the forward depends on the k-th wanted input; the
     others get no gradient. `params` has the index of each parameter of the forward among the last arguments. With
     `zeros` an input that the forward did not reach this time has a gradient of zeros.
     """

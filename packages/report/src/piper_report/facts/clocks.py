@@ -57,12 +57,12 @@ class Offset:
 
     @property
     def needed(self) -> bool:
-        """Return whether a clock without an offset is outside of what the transfers allow."""
+        """Return whether a clock without an offset is outside of the range that the transfers allow."""
         return abs(self.seconds) > self.error
 
 
 def offsets(plan: Plan, trace: Trace) -> dict[int, Offset]:
-    """Return for each rank the offset that turns its times into those of the lowest rank."""
+    """Return for each rank the offset that turns its times into times of the lowest rank."""
     ranks = sorted({s.rank for s in trace.spans})
     bounds = _bounds(plan, trace)
     slack = _slack(ranks, bounds)

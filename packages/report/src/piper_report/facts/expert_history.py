@@ -75,14 +75,14 @@ class LayerLoad:
 
     Attributes:
         module: its name.
-        ranks: how many ranks share the experts; 1 where each has all.
+        ranks: how many ranks share the experts; 1 if each has all.
         tokens: of each expert, over all steps.
         by_rank: the tokens of each rank's experts over the mean of all, summed up.
         expert: the tokens of the fullest expert over the mean of all, by step.
-        rank: likewise of the fullest rank, with its experts in their order; empty where each has all.
+        rank: likewise of the fullest rank, with its experts in their order; empty if each has all.
         recent: of each expert in each of the last steps.
         overflow: how many choices of tokens found no place, over all steps.
-        dropped: likewise how many rows found no place on a device; None where none may be left out.
+        dropped: likewise how many rows found no place on a device; None if none may be left out.
     """
 
     module: str
@@ -118,13 +118,13 @@ class LayerLoad:
 
 
 def over_mean(tokens: Sequence[int]) -> list[float]:
-    """Return the tokens of each over the mean of all; nothing where there are none."""
+    """Return the tokens of each over the mean of all; nothing if there are none."""
     total = sum(tokens)
     return [n * len(tokens) / total for n in tokens] if total else []
 
 
 def ranks_over_mean(tokens: Sequence[int], ranks: int) -> list[float]:
-    """Return the tokens of each rank over the mean of all, where each has as many experts, in their order."""
+    """Return the tokens of each rank over the mean of all, if each has as many experts, in their order."""
     size = len(tokens) // ranks
     return over_mean([sum(tokens[k : k + size]) for k in range(0, len(tokens), size)])
 
@@ -145,7 +145,7 @@ class ExpertHistory:
         self._plan = plan
 
     def add(self, step: int, found: Any, where: str) -> None:
-        """Add what a step logged; raise FormatError where it is not what runs log."""
+        """Add the load that a step logged; raise FormatError if it is not in the form that runs log."""
         for module, of in a_mapping(found, where).items():
             tokens, overflow, dropped = _logged(of, f"{where}.{module}")
             layer = self.layers.get(module)
@@ -187,9 +187,9 @@ class ExpertHistory:
 
 
 def expert_axes(plan: Plan, module: str) -> tuple[str, ...]:
-    """Return the axes along which ranks have different experts of a module; empty where each has all.
+    """Return the axes along which ranks have different experts of a module; empty if each has all.
 
-    Where the parameters of experts are not those of the module that counts their tokens, it is those of the plan.
+    If the module that counts the tokens has no parameters of its own, these are the plan's axes of experts.
     """
     own = [p for p in plan.params if p.name.startswith(f"{module}.")]
     if not own:

@@ -1,8 +1,8 @@
-"""Compute figures of merit of a trace: what each rank computes, leaves idle, and waits for communication.
+"""Compute figures of merit of a trace: each rank's compute, its idle time, and its waits for communication.
 
-The definitions are those of `piper_ir.ground.intervals`, read from spans, so that predicted and measured figures mean
-the same. The simulator's communication starts when its last member is ready; a measured span starts when its own rank
-is, and waits. Hence a transfer counts from the latest start among its members to its end on the rank itself.
+The definitions of `piper_ir.ground.intervals` are applied to spans, so that predicted and measured figures mean the
+same. The simulator's communication starts when its last member is ready; a measured span starts when its own rank is,
+and waits. Hence a transfer counts from the latest start among its members to its end on the rank itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RankIdle:
         global_bubble: the makespan of the step less `busy`.
         span_bubble: last end less first start less `busy` of its compute.
         exposed: how long its compute stream is idle while a transfer of it is under way; None without a plan, which
-            says what belongs together.
+            says which spans belong together.
     """
 
     rank: int
@@ -75,6 +75,6 @@ def _moving(plan: Plan, trace: Trace) -> dict[int, list[Interval]]:
 
 
 def busy_note(measured: Trace | None) -> tuple[str, ...]:
-    """Return what a run says of a machine on which its ranks did not have cores of their own."""
+    """Return a run's note about a machine on which its ranks did not have cores of their own."""
     note = measured.notes.get(BUSY_MACHINE) if measured is not None else None
     return (f"{BUSY_MACHINE}: {note}",) if note else ()

@@ -12,7 +12,7 @@ from piper_report.facts.expert_history import ExpertHistory
 from piper_report.facts.reading import a_mapping, checked, lines_of
 
 EVALUATED = "eval_"
-"""The beginning of the names of what an evaluation found."""
+"""The prefix of the names of an evaluation's metrics."""
 EXPERTS = "experts"
 """The key of the tokens of experts."""
 
@@ -24,7 +24,7 @@ class Metric:
     Attributes:
         time: seconds since 1970.
         batch_s: seconds of waiting for Job.batch, on the rank that waited most.
-        gradient_norm: that of the gradient before it was clipped.
+        gradient_norm: the norm of the gradient before it was clipped.
         learning_rates: the learning rates of the optimizer's groups.
         metrics: values of the job's own metrics.
         evaluation: the loss and these metrics on the job's eval_data; in the file their names begin with "eval_".

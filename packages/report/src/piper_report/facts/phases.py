@@ -83,7 +83,7 @@ def chunk_numbers(
 
 
 def _stage(plan: Plan, instr: Instr, forward: bool) -> int | None:
-    """Return the stage of an instruction's first part of one direction; None where there is none."""
+    """Return the stage of an instruction's first part of one direction; None if there is none."""
     for part in instr.parts:
         if isinstance(part.op, Compute) and (part.op.step == "F") == forward:
             stage = plan.chunk(part.op.chunk).coords.get("stage")

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a file; raise FormatError where it cannot be read."""
+    """Return the text of a file; raise FormatError if it cannot be read."""
     with _readable(str(path)):
         return path.read_text(encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Read the files of a result folder strictly.
 
-`piper.api.ground.results` describes the files; a folder has those of the commands that wrote to it.
+`piper.api.ground.results` describes the files; a folder has the files of the commands that wrote to it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """Hold the prediction for one rank, in seconds and bytes; `limit_bytes` is what its device has."""
+    """Hold the prediction for one rank, in seconds and bytes; `limit_bytes` is its device's memory."""
 
     bubble_s: float
     peak_bytes: int
@@ -61,7 +61,7 @@ class RolePrediction(RankPrediction):
 
 @dataclass(frozen=True)
 class OomOwner:
-    """Name an owner of memory where a plan does not fit."""
+    """Name an owner of memory in a plan that does not fit."""
 
     owner: str
     category: str
@@ -100,7 +100,7 @@ class PredictedLoad:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Hold predicted.json: `Simulation.summary()`, and `ranks` or, where there are many, `roles`."""
+    """Hold predicted.json: `Simulation.summary()`, and `ranks` or, if there are many, `roles`."""
 
     step_s: float
     period_s: float
@@ -135,7 +135,7 @@ class SavedRestart:
     Attributes:
         step: the first step that was not finished.
         error: the class of the error.
-        message: what was wrong.
+        message: the message of the error.
         lost: the ranks whose process died.
         resumed: the step with which the run went on.
         ranks: how many ranks went on.
@@ -160,7 +160,7 @@ class Measured:
     Attributes:
         period_s: the median seconds per step in steady state; None for short runs.
         tokens_per_s: tokens per second in steady state.
-        restarts: what failed while the run went on.
+        restarts: the failures after which the run went on.
     """
 
     losses: tuple[float, ...]
@@ -173,10 +173,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class ResultOrigin:
-    """Hold origin.json: with what, where and when the results were made.
+    """Hold origin.json: the machine, versions, time and command of the results.
 
     Attributes:
-        commit: that of the repository that the user's file is in; "" outside of one.
+        commit: the commit of the repository that the user's file is in; "" outside of one.
         seed: of the job's weights and random numbers.
     """
 
@@ -212,13 +212,13 @@ class Results:
     Attributes:
         plan: plan.json.
         params: the values that made the strategy.
-        directives: those of strategy.json, as they stand there.
+        directives: the directives in strategy.json, as they stand there.
         predicted: predicted.json.
         predicted_trace: spans-predicted.json.
         measured: measured.json.
         measured_trace: spans-measured.json.
         metrics: the lines of metrics.jsonl.
-        experts: the load of experts in these; None where a model has none.
+        experts: the load of experts in these; None if a model has none.
         study: study.json.
         costs: costs.json.
         hung: whether the run hung; hang.txt then says where every rank was.
@@ -246,7 +246,7 @@ class Results:
 def load(folder: str | Path, plan: Plan | None = None) -> Results:
     """Read the folder of a simulation, a run, a tuning, a profile, or several in one.
 
-    `plan` is what plan.json holds, where it is known already: then it is not read.
+    `plan` is the content of plan.json, if it is known already: then it is not read.
 
     Raises:
         FormatError: the folder has none of the files, a file is broken or cut off (with its place in the file), or
@@ -317,7 +317,7 @@ def _plain(kind: type[T]) -> Reader[T]:
 
 
 def _strategy(text: str, where: str) -> Mapping[str, Any]:
-    """Return the strategy as it is written: a report shows directives, and only the compiler knows what they mean."""
+    """Return the strategy as it is written: a report shows directives, and only the compiler knows their meaning."""
     data = read_json(text, where)
     directives = data.get("directives", []) if isinstance(data, dict) else None
     params = data.get("params", {}) if isinstance(data, dict) else None

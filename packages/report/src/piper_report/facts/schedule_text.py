@@ -22,7 +22,7 @@ MOST_UNITS = 4096
 
 
 TERMINAL = {"F": 75, "B": 214, "R": 220, "I": 36, "W": 175, "pair": 228, "U": 246}
-"""The numbers of xterm's 256 colours, near those of the pictures; an overlapped pair has one of its own."""
+"""The numbers of xterm's 256 colours, near the colours of the pictures; an overlapped pair has one of its own."""
 
 
 def schedule_table(
@@ -32,8 +32,8 @@ def schedule_table(
 
     Ranks that the trace says are alike have one line.
 
-    Each column is the same time: the common unit of all durations where they have one and it fits, else the time with
-    which the step fills the width. It shows the instruction that fills most of it. Where too few microbatches' numbers
+    Each column is the same time: the common unit of all durations if they have one and it fits, else the time with
+    which the step fills the width. It shows the instruction that fills most of it. If too few microbatches' numbers
     would fit, a column is one letter. The plan tells apart the chunks (stages) of a device, and I fused with I from I
     fused with W; without it the latter is assumed. `colour` asks for the colours of a terminal with 256.
     """
@@ -77,7 +77,7 @@ class _Marks:
     """Choose the text of an instruction.
 
     With two chunks per device the second one is in lower case. With more, each has its letter, or every other one is in
-    lower case where there is room for one letter only.
+    lower case if there is room for one letter only.
     """
 
     def __init__(self, work: Mapping[Span, InstrLabel], plan: Plan | None) -> None:
@@ -125,7 +125,7 @@ class _Marks:
 def _cell_widths(letters: int, unit: float | None, length: float, room: int) -> tuple[int, ...]:
     """Return the widths of columns to try, widest first.
 
-    They are labels of `letters` and a space, or without the space where only so a column can be the common unit of all
+    They are labels of `letters` and a space, or without the space if only so a column can be the common unit of all
     times; then one letter.
     """
     if (
@@ -161,7 +161,7 @@ def _unit(spans: Iterable[Span], origin: float, length: float) -> float | None:
 
 
 def _row(spans: Sequence[Span], origin: float, slot: float, slots: int) -> list[Span | None]:
-    """Return for each slot the span that runs longest in it; None where more than half of it is idle."""
+    """Return for each slot the span that runs longest in it; None if more than half of it is idle."""
     out: list[Span | None] = []
     first = 0
     for i in range(slots):

@@ -29,7 +29,7 @@ CATEGORY_NAMES = {
     "gradient": "gradients of "
                 "activations", "scalar": "scalars", "measured": "measured", "workspace": "kernels",
 }  # fmt: skip
-"""The names of categories of memory for people, where they are others."""
+"""The names of categories of memory for people, if they differ from the plan's."""
 WIDEST = 8
 """The most ranks that are listed one by one; of more, only the one with the highest prediction is listed."""
 
@@ -205,7 +205,7 @@ MEASURED = ("measured", "interpolated", "given")
 def far_from_measured(
     predicted: float, measured: float | None, shares: Mapping[str, float]
 ) -> tuple[str, ...]:
-    """Return advice where a prediction is far from the measurement and rests on formulas."""
+    """Return advice if a prediction is far from the measurement and rests on formulas."""
     known = sum(shares.get(name, 0.0) for name in MEASURED)
     if not measured or not predicted or known > 0.5 or 1 / FAR <= predicted / measured <= FAR:
         return ()

@@ -45,7 +45,7 @@ MOST_ROWS = 32
 
 @dataclass(frozen=True)
 class Curve:
-    """Hold a load by step, with as many steps in one point as needed; nan where none has a load.
+    """Hold a load by step, with as many steps in one point as needed; nan if none has a load.
 
     Attributes:
         steps: the first step of each point.
@@ -74,7 +74,7 @@ def curve(
 
 
 def load_figure(history: ExpertHistory) -> Picture | None:
-    """Draw by step the fullest expert over the mean and, where ranks share experts, the fullest rank.
+    """Draw by step the fullest expert over the mean and, if ranks share experts, the fullest rank.
 
     Layers that got no token in any step are left out; without any other there is no figure.
     """
@@ -152,7 +152,7 @@ def _ends(drawn: Curve) -> str:
 
 
 def layer_names(modules: Sequence[str]) -> list[str]:
-    """Return short names: "layer 3" where modules differ in one number alone, else their own."""
+    """Return short names: "layer 3" if modules differ in one number alone, else their own."""
     parts = [re.split(r"(\d+)", module) for module in modules]
     varying = {k for k in range(1, min(map(len, parts)), 2) if len({p[k] for p in parts}) > 1}
     rest = {tuple(x for k, x in enumerate(p) if k not in varying) for p in parts}

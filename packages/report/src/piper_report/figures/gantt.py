@@ -38,7 +38,7 @@ AGAIN = "----"
 """The hatch of a backward that begins with recomputation."""
 WAITING = "#B0B0B0"
 LETTER, MARGIN = 5.2, 3.0
-"""The points of a label's letter, and of the room beside a label; what has no room for all of it has no label."""
+"""The points of a label's letter, and of the room beside a label; a bar without room for all of it has no label."""
 PLOT_SHARE = 0.84
 """The approximate share of a figure's width that the axes of a timeline have."""
 NARROW = 4
@@ -96,10 +96,10 @@ class Timeline:
 
 
 def timelines(traces: Sequence[Trace], plan: Plan | None, length: float = 0.0) -> list[Picture]:
-    """Draw the whole step, and where its bars are too narrow to be read, its middle once more.
+    """Draw the whole step, and if its bars are too narrow to be read, its middle once more.
 
-    `traces` are predicted, measured, or both in this order. Ranks that are alike are drawn once. Where bars are
-    narrower than half a pixel, one per half pixel is drawn. The axis is at least `length` seconds long.
+    `traces` are predicted, measured, or both in this order. Ranks that are alike are drawn once. If bars are narrower
+    than half a pixel, one per half pixel is drawn. The axis is at least `length` seconds long.
     """
     length = max(length, *(makespan(t) for t in traces)) or SHORTEST
     found = [kinds(t, plan) for t in traces]
@@ -164,7 +164,7 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
 
 
 def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> Groups:
-    """Return at most MOST_RANKS ranks of the traces, each with those that are alike: one of each role before any other.
+    """Return at most MOST_RANKS ranks of the traces, each with the ranks alike: one of each role before any other.
 
     Of more roles than that, some from the first to the last, evenly spaced.
     """

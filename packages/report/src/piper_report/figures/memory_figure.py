@@ -52,8 +52,8 @@ def memory_figure(
 ) -> Picture | None:
     """Draw one panel per role (its first rank), the fullest 8; None when no trace has memory.
 
-    `devices` says by rank what the device is predicted to hold in all, and what it has; lines far above the curve are
-    left to the title.
+    `devices` has by rank the predicted bytes on the device in all, and its memory; lines far above the curve are left
+    to the title.
 
     Measured bytes stand at the predicted time of their instruction, so that the two curves can be laid on each other.
     """
@@ -117,7 +117,7 @@ def memory_figure(
 def _device_lines(
     ax: Axes, device: RankPrediction | None, top: int, space: SizeUnit
 ) -> dict[str, Line2D]:
-    """Draw what the device holds in all and what it has, where that is near the curve; return the lines by name."""
+    """Draw the bytes on the device in all and its memory, if they are near the curve; return the lines by name."""
     if device is None:
         return {}
     out = {}
@@ -143,7 +143,7 @@ def _held(device: RankPrediction | None) -> str:
 
 
 def _shares(plan: Plan | None) -> dict[str, str]:
-    """Return for each state that ranks share what part of it one rank keeps, as text behind its name."""
+    """Return for each sharded state the part of it that one rank keeps, as text behind its name."""
     if plan is None:
         return {}
     kinds: tuple[SharedState, ...] = ("param", "master", "grad", "optim")
@@ -200,7 +200,7 @@ def _total(sample: MemSample) -> int:
 def _stack(
     ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, space: SizeUnit
 ) -> dict[str, None]:
-    """Draw the categories on top of each other, and return those that occur."""
+    """Draw the categories on top of each other, and return the ones that occur."""
     used = [c for c in CATEGORIES if any(c in m.bytes for m in samples)]
     if samples and samples[0].time > 0:  # before its first instruction a rank holds its states
         states = {c: b for c, b in samples[0].bytes.items() if c in STATES}

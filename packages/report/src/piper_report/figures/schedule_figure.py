@@ -52,7 +52,7 @@ class Drawing:
 
 
 def draw_schedule(trace: Trace, path: str | Path, plan: Plan | None = None) -> None:
-    """Write a PNG: rows are ranks (those that are alike in one), colours are phases, numbers are microbatches.
+    """Write a PNG: rows are ranks (alike ones share a row), colours are phases, numbers are microbatches.
 
     An overlapped pair is a cell of two halves, forward above. The later of a device's chunks (stages) are paler. Grey
     is idle. The plan tells apart the chunks, and I fused with I from I fused with W; without it the latter is assumed.

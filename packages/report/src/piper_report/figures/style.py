@@ -139,7 +139,7 @@ def picture(
     least: int = 0,
     marks: int = 0,
 ) -> Picture:
-    """Render a figure: PNG for its file, and for the page SVG, or the PNG where that would be too large.
+    """Render a figure: PNG for its file, and for the page SVG, or the PNG if that would be too large.
 
     `marks` is the number of bars and points drawn.
     """

@@ -79,7 +79,7 @@ def loss_figure(results: Results) -> Picture | None:
 
 
 def gradient_figure(results: Results) -> Picture | None:
-    """Draw the norm of the gradient by step, before it was clipped; None where it was not logged."""
+    """Draw the norm of the gradient by step, before it was clipped; None if it was not logged."""
     points = [
         (m.step, m.gradient_norm)
         for m in results.metrics

@@ -18,7 +18,7 @@ WIDE_RANGE = 20
 """The factor between values from which on they stand on a logarithmic axis."""
 MILLION = 1e6
 ScoredTrials = list[tuple[Row, float]]
-"""The complete trials with what the search minimises, in the order in which they were made."""
+"""The complete trials with their objective, in the order in which they were made."""
 
 
 def scored(study: StudyDocument) -> ScoredTrials:
@@ -33,14 +33,14 @@ def scored(study: StudyDocument) -> ScoredTrials:
 
 @dataclass(frozen=True)
 class Goal:
-    """Say how the objective of a search is drawn: `shown` turns what it minimises into what people read.
+    """Say how the objective of a search is drawn: `shown` turns its value into the number that people read.
 
     Attributes:
         name: of the value, for sentences.
         unit: the unit, on an axis.
         rises: whether more is better.
         better: a word for a better value.
-        text: a value for sentences, of what the search minimises.
+        text: a text for sentences, of a value of the objective.
     """
 
     name: str
@@ -214,12 +214,12 @@ def pareto_figure(study: StudyDocument) -> Picture | None:
 
 
 def held(trial: Row) -> int | None:
-    """Return the bytes that count against the limit: those of the device, else those of the plan alone."""
+    """Return the bytes that count against the limit: the bytes of the device, else of the plan alone."""
     return trial.device_bytes if trial.device_bytes is not None else trial.peak_bytes
 
 
 def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return those of (bytes, what the search minimises) that no other beats in both, by bytes."""
+    """Return the points (bytes, objective) that no other beats in both, by bytes."""
     out: list[tuple[int, float]] = []
     for b, p in sorted(set(points)):
         if not out or p < out[-1][1]:

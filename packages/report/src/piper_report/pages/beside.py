@@ -1,4 +1,4 @@
-"""Write one page of two result folders, beside each other: what differs, what that changes, and where."""
+"""Write one page of two result folders, beside each other: the facts that differ, and the changes in their figures."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _change(a: float | None, b: float | None) -> float | None:
 
 
 def _told(change: float) -> str:
-    """Return a change as text: in per cent, and of what is ten times as much or more the factor."""
+    """Return a change as text: in per cent, or as a factor if it is ten times as much or more."""
     return signed_percent(change) if change < MOST_PERCENT else f"{change + 1:,.3g} times"
 
 

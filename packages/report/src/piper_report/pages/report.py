@@ -64,8 +64,8 @@ class Report:
     """Name the files that were written.
 
     Attributes:
-        headline: the table at the head; None where nothing was predicted or measured.
-        experts: the load of experts by layer, with what a prediction assumed; None without experts.
+        headline: the table at the head; None if nothing was predicted or measured.
+        experts: the load of experts by layer, with a prediction's assumptions; None without experts.
     """
 
     html: Path
@@ -80,7 +80,7 @@ def write_report(
 ) -> Report:
     """Write report.html, a PNG per figure and a CSV file per table into `out` (default: report/ in the folder).
 
-    `plan` is what plan.json holds, where it is known already: a large one takes long to read.
+    `plan` is the content of plan.json, if it is known already: a large one takes long to read.
 
     Raises:
         FormatError: see `piper_report.load`.
@@ -102,7 +102,7 @@ def write_report(
 
 
 def write_files(target: Path, document: str, items: Sequence[Picture | Sheet | str]) -> Report:
-    """Write a page, a PNG per figure and a CSV file per table into a folder; raise OutputError where that fails."""
+    """Write a page, a PNG per figure and a CSV file per table into a folder; raise OutputError if that fails."""
     figures = {target / f"{x.name}.png": x.png for x in items if isinstance(x, Picture)}
     tables = {
         target / f"{x.name}.csv": x.frame.to_csv(index=False).encode()
@@ -205,7 +205,7 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
 
 
 def _origin(results: Results) -> list[tuple[str, str]]:
-    """Return with what, where and when the results were made."""
+    """Return the origin of the results as rows: machine, time, versions, commit, seed and command."""
     made = results.origin
     if made is None:
         return []

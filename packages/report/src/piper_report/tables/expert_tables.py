@@ -1,4 +1,4 @@
-"""Make the tables of the load of experts: by layer, by rank and by expert; and say what a prediction assumed of it."""
+"""Make the tables of the load of experts: by layer, by rank and by expert; and give a prediction's assumption of it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _row(name: str, layers: Sequence[LayerLoad], history: ExpertHistory) -> list
 
 
 def rank_load_sheet(history: ExpertHistory, plan: Plan | None) -> Sheet | None:
-    """Return how full the experts of each rank are; None where no ranks share experts."""
+    """Return how full the experts of each rank are; None if no ranks share experts."""
     ranks = max(layer.ranks for layer in history.layers.values())
     layers = [layer for layer in history.layers.values() if layer.ranks == ranks]
     if ranks == 1 or plan is None:

@@ -1,4 +1,4 @@
-"""Make the tables of a strategy: its directives, and what each stage holds and takes."""
+"""Make the tables of a strategy: its directives, and the memory and time of each stage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = 3
 
 
 def strategy_sheet(results: Results) -> Sheet | None:
-    """Return the directives of a strategy, those of one kind in one row where they are many; None without any."""
+    """Return the directives of a strategy, in one row per kind if there are many; None without any."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for directive in results.directives:
         kinds.setdefault(_called(str(directive.get("is", "?"))), []).append(directive)
@@ -49,7 +49,7 @@ def strategy_sheet(results: Results) -> Sheet | None:
 
 
 def _called(kind: str) -> str:
-    """Return the name by which a strategy calls a directive: that of "SplitBackward" is split_backward."""
+    """Return the name of a directive in a strategy: "SplitBackward" is split_backward there."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower()
 
 
@@ -144,7 +144,7 @@ def _stages(plan: Plan, role: RolePlan) -> dict[int | None, list[Chunk]]:
 def _compute_s(plan: Plan, trace: Trace | None) -> dict[tuple[str, int | None], float]:
     """Return by role and stage the seconds that its slowest rank computes in a step.
 
-    It is empty without a trace, and where one instruction belongs to two stages, as an overlapped pair may.
+    It is empty without a trace, and if one instruction belongs to two stages, as an overlapped pair may.
     """
     stage_of: dict[tuple[str, int], int | None] = {}
     for role, index, instr in plan.instructions():

@@ -143,7 +143,7 @@ def headline(results: Results) -> Sheet:
 
 
 def _without_dashes(table: Table) -> Table:
-    """Return a table without columns in which nothing stands."""
+    """Return a table without its empty columns."""
     known = [k for k in range(len(table.columns)) if any(row[k] != ABSENT for row in table.rows)]
     rows = tuple(tuple(row[k] for k in known) for row in table.rows)
     return replace(table, columns=tuple(table.columns[k] for k in known), rows=rows)
@@ -169,7 +169,7 @@ def _worst(gaps: Sequence[RankIdle], name: str) -> float | None:
 def rank_sheet(results: Results) -> Sheet | None:
     """Return by rank compute, bubble, exposed communication and peak memory, predicted and measured.
 
-    Ranks of one role with the same figures have one row where nothing was measured.
+    Ranks of one role with the same figures have one row if nothing was measured.
     """
     before, same = {}, dict[int, int]()
     if results.predicted_trace:
@@ -221,7 +221,7 @@ def rank_sheet(results: Results) -> Sheet | None:
 
 
 def _by_equal_figures(rows: Sequence[Sequence[Any]], same: Mapping[int, int]) -> list[list[Any]]:
-    """Return rows of ranks, those of equal roles and figures in one; ranks of `same` have no row of their own."""
+    """Return rows of ranks, in one row for equal roles and figures; ranks of `same` have no row of their own."""
     others: dict[int, list[int]] = {}
     for rank, first in same.items():
         others.setdefault(first, []).append(rank)
@@ -346,7 +346,7 @@ def step_sheet(results: Results) -> Sheet | None:
 
 
 def _logged(results: Results) -> dict[str, dict[int, float]]:
-    """Return by name what a run logs beside loss and times, by step; without what no step has."""
+    """Return by name the values that a run logs beside loss and times, by step; names without any are left out."""
     found: dict[str, dict[int, float]] = {}
     for m in results.metrics:
         several = len(set(m.learning_rates)) > 1
@@ -362,7 +362,7 @@ def _logged(results: Results) -> dict[str, dict[int, float]]:
 
 
 def restart_sheet(results: Results) -> Sheet | None:
-    """Return what failed while a run went on, and how it went on each time; None when nothing did."""
+    """Return the failures after which a run went on, and how it went on each time; None without any."""
     found = results.measured.restarts if results.measured is not None else ()
     columns = [Column("step", "in step"), Column("resumed", "went on with "
                                                             "step"), Column("ranks", "ranks"),

@@ -1,4 +1,4 @@
-"""Make the tables of a search: what was confirmed, what was rejected, and all trials."""
+"""Make the tables of a search: confirmed candidates, rejected candidates, and all trials."""
 
 from __future__ import annotations
 

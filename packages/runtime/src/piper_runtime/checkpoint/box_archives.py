@@ -2,7 +2,7 @@
 
 A tensor is saved while the rank trains on, and Python runs one thread at a time. All archives of tensors of one dtype
 and shape differ in the tensor's bytes and their checksum alone. So torch.save makes one of them, of zeros, and the
-others are put together from it. (An archive has an identity as well, which nothing reads: it stays that of the zeros.)
+others are put together from it. (An archive's identity, which nothing reads, stays the zeros' one.)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 LOCAL_CRC, CENTRAL_CRC = 14, 16
 """The places of the checksum in the two headers that a zip file has of a record."""
 NAME_LENGTH, EXTRA_LENGTH, LOCAL_HEADER, CENTRAL_HEADER = 26, 28, 30, 46
-"""The places of two lengths in a local header, and the lengths of both headers without names and what is extra."""
+"""The places of two lengths in a local header, and the lengths of both headers without names and extra fields."""
 KINDS = 4096
 """The number of different dtypes and shapes whose archives are kept."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """Hold what surrounds the bytes of a tensor in its archive, and where the checksum of these bytes stands there."""
+    """Hold the bytes before and after a tensor's own in its archive, and the places of their checksum in these."""
 
     head: bytes
     tail: bytes
@@ -68,7 +68,7 @@ def archive_of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Archive:
 def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> tuple[int, int]:
     """Write a contiguous tensor on the CPU, or a view of one, as its archive.
 
-    Returns the number of bytes of the archive, and a checksum of those of the tensor.
+    Returns the number of bytes of the archive, and a checksum of the tensor's bytes.
     """
     archive = archive_of(tensor.dtype, tuple(tensor.shape))
     checksum = archive.write(file, bytes_of(tensor))
@@ -84,7 +84,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Let torch.save write checksums, by which a changed file is noticed when it is read."""
+    """Let torch.save write checksums, so that a changed file is noticed when it is read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:

@@ -33,7 +33,7 @@ from piper_runtime.weights.marker import MARKER, META, marker_text
 
 
 class CheckpointCommits:
-    """Collect what ranks have written, and complete or drop a checkpoint when the last of them has reported.
+    """Collect the ranks' reports on their files, and complete or drop a checkpoint after the last report.
 
     A checkpoint that cannot be written is a warning, and the run goes on; older ones stay until a newer one is durable.
     """
@@ -110,14 +110,14 @@ class CheckpointCommits:
         )
 
     def close(self) -> None:
-        """Drop what is not complete when the run is over."""
+        """Drop an incomplete checkpoint when the run is over."""
         self._found.clear()
         with suppress(OSError):  # the next run clears up, too
             drop_partial(self._checkpoint.path)
 
 
 def unwritten(boxes: Iterable[SavedBox], names: Iterable[str]) -> str:
-    """Return the first tensor that is named, or of which a box is there, and whose boxes are not all of it; else ""."""
+    """Return the first tensor, by `names` or with a box, whose boxes do not hold all of its elements; else ""."""
     missing: dict[str, int] = {}
     for box in boxes:
         missing[box.key] = missing.get(box.key, prod(box.shape)) - box.box.numel
@@ -175,7 +175,7 @@ def complete(partial: Path, folder: Path, meta: CheckpointMeta, boxes: list[Save
 
 
 def prune(checkpoint: Checkpoints) -> None:
-    """Delete the oldest complete checkpoints beyond those to keep."""
+    """Delete the oldest complete checkpoints beyond the number to keep."""
     if checkpoint.keep is None:
         return
     found = complete_checkpoints(checkpoint.path)

@@ -27,7 +27,7 @@ from piper_runtime.weights.safetensors_file import read_headers
 
 SUFFIX = ".safetensors"
 TIED = "tied"
-"""The name of the text in which an exported file says which names are further ones of a tensor, as JSON."""
+"""The key of the text, as JSON, that lists further names of tied tensors in an exported file."""
 
 
 def checkpoint_at(path: Path) -> Path:
@@ -43,9 +43,9 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def convert(source: Path, target: Path) -> str:
-    """Convert a checkpoint into a safetensors file, or the other way, and return one line that says what was done.
+    """Convert a checkpoint into a safetensors file, or the other way, and return a line that describes the result.
 
-    The one whose name ends in ".safetensors" is the file. Raises JobError, FormatError or OutputError.
+    The path that ends in ".safetensors" is the file. Raises JobError, FormatError or OutputError.
     """
     if source.suffix == target.suffix == SUFFIX or SUFFIX not in (source.suffix, target.suffix):
         raise JobError(

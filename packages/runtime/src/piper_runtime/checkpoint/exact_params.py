@@ -1,4 +1,4 @@
-"""Keep frozen parameters as the job has them, where forward and backward read them in a narrower dtype.
+"""Keep frozen parameters in the job's dtype, if forward and backward read them in a narrower one.
 
 A rank holds a frozen parameter in the dtype of forward and backward alone. A checkpoint holds it without a loss of
 bits, so a rank that writes one keeps it twice: its exact numbers stay on the host.
@@ -19,9 +19,9 @@ from piper_runtime.rank.values.layouts import own_parts
 def keep_exact(
     rank: RankState, given: Mapping[str, torch.Tensor], *, share: bool, restored: bool
 ) -> None:
-    """Let a rank keep the exact numbers of its frozen parameters, those `given`; of all, or of its `share` of writing.
+    """Let a rank keep the exact values of its frozen parameters from `given`: of all, or of its `share` of writing.
 
-    Where its state is about to be `restored`, there is only memory for them.
+    If its state is about to be `restored`, only memory for them is allocated.
     """
     own = own_parts(rank.plan, rank.rank, given)
     portion = saved_portion(rank.plan, rank.rank).params if share else None

@@ -1,4 +1,4 @@
-"""Copy a rank's state to memory of the host, from where a thread writes it while the rank trains on."""
+"""Copy a rank's state to host memory; a thread writes it from there while the rank trains on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HostCopies:
         return self._slots
 
     def _slot(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the memory for a tensor: that of the checkpoint before, unless the state has changed its size."""
+        """Return the memory for a tensor: the last checkpoint's, unless the state has changed its size."""
         if index < len(self._slots):
             found = self._slots[index]
             if (found.numel(), found.dtype) == (tensor.numel(), tensor.dtype):
@@ -65,7 +65,7 @@ class HostCopies:
         self._held = True
 
     def hold(self) -> None:
-        """Let the present stream of the device go on only when the copies are made."""
+        """Let the device's current stream wait for the copies."""
         if self._held:
             self._copied.wait(torch.cuda.current_stream(self._device))
             self._held = False

@@ -36,12 +36,12 @@ from piper_runtime.checkpoint.sole_writer import LOCK
 from piper_runtime.rank.binding.rank_state import RankState
 
 ALIGNED = 64
-"""The bytes to whose multiples tensors are aligned in a file."""
+"""The alignment of tensors in a file, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotOptions:
-    """Say where ranks put their host snapshots, and after how many steps each."""
+    """Hold the folder of the ranks' host snapshots, and the number of steps between two of them."""
 
     folder: str
     every: int
@@ -61,7 +61,7 @@ def drop_snapshots() -> None:
 
 
 def announce(rank: int, options: SnapshotOptions) -> bool:
-    """Show that a rank can write its snapshots; return False where the folder is not on its machine."""
+    """Show that a rank can write its snapshots; return False if the folder is not on its machine."""
     folder = Path(options.folder)
     try:
         (folder / f"{rank}{PRESENT}").touch()
@@ -74,8 +74,8 @@ def announce(rank: int, options: SnapshotOptions) -> bool:
 class SnapshotWriter:
     """Copy the state of a rank at the end of steps.
 
-    A rank copies all that it holds, also what others hold, so that either of them may be lost. `warn` is told once why
-    there is no snapshot.
+    A rank copies all of its state, also the state that other ranks hold too, so that any of them may be lost. `warn` is
+    told once why there is no snapshot.
     """
 
     def __init__(self, rank: RankState, options: SnapshotOptions, warn: Callable[[str], object]):
@@ -107,7 +107,7 @@ class SnapshotWriter:
         self._turn += 1
 
     def _slots(self, path: Path, states: Sequence[FlatState]) -> list[torch.Tensor]:
-        """Return memory for each state: that of the snapshot before the last, unless there is more to copy."""
+        """Return memory for each state: the memory of the snapshot before the last, unless there is more to copy."""
         ends = _offsets(states)
         memory = self._memory[self._turn % 2]
         if memory is None or memory.numel() != max(ends[-1], 1):
@@ -132,7 +132,7 @@ class SnapshotWriter:
 
 
 def snapshot_portion(rank: RankState) -> Portion:
-    """Return the states that a rank copies: all, but of buffers that follow the batch only those that it would save."""
+    """Return the states that a rank copies: all, except buffers that follow the batch and that another rank saves."""
     varying, own = varying_buffers(rank.plan), saved_portion(rank.plan, rank.rank)
     buffers = frozenset(
         name for name in rank.store.buffers if name not in varying or name in own.buffers
@@ -152,14 +152,14 @@ def copy_states(slots: Sequence[torch.Tensor], states: Sequence[FlatState]) -> N
 
 
 def write_index(path: Path, index: SnapshotIndex) -> None:
-    """Make what was copied count, at one instant."""
+    """Make a copied state valid, atomically."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(pickle.dumps(index, protocol=5))
     unfinished.replace(path.with_suffix(INDEX))
 
 
 def _offsets(states: Sequence[FlatState]) -> list[int]:
-    """Return where each tensor begins in a file, and at last where the file ends."""
+    """Return the offset of each tensor in a file, and at last the end of the file."""
     out = [0]
     for state in states:
         out.append(-(-(out[-1] + state.tensor.nbytes) // ALIGNED) * ALIGNED)
@@ -167,9 +167,9 @@ def _offsets(states: Sequence[FlatState]) -> list[int]:
 
 
 def _shared_memory(path: Path, size: int) -> torch.Tensor:
-    """Return the bytes of a file as a tensor; raise OSError where there is no room for them.
+    """Return the bytes of a file as a tensor; raise OSError if there is no room for them.
 
-    The room is taken at once: a write into a file for which there is none would end the process.
+    The room is taken at once: a write into a file without room would end the process.
     """
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

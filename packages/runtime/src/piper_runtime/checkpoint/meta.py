@@ -1,4 +1,4 @@
-"""Define what a checkpoint says about its run, beside the tensors."""
+"""Define the metadata of a checkpoint: the description of its run, beside the tensors."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class CheckpointMeta:
 
     Attributes:
         step: how many optimizer steps are done; the run goes on with the step of this number.
-        seed: the seed of the job; None where no job has made the checkpoint.
+        seed: the seed of the job; None if no job has made the checkpoint.
         global_batch: rows of a step; None as for `seed`.
-        optimizer: the class name of the optimizer; empty where there is no optimizer state.
+        optimizer: the class name of the optimizer; empty if there is no optimizer state.
         groups: the settings of the optimizer's groups, as the schedule has left them.
         group_of: the index of the group of each trained parameter.
         schedule: the class name of the learning-rate schedule; None without one.
         schedule_state: the schedule's state, as far as JSON holds it.
         counters: the steps that the optimizer has counted, by parameter.
-        numbers: what the optimizer keeps beside tensors, by name in the checkpoint.
+        numbers: the optimizer's state beside tensors, by name in the checkpoint.
         trained: the parameters that are trained.
         tied: further names of parameters, each with the first one.
-        data: what the batch function says of its data, see `data_of`.
+        data: the batch function's fingerprint and state of its data, see `data_of`.
         program_key: the key of the program.
         plan_key: the key of the plan.
         strategy: the mesh and the microbatches of the plan, for people.
-        versions: those of Piper and torch.
-        run: a random name of the run, or of its attempt after a restart; empty where no run has made the checkpoint.
+        versions: the versions of Piper and torch.
+        run: a random name of the run, or of its attempt after a restart; empty if no run has made the checkpoint.
     """
 
     FORMAT: ClassVar[str] = "piper-checkpoint"
@@ -65,10 +65,10 @@ class CheckpointMeta:
 
 
 def data_of(job: Job, step: int) -> dict[str, Any]:
-    """Return what the batch function says of its data when so many steps are done; nothing for an ordinary function.
+    """Return the fingerprint and state of a batch function's data after some steps; nothing for an ordinary function.
 
-    "fingerprint" is its attribute or method of this name, which is the same in every step; "state" is what its method
-    `state_dict(step)` returns. Raises JobError when these fail, and for what JSON does not hold.
+    "fingerprint" is its attribute or method of this name, which is the same in every step; "state" is the return value
+    of its method `state_dict(step)`. Raises JobError when these fail, and for values that JSON does not hold.
     """
     batch: Any = job.batch
     found: dict[str, Any] = {}
@@ -92,9 +92,9 @@ def data_of(job: Job, step: int) -> dict[str, Any]:
 
 
 def data_changes(job: Job, saved: Mapping[str, Any]) -> str:
-    """Return how a job's data differ from those of a checkpoint; an empty text where they do not.
+    """Return how a job's data differ from the data of a checkpoint; an empty text if they do not.
 
-    Names in the batch function's `follows_state` may differ, since its state says where it goes on.
+    Names in the batch function's `follows_state` may differ, since its state has the place to go on from.
     """
     now, before = data_of(job, 0).get("fingerprint"), saved.get("fingerprint")
     if isinstance(now, dict) and isinstance(before, dict):

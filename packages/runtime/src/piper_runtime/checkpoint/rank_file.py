@@ -25,16 +25,16 @@ class SaveDone:
 
     Attributes:
         step: the number of steps that are done.
-        nbytes: the size of the rank's file; 0 where it wrote none.
-        boxes: what is in it.
-        numbers: what the optimizer keeps beside tensors.
+        nbytes: the size of the rank's file; 0 if it wrote none.
+        boxes: the boxes in it.
+        numbers: the optimizer's state beside tensors.
         counters: the steps that the optimizer has counted, by parameter.
         optimizer: the class name of the optimizer, and of its schedule.
         groups: the settings of the optimizer's groups.
         schedule: the state of the schedule.
         problem: why the rank could not write; empty when it could.
         copied_s: seconds of copying the state to the host.
-        blocked_s: seconds for which the rank did not train, these among them; not those of waiting for the save before.
+        blocked_s: seconds for which the rank did not train, these among them; without waiting for the save before.
         written_s: seconds from then on until the file was written.
     """
 
@@ -65,7 +65,7 @@ Contents = Sequence[tuple[torch.Tensor, Sequence[NamedRange]]]
 def write_boxes(
     path: Path, contents: Contents, wrote: Callable[[], None] = lambda: None
 ) -> tuple[list[SavedBox], int]:
-    """Write all ranges as boxes into a new file, and make them durable; return where they are, and the file's size.
+    """Write all ranges as boxes into a new file, and make it durable; return the boxes' places and the file's size.
 
     `wrote` is called after each box. Without ranges no file is made. Raises OSError, or torch's RuntimeError, when the
     file cannot be written.

@@ -35,7 +35,7 @@ class RankSaver:
     """Save the share of one rank; no rank waits for another.
 
     `tell` takes a `SaveDone` for each checkpoint, from another thread. `beat` is called with the number of boxes that
-    are written, whenever the rank waits for a write, so that who watches it sees that it goes on.
+    are written, whenever the rank waits for a write, so that a watch sees progress.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RankSaver:
         self.close()
 
     def close(self) -> None:
-        """Wait until nothing is written any more, and keep quiet about what failed: the run has failed already."""
+        """Wait until nothing is written any more, and ignore errors of writes: the run has failed already."""
         self._work.put(None)
         self._thread.join()
 
@@ -129,7 +129,7 @@ class RankSaver:
         self._written += 1
 
     def _wait(self) -> None:
-        """Block until the write that goes on, if there is one, has ended; raise what it raised."""
+        """Block until the write that goes on, if there is one, has ended; raise its error."""
         while not self._idle.wait(LOOK_S):
             if self._beat is not None:
                 self._beat(self._written)

@@ -1,6 +1,6 @@
-"""List the tensors of a rank's state: which elements of which named tensor lie where, and what the rank saves of them.
+"""List the tensors of a rank's state: the places of named tensors' elements in them, and the ones that the rank saves.
 
-A checkpoint knows names and true shapes only, no ranks and buckets. Parameters and buffers are "model.NAME", optimizer
+A checkpoint has names and true shapes only, no ranks and buckets. Parameters and buffers are "model.NAME", optimizer
 state is "optim.state.NAME.KEY" for each parameter, as in the checkpoints of torch's own training loops.
 """
 
@@ -22,7 +22,7 @@ from piper_runtime.rank.values.layouts import runs
 
 MODEL, OPTIMIZER = "model", "optim.state"
 Number = int | float | bool | str | None
-"""The type of what an optimizer keeps of a parameter beside tensors, which JSON holds exactly."""
+"""The type of the numbers and texts in an optimizer's state, which JSON holds exactly."""
 
 
 def model_key(name: str) -> str:
@@ -31,7 +31,7 @@ def model_key(name: str) -> str:
 
 
 def optimizer_key(name: str, key: str) -> str:
-    """Return the name in a checkpoint of what the optimizer keeps of a parameter under `key`."""
+    """Return the name in a checkpoint of the optimizer's state of a parameter under `key`."""
     return f"{OPTIMIZER}.{name}.{key}"
 
 
@@ -44,7 +44,7 @@ def key_path(key: str) -> tuple[str, ...]:
 
 
 def kept_keys(keys: Collection[str]) -> dict[str, set[str]]:
-    """Return by parameter the keys under which a checkpoint holds what the optimizer keeps of it."""
+    """Return by parameter the keys of its optimizer state in a checkpoint."""
     out: dict[str, set[str]] = {}
     for path in map(key_path, keys):
         if path[0] != MODEL:
@@ -59,8 +59,8 @@ class NamedRange:
     Attributes:
         key: the name in a checkpoint.
         shape: the shape of the whole named tensor.
-        start: where the range begins among its elements, in row-major order.
-        offset: where the range begins in the flat tensor.
+        start: the first element of the range in the named tensor, in row-major order.
+        offset: the first element of the range in the flat tensor.
         numel: the number of elements.
     """
 
@@ -72,12 +72,12 @@ class NamedRange:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Return where the range begins and ends among the elements of the named tensor."""
+        """Return the first element of the range in the named tensor, and the element behind it."""
         return self.start, self.start + self.numel
 
 
 def in_line(ranges: Sequence[NamedRange]) -> Iterator[list[NamedRange]]:
-    """Yield ranges together that are of one tensor and follow each other in memory: the rows that a rank has of it."""
+    """Yield groups of ranges of one tensor that follow each other in memory: the rows that a rank has of it."""
     group: list[NamedRange] = []
     for found in ranges:
         if group and (
@@ -121,7 +121,7 @@ def saved_portion(plan: Plan, rank: int) -> Portion:
     """Return the states that a rank writes into a checkpoint.
 
     The ranks that hold the same part of a bucket, or the same parameter, share the writing: the one at (index mod
-    holders) writes it. Of a buffer it is the lowest rank, whose copy counts everywhere.
+    holders) writes it. A buffer is written by the lowest rank, whose copy counts everywhere.
     """
     holders: dict[str, list[int]] = {}
     for role in plan.roles:
@@ -170,10 +170,10 @@ def varying_buffers(plan: Plan) -> set[str]:
 
 
 def saved_dtypes(plan: Plan) -> dict[str, str]:
-    """Return the dtypes of floating-point parameters in checkpoints: that in which the job makes all of them.
+    """Return the dtypes of floating-point parameters in checkpoints: the dtype in which the job makes all of them.
 
     A trained one is saved as the optimizer has it, and a frozen one without a loss of bits; forward and backward may
-    read both in a narrower dtype. Without trained parameters there is one dtype, that of the plan.
+    read both in a narrower dtype. Without trained parameters each has its dtype in the plan.
     """
     made = next((b.dtype for b in plan.buckets), None)
     floats = [p for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point]
@@ -183,7 +183,7 @@ def saved_dtypes(plan: Plan) -> dict[str, str]:
 def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[FlatState]:
     """Yield the states of a rank, or a portion of them.
 
-    The tensors share memory with the states where those are contiguous.
+    The tensors are views of the states if these are contiguous.
     """
     store = rank.store
     for bucket in store.buckets:
@@ -204,14 +204,14 @@ def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[Fl
 
 
 def _first_part(rank: RankState, bucket: Bucket) -> bool:
-    """Return whether a rank has the first part of a bucket, so that it saves what all parts have alike."""
+    """Return whether a rank has the first part of a bucket, so that it saves the state that all parts have alike."""
     return not rank.plan.mesh.index_along((*bucket.shard.optim, *bucket.parts), rank.rank)
 
 
 def _ranges(
     rank: RankState, bucket: Bucket, key: Callable[[str], str], piece: OptimizerState | None = None
 ) -> tuple[NamedRange, ...]:
-    """Return where the elements of a bucket's parameters lie in a rank's part of it, or in a piece of that."""
+    """Return the ranges of a bucket's parameters in a rank's part of it, or in a piece of that part."""
     mesh, axes = rank.plan.mesh, bucket.shard.optim
     size = bucket.numel // mesh.degree(axes)
     first = size * mesh.index_along(axes, rank.rank)
@@ -231,7 +231,7 @@ def _ranges(
 def _in_named(
     rank: RankState, name: str, key: str, begin: int, end: int, offset: int
 ) -> Iterator[NamedRange]:
-    """Yield where the elements [begin, end) of what a rank has of a parameter lie in it.
+    """Yield the places in a whole parameter of the elements [begin, end) of a rank's part of it.
 
     They begin at `offset` in memory.
     """
@@ -250,7 +250,7 @@ def _alone(key: str, tensor: torch.Tensor, *, early: bool = False) -> FlatState:
 
 
 def _optimizer_tensors(rank: RankState, bucket: Bucket, *, again: bool) -> Iterator[FlatState]:
-    """Yield what the optimizer keeps of a bucket. What all parts and pieces have alike is read by each (`again`).
+    """Yield the optimizer's state of a bucket. State that all parts and pieces have alike is read by each (`again`).
 
     The first one saves it.
     """
@@ -274,7 +274,7 @@ def _under(key: str, name: str) -> str:
 
 
 def optimizer_numbers(rank: RankState, portion: Portion) -> dict[str, Number]:
-    """Return what the optimizer keeps beside tensors, by name; raise JobError for what a checkpoint cannot hold."""
+    """Return the optimizer's state beside tensors, by name; raise JobError for values that no checkpoint can hold."""
     out: dict[str, Number] = {}
     for bucket in rank.store.buckets:
         if bucket.id not in portion.buckets:
@@ -299,7 +299,7 @@ def _number(value: Any, what: str) -> Number:
 
 
 def step_counters(rank: RankState, portion: Portion) -> dict[str, float]:
-    """Return how many steps the optimizer has counted for each parameter, where it counts them."""
+    """Return how many steps the optimizer has counted for each parameter, if it counts them."""
     out: dict[str, float] = {}
     for bucket in rank.store.buckets:
         if bucket.id in portion.buckets:

@@ -1,4 +1,4 @@
-"""Bring a rank to a saved state: read the boxes that overlap its tensors, whoever has written them."""
+"""Bring a rank to a saved state: read the boxes that overlap its tensors, from the files of all ranks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from piper_runtime.weights.dcp_tensors import DcpTensor, read_range
 
 @dataclass(frozen=True)
 class Restore:
-    """Say from where a rank takes its state.
+    """Hold the source of a rank's restored state.
 
     Attributes:
         folder: the checkpoint, or the folder of host snapshots.
-        tensors: where its tensors lie, as far as the rank needs them.
-        numbers: what the optimizer keeps beside tensors, by name.
+        tensors: the places of the tensors that the rank needs.
+        numbers: the optimizer's state beside tensors, by name.
         groups: the settings of the optimizer's groups.
         weights_only: whether there is no optimizer state, since no step was done.
     """
@@ -52,7 +52,7 @@ class Restore:
 
 
 def restore_of(saved: SavedRun | HostSnapshot, names: Collection[str]) -> Restore:
-    """Return what ranks need of a saved state that hold the parameters and buffers of these names."""
+    """Return the part of a saved state for ranks that hold the parameters and buffers of these names."""
     wanted = {*names}
     if isinstance(saved, HostSnapshot):
         copied = {key: t for key, t in saved.tensors.items() if _name(key) in wanted}
@@ -75,7 +75,7 @@ def _of_names(numbers: Mapping[str, Any], wanted: Collection[str]) -> dict[str, 
 
 
 def _name(key: str) -> str:
-    """Return the parameter or buffer to which a name in a checkpoint belongs."""
+    """Return the parameter or buffer that a name in a checkpoint belongs to."""
     path = key_path(key)
     return path[-1] if path[0] == MODEL else path[-2]
 
@@ -150,7 +150,7 @@ def _fitting(found: NamedRange, saved: Restore) -> DcpTensor | CopiedTensor:
 def _make_states(
     rank: RankState, bucket: Bucket, saved: Restore, kept: Mapping[str, set[str]]
 ) -> None:
-    """Make the state that the optimizer makes in its first step, where it does not exist yet, for `_fill` to fill."""
+    """Make the state that the optimizer makes in its first step, if it does not exist yet; `_fill` fills it."""
     for of in rank.optimizer.states(bucket):
         group = rank.optimizer.groups[bucket.group]
         for name in of.names:
@@ -168,7 +168,7 @@ def _make_states(
 def _zeros(
     saved: DcpTensor | CopiedTensor, of: OptimizerState, key: str, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return memory for a saved tensor where torch's optimizers keep it: beside the parameter, but step counters."""
+    """Return zeros for a saved tensor: on the parameter's device, or on the CPU for torch's step counters."""
     counter = key == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if counter else of.tensor.device
     return torch.zeros(saved.shape, dtype=saved.dtype, device=device)

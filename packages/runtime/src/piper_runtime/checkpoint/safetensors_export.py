@@ -16,7 +16,7 @@ from piper_ir.ground.errors import JobError
 from piper_runtime.weights.safetensors_file import FREE_TEXT, LENGTH, STORED_DTYPES
 
 ALIGNMENT = 8
-"""The bytes to a multiple of which a header is filled up."""
+"""The multiple of bytes that a header is padded to."""
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 

@@ -39,7 +39,7 @@ from piper_runtime.weights.marker import META, decoded, marked_tensors
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Hold what a complete checkpoint says: its folder, the run that it is of, and where each tensor lies."""
+    """Hold the contents of a complete checkpoint: its folder, the metadata of its run, and the place of each tensor."""
 
     path: Path
     meta: CheckpointMeta
@@ -54,7 +54,7 @@ class SavedRun:
 
 
 def open_checkpoint(path: Path) -> SavedRun:
-    """Return what a checkpoint says.
+    """Return the run that a checkpoint holds.
 
     Raises JobError when it is missing, incomplete or not one of Piper's, and FormatError when it was changed, or when a
     file of it is of another step or run.
@@ -135,7 +135,7 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
 
 
 def _other_keys(saved: SavedRun, needed: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield where the job's optimizer keeps other tensors of a parameter than the checkpoint has."""
+    """Yield a message for each parameter whose optimizer state has other keys in the checkpoint."""
     found = kept_keys([*saved.tensors, *saved.meta.numbers])
     for name, keys in needed.items():
         if found.get(name, set()) != keys:
@@ -188,7 +188,7 @@ def _are_floats(*dtypes: str) -> bool:
 
 
 def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
-    """Warn where the optimizer's groups have other settings than the checkpoint's after as many steps.
+    """Warn if the optimizer's groups have other settings than the checkpoint's after as many steps.
 
     The same is said of the state of a schedule, which was made anew and has counted the steps again.
     """
@@ -234,4 +234,4 @@ def _compare(what: str, now: Mapping[str, Any], then: Mapping[str, Any], saved: 
 
 
 _KERNELS = {"fused", "foreach", "capturable", "differentiable", "param_names"}
-"""The settings of groups that say how a step is computed, and not what."""
+"""The settings of groups that choose the kernel of a step, and do not change its result."""

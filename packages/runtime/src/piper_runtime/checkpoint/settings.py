@@ -1,4 +1,4 @@
-"""Say where and how often a run is saved, and find the checkpoints of a folder."""
+"""Hold a run's settings for checkpoints, and find the checkpoints of a folder."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PARTIAL = re.compile(r"step-\d{8,}\.partial")
 @checked_fields(JobError)
 @dataclass(frozen=True)
 class Checkpoints:
-    """Say where and how often a run is saved; raise JobError for an unusable field.
+    """Hold the folder and frequency of checkpoints; raise JobError for an unusable field.
 
     Attributes:
         folder: each checkpoint is a folder "step-00000100" in it; all ranks and the launcher must see it.
         every: save after every so many optimizer steps; the last step of a run is saved, too.
         keep: how many complete checkpoints stay; older ones are deleted. None keeps all.
         asynchronous: go on with the next step while files are written, as soon as the state is copied.
-        snapshot: with restarts, copy the state to memory of this machine after every so many steps, from where a run
-            that failed goes on if the ranks that are left have all of it. None: no such copies.
+        snapshot: with restarts, copy the state to memory of this machine after every so many steps; a failed run goes
+            on from it if the ranks that are left have all of it. None: no such copies.
     """
 
     folder: str | Path
@@ -76,7 +76,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def partial_folder(step: int) -> str:
-    """Return the name of the folder in which a checkpoint is written before it is complete."""
+    """Return the name of the folder of a checkpoint that is not complete yet."""
     return f"{step_folder(step)}.partial"
 
 

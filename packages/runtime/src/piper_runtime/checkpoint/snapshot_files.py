@@ -1,8 +1,8 @@
-"""Name the files of host snapshots, and read what ranks have copied.
+"""Name the files of host snapshots, and read the ranks' copies.
 
 A host snapshot is a copy of the state after a step in memory of the machine, in files that outlive the process of a
-rank. Each rank has two places, which it uses in turn. Of each place there is a file of bytes and an index, which says
-what is in the bytes. The index is deleted before the bytes are written over, and written when they are complete. So a
+rank. Each rank has two places, which it uses in turn. Each place has a file of bytes and an index, which lists the
+tensors in the bytes. The index is deleted before the bytes are written over, and written when they are complete. So a
 place with an index holds a whole copy, whenever its rank ended.
 """
 
@@ -27,7 +27,7 @@ INDEX, BYTES, PRESENT = ".index", ".bytes", ".present"
 
 @dataclass(frozen=True, slots=True)
 class CopiedState:
-    """Say where the bytes of a flat tensor begin in a file, and which ranges of named tensors lie in it."""
+    """Hold the offset of a flat tensor in a file, and the ranges of named tensors in it."""
 
     dtype: str
     at: int
@@ -36,12 +36,12 @@ class CopiedState:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotIndex:
-    """Describe what one rank has copied.
+    """Describe the copy of one rank.
 
     Attributes:
         step: the number of steps that are done.
-        states: what lies in the bytes.
-        numbers: what the optimizer keeps beside tensors, by name.
+        states: the flat tensors in the bytes.
+        numbers: the optimizer's state beside tensors, by name.
         groups: the settings of the optimizer's groups.
     """
 
@@ -53,7 +53,7 @@ class SnapshotIndex:
 
 @dataclass(frozen=True, slots=True)
 class CopiedPiece:
-    """Say where elements of a named tensor lie: those from `start` on, at byte `at` of a file."""
+    """Describe a range of a named tensor: `numel` elements from `start` on, at byte `at` of a file."""
 
     path: str
     at: int
@@ -80,7 +80,7 @@ class CopiedTensor:
     def flats(self, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Return the elements of some ranges [start, stop) of the row-major tensor, one behind the other.
 
-        Raises ExecutionError where they are not on this machine.
+        Raises ExecutionError if they are not on this machine.
         """
         pieces = sorted(self.pieces, key=lambda p: p.start)
         return torch.cat([self._flat(start, stop, pieces) for start, stop in ranges])
@@ -114,13 +114,13 @@ class CopiedTensor:
 
 @dataclass(frozen=True)
 class HostSnapshot:
-    """Hold what ranks have copied of the whole state after a step.
+    """Hold the ranks' copies of the whole state after a step.
 
     Attributes:
         step: the number of steps that are done.
-        ranks: those whose copies they are.
-        tensors: where each tensor lies, by its name in a checkpoint.
-        numbers: what the optimizer keeps beside tensors, by name.
+        ranks: the ranks that made the copies.
+        tensors: the place of each tensor, by its name in a checkpoint.
+        numbers: the optimizer's state beside tensors, by name.
         groups: the settings of the optimizer's groups.
         folder: the folder of the files.
     """
@@ -133,7 +133,7 @@ class HostSnapshot:
     folder: Path
 
     def drop_others(self) -> None:
-        """Delete what is in its folder beside it."""
+        """Delete the other files in its folder."""
         used = {piece.path for tensor in self.tensors.values() for piece in tensor.pieces}
         for path in self.folder.glob(f"*{BYTES}"):
             if str(path) not in used:
@@ -156,7 +156,7 @@ def place_name(rank: int, turn: int) -> str:
 
 
 def forget_ranks(folder: Path, ranks: Sequence[int]) -> None:
-    """Delete what some ranks have copied."""
+    """Delete the copies of some ranks."""
     for rank in ranks:
         for turn in range(2):
             for end in (INDEX, BYTES):
@@ -169,9 +169,9 @@ def present(folder: Path, world: int) -> bool:
 
 
 def newest_snapshot(folder: Path, names: Sequence[str], most: int) -> HostSnapshot | None:
-    """Return the newest snapshot that holds the whole state, after at most so many steps; None where there is none.
+    """Return the newest snapshot that holds the whole state, after at most so many steps; None if there is none.
 
-    `names` are the tensors that it must have in any case; of all others that are begun it must have all elements.
+    `names` are the tensors that it must have in any case; any other tensor with a piece in it must be complete.
     """
     found: dict[int, dict[int, tuple[Path, SnapshotIndex]]] = {}
     for path in sorted(folder.glob(f"*{INDEX}")):
@@ -195,7 +195,7 @@ def newest_snapshot(folder: Path, names: Sequence[str], most: int) -> HostSnapsh
 def _joined(
     folder: Path, step: int, copies: Mapping[int, tuple[Path, SnapshotIndex]]
 ) -> HostSnapshot:
-    """Return what ranks have together after a step."""
+    """Return the snapshot that the ranks' copies after a step make together."""
     pieces: dict[str, list[CopiedPiece]] = {}
     forms: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     numbers: dict[str, Number] = {}

@@ -1,4 +1,4 @@
-"""Say what a batch function of Piper's own offers beside being called."""
+"""Define the methods of Piper's own batch functions beside the call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class BatchSource(ABC):
 
     @abstractmethod
     def bound(self, global_batch: int) -> Self:
-        """Return the same for this number of rows per step; a Job calls this."""
+        """Return this batch function for a number of rows per step; a Job calls this."""
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Return what has to be the same in a run that is resumed by its step alone, as numbers and words by name."""
+        """Return the values that a run resumed by its step alone must have in common, as numbers and words by name."""
 
     @abstractmethod
     def check_replicas(self, replicas: int) -> None:
@@ -31,11 +31,11 @@ class BatchSource(ABC):
 
     @abstractmethod
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return what else is known of the data when `step` steps are done, as numbers and lists by name."""
+        """Return the further state of the data when `step` steps are done, as numbers and lists by name."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after what `state_dict` has returned; raise JobError for one that does not fit."""
+        """Go on from a state of `state_dict`; raise JobError for one that does not fit."""
 
 
 def bind_batch(

@@ -20,9 +20,9 @@ Collate = Callable[[list[Any]], Any]
 class DatasetBatch(BatchSource):
     """Give each row of each step its sample of a dataset.
 
-    Row r of step s is sample p_e((s * G + r) mod n) of epoch e = (s * G + r) div n, where G is the global batch, n the
-    number of samples, and p_e the permutation of epoch e, or the identity without `shuffle`. A step may lie in two
-    epochs; no sample is left out.
+    Row r of step s is sample p_e((s * G + r) mod n) of epoch e = (s * G + r) div n, with the global batch G, the number
+    of samples n, and the permutation p_e of epoch e, or the identity without `shuffle`. A step may lie in two epochs;
+    no sample is left out.
     """
 
     dataset: Any = field(repr=False)
@@ -44,7 +44,7 @@ class DatasetBatch(BatchSource):
         return permutation(self.samples, self.seed, epoch)(place) if self.shuffle else place
 
     def _fetch(self, indices: list[int]) -> list[Any]:
-        """Return samples as torch's DataLoader takes them from a dataset: at once where it offers that."""
+        """Return samples like torch's DataLoader: by one call of the dataset's `__getitems__` if it has that."""
         if (several := getattr(self.dataset, "__getitems__", None)) is not None:
             found: list[Any] = several(indices)
             return found
@@ -87,7 +87,7 @@ def from_dataset(
         seed: Of the order; the order of an epoch depends on it and on the epoch only.
         shuffle: Whether samples are taken in random order.
 
-    Raises JobError for what is no such dataset, or has no samples.
+    Raises JobError for an object that is no such dataset, or has no samples.
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise JobError(
@@ -115,7 +115,7 @@ def from_dataset(
 
 
 def collate_of(collate: object, name: str) -> Collate:
-    """Return what makes a batch of samples: torch's default for None; raise JobError for what cannot be called."""
+    """Return the function that collates samples: torch's default for None; raise JobError if it cannot be called."""
     if collate is None:
         return default_collate
     if not callable(collate):
@@ -136,7 +136,7 @@ def bound_rows(global_batch: int | None, name: str) -> int:
 
 
 def pair_of(collated: Any, name: str) -> tuple[Any, Any]:
-    """Return a collated batch as (inputs, targets), a mapping as inputs alone; raise JobError for what is neither.
+    """Return a collated batch as (inputs, targets), a mapping as inputs alone; raise JobError for any other value.
 
     torch's default_collate makes lists of tuples; inputs that were a tuple become one again.
     """

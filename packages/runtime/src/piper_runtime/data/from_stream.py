@@ -17,12 +17,12 @@ _NONE = object()
 
 
 class ShardLayout:
-    """Say which row of which step comes from which shard, for `rows` rows per step.
+    """Map each row of each step to its shard of the data, for `rows` rows per step.
 
     The rows of a period, the least number of steps in which every shard gives equally many rows, are put in order of
     their row and then of their step, and cut into as many blocks as there are shards. So neighbouring rows share a
-    shard, and where replicas divide rows and shards, all rows of a shard belong to one replica. Block b is the shard
-    that makes row r of step s come from shard (s * rows + r) mod shards where rows divide shards.
+    shard, and if the number of replicas divides rows and shards, all rows of a shard belong to one replica. Blocks are
+    numbered so that row r of step s comes from shard (s * rows + r) mod shards if rows divide shards.
     """
 
     def __init__(self, rows: int, shards: int) -> None:
@@ -113,9 +113,9 @@ class StreamShard:
 class StreamBatch(BatchSource):
     """Give each row of each step the next sample of its shard, see `ShardLayout`.
 
-    With a state the rows per step may change: it says where each shard goes on.
+    With a state the rows per step may change: it has the next sample of each shard.
 
-    Open streams stay in the process that reads them: a copy in another process opens its own where it begins.
+    Open streams stay in the process that reads them: a copy in another process opens its own where it starts.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class StreamBatch(BatchSource):
         return {"step": step, "consumed": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let step `state["step"]` begin, in every shard, behind what was consumed."""
+        """Let step `state["step"]` begin, in every shard, behind the consumed samples."""
         step, consumed = state["step"], list(state["consumed"])
         if len(consumed) != self.shards or min(step, *consumed) < 0:
             raise JobError(

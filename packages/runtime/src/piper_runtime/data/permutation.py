@@ -45,12 +45,12 @@ class Permutation:
 
 @lru_cache(maxsize=8)
 def permutation(n: int, seed: int, epoch: int) -> Permutation:
-    """Return the permutation of an epoch; a run needs that of one epoch or, at a boundary, of two."""
+    """Return the permutation of an epoch; a run needs the ones of one epoch or, at a boundary, of two."""
     return Permutation(n, seed, epoch)
 
 
 def _mixed(x: int) -> int:
-    """Return 64 bits of which each depends on all of x: the last part of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Return 64 bits that each depend on all of x: the last part of splitmix64 (Steele, Lea and Flood, 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)

@@ -14,7 +14,7 @@ _COUNTED, _THREADS = Path("/proc/thread-self/schedstat"), "/proc/self/task/*/sch
 def core_waits() -> Callable[[], float]:
     """Return a function that says how many seconds the thread that calls this now has waited for a core so far.
 
-    It says 0 where the system does not count them, as elsewhere than on Linux. A call takes about a microsecond.
+    It returns 0 if the system does not count them, as outside of Linux. A call takes about a microsecond.
     """
     try:
         file = _COUNTED.open("rb", buffering=0)
@@ -24,7 +24,7 @@ def core_waits() -> Callable[[], float]:
 
 
 def core_waits_of_all() -> float:
-    """Return the same of all threads of this process that are alive, which takes some 10 us for each of them."""
+    """Return the seconds of all living threads of this process together, which takes some 10 us for each of them."""
     waited = 0
     for path in glob(_THREADS):
         with suppress(OSError):  # the thread has ended

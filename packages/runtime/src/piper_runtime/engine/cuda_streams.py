@@ -1,4 +1,4 @@
-"""Run a plan's streams on a CUDA device: one device stream for each, and an event where one waits for another.
+"""Run a plan's streams on a CUDA device: one device stream for each, and an event if one waits for another.
 
 One thread issues the program in order, far ahead of the device. An instruction makes its device stream wait for the
 events of its waits, runs, and records an event if another instruction waits for it or progress is shown there. A wait
@@ -48,7 +48,7 @@ from piper_runtime.rank.binding.parts import Thunk
 from piper_runtime.rank.binding.rank import BoundInstr
 
 POLL_S = 50e-6
-"""The seconds between two looks at the device at the end of a step, by which a step may end too late."""
+"""The seconds between two looks at the device at the end of a step; a step may end that much too late."""
 LOOK_S = 5e-3
 """The seconds between two looks at the device while the host waits for a communication."""
 MARK_EVERY = 16
@@ -240,7 +240,7 @@ class _Marks:
                 gathered[e.stream] = set()
 
     def needed(self, stream: str, waits: StreamWaits) -> tuple[Any, ...]:
-        """Return the events that stand for waits; a stream is in order with itself."""
+        """Return the events to wait for in place of `waits`; a stream is in order with itself."""
         return tuple(self.events[self._on[s][n - 1]] for s, n in waits if n and s != stream)
 
 
@@ -302,9 +302,9 @@ class _Progress:
 class StagedStreams(CudaStreams):
     """Run streams on a CUDA device whose communications are the host's work (gloo on pinned copies), on a thread each.
 
-    A communication starts when the device has come to its waits, so its thread waits for those events. For the host it
-    is done when its copy to the device has been issued and its event recorded. An instruction that waits for it waits
-    on the host for that, and then lets the device wait for the event.
+    A communication starts when the device has come to its waits, so its thread waits for the events of these. For the
+    host it is done when its copy to the device has been issued and its event recorded. An instruction that waits for it
+    waits on the host for that, and then lets the device wait for the event.
     """
 
     def __init__(

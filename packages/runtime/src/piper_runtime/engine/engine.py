@@ -38,9 +38,9 @@ class PeerError(ExecutionError):
 class Engine:
     """Run the steps of one rank.
 
-    With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one, which `clock` takes
+    With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one, taken by `clock`
     (default: the host's clock). On the CPU the communication of a traced step is posted as in any other, but threads
-    watch for its end, and cost about 30 us where one has to wake another.
+    watch for its end, and cost about 30 us if one has to wake another.
     """
 
     def __init__(

@@ -16,9 +16,9 @@ from piper_runtime.rank.binding.rank import BoundComm, Rank
 class Exchanges:
     """Run collectives of one rank, each by a kind and an axis; `communicate` binds them to a communicator.
 
-    A call takes what `piper_ops.pointwise.collectives` describes and returns a new tensor. What a reduce-scatter is
-    given is undefined afterwards. An all-reduce works in place: it returns what it is given. With `cuts` an all-to-all
-    sends and gets other numbers of rows from each, and returns what it writes into.
+    A call takes an operand as `piper_ops.pointwise.collectives` describes it and returns a new tensor. The operand of a
+    reduce-scatter is undefined afterwards. An all-reduce works in place: it returns its operand. With `cuts` an
+    all-to-all sends and gets other numbers of rows from each, and returns the tensor that it writes into.
     """
 
     def __init__(self, rank: Rank, communicate: Callable[[BoundComm], Thunk]) -> None:
@@ -62,7 +62,7 @@ class Exchanges:
 
 
 def _alone(given: torch.Tensor, cuts: Cuts) -> torch.Tensor:
-    """Return what an all-to-all of one member writes."""
+    """Return the result of an all-to-all of one member."""
     cuts.into[: sum(cuts.got)].copy_(given[: sum(cuts.sent)])
     return cuts.into
 

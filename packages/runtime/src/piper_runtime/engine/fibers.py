@@ -17,9 +17,9 @@ class ExchangeRequest:
     """Ask for a collective with the devices along an axis.
 
     Attributes:
-        kind: that of the collective.
+        kind: the kind of the collective.
         axis: the axis.
-        given: what the device gives.
+        given: the device's operand.
         sent: how many rows go to each device; None: equally many.
     """
 
@@ -56,7 +56,7 @@ class Fiber:
         self._thread = threading.Thread(target=self._run, name="piper fiber", daemon=True)
 
     def start(self) -> None:
-        """Run the work up to its end or first request; raise what it raises."""
+        """Run the work up to its end or first request; raise its errors."""
         self._thread.start()
         self._wait()
 
@@ -70,7 +70,7 @@ class Fiber:
         self._result = result
 
     def go_on(self) -> None:
-        """Run the work, whose request is answered, up to its end or next request; raise what it raises."""
+        """Run the work, whose request is answered, up to its end or next request; raise its errors."""
         self.request = None
         self._go.release()
         self._wait()

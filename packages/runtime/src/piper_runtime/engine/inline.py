@@ -1,7 +1,7 @@
 """Run all ranks of a plan in one process and one thread, for tests and debugging: milliseconds per step.
 
-Communication is a copy. The order is that of the real engine: each rank issues its program in order; compute runs when
-it is issued and delays what comes after it; communication goes on beside it on its stream, in order, and meets its
+Communication is a copy. The order is the real engine's: each rank issues its program in order; compute runs when it is
+issued and delays the instructions after it; communication goes on beside it on its stream, in order, and meets its
 peers (a send ends when the peer receives).
 """
 
@@ -52,7 +52,7 @@ class _State:
 
 
 class _CountedHere:
-    """Add up what the ranks of this process count; one that has not counted yet does so now."""
+    """Add up the counts of the ranks of this process; a rank that has not counted yet does so now."""
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self._ranks = ranks
@@ -84,8 +84,7 @@ class InlineEngine:
     def step(self, step: int) -> dict[int, list[TimedSpan]]:
         """Run one optimizer step; return the spans of every rank.
 
-        Raises ExecutionError when a part raised (named, with its rank), or when no rank can go on (with who waits for
-        what).
+        Raises ExecutionError when a part raised (named, with its rank), or in a deadlock (with each rank's wait).
         """
         states = {r.rank: _State(r, self.counters.get(r.rank)) for r in self._ranks}
         with torch.no_grad():
@@ -262,7 +261,7 @@ class InlineEngine:
 
 
 def _meeting(rank: Rank) -> frozenset[int]:
-    """Return the indexes of a rank's instructions that have a step inside of which devices meet."""
+    """Return the indexes of a rank's instructions with collectives inside of a step."""
     plan, program = rank.plan, rank.role.program if rank.plan.shared or rank.plan.experts else ()
     return frozenset(
         k
@@ -275,13 +274,13 @@ def _meeting(rank: Rank) -> frozenset[int]:
 
 
 def _cut(requests: Sequence[ExchangeRequest]) -> list[torch.Tensor]:
-    """Return what each member gets of an all-to-all in which each says how many rows go to whom."""
+    """Return each member's result of an all-to-all whose requests have the numbers of rows for each member."""
     parts = [r.given[: sum(r.sent or ())].split(list(r.sent or ())) for r in requests]
     return [torch.cat(of) for of in zip(*parts, strict=True)]
 
 
 def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what each device gets of a collective inside of a step, given what each gives.
+    """Return each device's result of a collective inside of a step, given the devices' operands.
 
     These stack along a leading dimension, or take it away (`piper_ops.pointwise.collectives`).
     """
@@ -292,7 +291,7 @@ def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def _head(state: _State, comm: BoundComm) -> BoundInstr:
-    """Return the instruction with which a rank has posted on a channel: the head of the one stream that uses it."""
+    """Return the instruction that a rank has posted on a channel: the head of the one stream that uses it."""
     return next(
         q[0]
         for q in state.queues.values()
@@ -322,14 +321,14 @@ def _transfer(heads: list[BoundInstr], ends: list[tuple[torch.Tensor, torch.Tens
         got[1].copy_(given[0])
         return
     results = collected(law, given)
-    if law.spoils:  # before the results, which may stand in what is spoiled
+    if law.spoils:  # before the results, which may stand in the spoiled operands
         _spoil(given)
     for target, found in zip(got, results, strict=True):
         target.copy_(found)
 
 
 _SPOILED = 113
-"""The number that fills what a collective leaves undefined, so that a plan that reads it is seen to be wrong."""
+"""The number that fills operands that a collective leaves undefined, so that a plan that reads one fails visibly."""
 
 
 def _spoil(given: list[torch.Tensor]) -> None:
@@ -338,7 +337,7 @@ def _spoil(given: list[torch.Tensor]) -> None:
 
 
 def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what each member of a collective gets, given the members' tensors in the order of ranks."""
+    """Return each member's result of a collective, given the members' tensors in the order of ranks."""
     match law.result:
         case "blocks" if law.reads == "whole":
             blocks = [t.chunk(len(given)) for t in given]
@@ -359,7 +358,7 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> RankError:
-    """Return the exception of a part as an error that names where it happened."""
+    """Return the exception of a part as an error that names its rank, step and instruction."""
     found = raised_in_step(error)
     return RankError(
         f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on "

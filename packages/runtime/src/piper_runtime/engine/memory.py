@@ -21,7 +21,7 @@ from piper_ops import OP_KERNELS
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """Hold one run of an instruction: the most bytes alive while it ran, and those alive when it was done."""
+    """Hold one run of an instruction: the most bytes alive while it ran, and the bytes alive when it was done."""
 
     instr: int
     within: int
@@ -34,7 +34,7 @@ class MemoryRecord:
 
     Attributes:
         peak: the most bytes that were alive.
-        peak_at: the instruction in which they were reached first; -1: before the first one.
+        peak_at: the first instruction that reached it; -1: before the first one.
         states: bytes of states, which live always.
         points: one per compute instruction, in order.
     """
@@ -48,9 +48,9 @@ class MemoryRecord:
 class MemoryCounter(TorchDispatchMode):
     """Count the bytes of storages that operators return in a `during` block of one device, until each storage dies.
 
-    It sees temporaries of composed operators but not what a kernel allocates inside; with `inside` it looks into the
-    kernels of piper's ops, which are made of torch's. `points` has one entry per block, in order; `base` is the bytes
-    that were given to `track`.
+    It sees temporaries of composed operators but not the workspace of a kernel; with `inside` it looks into the kernels
+    of piper's ops, which are made of torch's. `points` has one entry per block, in order; `base` is the bytes that were
+    given to `track`.
     """
 
     def __init__(self, device: str = "cpu", inside: bool = False) -> None:
@@ -74,7 +74,7 @@ class MemoryCounter(TorchDispatchMode):
         self.base += self.live - before
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never count these tensors, such as constants of the code, of which an operator may return a view."""
+        """Never count these tensors, such as constants of the code; an operator may return a view of one."""
         for t in tensors:
             storage = t.untyped_storage()
             self._alive[id(storage)] = weakref.ref(storage)
@@ -111,7 +111,7 @@ class MemoryCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         paused = self._paused
         if not paused:
-            self._note()  # what an instruction frees before its first operator is gone now
+            self._note()  # memory that an instruction frees before its first operator is gone now
         if self._inside and func in OP_KERNELS:
             with self:
                 out = OP_KERNELS[func](*args, **(kwargs or {}))
@@ -156,8 +156,8 @@ class AllocatorCounter:
     """Count as `MemoryCounter` does, by a CUDA device's caching allocator, in a process that holds one rank only.
 
     It counts the requested bytes in program order: the allocator learns of every allocation and free when the host
-    issues it. What kernels allocate inside is counted, too. Memory that was alive before the first block beside the
-    states (such as cuBLAS's workspaces) is not.
+    issues it. The workspace of kernels is counted, too. Memory that was alive before the first block beside the states
+    (such as cuBLAS's workspaces) is not.
     """
 
     def __init__(self, device: torch.device) -> None:

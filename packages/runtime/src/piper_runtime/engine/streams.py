@@ -1,11 +1,11 @@
 """Run instructions beside each other on streams.
 
-One thread issues a rank's program in order, and a backend decides what that means. On the CPU the compute stream is the
-issuing thread itself. It also posts communication that can be posted, which goes on beside compute in the
-communicator's native threads until another instruction waits for it. Other work of another stream runs on a thread of
-that stream, and a wait is on a counter of finished instructions. An accelerator's backend maps a stream to a device
-stream and a wait to an event, with the same interface: `bind` turns each instruction into a closure once per plan, so
-that issuing it costs a call.
+One thread issues a rank's program in order, and a backend runs it. On the CPU the compute stream is the issuing thread
+itself. It also posts communication that can be posted, which goes on beside compute in the communicator's native
+threads until another instruction waits for it. Other work of another stream runs on a thread of that stream, and a wait
+is on a counter of finished instructions. An accelerator's backend maps a stream to a device stream and a wait to an
+event, with the same interface: `bind` turns each instruction into a closure once per plan, so that issuing it costs a
+call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Posted:
     """Hold a communication as work: a call returns when it is done.
 
     Attributes:
-        start: begins it and returns what blocks until it is done, so that a thread can go on in between.
+        start: begins it and returns a function that blocks until it is done, so that a thread can go on in between.
         watched: whether a thread of the stream waits for the end, to notice it when it comes.
     """
 
@@ -52,7 +52,7 @@ processes read them to see progress and to name the instruction of a rank that d
 EVALUATES = HEART_SLOTS - 2
 """The slot that is 1 while a rank evaluates: the other slots then are about the plan of the evaluation."""
 LAST_STEP = HEART_SLOTS - 1
-"""The slot where a launcher writes after how many steps an interrupted run ends; 0 without an interrupt."""
+"""The slot in which a launcher writes after how many steps an interrupted run ends; 0 without an interrupt."""
 MOST_STREAMS = EVALUATES - FIRST_STREAM + 1
 """The most streams that a rank may have, with compute, which has no slot."""
 RUNNING, WAITING, LOADING, SAVING = 0, 1, 2, 3
@@ -76,7 +76,7 @@ class StreamBackend(Protocol):
     """The first exception of a stream other than the issuing thread's."""
 
     def bind(self, index: int, stream: str, waits: StreamWaits, work: Thunk) -> Thunk:
-        """Return the closure that issues `work` on `stream` behind `waits` and what was issued there before."""
+        """Return the closure that issues `work` on `stream` behind `waits` and earlier work of that stream."""
 
     def begin(self) -> None:
         """Start a step with all streams idle: no instruction is done."""
@@ -91,10 +91,10 @@ class StreamBackend(Protocol):
 class _Progress:
     """Count how many instructions of a stream are done in this step.
 
-    `posted` are those that the issuing thread has posted and nobody has waited for yet, oldest first; `place` is the
-    stream's slot in the heart. `done` is read without the lock: a waiter announces itself before it looks again, and
-    `advance` looks for waiters after it has counted, so with the interpreter's lock one of the two always sees the
-    other.
+    `posted` has the communications that the issuing thread has posted and nobody has waited for yet, oldest first;
+    `place` is the stream's slot in the heart. `done` is read without the lock: a waiter announces itself before it
+    looks again, and `advance` looks for waiters after it has counted, so with the interpreter's lock one of the two
+    always sees the other.
     """
 
     def __init__(self, place: int) -> None:
@@ -124,7 +124,7 @@ class CpuStreams:
     def __init__(self, streams: Iterable[str], heart: Heartbeat):
         self.error: BaseException | None = None
         self._heart = heart
-        # The first place is not used: compute is what the issuing thread does.
+        # The first place is not used: compute runs on the issuing thread.
         names = dict.fromkeys([COMPUTE, *streams])
         self._progress = {s: _Progress(place) for place, s in enumerate(names, FIRST_STREAM - 1)}
         self._bound: dict[str, set[int]] = {

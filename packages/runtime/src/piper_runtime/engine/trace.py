@@ -15,7 +15,7 @@ from piper_runtime.engine.memory import MemoryPoint
 TimedSpan = tuple[int, float, float]
 """The index of an instruction, with its start and end in seconds on the machine-wide clock of time.perf_counter."""
 Wait = tuple[int, float, float]
-"""The microbatch for which a rank waited for Job.batch, with start and end on the same clock."""
+"""The microbatch that a rank waited for Job.batch to make, with start and end on the same clock."""
 MEASURED_BYTES = "measured"
 """The category of measured memory: a counter of storages cannot tell a parameter from an activation."""
 
@@ -63,7 +63,7 @@ def _rank_spans(plan: Plan, rank: int, found: Sequence[TimedSpan], zero: float) 
         instr = role.program[index]
         ready = max((ends[s][n - 1] for s, n in instr.waits if n), default=0.0)
         done = ends.setdefault(instr.stream, [])
-        # Communication may be posted before what is in front of it on its stream has ended; it moves when that has.
+        # Communication may be posted before its predecessor on the stream has ended; it moves when that has.
         begin = max(start - zero, done[-1] if done else 0.0)
         done.append(end - zero)
         nbytes, flops = sizes(instr)

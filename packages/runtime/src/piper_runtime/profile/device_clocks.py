@@ -33,10 +33,10 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Time closures on the CPU, where a closure is done when it returns.
+    """Time closures on the CPU: a closure is done when it returns.
 
     With `own_core` the time in which this thread waited for its turn on a core is left out. Other programs took it, and
-    a measured duration is that of a rank with a core of its own.
+    a measured duration holds for a rank with a core of its own.
     """
 
     ahead = False
@@ -64,8 +64,8 @@ CYCLES_PER_S = 2.2e9
 class DeviceClock:
     """Time closures on a CUDA device: an event between any two closures, all read in the end.
 
-    Where the host is ahead of the device, as with long kernels, the time between two events is the device's; else it is
-    the host's time to issue. So it is what the closure adds to a step in which others stand before it.
+    If the host is ahead of the device, as with long kernels, the time between two events is the device's; else it is
+    the host's time to issue. So it is the time that the closure adds to a step with others before it.
     """
 
     ahead = True

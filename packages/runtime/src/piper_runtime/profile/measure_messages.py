@@ -22,17 +22,17 @@ from piper_runtime.transport.nccl import NcclCommunicators
 BLOCK_BYTES, BLOCK_BYTES_ON_DEVICE = 1 << 23, 1 << 28
 """The bytes that the messages of one timed block add up to, against a clock's grain and bad wake-ups."""
 ISSUE_S = 50e-6
-"""The seconds in which a host surely issues a message to a device."""
+"""An upper bound of the seconds that a host takes to issue a message to a device."""
 FEWEST, MOST, MOST_OF_BLOCKS = 3, 100, 40
 """The bounds of the number of messages in a block; the last is for collectives of buckets."""
 WHOLE_BLOCKS = 4
-"""The repeats from which on blocks are as long as that; fewer repeats ask for a quick look, with shorter blocks."""
+"""The least repeats with blocks of full length; fewer repeats ask for a quick look, with shorter blocks."""
 MOST_BETWEEN = 1 << 20
 """The most bytes that ranks exchange between two steps that are measured: more only takes longer."""
 MEETING = "all_reduce"
-"""The collective by which ranks meet."""
+"""The collective that synchronises ranks."""
 LEAST_OF_BLOCKS, MOST_OF_PAIRS = 1 << 10, 1 << 20
-"""The fewest bytes at which collectives of blocks are measured, and the most at which those between pairs are.
+"""The fewest bytes of measured collectives of blocks, and the most bytes of measured collectives between pairs.
 
 Blocks are parts of buckets, of 256 bytes and more; no directive makes collectives between pairs yet.
 """
@@ -42,9 +42,9 @@ Blocks are parts of buckets, of 256 bytes and more; no directive makes collectiv
 class MessageSample:
     """Hold timed blocks of messages of one size.
 
-    `members` are the group's; `seconds` and `busy`, processor seconds of this rank (0 on CUDA, where the device carries
-    them), are per message, one entry per block. `waited` are the seconds in which this rank's threads waited for a core
-    in each block, all threads together.
+    `members` has the ranks of the group; `seconds` and `busy`, processor seconds of this rank (0 on CUDA, where the
+    device carries them), are per message, one entry per block. `waited` has for each block the seconds that this rank's
+    threads waited for a core, all threads together.
     """
 
     op: str
@@ -91,7 +91,7 @@ class Messages:
         _finish(self._meeting)
 
     def between(self, nbytes: int) -> Thunk:
-        """Return a closure in which all ranks exchange so many bytes over gloo, at most `MOST_BETWEEN`.
+        """Return a closure that lets all ranks exchange so many bytes over gloo, at most `MOST_BETWEEN`.
 
         After a message caches hold other things, and a core that has slept takes up its work slower.
         """
@@ -104,8 +104,8 @@ class Messages:
     def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
         """Measure every size between the ranks of each pair (2k, 2k + 1), and over groups of ranks every collective.
 
-        A pair sends a message there and one back. Groups are those of every partition of the ranks into groups of equal
-        size. All pairs go at once, and all groups of a partition. Where tensors are made of a block per member, sizes
+        A pair sends a message there and one back. Groups are the ones of every partition of the ranks into groups of
+        equal size. All pairs go at once, and all groups of a partition. If tensors consist of a block per member, sizes
         are rounded up to that.
         """
         self._carrier.connect(self._channels)
@@ -225,7 +225,7 @@ def _bound(
 
 
 def _finish(message: Callable[[], Any]) -> None:
-    """Run a communication to its end, whether its closure does that or starts it and returns what waits for it."""
+    """Run a communication to its end: its closure does that, or starts it and returns a function that waits for it."""
     wait = message()
     if wait is not None:
         wait()

@@ -21,7 +21,7 @@ def instructions_plan(count: int) -> Plan:
 
 
 def messages_plan(count: int) -> Plan:
-    """Return a plan in which rank 0 makes `count` scalars and sends each to rank 1 in an instruction of its own."""
+    """Return a plan with a rank 0 that makes `count` scalars and sends each to rank 1 in an instruction of its own."""
     sent, got = [f"z{i}" for i in range(count)], [f"r{i}" for i in range(count)]
     source: list[Instr] = []
     for i, name in enumerate(sent):

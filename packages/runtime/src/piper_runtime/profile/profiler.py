@@ -1,10 +1,9 @@
-"""Measure inside of a worker the durations of chunks' steps, other ops, messages and instructions on this machine.
+"""Measure in a worker the durations of chunks' steps, other ops, messages and instructions on this machine.
 
 All ranks measure the same thing at the same time: ranks of one machine share its memory bandwidth, and in a run they
 compute at once. A rank computes the whole model on the job's own batches, part by part in the order of a plan for one
-device, with the closures that a run binds and a clock around each; of chunks that devices share, what one of them does,
-without the messages inside. Messages go over communicators like those of a run,
-between ranks that do nothing else.
+device, with the closures that a run binds and a clock around each; of chunks that devices share, one device's work,
+without the messages inside. Messages go over communicators like a run's, between ranks that do nothing else.
 
 On CUDA every rank needs a device of its own, and messages go over NCCL. The host issues a pass behind others that are
 not measured, so that it is as far ahead of the device as between the microbatches of a step.
@@ -72,14 +71,14 @@ class ProfileRequest:
     """Describe the measurements of one rank.
 
     Attributes:
-        plan: the strategy's plan, pickled, of which the updates are measured.
-        plans: plans for one device, pickled, one per number of rows, of which everything is measured.
-        again: the same, of which the recomputation is measured.
-        sharing: plans of ranks that share states, pickled, of which rank 0's ops on buckets are measured.
+        plan: the strategy's plan, pickled; its updates are measured.
+        plans: plans for one device, pickled, one per number of rows; everything in them is measured.
+        again: the same with recomputation, which is measured.
+        sharing: plans of ranks that share states, pickled; rank 0's ops on buckets are measured.
         code: the code of all of them, by rows.
-        draws: by what random numbers are drawn.
+        draws: the way of drawing random numbers, "rows" or "microbatches".
         sizes: bytes of messages.
-        device: the kind of device that runs take where the request is made.
+        device: the kind of device of runs in the process that makes the request.
     """
 
     plan: bytes
@@ -104,11 +103,10 @@ class ProfileReport:
     Attributes:
         parts: also one entry per chunk of a code.
         issue: seconds of the issuing thread per instruction, beyond its parts.
-        talk: the same per communication instruction, beyond its message.
+        talk: these seconds per communication instruction, beyond its message.
         resident: per number of rows, ascending, the bytes of tensors at the peak and the most bytes that were resident
-            (on
-        CUDA: taken from the device by this process); empty where the system does not tell, and where NCCL has taken
-            some before.
+            (on CUDA: taken from the device by this process); empty if the system does not tell, or if NCCL has taken
+            device memory before.
         node: the host's name.
         backend: the transport of messages.
         device: the name of the rank's CUDA device, "" for the CPU.
@@ -137,8 +135,8 @@ def profile(
 ) -> ProfileReport:
     """Return all measurements of a request; raise ExecutionError when the ranks of a node share a CUDA device.
 
-    `local_rank` is the rank's number among those of its node, at most `local_world`; None: all ranks of the plan.
-    `on_cores` is that of `WorkerContext`.
+    `local_rank` is the rank's number on its node, which has at most `local_world` ranks; None: all ranks of the plan.
+    `on_cores` is `WorkerContext.on_cores`.
     """
     device, plan = take_device(request.device, local_rank), pickle.loads(request.plan)
     local_world = plan.mesh.world if local_world is None else local_world
@@ -235,7 +233,7 @@ class _Profiler:
         """Measure steps of a plan for one device, part by part, and keep all of it or one step of each chunk."""
         bound = self._bound(plan, 0, job)
         batch: CostKey = ("", "Batch", plan.rows)
-        # A host that is ahead calls the batch function while the device computes; what is left of it is in the load
+        # A host that is ahead calls the batch function while the device computes; only the rest of its time is in the load
         # that calls.
         ahead = self._clock.ahead
         keys, runs = zip(
@@ -266,7 +264,7 @@ class _Profiler:
                 run()
 
     def _on_buckets(self, plan: Plan, rank: int, job: RankJob) -> None:
-        """Measure what a rank of a plan does with its buckets: updates, norms, buffers of gradients and their folds."""
+        """Measure a rank's ops on its buckets: updates, norms, buffers of gradients and their folds."""
         bound = self._bound(plan, rank, job)
         traffic = PlanBytes(plan)
         ops = SquaredNorm | Update | Fresh | Fold
@@ -294,7 +292,7 @@ class _Profiler:
 
     def messages(self, over: str) -> None:
         """Measure communication by size and group, over the transport `over`."""
-        gc.collect()  # what the last rank held makes room for messages
+        gc.collect()  # the last rank's memory makes room for messages
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self.report.messages = self._messages.measure(self._request.sizes, self._request.repeats)
@@ -317,7 +315,7 @@ class _Profiler:
 def _copied(
     plan: Plan, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
 ) -> torch.Tensor:
-    """Return something of the shape that a collective inside of a step returns, without one.
+    """Return a tensor of the shape of a collective's result inside of a step, without a message.
 
     Messages are measured apart: here a device would wait for others, and measure them instead of its kernels.
     """
@@ -344,7 +342,7 @@ def _copied(
 def _evenly(counts: torch.Tensor, devices: int) -> torch.Tensor:
     """Return counts of experts' rows that are as many in all, and equal for all devices and experts, or one more.
 
-    Predictions scale what a profile measures by the load (`piper_simulator.durations.expert_work`), so it is one of 1.
+    Predictions scale a profile's measurements by the load (`piper_simulator.durations.expert_work`), so it is 1 here.
     With other counts a device would also read places that nobody filled.
     """
     experts, total = counts.shape[0], counts.sum()
@@ -382,7 +380,7 @@ def _clocked(
 
 
 def _with_itself(part: Part, bound: Rank) -> Thunk:
-    """Return what a rank does for a communication, without others: it gets what it gives, if that is of one size."""
+    """Return a closure for a communication without other ranks: it copies the operand to a result of the same shape."""
     operand, values = bind_operand(part, bound), bound.store.values
 
     def run() -> None:

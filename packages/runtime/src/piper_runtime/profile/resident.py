@@ -10,7 +10,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def most_resident() -> int | None:
-    """Return the most bytes resident since the process began or `reset_most_resident`; None where that is unknown."""
+    """Return the most bytes resident since the process began or `reset_most_resident`; None if that is unknown."""
     if not _STATUS.is_file():
         return None
     found = [line.split() for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")]

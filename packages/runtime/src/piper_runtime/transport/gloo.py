@@ -24,9 +24,9 @@ from piper_runtime.transport.store_meeting import StoreMeeting
 
 LOOPBACK = "127.0.0.1"
 COPIED = 1 << 16
-"""The bytes up to which a gather is an all-to-all of copies, which no plan counts.
+"""The most bytes of a gather that runs as an all-to-all of copies, which no plan counts.
 
-Where receives are posted and then waited for, gloo's thread spins until the message comes: 2 ms of CPU time for a few
+If receives are posted and then waited for, gloo's thread spins until the message comes: 2 ms of CPU time for a few
 hundred bytes, measured on two busy cores.
 """
 FOREVER = timedelta(days=1)
@@ -47,7 +47,7 @@ class GlooCommunicators:
 
     @property
     def store(self) -> Any:
-        """Return the torch.distributed.Store through which the ranks leave notes for each other."""
+        """Return the torch.distributed.Store that the ranks share."""
         return self._store
 
     def connect(self, plan: Plan) -> None:
@@ -81,7 +81,7 @@ class GlooCommunicators:
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
     def meeting(self, ranks: tuple[int, ...]) -> StoreMeeting:
-        """Return what adds up, over these ranks, numbers that they count before a step; all ranks call this alike."""
+        """Return the meeting that sums the numbers that these ranks count before a step; all ranks call this alike."""
         self._meetings += 1
         return StoreMeeting(
             dist.PrefixStore(f"meeting {self._meetings}", self._store), self._rank, ranks
@@ -115,13 +115,13 @@ class GlooCommunicators:
 
 @contextmanager
 def _new_threads_let_others_run() -> Iterator[None]:
-    """Give threads that are started within a policy by which they displace no other thread when they wake up.
+    """Give threads that are started inside the block a policy that lets them displace no other thread on waking up.
 
     A device of gloo has a thread that reads and writes sockets. When another thread has the lock of a connection, it
     does not sleep but asks again at once. Woken by the peer's message on the core of a thread that sends with that
     lock, it would displace that thread, and then ask for its lock until the system's next tick: 4 ms in which nothing
-    moves, met by one message of eight (docs/decisions/0032). Where the system knows no such policy or does not allow
-    it, as some sandboxes, or the caller has a policy of its own, threads are as they come.
+    moves, met by one message of eight (docs/decisions/0032). If the system has no such policy or does not allow it, as
+    some sandboxes, or the caller has a policy of its own, threads keep the default.
     """
     if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
@@ -207,9 +207,9 @@ def _all_gather(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
 
 
 def _all_to_all(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
-    """Exchange by gloo's own collective, which works on what it is given, on a thread of gloo's.
+    """Exchange by gloo's own collective, which works on the given tensors, on a thread of gloo's.
 
-    Receives that are posted from here block where the cores are busy, and gloo's other thread takes CPU time meanwhile.
+    Receives that are posted from here block if the cores are busy, and gloo's other thread takes CPU time meanwhile.
     """
     operand, result = comm.operand, comm.result
     assert result is not None

@@ -1,14 +1,14 @@
 """Communicate over NCCL: one process group per channel instance, made of its members only, one rank per CUDA device.
 
-NCCL refuses two ranks of one host on one device. Where a test wants that, each rank tells NCCL that it is a host of its
-own (NCCL_HOSTID), and messages go through sockets. All of this file runs then, slowly, and nothing of NVLink.
+NCCL refuses two ranks of one host on one device. If a test needs that, each rank tells NCCL that it is a host of its
+own (NCCL_HOSTID), and messages go through sockets. All of this file runs then, slowly and without NVLink.
 
-What torch does (ProcessGroupNCCL, its source read; run on one H100): a collective with asyncOp=False is issued on the
-stream that is current, and returns nothing, so an event recorded afterwards is reached when it is done. A send or
-receive is not: it goes to a stream of the group's own, and torch calls `record_stream` on its tensor, so that the
+The behaviour of torch (ProcessGroupNCCL, its source read; run on one H100): a collective with asyncOp=False is issued
+on the stream that is current, and returns nothing, so an event recorded afterwards is reached when it is done. A send
+or receive is not: it goes to a stream of the group's own, and torch calls `record_stream` on its tensor, so that the
 allocator takes the memory back only when the device has come to its end. A host that is a step ahead then keeps all
-that a step sends and receives (seen: more than the plan says after the first free of what was received). So a message
-from rank to rank is a broadcast on its channel, whose members are the two.
+sent and received tensors of a step (seen: more memory than the plan's after the first free of a received tensor). So a
+message from rank to rank is a broadcast on its channel, whose members are the two.
 
 NCCL needs the union of all ranks' issue orders to have no cycle: R20.
 """
@@ -109,7 +109,7 @@ def _all_to_all(group: Any, comm: BoundComm) -> Thunk:
 
 
 def _shift(group: Any, comm: BoundComm) -> Thunk:
-    """Issue an all-to-all in which only the next member gets something: as two messages it would leave the stream."""
+    """Issue an all-to-all that sends to the next member only: as two messages it would leave the stream."""
     options, operand, result = on_this_stream(c10d.AllToAllOptions()), comm.operand, comm.result
     assert result is not None
     here, size = group.rank(), group.size()

@@ -22,7 +22,7 @@ class StagedCommunicators:
         self._gloo = gloo
 
     def connect(self, plan: Plan) -> None:
-        """Make what a plan needs."""
+        """Make the communicators of a plan's channels."""
         self._gloo.connect(plan)
 
     def bind(self, comm: BoundComm) -> Thunk:

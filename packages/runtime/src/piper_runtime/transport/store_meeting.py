@@ -1,4 +1,4 @@
-"""Add up numbers that ranks count on the host, through the store by which they found each other."""
+"""Add up numbers that ranks count on the host, through the store of their rendezvous."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 POLL_S = 5e-4
 """The seconds between two looks for another rank's numbers. A store that blocks in C++ would not hear signals."""
 KEPT = 2
-"""The steps whose numbers stay in the store: a rank may still read those of the step before."""
+"""The number of steps whose counts stay in the store: a rank may still read the counts of the step before."""
 
 
 class StoreMeeting:
-    """Let the first of some ranks add up what all of them have counted in a step, and all ranks read the sum."""
+    """Let the first of some ranks add up the counts of all of them in a step, and all ranks read the sum."""
 
     def __init__(self, store: Any, rank: int, ranks: tuple[int, ...]) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
@@ -27,7 +27,7 @@ class StoreMeeting:
         self._sums.clear()
 
     def give(self, counted: torch.Tensor) -> None:
-        """Hand over what this rank has counted in this step; return at once."""
+        """Hand over this rank's counts of this step; return at once."""
         self._store.set(f"{self._step} {self._rank}", _bytes(counted))
 
     def total(self) -> torch.Tensor:

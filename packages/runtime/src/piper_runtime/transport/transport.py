@@ -1,4 +1,4 @@
-"""Choose a rank's communicators, and the engine for them, by where its tensors are."""
+"""Choose a rank's communicators, and the engine for them, by the device of its tensors."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TransportName = Literal["gloo", "nccl", "staged"]
 SHARED_DEVICE = "PIPER_SHARED_DEVICE"
 """The environment variable that names the transport of ranks that share a CUDA device, the same on every rank.
 
-"gloo", the default, works on pinned copies. "nccl", for tests of it, joins all ranks by NCCL's sockets, those with a
-device of their own too (`piper_runtime.transport.nccl`).
+"gloo", the default, works on pinned copies. "nccl", for tests of it, joins all ranks by NCCL's sockets, also ranks with
+a device of their own (`piper_runtime.transport.nccl`).
 """
 
 _nccl: WeakKeyDictionary[GlooCommunicators, NcclCommunicators] = WeakKeyDictionary()
-"""The NCCL communicators of this process, kept as long as those of gloo, whose store they use."""
+"""The NCCL communicators of this process, kept as long as the gloo communicators whose store they use."""
 
 _calls: WeakKeyDictionary[GlooCommunicators, Counter[int]] = WeakKeyDictionary()
 """The counts of plans so far, by their number of ranks: the same on each of these ranks."""
@@ -48,10 +48,10 @@ def take_device(kind: str, local_rank: int) -> torch.device:
 
 
 def choose_transport(device: torch.device, local_world: int) -> TransportName:
-    """Return the transport of tensors: gloo on the CPU; on CUDA, NCCL where every rank has a device of its own.
+    """Return the transport of tensors: gloo on the CPU; on CUDA, NCCL if every rank has a device of its own.
 
-    Ranks that share one get gloo on pinned copies, unless the environment says otherwise (`SHARED_DEVICE`; an unknown
-    name raises ExecutionError). `local_world` is the most ranks on any node.
+    Ranks that share a device get gloo on pinned copies, unless the environment says otherwise (`SHARED_DEVICE`; an
+    unknown name raises ExecutionError). `local_world` is the most ranks on any node.
     """
     if device.type == "cpu":
         return "gloo"
@@ -96,7 +96,7 @@ def apart() -> bool:
 
 
 def nccl_of(gloo: GlooCommunicators, device: torch.device) -> NcclCommunicators:
-    """Return the NCCL communicators of a process, made on first use beside those of `gloo`."""
+    """Return the NCCL communicators of a process, made on first use from the store of `gloo`."""
     if gloo not in _nccl:
         _nccl[gloo] = NcclCommunicators(gloo, device, apart=apart())
     return _nccl[gloo]
@@ -113,8 +113,8 @@ def connected(
 ) -> tuple[StreamBackend, Engine]:
     """Return the streams and the engine of a rank, with its communicators connected.
 
-    `gloo` are those of its process. `name` is called before anything is bound, to put something around each instruction
-    (`piper_runtime.engine.ranges`).
+    `gloo` has the communicators of its process. `name` is called before anything is bound, to put something around each
+    instruction (`piper_runtime.engine.ranges`).
     """
     around = (lambda bind: name(rank, bind)) if name is not None else (lambda bind: bind)
     if counting := counting_ranks(rank.plan):

@@ -29,14 +29,14 @@ class Box:
         )
 
     def overlap(self, other: Box) -> Box | None:
-        """Return the elements that two boxes of one tensor share, None where there are none."""
+        """Return the overlap of two boxes of one tensor, None if it is empty."""
         first = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         sizes = tuple(min(a + n, b + m) - f for f, (a, n, b, m) in zip(first, ends, strict=True))
         return Box(first, sizes) if all(size > 0 for size in sizes) else None
 
     def with_next(self, other: Box) -> Box | None:
-        """Return two boxes of one tensor as one, None where it would not hold first these elements and then those."""
+        """Return this box and the other as one box, None unless that holds this box's elements and then the other's."""
         k = next(
             (k for k, (a, b) in enumerate(zip(self.offsets, other.offsets, strict=True)) if a != b),
             None,
@@ -81,7 +81,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
 
 
 def boxes_of_ranges(shape: tuple[int, ...], ranges: Iterable[tuple[int, int]]) -> list[Box]:
-    """Return the boxes of several ranges [start, stop), in their order, and those that make a larger box as one.
+    """Return the boxes of several ranges [start, stop), in their order; boxes that make a larger one are joined.
 
     So the columns that a device has of a matrix are one box, and not one for each row.
     """

@@ -1,7 +1,7 @@
 """Read the tensors of torch's distributed checkpoints (DCP): their metadata, a pickle that is read without trust.
 
-torch unpickles it, which runs whatever a stranger has written into it. Here an unpickler makes the classes of DCP's
-metadata only, and what it made is checked before it is used.
+torch unpickles it, which runs any code that a stranger has written into it. Here an unpickler makes the classes of
+DCP's metadata only, and the objects are checked before they are used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from piper_runtime.weights.boxes import Box, boxes_of_ranges
 DCP_METADATA = ".metadata"
 """The name of the file that makes a folder a DCP."""
 MOST_BYTES = 1 << 30
-"""The largest metadata that is read: that of a checkpoint with millions of tensors."""
+"""The most bytes of metadata that are read, enough for a checkpoint with millions of tensors."""
 DCP_HOME = "torch.distributed.checkpoint"
 _CLASSES: Mapping[str, frozenset[str]] = {
     f"{DCP_HOME}.metadata": frozenset(
@@ -53,15 +53,15 @@ BROKEN = (
 
 @dataclass(frozen=True, slots=True)
 class SavedBox:
-    """Say where a checkpoint holds a box of a tensor.
+    """Hold the place of a tensor's box in a checkpoint.
 
     Attributes:
         key: the tensor's name in the checkpoint.
         shape: the shape of the whole tensor.
         file: the name of the file in the checkpoint's folder.
-        at: where the box begins in the file, in bytes.
-        nbytes: how long it is there.
-        checksum: the CRC-32 of the box's elements; None where the checkpoint does not say it.
+        at: the offset of the box in the file, in bytes.
+        nbytes: its length there.
+        checksum: the CRC-32 of the box's elements; None if the checkpoint does not have it.
     """
 
     key: str
@@ -82,7 +82,7 @@ class SavedBox:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Say where a checkpoint holds a tensor: in boxes that cover it."""
+    """Hold the places of a tensor in a checkpoint: boxes that cover it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class SavedTensor:
 def read_metadata(data: bytes, where: str) -> dict[str, SavedTensor]:
     """Return the tensors that the metadata of a checkpoint describes, by name; `where` names it in messages.
 
-    Raises FormatError for bytes that are no such metadata, or that describe what cannot be.
+    Raises FormatError for bytes that are no such metadata, or that describe impossible tensors.
     """
     try:
         found = _Unpickler(io.BytesIO(data)).load()
@@ -163,7 +163,7 @@ def _numbers(size: Any) -> tuple[int, ...]:
 class _Unpickler(pickle._Unpickler):
     """Make objects of known classes only.
 
-    It is the one in Python: that in C makes room for as many objects as a stranger claims.
+    It is the one in Python: the one in C makes room for as many objects as a stranger claims.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -251,7 +251,7 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
 
 
 def _check_sums(data: io.BytesIO, expected: int | None) -> None:
-    """Raise ValueError where bytes that torch.save wrote have changed, or are those of another checkpoint.
+    """Raise ValueError if bytes that torch.save wrote have changed, or belong to another checkpoint.
 
     torch.load does not look at checksums.
     """
@@ -308,7 +308,7 @@ WEIGHTS = "model."
 
 
 def dcp_tensors(folder: Path) -> dict[str, DcpTensor]:
-    """Return the weights of a DCP by name; of names that begin with "model." these alone, without that beginning.
+    """Return the weights of a DCP by name; if names begin with "model.", only these, without that beginning.
 
     Raises FormatError for metadata that were changed, and JobError for a folder that cannot be read.
     """
@@ -341,7 +341,7 @@ def weights_in(folder: Path, found: Mapping[str, SavedTensor]) -> dict[str, DcpT
 
 
 def unreadable(tensor: SavedTensor, sizes: Mapping[str, int]) -> str:
-    """Return what is wrong with where a tensor lies, given the sizes of files; an empty text when nothing is."""
+    """Return the problem with a tensor's places, given the sizes of files; an empty text if there is none."""
     elements = 0
     for saved in tensor.boxes:
         if (

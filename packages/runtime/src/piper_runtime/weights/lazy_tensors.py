@@ -28,7 +28,7 @@ class TensorForm:
 class LazyTensors(Mapping[str, Tensor]):
     """Make each tensor anew whenever it is asked for, in the dtype of its `forms`; nothing is kept.
 
-    A tensor is read from a file where `files` has it, and made by the recorded constructor otherwise.
+    A tensor is read from a file if `files` has it, and made by the recorded constructor otherwise.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class LazyTensors(Mapping[str, Tensor]):
         return self[name].reshape(-1)[start:stop].clone()
 
     def in_file(self, name: str) -> bool:
-        """Return whether a tensor is read from a file, of which any range costs its bytes alone."""
+        """Return whether a tensor is read from a file; there a range costs its own bytes only."""
         return name in self._files
 
     def part(self, names: Iterable[str]) -> LazyTensors:
-        """Return these tensors alone, with no more than they need: this is what is sent to a rank."""
+        """Return these tensors alone, with only the calls and files that they need, to be sent to a rank."""
         forms = {name: self.forms[name] for name in names}
         made = [name for name in forms if name not in self._files]
         return LazyTensors(
@@ -82,7 +82,7 @@ def matched(
     wanted: Iterable[str],
     aliases: Mapping[str, str],
 ) -> dict[str, PlacedTensor]:
-    """Return what files give to each tensor of a model; raise JobError with all names where they do not fit.
+    """Return the files' tensor for each tensor of a model; raise JobError with all names if they do not fit.
 
     `wanted` names the tensors that files must have, and `aliases` gives the first name of a tied tensor for its others;
     a file may have any of them, and they must be alike.
@@ -114,7 +114,7 @@ def matched(
 
 
 def _alike(one: PlacedTensor, other: PlacedTensor) -> bool:
-    """Return whether two tensors of files begin and end alike, as those that were saved from one do."""
+    """Return whether two tensors of files have equal first and last elements, as copies of one tensor do."""
     if one is other or one.shape != other.shape:
         return one is other
     size = math.prod(one.shape)

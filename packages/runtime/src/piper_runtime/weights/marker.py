@@ -1,4 +1,4 @@
-"""Mark a checkpoint as complete, and say by its mark which files belong to it.
+"""Mark a checkpoint as complete, with the list of its files.
 
 The mark holds the size of each file, digests of the files that are read whole, and the checksum of each box of the
 others. A box is compared with its checksum when it is read, so no file is read twice, neither to write nor to read it.
@@ -24,7 +24,7 @@ from piper_runtime.weights.dcp_tensors import (
 )
 
 MARKER = "complete.json"
-"""The file that is written last: only a folder that has it is a checkpoint. It says which other files belong to it."""
+"""The file that is written last: only a folder that has it is a checkpoint. It lists the checkpoint's other files."""
 META = "run.json"
 MARKER_FORMAT, MARKER_VERSION = "piper-checkpoint-files", 1
 AGAIN = "copy the whole folder again from where it was written, or take another checkpoint"
@@ -32,7 +32,7 @@ AGAIN = "copy the whole folder again from where it was written, or take another 
 
 @dataclass(frozen=True)
 class Marker:
-    """Hold what `complete.json` says; checkpoints of earlier versions have sizes alone.
+    """Hold the content of `complete.json`; checkpoints of earlier versions have sizes alone.
 
     Attributes:
         files: the size of each file.
@@ -53,7 +53,7 @@ def digest_of(data: bytes) -> str:
 
 
 def marked_tensors(path: Path) -> tuple[bytes, dict[str, SavedTensor]]:
-    """Return what describes the run of a checkpoint, and where its tensors lie.
+    """Return the metadata of a checkpoint's run as bytes, and its tensors by name.
 
     Raises JobError when it is incomplete or not one of Piper's, and FormatError when a file is of another step or run.
     """
@@ -70,7 +70,7 @@ def marked_tensors(path: Path) -> tuple[bytes, dict[str, SavedTensor]]:
 
 
 def _does_not_belong(marker: Marker, described: bytes) -> str:
-    """Return that a file is not the one that was written, and of which step and run it is, as far as that is known."""
+    """Return that a file is not the one that was written, and its step and run, as far as they are known."""
     try:
         meta = json.loads(described)
         step, run = meta["step"], str(meta["run"])
@@ -89,7 +89,7 @@ def _does_not_belong(marker: Marker, described: bytes) -> str:
 def _with_checksums(
     tensors: Mapping[str, SavedTensor], marker: Marker, path: Path
 ) -> dict[str, SavedTensor]:
-    """Return where tensors lie, with the checksum of each box, by which it is known when it is read."""
+    """Return the tensors with the checksum of each box, which is compared when the box is read."""
     if not marker.checksums:
         return dict(tensors)
     places: dict[str, set[int]] = {}
@@ -167,7 +167,7 @@ def _is_file_name(name: object) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file that is read whole; raise JobError or FormatError where that cannot be."""
+    """Return the content of a file that is read whole; raise JobError or FormatError if it cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -179,7 +179,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decoded(data: bytes, path: Path) -> str:
-    """Return the text in a file's content; raise FormatError where it is none."""
+    """Return the text in a file's content; raise FormatError if it is no text."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
-"""Record a model's constructor: run it once on tensors without bytes, and write down what it does to each storage.
+"""Record a model's constructor: run it once on tensors without bytes, and write down its calls on each storage.
 
-The tensors are fake ones that claim to be on the CPU. Meta tensors would not do: functions of torch look for them and
-leave out what they cannot know. `nn.init.trunc_normal_` is one: it draws until all numbers lie within its bounds, and
-on meta it returns at once.
+The tensors are fake ones that claim to be on the CPU. Meta tensors would not do: functions of torch check for them and
+skip work on them. `nn.init.trunc_normal_` is one: it draws until all numbers lie within its bounds, and on meta it
+returns at once.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def record(
 ) -> tuple[nn.Module, Recording]:
     """Run a constructor on fake tensors; return the model, whose tensors are fake, and how to make each of them.
 
-    `named` gives the tensors of the model that are wanted. `asked` names in errors what needs the recording. Raises
+    `named` gives the tensors of the model that are wanted. `asked` names in errors the setting that needs it. Raises
     JobError for a constructor that reads values of tensors, has a generator of its own, or uses another device.
     """
     fakes = _OneMode(allow_non_fake_inputs=True)
@@ -166,7 +166,7 @@ def _swap(before: Callable[..., Any], tensor: Tensor, other: Tensor) -> None:
 
 
 class _OneMode(FakeTensorMode):
-    """Stay one mode where its tensors are copied deeply, as by constructors that clone layers."""
+    """Stay one mode if its tensors are copied deeply, as by constructors that clone layers."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
         return self
@@ -212,7 +212,7 @@ class _ConstructorLog(TorchDispatchMode):
         return result
 
     def place(self, name: str, tensor: Tensor) -> StorageView:
-        """Return where a tensor of the finished model is."""
+        """Return a tensor of the finished model as a view of its storage."""
         if tensor.device.type != "cpu":
             raise JobError(
                 f"Job.model() makes {name!r} on device {tensor.device}, where {self._asked} gives "
@@ -279,7 +279,7 @@ class _ConstructorLog(TorchDispatchMode):
         return self._draws - 1
 
     def _argument(self, leaf: Any) -> Any:
-        """Return an argument with fake tensors only; refuse those that cannot be written down."""
+        """Return an argument with fake tensors only; refuse generators and storages, which cannot be written down."""
         if isinstance(leaf, torch.Generator):
             raise JobError(
                 f"{self._asked}: Job.model() draws from a torch.Generator of its own; leave "
@@ -298,7 +298,7 @@ class _ConstructorLog(TorchDispatchMode):
         return self._faked(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _faked(self, tensor: Tensor) -> Tensor:
-        """Return the fake tensor of one that torch did not make in the constructor, such as a numpy array's."""
+        """Return the fake tensor for a tensor that torch did not make in the constructor, such as a numpy array's."""
         if is_fake(tensor):
             return tensor
         fake = self._fakes.from_tensor(tensor)

@@ -1,9 +1,9 @@
-"""Hold how a constructor makes the tensors of a model, and make each of them alone.
+"""Hold the calls of a constructor that make the tensors of a model, and make each tensor alone.
 
 A recording is a list of calls of operators. Tensors in it are places in numbered storages, so that views and copies
 need no care: to make a tensor, the calls that gave its storage its content run again, in their order. Each call that
-draws random numbers does so under a seed of its own (`draw_seed`). So a tensor has the same content whatever else is
-made, in which order, and in which process. Memory that no call fills is zero.
+draws random numbers does so under a seed of its own (`draw_seed`). So a tensor's content does not depend on the other
+tensors that are made, on their order, or on the process. Memory that no call fills is zero.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class RecordedCall:
         op: the operator, as "aten::normal_" with an overload's name after a dot, or `TRUNCATED`.
         args: positional arguments, with a `StorageView` for each tensor.
         kwargs: keyword arguments, likewise.
-        made: for each tensor of the result its place in a new storage, or None where its storage existed.
+        made: for each tensor of the result its place in a new storage, or None if its storage existed.
         reads: the storages whose content matters to the call.
         writes: the storages whose content the call changes or makes.
-        fills: whether it gives one whole storage new content, whatever was there before.
+        fills: whether it overwrites one whole storage, regardless of its old content.
         draw: the number among the calls that draw random numbers; None if it does not.
     """
 
@@ -89,7 +89,7 @@ class Recording:
         calls: by position in the constructor.
         sizes: bytes of each storage.
         constants: bytes that storages begin with; the others begin with zeros.
-        places: where each named tensor is in the end.
+        places: the final view of each named tensor.
     """
 
     seed: int
@@ -119,7 +119,7 @@ class Recording:
         return place.of(self._storage(place.storage, memory))
 
     def part(self, names: Iterable[str]) -> Recording:
-        """Return what some tensors need, to be sent to the process that makes them."""
+        """Return the part of the recording that some tensors need, to be sent to the process that makes them."""
         places = {name: self.places[name] for name in names}
         positions = sorted({p for place in places.values() for p in self._needed(place.storage)})
         calls = {p: self.calls[p] for p in positions}
@@ -144,7 +144,7 @@ class Recording:
         return found
 
     def _needed(self, storage: int) -> list[int]:
-        """Return the positions, ascending, of the calls on which the last content of a storage depends."""
+        """Return the positions, ascending, of the calls that determine the last content of a storage."""
         needed: set[int] = set()
         seen: set[tuple[int, int]] = set()
         waiting = [(storage, len(self._writers.get(storage, ())))]

@@ -1,4 +1,4 @@
-"""Give the tensors of a file to those of a model: other names, parts of a tensor, transposed ones, stacked ones."""
+"""Map the tensors of a file to a model's: under other names, in parts, transposed or stacked."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Into:
-    """Say where a tensor of a file goes in the model.
+    """Hold the place of a file's tensor in the model.
 
     Attributes:
-        name: the model's name; each `*` stands for what the same `*` of the pattern has matched. A number in brackets
-            at the end is an entry of the tensor's first dimension: "experts.up[*]".
+        name: the model's name; each `*` stands for the text that the same `*` of the pattern has matched. A number in
+            brackets at the end is an entry of the tensor's first dimension: "experts.up[*]".
         rows: the rows of the file's tensor, from and to; None for all.
         transposed: whether the model has the transposed matrix.
     """
@@ -35,7 +35,7 @@ class Into:
 
 
 RenameTarget = str | None | Into | tuple[Into, ...]
-"""The place of a file's tensor in the model: a name, or None where it has none."""
+"""The place of a file's tensor in the model: a name, or None if it has none."""
 Renames = Mapping[str, RenameTarget]
 """The places in the model by patterns of names in the file; the first pattern that matches counts."""
 
@@ -76,7 +76,7 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """Hold what one tensor of a file gives to a tensor of the model: all of it, or an entry of its first dimension.
+    """Hold a file's tensor for a tensor of the model: for all of it, or for an entry of its first dimension.
 
     Attributes:
         origin: the tensor's name in the file.
@@ -144,7 +144,7 @@ class PlacedTensor:
 
 
 def rename_problem(renames: object) -> str | None:
-    """Return what is wrong with a mapping of names, or None."""
+    """Return the problem with a mapping of names, or None."""
     if not isinstance(renames, Mapping):
         return (
             "a mapping from patterns of names in the file to names in the model is needed, such as "
@@ -166,7 +166,7 @@ def rename_problem(renames: object) -> str | None:
 
 
 def placed(stored: Mapping[str, FileTensor], renames: Renames) -> dict[str, PlacedTensor]:
-    """Return what a file gives to a model, by the model's names; raise JobError for a tensor that is given twice."""
+    """Return a file's tensors by the model's names; raise JobError for a tensor that is given twice."""
     pieces: dict[str, list[WeightPiece]] = {}
     for origin, tensor in stored.items():
         for into in _targets(origin, renames):
@@ -221,7 +221,7 @@ def _checked(piece: WeightPiece) -> WeightPiece:
 
 
 def _joined(name: str, pieces: list[WeightPiece]) -> PlacedTensor:
-    """Return the pieces of one tensor in order; refuse what is given twice, or not at all."""
+    """Return the pieces of one tensor in order; refuse an entry that is given twice, or not at all."""
     if len(pieces) == 1 and pieces[0].entry is None:
         return PlacedTensor(tuple(pieces))
     ordered = sorted(pieces, key=lambda piece: -1 if piece.entry is None else piece.entry)

@@ -136,7 +136,7 @@ def read_headers(path: str | Path) -> tuple[dict[str, StoredTensor], dict[str, s
 
 
 class _Broken(Exception):
-    """Say what is wrong with a file, as the end of a sentence."""
+    """Report the problem of a broken file, as the end of a sentence."""
 
 
 def _parsed(header: bytes) -> dict[str, Any]:

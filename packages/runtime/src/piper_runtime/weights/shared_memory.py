@@ -1,4 +1,4 @@
-"""Find tensors of a model that have the same memory without sharing a storage: arrays of another library make such."""
+"""Find tensors of a model that share memory without sharing a storage, as arrays of another library make them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Check values, by the types of the records that hold them.
 
-A check is a function of a value and of its place. It returns the value, or raises a ClusterError that says what is
-wrong, where, and what is accepted. The fields of a record name their checks in their types (`memory_bandwidth:
+A check is a function of a value and of its place. It returns the value, or raises a ClusterError that names the
+problem, its place, and the accepted values. The fields of a record name their checks in their types (`memory_bandwidth:
 Positive`), so that one declaration checks the values of a file (`checks_of`) and of a program (`check_fields`).
 """
 

@@ -241,12 +241,12 @@ class Cluster:
         return sum(self.of(rank).peak(dtype) for rank in range(world))
 
     def guess(self, dtype: str) -> str:
-        """Return a warning that says which rate replaces that of a dtype which the first device does not know."""
+        """Return a warning that names the rate used for a dtype that the first device does not know."""
         return self.device.guess(dtype, self.name)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return the devices' notes as warnings, with the cluster's name, or that of each kind where they differ."""
+        """Return the devices' notes as warnings, with the cluster's name, or the name of each kind if they differ."""
         if len({kind.device.notes for kind in self.kinds}) == 1:
             return (f"{self.name}: {self.device.notes}",) if self.device.notes else ()
         return tuple(

@@ -13,8 +13,8 @@
 Measured kernels, `[[kernel]]`, are described in `piper_simulator.cluster.kernel_table`.
 
 `[device]` with `base = "h100-80g-sxm"` changes single constants of a built-in device, links and communication model
-included. Without `base` it gives all constants that have no default. Where nodes differ, `nodes` is a list of tables,
-one for each run of nodes, with a `device` and `[nodes.links]` of its own, which go before those of the file. An unknown
+included. Without `base` it gives all constants that have no default. If nodes differ, `nodes` is a list of tables, one
+for each run of nodes, with a `device` and `[nodes.links]` of its own, which go before the links of the file. An unknown
 key is an error.
 """
 

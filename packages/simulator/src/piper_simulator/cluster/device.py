@@ -37,7 +37,7 @@ class Device:
         memory_fraction: fraction of the memory bandwidth that kernels bound by memory reach.
         launch_s: host seconds per kernel.
         kernel_s: seconds of the device from the end of a kernel to that of a next one that does nothing; they count
-            where there is a stack.
+            if there is a stack.
         load_s: seconds until a load from memory arrives that no cache answers, likewise.
         host_issue_s: host seconds per instruction of a plan.
         synchronous: whether the host runs the kernels itself (a CPU); launches then add to their time instead of hiding
@@ -46,15 +46,15 @@ class Device:
         allocator_factor: reserved over allocated bytes.
         group_bytes: memory of a communicator of a group.
         p2p_bytes: memory of a communicator of two neighbours.
-        sms: streaming multiprocessors; 0 where there are none, or their number is not known.
+        sms: streaming multiprocessors; 0 if there are none, or their number is not known.
         generation: architecture, for constants that a stack gives by architecture.
-        memory_steps: (bytes from which on, fraction of the memory bandwidth), largest first; they count where there is
+        memory_steps: (bytes from which on, fraction of the memory bandwidth), largest first; they count if there is
             a stack.
         stack: the kernel stack that runs the model; without one all kernels reach the same fractions.
         kernels: measured kernels, which come before any formula.
         notes: which of these numbers are assumed or not calibrated; every prediction shows it as a warning. It may be
             empty.
-        price_per_hour: dollars for one device and hour; 0 where it is not known.
+        price_per_hour: dollars for one device and hour; 0 if unknown.
     """
 
     name: Text
@@ -84,7 +84,7 @@ class Device:
         check_fields(self, f"device {self.name}")
 
     def peak(self, dtype: str) -> float:
-        """Return the FLOP/s in a dtype; an unknown dtype has those of the slowest known one (see `guess`)."""
+        """Return the FLOP/s in a dtype; an unknown dtype gets the slowest known ones (see `guess`)."""
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())
 
     def guess(self, dtype: str, who: str) -> str:

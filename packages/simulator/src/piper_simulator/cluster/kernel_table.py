@@ -4,7 +4,7 @@
     interpolated   between two sizes: a straight line on log-log paper. Among shapes: the formula times measured /
                    formula of the neighbours, their geometric mean weighted by 1 / distance^2 in logarithms of the
                    dimensions
-    scaled         outside of what was measured, by at most a factor of REACH: the formula times measured / formula of
+    scaled         outside of the measured sizes, by at most a factor of REACH: the formula times measured / formula of
                    the nearest
     formula        nothing near was measured
 
@@ -200,7 +200,7 @@ class KernelTable:
 def _look(
     series: Mapping[Size, float], kernel: Kernel, axis: SizeAxis, size: Size, formula: KernelFormula
 ) -> Found | None:
-    """Look a size up in the rows of one kind; None where nothing near was measured."""
+    """Look a size up in the rows of one kind; None if nothing near was measured."""
     if size in series:
         return Found(series[size], "table")
     if axis != "shape":
@@ -225,7 +225,7 @@ def _look(
 
 
 def _size(kernel: Kernel, axis: SizeAxis) -> Size:
-    """Return a kernel's size on an axis; empty where it has none."""
+    """Return a kernel's size on an axis; empty if it has none."""
     dims = kernel.dims if axis == "shape" else (kernel.bytes if axis == "bytes" else kernel.flops,)
     size = tuple(bind(d, 0) for d in dims)
     return size if all(size) else ()

@@ -1,4 +1,4 @@
-"""Find clusters by name: built-in ones, this machine, and those of files.
+"""Find clusters by name: built-in ones, this machine, and clusters from files.
 
 A built-in cluster is named `<device>:<per node>[*<nodes>][@<stack>]`, e.g. `h100-80g-sxm:8*4`; `h100x8` and `h100x8*4`
 are short. `a100x8*2+h100x8*2` is two nodes of one device and then two of another. `h100x8@eager` uses published facts

@@ -12,7 +12,7 @@ A tree (all-reduce only) goes up and down, once within each node and log2(nodes)
     seconds = latency + 2 x bytes / (bus bandwidth x fraction)
 
 NVLS lets the switch add (all-reduce of the 8 devices of a node; with 4 a measured NCCL chose the ring), NVLSTree with a
-tree between nodes. Constants are those of NCCL 2.30, src/graph/tuning.cc, and of NCCL 2.8's where that is named.
+tree between nodes. Constants come from NCCL 2.30, src/graph/tuning.cc, and from NCCL 2.8's if that is named.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Network:
     """Describe the links between the nodes of a cluster.
 
     Attributes:
-        links: those of all nodes, or one entry for each run of nodes in `Cluster.nodes`.
+        links: the links of all nodes, or one entry for each run of nodes in `Cluster.nodes`.
         rails: with several, device k of a node is on rail k modulo their number, and a switch joins each rail.
         oversubscription: traffic that changes rails, or with one rail all traffic between nodes, reaches 1 / this of
             the bandwidth.

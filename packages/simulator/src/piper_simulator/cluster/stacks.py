@@ -44,7 +44,7 @@ class Stack:
         lowering: an operator that is one node of a plan is "one kernel", or the kernels that eager "torch" launches for
             it (`piper_simulator.durations.eager_launches`).
         optimizer: how parameters are updated (`piper_simulator.durations.updates`).
-        fused: kinds of kernels of which those of one step are launched as one.
+        fused: kinds of kernels that are launched as one kernel per step.
         saved: tensors that a forward keeps for its backward by default; for people, since a plan has its own.
         overlap: messages that run beside computation by default; for people, since a plan has its own.
         source: where these facts come from.

@@ -1,4 +1,4 @@
-"""Say which links and devices messages use, and at what rates activities run that share them.
+"""Say which links and devices messages use, and compute the rates of activities that share them.
 
 May import: cluster, durations.
 """

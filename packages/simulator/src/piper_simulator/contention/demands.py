@@ -1,7 +1,7 @@
 """Compute the load of messages on links from (op, bytes, members), without a plan.
 
-The laws are those for the messages of a plan (`piper_simulator.contention.flows`). Wire bytes of a rank per byte of its
-message, and what they pass through:
+The laws for the messages of a plan hold (`piper_simulator.contention.flows`). Wire bytes of a rank per byte of its
+message, and the ports and NICs that they pass through:
 
     p2p                          1              the port, or the NIC, of the source and of the destination
     all_reduce                   2 (n - 1) / n  a ring: the port of each member; at a node's border the NICs of its
@@ -10,8 +10,8 @@ message, and what they pass through:
     all_to_all                   (n - 1) / n    1 / (n - 1) of them to each other member, as if point-to-point
     shift                        1              all of it to the next member, as if point-to-point
 
-A rank of an all-to-all reads what it sends and writes what it receives, and so does a rank of a reduction; both touch 2
-bytes of memory per wire byte. Sources are those of the durations (`piper_simulator.durations.communication`).
+A rank of an all-to-all or a reduction reads the bytes that it sends and writes the ones that it receives: 2 bytes of
+memory per wire byte. The sources are in `piper_simulator.durations.communication`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Message:
     """Describe one message without a plan.
 
     Attributes:
-        channel: messages of one channel follow each other, those of different ones may run at the same time.
+        channel: messages of one channel follow each other, messages of different channels may run at the same time.
         nbytes: bytes on each rank (all_gather, reduce_scatter: of the whole tensor).
         seconds: its duration alone.
         instances: the ranks of each group that sends such a message at the same time, all of one size.
         ends: role that takes part, by its index in `Prepared.roles` -> the SMs that its stream names (None: none, 0:
-            copy engines); their device is that of the first member.
+            copy engines); their device is the first member's.
     """
 
     channel: str

@@ -1,20 +1,20 @@
 """Compute the load of a plan's messages on a cluster: on links, NICs, memory and SMs.
 
 `piper_simulator.contention.rates` computes the rates that follow from it. A message of B bytes per rank carries B over
-the wire point-to-point, and in a collective of n ranks what `piper_ir.program.collectives.Law.wire` says: 2 (n - 1) / n
-B for an all-reduce, (n - 1) / n B for the others. A rank touches 2 bytes of memory per wire byte of a collective, for
-it reads what it sends and writes what it receives. In an all-to-all each member sends 1 / (n - 1) of its wire bytes to
-each other one, as if point-to-point; the other collectives go around a ring.
+the wire point-to-point, and in a collective of n ranks the bytes of `piper_ir.program.collectives.Law.wire`: 2 (n - 1)
+/ n B for an all-reduce, (n - 1) / n B for the others. A rank touches 2 bytes of memory per wire byte of a collective,
+for it reads the bytes that it sends and writes the ones that it receives. In an all-to-all each member sends 1 / (n -
+1) of its wire bytes to each other one, as if point-to-point; the other collectives go around a ring.
 
-While a message runs it takes of each link on its way the part (wire bytes / duration) / (link's bytes/s). What a
-message takes beyond its bytes at the rate of its links is latency, in which others use them. A message that was
+While a message runs it takes of each link on its way the part (wire bytes / duration) / (link's bytes/s). The rest of a
+message's duration, beyond its bytes at the rate of its links, is latency, in which others use them. A message that was
 measured faster than that takes all of its link.
 
-Links are one-way. A *port* of a device carries what stays on its node, a *NIC* what leaves or enters the node. A ring
-passes out of and into the port of each member that is not alone on its node. At a node's border it is spread over the
-NICs of its members there. A NIC's part of the *spine*, 1 / `oversubscription` of it, carries the traffic that changes
-rails; with one rail that is all traffic, and the NIC carries no more. Traffic between two nodes whose link is *slow*
-shares the NIC's part of that link, 1 / factor of it. So a message that is alone takes as long as
+Links are one-way. A *port* of a device carries traffic within its node, a *NIC* traffic that leaves or enters the node.
+A ring passes out of and into the port of each member that is not alone on its node. At a node's border it is spread
+over the NICs of its members there. A NIC's part of the *spine*, 1 / `oversubscription` of it, carries the traffic that
+changes rails; with one rail that is all traffic, and the NIC carries no more. Traffic between two nodes whose link is
+*slow* shares the NIC's part of that link, 1 / factor of it. So a message that is alone takes as long as
 `piper_simulator.durations.communication` says, apart from latency. A role stands for its ranks: the instances of a
 channel run at the same time, and a resource counts all of them that pass through it.
 
@@ -141,7 +141,7 @@ class End:
     """Describe a role at the end of a message.
 
     Attributes:
-        named: the SMs that its stream names there; None where it names none, 0 for copy engines.
+        named: the SMs that its stream names there; None if it names none, 0 for copy engines.
         memory: bytes/s of the device's memory.
     """
 
@@ -155,7 +155,7 @@ def message_flows(
 ) -> list[Flow]:
     """Return the load of each group of `prepared`, given the work per node.
 
-    Raises ClusterError for a stream that takes as many SMs as a device has, or where the cluster does not say how many
+    Raises ClusterError for a stream that takes as many SMs as a device has, or if the cluster does not say how many
     that are.
     """
     loads = PlanLoads(plan, prepared.roles, wires)
@@ -387,7 +387,7 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
 
 
 def shared_resources(routes: Mapping[Used, Route], wires: Wiring) -> dict[Resource, int]:
-    """Return numbers for the resources that can be short of capacity; those with equal traffic share one."""
+    """Return numbers for the resources that can be short of capacity; resources with equal traffic share one."""
     carried: dict[Resource, list[tuple[Used, float]]] = {}
     for id, route in routes.items():
         for resource, times in route.passes.items():

@@ -1,4 +1,4 @@
-"""Compute the load of all messages of a plan: those of instructions, and those inside of steps.
+"""Compute the load of all messages of a plan: communication instructions, and messages inside of steps.
 
 An instruction with messages inside of its steps is a sequence of pieces: compute, and messages that share links with
 others as any message does. While one of them runs, the rank does not compute.
@@ -19,7 +19,7 @@ from piper_simulator.durations.instances import meeting_inside
 TimedPiece = tuple[float, Flow | None]
 """A part of an instruction: seconds of compute, or a message with its seconds."""
 ROUNDS = 4
-"""The most rounds of compute and messages as which an instruction is run.
+"""The most rounds of compute and messages that an instruction is run as.
 
 A plan does not say where in a step its messages stand; they are spread evenly.
 """
@@ -45,7 +45,7 @@ class SharedFlows:
 
 
 def all_loads(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wiring) -> SharedFlows:
-    """Return the loads of all messages, given the work per node; errors are those of `message_flows`."""
+    """Return the loads of all messages, given the work per node; raise the errors of `message_flows`."""
     inside = [(role, node) for role, node in _nodes(prepared) if work[node].inside]
     within = {(role, m.axis, m.op) for role, node in inside for m in work[node].inside}
     channels = {

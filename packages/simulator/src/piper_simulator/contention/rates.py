@@ -4,13 +4,13 @@ Rates change only when an activity begins or ends. An activity has work, in seco
 1 second of it per second.
 
 *Messages* share links. A message takes a fraction of each of its resources (a direction of a device's port, of a NIC)
-at full speed. Rates are max-min fair: all messages of a bottleneck get the same fraction of it, those that need less
-keep what they need, and what they leave is shared again (progressive filling). Of a message with several resources the
-largest fraction counts (Dominant Resource Fairness, Ghodsi et al., NSDI 2011). Messages do not wait for compute: their
-kernels hold their SMs while they run.
+at full speed. Rates are max-min fair: all messages of a bottleneck get the same fraction of it, smaller ones get no
+more than they need, and the rest is shared again (progressive filling). Of a message with several resources the largest
+fraction counts (Dominant Resource Fairness, Ghodsi et al., NSDI 2011). Messages do not wait for compute: their kernels
+hold their SMs while they run.
 
-*Compute* gets what messages leave: rate = 1 - f_sm - f_memory, summed over the messages under way on its device, at
-least `SLOWEST`. f_sm counts while a message runs, f_memory in proportion to its rate.
+*Compute* gets the capacity that messages leave: rate = 1 - f_sm - f_memory, summed over the messages under way on its
+device, at least `SLOWEST`. f_sm counts while a message runs, f_memory in proportion to its rate.
 `piper_simulator.contention.flows` defines the two, with their sources.
 """
 
@@ -37,7 +37,7 @@ class Flow:
     Attributes:
         id: equal for equal flows, of which one runs at a time.
         shares: resource -> the fraction of its capacity that the message takes at full speed, with all messages that it
-            stands for (those of a role's ranks).
+            stands for (one for each of a role's ranks).
         largest: the largest fraction that one message alone takes, at most 1.
         takes: role that takes part -> (f_sm, f_memory at full speed).
     """
@@ -98,7 +98,7 @@ def fair_rates(flows: Sequence[Flow]) -> list[float]:
     for i in set(range(len(flows))) - live:
         rates[i] = 1.0
     while live:
-        slope = dict.fromkeys(free, 0.0)  # what a unit of level takes of each resource
+        slope = dict.fromkeys(free, 0.0)  # the share of each resource that a unit of level takes
         for i in live:
             for r, share in flows[i].shares.items():
                 slope[r] += share / flows[i].largest
@@ -183,7 +183,7 @@ class SharedPool:
         )
 
     def _shares_of(self, flow: Flow) -> list[tuple[_Link, float]]:
-        """Return what a flow takes of each of its links."""
+        """Return the fraction that a flow takes of each of its links."""
         found = self._shares.get(flow.id)
         if found is None:
             found = [
@@ -207,7 +207,7 @@ class SharedPool:
         return crowd
 
     def _share(self, messages: dict[int, RunningMessage], now: float) -> dict[int, None]:
-        """Give messages and those tied to them their fair rates; return the roles of those whose rate changed."""
+        """Give messages and all tied to them their fair rates; return the roles of messages whose rate changed."""
         touched: dict[int, None] = {}
         while messages:
             crowd = self._crowd(next(iter(messages.values())))

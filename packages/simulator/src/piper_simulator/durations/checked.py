@@ -1,4 +1,4 @@
-"""Make the cost model of a plan, and check what a user's own gives: it must be durations."""
+"""Make the cost model of a plan, and check the results of a user's own model: they must be durations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model_for(
 def under_load(model: CostModelFactory, loads: Loads) -> CostModelFactory:
     """Return the cost model under loads of experts, the tokens of the fullest rank over the mean.
 
-    Raises PlanError for a load other than 1 where the model is not Piper's own.
+    Raises PlanError for a load other than 1 if the model is not Piper's own.
     """
     if all(load == 1 for load, _ in loads):
         return model
@@ -93,7 +93,7 @@ class _CheckedModel(CostModel):
             )
 
     def work(self, role: RolePlan, instr: Instr) -> Work:
-        """Return the model's work; raise CostModelError with role and instruction where it is none."""
+        """Return the model's work; raise CostModelError with role and instruction if it is none."""
         try:
             done: object = self._model.work(role, instr)
         except PiperError:
@@ -132,7 +132,7 @@ class _CheckedModel(CostModel):
 
 
 def _is_amount(value: object) -> bool:
-    """Return whether a value is a finite number from 0 on; those of NumPy are."""
+    """Return whether a value is a finite number from 0 on; NumPy's numbers count."""
     return (
         isinstance(value, Real)
         and not isinstance(value, bool)

@@ -1,8 +1,8 @@
 """Compute the duration of a message: (op, bytes, members, nodes) on a cluster.
 
-The duration comes from the cluster's table of measurements where it has this op, number of ranks and number of nodes,
-with lines on log-log paper between its sizes, and above them the formula scaled to meet the largest. Else it comes from
-a formula. `communication = "ring"` is one ring at full bandwidth. "nccl" is NCCL's choice among ring, tree and NVLS in
+The duration comes from the cluster's table of measurements if it has this op, number of ranks and number of nodes, with
+lines on log-log paper between its sizes, and above them the formula scaled to meet the largest. Else it comes from a
+formula. `communication = "ring"` is one ring at full bandwidth. "nccl" is NCCL's choice among ring, tree and NVLS in
 three protocols (`piper_simulator.cluster.nccl`).
 """
 

@@ -42,7 +42,7 @@ class Work:
     """Hold the duration, bytes and FLOPs of one instruction.
 
     Attributes:
-        seconds: its duration where nothing runs beside it, with the messages inside of its steps.
+        seconds: its duration if nothing runs beside it, with the messages inside of its steps.
         bytes: of a communication, the size of the message on one rank; of compute, of the messages inside of its steps.
         inside: the messages inside of its steps.
     """
@@ -96,7 +96,7 @@ The plan may have more roles than the user's: ranks that differ are apart (`pipe
 
 
 def work_of(model: CostModel, role: RolePlan) -> list[Work]:
-    """Return the work of each instruction of a role, asked for once for equal ones where the model is uniform."""
+    """Return the work of each instruction of a role, asked for once for equal ones if the model is uniform."""
     program = role.program
     if model.uniform and isinstance(program, InstrTable):
         return program.each(partial(model.work, role))

@@ -6,9 +6,9 @@ its messages as long as the slowest instance of their channel. `simulate` passes
 (`piper_simulator.times.splitting`).
 
 A step whose work devices share takes as long as its kernels and the messages inside of it, one after the other; so
-does one of dropless experts. Measured durations of such steps are those of the kernels.
+does one of dropless experts. Measured durations of such steps count the kernels alone.
 
-Where the host is the device (a CPU), the processor time of a message delays the computation that is issued next, unless
+If the host is the device (a CPU), the processor time of a message delays the computation that comes next, unless
 that waits for the message anyway: one core per rank does both, however many threads share it.
 """
 
@@ -52,8 +52,8 @@ class DeviceModel(CostModel):
     microbatch.
 
     On a cluster of several kinds of devices costs hold for the kind on which they were taken, and for all if that kind
-    is not in it. Where the host is the device, the time to issue an instruction is part of the instruction, and
-    `issue_s` is 0.
+    is not in it. If the host is the device, the time to issue an instruction is part of the instruction, and `issue_s`
+    is 0.
 
     `loads`: tokens of the fullest rank's experts over the mean, with their shares. They decide how long dropless
     experts take (`piper_simulator.durations.expert_work`): as long as under each of them, on average. A measured
@@ -231,10 +231,10 @@ class DeviceModel(CostModel):
         )
 
     def _batch_s(self, role: RolePlan, part: Part) -> float:
-        """Return the seconds for which a load waits for the job's batch function: the first of a microbatch on a role.
+        """Return the seconds that a load waits for the job's batch function: the first of a microbatch on a role.
 
-        Where the host is the device, a core does the function's work as well as the compute, so all of it counts.
-        Elsewhere the loader of the runtime calls it beside the device, one step ahead, and what is longer than the
+        If the host is the device, a core does the function's work as well as the compute, so all of it counts.
+        Elsewhere the loader of the runtime calls it beside the device, one step ahead, and only the time beyond the
         compute of a step counts.
         """
         known = self.costs.of_part("Batch", self.plan.rows)
@@ -282,7 +282,7 @@ class DeviceModel(CostModel):
         return Work(took.seconds, took.source, flops=flops)
 
     def _with_messages(self, role: RolePlan, op: Compute, kind: int) -> Work:
-        """Return the work of a step with the messages inside of it; those without bytes are not sent."""
+        """Return the work of a step with the messages inside of it; messages without bytes are not sent."""
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         key = op, kind, role.role
         if key not in self._inside:
@@ -315,7 +315,7 @@ class DeviceModel(CostModel):
         return self._inside[key]
 
     def _inside_message(self, channel: Channel, op: str, nbytes: int, rows: float) -> Work:
-        """Return the work of a message inside of a step, of which a part is rows; on a CPU only these are sent."""
+        """Return the work of a message inside of a step; on a CPU only its fraction `rows` is sent."""
         found = self._on_channel(channel, op, nbytes)
         if not self._inline or self.cluster is None or self.given or rows == 1:
             return found
@@ -332,7 +332,7 @@ class DeviceModel(CostModel):
     def _formula(
         self, device: Device, chunk: Chunk, step: Step, kind: int
     ) -> tuple[Took, int, tuple[str, ...]]:
-        """Return what a step takes under the loads, its FLOPs, and the dtypes whose rate on the device is a guess."""
+        """Return the time of a step under the loads, its FLOPs, and the dtypes whose rate on the device is a guess."""
         cost = chunk.steps[step].cost
         key = (id(cost), step, kind)  # the plan keeps it; equal layers share it
         if key not in self._took:
@@ -343,7 +343,7 @@ class DeviceModel(CostModel):
         return self._took[key]
 
     def _under_loads(self, device: Device, chunk: Chunk, step: Step) -> tuple[Took, int]:
-        """Return what a step takes under the loads, on average, and its FLOPs."""
+        """Return the time of a step under the loads, on average, and its FLOPs."""
         runs = [(share, loaded(chunk, step, load)) for load, share in self.loads]
         tooks = [
             (share, step_took(device, run, step))
@@ -372,7 +372,7 @@ class DeviceModel(CostModel):
         )
 
     def _as_forward(self, chunk: Chunk, kind: int) -> Duration | None:
-        """Return the duration of R where that of F is known: it is to F's as computed durations are."""
+        """Return the duration of R if that of F is known: it is to F's as computed durations are."""
         known, device = (
             self._known[kind].of_compute(chunk.id, "F", chunk.cost_code("F"), self.plan.rows),
             self._devices[kind],
@@ -477,7 +477,7 @@ class DeviceModel(CostModel):
 def _summed(messages: Iterable[tuple[StepMessages, float]]) -> tuple[StepMessages, ...]:
     """Return one entry per axis and kind of message, of messages with how often each is sent.
 
-    What is sent in some cases alone counts as one message at least: its bytes and seconds are there.
+    A message that is sent in some cases only counts as one at least: its bytes and seconds are there.
     """
     found: dict[tuple[str, str], tuple[float, float, float]] = {}
     for m, times in messages:

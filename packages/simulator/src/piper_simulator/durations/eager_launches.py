@@ -156,7 +156,7 @@ def _cross_entropy_part(rows: int, classes: int, dtype: str) -> Launched:
 
 
 def _cross_entropy_part_dgrad(rows: int, classes: int, dtype: str) -> Launched:
-    """Count the kernels of the gradient: 21 that look for places, two for what is subtracted there, five for the scale.
+    """Count the kernels of the gradient: 21 that look for places, two for the subtrahend there, five for the scale.
 
     Per slice: difference to the logsumexp, exp, one subtracted at the target, product with the scale."""
     item, wide = _items(dtype)

@@ -1,8 +1,8 @@
 """Find how uneven the tokens of experts are: the load of the fullest rank over the mean of all.
 
-Where ranks have some experts each, the fullest of them decides how long dropless experts take, since the others wait
-for it (`piper_simulator.durations.expert_work`). A load is a number, drawn from a distribution (`Zipf`), or that of a
-run, which logs the tokens of each expert in its metrics.jsonl.
+If each rank has some of the experts, the fullest of them decides how long dropless experts take, since the others wait
+for it (`piper_simulator.durations.expert_work`). A load is a number, drawn from a distribution (`Zipf`), or the load of
+a run, which logs the tokens of each expert in its metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class ExpertLoad:
     Attributes:
         mean: over draws, or over layers and steps of a run.
         worst: of all draws, or of all steps of a run.
-        source: "assumed" where nobody gave it, "given", "drawn" or "measured".
+        source: "assumed" if nobody gave it, "given", "drawn" or "measured".
         text: the same in words.
-        loads: all of them with their shares, rounded to 0.01; a prediction is the mean of what it is under each.
+        loads: all of them with their shares, rounded to 0.01; a prediction is the mean over the predictions under each.
     """
 
     mean: float
@@ -97,10 +97,10 @@ class Mixture:
 
     Attributes:
         experts: how many a layer has.
-        ranks: how many ranks share them; 1 where each has all.
+        ranks: how many ranks share them; 1 if each has all.
         choices: tokens times experts per token, of one microbatch of all these ranks; places that no token took are
             among them.
-        tokens: the tokens of such a microbatch; 0 where the plan does not say.
+        tokens: the tokens of such a microbatch; 0 if the plan does not say.
         padded: whether every expert computes as many places, whatever tokens it has.
         bound: the places for rows of a dropless mixture whose experts ranks share, over the mean; None for any other.
         rounds: whether its rows above the bound go in further rounds.
@@ -121,7 +121,7 @@ def of_experts(chunk: Chunk) -> bool:
 
 
 def mixture_of(plan: Plan) -> Mixture | None:
-    """Return the experts of a plan; None where it has none."""
+    """Return the experts of a plan; None if it has none."""
     shared = [c for c in plan.chunks if of_experts(c)]
     for chunk in shared or plan.chunks:
         for kernel, experts in _of_weights(plan, chunk):
@@ -206,7 +206,7 @@ def _shares(loads: Sequence[float]) -> Loads:
 def load_text(load: GivenLoad) -> str:
     """Return a text that is equal, in any process, only for loads that are alike; of a run that of its log.
 
-    Raises PlanError where this cannot be read.
+    Raises PlanError if this cannot be read.
     """
     if not isinstance(load, str | Path):
         return repr(load)
@@ -258,7 +258,7 @@ def _chosen(weights: Sequence[float], each: int) -> list[float]:
 
 
 def _fullest(tokens: Sequence[float], ranks: int) -> float:
-    """Return the tokens of the fullest rank over the mean, where each has as many experts, in their order."""
+    """Return the tokens of the fullest rank over the mean, if each has as many experts, in their order."""
     size, total = len(tokens) // ranks, sum(tokens)
     return (
         max(sum(tokens[r * size : (r + 1) * size]) for r in range(ranks)) * ranks / total
@@ -312,7 +312,7 @@ def _lines(path: Path, file: Path) -> Iterator[str]:
 
 
 def _of_step(file: Path, number: int, line: str, mixture: Mixture) -> list[float]:
-    """Return the load of each layer in a line of metrics; none where it has no experts."""
+    """Return the load of each layer in a line of metrics; none if it has no experts."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -335,7 +335,7 @@ def _of_step(file: Path, number: int, line: str, mixture: Mixture) -> list[float
 
 
 def _tokens_by_layer(line: object) -> dict[str, list[float]] | None:
-    """Return the tokens of the experts of each layer in a line of metrics; None where it is no such line."""
+    """Return the tokens of the experts of each layer in a line of metrics; None if it is no such line."""
     layers = (line.get(EXPERTS) or {}) if isinstance(line, dict) else None
     if not isinstance(layers, dict):
         return None
@@ -351,10 +351,10 @@ def _tokens_by_layer(line: object) -> dict[str, list[float]] | None:
 
 
 def load_notes(plan: Plan, load: ExpertLoad | None) -> tuple[str, ...]:
-    """Return what a prediction has to say of the load of experts.
+    """Return the notes of a prediction about the load of experts.
 
-    It says where the load is not measured, where rows of the fullest rank have no place, and where a plan was saved
-    before plans said how many rows come to dropless experts.
+    They say if the load is not measured, if rows of the fullest rank have no place, and if a plan was saved before
+    plans said how many rows come to dropless experts.
     """
     found = mixture_of(plan) if load is not None else None
     if load is None or found is None:
@@ -380,7 +380,7 @@ def load_notes(plan: Plan, load: ExpertLoad | None) -> tuple[str, ...]:
 
 
 def _above_places(mixture: Mixture, load: ExpertLoad) -> tuple[str, ...]:
-    """Return what becomes of rows of the fullest rank for which there is no place."""
+    """Return a note on how rows of the fullest rank without a place are treated; none if all have one."""
     bound = mixture.bound
     if bound is None or load.loads[-1][0] <= bound:
         return ()

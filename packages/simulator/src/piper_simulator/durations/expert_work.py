@@ -1,4 +1,4 @@
-"""Say what devices that share experts compute and exchange in a step, by the load of the fullest of them.
+"""Say how much devices that share experts compute and exchange in a step, by the load of the fullest of them.
 
 A mixture with a capacity computes all places of its experts and sends them all, whatever tokens choose: nothing here
 changes with the load. A dropless one (`piper_ops.experts.rounds`) has places for `bound` times the mean of a device's
@@ -8,7 +8,7 @@ rows:
   operations and messages between GPUs are of all places.
 - Rows above the bound go in further rounds, each of at most as many. All devices run as many rounds as the fullest
   needs. A round computes the experts' forward in F and again in the backward: in I with the gradients of rows, in W
-  with those of weights.
+  with the gradients of weights.
 
 Rows are taken to come from all devices alike, so that the fullest pair of devices has the load of the fullest device.
 """
@@ -28,7 +28,7 @@ TRADES = ("experts_send", "experts_take", "experts_give", "experts_home")
 
 
 def places_over_mean(chunk: Chunk) -> float | None:
-    """Return the places for rows over their mean, about the `bound` of a strategy; None where no rows are exchanged."""
+    """Return the places for rows over their mean, about the `bound` of a strategy; None if no rows are exchanged."""
     inside = chunk.steps["F"].collectives if "F" in chunk.steps else ()
     return next(
         (bind(c.nbytes, 0) / bind(c.mean_nbytes, 0) for c in inside if c.mean_nbytes and c.nbytes),
@@ -63,7 +63,7 @@ EVEN: Loads = ((1.0, 1.0),)
 
 
 def loaded(chunk: Chunk, step: Step, load: float) -> Cost:
-    """Return the cost of a step under a load; the step's own where none matters."""
+    """Return the cost of a step under a load; the step's own if none matters."""
     cost, bound = chunk.steps[step].cost, places_over_mean(chunk)
     if bound is None or cost.seconds is not None:
         return cost
@@ -101,7 +101,7 @@ def _of_a_round(chunk: Chunk, step: Step) -> Sequence[Kernel]:
 def _inner(backward: Sequence[Kernel], width: Dim) -> Sequence[Kernel]:
     """Return the backward of experts without the products for gradients of the rows that came, of this width.
 
-    Where the inner layer is as wide as these rows, all products have the same sizes, and the last layer's is kept.
+    If the inner layer is as wide as these rows, all products have the same sizes, and the last layer's is kept.
     """
     products = [k for k in backward if _grouped(k)]
     inner = [k for k in backward if k.dims[-2:-1] != (width,) or not _grouped(k)]
@@ -111,7 +111,7 @@ def _inner(backward: Sequence[Kernel], width: Dim) -> Sequence[Kernel]:
 
 
 def _between_trades(kernels: Sequence[Kernel]) -> Sequence[Kernel]:
-    """Return what a step does with rows in their places.
+    """Return the kernels of a step that work on rows in their places.
 
     A region may have more than its experts, such as a router or an expert of all tokens. That is before rows come or
     after they go, and in no further round.

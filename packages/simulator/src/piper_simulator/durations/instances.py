@@ -10,7 +10,7 @@ from piper_ir.plan.plan import COMPUTE, Channel, Plan, RolePlan, inside_channel
 def meeting_inside(plan: Plan, axis: str, role: RolePlan) -> Channel:
     """Return the channel on which the devices along an axis meet inside of the steps of a role.
 
-    It is also that of a role whose ranks are part of another's, and of a plan that has no channels yet.
+    It is also the channel of a role whose ranks are part of another's, and of a plan that has no channels yet.
     """
     return Channel(
         inside_channel(axis, role.role),
@@ -25,8 +25,8 @@ def meeting_inside(plan: Plan, axis: str, role: RolePlan) -> Channel:
 def axes_inside(plan: Plan) -> tuple[str, ...]:
     """Return the axes along which devices meet inside of steps.
 
-    Devices that share the work of chunks do, and those that share the experts of a dropless mixture. Those that share
-    experts with a capacity meet between steps.
+    Devices that share the work of chunks do, and devices that share the experts of a dropless mixture. Devices that
+    share experts with a capacity meet between steps.
     """
     inside = {
         one.axis

@@ -8,15 +8,15 @@ With a stack (`piper_simulator.cluster.stacks`) the kind of kernel decides:
     matmul      2 M N K FLOPs / (peak x matmul_fraction x tiles / (waves x SMs)): pieces of the result of a size of
                 TILES, as many at once as there are SMs, the last wave as long as any; K in whole steps of STEP
                 (NVIDIA, Matrix Multiplication Background User's Guide: tile and wave quantization)
-    attention   in 16 bit FLOPs / (peak x what the stack's kernel reaches forward or backward)
-    the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`); where the stack runs an
+    attention   in 16 bit FLOPs / (peak x the fraction that the stack's kernel reaches forward or backward)
+    the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`); if the stack runs an
                 operator as several kernels (`piper_simulator.durations.eager_launches`), each with its own bytes; loads
                 of which each waits for the one before it, `load_s` each
 
 Each is never shorter than its bytes or its FLOPs allow, nor than a start of `kernel_s` and after it its bytes at the
 best part of the bandwidth, or its FLOPs. (The parts of the bandwidth that few bytes reach are another form of such a
 start, so that the longer of both counts.) Together they take a smooth maximum of the device's time and the launches.
-Kernels that the device's table knows (`piper_simulator.cluster.kernel_table`) take what was measured.
+Kernels that the device's table knows (`piper_simulator.cluster.kernel_table`) take the measured time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEP = 32
 SHARP = 4
 """The exponent p of the smooth maximum (a^p + b^p)^(1/p), which we chose.
 
-It lies 19 % above the larger where both are equal, and 1 % where one is 2.2 times the other.
+It lies 19 % above the larger if both are equal, and 1 % if one is 2.2 times the other.
 """
 HALF = frozenset({"bfloat16", "float16"})
 
@@ -101,7 +101,7 @@ def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
 def launched(device: Device, busy: float, kernels: int) -> float:
     """Return the seconds of kernels with their launches.
 
-    Launches hide behind the device's work, or the other way round. They add up where the host is the device.
+    Launches hide behind the device's work, or the other way round. They add up if the host is the device.
     """
     launch_count = kernels * device.launch_s
     if device.synchronous:
@@ -182,7 +182,7 @@ def _attention_fraction(device: Device, backward: bool) -> float:
 def is_guess(device: Device, kernel: Kernel) -> bool:
     """Return whether a kernel's duration rests on the rate of a dtype that the device does not know.
 
-    For kernels that move bytes that matters only where the rate decides, since integers are added on every device.
+    For kernels that move bytes that matters only if the rate decides, since integers are added on every device.
     """
     if kernel.dtype in device.peak_flops:
         return False

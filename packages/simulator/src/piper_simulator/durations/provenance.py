@@ -25,14 +25,14 @@ NAMED = 3
 
 
 class Provenance:
-    """Record what a cost model found and did not find, and describe it in sentences."""
+    """Record the origin of a cost model's durations and the ones that it lacks, and describe them in sentences."""
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs) -> None:
         self._plan, self._cluster, self._costs = plan, cluster, costs
         self._dtypes: dict[str, None] = {}
         self._unknown: dict[str, None] = {}  # chunks that the costs do not know
         self._far: dict[str, None] = {}  # chunks that they know at too different rows
-        self._beyond: dict[str, None] = {}  # interpolated outside of what was measured
+        self._beyond: dict[str, None] = {}  # interpolated outside of the measured sizes
         self._messages: dict[str, None] = {}  # that the costs do not know
         self._slow: dict[str, None] = {}
         self._lacking: dict[str, None] = {}  # sentences on stacks without a number

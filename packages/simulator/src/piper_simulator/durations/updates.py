@@ -9,11 +9,11 @@ It moves bytes of parameters, gradients and states, in kernels:
 
 Before it scaled gradients are multiplied (clipping, weights), after it gradients are set to zero: one kernel per bucket
 for each. AdamW in float32 moves 28 bytes per parameter fused, parameters 8, both states 16 and the gradient 4; and 4
-more to zero the gradient. Where masters are updated, a kernel per bucket reads them and writes the parameters; where
-gradients have another dtype than what is updated, one reads them and writes a copy.
+more to zero the gradient. If masters are updated, a kernel per bucket reads them and writes the parameters; if
+gradients have another dtype than the updated parameters, one reads them and writes a copy.
 
-Where ranks share a bucket, each updates its own part. Of gradients that it keeps whole (zero=1) it reads its part, and
-zeroes all.
+If a bucket is sharded, each rank updates its own shard. Of gradients that it keeps whole (zero=1) it reads its shard,
+and zeroes all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Updated:
     """Count the bytes that an update works on.
 
     Attributes:
-        param: bytes of the parameters that are updated: of masters, where there are any.
+        param: bytes of the parameters that are updated: of masters, if there are any.
         grad: bytes of the gradients that are read.
         state: bytes of the optimizer's states.
         item: bytes per parameter.

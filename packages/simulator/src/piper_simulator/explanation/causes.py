@@ -22,8 +22,8 @@ class Cause:
 
     Attributes:
         what: of compute the phase, or the class of an op without one; of communication the purpose of its channel.
-        where: of compute the stage ("stage 0", "stages 0 and 7" of an overlapped pair; its role where there are none),
-            of communication the channel, of a host its role.
+        where: of compute the stage ("stage 0", "stages 0 and 7" of an overlapped pair; its role if there are none), of
+            communication the channel, of a host its role.
     """
 
     kind: CauseKind

@@ -28,12 +28,12 @@ class StepDifference:
 class Comparison:
     """Hold the changes from a to b, the largest first.
 
-    The changes of `path`, and those of `device`, add up to that of the step.
+    The changes of `path`, and the changes of `device`, add up to the change of the step.
 
     Attributes:
         step: seconds of the steps.
         path: seconds on the critical path by phase and stage, channel purpose or host.
-        device: seconds of the mean rank: compute by phase, bubbles by what they wait for, exposed communication, host.
+        device: seconds of the mean rank: compute by phase, bubbles by awaited phase, exposed communication, host.
         memory: bytes by category at the peak of the fullest rank.
         peak: bytes of these peaks.
     """
@@ -58,7 +58,7 @@ def _row(difference: StepDifference) -> dict[str, Any]:
 def compare(a: Why, b: Why) -> Comparison:
     """Return where the change from a to b arises; the plans may differ in everything, and stages match by number.
 
-    Raises PlanError unless both are what `why` returns.
+    Raises PlanError unless both are results of `why`.
     """
     for given in (a, b):
         if not isinstance(given, Why):

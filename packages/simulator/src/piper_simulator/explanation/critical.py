@@ -2,7 +2,7 @@
 
 The longest is the critical path. By each rule of `piper_ir.fold.timing` a node waits for something; the last to come is
 its cause, and so on from there. Of two that come at the same moment, the predecessor on the same stream counts first,
-then a wait, then the host: a chain leaves a device only where it must.
+then a wait, then the host: a chain leaves a device only if it must.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NodeMoment = Literal["start", "end", "done"]
 
 @dataclass(frozen=True, slots=True)
 class PathPiece:
-    """Hold the seconds of a step in which one cause delayed what came next.
+    """Hold the seconds of a step in which one cause delayed the next instruction.
 
     Attributes:
         holder: the kind of the cause.
@@ -101,7 +101,7 @@ class Chains:
         return self._times.end[node] + (self._latency if g >= 0 and self._prepared.p2p[g] else 0.0)
 
     def _cause(self, node: int) -> tuple[int, NodeMoment]:
-        """Return what a node, or its whole group, waited for last: the node's own "start" if that was its host."""
+        """Return the moment that a node, or its whole group, waited for last: its own "start" if that was its host."""
         times, prepared = self._times, self._prepared
         g = prepared.group_of[node]
         found: tuple[int, NodeMoment] = (node, "start")

@@ -1,4 +1,4 @@
-"""Find idle time: when a role computes nothing, and what it waits for then."""
+"""Find idle time: when a role computes nothing, and the causes that it waits for then."""
 
 from __future__ import annotations
 

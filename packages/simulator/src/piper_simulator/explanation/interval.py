@@ -19,7 +19,7 @@ class StepInterval:
     """Hold an interval of the seconds of a step, by Monte Carlo.
 
     In each draw every instruction takes an independent, normally distributed time around its duration, at least zero.
-    Percentiles lie above the step itself where many instructions wait for the latest of several.
+    Percentiles lie above the step itself if many instructions wait for the latest of several.
 
     Attributes:
         low: percentile 5.

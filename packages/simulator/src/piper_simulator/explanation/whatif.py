@@ -48,9 +48,9 @@ class Case:
     """Time a plan on a cluster any number of times; raise the errors of `simulate`.
 
     Attributes:
-        plan: with roles split by what differs on the cluster; no change here makes more differ
+        plan: with roles split by the differences of ranks on the cluster; no change here adds one
             (`piper_simulator.times.splitting`).
-        work: per node its work where nothing runs beside it.
+        work: per node its work if nothing runs beside it.
         issue: host seconds per instruction.
         times: when each node ran, with contention as far as there is any (`interferes`).
         durations: seconds per node as they were in `times`.
@@ -208,7 +208,7 @@ def sensitivities(case: Case) -> list[Sensitivity]:
 
 
 def cluster_constants(cluster: Cluster) -> Iterator[tuple[str, float, Callable[[float], Cluster]]]:
-    """Yield the constants of the first kind of device and of the network, and those of each other kind with its name.
+    """Yield the constants of the first kind of device and of the network, and of each other kind with its name.
 
     Each comes with its value and a function that returns the cluster with another value. Equally slow ranks share one
     constant, their factor. The same holds for links.
@@ -258,7 +258,7 @@ def _slower_links(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
 
 
 def constants(thing: Any, prefix: str = "") -> Iterator[tuple[str, float, Callable[[float], Any]]]:
-    """Yield the floats in a frozen dataclass, in those inside it and in its mappings.
+    """Yield the floats in a frozen dataclass, in the dataclasses inside it and in its mappings.
 
     Each comes with a function that returns the whole with another value there. Integers are counts and sizes; tuples
     and fields hidden from repr are tables, not constants.

@@ -1,4 +1,4 @@
-"""Explain why a step takes as long as it does: its critical path, its idle time, and what would change it."""
+"""Explain why a step takes as long as it does: its critical path, its idle time, and the effects of changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CauseCost:
         source: where their durations come from.
         count: how many they are.
         seconds: of all of them, on one rank of each role.
-        on_path: seconds of those on the critical path.
+        on_path: seconds of the ones on the critical path.
     """
 
     owner: Cause
@@ -104,7 +104,7 @@ class Why:
 
     @cached_property
     def device_by_owner(self) -> Mapping[tuple[str, str], float]:
-        """Return the activities of the mean rank: (kind, what) -> seconds, most first; they add up to the step.
+        """Return the activities of the mean rank: (kind, name) -> seconds, most first; they add up to the step.
 
         Kinds are "compute" by phase, "bubble" by the phase of another role that it waits for, "communication" by
         purpose, and "host".

@@ -1,6 +1,6 @@
 """Give addresses as torch's CUDA caching allocator does: its rules for sizes, segments and splits, for one stream.
 
-Rules and constants are those of torch, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize, kSmallSize, kSmallBuffer,
+Rules and constants come from torch, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize, kSmallSize, kSmallBuffer,
 kLargeBuffer, kMinLargeAlloc, kRoundLarge; get_allocation_size, should_split) with its default settings. Segments are
 not given back.
 """

@@ -15,8 +15,8 @@ class DeviceMemory:
     """Count the bytes on a device at the peak of a role.
 
     Attributes:
-        allocated: tensors and what kernels hold inside, as torch's `max_memory_requested`.
-        reserve: what the allocator takes from the device beyond, for rounding and unused blocks.
+        allocated: tensors and the workspace of kernels, as torch's `max_memory_requested`.
+        reserve: the bytes that the allocator takes from the device beyond, for rounding and unused blocks.
         context: memory of CUDA, with its kernels.
         groups: communicators of groups, which a profile does not see: it makes them last, and others.
         pairs: communicators of neighbours, which a profile does not see either.

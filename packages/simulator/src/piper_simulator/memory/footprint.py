@@ -24,13 +24,13 @@ LINES = (
 )
 """The names of the lines that add up to the peak.
 
-`master`: parameters as the optimizer updates them, where forward and backward read copies in another dtype, which are
-`parameters` then. `gradients`: buckets. `gathered_parameters` and `gradient_buffers`: whole buckets of which the rank
-keeps a part, while they are gathered or not yet scattered. `activations`: outputs and what is saved;
-`recomputed_activations`: what recomputation has made again of these; `activation_gradients`: of both.
-`communication_buffers`: values that were received, or summed over ranks, and are not freed yet. `logits_and_loss`: of
-the chunk that computes the loss, its saved tensors, gradients and temporaries. `kernels`: temporaries of any other
-chunk that runs at the peak. `update`: temporaries of the optimizer.
+`master`: parameters as the optimizer updates them, if forward and backward read copies in another dtype, which are
+`parameters` then. `gradients`: buckets. `gathered_parameters` and `gradient_buffers`: sharded buckets, whole
+while they are gathered or not yet scattered. `activations`: outputs and saved tensors; `recomputed_activations`: the
+recomputed ones of these; `activation_gradients`: of both. `communication_buffers`: values that were received, or summed
+over ranks, and are not freed yet. `logits_and_loss`: of the chunk that computes the loss, its saved tensors, gradients
+and temporaries. `kernels`: temporaries of any other chunk that runs at the peak. `update`: temporaries of the
+optimizer.
 """
 
 _STATES = {

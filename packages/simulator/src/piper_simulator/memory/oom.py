@@ -1,4 +1,4 @@
-"""Judge a plan that does not fit: where, when and by how much its devices run out of memory, and what fills it."""
+"""Judge a plan that does not fit: which devices run out of memory, when and by how much, and which tensors fill it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find the device of each role, and what is used of it."""
+"""Find the device of each role, and the memory that a role uses of it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 torch's memory visualiser draws it (pytorch.org/memory_viz; `python -m torch.cuda._memory_viz`). Sizes are the bytes
 that are asked for, as torch records them; together they are at most the peak of the plan, at its fullest moment.
-Addresses are those of `CachingAllocator`. A block's frames name it: the value or state with its category, then the node
+Addresses come from `CachingAllocator`. A block's frames name it: the value or state with its category, then the node
 that makes it, with the index of its instruction as the line. Context and communicators are missing, since they are no
 memory of the allocator.
 """

@@ -1,9 +1,8 @@
 """Run plans by events: each stream of each role goes on by itself, from one SimPy event to the next.
 
-The rules are those of `piper_ir.fold.timing`, which sweeps the same plan in a fixed order instead; a property test
-holds the two against each other. With `flows`, what runs at the same time slows each other down: an instruction then
-takes its duration only where nothing else runs beside it (`piper_simulator.contention.rates`). The sweep has no
-contention.
+The rules come from `piper_ir.fold.timing`, which sweeps the same plan in a fixed order instead; a property test holds
+the two against each other. With `flows`, activities at the same time slow each other down: an instruction then takes
+its duration only if nothing else runs beside it (`piper_simulator.contention.rates`). The sweep has no contention.
 
 The engine is deterministic: streams start in plan order, and SimPy handles events of one moment in the order in which
 they were made.
@@ -74,7 +73,7 @@ def period(
     """Return the period as `piper_ir.fold.steady_state.period` does, but under contention.
 
     Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
-    less to share with. Where a stream runs so far ahead that hardly any step is left, all count.
+    less to share with. If a stream runs so far ahead that hardly any step is left, all count.
     """
     host = host_seconds(prepared, issue)
     if not prepared.streams:
@@ -129,9 +128,9 @@ class _StepEnds:
 
 @dataclass(slots=True, eq=False)
 class _Counter:
-    """Count the finished instructions of a stream, remember the times, and wake those who wait for a number.
+    """Count the finished instructions of a stream, remember the times, and wake the waiters for a number.
 
-    `pending` has those that have ended and are not done, oldest first, each with whether it is itself under way.
+    `pending` has the ones that have ended and are not done, oldest first, each with whether it is itself under way.
     """
 
     at: array[float] = field(default_factory=lambda: array("d"))
@@ -202,7 +201,7 @@ class _Stream:
     Attributes:
         nodes: by instruction its node; likewise `needs`, `seconds` (its duration), `flows` (its load on links) and
             `meetings` (its group's).
-        done: counts what waiters have seen done.
+        done: counts the instructions that waiters have seen done.
         at: the index of the instruction that is next or runs, in step `step`.
         began: when it began.
     """
@@ -305,7 +304,7 @@ class _Stream:
 
 
 class _Engine:
-    """Hold the streams of a plan and what they have in common; `times` has an entry per step, or none."""
+    """Hold the streams of a plan and their shared state; `times` has an entry per step, or none."""
 
     def __init__(
         self,
@@ -354,7 +353,7 @@ class _Engine:
             stream.go()
 
     def drop(self) -> None:
-        """Let go of what is large: events that are left hold the streams, which hold each other."""
+        """Drop the large objects: events that are left hold the streams, which hold each other."""
         for stream in self.streams:
             stream.needs, stream.seconds, stream.flows, stream.meetings = [], [], [], []
         self.streams, self.counters, self.meetings, self.place = [], [], [], array("q")
@@ -370,7 +369,7 @@ class _Engine:
     def work(
         self, nodes: Sequence[int]
     ) -> tuple[list[float], list[Flow | None], list[_Meeting | None]]:
-        """Return for each node its duration (that of its group's first), its load, and its group's meeting, if any."""
+        """Return for each node its duration (of its group's first), its load, and its group's meeting, if any."""
         group_of, groups, durations = self.prepared.group_of, self.prepared.groups, self.durations
         own = [group_of[node] for node in nodes]
         seconds = [durations[node if g < 0 else groups[g][0]] for node, g in zip(nodes, own)]
@@ -381,7 +380,7 @@ class _Engine:
         )
 
     def needs(self, nodes: Sequence[int]) -> list[tuple[_Need, ...]]:
-        """Return what each node of a stream needs."""
+        """Return the needs of each node of a stream."""
         prepared = self.prepared
         before = after_updates(prepared).get(nodes[0])
         out = [

@@ -6,13 +6,13 @@ Healthy clusters show steps whose c is 0.05 to 0.5 %: 0.05 % between repeated ru
 (vTrain, https://github.com/VIA-Research/vTrain), 0.19 % over the steps of NVIDIA's DGX Cloud benchmarks on 256 GPUs,
 0.5 % on two L4 (Mist, arXiv 2503.19050).
 
-Every rank draws for itself, also where a role stands for many. A collective waits for the latest of its members, which
-is why more replicas make a step longer. So ranks are timed apart, by the sweep of `piper_ir.fold.timing`: twice per
+Every rank draws for itself, even if a role stands for many. A collective waits for the latest of its members, which is
+why more replicas make a step longer. So ranks are timed apart, by the sweep of `piper_ir.fold.timing`: twice per
 repetition, once for a step alone and once for the next of steps that follow each other. Of very many ranks only some
 replicas are timed (`MOST`), and a note says so: the latest of few is earlier than the latest of all.
 
-Durations vary around those in the step alone, with contention if there is any: which messages share links does not
-change with them. The host's time to issue instructions does not vary.
+Durations vary around the durations in the step alone, with contention if there is any: which messages share links does
+not change with them. The host's time to issue instructions does not vary.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MOST_REPETITIONS, FEW_REPETITIONS = 100_000, 200
 MOST_JITTER = 10.0
 """The largest jitter that is accepted: durations vary by less than 1 % on a healthy machine."""
 WARM_UP = 3
-"""The number of steps before those whose seconds count as steady state."""
+"""The number of steps before the ones whose seconds count as steady state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
     """Hold percentiles 5, 50 and 95, mean and standard deviation of seconds.
 
-    The standard deviation is that of the sample, and 0 for a single value.
+    The standard deviation is the sample's, and 0 for a single value.
     """
 
     p5: float
@@ -63,7 +63,7 @@ class Distribution:
         period_s: seconds between the ends of steps that follow each other.
         jitter: the coefficient of variation.
         repetitions: how many.
-        ranks: those that drew for themselves.
+        ranks: the ranks that drew for themselves.
         world: all ranks.
         note: a remark if not all ranks drew, else empty.
     """

@@ -1,18 +1,18 @@
 """Split roles into ranks that behave alike, for timing.
 
-A slow rank or link, or another kind of device, delays only those that wait for it. Ranks are alike when they run the
-same role on the same kind of device, equally slow, and when their instances of each channel are alike: as many members
-in the same places, over the same links, of classes that are alike in turn. That is the coarsest such partition, found
-by refinement: ranks and instances of channels (and, where links are shared, the links) get colours by what they are,
-and new ones by the colours of their neighbours, until no class falls apart any more. Members of a class do the same at
-the same time: by induction over the instructions, and max-min fair shares are unique, so that equal messages get equal
-ones. Hence a simulation of the classes is the one of all ranks, at the cost of the classes.
+A slow rank or link, or another kind of device, delays only the ranks that wait for it. Ranks are alike when they run
+the same role on the same kind of device, equally slow, and when their instances of each channel are alike: as many
+members in the same places, over the same links, of classes that are alike in turn. That is the coarsest such partition,
+found by refinement: ranks and instances of channels (and, if links are shared, the links) get colours by their own
+properties, and new ones by the colours of their neighbours, until no class falls apart any more. Members of a class do
+the same at the same time: by induction over the instructions, and max-min fair shares are unique, so that equal
+messages get equal ones. Hence a simulation of the classes is the one of all ranks, at the cost of the classes.
 
 Ranks that share the work of chunks meet inside of every step. So they are a unit
 (`piper_simulator.durations.instances`), which is as slow as the slowest of them, and never fall apart.
 
 The split plan is a plan of the same ranks, in which each class is a role, and the instances of a channel that meet in
-the same classes are a channel. It is for timing only: memory, buckets and execution are those of the plan itself.
+the same classes are a channel. It is for timing only: memory, buckets and execution belong to the plan itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SplitPlan:
     """Hold a plan with a role for each class of ranks.
 
     Attributes:
-        plan: the split plan; the plan itself where no role is split.
+        plan: the split plan; the plan itself if no role is split.
         of: for each of its roles the index of the role in the original plan.
         role_of: for each rank the index of its role in `plan`; -1 for a rank that was left out.
     """
@@ -45,7 +45,7 @@ class SplitPlan:
 
 
 def split(plan: Plan, cluster: Cluster | None, *, shared: bool) -> SplitPlan:
-    """Split the roles of a plan by what differs on a cluster.
+    """Split the roles of a plan by the differences of their ranks on a cluster.
 
     With `shared`, messages share links (contention), so that the other users of a link matter, too. A class is named
     after its first rank, "pp0/3"; so is the channel of an instance, after its first member.
@@ -58,9 +58,9 @@ def split(plan: Plan, cluster: Cluster | None, *, shared: bool) -> SplitPlan:
 
 
 def each_rank(plan: Plan, left_out: frozenset[int] = frozenset()) -> SplitPlan:
-    """Make every rank, with those that share its chunks, a role of its own, except those that are left out.
+    """Make every rank, with the ranks that share its chunks, a role of its own, except the ranks that are left out.
 
-    The other members of a channel meet without these; a transfer needs both its ends.
+    The other members of a channel meet without the latter; a transfer needs both its ends.
     """
     return _by_colours(
         plan,
@@ -103,7 +103,7 @@ def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared:
 
 
 class _Graph:
-    """Hold a graph in which units of ranks, instances of channels, and links are neighbours of what they touch."""
+    """Hold a graph in which units of ranks, instances of channels, and links are neighbours if they touch."""
 
     def __init__(
         self, plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], units: Sequence[int]
@@ -178,9 +178,9 @@ def refined(
 ) -> list[int]:
     """Return the colour of each node in the coarsest partition of a graph whose classes see the same.
 
-    This is colour refinement; nodes that cannot be told apart have the same colour. `first` is what each node is by
-    itself, `neighbours` the nodes that it looks at, which look at it, and `seen(node, colours)` what it sees there.
-    That must differ where a neighbour's colour is one that it did not see before, and must not depend on the order of
+    This is colour refinement; nodes that cannot be told apart have the same colour. `first` is a key of each node by
+    itself, `neighbours` the nodes that it looks at, which look at it, and `seen(node, colours)` a key of their colours.
+    That must differ if a neighbour's colour is one that it did not see before, and must not depend on the order of
     neighbours of equal colour.
 
     A round looks at the neighbours of nodes with a new colour. When a class is split, the nodes that saw nothing new,
@@ -216,7 +216,7 @@ def refined(
 def _nodes_by_colour(
     nodes: Iterable[int], colours: Sequence[int], size: Sequence[int]
 ) -> dict[int, list[int]]:
-    """Return nodes by colour, without those that are alone in their class."""
+    """Return nodes by colour, without nodes that are alone in their class."""
     out: dict[int, list[int]] = {}
     for node in nodes:
         if size[colours[node]] > 1:

@@ -51,10 +51,10 @@ def shared_flows(
     *,
     contention: bool = True,
 ) -> SharedFlows | None:
-    """Return the loads of messages; None where contention does not count, or no message slows anything down.
+    """Return the loads of messages; None if contention does not count, or no message slows anything down.
 
-    `work` is per node. Errors are those of `piper_simulator.contention.flows.message_flows`; a stream that takes more
-    SMs than a device has is one without `contention`, too.
+    `work` is per node. It raises the errors of `piper_simulator.contention.flows.message_flows`; a stream that takes
+    more SMs than a device has is one without `contention`, too.
     """
     if cluster is None or not contention_applies(plan, cluster):
         return None

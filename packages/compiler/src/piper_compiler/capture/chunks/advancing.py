@@ -19,7 +19,7 @@ from piper_ir.ground.expert_tokens import counts_tokens
 
 BATCH = "the batch"
 OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
-"""The operations in place that do not read what they replace."""
+"""The in-place operations that do not read the old content of their tensor."""
 SHAPE_ONLY = re.compile(r"\w+_like$|new_(empty|full|ones|zeros)")
 """The names of operations that take shape, dtype and device of a tensor, not its content."""
 
@@ -80,7 +80,7 @@ def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
 
 
 def _read(node: fx.Node, storages: Mapping[fx.Node, frozenset[int]]) -> Iterable[int]:
-    """Return the storages whose content an operation reads: not those of a tensor that it replaces."""
+    """Return the storages whose content an operation reads, without the storages of a tensor that it overwrites."""
     if SHAPE_ONLY.match(_name(node)):
         return []
     replaced = _replaced(node)

@@ -1,9 +1,9 @@
-"""Find chains of like modules in a captured graph: what people call the layers of a model, wherever they stand.
+"""Find chains of like modules in a captured graph: the layers of a model, under whatever names they stand.
 
 Modules stand in a *series* if they are entries of one nn.Sequential, nn.ModuleDict or nn.ModuleList, or attributes of
 one module whose names differ in their last number (layer1, layer2). They are alike if they are of one class. A module
-that runs several times is a series of its own: its visits. A series is a *chain* if each of its members reads what the
-one before it made, directly or through other operations; so parallel heads and experts are none.
+that runs several times is a series of its own: its visits. A series is a *chain* if each of its members reads the
+output of the one before it, directly or through other operations. So parallel heads and experts are none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx, nn
 CONTAINERS = (nn.Sequential, nn.ModuleDict, nn.ModuleList)
 
 MOSTLY = 0.6
-"""The share of a module's parameters from which on it counts as made of the chain inside of it.
+"""The share of a module's parameters that a chain inside of it must have, for the module to count as made of it.
 
 A stage of blocks is (its downsampling is a small part), a transformer's layer with two attentions is not.
 """
@@ -32,7 +32,7 @@ class Chain:
 
     Attributes:
         kind: the name of their class.
-        visits: what runs, in order.
+        visits: the runs of the modules, in order.
         names: the module of each visit, by its dotted name.
         leaf: whether they are single operations of torch.nn, such as nn.Linear.
     """
@@ -96,17 +96,17 @@ def in_order(visits: Mapping[fx.Node, Visit]) -> tuple[Visit, ...]:
 
 
 def feeds_on(nodes: Sequence[fx.Node], home: Mapping[fx.Node, Visit]) -> bool:
-    """Return whether each run reads what the run before it made."""
+    """Return whether each run reads the output of the run before it."""
     return len(fed(nodes, home)) == len(in_order(home)) - 1
 
 
 def mostly_fed(nodes: Sequence[fx.Node], home: Mapping[fx.Node, Visit]) -> bool:
-    """Return whether at least two thirds of the runs read what the run before them made."""
+    """Return whether at least two thirds of the runs read the output of the run before them."""
     return 3 * len(fed(nodes, home)) >= 2 * (len(in_order(home)) - 1)
 
 
 def fed(nodes: Sequence[fx.Node], home: Mapping[fx.Node, Visit]) -> set[int]:
-    """Return the runs, by their places in order, that read what the run before them made."""
+    """Return the runs, by their places in order, that read the output of the run before them."""
     number = {visit: k for k, visit in enumerate(in_order(home))}
     latest: dict[fx.Node, int] = {}
     found: set[int] = set()
@@ -138,8 +138,8 @@ class _Series:
 def chains(visits: Visits) -> list[Chain]:
     """Return the chains that may be the layers of a model, the best one first.
 
-    The longest is the best; but single operations count only outside of other chains, and where there are no others,
-    and what stands inside of a chain counts only if that is mostly made of it and it is longer.
+    The longest is the best, and chains of single operations come last. A series inside of the members of another one
+    counts only if it is longer and has most of their parameters; a series of single operations there never counts.
     """
     every = list(_series(visits))
     kept = [s for s in every if not any(_belongs_to(s, outer, every) for outer in every)]
@@ -153,7 +153,7 @@ def chains(visits: Visits) -> list[Chain]:
 
 
 def _feed(chain: Chain, visits: Visits) -> bool:
-    """Return whether most visits read what the one before made: series that stand beside each other are no chain."""
+    """Return whether most visits read the output of the visit before: series beside each other are no chain."""
     known = set(chain.visits)
     home = {
         n: v
@@ -205,7 +205,7 @@ def _numel(entries: Sequence[nn.Module] | Iterator[nn.Module]) -> int:
 
 
 def _kind(module: nn.Module) -> tuple[object, ...]:
-    """Return what like modules have in common; containers are alike if the classes in them are."""
+    """Return the key that like modules share: their class, and for a container the classes of its entries."""
     if isinstance(module, CONTAINERS):
         return type(module), frozenset(type(child) for child in module.children())
     return (type(module),)

@@ -1,4 +1,4 @@
-"""Turn regions into pieces: separate forward functions between which only tensors cross.
+"""Turn regions into pieces: separate forward functions that hand only tensors to each other.
 
 - A value goes from its producer straight to each consumer. Parameters, buffers and batch tensors are read where they
   are used.
@@ -6,8 +6,8 @@
   get.
 - A buffer that changes during the step is an explicit output of the region that changes it. Regions that only read it
   take a snapshot, because their backward may run after the buffer got its new content.
-- Where regions of experts are cut, too, a view that repeats the elements of a smaller tensor (expand) does not cross:
-  the smaller tensor does.
+- If regions of experts are cut, too, a view that repeats the elements of a smaller tensor (expand) does not cross: the
+  smaller tensor does.
 - Sizes never cross: a piece is made for a number of rows, and sizes are integers in it.
 """
 
@@ -104,10 +104,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """Hold all pieces in topological order and the facts from which their functions are made.
+    """Hold all pieces in topological order and the facts that their functions are made from.
 
     Attributes:
-        free: the operations that each piece which reads them repeats.
+        free: the operations that are repeated by each piece that reads them.
     """
 
     forward: Forward
@@ -120,7 +120,7 @@ class Cut:
     def module(self, piece: Piece, rows: int, dispatch: Dispatch | None = None) -> fx.GraphModule:
         """Return the piece's forward at a number of rows: from its inputs to the results that are not `changed`.
 
-        A `dispatch` says which of them stand in the form in which devices exchange them.
+        A `dispatch` says which of them have the form that devices exchange.
         """
         graph = fx.Graph()
         nodes = [slot.node for slot in piece.slots]
@@ -215,9 +215,9 @@ def cut(
     experts: bool = False,
     shared: frozenset[fx.Node] = frozenset(),
 ) -> Cut:
-    """Split the captured graph at every change of coordinates; `asked` says what its layers are (`layers`).
+    """Split the captured graph at every change of coordinates; `asked` names its layers (see `chosen_layers`).
 
-    The coordinates of experts count where they are asked for. The operations `shared` have one of their own.
+    With `experts`, the coordinates of experts count. The operations `shared` have a coordinate of their own.
     """
     ops = operations(forward.graph)
     facts = replay(forward, ops.statements)
@@ -327,7 +327,7 @@ class _Wiring:
     def _changed(self, region: Region) -> list[fx.Node]:
         """Return the external tensors that the region changes in place.
 
-        Raises CaptureError where another tensor of the same storage crosses too.
+        Raises CaptureError if another tensor of the same storage crosses too.
         """
         changed: list[fx.Node] = []
         for storage in sorted(self._writes[region.number]):

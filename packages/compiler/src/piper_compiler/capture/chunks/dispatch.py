@@ -1,13 +1,13 @@
-"""Put what passes between experts and the rest of a model into the form in which devices exchange it.
+"""Put the activations between experts and the rest of a model into the layout that devices exchange.
 
 A value that experts take has a dimension of experts and one of rows. At home, where a device has its own rows, it is
 written with the experts first, [E, rows, ...]: n equal blocks, block k for the experts of device k. An all-to-all turns
-that into what the experts' chunk reads: again n blocks, block j with the rows of device j. Inside of that chunk it is
-[n x rows, E / n, ...] in the value's own order of dimensions, as if one device had all of these rows. What experts
-write goes back in the same way.
+that into the input of the experts' chunk: again n blocks, block j with the rows of device j. Inside of that chunk it is
+[n x rows, E / n, ...] in the value's own order of dimensions, as if one device had all of these rows. The outputs of
+experts go back in the same way.
 
 The forms differ from the value's own by views and a copy, which are added to the forward functions of chunks. So
-autograd finds what gradients need.
+autograd makes their backward.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from piper_ir.ground.sizes import TensorSpec
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Say which dimension of a value is that of experts, and which that of rows."""
+    """Name the dimension of experts and the dimension of rows of a value."""
 
     experts: int
     rows: int
 
     def form(self, shape: Sequence[int], degree: int) -> tuple[int, ...]:
-        """Return the shape in the form for exchange; with a degree, of the value of all devices as experts have it.
+        """Return the shape in the form for exchange, given the shape of a value with the rows of `degree` devices.
 
-        `shape` is that of a value with the rows of `degree` devices.
+        It is [degree x experts, ...], with the rows of one device.
         """
         sizes = list(shape)
         sizes[self.rows] //= degree
@@ -38,14 +38,14 @@ class Dispatched:
         return (degree * experts, *sizes)
 
     def spec(self, spec: TensorSpec) -> TensorSpec:
-        """Return the spec of a value in the form for exchange at home, where the sizes may depend on rows."""
+        """Return the spec of a value in the form for exchange at home; its sizes may depend on rows."""
         sizes = list(spec.shape)
         experts = sizes.pop(self.experts)
         return TensorSpec((experts, *sizes), spec.dtype)
 
     @property
     def _rows_behind(self) -> int:
-        """Return the place of rows among the dimensions behind that of experts, which goes first."""
+        """Return the place of rows among the dimensions other than experts, which goes first."""
         return self.rows - (self.rows > self.experts)
 
     def taken(self, graph: fx.Graph, node: fx.Node, shape: Sequence[int], degree: int) -> fx.Node:
@@ -78,8 +78,8 @@ class Dispatch:
     """Say which values of a chunk are exchanged.
 
     Attributes:
-        inputs: for each input of the chunk how it is exchanged; None where it is not.
-        outputs: likewise for each output.
+        inputs: for each input of the chunk how it is exchanged; None if it is not.
+        outputs: for each output how it is exchanged; None if it is not.
         degree: the number of devices whose rows it computes: more than one for a chunk of experts.
     """
 
@@ -98,13 +98,13 @@ class Dispatch:
 
     @property
     def changes(self) -> bool:
-        """Return whether the chunk's function is another one because of it."""
+        """Return whether it changes the chunk's function."""
         return self.degree > 1 or any(self.inputs) or any(self.outputs)
 
     def take(
         self, graph: fx.Graph, given: Sequence[fx.Node], shapes: Sequence[Sequence[int]]
     ) -> list[fx.Node]:
-        """Return the nodes of a chunk's inputs as it uses them; `shapes` are their own, not those of the form."""
+        """Return the nodes of a chunk's inputs as it uses them; `shapes` are the shapes outside of the form."""
         taken = zip(given, self.inputs, shapes, strict=True)
         return [
             node if how is None else how.taken(graph, node, shape, self.degree)
@@ -114,7 +114,7 @@ class Dispatch:
     def give(
         self, graph: fx.Graph, made: Sequence[fx.Node], shapes: Sequence[Sequence[int]]
     ) -> list[fx.Node]:
-        """Return the nodes of a chunk's outputs in the form in which it hands them on, likewise."""
+        """Return the nodes of a chunk's outputs in the form for exchange; `shapes` are the shapes outside of it."""
         given = zip(made, self.outputs, shapes, strict=True)
         return [
             node if how is None else how.given(graph, node, shape, self.degree)

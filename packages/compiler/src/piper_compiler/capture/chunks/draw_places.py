@@ -1,6 +1,6 @@
-"""Name the random operations of a model by the modules that draw, and find how what they draw lies in rows.
+"""Name the random operations of a model by the modules that draw, and find how the drawn numbers lie in rows.
 
-A dimension of tokens x rows in that order is followed from where it is made, and refused where it is drawn.
+A dimension of tokens x rows in that order is followed from the operation that makes it. Draws in it are refused.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Places:
 
 
 def _tangled(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """Return the tensors with a dimension in which rows lie within something else, as far as the graph shows.
+    """Return the tensors with a dimension whose rows are not outermost, as far as the graph shows.
 
-    [tokens, rows] makes such a dimension where it becomes one, and may be made of it again; rows that are joined to
-    themselves make another one, [copies, rows]. Each has how many entries lie around its rows, or `UNKNOWN`.
+    Flattening [tokens, rows] makes such a dimension, and unflattening ends it; rows that are concatenated with
+    themselves make another one, [copies, rows]. Each has the number of entries around its rows, or `UNKNOWN`.
     """
     around: dict[fx.Node, int] = {}
     for node in nodes:
@@ -109,7 +109,7 @@ UNKNOWN = -1
 
 
 def _outside(node: fx.Node, source: fx.Node, outside: int) -> int:
-    """Return how many entries lie around the rows in their dimension of a result, from those in a source's."""
+    """Return the number of entries around the rows in a result's dimension, from the number in a source's."""
     (made, shape), (given, sizes), name = (
         _entries(node),
         _entries(source),
@@ -129,7 +129,7 @@ def _outside(node: fx.Node, source: fx.Node, outside: int) -> int:
 
 
 def _steps(node: fx.Node) -> bool:
-    """Return whether an index takes entries by something else than a range of all of them."""
+    """Return whether an index takes entries by a tensor, a list or a slice with a step."""
     if getattr(node.target, "__name__", "") != "getitem":
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
@@ -140,9 +140,9 @@ def _steps(node: fx.Node) -> bool:
 
 
 def _read_otherwise(drawn: fx.Node, tangled: Mapping[fx.Node, int]) -> bool:
-    """Return whether what a row has several entries of is taken for [entries, rows] further on.
+    """Return whether a drawn tensor with several entries per row is used as [entries, rows] further on.
 
-    Nothing but that says how a new tensor lies: torch.rand(tokens * rows) may be either.
+    Only its use shows how a new tensor lies: torch.rand(tokens * rows) may be either.
     """
     if not tensors_of(drawn) or (entries := max(_entries(drawn)[0], default=0)) < 2:
         return False

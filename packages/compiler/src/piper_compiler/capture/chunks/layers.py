@@ -45,10 +45,10 @@ class Layers:
         names: the module of each layer, by its dotted name; a module whose visits are layers stands there for each.
         how: how they were found.
         others: other chains of like modules, as texts.
-        chained: whether most of them read what the one before made.
-        modules: id of a module -> the number of its layer; empty where `numbers` says it of each operation.
+        chained: whether most of them read the output of the layer before.
+        modules: id of a module -> the number of its layer; empty if `numbers` has the layer of each operation.
         numbers: operation -> the number of its layer.
-        visited: whether each run of a module is a layer, where `numbers` was left out with the graph.
+        visited: whether each run of a module is a layer, if `numbers` was left out with the graph.
     """
 
     names: tuple[str, ...] = ()
@@ -60,23 +60,23 @@ class Layers:
     visited: bool = field(default=False, repr=False, compare=False)
 
     def without_graph(self) -> Layers:
-        """Return what is left without the graph and its modules."""
+        """Return a copy without references to the graph and its modules."""
         return replace(self, modules={}, numbers={}, visited=bool(self.runs))
 
     def of(self, node: fx.Node, stack: Sequence[nn.Module | None]) -> int | None:
-        """Return the layer of an operation, whose modules are `stack`; None where it stands in none."""
+        """Return the layer of an operation, whose modules are `stack`; None if it is in no layer."""
         if node in self.numbers:
             return self.numbers[node]
         return next((self.modules[id(m)] for m in stack if id(m) in self.modules), None)
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Return the names where each run of a module is a layer, and not each entry of a nn.ModuleList."""
+        """Return the names if each run of a module is a layer; empty if each entry of a nn.ModuleList is one."""
         return self.names if self.numbers or self.visited else ()
 
     @property
     def text(self) -> str:
-        """Return what was taken, in a line."""
+        """Return the layers and the other chains, in a line; "" without layers."""
         if not self.names:
             return ""
         also = f"; others: {', '.join(self.others)}" if self.others else ""

@@ -1,15 +1,15 @@
 """Make the steps of an opaque region, which autograd runs as the user wrote it: nothing is made functional or cut.
 
-F runs the region's operations and keeps what autograd has recorded behind one port, `saved0`, whose bytes are those
-that autograd saved beyond inputs, parameters and outputs. I reads the inputs and outputs that autograd saved, so that
-they live until then, and the parameters, which need not live in between. I makes all gradients; those of parameters
-go to W (`iw`), which adds them up.
+F runs the region's operations and keeps autograd's graph behind one port, `saved0`, whose bytes are the saved tensors
+other than inputs, parameters and outputs. I reads the inputs and outputs that autograd saved, so that they live until
+then, and the parameters, which need not live in between. I makes all gradients. Parameter gradients go to W (`iw`),
+which adds them to the accumulators.
 
-Under a policy of recomputation F keeps nothing, and R is the F that keeps. It makes outputs once more, which count in
-`saved0` where autograd saves them.
+Under a policy of recomputation F keeps nothing, and R is a second forward that keeps autograd's graph. It makes outputs
+once more, which count in `saved0` if autograd saves them.
 
-Bytes, temporaries and kernels are measured: the steps run once on fake CPU tensors, in the very form in which they will
-run for real. On a device for which torch takes other kernels they may differ.
+Bytes, temporaries and kernels are measured: the steps run once on fake CPU tensors, by the code that will run for real.
+If torch takes other kernels on a device, they may differ.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def trace_opaque(
 ) -> TracedChunk:
     """Return the steps of `module`, whose placeholders are `inputs`; output k receives a gradient if tangent_mask[k].
 
-    `blocks` has how many entries a row has in each dimension of each input, 0 where that does not depend on the rows.
+    `blocks` has the number of entries per row in each dimension of each input, 0 if its size does not depend on rows.
     Under a policy of recomputation that does not keep all, F keeps nothing, whatever else the policy names. W adds to
-    accumulators of the dtype `reduce`, or that of their parameters.
+    accumulators of the dtype `reduce`, or of the dtype of their parameters.
 
     Raises CaptureError for code that cannot be written as text (nested graphs), or cannot run on fake tensors.
     """
@@ -185,7 +185,7 @@ def _import(name: str, value: Any, module: fx.GraphModule) -> str:
 
 @dataclass
 class _Observed:
-    """Hold what was observed of one step.
+    """Hold the kernels, memory and random operations of one step that ran.
 
     Attributes:
         kernels: in the order of their launch.
@@ -229,7 +229,7 @@ class _Watch(_torch.TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         seen = (
             isinstance(func, _torch.OpOverload) and func.namespace != "prim"
-        )  # prim::device asks a tensor what it is
+        )  # prim::device asks a tensor for its device
         if seen and (
             func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns)
         ):
@@ -241,7 +241,7 @@ class _Watch(_torch.TorchDispatchMode):
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Note a random operation; of a module that runs as it is, where values decide how many, the first."""
+        """Note a random operation; only the first of a module that runs as it is, since values decide how many."""
         node = self._running()
         noted = {d.origin for d in self.observed.draws}
         if node is not None and not (node.target is as_written and node.name in noted):
@@ -267,14 +267,13 @@ class _Trial:
         outputs: their specs.
         tangents: whether the gradient of output k is used.
         used: indexes of the inputs that get a gradient.
-        again: what a second forward returns before the backward, so that F keeps nothing; None without one.
-        saved: bytes that autograd keeps beside inputs and outputs; where the forward runs again, the second outputs
-            count.
-        kept: ports of inputs and outputs that it keeps too.
+        again: the return value of a second forward before the backward, so that F keeps nothing; None without one.
+        saved: bytes of saved tensors beside inputs and outputs; if the forward runs again, the second outputs count.
+        kept: ports of inputs and outputs that the backward keeps or reads too.
         params: the index in `kept` of each parameter there, by input.
-        forward: what was observed of F.
-        repeated: what was observed of R.
-        backward: what was observed of I.
+        forward: the observations of F.
+        repeated: the observations of R.
+        backward: the observations of I.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Trace the model at other numbers of rows, where the path of the first trace is said to hold at some numbers only.
+"""Trace the model at other numbers of rows, if the guards of the first trace do not hold at all numbers.
 
 A comparison with the number of rows need not matter: torch's `affine_grid` looks for the smallest of all sizes, to see
-whether it is 0, and so compares the rows with the channels. Where a trace at other rows gives the same graph, what
-holds there holds, too.
+whether it is 0, and so compares the rows with the channels. If a trace at other rows gives the same graph, the guards
+of either trace suffice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FEWEST = 2
 
 
 def holding_at_other_rows(forward: Forward, most: int) -> Forward:
-    """Return the captured graph with what is known to hold at few rows, and at as many as `most`."""
+    """Return the captured graph with guards that allow few rows, and `most` rows, if traces there give the same."""
     for rows in (FEWEST, max(FEWEST, most)):
         if forward.trace_at is None or all(guard.holds(rows) for guard in forward.guards):
             continue

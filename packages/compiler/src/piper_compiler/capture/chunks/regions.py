@@ -1,16 +1,16 @@
 """Find which region each operation of the captured graph belongs to.
 
-An operation's own coordinates are those of the regions and tagged modules around it, and `layer`. These rules apply to
-the operations in program order:
+An operation's own coordinates come from the regions and tagged modules around it, and from its layer. These rules apply
+to the operations in program order:
 
-1. An operation without user coordinates takes those of its latest producer: the last one in the latest region. Without
-   a producer it takes those of the operation before it. Operations before everything tagged have none. `opaque`,
-   `experts`, `shared` and `checkpoint` are never taken over.
+1. An operation without user coordinates takes over the coordinates of its latest producer: the last one in the latest
+   region. Without a producer it takes over the coordinates of the operation before it. Operations before everything
+   tagged have none. `opaque`, `experts`, `shared` and `checkpoint` are never taken over.
 2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest
    producer if the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has
    none.
 3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing
-   that ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that
+   that ran since then changes its inputs; otherwise it opens a new visit of its coordinates. An operation that
    changes a tensor in place never joins a region that is not the latest, nor does one without coordinates of its own
    that draws random numbers: a head draws after the layers. An operation without coordinates of its own,
    between the first and the last operation with a layer, joins the latest region instead of opening a new visit,
@@ -52,7 +52,7 @@ from piper_ir.program.ops import CHECKPOINT
 
 Coords = dict[str, int]
 ALONE = (EXPERTS, SHARED, OPAQUE, CHECKPOINT)
-"""The coordinates that no operation takes over from another one, so that their regions hold what was written there."""
+"""The coordinates that no operation takes over from another one: their regions hold only operations written there."""
 
 TRITON = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})
 
@@ -158,8 +158,8 @@ def own_coords(
 ) -> dict[fx.Node, Coords]:
     """Return each operation's coordinates from regions, tagged modules and layers; inner ones come first.
 
-    Without `experts` they lack that coordinate, as if nobody had given it. Those in `shared` have that coordinate, and
-    those in `random` draw random numbers.
+    Without `experts` they lack that coordinate, as if nobody had given it. The operations `shared` have the coordinate
+    of that name. The operations `random` draw random numbers.
     """
     found, elsewhere = dict[fx.Node, Coords](), _drawn_elsewhere(forward, nodes, layers, random)
     for node in nodes:
@@ -199,7 +199,7 @@ def own_coords(
 def _drawn_elsewhere(
     forward: Forward, nodes: Sequence[fx.Node], layers: Layers, random: Collection[fx.Node]
 ) -> set[fx.Node]:
-    """Return the operations of modules of a layer that run outside of it, where they draw random numbers.
+    """Return the operations of a layer's modules that run outside of the layer, if they draw random numbers.
 
     A head that embeds by a module of the first layer draws in the state of the head, not again in that of the layer.
     """
@@ -221,7 +221,7 @@ def _drawn_elsewhere(
 
 
 def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> set[fx.Node]:
-    """Return the operations that every region may repeat: constants, and views of what every region can read."""
+    """Return the operations that every region may repeat: constants, and views of parameters, buffers and the batch."""
     written = frozenset().union(*facts.writes.values())
     readable = set(forward.origins)
     free: set[fx.Node] = set()
@@ -241,7 +241,7 @@ def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -
 
 
 def spread_nodes(nodes: Iterable[fx.Node], facts: ReplayFacts) -> set[fx.Node]:
-    """Return the views that repeat the elements of smaller tensors, of which nothing is changed in place.
+    """Return the views that repeat the elements of smaller tensors and are not changed in place.
 
     A region that reads one from another region repeats it.
     """
@@ -271,9 +271,9 @@ def _repeats(tensor: torch.Tensor) -> bool:
 
 
 def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> list[fx.Node]:
-    """Return the operations on which the loss, its weight, a metric or the new content of a buffer depends.
+    """Return the operations that the loss, its weight, a metric or the new content of a buffer depends on.
 
-    A draw of random numbers stays where others follow it: these would be other numbers without it.
+    A draw of random numbers stays if others follow it: these would be other numbers without it.
     """
     roots = [*forward.results, *forward.rewrites.values()]
     needed = set(roots)
@@ -367,7 +367,7 @@ class _Assigner:
         return not self._own[node] and (last < 0 or first < self._position[node] < last)
 
     def sink(self) -> None:
-        """Move operations between layers to where they are read."""
+        """Move operations between layers to the region that reads them."""
         nodes = list(self._position)
         movable = [
             n
@@ -405,7 +405,7 @@ class _Assigner:
 
 
 def _alone(coords: Mapping[str, int]) -> bool:
-    """Return whether a region has no operations but those that were written in it."""
+    """Return whether a region has only the operations that were written in it."""
     return any(name in coords for name in ALONE)
 
 
@@ -416,7 +416,7 @@ def _user(coords: Mapping[str, int]) -> Coords:
 def assign(
     nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts
 ) -> list[Region]:
-    """Return the regions of the graph, in an order in which each uses values of earlier ones only."""
+    """Return the regions of the graph in topological order: each uses values of earlier ones only."""
     assigner = _Assigner(nodes, coords, facts)
     for node in nodes:
         assigner.add(node)

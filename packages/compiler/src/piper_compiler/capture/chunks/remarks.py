@@ -13,7 +13,8 @@ from piper_compiler.capture.values.concrete import line_of
 def remarks(cut: Cut) -> dict[str, str]:
     """Return remarks by chunk.
 
-    It is a further visit of a block, or updates a buffer that others update too, or has no stage where others have one.
+    A chunk gets one if it is a further visit of a block, if it updates a buffer that others update too, or if it has no
+    stage and others have one.
     """
     return _without_stage(cut) | _updates(cut) | _visits(cut)
 

@@ -1,4 +1,4 @@
-"""Run the captured forward graph once on meta tensors at two rows, to learn what its nodes do to storages.
+"""Run the captured forward graph once on meta tensors at two rows, to learn which storages its nodes write and share.
 
 The graph is torch-level: no schema tells whether `relu(x, inplace=True)`, a custom op or an index assignment writes to
 a tensor. Here version counters show writes, shared storages show views, and the tags of the ops that ran show random
@@ -31,7 +31,7 @@ META = torch.device("meta")
 
 @dataclass
 class ReplayFacts:
-    """Say what the nodes of a graph do to storages.
+    """Hold the storages that the nodes of a graph write and share, and their random numbers.
 
     Attributes:
         storages: node -> ids of the storages of its tensors.

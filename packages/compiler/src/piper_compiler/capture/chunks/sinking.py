@@ -1,4 +1,4 @@
-"""Move operations that stand between layers into the layer that reads them, where fewer bytes cross then.
+"""Move operations that stand between layers into the layer that reads them, if fewer bytes cross then.
 
 In `x = layer(x) + 0.5 * x` the product follows on the layer before, which made x, and would be sent beside x to the
 next one. The next layer reads x anyway; with the product there, x alone is sent.
@@ -73,7 +73,7 @@ class Sinking:
         return sorted(found, key=self._position.__getitem__, reverse=True)
 
     def _with_users(self, node: fx.Node, region: int, there: set[fx.Node]) -> set[fx.Node]:
-        """Return the operation and those that must move with it because they read it, directly or not."""
+        """Return the operation and the operations that must move with it: they read it, directly or not."""
         more, todo = {node}, [node]
         while todo:
             new = [u for u in self._users(todo.pop(), region) if u not in there and u not in more]

@@ -1,13 +1,13 @@
-"""Refuse a model whose forward keeps something that changes what a later call computes.
+"""Refuse a model whose forward keeps state that changes the computation of a later call.
 
-A model is captured once, so every step of a plan computes what the first call computed. Where the traced code changes
+A model is captured once, so every step of a plan repeats the computation of the first call. If the traced code changes
 anything that existed before, it is traced again on the model as the first call left it. Both traces must compute the
-same. A tensor that the first call made of constants and kept counts as what it was made of: it is the same whenever it
-is made.
+same. A tensor that the first call made of constants and kept counts as these constants: it is the same whenever it is
+made.
 
-Where the second call leaves everything as it found it, all later calls are like it. What it changes once more, such as
-a counter or a list that grows, is made unknown, and the call is traced again, until nothing else changes. A trace that
-comes to its end with these unknown computes the same in every call.
+If the second call leaves everything as it found it, all later calls are like it. State that it changes once more, such
+as a counter or a list that grows, is made unknown, and the call is traced again, until nothing else changes. A trace
+that comes to its end with this state unknown computes the same in every call.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MOST_CALLS = 10
 
 
 def check_steady(first: Forward) -> None:
-    """Trace the next calls where forward changed something.
+    """Trace the next calls if forward changed something.
 
-    Raises CaptureError if one of them computes something else than the first, or may do so.
+    Raises CaptureError if one of them differs from the first in its computation, or may do so.
     """
     cached = [
         node
@@ -64,7 +64,7 @@ def check_steady(first: Forward) -> None:
 
 
 def _check_cached(changing: Sequence[fx.Node]) -> None:
-    """Raise CaptureError for results that a cache would keep, though they are others in every step."""
+    """Raise CaptureError for results that a cache would keep, though they differ in every step."""
     for node in changing:
         name, line = node.meta[_torch.CACHED]
         raise CaptureError(
@@ -79,7 +79,7 @@ def _check_cached(changing: Sequence[fx.Node]) -> None:
 
 
 def _check_rows(first: Forward, repeat: Repeat) -> None:
-    """Raise CaptureError where a later call is like the first only with as many rows as that one had."""
+    """Raise CaptureError if a later call is like the first only with the same number of rows."""
     rows = [
         n.meta["example_value"].shape[0]
         for n, o in first.origins.items()
@@ -144,7 +144,7 @@ def _where(error: BaseException) -> str:
 
 
 def _subject(changes: Sequence[Change], kept: Sequence[str]) -> str:
-    """Return a text with the line and the names that forward changes; `kept` are those that the next call reads."""
+    """Return a text with the line and the names that forward changes; `kept` are the names that the next call reads."""
     holders = [c for c in changes if any(_holds(c.name, k) for k in kept)]
     shown = holders or list(changes)
     names = [k for k in kept if holders] or dict.fromkeys(c.name for c in shown)
@@ -162,7 +162,7 @@ def _holds(changed: str, kept: str) -> bool:
 
 @dataclass
 class Transcript:
-    """Write down what a graph computes, without names.
+    """Write down the computation of a graph, without names.
 
     Attributes:
         lines: the results, and the operations on anything but constants.

@@ -1,8 +1,8 @@
-"""Find what passes between chunks and is no stream of tokens: tables of positions, masks of queries and keys.
+"""Find the values between chunks that are no stream of tokens: tables of positions, masks of queries and keys.
 
-What is made without the batch and without parameters is made alike by every device, so it need not pass in parts where
-devices share tokens: each chunk would gather it again. A mask [queries, keys] has the tokens in both dimensions where a
-chunk takes them for the same ones. Devices have it in parts of the first, as the queries are.
+A table made without the batch and without parameters is equal on every device. So it passes replicated even if devices
+share tokens: if it were sharded, each chunk would gather it again. A mask [queries, keys] has tokens in both dimensions
+if a chunk indexes both alike. It is sharded along the first, as the queries are.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _outputs(joint: Joint, constant: frozenset[int]) -> frozenset[int]:
 
 
 def masks(program: Program, joint_of: Callable[[Chunk], Joint]) -> frozenset[str]:
-    """Return the values, as "chunk:out0", of which any chunk takes two dimensions for the same tokens."""
+    """Return the values, as "chunk:out0", with two dimensions that any chunk indexes by the same tokens."""
     found: set[str] = set()
     seen: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
     for chunk in program.chunks:
@@ -67,7 +67,7 @@ def masks(program: Program, joint_of: Callable[[Chunk], Joint]) -> frozenset[str
 
 
 def _masks(joint: Joint) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the values among the inputs and the outputs of which two dimensions are the same loop."""
+    """Return the values among the inputs and the outputs with two dimensions that are the same loop."""
     apart, indexes = taken_apart(joint)
 
     def square(node: fx.Node) -> bool:
@@ -83,7 +83,7 @@ def _masks(joint: Joint) -> tuple[frozenset[int], frozenset[int]]:
 def with_tables(
     agreed: Agreed, chunk: Chunk, constants: frozenset[str], masks: frozenset[str]
 ) -> Agreed:
-    """Return what is agreed of a chunk with those of its inputs and outputs that are constants, and that are masks."""
+    """Return the agreement of a chunk, extended by its inputs and outputs that are constants or masks."""
 
     def among(some: frozenset[str]) -> tuple[frozenset[int], frozenset[int]]:
         inputs = frozenset(

@@ -1,8 +1,8 @@
-"""Let chunks that have the same parameter agree how devices share it, such as an embedding and a tied output head.
+"""Let chunks with the same parameter agree how devices shard it, such as an embedding and a tied output head.
 
-Each chunk by itself takes its parameters apart as its ops allow. A parameter that two chunks would take apart in
-different ways stays whole in both. The gradient of a whole parameter is a term of a sum where devices have parts of
-what it is used on, else equal on all. Chunks add their gradients up before the devices do, so if it is a term in one,
+Each chunk by itself shards its parameters as its ops allow. A parameter that two chunks would shard in different ways
+stays whole in both. The gradient of a whole parameter is a partial sum if devices have shards of the activations that
+it is used on, else equal on all. Chunks add their gradients up before the devices do, so if it is a partial sum in one,
 it must be one in all.
 """
 
@@ -20,7 +20,7 @@ Axes = tuple[str, ...]
 
 
 class Ties:
-    """Find for each parameter how all chunks that have it can have it."""
+    """Find for each parameter a layout that suits all chunks that use it."""
 
     def __init__(
         self, program: Program, layouts: Callable[[Chunk, Agreed], Sharded | RoutedLayouts | None]
@@ -30,7 +30,7 @@ class Ties:
         self._terms: set[str] = set()
 
     def settle(self) -> None:
-        """Choose until all chunks agree."""
+        """Keep parameters whole, and gradients partial sums, until all chunks agree."""
         while True:
             if more := {p for p, ways in self._ways().items() if len(ways) > 1}:
                 assert not more & self._whole
@@ -47,7 +47,7 @@ class Ties:
             self._terms |= set(apart)
 
     def agreed(self, chunk: Chunk) -> Agreed:
-        """Return what a chunk is asked for."""
+        """Return the parameters of a chunk that must stay whole, or whose gradients must be partial sums."""
         whole, terms = (
             frozenset(k for k, p in _params(chunk) if p in chosen)
             for chosen in (self._whole, self._terms)
@@ -55,15 +55,15 @@ class Ties:
         return Agreed(whole, terms)
 
     def layouts(self) -> dict[str, Layout]:
-        """Return how devices have each parameter, once chunks agree."""
+        """Return the layout of each parameter, once chunks agree."""
         return {param: next(iter(ways)) for param, ways in self._ways().items()}
 
     def summed(self) -> dict[str, Axes]:
-        """Return the axes along which the gradient of each parameter is a sum, once chunks agree."""
+        """Return the axes along which the gradient of each parameter is a partial sum, once chunks agree."""
         return {param: next(iter(sums)) for param, sums in self._sums().items()}
 
     def unshared(self) -> dict[str, str]:
-        """Return the dimensions of parameters that stay whole and could be shared by themselves, with why."""
+        """Return the dimensions of parameters that stay whole though their own ops could shard them, with why."""
         found: dict[str, str] = {}
         for chunk, made in self._made():
             names = dict(_params(chunk))
@@ -81,7 +81,7 @@ class Ties:
             yield chunk, self._layouts(chunk, self.agreed(chunk))
 
     def _ways(self) -> dict[str, dict[Layout, str]]:
-        """Return for each parameter the ways in which chunks have it, each with the last one that does."""
+        """Return for each parameter the layouts that chunks give it, each with the last chunk that does."""
         found: dict[str, dict[Layout, str]] = {}
         for chunk, made in self._made():
             for k, param in _params(chunk):
@@ -89,7 +89,7 @@ class Ties:
         return found
 
     def _sums(self) -> dict[str, dict[Axes, str]]:
-        """Return for each parameter the axes along which chunks make terms of its gradient, likewise."""
+        """Return for each parameter the axes along which its gradient is a partial sum, each with the last chunk."""
         found: dict[str, dict[Axes, str]] = {}
         for chunk, made in self._made():
             for k, param in _params(chunk):

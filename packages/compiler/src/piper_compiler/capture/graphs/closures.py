@@ -1,4 +1,4 @@
-"""Find which nodes of a joint graph a step computes, and which it reads."""
+"""Find the nodes of a joint graph that a step computes, and the nodes that it reads."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from piper_ops import is_draw
 
 @dataclass
 class Closure:
-    """Say what one step computes.
+    """Hold the nodes that one step computes and reads.
 
     Attributes:
-        body: nodes of the joint graph.
-        needs: nodes whose storages come from elsewhere.
+        body: nodes of the joint graph that it computes.
+        needs: nodes whose storages it gets from other steps or the caller.
     """
 
     body: set[fx.Node] = field(default_factory=set)
@@ -52,7 +52,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def drawn_before(last: Collection[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the random ops up to the last one in `last`: numbers that nobody reads move those that are drawn after."""
+    """Return the random ops up to the last one in `last`: also an unused draw changes the numbers of later draws."""
     random = [n for n in nodes if is_random(n)]
     end = max((i for i, n in enumerate(random, 1) if n in last), default=0)
     return random[:end]

@@ -1,7 +1,7 @@
 """Let a joint graph compute conjugates and negations that torch keeps as a bit of a view.
 
-Copies resolve these bits, and a joint graph loses copies; a tensor that crosses between steps has no such bits. So the
-values are computed where they are made. A conjugate of a number is the number.
+Copies resolve these bits, and simplification removes copies; a tensor that crosses between steps has no such bits. So
+the values are computed at once. The conjugate or negation of a Python number is put into the ops that read it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ COMPUTED = {
     aten._conj.default: aten._conj_physical.default,
     aten._neg_view.default: aten.neg.default,
 }
-"""The views with a bit, each with the op that computes its values."""
+"""The ops that make a view with such a bit, each with the op that computes its values."""
 
 
 def compute_bits(graph: fx.Graph) -> None:
-    """Replace the views of a graph whose values differ from those in their storage by a bit."""
+    """Replace the conjugate and negative views of a graph by ops that compute their values."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in COMPUTED:
             continue
@@ -36,7 +36,7 @@ def compute_bits(graph: fx.Graph) -> None:
 
 
 def _give(user: fx.Node, node: fx.Node, value: complex) -> None:
-    """Let an op read a number in place of a node."""
+    """Replace a node by a number in the arguments of one of its users."""
     user.args, user.kwargs = fx.node.map_arg(
         (user.args, user.kwargs), lambda n: value if n is node else n
     )

@@ -1,10 +1,10 @@
-"""Let the gradients of further rounds of experts be added to those of round 0, which are there in any case.
+"""Add the gradients of further rounds of experts in place to the gradients of round 0, which always exist.
 
     add(experts_return_dgrad(...), experts_home(...))      -> experts_further_dgrad_(..., experts_home(...))
     acc += experts_return_wgrad(...)[k] + wgrad            -> experts_further_wgrad_(..., accumulators); acc += wgrad
     acc += grouped_mm_wgrad(rows, counts, grad)            -> grouped_mm_wgrad_(rows, counts, grad, acc), in such a step
 
-Mostly there are no further rounds. Then the first forms make zeros of all rows and matrices, and add them.
+Mostly there are no further rounds. The functional forms would still add zeros of the size of all rows and matrices.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_further_rounds_in_place(step: StepGraph) -> None:
 
 
 def _only_add(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return the sum that alone uses a gradient, and its other term; None where it is used otherwise."""
+    """Return the addition that is the only user of a gradient, and its other term; None if there is none."""
     users = list(node.users)
     if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
         return None
@@ -79,7 +79,7 @@ def _add_matrices(step: StepGraph, further: fx.Node) -> None:
 
 
 def _accumulated(item: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return what adds a gradient of further rounds to an accumulator, and that of round 0; None without such."""
+    """Return the accumulation of a gradient of further rounds, and the gradient of round 0; None if there is none."""
     found = _only_add(item) if item.target is operator.getitem else None
     if found is None or len(found[0].users) != 1:
         return None

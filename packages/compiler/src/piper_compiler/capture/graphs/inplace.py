@@ -1,16 +1,16 @@
-"""Write results into tensors that nothing needs any more, instead of into new memory.
+"""Write results into tensors that are not used afterwards, instead of into new storages.
 
-There are two rewrites of a step's graph. A plan needs less memory by them, too: an in-place op makes no storage.
+There are two rewrites of a step's graph. They also reduce the memory of a plan: an in-place op makes no storage.
 
     add(a, b)                       -> add_(a, b), or add_(b, a)       element-wise, over an argument that dies there
     all_reduce(a)                   -> all_reduce_(a)                  likewise, over all devices of an axis
     gelu_backward(g, x)             -> gelu_backward(g, x, grad_input=g)
-    add_(acc, mm(a, b))             -> addmm_(acc, a, b)               the product is summed up where it accumulates
+    add_(acc, mm(a, b))             -> addmm_(acc, a, b)               the product is added to its accumulator
 
-An argument takes the result when it was made in this step, is whole (not a part of a storage, not expanded), has the
-result's spec and strides, shares no bytes with another argument, and is used last here. Every element is computed from
-the same numbers by the same kernel, so the result is the same to the bit. A product that is added while it is made is
-rounded differently, as by another blocking of the same matrix product.
+An argument takes the result if it was made in this step, covers its whole storage (no slice, not expanded), has the
+result's spec and strides, shares no bytes with another argument, and has its last use here. Every element is computed
+from the same numbers by the same kernel, so the result is bitwise equal. `addmm_` rounds differently than a product and
+an addition, as another blocking of the matrix product would.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class InPlace:
 
     Attributes:
         form: the op.
-        takers: indexes of the arguments that can take the result; any but the first changes places with it.
-        out: the keyword that names the taker, for a form that takes it so.
+        takers: indexes of the arguments that can take the result; any but the first is swapped with it.
+        out: the keyword argument for the taker, for a form that has one.
     """
 
     form: OpOverload
@@ -62,15 +62,15 @@ FORMS: Mapping[OpOverload, InPlace] = {
     context_add: InPlace(context_add_),
     aten.threshold_backward.default: InPlace(aten.threshold_backward.grad_input, out="grad_input"),
 }
-"""The ops with an in-place form whose kernel reads of that argument only the element that it writes next."""
+"""The ops with an in-place form, whose kernels read each element of that argument only to write the same one."""
 
 
 SUMMED = (torch.float32, torch.float64)
-"""The dtypes whose products are added while they are made, to an accumulator of the same; addmm_ takes no other one."""
+"""The dtypes of products that `addmm_` adds to an accumulator of the same dtype, the only one that it takes."""
 
 
 def reuse_dying_arguments(step: StepGraph) -> None:
-    """Rewrite the element-wise ops of a step, and its sums over devices, in place."""
+    """Make the element-wise ops of a step, and its all-reduces, in-place ops."""
     rank = {n: i for i, n in enumerate(step.graph.nodes)}
     last: dict[fx.Node, int] = {}
     for node in step.graph.nodes:
@@ -95,7 +95,7 @@ def reuse_dying_arguments(step: StepGraph) -> None:
                 and node.args.count(taker) == 1
             ):
                 _write_into(node, index, found)
-                # From here on the result lives in the argument's storage.
+                # From here on the result uses the argument's storage.
                 last[base] = last[node]
                 break
 

@@ -1,7 +1,7 @@
 """Rewrite a functionalised joint graph without changing values: fewer views, fewer copies, shorter lifetimes.
 
-In a functional graph nothing is ever overwritten, so a copy is its source, and only the outputs of a step must own
-their bytes (`phases` sees to it). The rules, each local to a node:
+In a functional graph no tensor is overwritten, so a copy can be replaced by its source, and only the outputs of a step
+must own their bytes (`phases` ensures this). The rules, each local to a node:
 
     detach(x), alias(x), lift_fresh(x)          -> x
     clone(x), same-dtype copy of contiguous x   -> x
@@ -52,15 +52,15 @@ REDUCED: dict[OpOverload, int] = {
     aten.soft_margin_loss.default: 2,
     aten.binary_cross_entropy.default: 3,
 }
-"""The losses whose kernels leave all terms in the storage of the result, each with the index of its reduction."""
+"""The losses whose kernels keep all terms in the result's storage, each with the index of its reduction argument."""
 REDUCTIONS: tuple[OpOverload | None, ...] = (None, aten.mean.default, aten.sum.default)
-"""The ops that torch numbers so."""
+"""The reduction ops, by torch's number for each: 0 is no reduction."""
 
 
 def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
     """Rewrite `graph` in place.
 
-    A copy of one of the `buffers` stays, because backward reads it when the buffer has changed.
+    A copy of one of the `buffers` stays, because backward may read it after the buffer has changed.
     """
     views: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -117,7 +117,7 @@ def _same_spec(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _node(
     graph: fx.Graph, before: fx.Node, target: OpOverload, args: tuple[Any, ...], **kwargs: Any
 ) -> fx.Node:
-    """Return a new node with the user line and phase of the node that it replaces."""
+    """Return a new node with the meta of the node that it replaces."""
     with graph.inserting_before(before):
         new = graph.call_function(target, args, kwargs)
     new.meta = dict(before.meta)
@@ -197,9 +197,9 @@ def _permutation(node: fx.Node) -> list[int] | None:
 
 
 def _select_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Take parts of a permuted tensor (q, k, v of a fused projection) from the tensor itself.
+    """Select parts of a permuted tensor (q, k, v of a fused projection) from the tensor before the permutation.
 
-    This leaves one permutation for each part that needs one; before, the whole had one and every part another.
+    This leaves one permutation per part that needs one, instead of one of the whole tensor and one per part.
     """
     inner = node.args[0] if node.args else None
     order = (
@@ -224,7 +224,7 @@ def _select_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 def _permute_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """Permute the parts of a stack instead of the stack, which would be copied.
 
-    To permute a part costs nothing, and folds with the part's own permutation.
+    Permuting a part is a view, which folds with the part's own permutation.
     """
     inner = node.args[0] if node.args else None
     order = _permutation(node)
@@ -292,7 +292,7 @@ def _drop_expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _reduce_apart(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Let a loss and its reduction be two ops, as its kernel computes them; the result then owns its bytes alone."""
+    """Split a loss and its reduction into two ops, as its kernel computes them; the result's storage is then small."""
     assert isinstance(node.target, OpOverload)
     place = REDUCED.get(node.target)
     if place is None:

@@ -1,8 +1,8 @@
-"""Build the graph of one step: what it reads, computes, writes and accumulates.
+"""Build the graph of one step: the ports it reads and writes, its nodes and its accumulators.
 
 Every written port owns its bytes and is contiguous. A tensor that does not (a view of an input, one storage under two
-ports, a part of a storage) is copied where it is made. A storage whose dimensions lie in another order is written
-permuted, and permuted back where it is read.
+ports, a part of a storage) is copied right after its node. A dense storage with another order of dimensions is written
+permuted, and permuted back by the step that reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from piper_ops import dtype_name
 
 aten = torch.ops.aten
 TOKENS = 1
-"""The dimension that holds the tokens of what passes between chunks, and of batch tensors; see `Joint.tokens_of`."""
+"""The token dimension of activations between chunks, and of batch tensors; see `Joint.tokens_of`."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,15 @@ class Joint:
     Attributes:
         kinds: the kind of each input.
         inputs: placeholders by input index.
-        outputs: those of the module; behind them, what `mutated` inputs hold afterwards.
+        outputs: the module's outputs, then the new values of `mutated` inputs.
         tangents: placeholders by output index.
-        grads: input -> the node of its gradient.
-        mutated: inputs that are changed in place.
+        grads: input index -> the node of its gradient.
+        mutated: indices of inputs that are changed in place.
         constant_names: node that stands for a constant -> its key in `constants`.
-        reduce: the dtype of gradient accumulators; None for that of their parameters.
-        exchanged_inputs: inputs that stand in the form in which devices exchange them with experts.
+        reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
+        exchanged_inputs: inputs in the form that devices exchange with experts by all-to-all.
         exchanged_outputs: likewise outputs.
-        first_inputs: inputs that devices have in parts of their first dimension, where others are in parts of the
-            second.
+        first_inputs: inputs that are sharded along their first dimension, not along the second.
         first_outputs: likewise outputs.
     """
 
@@ -60,7 +59,7 @@ class Joint:
 
     @property
     def first(self) -> frozenset[fx.Node]:
-        """Return what devices have in parts of its first dimension, such as a mask [queries, keys]."""
+        """Return the inputs and outputs that are sharded along dimension 0, such as a mask [queries, keys]."""
         return frozenset(
             (
                 *(self.inputs[k] for k in self.first_inputs),
@@ -69,12 +68,12 @@ class Joint:
         )
 
     def tokens_of(self, node: fx.Node) -> int:
-        """Return the dimension of tokens of what passes between chunks."""
+        """Return the token dimension of an activation between chunks."""
         return 0 if node in self.first else TOKENS
 
     @property
     def exchanged(self) -> frozenset[fx.Node]:
-        """Return what stands in the form in which devices exchange it, so that its second dimension is not tokens."""
+        """Return the inputs and outputs in the form that devices exchange: their second dimension is not tokens."""
         return frozenset(
             (
                 *(self.inputs[k] for k in self.exchanged_inputs),
@@ -87,8 +86,8 @@ class Joint:
 class StepGraph:
     """Hold the graph of one step.
 
-    Placeholders are named by the ports that it reads, then `acc{k}` per accumulator; the output node lists what it
-    writes. Constants are get_attr nodes.
+    Placeholders are named by the ports that it reads, then `acc{k}` per accumulator; the output node lists the nodes of
+    the ports that it writes. Constants are get_attr nodes.
     """
 
     graph: fx.Graph
@@ -99,7 +98,7 @@ class StepGraph:
 
 @dataclass
 class Storage:
-    """Say how an earlier step hands over the storage of a node.
+    """Describe the port through which another step provides the storage of a node.
 
     It names the port, and the shape and order of dimensions that turn the port's tensor back into the node's.
     """
@@ -116,7 +115,7 @@ def spec_of(node: fx.Node, shape: tuple[int, ...] | None = None) -> TensorSpec:
 
 
 def whole(port: str, node: fx.Node) -> Storage:
-    """Return a port that holds the node's tensor as it is."""
+    """Return a port that holds the node's tensor without a change of shape or order."""
     shape = tuple(aliasing.tensor(node).shape)
     return Storage(port, shape, tuple(range(len(shape))))
 
@@ -124,8 +123,8 @@ def whole(port: str, node: fx.Node) -> Storage:
 class StepBuilder:
     """Build the graph of one step.
 
-    `placed` gives the storages that other steps and the caller provide; after `write` and `hand_over` it also holds
-    those that this step provides.
+    `provided` gives the storages that other steps and the caller provide; `placed` holds the storages that this step
+    provides, after `write` and `hand_over`.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class StepBuilder:
         self._owners: dict[fx.Node, str] = {}
 
     def write(self, ports: Iterable[tuple[str, fx.Node]]) -> None:
-        """Write results under the node's own shape: outputs and input gradients."""
+        """Write outputs and input gradients to ports, in the nodes' own shapes."""
         for port, node in ports:
             self.specs[port] = spec_of(node)
             base = aliasing.root(node)
@@ -163,7 +162,7 @@ class StepBuilder:
                 self._results.append((port, node, "copy"))
 
     def hand_over(self, prefix: str, nodes: Iterable[fx.Node]) -> None:
-        """Hand whole storages to later steps, under new ports unless an output owns them already."""
+        """Write whole storages for later steps, to new ports unless an output port owns them already."""
         count = 0
         for node in nodes:
             if node in self.placed and not self.placed[node].port.startswith("gin"):
@@ -178,7 +177,7 @@ class StepBuilder:
             self._results.append((port, node, "permuted" if dense else "copy"))
 
     def write_again(self, storages: Mapping[fx.Node, Storage]) -> None:
-        """Write storages under the ports, and in the form, in which another step hands them over."""
+        """Write storages to the same ports, with the same shapes, as another step does."""
         for node, storage in storages.items():
             dense = aliasing.fills_storage(aliasing.tensor(node))
             self.placed[node] = storage
@@ -194,11 +193,11 @@ class StepBuilder:
         return shape
 
     def accumulate(self, gradients: Mapping[int, fx.Node]) -> None:
-        """Add the gradient of parameter input k into accumulator k as soon as it is made."""
+        """Add the gradient of parameter input k to accumulator k right after its node."""
         self._gradients = dict(gradients)
 
     def finish(self) -> StepGraph:
-        """Return the step's graph; what it writes follows directly on the node that makes it."""
+        """Return the step's graph; copies for ports and accumulations follow directly on the node of their tensor."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         reads = self._reads(graph, env)
@@ -215,7 +214,7 @@ class StepBuilder:
         )
 
     def _reads(self, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> tuple[str, ...]:
-        """Make placeholders for all inputs, in the order of `_port_order`, and nodes for their views."""
+        """Add placeholders for all ports that are read, in the order of `_port_order`, and nodes for their views."""
         wanted = {n for b in self._body for n in b.all_input_nodes if n not in self._inside}
         wanted |= {n for _, n, _ in self._results if n not in self._inside}
         wanted |= {n for n in self._gradients.values() if n not in self._inside}
@@ -241,14 +240,14 @@ class StepBuilder:
         return node
 
     def _accumulator(self, graph: fx.Graph, k: int) -> fx.Node:
-        """Add the placeholder of the accumulator of input k, in the dtype in which gradients are summed."""
+        """Add the placeholder of the accumulator of input k, in the dtype of gradient accumulation."""
         node = self._placeholder(graph, f"acc{k}", self._joint.inputs[k])
         if self._joint.reduce is not None:
             node.meta["val"] = torch.empty_like(node.meta["val"], dtype=self._joint.reduce)
         return node
 
     def _restore(self, graph: fx.Graph, node: fx.Node, given: fx.Node) -> fx.Node:
-        """Return the joint graph's tensor from the port's, which may have another shape or order of dimensions."""
+        """Return a node for the joint graph's tensor, from the port's, which may have another shape or order."""
         place, value = self._provided[node], aliasing.tensor(node)
         order = list(range(value.dim()))
         inverse = [place.order.index(d) for d in order]
@@ -285,7 +284,7 @@ class StepBuilder:
         made: dict[str, fx.Node],
         accumulators: Mapping[int, fx.Node],
     ) -> None:
-        """Add the nodes that follow `node` directly, for the ports that take it and the accumulators that add it."""
+        """Add the copies of `node` for its ports, and its addition to accumulators, directly behind it."""
         for k, gradient in self._gradients.items():
             if gradient is node:
                 added = graph.create_node(
@@ -316,7 +315,7 @@ class StepBuilder:
 
 
 def _same_bytes(value: torch.Tensor, owner: fx.Node) -> bool:
-    """Return whether a view and the owner of its storage hold exactly the same elements."""
+    """Return whether a view and the owner of its storage both cover the whole storage, in one dtype."""
     whole = aliasing.tensor(owner)
     return (
         value.dtype == whole.dtype

@@ -1,12 +1,12 @@
-"""Fold sums of gradients of parts into one concatenation.
+"""Fold sums of padded gradients of slices into one concatenation.
 
-Each part of a tensor that was taken apart (`q, k, v = qkv`) sends back a gradient padded with zeros to the whole
-tensor's size, and autograd adds these up: n zero fills, n copies and n - 1 additions in place of one stack.
+If a tensor is split into parts (`q, k, v = qkv`), autograd pads the gradient of each part with zeros to the whole
+tensor's size and adds these up: n zero fills, n copies and n - 1 additions in place of one stack.
 
     select_backward(g0, shape, d, 0) + ... + select_backward(gn, shape, d, n)   -> stack([g0, ..., gn], d)
     slice_backward(g0, shape, d, 0, e0) + slice_backward(g1, shape, d, e0, e1)  -> cat([g0, g1], d)
 
-The rule holds only when the parts cover the whole exactly once and the (inner) sum has at most one other term. Every
+The rule applies only if the parts cover the tensor exactly once and the (inner) sum has at most one other term. Every
 element is then that term's plus one part's, and adding zeros is exact, so that no result is rounded differently.
 """
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def fold_sums(graph: fx.Graph) -> bool:
-    """Rewrite in place every sum of padded parts that covers its tensor; return whether there was any."""
+    """Rewrite in place every sum of padded parts that covers its tensor; return whether there were any."""
     folded = False
     for node in reversed(list(graph.nodes)):
         if not _is_sum(node):
@@ -57,7 +57,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
-    """Return the terms of a sum, through inner sums that hold parts and that nothing else uses."""
+    """Return the terms of a sum; inner sums that hold parts and have no other user are flattened."""
     terms: list[fx.Node] = []
     for term in node.args:
         assert isinstance(term, fx.Node)
@@ -69,9 +69,9 @@ def _terms(node: fx.Node) -> list[fx.Node]:
 def _part(
     term: fx.Node,
 ) -> tuple[tuple[Any, tuple[int, ...], int], tuple[int, int], fx.Node] | None:
-    """Return the facts of a padded part, or None for anything else.
+    """Return the description of a padded gradient of a part, or None for another term.
 
-    These are the facts that must agree among the parts, the part's span in the dimension, and its gradient.
+    It has the (op, shape, dimension) that must agree among the parts, the part's span in it, and the gradient.
     """
     if (
         term.target not in (aten.select_backward.default, aten.slice_backward.default)

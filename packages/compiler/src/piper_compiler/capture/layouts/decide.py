@@ -31,7 +31,7 @@ class Partial(Enum):
 PARTIAL = Partial.PARTIAL
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 Placement = LoopIndex | Partial | None
-"""Placement of a tensor along one axis: sharded along a loop index, `PARTIAL` (a partial sum), or None (replicated)."""
+"""The placement of a tensor along one axis: sharded along an index, `PARTIAL` (a partial sum), None (replicated)."""
 
 
 @dataclass(frozen=True)

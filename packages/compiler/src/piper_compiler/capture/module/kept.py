@@ -1,4 +1,4 @@
-"""Follow what forward changes beside tensors from call to call: attributes, lists, globals, closures."""
+"""Track the Python state that forward changes from call to call: attributes, lists, globals, closures."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _PLAIN = (
     torch.Size,
 )
 _FIXED = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module)
-"""The types of values that are the same where they are one object: what is inside of them has places of its own."""
+"""The types of values that are compared by identity: their attributes are places of their own."""
 _MISSING = object()
 _UNREACHABLE = (AttributeError, TypeError, LookupError, ValueError, NameError, SyntaxError)
-"""The errors of an expression that names no place: nothing is there, or nothing can be put there."""
+"""The errors of an expression for a place that cannot be read or assigned."""
 _TICKS = count()
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class KeptState:
-    """Hold the places that calls of one step change, and what was there before.
+    """Hold the Python state that calls of one step change, and its values before.
 
     Attributes:
-        changes: What any call changed, by place.
-        known: Names of the tensors of which the capture takes care by itself.
+        changes: The changes by any call, by place.
+        known: Names of the model's tensors, whose changes the capture tracks elsewhere.
     """
 
     def __init__(self, local: Mapping[str, object], space: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ class KeptState:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Note what a call changes that is traced inside of the `with`. What was found to change is unknown to it."""
+        """Note the changes by a call that is traced in this context. Forgotten places are unknown to the call."""
         self._before.clear()
         for place, unknown in self._unknown.items():
             self._run(f"{place} = value", unknown)
@@ -63,7 +63,7 @@ class KeptState:
             yield
 
     def moving(self) -> tuple[Change, ...]:
-        """Return what the last call left otherwise than it found it, but for what was unknown to it."""
+        """Return the changes of places that the last call left with another value, except forgotten places."""
         found = {
             place: before for place, before in self._before.items() if place not in self._unknown
         }
@@ -74,7 +74,7 @@ class KeptState:
         )
 
     def forget(self, change: Change) -> bool:
-        """Make the value of a place unknown to later calls. Return whether it can be replaced there."""
+        """Make the value of a place unknown to later calls; return whether the place can be assigned."""
         unknown = unknown_like(self._get(change.place))
         try:
             self._run(f"{change.place} = value", unknown)
@@ -84,9 +84,9 @@ class KeptState:
         return True
 
     def as_found(self) -> bool:
-        """Return whether all that calls changed is again as it was before the first of them, like a flag that is reset.
+        """Return whether every changed place has its value from before the first call, like a flag that is reset.
 
-        The next call is then like the first. Only what can be compared for certain counts.
+        The next call is then like the first. A value that cannot be compared for certain counts as changed.
         """
         return all(self._is_again(place, *original) for place, original in self._originals.items())
 
@@ -99,12 +99,12 @@ class KeptState:
         )
 
     def restore(self) -> None:
-        """Put back what was there before the first call: globals and closures are the user's own."""
+        """Restore the values from before the first call: globals and closures are the user's own."""
         for place, (value, content) in reversed(self._originals.items()):
             try:
                 self._run(f"del {place}" if value is _MISSING else f"{place} = value", value)
             except _UNREACHABLE:
-                pass  # nothing can have been put there, or it is gone
+                pass  # the place could never be assigned, or no longer exists
             _refill(value, content)
 
     def _note(self, change: Change) -> None:
@@ -129,7 +129,7 @@ class KeptState:
 
 
 def _same(one: object, other: object) -> bool:
-    """Return whether two values are one object, or equal plain values; items of tuples and lists each."""
+    """Return whether two values are one object or equal plain values, item by item for tuples and lists."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -140,7 +140,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _content(value: object) -> list[Any] | None:
-    """Return the items of a container that forward may change in place."""
+    """Return the items of a container that forward may change in place; None for other values."""
     return (
         list(value.items())
         if isinstance(value, dict)
@@ -151,7 +151,7 @@ def _content(value: object) -> list[Any] | None:
 
 
 def _refill(value: Any, content: list[Any] | None) -> None:
-    """Give a container the items that it had."""
+    """Give a container its earlier items."""
     if content is None:
         return
     value.clear()
@@ -163,9 +163,9 @@ def _refill(value: Any, content: list[Any] | None) -> None:
 
 
 def looks(value: object, inside: tuple[int, ...] = ()) -> str:
-    """Return a text that is equal for two values only where forward cannot tell them apart.
+    """Return a text that is equal for two values only if forward cannot tell them apart.
 
-    Tensors count by what a trace knows of them. What cannot be looked into has another text every time.
+    For tensors it has their dtype, shape and requires_grad. An opaque value has another text every time.
     """
     if type(value) in _PLAIN:
         return f"{type(value).__name__} {value!r}"
@@ -185,7 +185,7 @@ def looks(value: object, inside: tuple[int, ...] = ()) -> str:
 
 
 def _parts(value: object) -> list[object] | None:
-    """Return what a value is made of, None where that is not known."""
+    """Return the items or attributes of a value, None for an opaque one."""
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, Mapping):
@@ -200,7 +200,7 @@ def _parts(value: object) -> list[object] | None:
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    """Yield what an object of a class made in Python holds, in its dictionary and in slots."""
+    """Yield the attributes of an object of a Python class, from its dictionary and its slots."""
     yield from getattr(value, "__dict__", {}).items()
     for kind in type(value).__mro__:
         slots = [k for k, v in vars(kind).items() if isinstance(v, MemberDescriptorType)]

@@ -1,4 +1,4 @@
-"""Take the tensors that a loss or metric holds, such as weights of classes, as constants of the captured graph."""
+"""Make the tensors that a loss or metric holds, such as class weights, constants of the captured graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAINED = (
 
 
 def cast_loss(loss: Loss, casts: Casts) -> Loss:
-    """Return a loss whose own tensors, if it is a module, have the dtypes that buffers of the model have."""
+    """Return a loss whose own tensors, if it is a module, have the dtypes of buffers of the model."""
     if not isinstance(loss, nn.Module):
         return loss
     made = copy.deepcopy(loss)
@@ -43,7 +43,7 @@ def cast_loss(loss: Loss, casts: Casts) -> Loss:
 
 
 def take_constant(graph: fx.Graph, node: fx.Node, value: Tensor) -> bool:
-    """Put what a tensor of losses and metrics alone holds into the graph, as literals; return whether that is right."""
+    """Replace the placeholder of a tensor that only losses and metrics read by a literal; return whether it was one."""
     if is_fake(value) or not _of_loss(node):
         return False
     shape = tuple(value.shape)
@@ -71,7 +71,7 @@ def take_constant(graph: fx.Graph, node: fx.Node, value: Tensor) -> bool:
 
 
 def _of_loss(node: fx.Node) -> bool:
-    """Return whether a placeholder is reached by way of the loss or a metric, or read by nothing else."""
+    """Return whether a placeholder belongs to the loss or a metric, or is read by them alone."""
     return str(node.target).startswith(("L_loss_", "L_metrics_")) or all(
         _in_loss(user) for user in node.users
     )
@@ -84,7 +84,7 @@ def _in_loss(node: fx.Node) -> bool:
 
 @contextmanager
 def losses_traced() -> Iterator[None]:
-    """Let Dynamo trace losses that look at values first as ones that do not."""
+    """Let Dynamo trace losses that check tensor values without these checks."""
     with in_place(F, {"gaussian_nll_loss": _gaussian_nll_loss}):
         yield
 
@@ -97,7 +97,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """Do what torch's function does, but do not look whether a variance is negative, which only a run knows."""
+    """Compute torch's `gaussian_nll_loss` without its check for negative variances, which a trace cannot do."""
     var = torch.full_like(input, var) if isinstance(var, float) else var
     if var.size() == input.size()[:-1]:
         var = var.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Call the metrics of a job where its loss is called, so that they are scalars of the last chunk beside it."""
+"""Call the metrics of a job next to its loss, so that they are scalars of the last chunk beside it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEEDED = (
 class MetricNode:
     """Name a node of the captured graph that is a metric, or the weight by which a metric's sum is divided.
 
-    A "metric_total" is a sum over rows, which is added up.
+    A "metric_total" is a partial sum over rows.
     """
 
     kind: Literal["metric", "metric_weight", "metric_total"]
@@ -35,9 +35,9 @@ class MetricNode:
 def measured(
     metrics: OutputMetrics, output: Any, targets: Any, dtype: torch.dtype
 ) -> dict[str, tuple[Any, ...]]:
-    """Return what the functions give, by name: a mean over rows, or a sum and its weight; in the loss's dtype.
+    """Return the metrics by name: a mean over rows, or a sum and its weight; in the loss's dtype.
 
-    The metrics in a dict that a function returns are called after both: "accuracy/top5".
+    The metrics in a dict that a function returns are named after both: "accuracy/top5".
     """
     found: dict[str, tuple[Any, ...]] = {}
     for name, function in metrics.items():
@@ -67,7 +67,7 @@ def _scalar(value: Any, dtype: torch.dtype) -> Any:
 def metric_nodes(
     found: Mapping[str, Sequence[Any]], node_of: Callable[[Any], fx.Node | None]
 ) -> tuple[MetricNode, ...]:
-    """Return the nodes of metrics; raise CaptureError, with the name, for what is neither a mean nor (sum, weight)."""
+    """Return the nodes of metrics; raise CaptureError for a metric that is neither a mean nor (sum, weight)."""
     out: list[MetricNode] = []
     for name, values in found.items():
         nodes = [node_of(value) for value in values]

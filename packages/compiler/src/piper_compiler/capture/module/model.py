@@ -26,13 +26,13 @@ BatchMaker = Callable[[range], tuple[Any, Any]]
 """A function from rows to (inputs, targets), each with len(rows) rows."""
 
 Loss = Callable[[Any, Any], Any] | None
-"""A function from (output, targets) to the mean over the rows, or to (sum, weight); None for the model's own loss."""
+"""A function from (output, targets) to the mean over the rows, or to (sum, weight); None if the model returns it."""
 
 SUBMODULES = "_modules"
-"""The attribute of a module that holds the modules within it, which are looked at by themselves."""
+"""The attribute of a module that holds its submodules, which are checked separately."""
 
 ASKED_ROWS = 2
-"""The rows that the user's batch function is asked for: two show a function that ignores its argument."""
+"""The number of rows of the example batch: with two, a function that ignores its argument shows."""
 
 DEVICES = (
     "Model, loss and batch are written for the CPU, and a run moves them to the devices of its "
@@ -61,16 +61,16 @@ def fake_model(
 
 
 def built_model(model: Callable[[], nn.Module]) -> nn.Module:
-    """Return what a callable makes with fake tensors, so that a model of any size takes no memory.
+    """Return the model that a callable makes, with fake tensors, so that a model of any size takes no memory.
 
-    A constructor that reads values of tensors (`.item()`, numpy) cannot run there; it then runs for real.
+    A constructor that reads values of tensors (`.item()`, numpy) fails on fake tensors; it then runs on real ones.
     """
     with _devices_left_out(), user_code("model()", CaptureError):
         try:
             with _torch.fake_construction(), warnings.catch_warnings():
                 warnings.filterwarnings(
                     "ignore", "Accessing the data pointer of FakeTensor"
-                )  # torch does, to copy modules
+                )  # torch accesses it, to copy modules
                 built = model()
         except (RuntimeError, TypeError, ValueError):
             built = model()
@@ -83,7 +83,7 @@ def built_model(model: Callable[[], nn.Module]) -> nn.Module:
 
 @contextmanager
 def _devices_left_out() -> Iterator[None]:
-    """Explain the error of a constructor that asks for a device that is not here."""
+    """Explain the error of a constructor that asks for a missing device."""
     try:
         yield
     except CaptureError as error:
@@ -105,7 +105,7 @@ def names_device(text: str) -> bool:
 
 
 def _check(model: nn.Module) -> None:
-    """Raise CaptureError for what a capture would silently leave out, or cannot hold."""
+    """Raise CaptureError for hooks, lazy or complex parameters and sparse gradients, which a capture cannot hold."""
     for name, tensor, _ in named_tensors(model):
         if is_lazy(tensor):
             raise CaptureError(
@@ -183,7 +183,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for key, value in vars(m).items()
     }
     for value in attributes.values():
-        if isinstance(value, _torch.CustomOpDef):  # a process has one of each name
+        if isinstance(value, _torch.CustomOpDef):  # a process has one custom op of each name
             memo[id(value)] = value
     before = dict(memo)
     try:
@@ -261,9 +261,9 @@ class Example:
     """Hold an example of a batch, with undefined content.
 
     Attributes:
-        fixed: names of the tensors without rows.
+        fixed: names of the tensors without a dimension of rows.
         joined: names of the tensors whose first dimension is rows times something; here these are two dimensions.
-        sharing: pairs of names of tensors that lie in the same memory in the user's batch.
+        sharing: pairs of names of tensors that share storage in the user's batch.
     """
 
     inputs: Any
@@ -288,7 +288,7 @@ class Example:
         return tuple((name, repr(leaf)) for name, leaf in leaves if isinstance(leaf, Constant))
 
     def map(self, function: Callable[[str, Any], Any]) -> Example:
-        """Return the example with other tensors, each made of its name and the one that is here."""
+        """Return the example with each tensor replaced by `function(name, tensor)`."""
         named = {id(tensor): name for name, tensor in self.tensors.items()}
         inputs, targets = _torch.pytree.tree_map(
             lambda leaf: function(named[id(leaf)], leaf) if id(leaf) in named else leaf,
@@ -302,9 +302,9 @@ def check_batch(
 ) -> Example:
     """Return an example batch with `rows` rows.
 
-    It is made from a call of the user's function for two rows, or for one if `most` is one. Raises CaptureError where
-    the function does not return a pair of nests, or a mapping, whose tensors have the rows as their first dimension, or
-    are declared to have none.
+    It is made from a call of the user's function for two rows, or for one if `most` is one. Raises CaptureError unless
+    the function returns a pair of nests, or a mapping, whose tensors have the rows as their first dimension, or are
+    declared to have none.
     """
     asked = range(min(ASKED_ROWS, most))
     found = _called(batch, asked)
@@ -336,7 +336,7 @@ def check_batch(
 
 
 def sharing_memory(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of names of tensors that lie in the same memory, such as one that is input and target."""
+    """Return the pairs of names of tensors that share storage, such as one that is input and target."""
     pairs = shared.shared_tensors([(name, tensor.detach()) for name, tensor in tensors.items()])
     return tuple((pair.first, pair.second) for pair in pairs)
 
@@ -372,7 +372,7 @@ def _check_patterns(shared: tuple[str, ...], tensors: Mapping[str, Tensor]) -> N
 
 
 def _parts_of_rows(batch: BatchMaker, asked: range, name: str, tensor: Tensor) -> int:
-    """Return how many entries of dimension 0 a row has; 0 where it is not one number."""
+    """Return the number of entries of dimension 0 per row; 0 if it is not the same for all rows."""
     parts, rest = divmod(tensor.shape[0], len(asked)) if tensor.dim() else (0, 0)
     if not parts or rest or len(asked) < ASKED_ROWS:
         return 0
@@ -398,7 +398,7 @@ def _without_rows(name: str, tensor: Tensor, asked: int) -> str:
 
 
 def _behind(tensor: Tensor, asked: int) -> str:
-    """Return what is said of a tensor whose second dimension is the rows, as torch's attention modules take it."""
+    """Return the advice for a tensor with the rows in its second dimension, as torch's attention modules take it."""
     if tensor.dim() < 2 or tensor.shape[1] != asked:
         return ""
     return (
@@ -417,7 +417,7 @@ def own_loss(output: Any) -> Any:
 
 
 def join_rows(nest: Any, name: str, joined: frozenset[str]) -> Any:
-    """Return a nest in which the tensors with these names have their first two dimensions as one."""
+    """Return a nest in which the tensors with these names have their first two dimensions flattened."""
     if isinstance(nest, dict):
         return {key: join_rows(item, f"{name}.{key}", joined) for key, item in nest.items()}
     if type(nest) is tuple or type(nest) is list:

@@ -1,7 +1,7 @@
-"""Let the functions that a copied model holds refer to the copy: hooks, and functions in place of a forward.
+"""Make the functions that a copied model holds refer to the copy: hooks, and functions that replace a forward.
 
 `copy.deepcopy` leaves functions as they are, so that a hook made inside of a constructor (`lambda m, i, o: ...self...`)
-would still read the module that was copied.
+would still read the original module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOLDERS = (FunctionType, MethodType, partial, list, tuple, dict)
 
 
 def rebind_functions(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Replace functions of a copied model's modules that refer to what was copied; `memo` is that of the copy."""
+    """Replace the functions of a copied model that refer to original objects; `memo` is the memo of the deepcopy."""
     rebound = _Rebound(memo)
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -32,16 +32,16 @@ def rebind_functions(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 class _Rebound:
-    """Make functions anew that refer to copies."""
+    """Make new versions of functions that refer to copies."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
         self._memo = memo
         self._made: dict[
             int, tuple[Any, Any]
-        ] = {}  # (old, new); the old one stays, so that no other gets its id
+        ] = {}  # (old, new); the old one is kept alive, so that its id is not used again
 
     def value(self, value: Any) -> Any:
-        """Return a value in which copies stand for what was copied."""
+        """Return the value with copies in place of the original objects that it refers to."""
         if id(value) in self._memo:
             return self._memo[id(value)]
         if id(value) in self._made:
@@ -62,7 +62,7 @@ class _Rebound:
                 return copy.deepcopy(value, self._memo)
 
     def _container(self, value: Any) -> Any:
-        """Return a container of copies; a list or a dict is known before it is filled, since it may hold itself."""
+        """Return a container of copies; a list or dict is registered before it is filled, since it may hold itself."""
         if not isinstance(value, list | dict):
             return type(value)(map(self.value, value))
         made: Any = type(value)()
@@ -81,7 +81,7 @@ class _Rebound:
         self._made[id(function)] = (
             function,
             made,
-        )  # before its cells are filled: a function may refer to itself
+        )  # registered before its cells are filled: a function may refer to itself
         made.__defaults__ = tuple(map(self.value, function.__defaults__ or ())) or None
         made.__kwdefaults__ = {
             key: self.value(item) for key, item in (function.__kwdefaults__ or {}).items()
@@ -94,7 +94,7 @@ class _Rebound:
         return made
 
     def _refers(self, value: Any, seen: set[int]) -> bool:
-        """Return whether a value is, holds or reads something that was copied."""
+        """Return whether a value is, or refers to, an object that was copied."""
         if id(value) in self._memo:
             return True
         if id(value) in seen:
@@ -104,7 +104,7 @@ class _Rebound:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return what a function, a method or a container holds."""
+    """Return the values that a function, a method or a container refers to."""
     match value:
         case FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or () if not _empty(cell)]
@@ -123,7 +123,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 def _empty(cell: CellType) -> bool:
     try:
-        cell.cell_contents  # noqa: B018  # to read an empty one is an error
+        cell.cell_contents  # noqa: B018  # reading an empty cell is an error
     except ValueError:
         return True
     return False

@@ -1,8 +1,8 @@
-"""Find named tensors of a model, or of a batch, that share bytes without being one of the plan.
+"""Find named tensors of a model, or of a batch, that share bytes but are separate tensors of the plan.
 
-A plan keeps every parameter and buffer apart. One Parameter under two names is one parameter of the plan. Two objects
-over the same bytes would be separated, so that a change of one no longer changes the other. That makes no difference
-where neither changes; otherwise the model is refused.
+A plan stores every parameter and buffer separately. One Parameter under two names is one parameter of the plan. Two
+tensors over the same bytes would be separated, so that a change of one no longer changes the other. This does not
+matter if neither changes; otherwise the model is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from piper_ir.ground.errors import CaptureError
 from piper_ops import storage_key
 
 ATTRIBUTE = "_piper_shared"
-"""The attribute of a fake model that holds the pairs of tensors which share bytes in the user's model."""
+"""The attribute of a fake model that holds the pairs of tensors that share bytes in the user's model."""
 MOST_BYTES = 2**28
 """The extent of two interleaved tensors up to which they are compared byte by byte; beyond it they count as shared."""
 
@@ -40,7 +40,7 @@ def shared_tensors(named: Sequence[tuple[str, Tensor]]) -> tuple[Shared, ...]:
 
 
 def _pairs(group: Sequence[tuple[str, Tensor]]) -> Iterator[Shared]:
-    """Yield the pairs within one storage, by a sweep over where its tensors begin and end."""
+    """Yield the pairs within one storage, by a sweep over the first and last bytes of its tensors."""
     order = {name: k for k, (name, _) in enumerate(group)}
     open_ones: list[tuple[str, Tensor]] = []
     for name, tensor in sorted(group, key=lambda item: _extent(item[1])):
@@ -84,7 +84,7 @@ def _bytes(tensor: Tensor, end: int) -> Tensor:
 
 
 def check_shared(model: nn.Module, trainable: Collection[str], changed: Collection[str]) -> None:
-    """Raise CaptureError where a tensor that training changes shares bytes with another one.
+    """Raise CaptureError if a tensor that training changes shares bytes with another one.
 
     `trainable` are parameters with requires_grad; `changed` are buffers that forward changes.
     """
@@ -113,9 +113,9 @@ def check_shared(model: nn.Module, trainable: Collection[str], changed: Collecti
 
 
 def check_batch(sharing: Collection[tuple[str, str]], changed: Mapping[str, str]) -> None:
-    """Raise CaptureError where a tensor of the batch that is changed in place shares bytes with another one.
+    """Raise CaptureError if a tensor of the batch that is changed in place shares bytes with another one.
 
-    `sharing` are pairs of names, and `changed` has the line that changes a tensor.
+    `sharing` are pairs of names, and `changed` maps a name to the line that changes the tensor.
     """
     for pair in sharing:
         name = next((one for one in pair if one in changed), None)

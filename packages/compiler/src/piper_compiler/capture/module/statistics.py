@@ -1,4 +1,4 @@
-"""Refuse by name the batch norms that no plan has: of all replicas, or with averages that weigh by a count."""
+"""Refuse the batch norms that no plan supports: synchronized over replicas, or with cumulative averages."""
 
 from __future__ import annotations
 

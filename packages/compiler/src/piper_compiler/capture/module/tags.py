@@ -7,8 +7,8 @@ A coordinate is a name and an integer. Nested regions and tagged modules merge n
     piper.tag(model, {"layers.0-3": dict(stage=0), "layers.4-7": dict(stage=1), "head*": dict(stage=1)})
     piper.tag(model, {"layers.4-7": dict(stage=1), "...": dict(stage=0)})        # "...": all the rest
 
-`replace="name"` in a tag puts a registered function in the place of a module's forward (see `replacements.py`).
-`opaque=True` says that autograd runs this part as it is (see `opaque.py`). Selectors see it as the coordinate opaque=1.
+`replace="name"` in a tag replaces a module's forward by a registered function (see `replacements.py`).
+`opaque=True` lets autograd run this part (see `opaque.py`). Selectors see it as the coordinate opaque=1.
 
 The number of the outermost ModuleList entry that runs an operation is its coordinate `layer`, unless the user gives
 one. Several outermost ModuleLists (an encoder's and a decoder's) are numbered consecutively, in the order of their
@@ -32,10 +32,10 @@ from piper_compiler.capture.torch_api import replacements
 from piper_ir.ground.errors import CaptureError, SelectorError
 
 REST = "..."
-"""The pattern of `tag` for all that no other pattern gives a value."""
+"""The pattern of `tag` for all operations to which nothing else gives a coordinate."""
 
 PREFIX = "piper."
-"""The start of the key of a region's coordinate in a node's meta["custom"].
+"""The prefix of the key of a region's coordinate in a node's meta["custom"].
 
 There is one flat key per coordinate, because torch merges nested annotations by key.
 """
@@ -52,7 +52,7 @@ def region(*, opaque: bool = False, **coords: int) -> Iterator[None]:
     """Give every operation of the block, or of the decorated function, these coordinates: `region(stage=0)`.
 
     It does nothing outside of capture. Values are integers; capture refuses others with the line of the operation. With
-    `opaque` autograd runs this part, and its backward is not cut into input and weight gradient. That serves operations
+    `opaque` autograd runs this part, and its backward is not cut into input and weight gradient. Use it for operators
     that have no portable form or cannot be made functional.
     """
     if not torch.compiler.is_compiling():
@@ -64,7 +64,7 @@ def region(*, opaque: bool = False, **coords: int) -> Iterator[None]:
 
 
 def _opaque(value: Any) -> Any:
-    """Return True as the integer that coordinates need; return anything else unchanged, to be refused later."""
+    """Return 1 for True, since coordinates are integers; return anything else unchanged, to be refused later."""
     return 1 if value is True else value
 
 
@@ -73,9 +73,9 @@ def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int | str]]) -> nn
 
     A pattern is matched against dotted module names as by fnmatch (`*` also matches dots); a component such as `0-3` is
     an inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it, and
-    `opaque=True` works as for `region`. With `replace="name"` a function that is registered under this name takes the
-    place of the module's forward in captures. The pattern "..." is all the rest: every operation of the model to which
-    no other pattern and no region gives that coordinate, also those of the model's own forward.
+    `opaque=True` works as for `region`. With `replace="name"` a function that is registered under this name
+    replaces the module's forward in captures. The pattern "..." is all the rest: every operation of the model, also in
+    the model's own forward, to which no other pattern and no region gives that coordinate.
 
     Raises SelectorError for a pattern without match, for two patterns that give one module different values, and for a
     replacement that does not exist or does not fit the module.
@@ -173,7 +173,7 @@ def examples(names: list[str]) -> str:
 
 
 def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether an operation stands in an opaque region or module; `modules` are by id, as in nn_module_stack."""
+    """Return whether an operation is in an opaque region or module; `modules` are by id, as in nn_module_stack."""
     if PREFIX + OPAQUE in (node.meta.get("custom") or {}):
         return True
     stack = (modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {})
@@ -195,7 +195,7 @@ def layer_indexes(model: nn.Module) -> dict[int, int]:
 
 
 def outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield the entries of the ModuleLists that are in no other one, except modules whose ids are in `seen`."""
+    """Yield the entries of the outermost ModuleLists, except lists and modules whose ids are in `seen`."""
     for child in module.children():
         if id(child) in seen:
             continue
@@ -214,7 +214,7 @@ def module_coords(module: nn.Module) -> dict[str, int]:
 
 
 def rest_coords(module: nn.Module) -> dict[str, int]:
-    """Return those of a module's coordinates that hold for all the rest, so that others count before them."""
+    """Return the coordinates that the pattern "..." gives a module; all other coordinates have precedence."""
     return {
         name: value
         for name, (value, pattern) in module.__dict__.get(ATTRIBUTE, {}).items()

@@ -1,4 +1,4 @@
-"""Find the modules of a model that look like experts, for the message that no region of experts was found."""
+"""Find the modules of a model that look like experts, for the error that no region of experts was found."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SELECT_EXPERTS = "where(experts=ANY) selects the regions of experts alone"
 GATED = frozenset({"gate_up_proj", "down_proj"})
 """The matrices of experts that the replacement "gated_experts" computes."""
 STACKED = 3
-"""The dimensions of a weight that holds one matrix for each of several experts."""
+"""The number of dimensions of a weight with one matrix per expert."""
 
 
 def way_to_experts(program: Program) -> str:
-    """Return what to do where a selection finds no chunk of experts."""
+    """Return the advice for a selection that finds no chunk of experts."""
     if any(EXPERTS in chunk.coords for chunk in program.chunks):
         return SELECT_EXPERTS
     region = "put the experts' products into `with piper.region(experts=0)`"
@@ -40,7 +40,7 @@ def way_to_experts(program: Program) -> str:
 
 
 def _stacks(program: Program) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the modules that have several stacks of as many matrices, each with the names of these parameters."""
+    """Yield the modules that have several stacks of equally many matrices, with the names of these parameters."""
     stacks: dict[str, dict[str, object]] = {}
     for param in program.params:
         module, _, name = param.name.rpartition(".")

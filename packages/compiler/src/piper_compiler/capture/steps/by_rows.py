@@ -1,4 +1,4 @@
-"""Say whether what experts compute takes any number of rows and of experts."""
+"""Find whether the experts' computation accepts any number of rows and of experts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DIMS: dict[object, tuple[int, int]] = {
     aten.cat.default: (1, 2),
     aten.transpose.int: (1, 3),
 }
-"""The arguments that say along which dimensions an op cuts, joins or turns: the first, and that behind the last one."""
+"""The range of arguments that are dimensions, for ops that split, concatenate or transpose: (first, end)."""
 
 
 def takes_any_rows(graph: fx.Graph) -> bool:
-    """Return whether a graph of [rows, counts, *stacks] treats each row, and each expert, as any other one.
+    """Return whether a graph of [rows, counts, *stacks] treats all rows alike, and all experts alike.
 
-    It does if it consists of grouped products, of element-wise ops of rows or of stacks, which keep their shape, and of
-    ops that cut, join or turn what a row or an expert has, such as a gate and what it multiplies in one matrix.
+    It does if it consists of grouped products, of element-wise ops of rows or of stacks that keep the shape, and of ops
+    that split, concatenate or transpose other dimensions, such as a fused gate and up projection.
     """
     rows, counts, *stacks = graph.find_nodes(op="placeholder")
     kinds = {rows: "rows", counts: "counts", **dict.fromkeys(stacks, "stack")}
@@ -55,9 +55,9 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _is_within(node: fx.Node) -> bool:
-    """Return whether an op cuts, joins or turns tensors along other dimensions than the first."""
+    """Return whether an op splits, concatenates or transposes tensors along other dimensions than the first."""
     if node.target is operator.getitem:
-        return True  # of several results, of which each is known
+        return True  # one of several results, which have the kind of their op
     if node.target not in DIMS or node.kwargs:
         return False
     first, end = DIMS[node.target]

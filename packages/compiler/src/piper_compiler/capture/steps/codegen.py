@@ -1,6 +1,6 @@
 """Write the Python source of a step, one line per op, and compile it.
 
-The function takes one list and empties it, so that a tensor to which the caller keeps no reference dies at its last
+The function takes one list and empties it, so that a tensor without a reference in the caller is freed at its last
 use:
 
     def step(args):
@@ -10,12 +10,12 @@ use:
         ...
         return (mm.contiguous(),)
 
-The text depends on the graph alone. Behind each op stands the user's line that made it, for messages. Ops are bound
+The text depends on the graph alone. Each op is followed by its user line in a comment, for messages. Ops are bound
 once as globals, and the device of factory ops is the global DEVICE.
-A collective is a call of the global EXCHANGE, what needs several of them one of ROUNDS, one between two passes over
-rows of experts one of TRADES, and a device's place along an axis is PLACE[axis]; all come from the engine that runs the
-step. A random operation is a call of `draw` with its number in the chunk. Views are printed as reshape, because strides
-on the running device may differ from those seen at capture.
+A collective is a call of the global EXCHANGE, an op with several collectives one of ROUNDS, an all-to-all between two
+passes over rows of experts one of TRADES, and a device's coordinate along an axis is PLACE[axis]; all come from the
+engine that runs the step. A random operation is a call of `draw` with its number in the chunk. Views are printed as
+reshape, because strides on the running device may differ from the strides in the capture.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ FUNCTIONS: Mapping[OpOverload, str] = {
     aten.embedding.default: "torch.embedding",
     aten.stack.default: "torch.stack",
 }
-"""The ops that are no methods and are printed as functions, for the same reason."""
+"""The ops that are not methods and are printed as functions, for the same reason."""
 TRADED: Mapping[tuple[Any, Any], str] = {
     (experts_send, experts_take): "there",
     (experts_give, experts_home): "back",
     (experts_give, experts_return): "return",
 }
-"""The ends of trades of rows, with an all-to-all between them, and what does all of it (`piper_ops.experts.packed`)."""
+"""The pair (op before, op after) an all-to-all of rows of experts -> the key in TRADES (`piper_ops.experts.packed`)."""
 SPREAD = frozenset({"reshape", "permute", "expand"})
 """The methods whose list of sizes or dimensions is printed as separate arguments, which saves half a microsecond."""
 
@@ -101,7 +101,7 @@ def generate(
 ) -> StepCode:
     """Return code that runs `lines`.
 
-    Its arguments are the step's reads in order, then one accumulator per accumulated parameter.
+    Its arguments are the ports that the step reads, in order, then one accumulator per accumulated parameter.
     """
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     found = list(_statements(lines))
@@ -165,13 +165,13 @@ def _outputs(graph: StepGraph) -> tuple[fx.Node, ...]:
 
 
 def _place(node: fx.Node) -> str:
-    """Return the user's line as a comment; "" where it is not known."""
+    """Return the user's line as a comment; "" if it is not known."""
     frame = frame_of(node)
     return f"  # {frame[0]}:{frame[1]}" if frame and is_model_code(frame[0]) else ""
 
 
 def _statements(lines: Sequence[Line]) -> Iterator[tuple[Line | None, str]]:
-    """Yield the text of each line, with the line; one text without for the lines of a trade."""
+    """Yield each line with its text; the lines of a trade have one text and None for the line."""
     number = 0
     while number < len(lines):
         if text := _trade(lines[number : number + 3]):
@@ -185,7 +185,7 @@ def _statements(lines: Sequence[Line]) -> Iterator[tuple[Line | None, str]]:
 def _trade(lines: Sequence[Line]) -> str:
     """Return the text of two passes over rows with an all-to-all between them, as one call; "" for other lines.
 
-    What stands between them must die there. What `experts_give` reads is put into a box, so that it dies as in the op.
+    The tensors between them must have no other use. `experts_give` gets its argument in a list, to free it inside.
     """
     if len(lines) < 3:
         return ""
@@ -228,7 +228,7 @@ def _line(line: Line) -> str:
         call = exchanges.meeting(op, ", ".join([first, *rest]))
     elif op in METHODS and isinstance(args[0], fx.Node):
         call = f"{first}.{METHODS[op]}({', '.join(rest)})"
-    elif op in METHODS:  # torch.add(0.5, x) has a number in the first place
+    elif op in METHODS:  # torch.add(0.5, x) has a number as first argument
         call = f"torch.ops.{op}({', '.join([first, *rest])})"
     elif _draws(line):
         call = f"draw({', '.join([str(node.meta[DRAW]), _global(op), first, *rest])})"
@@ -238,7 +238,7 @@ def _line(line: Line) -> str:
 
 
 def _assigned(line: Line, call: str, drops: Sequence[fx.Node]) -> str:
-    """Return the text that gives names to the results of a call, and takes away those of what dies there."""
+    """Return the text that assigns the results of a call to variables, and deletes the variables in `drops`."""
     node = line.node
     if line.makes == (node,):
         return f"{node.name} = {call}" + (
@@ -249,7 +249,7 @@ def _assigned(line: Line, call: str, drops: Sequence[fx.Node]) -> str:
 
 
 def _draws(line: Line) -> bool:
-    """Return whether a line draws random numbers, which the engine may make in another way."""
+    """Return whether a line draws random numbers, so that it is printed as a call of `draw`."""
     return is_random(line.node)
 
 

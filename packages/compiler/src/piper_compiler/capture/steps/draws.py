@@ -1,7 +1,7 @@
-"""Describe the random operations of a chunk's trace, and how what they draw grows with the rows.
+"""Describe the random operations of a chunk's trace, and how their shapes grow with the rows.
 
-What one device draws for the whole batch can be drawn in parts where a row has as many elements as any other, one
-behind the other or at equal distances: [rows, ...], [rows * tokens, ...], [tokens, rows, ...].
+A random tensor of the whole batch can be drawn in parts if all rows have equally many elements, contiguous or at equal
+strides: [rows, ...], [rows * tokens, ...], [tokens, rows, ...].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from piper_ops import is_draw, refusal_of_draw
 DRAW = "piper_draw"
 """The key of a node's meta for the number of a random operation in its chunk."""
 WHOLE = frozenset({"randperm"})
-"""The ops whose results are no elements of their own, so that none of them is drawn for a part of the rows."""
+"""The ops whose result elements depend on each other, so that no part of the rows can be drawn separately."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Drawn:
     """Describe a random operation of a trace at one number of rows.
 
     Attributes:
-        origin: the name of the operation of the captured graph that draws.
+        origin: the name of the node of the captured graph that draws.
         op: the name of the op of aten.
-        shape: of what is drawn.
-        refused: why it cannot be drawn by row; "" where it can.
+        shape: the shape of the random tensor.
+        refused: why it cannot be drawn by row; "" if it can.
     """
 
     origin: str
@@ -52,7 +52,7 @@ class Drawn:
 
 
 def number_draws(graph: fx.Graph) -> None:
-    """Give each random operation of a joint graph its number, in the order of the program."""
+    """Give each random operation of a joint graph a number, in the order of the program."""
     for number, node in enumerate(n for n in graph.nodes if is_draw(n.target, n.args, n.kwargs)):
         node.meta[DRAW] = number
 
@@ -64,13 +64,13 @@ def drawn_in(graph: fx.Graph) -> tuple[Drawn, ...]:
 
 
 def origin_of(node: fx.Node) -> str:
-    """Return the name of the operation of the captured graph that made a node of a joint graph; "" for none."""
+    """Return the name of the node of the captured graph that a joint graph's node comes from; "" if there is none."""
     sources = node.meta.get("from_node") or ()
     return str(sources[0].name) if sources else ""
 
 
 def draws_of(rows: Sequence[int], traces: Sequence[Sequence[Drawn]]) -> tuple[Draw, ...]:
-    """Return the draws of a code, each with the name of its origin for its place, from traces at numbers of rows."""
+    """Return the draws of a chunk's code, named by their origins, from traces at two or more numbers of rows."""
     return tuple(_fitted(rows, same) for same in zip(*traces, strict=True))
 
 

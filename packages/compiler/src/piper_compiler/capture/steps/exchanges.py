@@ -37,7 +37,7 @@ KINDS: dict[Any, str] = {
 
 
 def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
-    """Return the collectives of a step in their order, with the bytes of the whole tensor."""
+    """Return the collectives of a step in order, with the bytes of the unsharded tensor."""
     found: list[StepCollective] = []
     for node in graph.graph.nodes:
         if node.target in KINDS:
@@ -60,7 +60,7 @@ def _described(node: fx.Node) -> StepCollective:
 
 
 def _rows_of_experts(node: fx.Node, given: fx.Node) -> int:
-    """Return the bytes of the rows of a device that go to experts or come back in an all-to-all; 0 for any other."""
+    """Return the bytes of a device's rows that an all-to-all sends to experts or back; 0 for any other collective."""
     if node.target is not all_to_all:
         return 0
     if given.target is experts_send:
@@ -70,9 +70,9 @@ def _rows_of_experts(node: fx.Node, given: fx.Node) -> int:
 
 
 def _of_further_rounds(node: fx.Node) -> list[StepCollective]:
-    """Return what each further round exchanges: rows there, then results back or gradients there, and those back.
+    """Return the all-to-alls of a further round: rows there, then results back, or gradients there and back.
 
-    How many rounds there are, only a run knows: a plan counts on none.
+    The number of rounds is known only in a run: a plan counts none.
     """
     other, rows = (aliasing.tensor(n) for n in node.args[:2])  # type: ignore[arg-type]  # nodes
     there, back = rows.nbytes, rows.shape[0] * other.shape[-1] * other.element_size()
@@ -88,12 +88,12 @@ def _of_further_rounds(node: fx.Node) -> list[StepCollective]:
 
 
 def meeting(op: OpOverload, arguments: str) -> str:
-    """Return the text of an op that runs as many collectives as it needs: a call of a function that gets EXCHANGE."""
+    """Return the text of an op that runs several collectives: a call of a function of ROUNDS, which gets EXCHANGE."""
     return f"ROUNDS[{op._schema.name!r}](EXCHANGE, {arguments})"
 
 
 def call(op: OpOverload, source: str, axis: object) -> str:
-    """Return the text of a collective: a call of what the engine gives the code as EXCHANGE, which adds up in place."""
+    """Return the text of a collective: a call of the engine's function EXCHANGE, which all-reduces in place."""
     if op is all_reduce:
         source = f"{source}.clone(memory_format=torch.contiguous_format)"
     return f"EXCHANGE({KINDS[op]!r}, {axis!r}, {source})"

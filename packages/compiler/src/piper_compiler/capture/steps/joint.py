@@ -1,9 +1,9 @@
-"""Trace one chunk's forward and backward into a functional graph, and cut that into its steps.
+"""Trace one chunk's forward and backward into a functional graph, and cut the graph into steps.
 
 The chunk is traced on fake CPU tensors, whatever device its examples are on, so that capture on meta, on fake and on
 real tensors gives the same graph. Inputs that the chunk changes in place are copied first and returned as further
-outputs. Every output is copied (detached where no gradient comes back), so that each has a gradient of its own.
-`simplify` removes the copies where nothing depends on them.
+outputs. Every output is copied (and detached if it gets no gradient), so that each has a gradient of its own.
+`simplify` removes unneeded copies.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ PRODUCTS = (
 
 @dataclass(frozen=True)
 class JointInput:
-    """Describe one tensor that the chunk reads, in the order of the module's placeholders.
+    """Describe one input of the chunk; inputs are in the order of the module's placeholders.
 
     Attributes:
         example: only its shape and dtype matter.
-        needs_grad: whether a gradient is wanted. A value's goes back to its producer; a parameter is trained.
+        needs_grad: whether its gradient is computed: a value's goes back to its producer, a parameter's trains it.
     """
 
     kind: Literal["value", "param", "buffer", "batch"]
@@ -71,11 +71,10 @@ class TracedChunk:
         ports: as in `piper_ir.program.program`.
         steps: likewise.
         code: an entry per step that is not empty.
-        output_grads: I or W reads the gradient of output k; behind the module's own follow those of values that the
-            chunk changes in place. A mask given as True becomes
-            False where no input's gradient depends on it.
-        input_grads: the chunk makes the gradient of input k.
-        random: F draws random numbers.
+        output_grads: whether a step reads the gradient of output k; after the module's own outputs follow the values
+            that the chunk changes in place. True in the mask becomes False if no input's gradient depends on it.
+        input_grads: whether the chunk makes the gradient of input k.
+        random: whether F draws random numbers.
         draws: its random operations, in the order of the program.
     """
 
@@ -97,9 +96,8 @@ def trace_chunk(
     W adds to accumulators of the dtype `reduce`.
 
     The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient;
-    behind the module's outputs come those of the values that it changes in place, in the order of
-    the inputs. Raises CaptureError, with the user's line where it is known, for what cannot be traced or made
-    functional.
+    entries for the values that the module changes in place follow, in the order of the inputs. Raises CaptureError,
+    with the user's line if it is known, for code that cannot be traced or made functional.
     """
     return cut_chunk(trace_joint(module, inputs, tangent_mask, reduce), keep)
 
@@ -149,7 +147,7 @@ def _traced_joint(
     mutated = raw.mutated
     if mutated:
         _refuse_changed_parameters(module, inputs, mutated)
-        # A buffer has no gradient; its new content has its place in the mask all the same.
+        # A buffer has no gradient; its new value has an entry in the wrapper's mask all the same.
         values = [k for k in mutated if inputs[k].kind != "buffer"]
         own = wrapper.outputs
         if len(tangent_mask) == own and not any(inputs[k].needs_grad for k in values):
@@ -276,7 +274,7 @@ def _detached(out: torch.Tensor) -> torch.Tensor:
 class Interpreter(fx.Interpreter):
     """Run the captured chunk on one device, with constants as arguments and the CPU for devices written into the graph.
 
-    `node` is the one that runs, or that has failed.
+    `node` is the node that runs, or that has failed.
     """
 
     def __init__(self, module: fx.GraphModule, constants: Mapping[str, torch.Tensor]) -> None:
@@ -365,7 +363,7 @@ def _export(
         except (
             Exception
         ) as error:  # whatever the user's code or torch's tracer raises, told with the user's line
-            # Of a failure in the backward, autograd names the forward's line in a warning.
+            # If the backward fails, autograd names the forward's line in a warning.
             blamed = next(
                 (str(w.message) for w in heard if "Traceback of forward call" in str(w.message)), ""
             )
@@ -389,7 +387,7 @@ def _refuse_changed_parameters(
 
 
 def _check(graph: fx.Graph) -> None:
-    """Refuse, by name and user line, ops that are not plain and functional or that only one device has."""
+    """Refuse, by name and user line, ops that are not functional or that exist on one kind of device only."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -423,7 +421,7 @@ def _check(graph: fx.Graph) -> None:
 
 
 def _check_product(node: fx.Node) -> None:
-    """Refuse a product of different floating-point dtypes, of which fake tensors think nothing, and kernels all."""
+    """Refuse a product of different floating-point dtypes, which fake tensors accept and kernels refuse."""
     operands = [t for n in node.all_input_nodes if (t := aliasing.tensor(n)).is_floating_point()]
     dtypes = dict.fromkeys(dtype_name(t.dtype) for t in operands)
     if len(dtypes) > 1:
@@ -433,7 +431,7 @@ def _check_product(node: fx.Node) -> None:
 
 
 def _where(node: fx.Node | None) -> str:
-    """Return ' at file:line: code' of the user's line that made the node, or nothing where it is not known."""
+    """Return ' at file:line: code' of the user's line that made the node, or "" if it is not known."""
     return _line_of(str(node.meta.get("stack_trace") or "")) if node is not None else ""
 
 

@@ -18,9 +18,9 @@ from piper_ir.program.program import Cost, Kernel
 from piper_ops import KernelInfo, WrongCost, kernel_of
 
 SHARED = "shared_by"
-"""The key of a node's meta that says among how many devices its work is shared."""
+"""The key of a node's meta for the number of devices that share its work."""
 COUNTS = "counts"
-"""The key of a node's meta that says how often its products count in model FLOPs."""
+"""The key of a node's meta for how often its products count in model FLOPs."""
 
 
 def cost(step: StepGraph) -> Cost:
@@ -38,7 +38,7 @@ def _noted(kernel: Kernel, node: fx.Node) -> Kernel:
 
 
 def listed(kernels: Iterable[KernelInfo]) -> Cost:
-    """Return kernels as a cost, each one separately: which are equal at all numbers of rows is not known yet."""
+    """Return kernels as a cost, each one separately: equal kernels may differ at other numbers of rows."""
     return Cost(
         tuple(
             Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula)
@@ -53,7 +53,7 @@ def flops_of(node: fx.Node) -> int:
 
 
 def launched(op: object, args: Sequence[Any], out: Any, kwargs: Mapping[str, Any]) -> KernelInfo:
-    """Return the kernel of a call, as `kernel_of` does; raise CaptureError for a formula that gives no number."""
+    """Return the kernel of a call, as `kernel_of` does; raise CaptureError if its cost formula gives no number."""
     try:
         return kernel_of(op, args, out, kwargs)
     except WrongCost as error:

@@ -1,7 +1,7 @@
-"""Say how the gradients that a joint graph makes depend on those that come in: linearly, or otherwise.
+"""Find how the gradients of a joint graph depend on its incoming gradients: linearly, or otherwise.
 
-Every formula of torch's is linear, and the rest of Piper builds on that: a batch in parts gives the sum of the parts'
-gradients, whatever they are scaled by. A backward that a user wrote need not be: it may add a gradient of its own.
+Every backward formula of torch is linear, and the rest of Piper relies on it: the gradient of a batch is the sum of its
+microbatches' gradients, at any scale. A user's backward may be nonlinear: it may add an auxiliary gradient.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from piper_compiler.capture.torch_api._torch_joint import OpOverload
 from piper_compiler.capture.values import aliasing
 
 AuxiliaryForm = Literal["", "sum", "mean"]
-"""The kind of the auxiliary gradients that a model adds, beside which its loss needs another form: "" for none."""
+"""The kind of auxiliary gradients for which the loss needs another form: "" for none."""
 
 
 class Linearity(IntEnum):
-    """Say how a value depends on the gradients that come in; of two, the greater one is the worse.
+    """Name how a value depends on the incoming gradients; a greater number is worse.
 
-    A zero is a constant that adds nothing. `AFFINE` is linear with a constant added, `UNKNOWN` an operator of which
-    nothing is known, and `OTHER` everything else.
+    A zero is a constant that adds nothing. `AFFINE` is linear plus a constant, `UNKNOWN` the result of an operator
+    without a known formula, and `OTHER` everything else.
     """
 
     ZERO = 0
@@ -43,12 +43,12 @@ Kind = Literal["linear", "sum", "mean", "unknown"]
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """Name a backward that is not linear in the gradient that comes in.
+    """Name a backward that is not linear in the incoming gradient.
 
     Attributes:
         line: the user's line that calls it.
-        kind: what the whole batch gives beside its parts; "unknown" where that cannot be told.
-        trained: whether any number of parts trains what the whole batch trains.
+        kind: whether the whole batch's auxiliary gradient is the sum or the mean over its parts; "unknown" if neither.
+        trained: whether any number of parts trains the same as the whole batch.
     """
 
     line: str
@@ -80,20 +80,20 @@ _PRODUCTS = (
 )
 _SUMMED = "addmm baddbmm addmv addr addbmm addcmul"
 ADDED = frozenset(_ADDED.split())
-"""The operations whose result is linear in all their floating-point tensors together."""
+"""The operators whose result is linear in all their floating-point tensors together."""
 PRODUCTS = frozenset(_PRODUCTS.split())
-"""The operations that are linear in each of their tensors."""
+"""The operators that are linear in each of their tensors separately."""
 SUMMED_PRODUCTS = frozenset(_SUMMED.split())
-"""The operations that add such a product to their first tensor."""
+"""The operators that add such a product to their first tensor."""
 FIRST = {"div": 0, "true_divide": 0, "linalg_solve_triangular": 1}
-"""The operations that are linear in one of their tensors, and which it is."""
+"""The operators that are linear in one of their tensors only, with the index of this argument."""
 GRADIENTS = ("grad", "tangent", "dy", "dout")
-"""The beginnings of the names by which backward kernels take a gradient; they are linear in it."""
+"""The prefixes of argument names for gradients in backward kernels, which are linear in them."""
 OURS = ("aten", "prims", "piper")
 
 
 def dependence(joint: Joint) -> tuple[Linearity, fx.Node | None]:
-    """Return how the gradients that a chunk makes depend on those it gets, and the first node that makes it so."""
+    """Return the dependence of a chunk's gradients on its incoming gradients, and the first node that causes it."""
     kinds: dict[fx.Node, Linearity] = dict.fromkeys(joint.tangents.values(), LINEAR)
     for node in joint.graph.nodes:
         if node.op == "call_function":
@@ -109,7 +109,7 @@ def dependence(joint: Joint) -> tuple[Linearity, fx.Node | None]:
 
 
 def _origin(node: fx.Node, kinds: Mapping[fx.Node, Linearity]) -> fx.Node:
-    """Return the first node behind a gradient that is as bad as it is."""
+    """Return the first node before a gradient that has the same dependence."""
     while before := next(
         (n for n in node.all_input_nodes if kinds[n] == kinds[node] != CONSTANT), None
     ):
@@ -142,7 +142,7 @@ def _is_zero(node: fx.Node, name: str, given: Iterable[Linearity]) -> bool:
 
 
 def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Linearity]) -> Linearity:
-    """Return the dependence of an operation of which at least one tensor depends on gradients that come in."""
+    """Return the dependence of an operator with at least one argument that depends on incoming gradients."""
     target: Any = node.target
     named = dict(zip((a.name for a in target._schema.arguments), node.args)) | node.kwargs
     varying = {
@@ -170,7 +170,7 @@ def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Linearity]) -> Line
 def _sum(
     node: fx.Node, named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Linearity]
 ) -> Linearity:
-    """Return the dependence of a sum, a copy or a choice between tensors: not of conditions, indexes and masks."""
+    """Return the dependence of a sum, copy or selection; one on conditions, indexes or masks is not linear."""
     chosen = {"condition", "index", "indices", "mask", "dim"}
     if varying & chosen:
         return OTHER
@@ -212,7 +212,7 @@ def _nodes(value: Any) -> list[fx.Node]:
 
 
 def _kinds(value: Any, kinds: Mapping[fx.Node, Linearity]) -> list[Linearity]:
-    """Return the dependence of the floating-point tensors of an argument; integers are never zero gradients."""
+    """Return the dependences of an argument's floating-point tensors; integer tensors carry no gradient."""
     return [kinds[n] for n in _nodes(value) if _floating(n)]
 
 

@@ -1,16 +1,16 @@
-"""Find the memory that a step's code holds beyond its inputs while it runs, as `piper_ir.program.program.Liveness`.
+"""Compute the memory that a step's code holds beyond its inputs, as `piper_ir.program.program.Liveness`.
 
 The model goes op by op, in the order of `schedule`:
 
-- an op holds its operands and all its results at once; each result of a multi-output op is a storage of its own, and
-  those that nothing uses are freed right after the op;
-- a view and an in-place op cost nothing and keep the storage that they share alive;
-- a storage is freed after the op that last uses a variable living in it; what the step writes is never freed;
-- a gradient that is added into its accumulator lives until that op is done;
+- an op holds its arguments and all its results at once; each result of a multi-output op has a storage of its own, and
+  unused results are freed right after the op;
+- a view and an in-place op allocate nothing and keep the storage that they share alive;
+- a storage is freed after the last op that uses a tensor in it; storages of outputs are never freed;
+- a gradient that is added to its accumulator lives until this op is done;
 - an op that writes into a copy of a view (`select_scatter`) copies the view's whole storage;
-- the last op that uses an input or a view of it is its last use; it is freed there if it dies in this step.
+- an input is freed after the last op that uses it or a view of it, if it dies in this step.
 
-Memory that a kernel allocates and frees inside is counted for the CPU; for CUDA it stands apart, as `Liveness.inside`.
+The workspace of a kernel is counted for the CPU; for CUDA it is listed separately, as `Liveness.inside`.
 Constants are not counted: they live as long as the code.
 """
 
@@ -37,14 +37,14 @@ STORAGE_COPIES = frozenset(
         aten.as_strided_scatter.default,
     }
 )
-"""The ops whose kernels clone the whole storage of their first argument; fake tensors show only the part in use."""
+"""The ops whose kernels clone the whole storage of their first argument; fake tensors show only the viewed part."""
 
 
 def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
     """Return the liveness of a step at concrete sizes.
 
     A segment holds the bytes at each of its ops that allocate, in order: the same ops at every number of rows, so that
-    each can be fitted. (At any other op less is held than at the one before.)
+    each can be fitted. (Any other op holds no more than the op before.)
     """
     last = _last_lines(step, lines)
     inputs = step.graph.find_nodes(op="placeholder")[: len(step.reads)]
@@ -77,7 +77,7 @@ def _inside(held: int, own: Workspace) -> Inside:
 
 
 def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
-    """Return (number, bytes held while it runs) of the lines that allocate."""
+    """Return (line number, bytes held while it runs) for the lines that allocate."""
     held = 0
     freed_at: dict[int, int] = {}
     at_line: list[tuple[int, int]] = []
@@ -89,14 +89,14 @@ def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[
                 freed_at[end] = freed_at.get(end, 0) + size
         if (
             not aliasing.is_view(line.node) or line.node.target in ROUNDS
-        ):  # further rounds hold memory inside
+        ):  # further rounds have a workspace
             at_line.append((number, held))
         held -= freed_at.pop(number, 0)
     return at_line
 
 
 def _results(line: Line) -> list[tuple[fx.Node | None, int]]:
-    """Return the storages that a line makes: (variable or None, bytes)."""
+    """Return the storages that a line makes: (variable or None, bytes); None is an unused result."""
     if line.makes == (line.node,):
         return [(line.node, _owned_bytes(line.node))]
     variables = {item.args[1]: item for item in line.makes}
@@ -115,7 +115,7 @@ def _owned_bytes(node: fx.Node) -> int:
 
 
 def _last_lines(step: StepGraph, lines: Sequence[Line]) -> dict[fx.Node, int]:
-    """Return for each owner the last line that uses its storage; what the step writes outlives every line."""
+    """Return for each owner of a storage the last line that uses it; outputs outlive every line."""
     last: dict[fx.Node, int] = {}
     for number, line in enumerate(lines):
         for node in (*line.makes, *line.node.all_input_nodes):

@@ -1,15 +1,15 @@
-"""Cut a joint graph into the steps F, I and W, and R where a policy of recomputation lets F keep less.
+"""Cut a joint graph into the steps F, I and W, and R if a recomputation policy lets F save less.
 
     F   ancestors of the outputs, and the forward nodes that backward needs ("saved")
-    R   the saved nodes that F does not keep, from inputs, outputs and what it keeps (`recompute`)
+    R   the saved nodes that F does not keep, from inputs, outputs and kept nodes (`recompute`)
     I   ancestors of the gradients of values, among the nodes of backward
     W   the other ancestors of the gradients of parameters; only W accumulates
 
-A step that needs a node of an earlier step gets it through a port, as the whole storage that the node lives in, unless
-it can *repeat* the node: a view, an op without tensor inputs that draws no random numbers, or a view or cast of a
-parameter (saving `weight.t()` would pin a gathered parameter). Inputs of the chunk are read again, never saved. A
-storage that an output port owns already is read from there. A parameter's gradient that I makes on the way goes to W
-like any other node.
+A step that needs a node of an earlier step gets it through a port, as the node's whole storage, unless it can *repeat*
+the node: a view, an op without tensor inputs that draws no random numbers, or a view or cast of a parameter (saving
+`weight.t()` would keep a gathered parameter alive). Inputs of the chunk are read again, never saved. A storage that an
+output port owns already is read from there. A parameter's gradient that I computes on the way goes to W like any other
+node.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ChunkSteps:
 
 
 def cut(joint: Joint, keep: str = KEEP_ALL) -> ChunkSteps:
-    """Return the steps of a chunk under a policy of recomputation, and the specs of its ports."""
+    """Return the steps of a chunk under a recomputation policy, and the specs of its ports."""
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     backward = backward_nodes(joint)
     values = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "value"}
@@ -127,7 +127,7 @@ def _forward(
     body: set[fx.Node],
     placed: Mapping[fx.Node, Storage],
 ) -> dict[Step, StepGraph]:
-    """Return F and R, or F alone where the policy lets it keep all. `keeping` builds the F that does."""
+    """Return F and R, or F alone if the policy saves all tensors. `keeping` builds the F that saves all."""
     policy, hands_on = keep.removesuffix(HANDS_ON), keep.endswith(HANDS_ON)
     saved = {n: s for n, s in keeping.placed.items() if s.port.startswith("saved")}
     dropped = {n: s for n, s in saved.items() if keep != KEEP_ALL and not keeps(policy, n)}
@@ -155,8 +155,8 @@ def _forward(
 def backward_nodes(joint: Joint) -> set[fx.Node]:
     """Return the nodes that run after the forward.
 
-    These depend on a tangent, or were recorded by autograd's backward, or are of unknown origin and needed by no
-    output.
+    They depend on another backward node, or were recorded in autograd's backward, or are of unknown origin and needed
+    by no output.
     """
     outputs = ancestors(joint.outputs)
     backward: set[fx.Node] = set()
@@ -173,7 +173,7 @@ def backward_nodes(joint: Joint) -> set[fx.Node]:
 
 
 def _repeatable(node: fx.Node, joint: Joint) -> bool:
-    """Return whether a later step may compute the node again, from storages that exist anyway."""
+    """Return whether a later step may recompute the node, from storages that exist anyway."""
     if node.op != "call_function":
         return False
     if aliasing.is_view(node):

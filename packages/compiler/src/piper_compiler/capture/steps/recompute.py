@@ -1,15 +1,15 @@
-"""Decide which tensors F keeps under a policy of recomputation, and what R makes again of the others.
+"""Decide which tensors F saves under a recomputation policy, and which ones R recomputes.
 
-Of the tensors that backward needs, F keeps those that the policy names:
+Of the tensors that backward needs, F saves the ones that the policy names:
 
-    all          every one: nothing is made again
+    all          every one: there is no recomputation
     products     results of matrix products and of attention
     attention    results of attention
     inputs       none: R runs the forward again from the inputs
     mm+softmax   results of these ops
 
-R makes the others, from inputs, from what is kept and from outputs. With a "!" behind the policy it makes the outputs
-again as well, so that they need not be kept for the R of a later chunk.
+R recomputes the others, from inputs, saved tensors and outputs. With a "!" behind the policy it recomputes the outputs
+as well, so that they need not be kept for the R of a later chunk.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ POLICIES: Mapping[str, frozenset[str]] = {
 }
 """The kinds of kernels whose results each policy keeps."""
 MERGES = ("context_merge",)
-"""The ops whose results are those of attention, over the keys of several devices."""
+"""The ops that merge results of attention over the keys of several devices."""
 
 
 def keeps(policy: str, node: fx.Node) -> bool:
-    """Return whether F keeps a tensor that backward needs."""
+    """Return whether F saves a tensor that backward needs."""
     kernel = aliasing.asked(launched, aliasing.producer(node))
     kinds = POLICIES.get(policy)
     if kinds is None:
@@ -42,7 +42,7 @@ def keeps(policy: str, node: fx.Node) -> bool:
 
 
 def made_again(wanted: Iterable[fx.Node], given: Collection[fx.Node]) -> Closure:
-    """Return what R computes for `wanted`, and what it reads; `given` are nodes that it need not compute.
+    """Return the nodes that R computes for `wanted`, and the nodes that it reads; it need not compute `given`.
 
     A random op draws the same numbers again, whatever else is drawn: they depend on its place (docs/random_numbers.md).
     """

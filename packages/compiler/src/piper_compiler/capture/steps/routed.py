@@ -1,4 +1,4 @@
-"""Let devices trade the rows of a dropless mixture inside of a step, and compute each the rows of its own experts.
+"""Exchange the rows of a dropless mixture among devices inside of a step; each computes the rows of its experts.
 
     rows, counts = route(x, chosen, experts)             rows, counts = route(x, chosen, experts)
     made = products(rows, counts, weights)          ->   table = all_gather(counts)
@@ -7,10 +7,9 @@
                                                          made = return(all_to_all(give(made, table)), rows, ...)
                                                          y = unroute(made, chosen, share)
 
-A device has places for `bound` times the rows that each other one would send if all experts were chosen equally often.
-What stands between `route` and `unroute` is computed in them; it is also written out as the body of further rounds
-(`piper_ops.experts.rounds`). The rewriting is one of the chunk's forward function, so that autograd finds all
-gradients.
+A device has buffers for `bound` times the rows that each device would send if all experts were chosen equally often.
+The operators between `route` and `unroute` run on these buffers; they are also printed as the body of further rounds
+(`piper_ops.experts.rounds`). The chunk's forward function is rewritten, so that autograd derives all gradients.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ ROUTES = (route, torch.ops.piper.route)
 UNROUTES = (unroute, torch.ops.piper.unroute)
 FEW, MANY = 1, 1000
 ChunkInputs = Callable[[int], list[JointInput]]
-"""A function from a number of rows to the inputs of a chunk, whole."""
+"""A function from a number of rows to the unsharded inputs of a chunk."""
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Say how devices trade the rows of a dropless mixture: see `piper_compiler.directives.shard`."""
+    """Describe how devices exchange the rows of a dropless mixture: see `piper_compiler.directives.shard`."""
 
     axis: str
     degree: int
@@ -70,11 +69,11 @@ class Routed:
 
 @dataclass(frozen=True)
 class RoutedLayouts:
-    """Say how devices have the inputs of such a chunk: stacks of matrices in parts of their experts, all else whole.
+    """Describe the placement of such a chunk's inputs: stacks are sharded along experts, all others replicated.
 
     Attributes:
-        stacks: the inputs that are stacks.
-        grads: the inputs whose gradients it makes.
+        stacks: the indices of inputs that are stacks of matrices.
+        grads: the indices of inputs whose gradients it makes.
     """
 
     axis: str
@@ -90,7 +89,7 @@ class RoutedLayouts:
 
 
 class RoutedForms:
-    """Make the graphs of a device at any number of rows; `module` is the forward of one device alone."""
+    """Make the graphs of a device at any number of rows; `module` makes the unsharded forward."""
 
     def __init__(
         self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: ChunkInputs
@@ -103,12 +102,12 @@ class RoutedForms:
 
     @cached_property
     def layouts(self) -> RoutedLayouts:
-        """Return how devices have the parameters."""
+        """Return the placement of the parameters."""
         trained = {k for k, i in enumerate(self._inputs(FEW)) if i.needs_grad}
         return RoutedLayouts(self._how.axis, self._at(FEW).stacks, frozenset(trained))
 
     def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
-        """Return the graph of forward and backward of a device."""
+        """Return the joint graph of a device."""
         made, further = self._at(rows), self._how.overflow == "rounds"
         rewritten = made.module(
             made.body_text() if further else "", self._room(rows) if further else []
@@ -125,9 +124,10 @@ class RoutedForms:
         return joint
 
     def _room(self, rows: int) -> list[int]:
-        """Return the bytes of further rounds: affine in the rows, and enough for all.
+        """Return the workspace bytes of further rounds: affine in the rows, and an upper bound.
 
-        They are the largest of several lines. So those at one row, and from there on the slope at many, are enough.
+        The exact bytes are the maximum of several affine functions. So the value at one row plus the slope at many rows
+        bounds them.
         """
         if not self._lines:
             few, many, more = (
@@ -138,12 +138,12 @@ class RoutedForms:
 
 
 def is_routed(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether operations sort tokens by expert."""
+    """Return whether nodes include a `route`, which sorts tokens by expert."""
     return any(node.target in ROUTES for node in nodes)
 
 
 class _Shapes(Interpreter):
-    """Find the tensors that a forward function makes."""
+    """Run a forward function on fake tensors and record the result of each node."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[JointInput]) -> None:
         super().__init__(module, constants_of(module))
@@ -162,7 +162,7 @@ class _Shapes(Interpreter):
 
 
 class _Rewriting:
-    """Find what stands between `route` and `unroute`, and make the forward function of a device."""
+    """Find the nodes between `route` and `unroute`, and make the forward function of a device."""
 
     def __init__(
         self, how: Routed, module: fx.GraphModule, inputs: Sequence[JointInput], rows: int
@@ -204,7 +204,7 @@ class _Rewriting:
         return found[0]
 
     def _between(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Return the operations between `route` and `unroute`, and what they read that is none of these."""
+        """Return the nodes between `route` and `unroute`, and the other nodes that these read."""
         todo, body, leaves = [self._result], set[fx.Node](), dict[fx.Node, None]()
         while todo:
             node = todo.pop()
@@ -230,7 +230,7 @@ class _Rewriting:
         return sorted(body, key=order.index), sorted(leaves, key=order.index)
 
     def _checked(self, node: fx.Node, placeholders: Sequence[fx.Node]) -> fx.Node:
-        """Return a parameter that stands between the two; raise DirectiveError where it is no stack of matrices."""
+        """Return a parameter that the nodes between the two read; raise DirectiveError unless it is a stack."""
         given = self._inputs[placeholders.index(node)] if node in placeholders else None
         if (
             given is None
@@ -248,17 +248,17 @@ class _Rewriting:
         return node
 
     def _slot(self, rows: int) -> int:
-        """Return the rows that a device can send each other one in a round."""
+        """Return the maximum number of rows that a device sends to each device in a round."""
         tokens, choices = self._shapes.shape(self._route.args[1])  # type: ignore[arg-type]  # a node
         self._rows_count, self._mean = rows, tokens // rows * choices / self._how.degree
         return rows * min(math.ceil(self._how.bound * self._mean), tokens // rows * choices)
 
     def own(self, example: Tensor) -> Tensor:
-        """Return a device's part of a stack."""
+        """Return a device's shard of a stack."""
         return example.new_empty((example.shape[0] // self._how.degree, *example.shape[1:]))
 
     def body_text(self) -> str:
-        """Return the text of what stands between the two, at the number of rows that a device has places for."""
+        """Return the source of the nodes between the two, for the number of rows of a device's buffers."""
         graph = fx.Graph()
         env = {self._rows: graph.placeholder("rows"), self._counts: graph.placeholder("counts")}
         env |= {node: graph.placeholder(f"weight{k}") for k, node in enumerate(self._stacks)}
@@ -273,7 +273,7 @@ class _Rewriting:
         )
 
     def body_inputs(self) -> list[Tensor]:
-        """Return meta tensors like what the body gets."""
+        """Return meta tensors like the arguments of the body."""
         found = self._shapes.found[self._rows]
         assert isinstance(found, Tensor)
         rows = torch.empty(
@@ -286,7 +286,7 @@ class _Rewriting:
         return self._inputs[self._module.graph.find_nodes(op="placeholder").index(node)].example
 
     def room(self, body: str) -> list[int]:
-        """Return the bytes of further rounds."""
+        """Return the workspace bytes of further rounds."""
         rows, _, *weights = self.body_inputs()
         assert isinstance(self._result, fx.Node)
         count, width = self._shapes.shape(self._rows)[0], self._shapes.shape(self._result)[1]

@@ -1,8 +1,8 @@
-"""Decide the order in which a step's code runs and drops its tensors.
+"""Decide the order of a step's ops, and the place to delete each variable.
 
 The generated code and the liveness analysis both follow it. A step is a list of lines, one per op. A line makes some
 variables, and deletes right after it the variables in `drops`, which are not used afterwards. A storage is freed when
-the last variable that lives in it is dropped.
+the last variable that uses it is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Line:
 
     Attributes:
         makes: the variables that the op assigns; for an op with several results its getitem nodes, in their order.
-        drops: the variables that are not used afterwards.
+        drops: the variables that have their last use here.
     """
 
     node: fx.Node

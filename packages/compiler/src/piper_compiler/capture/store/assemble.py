@@ -70,8 +70,8 @@ class TraceOptions(TypedDict, total=False):
 TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
 """The numbers of rows of the joint traces: two determine the sizes, the third checks them.
 
-The second set is for chunks in which sizes that differ in general coincide at small numbers of rows, so that their
-operations are simplified or ordered otherwise.
+The second set is for chunks with sizes that coincide at small numbers of rows, though they differ in general: that
+would simplify or order their operations otherwise.
 """
 
 
@@ -94,31 +94,31 @@ def trace(
 ) -> Traced:
     """Trace the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
-    `Chunk.random` says that F draws random numbers, and `Chunk.draws` by which operations, each of which the code calls
+    `Chunk.random` says that F draws random numbers, and `Chunk.draws` names the operations; the code calls each of them
     as `piper_ops.draw`. Dropout is traced as aten.native_dropout, which saves a mask of bools.
 
     Args:
-        model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only where its
+        model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only if its
             constructor reads values of tensors.
         batch: rows -> (inputs, targets), or a mapping of inputs. inputs is a tensor, a tuple (positional) or a mapping
             (keyword), targets any nest of tensors; dimension 0 of every tensor is the rows, but for `shared` ones.
         loss: a scalar, (sum, weight), or a list or dict of such pairs; None for the model's own.
         dtype: floating-point parameters, and batch tensors that products read, are cast to it. Buffers stay as the
             model made them, but for float64, which is there to compare: all is in float64 then.
-        reduce: the dtype of the gradient accumulators to which W adds; None for that of the parameters.
+        reduce: the dtype of the gradient accumulators to which W adds; None for the dtype of the parameters.
         keep: patterns of parameter names -> the dtype of these parameters instead of `dtype`.
         wide: the dtype of other floating-point tensors of the batch, such as targets, unless `dtype` is wider.
         most: rows that `batch` has; it is asked for two of them at most.
-        shared: patterns of the names of batch tensors without rows, beside those that are marked (`piper.shared`).
+        shared: patterns of the names of batch tensors without rows, beside the tensors marked by `piper.shared`.
         statistics: whether batch norms take the statistics of each microbatch; otherwise they are refused.
         metrics: functions of (output, targets) whose values are scalars beside the loss.
         evaluating: whether the model is in eval mode, as it is when it is evaluated.
-        whole_batch: whether the loss is that of the whole batch; else the mean of those of microbatches.
+        whole_batch: whether the loss is the loss of the whole batch; else it is the mean over microbatches.
         adding: the kind of the auxiliary gradients that the model adds, beside which the loss needs another form. A
             model that has some is traced again so.
 
     Raises:
-        CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
+        CaptureError: with the user's line if there is one, for graph breaks, dependence on the number of rows,
             in-place changes that cannot be made functional, batch statistics, autocast for one device, unregistered
             kernels, and chunks whose sizes are not affine in the rows.
     """
@@ -181,7 +181,7 @@ def capture(
 
 
 def with_experts(captured: Captured) -> Captured:
-    """Return the capture of the same model whose chunks are cut where a region has the coordinate experts, too."""
+    """Return the capture of the same model, cut at the regions with the coordinate experts, too."""
     asked = captured.program.layers
     with _torch.CAPTURING:
         pieces = cut(captured.forward, asked, experts=True)
@@ -308,7 +308,7 @@ class _Assembly:
     def _check_rows_apart(self) -> None:
         """Raise CaptureError for an operation of the model that combines rows of the batch.
 
-        What goes into buffers is said apart: by the judge, which compares with the whole batch.
+        Statistics that go into buffers are left to the judge, which compares with the whole batch.
         """
         if not self._forward.of_model:
             return

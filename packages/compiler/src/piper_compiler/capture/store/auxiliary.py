@@ -1,14 +1,14 @@
-"""Find the backwards that are not linear in the gradients that come in, and whether a batch in parts trains the same.
+"""Find the backwards that are not linear in the incoming gradients, and whether a batch in parts trains the same.
 
 Only code of a user's makes one: a torch.autograd.Function, a hook, the formula of an operator, a module that runs as it
-was written. Chunks with such code are looked at as graphs (`linearity`). Where one is not linear, it runs on random
-numbers: on four rows, and on the two halves of these. Gradients of parameters are sums over rows, and so an *auxiliary*
-gradient, that of nothing that comes in, may be
+was written. Chunks with such code are looked at as graphs (`linearity`). If one is not linear, it runs on random
+numbers: on four rows, and on the two halves of these. Gradients of parameters are sums over rows. An *auxiliary*
+gradient, which comes out even if the incoming gradients are zero, may be
 
-- a sum: the whole's is that of the halves together. Any plan trains it as it is;
-- a mean: the whole's is that of the halves, divided by their number, as a mean over rows has it, or one that has
-  nothing to do with rows. Each microbatch starts from a gradient of 1 then, and all is divided in the end;
-- neither, as one of a product of means, or of the mean over a mask: what the whole batch would give cannot be told.
+- a sum: the gradient of the whole is the sum over the halves. Any plan trains it as it is;
+- a mean: the gradient of the whole is the mean over the halves, as a mean over rows has it, or a term without rows.
+  Each microbatch starts from a gradient of 1 then, and all is divided in the end;
+- neither, as for a product of means, or for a mean over a mask: the gradient of the whole batch cannot be told.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NEAR_SCALES = (1e-2, 1e2)
 FILLINGS = (((0, 1), 1.0), ((0, 1, -100), 1.0), ((0, 1), 30.0))
 """The integers of a trial, once with the target among them that losses ignore, and how far its numbers spread."""
 NOISE = 8
-"""The units of rounding of the largest gradient by which another may be wrong, such as that of a bias of keys: zero."""
+"""The error that a gradient may have, such as of a bias of keys (zero), in units of rounding of the largest one."""
 MOST_PRODUCTS = 4e10
 """The most multiplications of a forward that is tried, as 10 seconds of a core allow."""
 
@@ -112,7 +112,7 @@ class _Trial:
         )
 
     def kind(self, found: Linearity, integers: Sequence[int], spread: float) -> Kind:
-        """Return what the whole gives beside its halves; raise CaptureError where that cannot be tried."""
+        """Return how the gradients of the whole relate to its halves'; raise CaptureError if that cannot be tried."""
         whole, halves = self._recorded(integers, spread)
         own = whole.gradients(_times(whole.likes, 0.0))
         if found == Linearity.AFFINE or self._is_affine(whole, own):
@@ -161,7 +161,7 @@ class _Trial:
         ].to(dtype)
 
     def _is_affine(self, whole: _Recorded, own: list[Tensor]) -> bool:
-        """Return whether gradients are linear but for `own`, those of nothing that comes in."""
+        """Return whether gradients are linear but for `own`, the gradients with zero incoming ones."""
         (first,), (second,) = (self._tangents(whole, [], 1.0) for _ in range(2))
         made, other = (_minus(whole.gradients(tangents), own) for tangents in (first, second))
         if not _close(_minus(whole.gradients(_plus(first, second)), own), _plus(made, other)):
@@ -172,7 +172,7 @@ class _Trial:
         )
 
     def _of_auxiliary(self, own: list[Tensor], joined: list[Tensor]) -> Kind:
-        """Return the kind of an auxiliary gradient; one of a value without rows is of what another chunk has made."""
+        """Return the kind of an auxiliary gradient; "unknown" if one is of another chunk's value without rows."""
         if not _any(own):
             return "linear"
         slots = self._recipe.piece.slots
@@ -269,7 +269,7 @@ class _Recorded:
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Raise CaptureError where the model takes none of these numbers, such as an index that is too large."""
+    """Raise CaptureError if the model does not take these numbers, such as an index that is too large."""
     try:
         yield
     except _torch.RUN_ERRORS as error:
@@ -277,7 +277,7 @@ def _user_errors() -> Iterator[None]:
 
 
 def _dimension_of_rows(spec: TensorSpec) -> int | None:
-    """Return the one dimension that is a multiple of the rows; None without any, and -1 where it is not so simple."""
+    """Return the one dimension that is a multiple of the rows; None without any, and -1 if it is not so simple."""
     found = [k for k, size in enumerate(spec.shape) if isinstance(size, Affine)]
     if len(found) > 1 or any(size.a for size in spec.shape if isinstance(size, Affine)):
         return -1

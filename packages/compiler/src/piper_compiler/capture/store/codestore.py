@@ -44,12 +44,12 @@ class TraceSpec:
         needs_grad: which inputs need a gradient.
         tangent_mask: which outputs receive a gradient.
         keep: the policy of recomputation.
-        reduce: the dtype of gradient accumulators; None for that of their parameters.
+        reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
         shardings: how devices share its work.
-        base: the code of which it is a form for devices that share it; "" where they do not.
-        agreed: what these devices have agreed on with those of other chunks.
+        base: the original code, if this is a form of it for devices that share it; else "".
+        agreed: the agreement with other chunks on shared parameters and tables.
         params: for each input, its names in all chunks of the base.
-        dispatch: what it exchanges with chunks of experts, or they with it.
+        dispatch: the values that it exchanges with chunks of experts, or they with it.
         routed: how devices trade the rows of a dropless mixture inside of it.
     """
 
@@ -74,7 +74,7 @@ class TraceSpec:
 
     @cached_property
     def forms(self) -> RoutedForms:
-        """Return the forms of a chunk inside of which devices trade rows."""
+        """Return the forms of a chunk with devices that trade rows inside of it."""
         assert self.routed is not None
         return RoutedForms(self.routed, partial(self.cut.module, self.piece), self._inputs)
 
@@ -167,7 +167,7 @@ class CodeStore:
     ) -> str:
         """Return the code id of a code for devices that share its work.
 
-        The names `params` count where indexes are named.
+        The names `params` count if indexes are named.
         """
         named = f" {params}" if any(s.index for s in asked) else ""
         ways = "".join(f" {s.over} {s.way}" for s in asked if s.way)
@@ -187,21 +187,21 @@ class CodeStore:
         return made
 
     def routed(self, code: str, how: Routed) -> str:
-        """Return the code id of a code inside of which devices trade rows."""
+        """Return the code id of a code with devices that trade rows inside of it."""
         made = hashlib.sha256(f"{code} {how!r}".encode()).hexdigest()[:16]
         self._recipes.setdefault(made, replace(self._recipes[code], routed=how, base=code))
         return made
 
     def routed_layouts(self, code: str) -> RoutedLayouts:
-        """Return how devices have the inputs of such a code."""
+        """Return the layouts of the inputs of such a code."""
         return self._recipes[code].forms.layouts
 
     def recipe(self, code: str) -> TraceSpec:
-        """Return how a code is traced, without a policy of recomputation."""
+        """Return the recipe for tracing a code."""
         return self._recipes[code]
 
     def layouts(self, code: str, rows: int) -> Sharded:
-        """Return the graph of one of the devices that share a code, and how its tensors lie."""
+        """Return the graph of one of the devices that share a code, with the layouts of its tensors."""
         found = self._sharded.get((code, rows))
         if found is None:
             recipe = self._recipes[code]
@@ -265,7 +265,7 @@ class CodeStore:
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
         """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.
 
-        Raises CaptureError where the chunk at this number of rows is not the one that the program describes.
+        Raises CaptureError if the chunk at this number of rows is not the one that the program describes.
         """
         traced = self.trace(code, rows)
         expected = self._expected.get(code)
@@ -317,13 +317,13 @@ class Captured:
         forward: the captured graph.
         advancing: buffers that advance once per microbatch.
         auxiliary: the backwards that are not linear in the gradients that come in.
-        remarks: chunk -> what a message about it should add.
+        remarks: chunk -> a text that a message about it should add.
         under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
-        shared: the same capture for devices that share its chunks, likewise; at () the one that is also cut where
-            regions of experts begin and end.
-        layers: what the layers are.
-        layered: the same capture with other layers, by what was asked for.
-        reduce: the dtype of gradient accumulators; None for that of their parameters.
+        shared: the same capture for devices that share its chunks, by shardings, filled like `under`; at () the one
+            that is also cut at regions of experts.
+        layers: the layers.
+        layered: the same capture with other layers, by the layers that were asked for.
+        reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
         unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
             to share it.
     """
@@ -352,14 +352,14 @@ class Captured:
 
     @property
     def outline(self) -> Program:
-        """Return the program, of which a traced model has the outline."""
+        """Return the program, which serves as the outline that a traced model has."""
         return self.program
 
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.
 
         At one row torch makes views where it copies otherwise, so these sizes come from a trace at one row. Raises
-        CaptureError where the model takes another path at this number of rows than the captured one.
+        CaptureError if the model takes another path at this number of rows than the captured one.
         """
         check_rows(self.forward, rows)
         chunks, variants = (

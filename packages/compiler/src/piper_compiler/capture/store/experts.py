@@ -1,4 +1,4 @@
-"""Find the chunks that compute experts, and what they exchange with the rest of a model."""
+"""Find the chunks that compute experts, and the values that they exchange with the rest of a model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ROW = Affine(0, 1)
 
 
 class ExpertChunks:
-    """Say how the chunks of a program exchange values where devices share experts.
+    """Say how the chunks of a program exchange values if devices share experts.
 
     `captured` is cut at the regions of experts, and `params` are for each code and input its names. Raises
-    DirectiveError for what cannot be exchanged.
+    DirectiveError for values that cannot be exchanged.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ExpertChunks:
         return chunk.id in self._inside
 
     def routes(self, chunk: Chunk) -> bool:
-        """Return whether a chunk is a dropless mixture, inside of which devices trade rows."""
+        """Return whether a chunk is a dropless mixture: devices trade rows inside of it."""
         return chunk.id in self._routing
 
     @property
@@ -87,7 +87,7 @@ class ExpertChunks:
         return Routed(self.axis, self._asked.degree, self._asked.bound, self._asked.overflow)
 
     def dispatch(self, chunk: Chunk) -> Dispatch:
-        """Return what a chunk exchanges."""
+        """Return the inputs and outputs that a chunk exchanges."""
         inputs = tuple(
             self._exchanged.get(i.ref) if i.kind == "value" else None for i in chunk.inputs
         )
@@ -97,11 +97,11 @@ class ExpertChunks:
         return Dispatch(inputs, outputs, self._asked.degree if self._trades(chunk.id) else 1)
 
     def _trades(self, id: str) -> bool:
-        """Return whether a chunk of experts exchanges what it reads and writes."""
+        """Return whether a chunk of experts exchanges its inputs and outputs."""
         return id in self._inside and id not in self._routing
 
     def check(self, chunk: Chunk, made: Sharded) -> None:
-        """Raise DirectiveError where devices cannot make the gradients of a chunk of experts by themselves."""
+        """Raise DirectiveError if devices cannot make the gradients of a chunk of experts by themselves."""
         own = {
             k: any(part.axis == self.axis for part in made.layout_of(k))
             for k in range(len(chunk.inputs))
@@ -127,7 +127,7 @@ class ExpertChunks:
                 )
 
     def check_steps(self, chunk: Chunk, body: Chunk) -> None:
-        """Raise DirectiveError where a chunk of experts needs the experts of other devices in the middle of a step."""
+        """Raise DirectiveError if a chunk of experts needs the experts of other devices in the middle of a step."""
         inside = (
             one
             for sig in body.steps.values()
@@ -231,7 +231,7 @@ class ExpertChunks:
             )
 
     def _dims(self, ref: str, spec: TensorSpec, dims: DimNests, nest: Nested) -> Dispatched:
-        """Return which dimensions of a value are those of experts and rows."""
+        """Return which dimensions of a value have the experts and the rows."""
         experts = [d for d, inside in enumerate(dims) if any(i in nest for i in inside)]
         rows = [d for d, size in enumerate(spec.shape) if isinstance(size, Affine)]
         if len(experts) != 1 or tuple(dims[experts[0]]) != nest:

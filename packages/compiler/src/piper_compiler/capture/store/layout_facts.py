@@ -1,4 +1,4 @@
-"""Find what `piper explain` says of the indexes of chunks, and of devices that share them."""
+"""Find the facts in `piper explain` about the indexes of chunks, and about devices that share them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class IndexFacts:
     """Describe the indexes of a chunk that have one name.
 
     Attributes:
-        size: the steps of all of them together; several numbers where they differ from place to place.
-        params: where parameters have them, as "layers.*.up.weight:0".
-        obstacle: why devices do not share them; "" where they do or could.
-        shared: the number of devices among which they are shared; 1 where they are not.
+        size: the steps of all of them together; several numbers if they differ from place to place.
+        params: the dimensions of parameters that have them, as "layers.*.up.weight:0".
+        obstacle: why devices do not share them; "" if they do or could.
+        shared: the number of devices that share them; 1 if they are not shared.
         along: the axes of these devices.
         inside: axes along which they are shared in attention alone, which needs all tokens, each with its devices.
     """
@@ -53,11 +53,11 @@ class IndexFacts:
 
 @dataclass(frozen=True)
 class WorkFacts:
-    """Describe what each device computes of a chunk.
+    """Describe the work of each device in a chunk.
 
     Attributes:
         whole: the ops that every device computes whole, each with its FLOPs.
-        flops: of all that a device computes.
+        flops: of all ops of a device.
     """
 
     whole: Mapping[str, int]
@@ -65,7 +65,7 @@ class WorkFacts:
 
     @property
     def share(self) -> float:
-        """Return the share of FLOPs in what every device computes whole."""
+        """Return the share of a device's FLOPs in ops that every device computes whole."""
         return sum(self.whole.values()) / self.flops if self.flops else 0.0
 
 
@@ -75,10 +75,10 @@ class ChunkFacts:
 
     Attributes:
         ids: the chunks.
-        inputs: input -> the name of the parameter, with "*" where it differs among the chunks.
+        inputs: input -> the name of the parameter, with "*" for parts that differ among the chunks.
         unknown: the ops without a rule, which are computed whole.
         shardings: how devices share it, along each axis.
-        work: what each of them computes.
+        work: the work of each of these devices.
         unshared: parameters that each device has whole, by input, with why.
     """
 
@@ -127,7 +127,7 @@ def _facts(
 
 
 def _pattern(names: Sequence[str]) -> str:
-    """Return what names have in common, as "layers.*.up.weight"."""
+    """Return the pattern of some names, as "layers.*.up.weight"."""
     parts = [name.split(".") for name in names]
     if len({len(p) for p in parts}) != 1:
         return names[0]
@@ -276,7 +276,7 @@ def _reason(
 
 
 def _work(found: Parted) -> WorkFacts:
-    """Return what a device computes of a chunk."""
+    """Return the work of a device in a chunk."""
     whole: dict[str, int] = {}
     flops = 0
     for node in found.ops:

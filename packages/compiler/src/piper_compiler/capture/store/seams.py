@@ -1,8 +1,8 @@
-"""Cut a captured model where devices begin and end to share its work, so that sums are made between chunks.
+"""Cut a captured model where devices begin and end to share its work, so that all-reduces stand between chunks.
 
-An operation is *shared* where one of the ops of its joint graph is computed in parts. The shared operations of a region
-become chunks of their own, with the coordinate `shared`. What such a chunk writes can be a term of a sum, forward and
-backward alike, and the chunks between which it passes do the same on all devices.
+An operation is *shared* if one of the ops of its joint graph is computed in parts. The shared operations of a region
+become chunks of their own, with the coordinate `shared`. An output of such a chunk can be a partial sum, forward and
+backward alike, and the chunks around it compute the same on all devices.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def with_seams(
 
 
 def _places(found: Parted, recipe: TraceSpec) -> tuple[list[int], list[int]]:
-    """Return the operations of a piece that are shared, and those among them that make terms, by their place in it.
+    """Return the operations of a piece that are shared, and the ones that make partial sums, by their place in it.
 
-    An operation of which nothing is left in the joint graph, such as a view that was undone, is where its inputs are.
+    An operation that left no node in the joint graph counts as shared if an input is shared and no partial sum.
     """
     body = list(recipe.cut.body(recipe.piece))
     left = {origin_of(node) for node in found.ops}
@@ -104,9 +104,9 @@ def _operands(node: fx.Node) -> list[object]:
 def _without_biases(
     forward: Forward, nodes: Collection[fx.Node]
 ) -> tuple[Forward, dict[fx.Node, fx.Node]]:
-    """Return a copy in which some products add their bias in an operation of its own, and what each node is there.
+    """Return a copy whose products `nodes` add their bias in an operation of its own, and each node's copy.
 
-    A bias is no term of the sum that such a product makes: each device would add it.
+    A bias cannot be part of a partial sum: each device would add it.
     """
     graph = fx.Graph()
     read: dict[fx.Node, fx.Node] = {}

@@ -31,9 +31,10 @@ from piper_ir.program.program import Chunk, Param, Program
 
 
 def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Captured:
-    """Return a capture whose chunks are those of one device among those that share them.
+    """Return a capture whose chunks are the shards of one device among the devices that share them.
 
-    Every code is rewritten once, not captured again. Raises DirectiveError for what cannot be shared, with what can.
+    Every code is rewritten once, not captured again. Raises DirectiveError, with the indexes that can be shared, if
+    others are asked for.
     """
     asked = tuple(shardings)
     if not asked:
@@ -67,7 +68,7 @@ def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
 
 
 def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
-    """Return how the devices of axes share all chunks, with the degrees into which each must be split for them.
+    """Return the shardings, each with the degrees that its axis must be split into to fit all chunks.
 
     Raises DirectiveError for indexes that the user names and devices cannot share.
     """
@@ -146,7 +147,7 @@ class _Shared:
 
     @cached_property
     def _shares_tokens(self) -> str:
-        """Return as a user writes it what shares the tokens of all ops, or between layers; "" for nothing."""
+        """Return the user's setting that shares the tokens of all ops, or between layers; "" without one."""
         for one in self._asked:
             if one.context:
                 return f'shard(index="tokens", over={one.over!r})'
@@ -177,7 +178,7 @@ class _Shared:
         return self._experts is not None and self._experts.routes(chunk)
 
     def _asked_of(self, chunk: Chunk) -> tuple[Sharding, ...]:
-        """Return how a chunk is to be shared: one that autograd runs as it is, not at all."""
+        """Return the shardings that are asked for a chunk: none for an opaque one."""
         if chunk.opaque:
             return ()
         return tuple(
@@ -200,7 +201,7 @@ class _Shared:
         return store.shared(code, asked, agreed, self._params_of[chunk.code]) if asked else code
 
     def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded | RoutedLayouts | None:
-        """Return how a chunk is shared; None for one that every device computes whole."""
+        """Return the layouts of a chunk's inputs; None for a chunk that every device computes whole."""
         if self._routes(chunk):
             return self._captured.code.routed_layouts(self._code(chunk, agreed))
         if not self._asked_of(chunk):
@@ -259,7 +260,7 @@ class _Shared:
         raise problem
 
     def _params(self, params: Sequence[Param], chunks: Sequence[Chunk]) -> tuple[Param, ...]:
-        """Return the parameters as a device has them."""
+        """Return the parameters with the spec of a device's shard, their layouts and the axes of their sums."""
         layouts, summed = self._ties.layouts(), self._ties.summed()
         rows = {
             s.over for s in self._asked if s.experts

@@ -27,14 +27,14 @@ class Fitter:
         self._rows, self._traces = rows, traces
 
     def ports(self) -> dict[str, TensorSpec]:
-        """Return the shape and dtype of each port, affine in rows; raise NotAffine where one is not."""
+        """Return the shape and dtype of each port, affine in rows; raise NotAffine if one is not."""
         first, *others = (t.ports for t in self._traces)
         if any(list(o) != list(first) for o in others):
             raise NotAffine("its saved tensors differ in number")
         return {name: self._spec(name, [t.ports[name] for t in self._traces]) for name in first}
 
     def steps(self) -> dict[Step, Signature]:
-        """Return F, I and W with costs and memory affine in rows; raise NotAffine where one is not."""
+        """Return the steps with costs and memory affine in rows; raise NotAffine if one is not."""
         return {
             step: self._signature(step, [t.steps[step] for t in self._traces])
             for step in self._traces[0].steps

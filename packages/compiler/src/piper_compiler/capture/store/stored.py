@@ -1,8 +1,8 @@
-"""Keep a capture without its graphs and modules, and make these again only where something new is asked for.
+"""Keep a capture without its graphs and modules, and make these again only if something new is asked for.
 
 A stored capture holds the program, its forms under policies, layers and shardings that were asked for, and the code of
-all steps that was made so far. It can be pickled. The capture that is restored from it traces nothing for what it
-holds. For anything else it captures the model again, which gives the same codes, since their names say what they are.
+all steps that was made so far. It can be pickled. The capture that is restored from it traces nothing for these. For
+anything else it captures the model again, which gives the same codes, since their names are hashes of their content.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ Again = Callable[[], Captured]
 
 @dataclass(frozen=True)
 class StoredFacts:
-    """Hold what is known of a captured graph without it.
+    """Hold the facts about a captured graph that remain without it.
 
     Attributes:
         guards: the facts about rows that its path depends on.
-        notes: what is said of it; `norms` likewise.
+        notes: the remarks on it.
+        norms: its batch norms.
     """
 
     params: tuple[TensorInfo, ...]
@@ -56,11 +57,11 @@ class StoredFacts:
 
 @dataclass(frozen=True)
 class StoredCapture:
-    """Hold what is left of a capture without its graphs.
+    """Hold a capture without its graphs.
 
     Attributes:
-        under: as in `Captured`, like what follows.
-        traced: code and rows -> steps; empty where the code is that of the capture above.
+        under: as in `Captured`, like the fields after it.
+        traced: code and rows -> steps; empty if the capture above holds the code.
         expected: code -> the chunk of the program.
     """
 
@@ -80,7 +81,7 @@ class StoredCapture:
 
 @dataclass(frozen=True)
 class StoredTrace:
-    """Hold what is left of a traced model without its graph.
+    """Hold a traced model without its graph.
 
     Attributes:
         usual: the capture with the usual layers, if it was made.
@@ -96,7 +97,7 @@ class StoredTrace:
 
 
 def stored(traced: Traced) -> StoredTrace:
-    """Return what can be kept of a traced model."""
+    """Return the form of a traced model that can be pickled."""
     usual = traced.found
     return StoredTrace(
         traced.layers.without_graph(),
@@ -113,7 +114,7 @@ def _facts(forward: Forward) -> StoredFacts:
 
 
 def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
-    """Return what can be kept of a capture; with `own_code`, its code as well."""
+    """Return the form of a capture that can be pickled; with `own_code`, its code as well."""
     traced, expected = captured.code.made if own_code else ({}, {})
     return StoredCapture(
         captured.program,
@@ -132,7 +133,7 @@ def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
 
 
 def extent(traced: Traced) -> int:
-    """Return a number that grows whenever a traced model comes to hold more; 0 where it holds no capture."""
+    """Return a number that grows whenever a traced model comes to hold more; 0 if it holds no capture."""
     made = [traced.found, *(one for one in traced.layered.values() if one is not traced.found)]
     return len(traced.layered) + sum(_extent(one) for one in made if one is not None)
 
@@ -143,7 +144,7 @@ def _extent(captured: Captured) -> int:
 
 
 def restored(kept: StoredTrace, again: Callable[[], Traced]) -> Traced:
-    """Return a traced model that holds what was kept, and calls `again` for what it does not hold."""
+    """Return a traced model that holds the stored parts, and calls `again` for everything else."""
     again = functools.cache(again)
 
     def form(asked: tuple[str, ...]) -> Captured:
@@ -185,7 +186,7 @@ def _captured(kept: StoredCapture, code: CodeStore, forward: Forward) -> Capture
 
 
 def _derive(live: Captured, kept: Captured, code: str) -> None:
-    """Make the form of a live capture that has this code, as it was made for the one that was kept."""
+    """Make the variants and shardings of a live capture that have this code in the stored one."""
     for policies, program in kept.under.items():
         if code in _codes(program):
             with_policies(live, policies)
@@ -203,7 +204,7 @@ def _codes(program: Program) -> set[str]:
 
 
 class _ForwardAgain:
-    """Stand for a captured graph: what is known of it without it, and all else from a new capture."""
+    """Stand for a captured graph: hold the stored facts, and take all else from a new capture."""
 
     def __init__(self, kept: StoredFacts, again: Callable[[], Traced]) -> None:
         self.params, self.guards, self.notes, self.norms = (
@@ -253,7 +254,7 @@ class StoredCode(CodeStore):
         return found
 
     def _live(self, code: str) -> CodeStore:
-        """Return the store of the new capture, in which this code is known."""
+        """Return the store of the new capture, which knows this code."""
         store = self._again().code
         if code not in set(store):
             self._derive(code)

@@ -15,7 +15,7 @@ from piper_ir.program.program import Chunk, Program
 
 
 class Traced:
-    """Hold a traced model, and its captures with these or those layers.
+    """Hold a traced model, and its captures with the usual layers or others.
 
     To make a program takes as long as the trace, so one with the usual layers is not made for a strategy that asks for
     others. Both are made from the same graph, and each only once.
@@ -24,8 +24,8 @@ class Traced:
         forward: the captured graph.
         layers: the usual layers.
         outline: the program with these, without its steps and tensors.
-        reduce: the dtype of gradient accumulators; None for that of their parameters.
-        layered: the captures with other layers, by what was asked for.
+        reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
+        layered: the captures with other layers, by the layers that were asked for.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from piper_ir.program.program import Chunk
 def with_policies(captured: Captured, policies: Iterable[str]) -> Captured:
     """Return a capture whose program has variants of all chunks under these policies.
 
-    Each code is traced once for each policy; what is known already is taken from the capture. Equal policies give the
-    same program. Raises CaptureError where a chunk is not affine in the rows under a policy.
+    Each code is traced once for each policy; variants that are known already are taken from the capture. Equal policies
+    give the same program. Raises CaptureError if a chunk is not affine in the rows under a policy.
     """
     wanted = tuple(sorted({*policies} - {KEEP_ALL}))
     if not wanted:
@@ -39,7 +39,7 @@ def _variants(captured: Captured, keep: str) -> Iterator[Chunk]:
 
 
 def _body(captured: Captured, chunk: Chunk, keep: str) -> Chunk:
-    """Return a chunk with the ports and steps that it has under a policy; what is the same is shared."""
+    """Return a chunk with its ports and steps under a policy; equal steps are shared with the original."""
     code = captured.code.variant(chunk.code, keep)
     problem: CaptureError | None = None
     for rows in TRACE_ROWS:

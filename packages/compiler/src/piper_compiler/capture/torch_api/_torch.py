@@ -50,20 +50,20 @@ CAPTURE_ERRORS = (TorchDynamoException, ConstraintViolationError, GuardOnDataDep
 """The errors that torch.compile raises for code that it cannot capture as one graph."""
 
 RuntimeFailure = TorchRuntimeError
-"""The error that Dynamo raises when an operation itself fails on the shapes of the batch."""
+"""The error that Dynamo raises when an operator itself fails on the shapes of the batch."""
 
 RUN_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
-"""The errors of an operation that cannot run on meta tensors, or that the user's code calls wrongly."""
+"""The errors of an operator that cannot run on meta tensors, or that the user's code calls wrongly."""
 
 SET_GRAD = torch._C._set_grad_enabled
-"""The function as which Dynamo records `torch.no_grad()`."""
+"""The function that stands for `torch.no_grad()` in Dynamo's graph."""
 
 
 ENTER_AUTOCAST, EXIT_AUTOCAST = (
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
 )
-"""The functions as which Dynamo records `torch.autocast()`: what entering returns is given to leaving."""
+"""The functions that stand for `torch.autocast()` in Dynamo's graph: the first returns the second's argument."""
 
 
 def fake_cpu() -> FakeTensorMode:
@@ -76,17 +76,17 @@ def fake_cpu() -> FakeTensorMode:
 
 
 def fake_construction() -> FakeTensorMode:
-    """Return a mode to run a constructor in; it accepts tensors from elsewhere, such as loaded weights.
+    """Return a fake tensor mode for a constructor; it accepts real tensors, such as loaded weights.
 
-    To read a value that is not known raises an error, instead of giving a symbol.
+    Reading an unknown value of a fake tensor raises an error, instead of returning a symbol.
     """
     return _OneMode(allow_non_fake_inputs=True)
 
 
 class _OneMode(FakeTensorMode):
-    """Stay one mode where its tensors are copied deeply, as by constructors that clone layers.
+    """Stay one mode when its tensors are deep-copied, as by constructors that clone layers.
 
-    Otherwise each copy of a tensor would bring a copy of the mode, and tensors of two modes do not mix.
+    Otherwise each deep copy of a tensor would also copy the mode, and tensors of two modes do not mix.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
@@ -94,41 +94,41 @@ class _OneMode(FakeTensorMode):
 
 
 def fake_tensor(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return what `torch.empty(shape, dtype=dtype)` gives in a mode of `fake_cpu`, in a tenth of its time."""
+    """Return a fake tensor, as `torch.empty(shape, dtype=dtype)` in a mode of `fake_cpu`, in a tenth of its time."""
     return FakeTensor(
         mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.device("cpu")
     )
 
 
 def fake_parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    """Return what `nn.Parameter(tensor, requires_grad)` gives for a fake tensor, without making a view of it."""
-    tensor.requires_grad_(requires_grad)._is_param = True  # what isinstance asks for
+    """Return a fake tensor as a parameter, as `nn.Parameter(tensor, requires_grad)`, without making a view of it."""
+    tensor.requires_grad_(requires_grad)._is_param = True  # isinstance reads this attribute
     assert isinstance(tensor, torch.nn.Parameter)
     return tensor
 
 
 def mark_rows(tensor: torch.Tensor) -> None:
-    """Make the size of dimension 0 a symbol in the coming capture."""
+    """Make the size of dimension 0 symbolic in the next capture."""
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
 real_tensors = unset_fake_temporarily
-"""A context in which tensors that are made have content, also while a capture has fake ones."""
+"""A context that makes real tensors, even while a capture has a fake tensor mode active."""
 
 
 CAPTURING = threading.RLock()
-"""The lock that lets one capture run at a time: what it sets in torch and in user classes is set for all threads."""
+"""The lock that lets one capture run at a time: its changes to torch and user classes affect all threads."""
 
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Set what a capture depends on in Dynamo, whatever the user has set. Whoever captures holds `CAPTURING`."""
+    """Set the Dynamo settings that a capture depends on, whatever the user has set. The caller holds `CAPTURING`."""
     loggers = [
         logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._guards")
     ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.CRITICAL)  # what they print is in the exception as well
+        logger.setLevel(logging.CRITICAL)  # their messages are in the exception as well
     try:
         with (
             dynamo_config.patch(
@@ -136,8 +136,8 @@ def own_settings() -> Iterator[None]:
                 assume_static_by_default=True,
                 suppress_errors=False,
                 allow_rnn=True,
-                use_numpy_random_stream=True,  # else torch draws what numpy would draw, which is another number
-                # it looks at all objects of the process, for what the next collection finds as well
+                use_numpy_random_stream=True,  # else torch draws in numpy's place, and the numbers differ
+                # it scans all objects of the process, for garbage that the next collection finds as well
                 run_gc_after_compile=False,
             ),
             _function_names_left_out(),
@@ -152,9 +152,9 @@ def own_settings() -> Iterator[None]:
 
 @contextmanager
 def _function_names_left_out() -> Iterator[None]:
-    """Leave out the names of functions in a log that is off unless Dynamo is debugged.
+    """Leave out function names that Dynamo looks up only for a debug log.
 
-    For these names Dynamo tokenizes every source file that it meets, as much work as to trace a layer.
+    To find them Dynamo tokenizes every source file that it meets, which takes as long as to trace a layer.
     """
     if hasattr(symbolic_convert, "get_funcname"):
         with in_place(symbolic_convert, {"get_funcname": lambda filename, line: None}):
@@ -165,7 +165,7 @@ def _function_names_left_out() -> Iterator[None]:
 
 @contextmanager
 def _guards_not_timed() -> Iterator[None]:
-    """Leave out the timing of the guards, which fills and empties the processor's caches for a line of a log."""
+    """Leave out the timing of the guards, which flushes the processor's caches for a line of a log."""
     if hasattr(guards, "profile_guard_manager"):
         with in_place(guards, {"profile_guard_manager": lambda *_: 0.0}):
             yield
@@ -188,11 +188,11 @@ def in_place(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterato
 
 @dataclass(frozen=True)
 class Change:
-    """Name something that existed before the traced code ran and that it changes.
+    """Name a variable that existed before the traced code ran and that this code changes.
 
     Attributes:
         line: the user's line, if known.
-        place: the expression by which Dynamo knows it. It starts at `L`, the arguments of the traced function, or at
+        place: Dynamo's source expression for it. It starts at `L`, the arguments of the traced function, or at
             `G`, its globals.
     """
 
@@ -203,10 +203,10 @@ class Change:
 
 @contextmanager
 def noted_changes(noted: Callable[[Change], None]) -> Iterator[None]:
-    """Call `noted` with what Dynamo sees traced code change, before it is changed.
+    """Call `noted` with each side effect that Dynamo sees in traced code, before it happens.
 
-    These are attributes, lists, dicts, globals and closures; not tensors in place. Attempts that Dynamo gives up are
-    among them.
+    Side effects are changes of attributes, lists, dicts, globals and closures, not of tensors in place. Attempts that
+    Dynamo gives up are among them.
     """
     store, mutate = SideEffects.store_attr, SideEffects.mutation
 
@@ -217,7 +217,7 @@ def noted_changes(noted: Callable[[Change], None]) -> Iterator[None]:
         ):
             if isinstance(
                 item, TorchFunctionModeStackVariable
-            ):  # it has no name, and a mode is left where it was entered
+            ):  # it has no name, and the code that enters a mode also leaves it
                 return
             source = item.source.name
             place = source if attribute is None else f"{source}.{attribute}"
@@ -242,7 +242,7 @@ def noted_changes(noted: Callable[[Change], None]) -> Iterator[None]:
 
 
 CACHED = "piper_cached"
-"""The key in the meta of a result of a function under functools.lru_cache.
+"""The key in a graph node's meta for a result of a function under functools.lru_cache.
 
 Its value is (the function's name, the line that calls it).
 """
@@ -250,7 +250,7 @@ Its value is (the function's name, the line that calls it).
 
 @contextmanager
 def _cached_results_marked() -> Iterator[None]:
-    """Mark in the graph what functions under functools.lru_cache return: Dynamo traces through the cache."""
+    """Mark the graph nodes of return values of functions under functools.lru_cache: Dynamo traces through the cache."""
     wrapped = dynamo_functions.WrapperUserFunctionVariable
     call = wrapped.call_function
 
@@ -282,7 +282,7 @@ def user_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
 
 
 def compile_once(function: Callable[..., Any], backend: _Backend) -> Callable[..., Any]:
-    """Return `function` under torch.compile as one graph, forgetting what earlier captures compiled of it."""
+    """Return `function` under torch.compile as one graph, without the code that earlier captures compiled of it."""
     reset_code(function.__code__)
     return torch.compile(function, backend=backend, fullgraph=True)
 
@@ -291,18 +291,18 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 """The call of a nested region in Dynamo's graph: (the region's graph, its name, *inputs) -> tuple of results."""
 
 CAPTURED = "piper_captured"
-"""The key in the meta of such a call for the inputs that it still lacks: (position, tensor, example value)."""
+"""The key in the meta of such a call for its missing inputs: a list of (position, tensor, example value)."""
 
 MODULES = "piper_modules"
-"""The key in the meta of a call that another call's trace serves, for the modules that take the place of the trace's.
+"""The key in the meta of a call that reuses another call's trace, for the modules of the call.
 
-Its value maps the id of each of the trace's modules, as in nn_module_stack, to the module in its place.
+Its value maps the id of each module of the trace, as in nn_module_stack, to the module that replaces it.
 """
 
 
 @contextmanager
 def regions_apart() -> Iterator[None]:
-    """Trace each call of the user's own nested regions by itself: calls that Dynamo takes for equal need not be."""
+    """Trace each call of the user's own nested regions separately: calls that Dynamo takes for equal may differ."""
     try:
         from torch._dynamo.variables import higher_order_ops, invoke_subgraph
     except ImportError:  # a torch that does not reuse traces
@@ -317,7 +317,7 @@ def regions_apart() -> Iterator[None]:
 
 @contextmanager
 def nested_forward(module: type[torch.nn.Module]) -> Iterator[None]:
-    """Make calls of modules of this class nested compile regions."""
+    """Make each call of a module of this class a nested compile region."""
     own = "forward" in vars(module)
     before = module.forward
     marks = dict(vars(before))
@@ -340,7 +340,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
         return list(stack)
     said = str(error).partition("from user code:")[
         2
-    ]  # an error inside of Dynamo has them in its text alone
+    ]  # an error inside of Dynamo has the frames in its text alone
     return [
         traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME.findall(said)
     ]
@@ -350,7 +350,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def is_symbolic(size: Any) -> bool:
-    """Return whether a size depends on the rows."""
+    """Return whether a size is symbolic, so that it depends on the number of rows."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
@@ -372,7 +372,7 @@ _HOOKS = (
     torch._C._autograd._saved_tensors_hooks_disable,
     torch._C._autograd._saved_tensors_hooks_enable,
 )
-"""The functions by which transforms that make gradients forbid hooks on saved tensors."""
+"""The functions that gradient transforms call to forbid hooks on saved tensors."""
 
 
 def data_dependent_size(value: Any) -> bool:
@@ -383,7 +383,7 @@ def data_dependent_size(value: Any) -> bool:
 
 
 def size_at(value: Any, rows: int) -> Any:
-    """Return a symbolic int, float or bool (or a nest of them) at a number of rows.
+    """Return the value of a symbolic int, float or bool (or of a nest of them) for a number of rows.
 
     Every symbol stands for the rows, because only dimension 0 of the batch is symbolic. A symbol that stands for a
     value of a tensor raises LookupError.
@@ -403,7 +403,7 @@ def size_at(value: Any, rows: int) -> Any:
 
 
 def expr_at(expr: Any, rows: int) -> Any:
-    """Return a sympy expression in row symbols at a number of rows."""
+    """Return the value of a sympy expression in row symbols for a number of rows."""
     symbols = getattr(expr, "free_symbols", ())
     if not of_rows(expr):
         raise LookupError(str(expr))

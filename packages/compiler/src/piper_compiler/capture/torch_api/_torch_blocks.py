@@ -1,7 +1,7 @@
-"""Hold the private API of torch by which its attention modules are traced into: their parts are ordinary operations.
+"""Hold the private API of torch that lets Dynamo trace into its attention modules as ordinary operators.
 
-Dynamo puts a call of nn.MultiheadAttention into the graph as one operation, and modules in eval mode without gradients
-take fused kernels of inference. Both compute what the Python code of the same modules computes, which is traced here.
+Dynamo puts a call of nn.MultiheadAttention into the graph as one node, and modules in eval mode without gradients use
+fused inference kernels. Both give the results of the modules' Python code, which is traced here instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from piper_compiler.capture.torch_api._torch import in_place
 
 flex = sys.modules[flex_attention.__module__]  # torch.nn.attention has a function of this name
 NESTED = "nn.TransformerEncoder over nested tensors"
-"""The text by which a capture tells that a model would take nested tensors."""
+"""The graph break message of a model that would take nested tensors."""
 
 
 @contextmanager
 def attention_modules_traced() -> Iterator[None]:
-    """Let Dynamo trace nn.MultiheadAttention, nn.Transformer and their parts as code, not as fused operations."""
+    """Let Dynamo trace nn.MultiheadAttention, nn.Transformer and their parts as Python code, not as fused operators."""
     rules = trace_rules.get_torch_obj_rule_map()
     rule = rules.pop(F.multi_head_attention_forward, None)
     fused = torch.backends.mha.get_fastpath_enabled()
@@ -49,23 +49,23 @@ def attention_modules_traced() -> Iterator[None]:
 
 
 def _as_said(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Return whether the user says that a mask is causal, without a look at its values.
+    """Return whether the user says that a mask is causal, without reading its values.
 
-    torch looks, and takes kernels that make such a mask themselves: the result is the same.
+    torch reads them, to use kernels that make a causal mask themselves: the result is the same.
     """
     return is_causal is True
 
 
 def _no_dtype(mask: Tensor | None) -> None:
-    """Return no dtype to compare masks with: where two differ, torch only warns."""
+    """Return no dtype to compare masks with: if two differ, torch only warns."""
 
 
 def _any_device(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Accept tensors of a CPU with gradients: flex_attention is captured, and none of its kernels is asked for."""
+    """Accept CPU tensors that require gradients: flex_attention is only captured, none of its kernels runs."""
 
 
 def _not_transposed(num_blocks: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the blocks of a block mask, which nothing reads, without the transforms that sort them by keys."""
+    """Return the blocks of a block mask unchanged, without the transforms that sort them: nothing reads the result."""
     return num_blocks, indices
 
 
@@ -86,7 +86,7 @@ def _forward(
     src_key_padding_mask: Tensor | None = None,
     is_causal: bool | None = None,
 ) -> Tensor:
-    """Encode as nn.TransformerEncoder does, unless it would take nested tensors for some batches and not for others."""
+    """Encode like nn.TransformerEncoder, but break the graph if it would take nested tensors for some batches only."""
     if src_key_padding_mask is not None and mask is None and src.dim() == 3 and _may_nest(self):
         torch._dynamo.graph_break(msg=NESTED)
     encoded: Tensor = _ENCODE(self, src, mask, src_key_padding_mask, is_causal)

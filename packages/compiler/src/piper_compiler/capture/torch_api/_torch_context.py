@@ -1,4 +1,4 @@
-"""Refuse a capture inside of modes of torch that would change what is traced, and that are no part of the model."""
+"""Refuse a capture under a mode of torch that is not part of the model and would change the traced graph."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def _modes() -> Iterator[str]:
 
 
 def check_autocast() -> None:
-    """Raise CaptureError inside of autocast, in which the operations of a plan would get other dtypes than it says."""
+    """Raise CaptureError inside of autocast, because a plan's operators would then run in other dtypes than it says."""
     for problem in _autocast():
         raise CaptureError(problem)
 
 
 def check_context() -> None:
-    """Raise CaptureError where a mode of torch is active that changes what a trace of the model would hold.
+    """Raise CaptureError if a mode of torch is active that changes the graph traced from the model.
 
     The grad mode does not: captures enable gradients. The default dtype and device change it by the rules of the model
     itself, so captures count them instead.
@@ -84,12 +84,12 @@ def check_context() -> None:
 
 
 def tracer_settings() -> list[str]:
-    """Return the settings of torch's tracers that are not as torch has them, which change what is traced."""
+    """Return the settings of Dynamo and AOTAutograd that differ from torch's defaults, since they change the graph."""
     found: list[str] = []
     for config in filter(
         None, map(sys.modules.get, ("torch._dynamo.config", "torch._functorch.config"))
     ):
-        for line in config.codegen_config().splitlines():  # those that were ever set
+        for line in config.codegen_config().splitlines():  # the settings that were ever set
             name = line.partition(" = ")[0].rpartition(".")[2]
             if getattr(config, name, None) != config._config[name].default:
                 found.append(line)

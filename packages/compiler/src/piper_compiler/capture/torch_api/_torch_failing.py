@@ -1,4 +1,4 @@
-"""Find the module in whose forward Dynamo fails, or makes the size for which it fails later (torch >= 2.11)."""
+"""Find the module whose forward makes Dynamo fail, or makes a size that Dynamo fails on later (torch >= 2.11)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper_compiler.capture.torch_api._torch import in_place, user_frame
 
 MADE_OF_VALUES = ("create_unbacked_symint", "create_unbacked_symfloat", "create_unbacked_symbool")
-"""The methods that make a symbol for a number which depends on values of tensors."""
+"""The methods that make an unbacked symbol, for a number that depends on values of tensors."""
 
 
 @dataclass
 class Failing:
-    """Hold where an error of Dynamo's arose.
+    """Hold the place of an error of Dynamo.
 
     Attributes:
-        module: the innermost module in whose forward it did, None outside of the model.
-        sizes: number that depends on values, by its symbol -> the module and the user's line that made it.
+        module: the innermost module whose forward was traced at the error, None outside of the model.
+        sizes: unbacked symbol -> the module and the user's line that made it.
     """
 
     module: torch.nn.Module | None = None
     sizes: dict[str, tuple[torch.nn.Module, str]] = field(default_factory=dict)
 
     def made(self, error: BaseException) -> tuple[torch.nn.Module, str] | None:
-        """Return the module and the line that made a number of which an error outside of the model tells."""
+        """Return the module and the line of an unbacked symbol that an error outside of the model names."""
         named = re.findall(r"\b(?:u|zuf|z?f)\d+\b", str(error)) if self.module is None else []
         return next((self.sizes[name] for name in named if name in self.sizes), None)
 
 
 @contextmanager
 def failing_module() -> Iterator[Failing]:
-    """Give a record that says, after an error of Dynamo's, where it arose."""
+    """Give a record that holds the place of an error of Dynamo after it was raised."""
     found, inside = Failing(), list[torch.nn.Module]()
     seen: list[BaseException] = []
     record = dynamo_modules.record_nn_module_stack
@@ -79,7 +79,7 @@ def failing_module() -> Iterator[Failing]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those during whose handling it was raised."""
+    """Yield an error, its cause or context, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

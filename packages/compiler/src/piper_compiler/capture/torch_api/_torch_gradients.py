@@ -1,10 +1,10 @@
-"""Hold the private API of torch by which `x.requires_grad_()` in forward is traced: it adds nothing to the graph.
+"""Hold the private API of torch that lets Dynamo trace `x.requires_grad_()` in forward without a graph node.
 
-`x.requires_grad = True`, as models of speech have it, is the same.
+`x.requires_grad = True`, as models of speech have it, is treated alike.
 
-Only `torch.autograd.grad` and `backward` ask for the gradient of such a tensor, and no graph holds these: they run as
-they are, in a module of their own, or are refused. So what is left for the trace to do is the answer of
-`x.requires_grad` afterwards. Tensors of the model are refused: whether one is trained is asked before the forward.
+Only `torch.autograd.grad` and `backward` use the gradient of such a tensor, and no graph holds these calls: they run by
+autograd in a module of their own, or are refused. So the trace only has to return the new value of `x.requires_grad`
+afterwards. Tensors of the model are refused: whether one is trained is decided before the forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from piper_compiler.capture.torch_api._torch import in_place
 
 BATCH = ("L['inputs']", "L['targets']")
-"""The beginnings of the names by which Dynamo knows tensors of the batch."""
+"""The prefixes of Dynamo's source names for tensors of the batch."""
 
 REFUSED = {
     "requires_grad_() call": (
@@ -56,12 +56,12 @@ REFUSED = {
         "runs by autograd as it is; a further loss is added to the loss of the job.",
     ),
 }
-"""The parts of Dynamo's text -> what is wrong, and what to do."""
+"""A part of Dynamo's error text -> (the problem, the way out)."""
 
 
 @contextmanager
 def requires_grad_traced() -> Iterator[None]:
-    """Let Dynamo trace that a tensor of the batch, or one that forward makes, shall require a gradient."""
+    """Let Dynamo trace requires_grad_() on a tensor of the batch, or on one that forward makes."""
     method, setting = TensorVariable.method_requires_grad_, SetAttrBuiltinVariable._call_setattr
     changed: list[Tensor] = []
 
@@ -92,5 +92,5 @@ def requires_grad_traced() -> Iterator[None]:
         ):
             yield
     finally:
-        for tensor in changed:  # the batch, which other traces get too
+        for tensor in changed:  # tensors of the batch, which other traces get too
             tensor.requires_grad_(False)

@@ -32,12 +32,12 @@ from piper_compiler.capture.torch_api._torch import in_place
 
 @dataclass(frozen=True)
 class RawJoint:
-    """Hold the functionalised graph with its placeholders by meaning.
+    """Hold the functionalised joint graph with its placeholders by meaning.
 
     Attributes:
-        primals: `primals[k]` is argument k.
-        tangents: `tangents[k]` is the gradient of output k.
-        mutated: the arguments that are changed in place.
+        primals: `primals[k]` is the placeholder of argument k.
+        tangents: `tangents[k]` is the placeholder of the gradient of output k.
+        mutated: the indices of the arguments that are changed in place.
     """
 
     module: fx.GraphModule
@@ -47,7 +47,7 @@ class RawJoint:
 
 
 def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJoint:
-    """Return AOTAutograd's functionalised graph of `module(*args)`, with its backward where an output requires grad."""
+    """Return AOTAutograd's functionalised graph of `module(*args)`, with its backward if an output requires grad."""
     with (
         ExitStack() as stack,
         _use_lazy_graph_module(True),
@@ -76,7 +76,7 @@ def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJo
 
 @contextmanager
 def _matrices_unchecked() -> Iterator[None]:
-    """Let the trace of inv, solve or cholesky drop the search for singular matrices, which no step has room for."""
+    """Let the trace of inv, solve or cholesky drop its check for singular matrices, which a step cannot hold."""
     holder = singleton.find("aten::_linalg_check_errors").effect
     before = holder.effect
     holder.register(None)
@@ -90,7 +90,7 @@ def _matrices_unchecked() -> Iterator[None]:
 def _without_random_states() -> Iterator[None]:
     """Leave out the tracker of random states, which makes a dozen tensors for every trace.
 
-    AOTAutograd reads it only where a setting of torch's makes random numbers functional.
+    AOTAutograd reads it only if `functionalize_rng_ops` is set.
     """
     if hasattr(aot_autograd, "PhiloxStateTracker") and not functorch_config.functionalize_rng_ops:
         with in_place(aot_autograd, {"PhiloxStateTracker": nullcontext}):
@@ -100,7 +100,7 @@ def _without_random_states() -> Iterator[None]:
 
 
 def results_and_gradients(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
-    """Return the nodes of outputs and of arguments' gradients in a graph of `export_joint`, each by index."""
+    """Return the graph nodes of outputs and of arguments' gradients in a graph of `export_joint`, each by index."""
     output = graph.output_node()
     results: dict[int, fx.Node] = {}
     gradients: dict[int, fx.Node] = {}
@@ -125,7 +125,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def recorded_in(node: fx.Node) -> Literal["forward", "backward"] | None:
-    """Return the part that AOTAutograd was tracing when it made the node: unknown in a custom autograd function."""
+    """Return the pass that AOTAutograd was tracing when it made the node: None in a custom autograd function."""
     tag = str(node.meta.get("partitioner_tag", ""))
     return (
         "backward" if tag.endswith("backward") else "forward" if tag.endswith("forward") else None

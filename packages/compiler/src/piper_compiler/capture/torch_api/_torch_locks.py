@@ -1,8 +1,8 @@
-"""Call what a model sets up under a lock in its first forward, since Dynamo enters no locks (torch >= 2.11).
+"""Call the set-up functions that a model runs under a lock in its first forward (torch >= 2.11).
 
-Models of transformers install hooks in this way when a part of them is first asked for its hidden states. The function
-that takes the lock runs once, on the model as it is captured, before the next trace: there it finds its work done. It
-must get modules and constants alone, and nothing may lead to the lock again.
+Dynamo does not trace into locks. Models of transformers install hooks under one when their hidden states are first
+asked for. The function that takes the lock runs once, on the captured model, before the next trace, which then finds
+its work done. Its arguments must be modules and constants, and the next trace must not come to the lock again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CONSTANTS = (bool, int, float, str, bytes, type(None))
 
 
 class LockedCalls:
-    """Hold the calls of functions that take a lock, of one capture."""
+    """Hold the calls of one capture to functions that take a lock."""
 
     def __init__(self) -> None:
         self._made: set[tuple[CodeType, tuple[object, ...]]] = set()
@@ -31,7 +31,7 @@ class LockedCalls:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the function in which Dynamo comes to a lock inside of the `with`."""
+        """Note the function whose trace reaches a lock while the context is active."""
         self._found = None
         enter = InstructionTranslatorBase.setup_or_before_with
 
@@ -44,7 +44,7 @@ class LockedCalls:
             yield
 
     def make(self) -> bool:
-        """Make the call that was noted last; return False where there is none, or it has been made before."""
+        """Make the call that was noted last; return False if there is none, or if it has been made before."""
         if self._found is None:
             return False
         function, given = self._found
@@ -57,7 +57,7 @@ class LockedCalls:
 
 
 def _call_of(tx: InstructionTranslatorBase) -> tuple[FunctionType, tuple[Any, ...]] | None:
-    """Return the function that is traced and what it was given; None where that is more than modules and constants."""
+    """Return the traced function and its arguments; None if an argument is neither a module nor a constant."""
     code = tx.f_code
     if (
         code.co_freevars or code.co_kwonlyargcount or code.co_flags & 0b1100

@@ -1,23 +1,23 @@
-"""Decide when one trace of a nested compile region serves another call of it, with torch's private API for that.
+"""Decide whether a trace of a nested compile region can be reused for another call, with torch's private API for it.
 
-Dynamo keeps the traces of a region and asks at every call whether one of them serves. Its own answer takes most of a
-capture of many layers: it clones the sources of all that the trace read, and wraps every parameter of the layer. It
-also does not see a difference in what its guards check only once per run: tied weights, the grad mode, and what the
-model changes between two calls. And it calls two traces equal that differ in keywords or in omitted arguments
-(`are_same_graph_modules`). Here each trace has a graph of its own, and serves another call only where
+Dynamo keeps the traces of a region and looks at every call for one to reuse. Its own check takes most of a capture of
+many layers: it clones every source that the trace read, and wraps every parameter of the layer. It also misses
+differences that its guards check only once per run: tied weights, the grad mode, and changes that the model makes
+between two calls. And it treats two traces as equal that differ in keywords or in omitted arguments
+(`are_same_graph_modules`). Here each trace has a graph of its own, and is reused for another call only if
 
 1. the function is the same, its arguments have the same structure, kinds, sizes, strides and dtypes, constants are
    equal, and the same arguments are one tensor;
-2. each guard on what the trace read of its arguments holds for what stands there in the new ones, and numbers are of
-   one type and sign;
-3. of the objects that it reads, the same ones are one object, and what Dynamo had met in another place before stands
-   there: Dynamo guards an object only in the first place where it meets it; tensors have the same sizes and dtypes,
-   modules the same class and hooks, and they and other objects the same names of attributes in the same order;
+2. each guard on a source that leads through the trace's arguments holds for the value there in the new arguments, and
+   numbers are of one type and sign;
+3. sources with one object in the trace have one object in the call, also the first source of an object that Dynamo
+   met before the trace: it guards an object only there; tensors have the same sizes and dtypes, modules the same class
+   and hooks, and they and other objects the same names of attributes in the same order;
 4. torch is in the same state (grad mode, autocast, default dtype, function modes), outside of other nested regions;
-5. nothing that existed before the capture changed since the trace, nor anything before that the trace reads of its
-   arguments.
+5. no object that existed before the capture changed since the trace, and none that the trace reads through its
+   arguments changed before it.
 
-Any other call is traced by itself, and so is one that gives a list, of which Dynamo would make a tuple. A model's
+Any other call is traced separately, and so is one that returns a list, which Dynamo would make a tuple. A model's
 tensors that a call reads become inputs of the graph afterwards.
 """
 
@@ -69,12 +69,12 @@ EQUALITIES = frozenset(
 """The guards that compare by ==, for which 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
 
 CONSTANTS = frozenset({bool, int, float, complex, str, bytes, type(None)})
-"""The types of values that are the same one where they are equal. An enum of numbers is an object."""
+"""The types whose values are compared by value, not by identity. An enum of numbers is an object."""
 
 
 @contextmanager
 def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
-    """Let Dynamo use traces again under the module's conditions. `tensors` are ids of the model's tensors."""
+    """Let Dynamo reuse traces under this module's conditions. `tensors` are ids of the model's tensors."""
     reuse = _Reuse(
         frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph
     )
@@ -98,16 +98,16 @@ def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
 
 
 class _Read:
-    """Note the sources of all that Dynamo reads.
+    """Note the sources of all values that Dynamo reads.
 
-    Dynamo does not say whether a trace reads what the model had read before it.
+    Dynamo does not record that a trace reads a value if the model had read it before.
     """
 
     def __init__(self) -> None:
         self._sources: dict[Any, None] = {}
 
     def noted(self) -> dict[str, Callable[..., Any]]:
-        """Return a noting version of the method of VariableBuilder through which every read goes."""
+        """Return a version of the method of VariableBuilder for every read that also notes the source."""
         build = VariableBuilder.__call__
 
         def call(builder: VariableBuilder, value: Any) -> Any:
@@ -119,9 +119,9 @@ class _Read:
     def with_earlier(
         self, tx: Any, sources: Iterable[Any], roots: frozenset[Any]
     ) -> OrderedSet[Any]:
-        """Return the sources of a trace, those that were read of its arguments so far, and where Dynamo first met each.
+        """Return the sources of a trace, all earlier reads through its arguments, and the first source of each object.
 
-        The guards on an object, and on what it holds, are on the first of its sources alone.
+        Dynamo puts the guards on an object, and on its attributes, only on the first of its sources.
         """
         guarded = (guard.originating_source for guard in tx.output.guards)
         earlier = (source for source in (*guarded, *self._sources) if _depends(source, roots))
@@ -133,9 +133,9 @@ class _Read:
 
 
 class _Changes:
-    """Count the changes of what existed before the capture.
+    """Count the changes of objects that existed before the capture.
 
-    Once something new can be reached from there, changes of everything count.
+    Once such an object may hold a new one, changes of all objects count.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class _Changes:
         self._sources: dict[Any, None] = {}
 
     def counted(self) -> dict[str, Callable[..., None]]:
-        """Return counting versions of the methods of SideEffects through which every change goes that Dynamo sees."""
+        """Return versions of the methods of SideEffects for every change that Dynamo sees, which also count it."""
         store, mutate = SideEffects.store_attr, SideEffects.mutation
 
         def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
@@ -172,7 +172,7 @@ class _Changes:
 
 
 class _Reuse:
-    """Replace the functions with which Dynamo uses traces again, for one capture."""
+    """Replace the functions that reuse traces in Dynamo, for one capture."""
 
     def __init__(
         self, tensors: frozenset[int], save: Callable[..., None], stamp_out: Callable[..., Any]
@@ -193,9 +193,9 @@ class _Reuse:
     def save(
         self, tx: Any, fn_var: Any, fingerprint: Any, *args: Any, condition: Any, **kwargs: Any
     ) -> None:
-        """Keep a trace that has no effects beside its results, as Dynamo found."""
+        """Keep a trace that Dynamo found free of side effects."""
         self._save(tx, fn_var, fingerprint, *args, condition=condition, **kwargs)
-        if any(isinstance(argument, ListVariable) for argument in args):  # what the function gives
+        if any(isinstance(argument, ListVariable) for argument in args):  # the return values
             return
         cache = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(_torch.INVOKE)
         _, entry = cache.subgraph_reuse_cache[invoke_subgraph.get_fn_code(fn_var)][-1]
@@ -206,7 +206,7 @@ class _Reuse:
             )
 
     def find(self, tx: Any, fn_var: Any, fingerprint: Any) -> Any:
-        """Return the trace that serves a call, or None."""
+        """Return the trace that can be reused for a call, or None."""
         moment, changed = _Moment.now(tx, fn_var, self.changes.number), self.changes.objects(tx)
         arguments = _arguments(fingerprint)
         for trace in self._traces:
@@ -224,10 +224,10 @@ class _Reuse:
         return None
 
     def stamp_out(self, tx: Any, fingerprint: Any, entry: Any) -> Any:
-        """Make a call of the trace's graph.
+        """Add a call of the trace's graph.
 
-        The meta of the call holds, under CAPTURED, the inputs that are the model's tensors and that the region reads by
-        itself; under MODULES it holds the modules that take the place of the trace's.
+        The meta of the call holds, under CAPTURED, the model's tensors that the region reads without having them as
+        arguments; under MODULES it holds the modules that replace the trace's.
         """
         assert self._found is not None
         trace, values = self._found
@@ -254,10 +254,10 @@ class _Reuse:
 
 
 class _Values:
-    """Return the values at the sources of a trace if its arguments are those of another call.
+    """Return the values at the sources of a trace after its arguments are replaced by another call's.
 
-    `elsewhere` are the values that do not depend on the arguments; `arguments` are pairs of the source of the trace's
-    argument and that of the call's.
+    `elsewhere` are the values that do not depend on the arguments; `arguments` are pairs of an argument's source in the
+    trace and its source in the call.
     """
 
     def __init__(
@@ -273,14 +273,14 @@ class _Values:
         return _value(self._tx, source, self._found)
 
     def include(self, objects: Iterable[Any]) -> bool:
-        """Return whether one of the objects was met on the way from the arguments to the values that were read."""
+        """Return whether one of the objects was read on the way from the arguments to the values of the trace."""
         met = {id(value) for source, value in self._found.items() if source not in self._elsewhere}
         return any(id(value) in met for value in objects)
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """Describe the state in which Dynamo traces, as far as a trace may depend on it without a guard.
+    """Describe the state of Dynamo and torch that a trace may depend on without a guard.
 
     `state` is compared by its `check`.
     """
@@ -293,7 +293,7 @@ class _Moment:
 
     @staticmethod
     def now(tx: Any, fn_var: Any, changes: int) -> _Moment | None:
-        """Return the present moment, or None within another region or transformation."""
+        """Return the present state, or None within another region or a transform of torch.func."""
         output = tx.output
         nested = (
             output.current_tracer is not output.root_tracer
@@ -313,17 +313,17 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Trace:
-    """Hold a trace that may serve other calls.
+    """Hold a trace that may be reused for other calls.
 
     Attributes:
         entry: Dynamo's own record of it.
-        moment: the state in which Dynamo traced it.
-        arguments: what it depends on in its arguments without a guard.
-        elsewhere: source -> value of what else it read.
-        guards: (source, check, expected) on what it read of its arguments.
-        reads: the sources of `elsewhere` and `guards`.
-        objects: what `_objects` says of them.
-        modules: (source, id) of those that are modules.
+        moment: the state of Dynamo and torch at the trace.
+        arguments: the properties of its arguments that it depends on without a guard.
+        elsewhere: source -> value, for the sources that do not lead through an argument.
+        guards: (source, check, expected) for the sources that lead through an argument.
+        reads: all sources that it read, its arguments among them.
+        objects: the identities and properties of the values there, from `_objects`.
+        modules: (source, id) of the modules among them.
     """
 
     entry: Any
@@ -337,7 +337,7 @@ class _Trace:
     modules: tuple[tuple[Any, str], ...]
 
     def holds(self, values: _Values, changed: Sequence[Any]) -> bool:
-        """Return whether conditions 2 and 3 hold, and 5 for what changed before."""
+        """Return whether conditions 2 and 3 hold, and 5 for the objects in `changed`."""
         try:
             guarded = all(
                 check(values(source), expected) for source, check, expected in self.guards
@@ -347,14 +347,14 @@ class _Trace:
                 and self.objects == _objects(values, self.reads, self.sources)
                 and not values.include(changed)
             )
-        except Exception:  # of whatever kind, from an attribute that is not there or another thing than a guard expects
+        except Exception:  # of any kind, from a missing attribute or from a value of another type than a guard expects
             return False
 
 
 def _trace(
     tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Moment, changed: Sequence[Any]
 ) -> Iterator[_Trace]:
-    """Yield the trace, or nothing where it depends on its arguments in a way that `_Values` cannot follow."""
+    """Yield the trace, or nothing if it depends on its arguments in a way that `_Values` cannot follow."""
     sources = tuple(fingerprint.arg_sources)
     roots = frozenset(s for s in sources if s is not None)
     guards = [
@@ -420,7 +420,7 @@ def _value(tx: Any, source: Any, known: dict[Any, Any]) -> Any:
 
 
 def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
-    """Return whether a source leads through one of `roots`; None where it mentions one in another way."""
+    """Return whether a source leads through one of `roots`; None if it mentions one in another way."""
     at = source
     while at not in roots:
         if not isinstance(at, ChainedSource):
@@ -430,7 +430,7 @@ def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
 
 
 def _arguments(fingerprint: Any) -> tuple[Any, ...]:
-    """Return what a trace depends on in a call's arguments without a guard; it is equal for calls that are alike."""
+    """Return the properties of a call's arguments that no guard checks; a trace fits only calls with equal ones."""
     nodes: dict[fx.Node, int] = {}
     found = [_argument(tag, vt, nodes) for tag, vt in fingerprint.flat_vts]
     return (
@@ -454,13 +454,13 @@ def _argument(tag: Any, vt: Any, nodes: dict[fx.Node, int]) -> tuple[Any, ...]:
 
 
 def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) -> tuple[Any, ...]:
-    """Return which of the objects are the same, and their properties as far as no guard checks them.
+    """Return an index per object, equal for one object, and its properties that no guard checks.
 
-    For modules that are arguments all submodules count: Dynamo does not say which of those it runs that the model read
-    before.
+    For a module that is an argument all submodules count: Dynamo does not record that a trace reads a submodule if the
+    model had read it before.
     """
     seen: dict[int, int] = {}
-    kept = [values(source) for source in reads]  # alive, so that ids are theirs
+    kept = [values(source) for source in reads]  # kept alive, so that no id is used again
     given = [values(source) for source in arguments if source is not None]
     kept += (
         inner for module in given if isinstance(module, nn.Module) for inner in module.modules()
@@ -477,12 +477,12 @@ def _facts(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return _module(value)
     if isinstance(value, type | FunctionType | ModuleType):
-        return None  # these are compared by identity, a function of its own by its code
+        return None  # these are compared by identity, a nested function by its code
     return tuple(getattr(value, "__dict__", ()))
 
 
 def _module(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's class, the names of its attributes and parts, and its hooks; it may have its own forward."""
+    """Return a module's class, the names of its attributes and submodules, and its hooks, which no guard checks."""
     own = vars(module)
     hooks = {
         name: [id(hook) for hook in value.values()] for name, value in own.items() if name in HOOKS
@@ -496,5 +496,5 @@ def _tensor(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _size(size: Any) -> Any:
-    """Return a number, or the expression of a symbolic one: to compare symbols themselves would leave guards."""
+    """Return a size, or the expression of a symbolic one: comparing symbolic sizes themselves would add guards."""
     return size.node.expr if hasattr(size, "node") else size

@@ -1,4 +1,4 @@
-"""Hold the facts about the number of rows that a path traced by Dynamo depends on (torch >= 2.11)."""
+"""Hold the guards on the number of rows under which a path traced by Dynamo is valid (torch >= 2.11)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from piper_compiler.capture.torch_api._torch import expr_at, of_rows
 
 @dataclass(frozen=True)
 class RowGuard:
-    """Hold a fact about the row symbols that the traced path depends on.
+    """Hold a guard on the row symbols: a condition under which the traced path is valid.
 
     Attributes:
-        expr: the fact, as sympy.
+        expr: the condition, as sympy.
         line: the user's line, if torch knows it.
     """
 
@@ -27,17 +27,17 @@ class RowGuard:
     line: str | None
 
     def holds(self, rows: int) -> bool:
-        """Return whether the fact is one at this number of rows."""
+        """Return whether the condition holds for this number of rows."""
         return bool(expr_at(self.expr, rows))
 
     @property
     def text(self) -> str:
-        """Return the fact as text."""
+        """Return the condition as text."""
         return re.sub(r"\bs[0-9]+\b", "rows", str(self.expr))
 
 
 def either(first: Sequence[RowGuard], second: Sequence[RowGuard]) -> tuple[RowGuard, ...]:
-    """Return facts that hold where all of the first hold, or all of the second."""
+    """Return guards that hold if all of the first hold, or all of the second."""
     if not second:
         return ()
     others = functools.reduce(operator.and_, [g.expr for g in second])
@@ -45,7 +45,7 @@ def either(first: Sequence[RowGuard], second: Sequence[RowGuard]) -> tuple[RowGu
 
 
 def row_guards(graph: fx.Graph) -> tuple[RowGuard, ...]:
-    """Return all facts about sizes that Dynamo assumed while it traced."""
+    """Return the guards on the number of rows that Dynamo assumed while it traced."""
     for node in graph.nodes:
         value = node.meta.get("example_value")
         mode = getattr(value, "fake_mode", None)
@@ -56,7 +56,7 @@ def row_guards(graph: fx.Graph) -> tuple[RowGuard, ...]:
 
 
 def _whole_line(line: str | None, graph: fx.Graph) -> str | None:
-    """Return "file:line (code)" of a user's line in ShapeEnv's form, which has the end of the file's name alone."""
+    """Return "file:line (code)" for a user's line in ShapeEnv's form, which has only the end of the file name."""
     code, _, place = (line or "").partition("  # ")
     file, _, number = place.partition(" in ")[0].rpartition(":")
     if not file:

@@ -1,7 +1,7 @@
 """Run print, logging and warnings of a model's forward once, while Dynamo traces it (torch >= 2.11).
 
-Dynamo itself refuses them. Here each call runs at the place where it is traced, with what a trace knows: numbers and
-texts, sizes with the number of rows as "rows", and tensors by shape and dtype. A plan does not run it again.
+Dynamo itself refuses them. Here each call runs when it is traced, with the values that a trace knows: numbers and
+strings, sizes with the number of rows as "rows", and tensors by shape and dtype. A plan does not run it again.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FUNCTIONS: frozenset[Any] = frozenset((print, warnings.warn, *_LOGGING))
 
 
 class Statements:
-    """Hold the calls that have run, by line and content, so that each runs once in a capture."""
+    """Hold the calls that have run, by line and arguments, so that each runs once in a capture."""
 
     def __init__(self) -> None:
         self._ran: dict[tuple[str, str], str] = {}
 
     @property
     def note(self) -> tuple[str, ...]:
-        """Return what is said of them, if there are any."""
+        """Return the note about these calls for the user; empty if there are none."""
         lines = list(dict.fromkeys(self._ran.values()))
         if not lines:
             return ()
@@ -54,7 +54,7 @@ class Statements:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let such calls run once while Dynamo traces."""
+        """Let calls of print, logging and warnings run once while Dynamo traces."""
 
         def call_function(
             variable: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -93,13 +93,13 @@ class Statements:
 def _warn(
     filename: str, line: int, message: Any, category: Any = None, stacklevel: Any = 1, **rest: Any
 ) -> None:
-    """Warn in the name of the user's line."""
+    """Issue the warning at the user's line."""
     kind = type(message) if isinstance(message, Warning) else category or UserWarning
     warnings.warn_explicit(message, kind, filename, line)
 
 
 class _Rows(int):
-    """Be a size that depends on the rows: its formula as text, its value in the trace as a number."""
+    """Represent a size that depends on the rows: its formula as text, its value in the trace as a number."""
 
     text = "rows"
 
@@ -110,7 +110,7 @@ class _Rows(int):
 
 
 class _Shape:
-    """Stand for a tensor in a text."""
+    """Stand for a tensor or an unknown value in a printed text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -135,7 +135,7 @@ def _size(value: Any) -> Any:
 
 
 def _told(variable: Any) -> Any:
-    """Return what a call is given for a value of a trace."""
+    """Return the argument that a call gets in place of a Dynamo variable."""
     variable = variable.realize()
     if isinstance(variable, TensorVariable):
         example = variable.as_proxy().node.meta["example_value"]

@@ -1,4 +1,4 @@
-"""Find what modules hold beside parameters, buffers and submodules, under the names by which a user knows it."""
+"""Find attributes of modules beside parameters, buffers and submodules, under the names of the user's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for the tensors in attributes of modules, also within lists, dicts and objects.
 
-    The names are those of the user's code: "0.cache", "history[3]", "state.last".
+    The names are as in the user's code: "0.cache", "history[3]", "state.last".
     """
     seen = {id(m) for m in model.modules()}
     for prefix, module in model.named_modules():

@@ -1,17 +1,16 @@
-"""Replace the forward of tagged modules while a model is captured, by functions that are registered under a name.
+"""Replace the forward of tagged modules by registered functions while a model is captured.
 
     @piper.replacement("my_experts")
     def forward(module, x, chosen, share): ...
 
     piper.tag(model, {"model.layers.*.mlp.experts": dict(experts=0, replace="my_experts")})
 
-The function gets the module and the arguments of its forward, and must compute what that does: `piper verify` compares
-a plan with the model as it is. The user's model and its file are not touched, only the copy that is captured.
+The function gets the module and the arguments of its forward, and must return the same values: `piper verify` compares
+a plan with the model without replacements. Only the captured copy is changed, not the user's model or its file.
 
-`gated_experts` is there for the experts of Hugging Face's mixtures (Mixtral, Qwen3-MoE and their like), which loop over
-the experts that were chosen, or sort tokens and call grouped kernels of one device. It needs what these have: the
-matrices `gate_up_proj` and `down_proj` of all experts, an activation `act_fn`, and the arguments tokens, choices and
-shares.
+`gated_experts` replaces the experts of Hugging Face's mixtures (Mixtral, Qwen3-MoE and their like), which loop over the
+chosen experts, or sort tokens and call grouped kernels of one device. It needs modules of the same form: the matrices
+`gate_up_proj` and `down_proj` of all experts, an activation `act_fn`, and the arguments tokens, choices and shares.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ WAY_OUT = (
     "own, registered with "
     "@piper.replacement('name'), that calls route, grouped_mm and unroute of piper_ops."
 )
-"""The way out for what depends on how many tokens an expert has."""
+"""The way out for code with sizes that depend on the number of tokens of an expert."""
 
 Replacement = Callable[..., Any]
 Misfit = Callable[[nn.Module], str]
@@ -52,11 +51,11 @@ def _fits_all(module: nn.Module) -> str:
 
 
 def replacement(name: str, *, check: Misfit = _fits_all) -> Callable[[_Function], _Function]:
-    """Register a function under a name, by which `tag` puts it in the place of modules' forward.
+    """Register a function under a name, so that `tag` can replace the forward of modules by it.
 
     Args:
-        name: the name; a function that had it before is forgotten.
-        check: says of a module why the function cannot stand in its place; "" where it can.
+        name: the name; a function registered earlier under this name is forgotten.
+        check: returns the reason why the function cannot replace a module's forward; "" if it can.
     """
     if not isinstance(name, str) or not name:
         raise SelectorError(f"replacement({name!r}): a name is needed, such as 'my_experts'")
@@ -76,7 +75,7 @@ def own_replacements() -> tuple[tuple[str, Replacement], ...]:
 
 
 def mark(name: str, module: nn.Module, pattern: str, wanted: object) -> None:
-    """Note on a module that a replacement takes its place; raise SelectorError where none can."""
+    """Note on a module which replacement its forward gets; raise SelectorError if it cannot be replaced by it."""
     found = _KNOWN.get(wanted) if isinstance(wanted, str) else None
     if found is None or not isinstance(wanted, str):
         known = ", ".join(repr(n) for n, _ in own_replacements())
@@ -104,7 +103,7 @@ def mark(name: str, module: nn.Module, pattern: str, wanted: object) -> None:
 
 
 def replace_tagged(model: nn.Module) -> None:
-    """Put replacements in the place of the forward of tagged modules; `model` is a copy that nobody else has."""
+    """Replace the forward of tagged modules; `model` is the private copy of the capture."""
     for module in model.modules():
         if ATTRIBUTE in module.__dict__:
             kind: Any = type(module)
@@ -113,7 +112,7 @@ def replace_tagged(model: nn.Module) -> None:
 
 @cache
 def _with_forward(kind: Any, function: Replacement) -> Any:
-    """Return a class with another forward, one for each class and function, so that equal layers stay equal."""
+    """Return a subclass with another forward, one for each class and function, so that equal layers stay equal."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(self, *args, **kwargs)
@@ -151,7 +150,7 @@ def _not_gated(module: Any) -> str:
 
 
 def _as_columns(module: Any, weight: Tensor) -> Tensor:
-    """Return matrices [experts, inputs, outputs]."""
+    """Return the weight as matrices [experts, inputs, outputs]."""
     return weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2)
 
 
@@ -159,7 +158,7 @@ def _as_columns(module: Any, weight: Tensor) -> Tensor:
 def gated_experts(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute experts with gates of tokens [N, W] by three static ops, given each token's experts and shares [N, k]."""
+    """Compute gated experts for tokens [N, W] with three static ops, given each token's experts and shares [N, k]."""
     wide, narrow = (_as_columns(module, w) for w in (module.gate_up_proj, module.down_proj))
     rows, counts = route(hidden_states, top_k_index, wide.shape[0])
     both = grouped_mm(rows, counts, wide)

@@ -1,8 +1,8 @@
-"""Write the casts of `torch.autocast` inside a model into its graph, so that they are operations like all others.
+"""Write the casts of `torch.autocast` inside a model into its graph, as explicit operators.
 
-Each operation in such a block runs once on tensors without content, with autocast, and it is noted which of its
-arguments are cast. These casts are written in front of it. Without autocast the operation must then do the very same;
-one that casts something inside of itself is refused.
+Each operator in such a block runs once on fake tensors, with autocast, to see which of its arguments are cast. These
+casts are added in front of it. Without autocast the operator must then run the same kernels in the same dtypes; an
+operator that casts an intermediate tensor is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PRECISION = (
 
 
 def write_casts(graph: fx.Graph) -> tuple[str, ...]:
-    """Replace the autocast blocks of a graph by casts; return what is to be said of them.
+    """Replace the autocast blocks of a graph by casts; return notes about them for the user.
 
-    Raises CaptureError, with the user's line, for a block whose casts a plan cannot have.
+    Raises CaptureError, with the user's line, for a block whose casts cannot be written into the graph.
     """
     blocks: list[fx.Node] = []
     lines: dict[str, None] = {}
@@ -61,7 +61,7 @@ def write_casts(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def _options(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments with which a block was entered."""
+    """Return the arguments of `torch.autocast` for a block."""
     names = ("device_type", "dtype", "enabled", "cache_enabled")
     return {
         "enabled": True,
@@ -85,7 +85,7 @@ def _check_device(node: fx.Node) -> None:
 
 
 def _write(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
-    """Write the casts of one operation in front of it."""
+    """Add the casts of one operator in front of it."""
     name = str(getattr(node.target, "__name__", node.target))
     if isinstance(node.target, _torch.HigherOrderOperator) or node.target is as_written:
         raise CaptureError(
@@ -94,7 +94,7 @@ def _write(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
             f"{PRECISION}"
         )
     if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
-        return  # autocast casts nothing of what is changed in place
+        return  # autocast casts no argument of an in-place operator
     examples: dict[fx.Node, Any] = {n: n.meta["example_value"] for n in node.all_input_nodes}
     with torch.autocast(DEVICE, dtype=options["dtype"], cache_enabled=False):
         cast = _observed(node, examples)
@@ -123,12 +123,12 @@ def _write(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
 
 @dataclass
 class _Seen:
-    """Hold what an operation did.
+    """Hold the aten ops and the casts that an operator ran.
 
     Attributes:
-        inputs: the id of each tensor that it was given and cast -> the dtype.
-        ops: what ran beside these casts, with the dtypes.
-        inside: whether it cast something else.
+        inputs: the id of each argument that it cast -> the dtype.
+        ops: the aten ops that ran beside these casts, with their dtypes.
+        inside: whether it cast another tensor than an argument.
     """
 
     inputs: dict[int, torch.dtype] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class _Watch(_torch.TorchDispatchMode):
         casts = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is not None
         if casts and id(args[0]) in self._given:
             self.seen.inputs[id(args[0])] = kwargs["dtype"]
-        elif func.namespace != "prim":  # prim::device asks a tensor what it is
+        elif func.namespace != "prim":  # prim::device only reads a tensor's device
             self.seen.inside |= casts
             self.seen.ops.append((str(func), *_dtypes((args, kwargs)), *_dtypes(out)))
         return out
@@ -159,7 +159,7 @@ def _dtypes(values: Any) -> Iterator[torch.dtype]:
 
 
 def _observed(node: fx.Node, examples: dict[fx.Node, Any]) -> _Seen:
-    """Run an operation on these examples."""
+    """Return the ops and casts of an operator that runs on these examples."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: examples[n])
     tensors = [
         leaf

@@ -1,13 +1,13 @@
-"""Make the smallest module opaque that holds what no joint graph can, where nobody has done so by hand.
+"""Make the smallest module opaque that holds an operation that no joint graph can hold, unless the user tagged it.
 
-- Fused recurrent layers have no portable form, but a trace holds them: their module gets the coordinate `opaque`, as
-  if it were tagged.
-- Branches, loops and sizes inside that follow values of tensors, and operators with functions as arguments (scans),
-  have no trace: their module gets the coordinate, and its call stands in the graph in the place of what it computes
+- Fused recurrent layers have no portable form, but can be traced: their module gets the coordinate `opaque`, as if it
+  were tagged.
+- Branches, loops and sizes that depend on values of tensors, and operators with functions as arguments (scans), cannot
+  be traced: their module gets the coordinate, and the graph holds a call of the module in place of its operations
   (`written`). The model is then traced again.
 
-Each is said once in a warning, and always by `piper explain`. What is no module of its own is refused: the model
-itself, one that holds most of the model, and the loss.
+Each such module is named in a warning, and by `piper explain`. Operations outside of a small module are refused: in the
+model itself, in a module with most of the model, and in the loss.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ torch.compiler.allow_in_graph(as_written)
 RECURRENT = frozenset(t for t in REFUSALS if REFUSALS[t] is REFUSALS[torch.lstm])
 """The functions of fused recurrent layers."""
 OF_FUNCTIONS = frozenset({"associative_scan", "scan", "cond", "while_loop", "map_impl", "map"})
-"""The operators that take functions, which run as they are."""
+"""The operators that take functions; their module runs as it is written."""
 COMPILED_ONLY = frozenset({"cond"})
-"""The operators among them that torch compiles, also where they stand in code that runs as it is."""
+"""The operators among them that torch compiles even in code that runs as it is written."""
 AS_PYTHON = (
     "torch compiles them when it runs, which no plan holds. Write `if` in place of it, in a small "
     "nn.Module of its "
@@ -43,7 +43,7 @@ AS_PYTHON = (
     "becomes an opaque region by itself; or compute both ways and choose with torch.where"
 )
 MOST = 0.5
-"""The largest part of a model's weights, or of its layers, that a module may hold that becomes opaque by itself."""
+"""The largest part of a model's weights, or of its layers, in a module that becomes opaque automatically."""
 
 OUT_OF_PLACE = (
     "It stands in no module of its own, but in {place}. Put it into a small nn.Module, which then "
@@ -65,14 +65,14 @@ OF_LOSS = (
 
 @dataclass(frozen=True)
 class Automatic:
-    """Say which modules became opaque by themselves.
+    """Name modules that became opaque automatically, for one cause.
 
     Attributes:
         modules: their dotted names.
         kind: the name of their class.
-        line: the user's line that is the cause.
-        cause: why, after the line.
-        written: whether they run as they were written, so that the bytes that autograd keeps depend on values.
+        line: the user's line with the cause.
+        cause: the reason.
+        written: whether they run as they are written, so that the bytes of saved tensors depend on values.
     """
 
     modules: tuple[str, ...]
@@ -83,7 +83,7 @@ class Automatic:
 
     @property
     def text(self) -> str:
-        """Return what was done and what it costs, as one line."""
+        """Return a note on these modules and the consequences, as one line."""
         many = f" and {len(self.modules) - 1} more" if len(self.modules) > 1 else ""
         said = (
             f"module {self.modules[0]!r} ({self.kind}){many}: opaque, run by autograd as it is, "
@@ -103,26 +103,26 @@ class Automatic:
 
 @dataclass
 class AutomaticRegions:
-    """Hold what has become opaque by itself in one capture."""
+    """Hold the modules that became opaque automatically in one capture."""
 
     model: nn.Module
     found: list[Automatic] = field(default_factory=list)
     _planned: dict[str, Planned] = field(default_factory=dict)
     _first: CaptureError | None = None
-    """The problem of a module before a larger one was tried, which says more."""
+    """The problem of the first module, before larger ones were tried; it is more specific."""
 
     def planning(self) -> AbstractContextManager[None]:
-        """Return a context in which the modules that run as they were written can be traced."""
+        """Return a context in which calls of the modules that run as they are written are planned."""
         return planning(self._planned)
 
     @property
     def problem(self) -> CaptureError | None:
-        """Return what was found to be wrong with a module that was to run as it was written."""
+        """Return the error of a module that cannot run as it is written; None if there is none."""
         problem = next((p.problem for p in self._planned.values() if p.problem is not None), None)
         return problem and (self._first or problem)
 
     def take_written(self, module: nn.Module | None, line: str, cause: str) -> str:
-        """Let a module, and those of its class, run as they were written; return why they cannot, "" if they do."""
+        """Let all modules of a module's class run as they are written; return why they cannot, "" if they can."""
         if (
             module is None
             or module not in set(self.model.modules())
@@ -145,7 +145,7 @@ class AutomaticRegions:
         return ""
 
     def take_larger(self) -> bool:
-        """Let the module around one whose results can be in no graph run as it was written; return whether it does."""
+        """Let the parent of a module whose results no graph can hold run as it is written; return whether it can."""
         inner = next(
             (one for one in self._planned.values() if isinstance(one.problem, Leaves)), None
         )
@@ -155,13 +155,13 @@ class AutomaticRegions:
         self._give_back(inner.kind)
         cause = next(one for one in self.found if one.written and inner.name in one.modules)
         around = self.model.get_submodule(inner.name.rpartition(".")[0])
-        if isinstance(around, nn.ModuleList | nn.ModuleDict):  # which have no forward
+        if isinstance(around, nn.ModuleList | nn.ModuleDict):  # containers have no forward
             around = self.model.get_submodule(inner.name.rpartition(".")[0].rpartition(".")[0])
         self.found.remove(cause)
         return not self.take_written(around, cause.line, cause.cause)
 
     def _give_back(self, kind: str) -> None:
-        """Let modules of a class that were to run as they were written be traced again."""
+        """Let the modules of a class that ran as they are written be traced again."""
         for key, one in list(self._planned.items()):
             if one.kind == kind:
                 module = self.model.get_submodule(one.name)
@@ -175,7 +175,7 @@ class AutomaticRegions:
                 del self._planned[key]
 
     def take_opaque(self, module: nn.Module, line: str, cause: str) -> None:
-        """Let a module, and those of its class, be opaque."""
+        """Make all modules of a module's class opaque."""
         named = {
             name: m for name, m in self._alike(module).items() if OPAQUE not in module_coords(m)
         }
@@ -184,7 +184,7 @@ class AutomaticRegions:
         self.found.append(Automatic(tuple(named), type(module).__name__, line, cause, False))
 
     def said(self) -> None:
-        """Warn of each."""
+        """Warn of the modules that became opaque."""
         for one in self.found:
             warnings.warn(one.text, PiperWarning, stacklevel=2)
 
@@ -195,7 +195,7 @@ class AutomaticRegions:
         return {name: m for name, m in self.model.named_modules() if type(m) is type(module)}
 
     def _holding(self) -> Iterator[nn.Module]:
-        """Yield the modules that are too much of the model."""
+        """Yield the modules that are too large a part of the model."""
         sizes = {id(p): p.numel() for p in self.model.parameters()}
         entries = {id(e) for e in outermost_entries(self.model, set())}
         for module in self.model.modules():
@@ -207,7 +207,7 @@ class AutomaticRegions:
                 yield module
 
     def settle(self, graph: fx.Graph) -> None:
-        """Write into the graph the calls that were planned while it was traced."""
+        """Write the planned calls into the graph, as text in place of the module's name."""
         for node in graph.find_nodes(op="call_function", target=as_written):
             name, own, args, kwargs = node.args
             planned = self._planned[str(name)]
@@ -217,9 +217,9 @@ class AutomaticRegions:
 
 @dataclass(frozen=True)
 class Untraceable:
-    """Say which operation of a graph no joint graph can hold, and why.
+    """Name an operation of a graph that no joint graph can hold, with the reason.
 
-    One that can only run `as_it_is` is refused where it stands in no module of its own; of others the cut says more.
+    An operation that can only run `as_it_is` is refused here if no module can be opaque for it; others by the cut.
     """
 
     node: fx.Node
@@ -228,12 +228,12 @@ class Untraceable:
     as_it_is: bool = False
 
     def refusal(self, why: str) -> CaptureError:
-        """Return the error for an operation that cannot run as it is written, and why not."""
+        """Return the error for an operation whose module cannot run as it is written; `why` is the reason."""
         return CaptureError(f"{line_of(self.node)}: {self.text}. {why}")
 
 
 def causes(graph: fx.Graph, opaque: Callable[[fx.Node], bool]) -> Iterator[Untraceable]:
-    """Yield the operations of a trace that no joint graph can hold; where `opaque` holds it may have recurrent ones."""
+    """Yield the operations of a trace that no joint graph can hold; nodes for which `opaque` holds may be recurrent."""
     for node in graph.nodes:
         value = node.meta.get("example_value")
         if node.op == "placeholder" or not _used(node):
@@ -274,7 +274,7 @@ def _used(node: fx.Node) -> bool:
 
 
 def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """Return the innermost module in which an operation stands."""
+    """Return the innermost module whose forward made a node."""
     keys = [key.split("@")[0] for key in node.meta.get("nn_module_stack") or {}]
     return next((modules[key] for key in reversed(keys) if key in modules), None)
 

@@ -1,8 +1,8 @@
-"""Take `torch.utils.checkpoint` in a model for what a plan does by itself: the region gets the coordinate `checkpoint`.
+"""Turn `torch.utils.checkpoint` in a model into a region with the coordinate `checkpoint`, for a plan to recompute.
 
-Dynamo leaves a call of the function's own graph. It is replaced by a copy of that graph, so that its operations are
-operations of the model like all others. What is made again is for the strategy to say; without a word of it, what the
-model asked for (`piper_compiler.directives.recompute`).
+Dynamo makes a call of the function's own graph. It is replaced by a copy of that graph, so that its operations are
+operations of the model like all others. The strategy decides about recomputation; without a directive for the region,
+it is recomputed as the model asks (`piper_compiler.directives.recompute`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IN_PLACE = (
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
     operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
 )  # fmt: skip
-"""The functions of Python that write into their first argument."""
+"""The functions of Python's `operator` that write into their first argument."""
 CALLS = (
     torch.ops.higher_order.tag_activation_checkpoint,
     torch.ops.higher_order.wrap_activation_checkpoint,
@@ -36,7 +36,7 @@ CALLS = (
 def _sequential(
     functions: Any, segments: int, input: Any, use_reentrant: bool | None = None, **kwargs: Any
 ) -> Any:
-    """Do what `checkpoint_sequential` does, into which Dynamo does not look; by default it is reentrant."""
+    """Replace `checkpoint_sequential`, which Dynamo does not trace into; by default it is reentrant."""
     functions = (
         list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
     )
@@ -59,7 +59,7 @@ def _in_a_row(functions: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]
 def open_checkpoints(module: fx.GraphModule) -> list[str]:
     """Replace the calls of checkpointed functions by their operations; return the user's lines.
 
-    Raises CaptureError for calls that train something else than the function does, or choose what is kept.
+    Raises CaptureError for calls that train less than the plain function, or choose which tensors are saved.
     """
     lines: list[str] = []
     while calls := [n for n in module.graph.nodes if n.op == "call_function" and n.target in CALLS]:
@@ -69,7 +69,7 @@ def open_checkpoints(module: fx.GraphModule) -> list[str]:
 
 
 def checkpoint_note(lines: Sequence[str]) -> tuple[str, ...]:
-    """Return what is said of checkpointed functions at these lines, if there are any."""
+    """Return the note about checkpointed functions at these lines; empty if there are none."""
     if not lines:
         return ()
     more = f" and {len(lines) - 2} more" if len(lines) > 2 else ""
@@ -127,17 +127,17 @@ def _opened(module: fx.GraphModule, call: fx.Node) -> str:
 
 
 def _runs_again(call: fx.Node) -> bool:
-    """Return whether plain PyTorch runs a checkpointed function once more, in the backward."""
+    """Return whether plain PyTorch recomputes a checkpointed function in the backward."""
     return any(t.requires_grad for t in tensors_of(call))
 
 
 def _update_twice(node: fx.Node, held: Set[int], before_norm: bool) -> None:
-    """Let what changes a buffer do it twice, as in plain PyTorch, which makes the region again.
+    """Make an update of a buffer count twice, as in plain PyTorch, which recomputes the region.
 
     Two updates of a running average with the same statistics are one with another momentum. A counter is doubled only
-    before a batch norm: PyTorch ends the region where it has made the last tensor that the backward needs, and does not
-    come to what stands behind. Raises CaptureError for changes of another kind; `held` are the storages of the tensors
-    that the model or the batch has, of which a view may be changed, too.
+    before a batch norm: PyTorch stops the recomputation after the last tensor that the backward needs, so that later
+    operations run once. Raises CaptureError for other in-place changes; `held` are the storages of the tensors of the
+    model and the batch, since a view of one may be changed, too.
     """
     if node.target in BATCH_NORMS:
         bound: dict[str, Any] = (
@@ -177,7 +177,7 @@ def _update_twice(node: fx.Node, held: Set[int], before_norm: bool) -> None:
 
 
 def _moved(module: fx.GraphModule, body: fx.GraphModule, name: str) -> str:
-    """Give the outer graph what the inner one holds, under a name of its own."""
+    """Copy an attribute of the inner graph module to the outer one; return its new name."""
     value: Any = body
     for part in name.split("."):
         value = getattr(value, part)

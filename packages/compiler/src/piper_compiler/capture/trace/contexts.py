@@ -1,4 +1,4 @@
-"""Handle context managers of torch that choose a kernel, as Dynamo writes them into a graph."""
+"""Remove the context managers of torch that choose a kernel, which Dynamo writes into a graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def drop_kernel_choices(module: fx.GraphModule) -> None:
 
 
 def _drop(graph: fx.Graph) -> list[str]:
-    """Erase the calls, and return the lines at which a choice begins that some operation follows."""
+    """Erase the calls, and return the user's lines that enter a choice."""
     calls = [
         n
         for n in graph.nodes

@@ -1,4 +1,4 @@
-"""Capture model and loss once with Dynamo, as a single forward graph whose number of rows is a symbol.
+"""Capture model and loss once with Dynamo, as a single forward graph with a symbolic number of rows.
 
 The model's parameters are fake CPU tensors: they have no bytes, and mix with tensors that are made without `device=`.
 The graph is torch-level (linear, layer_norm, in-place methods as the user wrote them); `cut` splits it into chunks.
@@ -48,9 +48,9 @@ from piper_ops import BatchNorm, UnsupportedVariant, replace_portable
 
 @dataclass(frozen=True)
 class InputOrigin:
-    """Say what a placeholder of the graph stands for, under the user's name.
+    """Name the tensor of the user's that a placeholder of the graph stands for.
 
-    The kind "kept" is a tensor that an earlier call left on the model, in the graph of a later call.
+    The kind "kept" is a tensor that an earlier call left on the model, as an input of a later call's graph.
     """
 
     kind: Literal["param", "buffer", "batch", "kept"]
@@ -59,7 +59,7 @@ class InputOrigin:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Describe a parameter or buffer of the model. `tied` has other names of the same tensor."""
+    """Describe a parameter or buffer of the model. `tied` are other names of the same tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,35 +71,35 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Forward:
-    """Hold the captured graph, in which `size` nodes (integers that depend on the rows) still stand.
+    """Hold the captured graph, which still has `size` nodes (integers that depend on the rows).
 
     Attributes:
         owner: the module that the graph belongs to.
-        origins: placeholder -> meaning.
+        origins: placeholder -> the tensor that it stands for.
         loss: node with the scalar.
         weight: node with the loss's weight, if the user's loss gives one.
         metrics: nodes with the job's metrics of outputs.
         rewrites: buffer -> node with the value assigned to it in forward.
         batch: tensors of the batch by name.
-        fixed: names of those without rows.
-        joined: names of those whose first two dimensions are one in the user's batch.
-        sharing: pairs of names of those that lie in the same memory in the user's batch.
-        constants: what else the batch holds, by name, as texts.
-        norms: batch norms that take the statistics of the microbatch.
+        fixed: names of batch tensors without rows.
+        joined: names of batch tensors whose first two dimensions are flattened in the user's batch.
+        sharing: pairs of names of batch tensors that share storage in the user's batch.
+        constants: the batch's leaves that are not tensors, by name, as texts.
+        norms: batch norms that use the statistics of the microbatch.
         model: the model with fake tensors.
         modules: id of a module, as in nn_module_stack, -> module.
-        guards: facts about sizes that the path depends on.
-        repeat: how to trace the next call, where forward leaves something otherwise than it was before.
-        notes: what was done with the model that its author should know.
-        trace_at: traces the same at another number of rows; None where forward changes something.
-        counted: the numbers of the whole batch that the loss reads.
+        guards: guards on the number of rows under which the graph is valid.
+        repeat: how to trace the next call, if forward changes Python state.
+        notes: notes for the model's author about changes to the model.
+        trace_at: traces the same call at another number of rows; None if forward changes Python state.
+        counted: the totals over the whole batch that the loss reads.
         loss_kind: how the losses of microbatches become that of the whole batch; see
             `piper_ir.program.program.Program`.
-        adding: the kind of the auxiliary gradients for which the loss has its form.
+        adding: the kind of auxiliary gradients that the form of the loss is for.
         sums: whether the loss is a sum over rows.
-        of_model: operations of the model, which may not combine rows; none where losses of microbatches are trained.
-        own_loss: whether the model makes its loss itself.
-        kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
+        of_model: nodes of the model, which may not combine rows; none if losses of microbatches are trained.
+        own_loss: whether the model computes its loss itself.
+        kept: name of a "kept" origin -> the node of the first call's graph that made the tensor, if one did.
     """
 
     graph: fx.Graph
@@ -133,7 +133,7 @@ class Forward:
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """Return the nodes of the scalars that a step hands out: the loss, its weight, metrics."""
+        """Return the nodes of the scalar results of a step: the loss, its weight, metrics."""
         return (
             self.loss,
             *([] if self.weight is None else [self.weight]),
@@ -141,17 +141,17 @@ class Forward:
         )
 
     def with_graph(self, **changed: Any) -> Forward:
-        """Return the same with another graph and what names its nodes; what stands for a kept capture has it, too."""
+        """Return the same capture with another graph, and with other fields that name its nodes."""
         return replace(self, **changed)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Say which numbers of the whole batch a loss reads.
+    """Name the totals over the whole batch that a loss reads.
 
     Attributes:
-        totals: the placeholder of their tensor.
-        reductions: the nodes that make them of a microbatch, whose values are added up.
+        totals: the placeholder of the tensor of totals.
+        reductions: the nodes that compute a microbatch's partial sums.
     """
 
     totals: fx.Node
@@ -160,10 +160,10 @@ class Counted:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Say what calls change, and how to trace the next call on what the one before left.
+    """Hold the state that calls change, and trace the next call from the state after the last one.
 
     Attributes:
-        state: what calls change beside tensors.
+        state: the Python state that calls change.
         trace: traces the next call.
     """
 
@@ -185,7 +185,7 @@ def capture_forward(
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured.
 
-    With `statistics` batch norms take those of each microbatch; `evaluating` puts the model into eval mode.
+    With `statistics` batch norms use statistics of each microbatch; `evaluating` puts the model into eval mode.
     """
     casts = casts or Casts()
     with _torch.CAPTURING:
@@ -209,7 +209,7 @@ def capture_forward(
 
 
 def _exact(forward: Forward, casts: Casts) -> frozenset[str]:
-    """Return the names of batch tensors that keep more digits than are computed with."""
+    """Return the names of batch tensors that are not cast to a narrower compute dtype."""
     if casts.compute is None or not casts.narrow:
         return frozenset()
     params = [node for node, origin in forward.origins.items() if origin.kind == "param"]
@@ -230,7 +230,7 @@ def _made(
     shared: tuple[str, ...],
     evaluating: bool,
 ) -> tuple[Forward, AutomaticRegions]:
-    """Return the graph of a forward with these casts, and what became opaque by itself."""
+    """Return the graph of a forward with these casts, and the modules that became opaque automatically."""
     module = fake_model(model, _torch.fake_cpu(), casts)
     if evaluating:
         module.eval()
@@ -248,7 +248,7 @@ def _made(
 
 @dataclass
 class _Calls:
-    """Call the step on one model several times; each call starts from what the call before left on the model."""
+    """Trace several calls of the step on one model; each call starts from the model's state after the call before."""
 
     model: nn.Module
     loss: Loss
@@ -330,7 +330,7 @@ class _Calls:
         return self.trace()
 
     def trace_at(self, rows: int) -> Forward:
-        """Trace the call with this number of rows in the place of `EXAMPLE_ROWS`."""
+        """Trace the call with this number of rows instead of `EXAMPLE_ROWS`."""
         named = self.example.rows
         example = self.example.map(
             lambda name, t: t.new_zeros((rows, *t.shape[1:])) if name in named else t
@@ -340,7 +340,7 @@ class _Calls:
     def _kept(
         self, origins: dict[int, InputOrigin], named: Collection[Tensor]
     ) -> dict[str, fx.Node | None]:
-        """Mark in `origins` the tensors that earlier calls left; return their names with the nodes that made them."""
+        """Add the tensors of earlier calls to `origins`; return their names with the nodes that made them."""
         names = {id(tensor): name for name, tensor in held_tensors(self.model)}
         kept: dict[str, fx.Node | None] = {}
         for tensor, node in [*self.left, *((tensor, None) for tensor in named)]:

@@ -1,4 +1,4 @@
-"""Turn Dynamo's errors into ours: the user's line, the fault in one sentence, and what to do."""
+"""Turn Dynamo's errors into CaptureErrors: the user's line, the fault in one sentence, and the way out."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FAILED = re.compile(
     r"(\w+)\((['\"])(.*)\4\)",
     re.DOTALL,
 )
-"""A pattern for Dynamo's text of an operation that fails: the function or method, then class and text of the error."""
+"""A pattern for Dynamo's text of a failing operator: the function or method, then class and text of the error."""
 
 DTYPES_DIFFER = re.compile(
     r"same dtype|same data ?type|to match query|expected scalar type|but got: "
     r"\w*(Float|BFloat16|Double)"
 )
-"""A pattern for the reasons of torch when two tensors of an operation have different floating-point dtypes."""
+"""A pattern for torch's errors for an operator whose tensors have different floating-point dtypes."""
 CUSTOM_OP = (
     "A custom op needs an implementation of its shapes and a gradient:\n"
     "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
@@ -49,7 +49,7 @@ LOSS = (
 PYTHON_RANDOM = re.compile(
     r"\bRandom\.\w+|Dynamo does not know how to trace .*\brandom\b|torch\._numpy\.random"
 )
-"""A pattern for Dynamo's text of a call of Python's module `random`, or of numpy's."""
+"""A pattern for Dynamo's text about a call of Python's module `random`, or of numpy's."""
 NUMBERS_OF_PYTHON = "Python or numpy draws a random number, for which a graph has no place"
 RANDOM = (
     "Draw it with torch (torch.rand(())), and choose by torch.where; or branch on it in a small "
@@ -79,14 +79,14 @@ OBSERVERS = (
 )
 """The reason and the way out for FakeQuantize and observers."""
 RAISED = re.compile(r"raised exception (.{1,300})")
-"""A pattern for Dynamo's text of an exception: its class, and its arguments."""
+"""A pattern for Dynamo's text about an exception: its class and arguments."""
 OTHERWISE = (
     "Where they do, Dynamo runs this line otherwise than Python does: say it with less of Python, "
     "such as a plain "
     "dict, an "
     "attribute that is set in the constructor, or an operation of torch."
 )
-"""The way out where a line that Dynamo sees raise an exception raises none."""
+"""The way out if a line raises an exception under Dynamo, but not in Python."""
 SPARSE = (
     "a sparse tensor is made, and a plan has dense ones alone",
     "Multiply by a dense matrix (register_buffer), or add by index: "
@@ -106,7 +106,7 @@ FOLLOWS_VALUES = re.compile(
     r"[Dd]ata[- ]dependent|unbacked symint|[Cc]ould not (guard|extract)|Dynamic shape "
     r"operator|`torch\.autograd\.grad`"
 )
-"""A pattern for Dynamo's text of code that depends on values of tensors, or asks for gradients: it traces neither."""
+"""A pattern for Dynamo's text about code that depends on values of tensors, or asks for gradients."""
 
 
 CAUSES = {
@@ -114,7 +114,7 @@ CAUSES = {
     "Dynamic shape operator": "what an operator makes inside depends on values of tensors",
     "torch.autograd.grad": "it asks for gradients in forward",
 }
-"""The causes for which a module runs as it is written, by what Dynamo says of them."""
+"""A part of Dynamo's text -> the cause for which a module runs as it is written."""
 
 
 CHOSEN = "Compute both ways and choose by torch.where."
@@ -144,11 +144,11 @@ def cause_of(reason: str) -> str:
 def as_capture_error(
     error: BaseException, step_file: str, batch: Mapping[str, Tensor]
 ) -> CaptureError:
-    """Return Dynamo's error as ours.
+    """Return Dynamo's error as a CaptureError.
 
     Args:
         step_file: the file in which model and loss are called.
-        batch: the tensors that they were given.
+        batch: the tensors of the batch.
     """
     frames = _torch.user_frames(error)
     own = [f for f in frames if is_model_code(f.filename)]
@@ -216,7 +216,7 @@ def as_capture_error(
 
 
 def _part(frames: Sequence[FrameSummary], step_file: str) -> str:
-    """Return what was traced, "model", "loss" or "metric"; "" where that is not known."""
+    """Return the part that was traced, "model", "loss" or "metric"; "" if it is not known."""
     ours = [f.line or "" for f in frames if f.filename == step_file]
     if not ours:
         return ""
@@ -230,8 +230,8 @@ def _shapes(batch: Mapping[str, Tensor]) -> str:
 
 
 def unknown_tensor(line: str, name: str, tensor: Tensor) -> CaptureError:
-    """Return the error for a tensor that a line reads from somewhere else than the model and the batch."""
-    if name.startswith("random_value"):  # Dynamo's name for an input that Python's `random` gives
+    """Return the error for a tensor that a line reads and that is not in the model or the batch."""
+    if name.startswith("random_value"):  # Dynamo's name for a number from Python's `random`
         return CaptureError(f"{line}: {NUMBERS_OF_PYTHON}. {RANDOM}")
     return CaptureError(
         f"{line}: the model uses a tensor of shape {tuple(tensor.shape)} ({name}) that is neither "

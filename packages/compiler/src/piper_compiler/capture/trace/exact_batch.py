@@ -1,8 +1,8 @@
-"""Find the tensors of a batch that mixed precision leaves as they are: targets, masks, weights, times and positions.
+"""Find the tensors of a batch that mixed precision does not cast: targets, masks, weights, times and positions.
 
-A product of a batch with weights takes both in the dtype of computing, so such an input is cast where it is loaded.
-What only a loss reads, or only meets activations behind the last product, is not cast. Nor is an input of which forward
-makes something by itself, such as the sines of a time, before a linear layer or a convolution reads it: that is cast.
+A product of an input with weights takes both in the compute dtype, so such an input is cast when it is loaded. An input
+that only a loss reads, or that only meets activations behind the last product, is not cast. Nor is an input that a
+linear layer or a convolution reads only after other operations, such as the sine of a time: their result is cast.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _MOVES = (
     "getattr"
 )
 MOVES = frozenset(_MOVES.split())
-"""The operations that move elements and compute nothing."""
+"""The operators that move elements and compute nothing."""
 CONVERSIONS = frozenset({"type", "type_as", "float", "double", "half", "bfloat16"})
-"""The methods that convert to a dtype of their own."""
+"""The methods that convert to another dtype."""
 LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""The functions in front of which an input is cast."""
+"""The functions that cast their input to the dtype of their weight, see `layers_cast_inputs`."""
 _LOSSES = (
     "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss "
     "binary_cross_entropy "
     "binary_cross_entropy_with_logits"
 )
 LOSSES = frozenset(_LOSSES.split())
-"""The losses whose kernels, or those of their gradients, take tensors of one dtype."""
+"""The losses whose forward or backward kernels take tensors of one dtype only."""
 _PRODUCTS = (
     "matmul mm bmm einsum baddbmm addmm addbmm mv dot outer tensordot bilinear conv_transpose1d "
     "conv_transpose2d "
@@ -51,11 +51,11 @@ _PRODUCTS = (
     "nll_loss prelu cdist"
 )
 PRODUCTS = frozenset(_PRODUCTS.split())
-"""The other operations that take tensors of one dtype only."""
+"""The other operators that take tensors of one dtype only."""
 
 
 class _Made(IntEnum):
-    """Say what has been made of an input: it lies otherwise, something by itself, or something with weights."""
+    """Name how a tensor derives from an input: moved elements, computed from it alone, or combined with weights."""
 
     MOVED = 0
     ITSELF = 1
@@ -65,7 +65,7 @@ class _Made(IntEnum):
 def exact_tensors(
     graph: fx.Graph, params: Collection[fx.Node], batch: Mapping[fx.Node, str], compute: torch.dtype
 ) -> frozenset[str]:
-    """Return the names of floating-point tensors of the batch that need no cast to the dtype of computing."""
+    """Return the names of floating-point tensors of the batch that need no cast to the compute dtype."""
     weighty = set(params)
     for node in graph.nodes:
         if any(n in weighty for n in node.all_input_nodes):
@@ -77,7 +77,7 @@ def exact_tensors(
 
 
 def _stays(graph: fx.Graph, source: fx.Node, weighty: set[fx.Node]) -> bool:
-    """Return whether an operation meets what is made of an input in one dtype, or in any."""
+    """Return whether no operator needs an input, or a tensor derived from it, in the compute dtype."""
     made = {source: _Made.MOVED}
     for node in graph.nodes:
         of = [made[n] for n in node.all_input_nodes if n in made]
@@ -112,7 +112,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _converts(node: fx.Node) -> bool:
-    """Return whether an operation makes a tensor of a dtype that the user names."""
+    """Return whether an operator makes a tensor of a dtype that the user names."""
     named = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
     return bool(named) or _name(node) in CONVERSIONS
 
@@ -127,9 +127,9 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 @contextmanager
 def layers_cast_inputs() -> Iterator[None]:
-    """Let linear layers and convolutions cast a wider input to the dtype of weights, and losses take the wider dtype.
+    """Let linear layers and convolutions cast an input to the dtype of their weight, and losses use the wider dtype.
 
-    So does autocast.
+    Autocast does the same.
     """
     with _torch.in_place(
         F,

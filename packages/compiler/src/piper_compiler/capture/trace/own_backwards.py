@@ -1,4 +1,4 @@
-"""Find the operations of a captured graph whose backward a user or another package may have written."""
+"""Find the nodes of a captured graph whose backward may come from a user or another package."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAMESPACES = ("aten", "prims", "prim", "piper", "torchvision", "higher_order")
 
 
 def has_own_backward(nodes: Iterable[fx.Node]) -> bool:
-    """Return whether operations of a captured graph may have a backward that is not torch's."""
+    """Return whether nodes of a captured graph may have a backward that is not torch's."""
     return next(own_backwards(nodes), None) is not None
 
 
 def own_backwards(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the operations that may have a backward that is not torch's."""
+    """Yield the nodes that may have a backward that is not torch's."""
     for node in nodes:
         if node.op != "call_function":
             continue

@@ -1,13 +1,13 @@
 """Trace equal layers once.
 
 Dynamo's time for a model grows with its operations, and in a large model nearly all are in layers that are equal but
-for their weights. Each class of such layers is therefore a nested compile region while Dynamo runs: after the first
-layer it is only checked that tracing the next one would give the same (`_torch_reuse`), and the graph of the first is
-called again. Afterwards these calls get the weights of their own layers and are replaced by copies of what they call,
-with the module stacks of the layers that make them. What comes out is the graph that a plain trace gives.
+for their weights. Each class of such layers is therefore a nested compile region while Dynamo runs: for each further
+layer it is only checked that a trace would give the same graph (`_torch_reuse`), and the graph of the first is called
+again. Afterwards these calls get the weights of their own layers and are replaced by copies of the called graphs, with
+the module stacks of their own layers. The result is equal to the graph of a plain trace.
 
-Where Dynamo cannot do so, or where a region's coordinates are written in the code (they are no part of what Dynamo
-checks), the model is traced plainly.
+If this fails, or if the code sets coordinates by `region` (Dynamo's checks do not cover them), the model is traced
+plainly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from piper_compiler.capture.module.tags import outermost_entries
 from piper_compiler.capture.torch_api import _torch
 
 FEWEST = 4
-"""The number of equal layers from which on the check is worth its time."""
+"""The least number of equal layers for which the check is worth its time."""
 
 
 class NotFlat(Exception):
-    """Report that calls of nested regions cannot be replaced by the code that they call."""
+    """Report that calls of nested regions cannot be replaced by copies of the graphs that they call."""
 
 
 def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
@@ -46,7 +46,7 @@ def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
 def as_regions(model: nn.Module, classes: list[type[nn.Module]]) -> Iterator[None]:
     """Make each call of a layer of these classes a nested region."""
     from piper_compiler.capture.torch_api._torch_reuse import (
-        checked_reuse,  # may fail: not every version of torch has what it stands on
+        checked_reuse,  # may fail: not every version of torch has the private API that it uses
     )
 
     with ExitStack() as stack, checked_reuse({id(t) for _, t, _ in named_tensors(model)}):
@@ -56,7 +56,7 @@ def as_regions(model: nn.Module, classes: list[type[nn.Module]]) -> Iterator[Non
 
 
 def complete(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Make inputs of the graph from the tensors that calls of regions still lack, and return the inputs."""
+    """Add the missing tensors of calls of regions to the graph as inputs; return the inputs."""
     graph, found = module.graph, list(inputs)
     placeholders = graph.find_nodes(op="placeholder")
     nodes = {id(value): node for node, value in zip(placeholders, found, strict=True)}
@@ -78,7 +78,7 @@ def complete(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
 def flatten(module: fx.GraphModule) -> None:
     """Replace the calls of nested regions in a graph by copies of the graphs that they call.
 
-    Raises NotFlat where a copy would differ from what a plain trace gives.
+    Raises NotFlat if a copy would differ from the graph of a plain trace.
     """
     graph = module.graph
     calls = graph.find_nodes(op="call_function", target=_torch.INVOKE)
@@ -99,9 +99,9 @@ def flatten(module: fx.GraphModule) -> None:
 
 
 def _stack(node: fx.Node, call: fx.Node, traced: fx.Node) -> dict[str, Any]:
-    """Return the module stack for the copy of a node: the call's stack, then the modules in place of the traced ones.
+    """Return the module stack for the copy of a node: the call's stack, then its modules in place of the traced ones.
 
-    Nothing reads the paths in it.
+    The paths in it are empty, since nothing reads them.
     """
     own: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     if call is traced and _torch.MODULES not in call.meta:

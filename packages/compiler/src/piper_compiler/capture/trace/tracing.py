@@ -1,4 +1,4 @@
-"""Let Dynamo trace a step, and let it try again where a part of the model has become opaque by itself (`automatic`)."""
+"""Let Dynamo trace a step, again each time after a part of the model became opaque automatically (`automatic`)."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def step(
 ) -> tuple[Any, ...]:
     """Return the captured results: the loss of a batch, and its weight if the user's loss gives one.
 
-    Both are float32 at least: three digits of bfloat16 are too few for a loss, and for a sum of weights. Where there
-    are metrics, a dict of them comes last. They get the targets, or the whole batch where it is a mapping of inputs.
+    Both are float32 at least: three digits of bfloat16 are too few for a loss, and for a sum of weights. If there are
+    metrics, a dict of them comes last. They get the targets, or the inputs if there are no targets.
     """
     if joined:
         inputs, targets = join_rows(inputs, "inputs", joined), join_rows(targets, "targets", joined)
@@ -75,7 +75,7 @@ def step(
 
 
 def _losses(result: Any) -> tuple[Tensor, ...]:
-    if type(result) in (list, dict):  # Dynamo follows no union of types
+    if type(result) in (list, dict):  # Dynamo does not trace isinstance of a union of types
         result = _sum_of_means(result)
     total, *rest = result if isinstance(result, tuple) else (result,)
     if isinstance(total, Tensor) and total.dtype in (torch.bfloat16, torch.float16):
@@ -89,7 +89,7 @@ def _losses(result: Any) -> tuple[Tensor, ...]:
 
 
 def _sum_of_means(pairs: list[Any] | dict[str, Any]) -> Any:
-    """Return the sum of several means, each a pair (sum, weight); anything else stays as it is."""
+    """Return the sum of several means, each a pair (sum, weight); return anything else unchanged."""
     means = list(pairs.values()) if isinstance(pairs, dict) else pairs
     for pair in means:
         if not isinstance(pair, tuple) or len(pair) != 2:
@@ -102,7 +102,7 @@ def _sum_of_means(pairs: list[Any] | dict[str, Any]) -> Any:
 
 @dataclass
 class Recorder:
-    """Keep the graph that torch.compile hands over, and answer with its fake outputs."""
+    """Keep the graph that torch.compile hands to its backend, and return its fake outputs in place of a run."""
 
     batch: Collection[int]
     module: fx.GraphModule | None = None
@@ -123,7 +123,7 @@ class Recorder:
         return lambda *_: self.outputs
 
     def clean(self) -> None:
-        """Replace the calls of regions in the graph, and drop choices of kernels, once Dynamo is done with it."""
+        """Replace calls of regions and checkpoints in the graph by their operations, and drop choices of kernels."""
         if self.module is not None:
             self.inputs = complete(self.module, self.inputs)
             flatten(self.module)
@@ -131,7 +131,7 @@ class Recorder:
             drop_kernel_choices(self.module)
 
     def graph_module(self) -> fx.GraphModule:
-        """Return the graph that was traced; raise CaptureError where nothing was."""
+        """Return the traced graph; raise CaptureError if Dynamo made none."""
         if self.module is None:
             raise CaptureError(
                 "the loss does not depend on any tensor operation; compute it from the output of "
@@ -141,11 +141,11 @@ class Recorder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what was done with the graph that the model's author should know."""
+        """Return notes for the model's author about changes to the graph."""
         return (*checkpoint_note(self.checkpoints), *self.autocasts)
 
     def node_of(self, value: Any) -> fx.Node | None:
-        """Return the node whose fake value is this very object."""
+        """Return the output node whose fake value is this very object."""
         assert self.module is not None
         nodes = self.module.graph.output_node().args[0]
         assert isinstance(nodes, list | tuple)
@@ -168,7 +168,7 @@ def followed(
     modules: Mapping[str, nn.Module],
     metrics: OutputMetrics = NONE,
 ) -> tuple[Recorder, tuple[Any, ...]]:
-    """Trace a step, again for each part of the model that must become opaque; `modules` are as in nn_module_stack."""
+    """Trace a step, again for each module that must become opaque; `modules` are by id, as in nn_module_stack."""
     locked = LockedCalls()
     while True:
         recorder = Recorder({id(t) for t in example.rows.values()})
@@ -193,9 +193,9 @@ def followed(
 def _taken(
     found: Sequence[Untraceable], regions: AutomaticRegions, modules: Mapping[str, nn.Module]
 ) -> bool:
-    """Make the modules of causes opaque; return whether one runs as it was written now, so that this trace is void.
+    """Make the modules of causes opaque; return whether one runs as it is written now, so that this trace is void.
 
-    What is left as it is will be refused by name.
+    Remaining causes are refused later, by name.
     """
     for cause in found:
         module = module_of(cause.node, modules)
@@ -219,8 +219,8 @@ class _Unfollowed(Exception):
     """Report that Dynamo cannot follow values of tensors in a module.
 
     Attributes:
-        error: the refusal, if nothing can be done.
-        module: the innermost module in which it arose, None outside of the model.
+        error: the refusal, if the module cannot run as it is written.
+        module: the innermost module with the cause, None outside of the model.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ def _run(
                     return _traced(recorder, model, loss, example, metrics)
             except (
                 Exception
-            ):  # the plain trace gives a graph, or says what is wrong in the user's terms
+            ):  # the plain trace gives a graph, or raises an error in the user's terms
                 recorder.problem = None
         try:
             with _torch.regions_apart(), failing_module() as failing:

@@ -1,8 +1,8 @@
 """Plan the calls of modules that run as their author wrote them (`piper_ops.written.as_written`).
 
-Such a module follows values of tensors, which a capture does not have. So it runs for real while it is captured, on
-random numbers, at a few numbers of rows: that shows the shapes of its results, and what would be lost. All rows of an
-argument are equal there, so that sizes inside, such as an expert's tokens, grow with the rows.
+Such a module depends on values of tensors, which a capture does not have. So the capture runs it on real random
+tensors, at a few numbers of rows, to find the shapes of its results and any side effects. All rows of an argument are
+equal there, so that sizes inside, such as the number of an expert's tokens, grow with the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from piper_ops import (
 )
 
 LARGEST = 2**31
-"""The most bytes that a module and its arguments may have, since they are made for real in a capture."""
+"""The most bytes that a module and its arguments may have, since a capture allocates them."""
 
 WAY_OUT = (
     "Keep that outside of the module, in one of its own, or write it with operations of static "
@@ -50,7 +50,7 @@ ASKED = (
 def filled(
     shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, integers: int
 ) -> Tensor:
-    """Return a tensor of numbers that most code takes: between 0 and 1, or integers below `integers`."""
+    """Return a tensor with numbers that most code accepts: between 0 and 1, or integers below `integers`."""
     if dtype.is_floating_point:
         return torch.rand(tuple(shape), generator=generator).to(dtype)
     if dtype == torch.bool:
@@ -67,7 +67,7 @@ def equal_rows(
 ) -> Tensor:
     """Return an argument whose rows are equal.
 
-    `blocks` has how many entries a row has in each dimension, 0 where that does not depend on the rows.
+    `blocks` has the entries per row in each dimension, 0 if the size does not depend on the rows.
     """
     made = filled(
         [b or size for size, b in zip(shape, blocks, strict=True)], dtype, generator, integers
@@ -78,18 +78,18 @@ def equal_rows(
 
 
 def weights_like(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return numbers as weights have them."""
+    """Return a tensor with numbers of the size of weights: between -0.1 and 0.1."""
     made = filled(shape, dtype, generator, 1)
     return (made - 0.5) * 0.2 if dtype.is_floating_point else made
 
 
 def blocks_of(shape: Sequence[Dim]) -> tuple[int, ...]:
-    """Return how many entries a row has in each dimension of a shape, 0 where that does not depend on the rows."""
+    """Return the entries per row in each dimension of a shape, 0 if the size does not depend on the rows."""
     return tuple(0 if not isinstance(d, Affine) else d.b if not d.a else 1 for d in shape)
 
 
 def pickled(name: str, module: nn.Module) -> bytes:
-    """Return a module without its tensors; raise CaptureError for one that another process could not have."""
+    """Return a module without its tensors; raise CaptureError for one that cannot be pickled."""
     numbers = {id(t): k for k, t in enumerate(own_tensors(module).values())}
 
     class Pickler(cloudpickle.Pickler):
@@ -110,7 +110,7 @@ def pickled(name: str, module: nn.Module) -> bytes:
         Pickler(file).dump(module)
     except CaptureError:
         raise
-    except Exception as error:  # whatever an object of the user's says to being pickled
+    except Exception as error:  # any error of a user's object while it is pickled
         raise CaptureError(
             f"module {name!r} runs as it is, for which it must be pickled: {error}"
         ) from error
@@ -118,7 +118,7 @@ def pickled(name: str, module: nn.Module) -> bytes:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a module by their first names."""
+    """Return the tensors of a module by name, a tied one by its first name."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor, _ in named_tensors(module):
         found.setdefault(id(tensor), (name, tensor))
@@ -126,19 +126,19 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Leaves(CaptureError):
-    """Report that what a module returns can be in no graph; one around it, which uses that, may run as it is."""
+    """Report that no graph can hold a module's return value; the parent module may run as it is instead."""
 
 
 @dataclass
 class Planned:
-    """Hold a module of a capture that runs as it is, and the calls of it.
+    """Hold a module of a capture that runs as it is, and its calls.
 
     Attributes:
         name: its dotted name.
         kind: the name of its class.
         module: the pickled module.
-        problem: what was found to be wrong with a call.
-        calls: the calls by what their arguments look like.
+        problem: the error of a call that cannot run as it is.
+        calls: the calls by text of their arguments: dtypes and shapes of tensors, values of others.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Planned:
             raise
 
     def call(self, own: Sequence[Tensor], args: Any, kwargs: Any) -> ModuleCall:
-        """Return the call with arguments like these."""
+        """Return the planned call for arguments of these dtypes and shapes."""
         tensors = tensors_in(own, args, kwargs)
         shapes = [(t.dtype, [_size(s) for s in t.shape]) for t in tensors]
         rest = _torch.pytree.tree_map(
@@ -193,7 +193,7 @@ class Planned:
         )
 
     def _integers(self, own: Sequence[Tensor], args: Any, kwargs: Any) -> int:
-        """Return below what number the module takes integers, such as chosen experts: a size of its weights, or 1."""
+        """Return the bound of integers that the module accepts, such as expert indices: a size of its weights, or 1."""
         given = [
             t
             for t in tensors_in((), args, kwargs)
@@ -206,13 +206,13 @@ class Planned:
                 _Trial(self, own, args, kwargs, 2, 0, size)
             except (
                 CaptureError
-            ):  # it is too large; what fails with zeros too is refused by the trials proper
+            ):  # the size is too large, or the module fails anyway, which the trials proper report
                 continue
             return size
         return 1
 
     def _results(self, trials: Sequence[_Trial]) -> Any:
-        """Return what the call returns, with sizes affine in the rows."""
+        """Return the nest of the call's results, with sizes affine in the rows."""
         wrong = next((kind for t in trials for kind in _unfit(t.results)), "")
         if wrong:
             raise self._leaves(
@@ -264,7 +264,7 @@ class _Trial:
     """Run a module once, at a number of rows.
 
     Attributes:
-        results: what it returned.
+        results: its return value.
         random: whether it drew random numbers.
     """
 
@@ -331,7 +331,7 @@ class _Trial:
 
 
 class _Watch(_torch.TorchDispatchMode):
-    """Note random numbers, and tensors that come from elsewhere than from the arguments."""
+    """Note draws of random numbers, and tensors that derive from neither parameters, buffers nor arguments."""
 
     supports_higher_order_operators = True
 
@@ -353,13 +353,13 @@ class _Watch(_torch.TorchDispatchMode):
 
 
 def _line_of(error: BaseException) -> str:
-    """Return " at file:line (code)" of the user's line that raised an error, "" where none did."""
+    """Return " at file:line (code)" of the user's line that raised an error, "" if none did."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_model_code(f.filename)]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
 def _unfit(results: Any) -> Iterator[str]:
-    """Yield the types of what a call returns and no graph can hold."""
+    """Yield the types of return values that no graph can hold."""
     if type(results) in (tuple, list):
         for item in results:
             yield from _unfit(item)
@@ -368,7 +368,7 @@ def _unfit(results: Any) -> Iterator[str]:
 
 
 def _looks(module: nn.Module) -> dict[str, int]:
-    """Return the attributes of a module, and its tensors, by name."""
+    """Return the ids of a module's attributes, parameters and buffers by name."""
     inside = {f"{name}": id(value) for name, value in vars(module).items()}
     return inside | {
         name: id(value) for name, value in (*module._buffers.items(), *module._parameters.items())
@@ -380,7 +380,7 @@ def _differences(before: Mapping[str, int], after: Mapping[str, int]) -> list[st
 
 
 def _rows_in(tensors: Sequence[Tensor]) -> Iterator[RowsAt]:
-    """Yield the dimensions in which the number of rows can be read."""
+    """Yield the dimensions whose size gives the number of rows."""
     for k, tensor in enumerate(tensors):
         for dim, size in enumerate(tensor.shape):
             sizes = fit(*(int(_torch.size_at(size, rows)) for rows in (2, 3)))
@@ -402,7 +402,7 @@ def _product(sizes: Sequence[int]) -> int:
 def _argument(
     leaf: Any, rows: int, generator: torch.Generator, integers: int, *, spread: bool
 ) -> Any:
-    """Return an argument of a trial; with `spread` its numbers are of both signs and its rows differ."""
+    """Return an argument of a trial; with `spread` its numbers have both signs and its rows differ."""
     if not isinstance(leaf, Tensor):
         return leaf
     sizes = [fit(*(int(_torch.size_at(size, r)) for r in (2, 3))) for size in leaf.shape]
@@ -416,7 +416,7 @@ def _argument(
 
 @contextmanager
 def planning(calls: Mapping[str, Planned]) -> Iterator[None]:
-    """Let calls of these names be planned instead of run."""
+    """Let the calls of modules with these keys be planned instead of run."""
     from piper_ops import PLANNING
 
     PLANNING.update(calls)

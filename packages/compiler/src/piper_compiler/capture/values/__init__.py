@@ -1,4 +1,4 @@
-"""Read nodes of captured graphs: their values at a number of rows, the memory they share, their dtypes.
+"""Read nodes of captured graphs: their values at a number of rows, their storages, their dtypes.
 
 May import: torch_api.
 """

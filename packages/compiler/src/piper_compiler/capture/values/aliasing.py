@@ -1,4 +1,4 @@
-"""Find which storage the value of a graph node lives in; memory, saving and ownership are counted in storages.
+"""Find the storage of a graph node's value; memory, saved tensors and ownership are counted in storages.
 
 A *view* shares the storage of one argument and costs nothing. Every other tensor node owns a storage, and so does each
 output of an op with several outputs. In-place ops (only our own generated ones) return their first argument.
@@ -41,7 +41,7 @@ def aliased_argument(op: OpOverload) -> int | None:
 
 
 def source(node: fx.Node) -> fx.Node | None:
-    """Return the node whose storage `node` shares, or None where it owns its storage.
+    """Return the node whose storage `node` shares, or None if it owns its storage.
 
     Each result of an op with several results owns its storage, except in a view such as split.
     """
@@ -56,7 +56,7 @@ def source(node: fx.Node) -> fx.Node | None:
         if index is not None:
             name = node.target._schema.arguments[
                 index
-            ].name  # the tensor that an op writes into may be a keyword
+            ].name  # the tensor that an op writes into may be a keyword argument
             argument = node.args[index] if index < len(node.args) else node.kwargs[name]
             assert isinstance(argument, fx.Node)
             return argument
@@ -71,9 +71,9 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def show_whole_storages(graph: fx.Graph) -> None:
-    """Let the (fake) results of col2im, and views of them, lie in as much memory as its kernels give them.
+    """Give the (fake) results of col2im, and views of them, storages of the size that its kernels allocate.
 
-    The kernels make a result like the argument, which unfolds it, and shrink that: the memory stays. Fake ones do not.
+    The kernels allocate the unfolded size and shrink the result, whose storage keeps its size; fake kernels do not.
     """
     shown: set[fx.Node] = set()
     for node in graph.nodes:
@@ -97,7 +97,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """Return the (fake) tensor that a node with one result stands for."""
+    """Return the (fake) tensor of a node with one result."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node} has no tensor value"
     return value
@@ -118,13 +118,13 @@ def producer(node: fx.Node) -> fx.Node:
 
 
 def asked(of_op: Callable[[Any, Any, Any, Any], Fact], node: fx.Node) -> Fact:
-    """Return what a function says of a node's op, given the (fake) arguments and results."""
+    """Return the value of a function of a node's op, (fake) arguments, (fake) results and keyword arguments."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return of_op(node.target, args, node.meta["val"], kwargs)
 
 
 def storage_bytes(value: torch.Tensor) -> int:
-    """Return the bytes of the whole storage that a tensor lives in, however little of it the tensor covers."""
+    """Return the bytes of a tensor's whole storage, even if the tensor covers only a part of it."""
     return value.untyped_storage().nbytes()
 
 
@@ -136,7 +136,7 @@ def fills_storage(value: torch.Tensor) -> bool:
 
 
 def dense_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the permutation of the dimensions that makes `value` contiguous, or None where no permutation does."""
+    """Return the permutation of the dimensions that makes `value` contiguous, or None if no permutation does."""
     if value.is_contiguous():
         return tuple(range(value.dim()))
     strides: tuple[int, ...] = value.stride()

@@ -1,4 +1,4 @@
-"""Say in which dtypes a model is captured: the casts of its parameters, buffers and batch, and of gradients."""
+"""Hold the dtypes of a capture: the casts of parameters, buffers, batch and gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASTS = (
     ".to(x.dtype); "
     "before a layer that is kept in another dtype, x.to(self.router.weight.dtype)."
 )
-"""The advice where floating-point tensors of different dtypes meet."""
+"""The advice if an operator gets floating-point tensors of different dtypes."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Casts:
 
     Attributes:
         compute: floating-point parameters and batch tensors are cast to it; None leaves all as they are.
-        reduce: the dtype of gradient accumulators; None for that of their parameters.
-        keep: patterns of parameter names -> the dtype of these instead; the first that matches counts.
-        exact: names of batch tensors that are not cast to `compute`.
-        wide: the dtype of these, unless they come in `compute`.
+        reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
+        keep: pattern of parameter names -> their dtype in place of `compute`; the first match counts.
+        exact: names of batch tensors that are cast to `wide`, not to `compute`.
+        wide: the dtype of `exact` tensors, unless they come in `compute`.
     """
 
     compute: torch.dtype | None = None
@@ -52,13 +52,13 @@ class Casts:
         return kept or tensor.dtype
 
     def of_buffer(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype of a buffer: the model's, but all is in float64 where that is to be compared."""
+        """Return the dtype of a buffer: the model's, or float64 for floating-point ones if `compute` is float64."""
         wide = self.compute == torch.float64 and tensor.is_floating_point()
         return torch.float64 if wide else tensor.dtype
 
     @property
     def narrow(self) -> bool:
-        """Return whether the dtype of computing has fewer digits than a batch may have."""
+        """Return whether `compute` cannot represent all values of `wide`."""
         return (
             self.compute is not None
             and torch.promote_types(self.compute, self.wide) != self.compute
@@ -71,7 +71,7 @@ class Casts:
         return self.wide if name in self.exact else self.compute
 
     def check(self, names: Collection[str]) -> None:
-        """Raise CaptureError for a pattern that is the name of no parameter."""
+        """Raise CaptureError for a pattern of `keep` that matches no parameter."""
         for pattern in self.keep:
             if not any(fnmatchcase(name, pattern) for name in names):
                 some = ", ".join(list(names)[:3])

@@ -25,7 +25,7 @@ DROPPED = frozenset(
         "_check",
     }
 )
-"""The statements without a tensor result that have no effect on a training step."""
+"""The functions without a tensor result that have no effect on a training step."""
 
 
 def line_of(node: fx.Node) -> str:
@@ -35,7 +35,7 @@ def line_of(node: fx.Node) -> str:
 
 
 def frame_of(node: fx.Node) -> tuple[str, str, str] | None:
-    """Return the file, the line and the code of the user's line that made a node; None where it is not known."""
+    """Return the file, the line and the code of the user's line that made a node; None if it is not known."""
     frames = re.findall(
         r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or ""
     )
@@ -44,9 +44,9 @@ def frame_of(node: fx.Node) -> tuple[str, str, str] | None:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Return whether a node's value is an integer, float, bool or torch.Size that follows from the rows.
+    """Return whether a node's value is an integer, float, bool or torch.Size.
 
-    Such a node is never computed.
+    Such a node is never computed: its value follows from the number of rows.
     """
     value = node.meta.get("example_value")
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size | int | float):
@@ -66,7 +66,7 @@ def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
 
 
 def concrete_size(node: fx.Node, rows: int) -> Any:
-    """Return the value of a size node."""
+    """Return the value of a size node at this number of rows."""
     try:
         return _torch.size_at(node.meta["example_value"], rows)
     except LookupError as error:
@@ -93,9 +93,9 @@ def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
 def concrete_call(
     node: fx.Node, env: Mapping[fx.Node, Any], rows: int, device: torch.device | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a node: tensors from `env`, and numbers in place of sizes.
+    """Return the args and kwargs of a node: tensors from `env`, and numbers in place of sizes.
 
-    If given, `device` replaces every device in the user's code, and is used for tensors that are made without one.
+    If given, `device` replaces every device in the user's code, and is added to factory calls without one.
     """
 
     def leaf(value: Any) -> Any:
@@ -126,7 +126,7 @@ def is_factory(node: fx.Node) -> bool:
 
 
 def canonical_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """Return a text that is equal for nodes that do the same at every number of rows, given their inputs' names."""
+    """Return a text that is equal for nodes that compute the same at every number of rows, given names of inputs."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -145,5 +145,5 @@ def _qualified(target: Any) -> str:
 
 
 def _size_text(node: fx.Node) -> str:
-    """Return a size as its values at a few numbers of rows, so that the name of its symbol does not matter."""
+    """Return the values of a size at a few numbers of rows as text, so that the name of its symbol does not matter."""
     return f"size{[concrete_size(node, rows) for rows in (2, 3, 5, 7, 143)]}"

@@ -1,12 +1,12 @@
-"""Define the number that stands in a graph for a device's place along an axis."""
+"""Define the number that stands in a graph for a device's coordinate along a mesh axis."""
 
 from __future__ import annotations
 
 
 class Coordinate(int):
-    """Stand for a device's place along an axis; as a number it is the first place.
+    """Stand for a device's coordinate along a mesh axis; as a number it is the first one's.
 
-    A mirrored one is counted from behind, as torch does: -1 for the first place.
+    A mirrored one counts from the end with negative numbers: -1 for the first device.
     """
 
     axis: str
@@ -18,7 +18,7 @@ class Coordinate(int):
         return made
 
     def at(self, place: int) -> int:
-        """Return the number that it is on the device at a place."""
+        """Return its value on the device with this coordinate."""
         return -1 - place if self.mirrored else place
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Stand in a trace for a value that is another one in every call."""
+"""Stand in a trace for a value that differs from call to call."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class UnknownRead(BaseException):
 
 
 class Unknown:
-    """Take the place of a value that changes from call to call, while a later call is traced.
+    """Replace a value that changes from call to call, while a later call is traced.
 
-    Code may update it and keep what it makes of it: that is unknown as well. Whatever would tell something of the value
-    raises, and torch refuses it as an operand. A trace that comes to its end has therefore not used the value.
+    Code may update it and store results computed from it, which are unknown as well. Any operation that would reveal
+    the value raises, and torch refuses it as an operand. So a trace that completes has not used the value.
 
     Attributes:
         holds_numbers: Whether its items are unknown numbers; other items cannot be read.
@@ -35,7 +35,7 @@ class Unknown:
     def __hash__(self) -> int:
         if (
             torch.compiler.is_dynamo_compiling()
-        ):  # true in what is traced; Dynamo's own tables may hold this object
+        ):  # true in traced code; outside of it, Dynamo's own tables may hold this object
             raise UnknownRead
         return id(self)
 
@@ -91,7 +91,7 @@ for _name in _UPDATES:
 
 
 def unknown_like(value: object) -> Unknown:
-    """Return what stands for a value that changes."""
+    """Return the Unknown that replaces a value that changes."""
     items = (
         list(value.values() if isinstance(value, Mapping) else value)
         if isinstance(value, Mapping | list)

@@ -30,7 +30,7 @@ def averages(forward: Forward) -> set[fx.Node]:
 
 
 def mark_averages(forward: Forward) -> None:
-    """Mark these operations as statistics that the job asks for, as those of batch norms are."""
+    """Mark these operations as statistics that the job asks for, like the statistics of batch norms."""
     for node in averages(forward):
         node.meta[STATISTICS] = True
 

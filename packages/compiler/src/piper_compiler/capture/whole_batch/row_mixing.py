@@ -1,8 +1,8 @@
 """Find operations of the model that combine rows of the batch, so that microbatches would train other numbers.
 
 `x - x.mean(0)`, `softmax(dim=0)` or `x.flip(0)` read other rows than their own, and a microbatch has only some of them.
-The rows of a chunk's inputs are a loop through its joint graph (`layouts`): an operation keeps rows apart where it can
-be computed in parts of that loop. Where its rule does not say so, the chunk is tried on numbers: whole, and in parts.
+The rows of a chunk's inputs are a loop through its joint graph (`layouts`): an operation keeps rows apart if it can be
+computed in parts of that loop. If its rule does not say so, the chunk is tried on numbers: whole, and in parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from piper_ops import STATISTICS, is_draw
 aten = torch.ops.aten
 WHOLE_ROWS = sum(PARTS)
 TRIAL_ROWS = (PARTS[0], WHOLE_ROWS, PARTS[1])
-"""The numbers of rows at which a chunk is looked at: a part, the whole, and the other part."""
+"""The numbers of rows at which a chunk is tried: a part, the whole, and the other part."""
 NUMBERS = frozenset(
     {
         aten.arange.start_step,
@@ -83,7 +83,7 @@ ROUTING = frozenset(
         ),
     }
 )
-"""The ops by which mixtures of experts sort tokens and put them back, which a chunk too large to try may have."""
+"""The ops that mixtures of experts use to sort tokens and put them back; a chunk too large to try may have them."""
 
 
 def check_rows_apart(
@@ -162,7 +162,7 @@ def _say_believed(nodes: Sequence[fx.Node]) -> None:
 
 
 def _routes(node: fx.Node) -> bool:
-    """Return whether an op may be one of those by which rows are sorted by expert and put back, as Piper's own are."""
+    """Return whether an op may be part of sorting rows by expert and putting them back, as Piper's own ops are."""
     assert isinstance(node.target, OpOverload)
     return node.target in ROUTING or node.target.namespace == "piper"
 
@@ -197,7 +197,7 @@ def _forward(joint: Joint) -> list[fx.Node]:
 
 
 def _varying(few: Joint, many: Joint) -> dict[TensorKey, tuple[int, ...]] | None:
-    """Return, for each tensor, the dimensions that grow with the rows; None where the two graphs are not alike."""
+    """Return, for each tensor, the dimensions that grow with the rows; None if the two graphs are not alike."""
     pairs = list(zip(few.graph.nodes, many.graph.nodes, strict=False))
     if len(few.graph.nodes) != len(many.graph.nodes) or any(
         a.target != b.target for a, b in pairs if b.op == "call_function"
@@ -272,7 +272,7 @@ class _Rows:
         return all(self._lie_in_place((node, k)) for k in made)
 
     def _lie_in_place(self, key: TensorKey) -> bool:
-        """Return whether a result has the rows where it grows with them, and not where a view put them by chance."""
+        """Return whether a result has the rows in the dimensions that grow with them, and in no others."""
         growing = {i for dim in self._of_rows(key) for i in dim}
         others = {
             i
@@ -287,7 +287,7 @@ class _Rows:
         return not items or any(key_of(u)[1] == result and u.users for u in items)
 
     def _looks_up_own_rows(self, node: fx.Node, number: fx.Node) -> bool:
-        """Return whether an op looks up, in each row of a tensor, what stands in this row."""
+        """Return whether an op looks up, in each row of a tensor, elements of this row only."""
         if node.target not in (aten.index.Tensor, aten.index_put.default):
             return False
         table, places = node.args[:2]
@@ -300,7 +300,7 @@ class _Rows:
         )
 
     def parts(self, key: TensorKey) -> RowsInDim | None:
-        """Return where the rows lie in a tensor; None where it has none."""
+        """Return where the rows lie in a tensor; None if it has none."""
         dims = self._varying.get(key, ())
         if not dims:
             return None
@@ -329,7 +329,7 @@ def _only_shape(node: fx.Node) -> bool:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the op that made the values of which a node is a view."""
+    """Return the op that made the values of a node, which may be a view of them."""
     while node.target in SAME_VALUES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node

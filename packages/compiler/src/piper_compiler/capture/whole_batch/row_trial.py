@@ -1,4 +1,4 @@
-"""Compare what a chunk's forward computes for all rows at once with what it computes for parts of them, on numbers."""
+"""Compare the outputs of a chunk's forward for all rows at once with its outputs for parts of them, on numbers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RowTrial:
         self._parts, self._asked = parts, asked
 
     def same(self) -> bool | None:
-        """Return whether parts compute what the whole does; None where that cannot be tried."""
+        """Return whether parts give the same outputs as the whole; None if that cannot be tried."""
         alike = all(
             len(j.graph.nodes) == len(self._whole.graph.nodes) for j in (self._first, self._second)
         )
@@ -143,7 +143,7 @@ def _elements(joint: Joint) -> int:
 
 
 def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
-    """Return numbers; those of a parameter keep what is computed with it as large as its input."""
+    """Return numbers; a parameter's are scaled so that the outputs of its op are as large as the inputs."""
     shape = tuple(like.shape)
     if like.dtype == torch.bool:
         return torch.rand(shape, generator=generator) > 0.3
@@ -154,7 +154,7 @@ def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
 
 
 def _drawn(node: fx.Node, generator: torch.Generator) -> Any:
-    """Return numbers in place of those that an op would draw: the same for a row in the whole and in its part."""
+    """Return numbers in place of an op's own draws: the same for a row in the whole and in its part."""
     value = node.meta["val"]
     made = tuple(
         _random(t, generator, trained=False)
@@ -178,7 +178,7 @@ def opaque_same(
     kinds: Sequence[str],
     values: Sequence[bool],
 ) -> bool | None:
-    """Return whether an opaque region computes of parts what it computes of all rows; None where that cannot be tried.
+    """Return whether an opaque region gives the same outputs for parts as for all rows; None if it cannot be tried.
 
     `values` says which results are values of the model: others, such as a loss, are made of all rows.
     """
@@ -233,7 +233,7 @@ def _rows_of(tensor: Tensor, spec: TensorSpec, number: int) -> Tensor:
 
 
 def _joins(whole: Tensor, first: Tensor, second: Tensor) -> bool:
-    """Return whether two results, one behind the other where they differ in size, are the third."""
+    """Return whether two results give the third: concatenated if they differ in size, else each by itself."""
     dims = [d for d, (a, b) in enumerate(zip(whole.shape, first.shape, strict=True)) if a != b]
     if not dims:
         return _near(whole, first) and _near(whole, second)

@@ -1,4 +1,4 @@
-"""Choose the order of instructions, and what overlaps.
+"""Choose the order of instructions, and the interleaving of overlaps.
 
 May import: steps.
 """

@@ -2,8 +2,8 @@
 
 A forward whose layers exchange tokens with other devices waits for each exchange; so does a backward. Side by side each
 can compute while the other waits, as DualPipe does (DeepSeek-V3, arXiv 2412.19437). The order is found by a beam
-search on a model of one device: one computation at a time, and one message at a time, in the order in which they are
-handed over. Of the states in which the members have come equally far, those that are done first are kept.
+search on a model of one device: one computation at a time, and one message at a time, in the order of their sends. Of
+the states with equal progress of every member, the ones that are done first are kept.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from piper_ir.graph.graph import At, Graph, Node, OverlapGroup
 from piper_ir.program.ops import Collective, Compute
 
 WIDTH = 4
-"""The number of states that are kept of those in which the members have come equally far."""
+"""The number of states that are kept for equal progress of every member."""
 MOST_STATES = 20_000
-"""The ways in which members can have come along, beyond which a group is not searched: that would take seconds."""
+"""The most combinations of progress with which a group is searched: more would take seconds."""
 
 MemberPlace = tuple[int, int]
 """A member of a group, and the number of a node in it."""
 _STEPS = "FRBIW"
-"""The steps of a chunk, in the order in which those of one microbatch run; B is I and W."""
+"""The steps of a chunk, in their order within one microbatch; B is I and W."""
 
 
 @dataclass(frozen=True)
 class GroupMessages:
-    """Hold what nodes of a group wait for, other than the nodes before them in their member.
+    """Hold the waits of a group's nodes, other than for the nodes before them in their member.
 
     Attributes:
-        seconds: (node, node that reads what it sends) -> seconds of the message between them.
+        seconds: (sending node, reading node) -> seconds of the message between them.
         first: (node, node of another member that comes after it).
     """
 
@@ -42,7 +42,7 @@ class GroupMessages:
 
 
 def messages_to(graph: Graph, at: At) -> Iterator[tuple[At, At]]:
-    """Yield the collectives of whose results a node reads one, each with a node that makes what it sends."""
+    """Yield the collectives whose result a node reads, each with a node that makes an input of it."""
     for message, mbs in _writers(graph, at):
         if isinstance(message.op, Collective):
             for node, _ in _writers(graph, (message.id, mbs)):
@@ -52,7 +52,7 @@ def messages_to(graph: Graph, at: At) -> Iterator[tuple[At, At]]:
 def messages_of(
     graph: Graph, group: OverlapGroup, seconds: Mapping[tuple[str, int], float]
 ) -> GroupMessages:
-    """Return what the nodes of a group wait for; `seconds` has the duration of each collective of a value."""
+    """Return the waits of a group's nodes; `seconds` has the duration of each collective of a value."""
     place = {at: (m, k) for m, member in enumerate(group.members) for k, at in enumerate(member)}
     found: dict[tuple[MemberPlace, MemberPlace], float] = {}
     for at in place:
@@ -92,7 +92,7 @@ def _between_members(
 def hidden(
     group: OverlapGroup, seconds: Mapping[At, float], messages: GroupMessages
 ) -> Sequence[At] | None:
-    """Return the nodes of a group in the order found; None where nothing waits for a message, or it is too large."""
+    """Return the nodes of a group in the order found; None if nothing waits for a message, or it is too large."""
     sizes = tuple(map(len, group.members))
     if not messages.seconds or prod(n + 1 for n in sizes) > MOST_STATES:
         return None
@@ -107,10 +107,10 @@ class _State:
     """Hold how far the members have come, and when.
 
     Attributes:
-        computed: when the device has computed what it was given so far.
+        computed: when the device has computed the nodes so far.
         sent: when its last message has arrived.
         arrives: when the message that a node waits for arrives.
-        picks: the member of each node so far, as a chain from the last: (member, those before it).
+        picks: the member of each node so far, as a chain from the last: (member, chain before it).
     """
 
     computed: float
@@ -129,7 +129,7 @@ def _searched(
     messages: tuple[tuple[tuple[MemberPlace, MemberPlace], float], ...],
     first: frozenset[tuple[MemberPlace, MemberPlace]],
 ) -> tuple[int, ...]:
-    """Return of which member each node is, in the order that ends first."""
+    """Return the member of each node, in the order that ends first."""
     sends: dict[MemberPlace, list[tuple[MemberPlace, float]]] = {}
     for (node, reader), taken in messages:
         sends.setdefault(node, []).append((reader, taken))
@@ -140,7 +140,7 @@ def _searched(
     kept: dict[tuple[int, ...], list[_State]] = {(0,) * len(ends): [_State(0.0, 0.0, {}, None)]}
     for come in product(
         *(range(n + 1) for n in ends)
-    ):  # what comes after a state comes later in this order
+    ):  # successors of a state come later in this order
         for state in (
             sorted(kept.pop(come, ()), key=lambda s: s.key)[:WIDTH] if come != ends else ()
         ):

@@ -1,15 +1,15 @@
 """Decide how the members of an `overlap` are interleaved.
 
-Where chunks have given durations (synthetic programs) the members of a group are a *span*: one instruction, in which a
-forward and a backward take the pair's given duration. Elsewhere the compiler interleaves the members: it lowers the
-graph under each of a few interleavings, and keeps the one whose plan the timing sweep finishes first. Of equals it
-keeps `hidden`, else the earliest in this list: in a short step another device may decide when it ends.
+If chunks have given durations (synthetic programs), the members of a group are a *span*: one instruction for a forward
+and a backward, with the pair's given duration. Else the compiler interleaves the members: it lowers the graph under
+each of a few interleavings, and keeps the one whose plan the timing sweep finishes first. Of equals it keeps `hidden`,
+else the earliest in this list: in a short step another device may decide when it ends.
 
     free         as list scheduling does when the members are not ordered at all
     in turn      one member after the other, as written
     reversed     one member after the other, from the last
     alternating  the members side by side, in proportion to their durations
-    hidden       where messages stand between nodes of a member: another computes while they are on their way
+    hidden       if messages stand between nodes of a member: another computes while they are on their way
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def span_seconds(
 ) -> float:
     """Return the seconds of a span of these nodes in microbatches.
 
-    One forward of stage s and one whole backward of stage t save half of what a pair of each stage saves, so that equal
-    stages take the `overlap` of the program. Any other span takes the sum.
+    One forward of stage s and one whole backward of stage t save the mean of the savings of both stages' own pairs, so
+    that equal stages take the `overlap` of the program. Any other span takes the sum.
     """
     forwards, backwards = list[_Unit](), list[_Unit]()
     total = 0.0
@@ -97,7 +97,7 @@ D = TypeVar("D", bound=_Timed)
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Hold a graph in which the members of overlaps are interleaved, and whether that was to hide messages."""
+    """Hold a graph with interleaved members of overlaps, and whether that was to hide messages."""
 
     graph: Graph
     hides: bool = False
@@ -122,7 +122,7 @@ def first_to_finish(orders: Iterable[Interleaved], drafted: Callable[[Graph], D]
 
 
 def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Interleaved]:
-    """Yield the graphs to choose from, first the graph as it is; it is the only one where nothing is left open.
+    """Yield the graphs to choose from, first the graph as it is; it is the only one if nothing is left open.
 
     `seconds` has the duration of each compute node of an overlap, and of each collective that such nodes wait for.
     """
@@ -138,7 +138,7 @@ def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Interle
 
 
 def _merged(graph: Graph, orders: Iterable[Sequence[At]]) -> Graph:
-    """Return the graph in which the nodes of each group run in its order."""
+    """Return the graph with the nodes of each group in the group's given order."""
     edges = dict(graph.order_edges)
     for group, order in zip(graph.overlaps, orders, strict=True):
         for pair in pairwise(order):

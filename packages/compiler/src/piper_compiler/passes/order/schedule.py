@@ -1,11 +1,11 @@
-"""Order all nodes in one global linear order, from which every role's program is projected.
+"""Order all nodes in one global linear order, so that every role's program is a projection of it.
 
-This is list scheduling under canonical durations: each role computes one node at a time. Where orders leave a choice,
-it chooses as 1F1B does: go on with the stage and microbatch at hand, else backward before forward, else the lowest
-microbatch. A forward of a stage starts only while fewer than `limit` of its microbatches are in flight, where limit is
-1 + the number of stages after it on the longest way to the loss (p - r on device r of a chain). Forwards that an
-`order` mentions are not limited. Where the backward is split, the input gradient counts as backward, and a weight
-gradient runs when there is nothing else to do; until it is done its microbatch counts as in flight.
+This is list scheduling under canonical durations: each role computes one node at a time. If orders leave a choice, it
+chooses as 1F1B does: go on with the stage and microbatch at hand, else backward before forward, else the lowest
+microbatch. A forward of a stage starts only while fewer than `limit` of its microbatches are in flight: limit is 1 +
+the number of stages after it on the longest way to the loss (p - r on device r of a chain). Forwards that an `order`
+mentions are not limited. If the backward is split, the input gradient counts as backward, and a weight gradient runs
+when there is nothing else to do; until it is done its microbatch counts as in flight.
 
 A *span* (`Dependencies.spans`) is several nodes that run as one. It starts when all of them can, and takes given
 seconds.
@@ -29,7 +29,7 @@ from piper_ir.program.ops import Collective, Compute, Recv
 from piper_ir.program.program import Chunk
 
 BACKWARD, FORWARD, WEIGHT, UPDATE = 0, 1, 2, 3
-"""The ranks of the phases: a lower one goes first where there is a choice."""
+"""The priorities of the phases: a lower one goes first if there is a choice."""
 Group = int
 """A phase, microbatch and stage as one number; a role runs the nodes of a group without a break when they can.
 
@@ -84,7 +84,7 @@ class Scheduler:
         names = {name: r for r, name in enumerate(sorted(graph.roles))}
         self.roles = [
             _Role() for _ in names
-        ]  # by name, the order in which roles that can start at the same time do
+        ]  # by name, the order of roles that can start at the same time
         self.role_of = deps.column([names[n.role] for n in nodes])
         self.seconds = deps.column(node_seconds(graph, nodes, bound, rows, seconds))
         for i, taken in given.items():
@@ -149,7 +149,7 @@ class Scheduler:
                 if done == len(waiting) or not self._force(dirty):
                     break
                 continue
-            for i in over:  # which grows by what takes no time
+            for i in over:  # which grows by communication that takes no time
                 if not comm[i]:
                     role = roles[role_of[i]]
                     role.busy = False
@@ -187,7 +187,7 @@ class Scheduler:
     def _communicate(self, i: int, now: float, over: list[int]) -> None:
         """Start a communication, which needs no processor; a collective starts once the last of its members can.
 
-        `over` collects what is done by now.
+        `over` collects the communication that is done by now.
         """
         op, sequence = self.collective[i], self.sequence
         for j in (i,) if op is None else self._met(i, op):
@@ -391,7 +391,7 @@ def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> d
                 continue
             far = np.full(len(deps.nodes[j].each), -1)
             far[theirs] = changes[k][mine] + 1
-            for i in [i for send in deps.links[j] for i in deps.links[send]]:  # what is sent
+            for i in [i for send in deps.links[j] for i in deps.links[send]]:  # the senders
                 theirs, mine = meeting(deps.nodes[i], deps.nodes[j])
                 changes[i][theirs] = np.maximum(changes[i][theirs], far[mine])
     return out

@@ -29,14 +29,14 @@ _Purpose = Literal["reduce", "gather", "scatter"]
 
 @dataclass(frozen=True)
 class _Kind:
-    """Say what the parameters of one bucket have in common.
+    """Hold the common properties of the parameters of one bucket.
 
     Attributes:
-        dtypes: the dtypes of the update, of forward and backward, and of gradients; "" where it is the first.
-        unit: the stage whose gradients complete them, where a bucket must not join stages: its gathered parameters or
+        dtypes: the dtypes of the update, of forward and backward, and of gradients; "" if it is the first.
+        unit: the stage whose gradients complete them, if a bucket must not join stages: its gathered parameters or
             gradients would be held for both.
-        parts: the axes along which each device has another part of them.
-        summed: the axes along which devices that share a chunk make terms of their gradients.
+        parts: the axes along which they are sharded.
+        summed: the axes along which their gradients are partial sums of devices that share a chunk.
     """
 
     roles: tuple[str, ...]
@@ -57,8 +57,8 @@ class _Kind:
 def make_buckets(edit: Editor, training: Training) -> None:
     """Add the buckets of all trained parameters and the channels that reduce them.
 
-    Parameters stand in the order in which their gradients become complete. A bucket ends where the next parameter would
-    exceed its size. Parameters of one bucket share their roles, replicas, dtypes and optimizer group.
+    Parameters stand in the order of completion of their gradients. A bucket ends before a parameter that would exceed
+    its size. Parameters of one bucket share their roles, replicas, dtypes and optimizer group.
     """
     held = holders(edit, edit.graph.program)
     if training.whole:
@@ -92,11 +92,11 @@ WHOLE = {
     "Adafactor": " (it keeps sums over rows and columns of matrices)",
     "Muon": " (it makes the updates of matrices orthogonal)",
 }
-"""The reasons for which optimizers of torch need whole parameters, as a message says them."""
+"""The reasons why optimizers of torch need whole parameters, as a message gives them."""
 
 
 def _check_whole(edit: Editor, training: Training) -> None:
-    """Raise CompileError where ranks share states, or have parts, of parameters that an optimizer needs whole."""
+    """Raise CompileError if ranks shard parameters, or their states, that an optimizer needs whole."""
     optimizer, groups = training.whole, training.whole_groups
     advice = (
         f"and {optimizer} works on whole parameters here{WHOLE.get(optimizer, '')}; use one that "
@@ -126,7 +126,7 @@ def _check_whole(edit: Editor, training: Training) -> None:
 
 
 def _shared(policy: Replication) -> Replication:
-    """Return a policy without the facts in which the parameters of a bucket may differ."""
+    """Return a policy without the settings that may differ between the parameters of a bucket."""
     return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0)
 
 
@@ -143,7 +143,7 @@ def _of_experts(policy: Replication, program: Program, param: Param) -> Replicat
 
 
 def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]]:
-    """Return the trained parameters with policy and stage, in the order in which their gradients become complete.
+    """Return the trained parameters with policy and stage, in the order of completion of their gradients.
 
     Backward runs against the program, so a gradient is complete with the first chunk that uses its parameter.
     """
@@ -208,7 +208,7 @@ def _add(edit: Editor, id: str, kind: _Kind, members: list[Param]) -> None:
 def _channel(
     edit: Editor, roles: tuple[str, ...], over: tuple[str, ...], stream: str, purpose: _Purpose
 ) -> str:
-    """Return the channel of a kind of collective, made on first use; those of one stream share one communicator."""
+    """Return the channel of a kind of collective, made on first use; channels of one stream share a communicator."""
     name = "+".join(roles) + ("/" + "+".join(over) if over else "")
     id = f"reduce.{name}.{stream}"
     edit.channels.setdefault(id, Channel(id, "group", roles, (stream,) * len(roles), over, purpose))

@@ -1,4 +1,4 @@
-"""Check that a graph is a whole training step, and add what no directive writes.
+"""Check that a graph is a whole training step, and add the nodes that no directive writes.
 
 It adds gradient buckets and their reductions, the loss weight, the gradient norm, and one Update per role.
 """
@@ -53,9 +53,9 @@ def complete(graph: Graph, training: Training) -> Graph:
 
 
 def with_buckets(graph: Graph, training: Training) -> Graph:
-    """Return the graph with every node placed and with the buckets of its parameters, but no node more.
+    """Return the graph with every node placed and with the buckets of its parameters, but without further nodes.
 
-    Buckets do not depend on the number of microbatches, so those of one are those of the plan.
+    Buckets do not depend on the number of microbatches, so the buckets of one microbatch are the buckets of the plan.
     """
     edit = _place_rest(graph).edit()
     make_buckets(edit, training)
@@ -75,7 +75,7 @@ def _update_bytes(edit: Editor, held: tuple[str, ...], training: Training) -> in
 
 
 def _updated(edit: Editor, bucket: Bucket, training: Training) -> int:
-    """Return the elements that a rank updates: of a bucket, or of its parameters where these go one by one."""
+    """Return the elements that a rank updates: of a bucket, or of its parameters if these go one by one."""
     if bucket.group in training.whole_groups:
         sizes = {p.name: bind(p.spec.numel, 0) for p in edit.graph.program.params}
         return sum(sizes[name] for name in bucket.params)
@@ -138,7 +138,7 @@ def _check_axes(graph: Graph) -> None:
 def _check_buffers(graph: Graph, averages: frozenset[str] | None) -> None:
     """Check that a buffer that the model updates gets the same values as on one device.
 
-    `averages` are those that nothing else reads and of which replica 0's count.
+    `averages` are the buffers that nothing else reads, so that the buffers of replica 0 count.
     """
     wide = any(r.over for r in graph.replication.values())
     for chunk in graph.program.chunks:
@@ -226,7 +226,7 @@ def _order_buffers(edit: Editor) -> None:
 
 
 def _meet_inside(edit: Editor) -> None:
-    """Add the channels on which the devices that share a role's chunks meet inside of steps."""
+    """Add the channels for collectives inside of steps, between the devices that share a role's chunks."""
     used: dict[str, set[str]] = {}
     for chunk in edit.graph.program.chunks:
         axes = {c.axis for step in chunk.steps.values() for c in step.collectives}
@@ -245,11 +245,11 @@ def _meet_inside(edit: Editor) -> None:
 
 
 def _share(edit: Editor) -> None:
-    """Add what brings together states that ranks share.
+    """Add the all-gathers, reduce-scatters and folds of states that ranks shard.
 
-    Parameters that are whole are gathered once, at the start of a step: in the order of their first use, which runs
-    against the order of buckets. Whole gradients are scattered once they are complete. Where gradients are shared, what
-    remains to be folded in when all are complete is a node too; `residency` adds the others.
+    If states are sharded and parameters are not, the parameters are all-gathered once, at the start of a step: in the
+    order of their first use, which is the reverse order of buckets. Whole gradients are reduce-scattered once they are
+    complete. If gradients are sharded, the last fold of a bucket is a node too; `residency` adds the others.
     """
     for bucket in reversed(list(edit.buckets.values())):
         if bucket.shard.optim and not bucket.shard.params:
@@ -287,7 +287,7 @@ def _on_bucket(
 
 
 def _reduce(edit: Editor) -> None:
-    """Add one all-reduce per bucket and holder, for buckets of which several ranks keep the same."""
+    """Add one all-reduce per bucket and holder, for buckets that several ranks keep replicated."""
     for bucket in list(edit.buckets.values()):
         for role in bucket.roles if bucket.channel else ():
             _on_bucket(edit, "reduce", "all_reduce", bucket, role, bucket.channel, "B")
@@ -380,10 +380,10 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
 
 
 def _shared_along(edit: Editor) -> tuple[str, ...]:
-    """Return the axes along which ranks share buckets; raise CompileError where they are not the same for all."""
+    """Return the axes along which ranks shard buckets; raise CompileError if they are not the same for all."""
     apart = set(
         dict(edit.graph.program.experts)
-    )  # whose ranks have different experts, of which none is shared
+    )  # whose ranks have different experts, which are not sharded
     along = {
         tuple(a for a in b.shard.optim if a not in apart): b
         for b in edit.buckets.values()

@@ -1,8 +1,8 @@
-"""Make the graph of an evaluation: the forwards of a complete training step, where they are, and what they need.
+"""Make the graph of an evaluation: the forwards of a complete training step, with their placement and their inputs.
 
-Placement, microbatches, streams and channels stay, so that parameters are used where training has them. F keeps
-nothing for a backward: it is that of the chunk's variant under the policy `FORGETS`. An Update of no buckets ends each
-role's program: it waits for what is still sent.
+Placement, microbatches, streams and channels stay, so that parameters are used where training has them. F saves nothing
+for a backward: it is the F of the chunk's variant under the policy `FORGETS`. An Update of no buckets ends each role's
+program: it waits for sends that are not done.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def forwards_alone(graph: Graph) -> Graph:
 
 
 def _needed(graph: Graph) -> set[str]:
-    """Return the ids of the nodes that forwards need: themselves, all that lead to what they read, and gathers."""
+    """Return the ids of the nodes that forwards need: themselves, all that lead to their inputs, and gathers."""
     todo = [id for id, family in graph.families.items() if any(_starts(node) for node in family)]
     found: set[str] = set()
     while todo:
@@ -67,7 +67,7 @@ def _needed(graph: Graph) -> set[str]:
 
 
 def _starts(node: Node) -> bool:
-    """Return whether a node is a forward, or brings whole parameters together for all of them."""
+    """Return whether a node is a forward, or an all-gather of a bucket's parameters."""
     match node.op:
         case Compute(step=step):
             return step == "F"
@@ -93,7 +93,7 @@ def _within(
 
 
 def forward_program(program: Program) -> Program:
-    """Return a program whose chunks have F alone, and keep nothing; equal layers share what they shared."""
+    """Return a program whose chunks have F alone, and save nothing; equal layers still share their objects."""
     known: dict[tuple[int, int], tuple[Chunk, Chunk]] = {}
     chunks = []
     for chunk in program.chunks:

@@ -1,7 +1,7 @@
-"""Add an exchange to each edge between chunks that see a value in different ways, forward and backward alike.
+"""Add an exchange to each edge between chunks that need a value in different placements, forward and backward alike.
 
-Tokens are exchanged between experts and the rest of a model, and what devices hold terms of is summed up. A value is
-exchanged once for all who read it on a role. It is exchanged where it is read: what comes from another role is received
+Tokens are exchanged between experts and the rest of a model by an all-to-all, and partial sums are all-reduced. A value
+is exchanged once for all its readers on a role. The readers' role exchanges it: a value of another role is received
 first.
 """
 
@@ -19,7 +19,7 @@ from piper_ir.program.ops import COMM, Collective, Compute, Recv
 
 
 def check_exchanges(graph: Graph) -> None:
-    """Raise CompileError where rows are not shared out along the axis of an exchange, or exchanges are missing."""
+    """Raise CompileError if rows are not split along the axis of an exchange, or exchanges are missing."""
     if lost := [axis for axis, _ in graph.program.experts if axis not in graph.exchanges]:
         raise CompileError(
             f"the program was made for devices that share experts over {lost[0]}; compile its job, "
@@ -58,7 +58,7 @@ class _Move:
     """Say along which axis a value is exchanged, and how.
 
     Attributes:
-        over: the mesh axes of the ranks that take part: those into which the axis is split.
+        over: the mesh axes of the ranks that take part: the parts of the axis, if it is split.
     """
 
     axis: str
@@ -69,7 +69,7 @@ class _Move:
 
 
 def _connect(edit: Editor, node: Node, value: str) -> None:
-    """Let a node read an exchanged value where its writer has it in another way."""
+    """Let a node read an exchanged value if its writer has it in another placement."""
     here = _side(edit, node)
     for writer, mbs in list(edit.writers_of(value, node.mbs)):
         there = _side(edit, writer)
@@ -84,9 +84,9 @@ def _connect(edit: Editor, node: Node, value: str) -> None:
 
 
 def _sum(edit: Editor, writer: Node, value: str) -> _Move | None:
-    """Return how a value is summed up of which devices hold terms; None for all others.
+    """Return the all-reduce of a value that is a partial sum; None for all other values.
 
-    What comes from another role is as it was sent, under the name of what was sent and a tail.
+    A value of another role is as it was sent, under the name of the sent value and a tail.
     """
     if not isinstance(writer.op, Compute | Recv):
         return None

@@ -1,7 +1,7 @@
-"""Keep recomputation late: an R that no order names runs when its backward could, as it would as a part of it.
+"""Keep recomputation late: an R that no order names runs when its backward could, as if it were a part of it.
 
-R needs no gradient, so that list scheduling would run it right after its forward and hold its results for long. It
-waits for what its backward waits for, by data and by order.
+R needs no gradient, so that list scheduling would run it right after its forward and hold its results for long. So it
+gets the predecessors of its backward, by data and by order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def late_recomputation(graph: Graph) -> dict[str, list[str]]:
 
 
 def _last_of_group(graph: Graph, chunk: str) -> str:
-    """Return the last of the chunks that are made again one from another, beginning with this one."""
+    """Return the last chunk of a chain of recomputations, each from the one before, beginning with this chunk."""
     while True:
         made = {v for node in graph.families.get(compute_id(chunk, "R"), ()) for v in node.writes}
         last = max([chunk, *_readers(graph, made)], key=graph.chunk_index.__getitem__)
@@ -58,7 +58,7 @@ def _readers(graph: Graph, values: Iterable[str]) -> Iterator[str]:
 
 
 def ordered_late(graph: Graph, late: Mapping[str, list[str]]) -> Mapping[tuple[At, At], int]:
-    """Return the order edges; what they put before a backward comes before its late recomputation, too."""
+    """Return the order edges; nodes that they put before a backward come before its late recomputation, too."""
     again: dict[str, list[str]] = {}
     for r, ids in late.items():
         for id in ids:

@@ -1,8 +1,8 @@
-"""Check that each step gets what its chunk asks for, before a plan is made of a graph and on the plan's chunks.
+"""Check that each step gets the inputs that its chunk asks for, before a plan is made of a graph and on its chunks.
 
-These are the rules of `piper_ir.verify` that nobody can know who writes a strategy: how capture and passes have joined
-chunks. A node stands for all microbatches in which it does the same, so the check takes little of the time to compile.
-What depends on the order of instructions is left to `verify`, which a run asks.
+These rules of `piper_ir.verify` do not depend on the strategy, but on how capture and passes have joined chunks. A node
+stands for all microbatches with the same work, so the check takes little of the time to compile. Rules about the order
+of instructions are left to `verify`, which a run calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from piper_ir.verify import check_joined
 
 AxisNames = frozenset[str]
 SummedValue = tuple[str, AxisNames, AxisNames]
-"""A value, the axes over which it is summed, and those along which it was exchanged with experts."""
+"""A value, the axes that it is summed over, and the axes along which it was exchanged with experts."""
 NOWHERE: AxisNames = frozenset()
 ADVICE = (
     "This is a defect of Piper, or of a directive of your own; please report it, with the "
@@ -31,7 +31,7 @@ ADVICE = (
 
 
 def check_wiring(graph: Graph) -> None:
-    """Raise CompileError where a step reads anything but what its chunk asks for, as rule R27 has it of a plan."""
+    """Raise CompileError if a step reads another value than its chunk asks for, as rule R27 has it of a plan."""
     asked = _Asked(graph)
     for mb in _unlike(graph):
         values = _Values(graph, range(mb, mb + 1))
@@ -49,13 +49,13 @@ def check_wiring(graph: Graph) -> None:
 
 
 def check_chunks(plan: Plan) -> None:
-    """Raise CompileError where the chunks of a plan do not fit each other, by the rules of `check_joined`."""
+    """Raise CompileError if the chunks of a plan do not fit each other, by the rules of `check_joined`."""
     for violation in check_joined(plan)[:1]:
         raise CompileError(f"the plan would not be valid: {violation}. {ADVICE}")
 
 
 def _unlike(graph: Graph) -> Iterator[int]:
-    """Yield one microbatch of each kind: those of a kind are in the same nodes."""
+    """Yield one microbatch of each kind: microbatches of a kind are in the same nodes."""
     each = {node.mbs: node.each for node in graph.sequence if node.mbs is not None}
     seen: set[tuple[bool, ...]] = set()
     for mb in range(graph.microbatches):
@@ -73,7 +73,7 @@ class _Values:
         self._known: dict[str, Counter[SummedValue]] = {}
 
     def terms(self, value: str) -> Counter[SummedValue]:
-        """Return of what a value is the sum."""
+        """Return the terms that a value is the sum of, each with its count."""
         found = self._known.get(value)
         if found is None:
             found = self._known[value] = self._terms(value)
@@ -109,7 +109,7 @@ class _Values:
 
 
 class _Asked:
-    """Say what the ports of steps ask for: another chunk's output, or the gradients of all that read their own."""
+    """Find the values that the ports of steps ask for: another chunk's output, or the gradients of all its readers."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph, self._tangents = graph, _tangents(graph)
@@ -149,7 +149,7 @@ class _Asked:
 
 
 def _tangents(graph: Graph) -> dict[str, list[str]]:
-    """Return for each output's tangent the gradients that those who read the output write."""
+    """Return for each output's tangent the gradients that the readers of the output write."""
     found: dict[str, list[str]] = {}
     for chunk in graph.program.chunks:
         written = {port for sig in chunk.steps.values() for port in sig.writes}

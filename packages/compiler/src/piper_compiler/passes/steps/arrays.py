@@ -1,4 +1,4 @@
-"""Define columns of numbers: numpy's arrays of 64-bit integers, and what the passes do with them."""
+"""Define columns of numbers: numpy's arrays of 64-bit integers, and operations on them for the passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def int_array(values: Iterable[int]) -> Ints:
 
 
 def run_starts(lengths: Ints) -> Ints:
-    """Return where each run begins, for consecutive runs of these lengths."""
+    """Return the start of each run, for consecutive runs of these lengths."""
     return np.cumsum(lengths) - lengths
 
 

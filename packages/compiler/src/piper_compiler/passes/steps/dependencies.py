@@ -31,7 +31,7 @@ class Dependencies:
     """Number every node in every microbatch, and hold the edges between the numbers.
 
     Attributes:
-        nodes: the nodes in the order in which they were made.
+        nodes: the nodes in the order of their creation.
         starts: the first number of each of `nodes`; its microbatches follow one after the other.
         of: by number, the index in `nodes`.
         mb: by number, the microbatch; -1 for the whole step.
@@ -128,7 +128,7 @@ def meeting(a: Node, b: Node) -> tuple[Ints, Ints]:
 def _join(
     source: Ints, target: Ints, found: Iterable[tuple[int, ...]]
 ) -> tuple[Ints, Ints, dict[int, tuple[int, ...]]]:
-    """Let the numbers of each span wait for what any of them waits for, and not for each other."""
+    """Give the numbers of each span the predecessors of all of them, but not each other."""
     out: dict[int, tuple[int, ...]] = {}
     more: list[tuple[int, int]] = []
     for span in found:
@@ -143,7 +143,7 @@ def _join(
 
 
 _EARLIER = {"B": ("R", "F"), "R": ("F",), "I": ("R", "F"), "W": ("I", "R", "F")}
-"""The steps of a chunk that each step follows, of which the first that there is counts."""
+"""The steps of a chunk that each step follows: only the first of them that exists counts."""
 
 
 class _Edges:
@@ -231,7 +231,7 @@ class _Edges:
             for k in self._with(node, id)
             if v in self.nodes[k].writes
         ]
-        if node.mbs is None:  # it reads what its own role has
+        if node.mbs is None:  # it reads values of its own role
             made = [k for k in made if self.nodes[k].mbs is None or self.nodes[k].role == node.role]
         return made
 
@@ -244,7 +244,7 @@ class _Edges:
         ]
 
     def _late(self, node: Node, op: Compute) -> list[int]:
-        """Return what a late R waits for with its backward."""
+        """Return the predecessors of a backward that its late R waits for, too."""
         backward = self.late.get(node.id, ())
         links = [
             j for id in backward for k in self._with(node, id) for j in self._links(self.nodes[k])
@@ -258,7 +258,7 @@ class _Edges:
         if isinstance(op, Compute):
             if op.step == "F":
                 return self._gathers(node, op)
-            # The step before it, also where it reads nothing of that.
+            # The step before it, even if it reads no value of that step.
             found = (self._with(node, compute_id(op.chunk, step)) for step in _EARLIER[op.step])
             own = next(filter(None, found), [])
             return [*own, *self._late(node, op)] if op.step == "R" else own
@@ -275,7 +275,7 @@ class _Edges:
 
 
 class _StateEdges:
-    """Find what the ops on gradient buckets and parameters must come after, node by node."""
+    """Find the predecessors of the ops on gradient buckets and parameters, node by node."""
 
     def __init__(
         self, nodes: tuple[Node, ...], accumulators: dict[tuple[str, str], list[int]]
@@ -375,7 +375,7 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
 
 
 def _reason_of_span(graph: Graph, deps: Dependencies, later: int) -> str:
-    """Return why a span waits: it waits for what any of its nodes waits for."""
+    """Return why a span waits: it waits for the predecessors of all its nodes."""
     names = [deps.name(i) for i in deps.spans[later]]
     group = next(g for g in graph.overlaps if (deps.node(later).id, deps.mb[later]) in g.nodes)
     return (
@@ -411,5 +411,5 @@ def _position(graph: Graph, at: At) -> tuple[int, int, int, str]:
 
 
 def given(program: Program) -> bool:
-    """Return whether chunks have durations of their own; then what overlaps runs as one instruction."""
+    """Return whether chunks have durations of their own; then the members of an overlap run as one instruction."""
     return all(chunk.steps["F"].cost.seconds is not None for chunk in program.chunks)

@@ -35,7 +35,7 @@ class WaitEdges:
 
 @dataclass(frozen=True)
 class IssueStreams:
-    """Find what instructions wait for, and keep no more of a draft than that needs: finished plans hold this.
+    """Find the waits of instructions, with no more of a draft than that needs: finished plans hold this.
 
     Attributes:
         stream_of: by instruction, the index of its stream.
@@ -46,9 +46,9 @@ class IssueStreams:
     alphabet: Ints
 
     def needed(self, waits: WaitEdges) -> WaitEdges:
-        """Return what each instruction must wait for, by instruction and ordered by stream name.
+        """Return the instructions that each instruction must wait for, by instruction and ordered by stream name.
 
-        It is the last instruction of each other stream, unless an earlier instruction of the waiter's own stream has
+        On each other stream it is the last of its waits, unless an earlier instruction of the waiter's own stream has
         waited for that already.
         """
         stream, waiter, target = self.stream_of, waits.waiter, waits.target
@@ -65,7 +65,7 @@ class IssueStreams:
         return WaitEdges(waiter[order], target[order])
 
     def waits_of(self, needed: WaitEdges) -> tuple[tuple[int, ...], ...]:
-        """Return for each instruction those that it waits for."""
+        """Return for each instruction the instructions that it waits for."""
         out: list[tuple[int, ...]] = [()] * len(self.stream_of)
         for i, one in zip(needed.waiter.tolist(), zip(needed.target.tolist()), strict=True):
             out[i] = out[i] + one if out[i] else one
@@ -80,8 +80,8 @@ class Draft:
         offsets: the instructions of role r are `offsets[r] : offsets[r + 1]`.
         tasks: the nodes that each instruction runs.
         computed: by instruction, how many computing instructions of its role stand before it.
-        place: by instruction, the place of its first node in the order in which nodes are scheduled.
-        orders: what each role issues, stream by stream.
+        place: by instruction, the place of its first node in the schedule's order of nodes.
+        orders: the instructions that each role issues, stream by stream.
         bare: streams and rendezvous of the instructions, without waits.
         waits: the waits that edges ask for, some of them redundant.
     """
@@ -109,9 +109,9 @@ class Draft:
     def prepared(
         self, needed: WaitEdges, waits: tuple[tuple[int, ...], ...], *keys: Ints | Flags
     ) -> Prepared:
-        """Return the DAG of the draft with these waits; PlanError where there is none.
+        """Return the DAG of the draft with these waits; raise PlanError if they form a cycle.
 
-        Where the instructions in the order of the keys are in topological order, that is the order of the DAG.
+        If the instructions in the order of the keys are in topological order, that is the order of the DAG.
 
         Args:
             needed: the waits.
@@ -125,7 +125,7 @@ class Draft:
 
     @cached_property
     def scheduled(self) -> tuple[Ints, Ints]:
-        """Return keys by which the instructions stand about as they were scheduled.
+        """Return sort keys that put the instructions nearly into their scheduled order.
 
         A transfer is scheduled when it can be sent. In a plan it also waits for its buffer, and for the transfers
         before it on its streams.
@@ -153,7 +153,7 @@ class Draft:
 
     @cached_property
     def issue(self) -> IssueStreams:
-        """Return the streams by themselves, to which waits refer."""
+        """Return the streams by themselves, for the waits."""
         return IssueStreams(self.stream_of, self._alphabet)
 
     @cached_property

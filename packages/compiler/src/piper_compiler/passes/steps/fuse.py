@@ -1,8 +1,8 @@
 """Join neighbouring compute of one role, microbatch and phase into one instruction.
 
 Compute nodes are joined unless something lies between them: communication that must start after the first (its value is
-sent, or it was the last to add into a bucket that is reduced) or must end before the second (it is the first to read
-what was received or reduced). Parts keep their order, so results are bit-equal. A span is always one instruction.
+sent, or it was the last to add into a bucket that is reduced) or must end before the second (it is the first to read a
+received or reduced value). Parts keep their order, so results are bit-equal. A span is always one instruction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tasks:
 
     Attributes:
         nodes: all nodes that compute, in order; task t runs `nodes[first[t] : first[t + 1]]` in turn.
-        first: where the nodes of each task begin.
+        first: the index in `nodes` of each task's first node.
         role: the role of each task.
         counts: how many tasks each role has.
         number: by node, its task counted within the role; -1 for communication.

@@ -50,10 +50,10 @@ class _Shape:
     Values are numbered in one sequence: the reads of the node, its writes, and `own`.
 
     Attributes:
-        own: by port, what F keeps and what I hands to W, whether or not W is a node of its own.
+        own: the ports of F's saved tensors and of values that I hands to W, whether or not W is a node of its own.
         made: picks the values that this step writes.
-        kinds: size and category of those.
-        steps: for each part its step, which values it reads, which it writes, and which of its own no later step reads.
+        kinds: size and category of these values.
+        steps: for each part its step, and picks of its reads, its writes and its own values that no later step reads.
     """
 
     own: tuple[str, ...]
@@ -64,7 +64,7 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """Hold a part and what happens to its values.
+    """Hold a part and the fate of its values.
 
     Attributes:
         reads: the values among its reads that another node may use.
@@ -81,8 +81,8 @@ class Made:
 class PartMaker:
     """Make parts and the table of bound values, and say how long instructions take.
 
-    `rows` are those of one microbatch on one rank. `shares` is how many such microbatches a batch has: microbatches
-    times data-parallel width.
+    `rows` is the number of rows of one microbatch on one rank. `shares` is the number of such microbatches in a batch:
+    microbatches times data-parallel width.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PartMaker:
         self.bound: dict[
             int, TensorSpec
         ] = {}  # by the id of a spec of the graph, which layers share
-        self.shapes: dict[tuple[object, ...], _Shape] = {}  # by what equal layers share
+        self.shapes: dict[tuple[object, ...], _Shape] = {}  # by the key that equal layers share
         self.made: dict[
             int, list[Made]
         ] = {}  # by the identity of a node, whose parts differ in the values that they hold
@@ -134,7 +134,7 @@ class PartMaker:
         return Made(part, (), (number,), ())
 
     def node(self, node: Node, held: HeldValues = ()) -> list[Made]:
-        """Return the parts of a node, each with those of the values `held` that it uses."""
+        """Return the parts of a node, each with the values among `held` that it uses."""
         if isinstance(node.op, Compute):
             if not held:
                 return self._compute(node, node.op)

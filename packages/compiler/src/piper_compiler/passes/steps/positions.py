@@ -5,7 +5,7 @@ communication, are projections of one order, as NCCL needs (R20-issue-order of `
 
 - a send or a collective comes right after the compute that it needs;
 - a receive comes `recv_ahead` compute instructions before its first reader, or as early as possible without bytes;
-- neither comes so late that what follows it would be late.
+- neither comes so late that the communication after it would be late.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def positions(
     meets = c.place[nodes].copy()
     meets[receive] = c.place[
         c.source[c.first[nodes[receive]]]
-    ]  # a receive stands where its send does
+    ]  # a receive stands at the place of its send
     order = np.lexsort((c.place[nodes], meets, c.role[nodes]))
     nodes, receive = nodes[order], receive[order]
     early = c.each(_early(graph, deps, recv_ahead))[nodes]
@@ -73,7 +73,7 @@ def positions(
 
 
 def _urgent(graph: Graph, node: Node, op: Collective) -> bool:
-    """Return whether compute soon needs what a collective writes, unlike what is reduced for the end of the step."""
+    """Return whether compute soon needs the result of a collective, unlike a reduction for the end of the step."""
     return op.law.state == "param" or (
         bool(node.writes) and (not op.law.in_place or graph.channels[op.channel].purpose == "terms")
     )

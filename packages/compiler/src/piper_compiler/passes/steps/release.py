@@ -42,7 +42,7 @@ class Uses:
 
 @dataclass(frozen=True)
 class Releases:
-    """Say which values are freed and where.
+    """Say which values are freed, and by which part or instruction.
 
     Attributes:
         freed: an entry for each value that dies after a part, by part.
@@ -87,7 +87,7 @@ def releases(draft: Draft, uses: Uses, times: Times, buffers: tuple[Ints, Ints])
     late, known = sent[~kept], np.ones(uses.values, np.bool_)
     known[late] = False
     freed = np.flatnonzero((last >= 0) & known)
-    order = first[freed] + len(uses.value)  # what is sent stands before the others
+    order = first[freed] + len(uses.value)  # sent values stand before the others
     order[np.searchsorted(freed, sent[kept])] = rank[kept] - len(uses.sent)
     by_part = np.lexsort((order, last[freed]))
     by_instr = np.lexsort((rank[~kept], dies[~kept]))
@@ -118,10 +118,10 @@ def _first_after(draft: Draft, start: np.ndarray, ends: np.ndarray, latest: Ints
 
 
 def _bounded(draft: Draft, sent: Ints, latest: Ints, buffer: Ints, maker: Ints) -> Ints:
-    """Return for each sent value before which instruction it dies at the latest, however long its scatter takes.
+    """Return for each sent value the instruction that it must die before, however long its scatter takes.
 
     A role has one scatter under way while it fills another buffer: a buffer dies before the first that is made when the
-    next scatter has begun. What is no buffer is not bounded.
+    next scatter has begun. Values other than buffers are not bounded.
     """
     out = np.full(len(sent), np.iinfo(np.int64).max)
     for first, end in pairwise(draft.offsets):

@@ -1,12 +1,12 @@
-"""Add what sharded buckets need once the compute of every role is in order: gathers, buffers, scatters and folds.
+"""Add the nodes for sharded buckets once the compute of every role is in order: gathers, buffers, scatters, folds.
 
 Everything here is local to a role, since the ranks that share its buckets run the same program. So nodes are added
 behind scheduling, each next to the compute that it belongs to:
 
     gather    all parameters of a bucket, `prefetch` uses ahead of their first use in a window; F and I use them
     fresh     a buffer for all gradients of a bucket, right before the first who adds to it in a window
-    scatter   the buffer's sum over ranks, each part to the rank that keeps it, right after the last who adds
-    fold      adds that part to what the rank keeps, once the scatter should have ended, so that nothing waits for it
+    scatter   the buffer's sum over ranks, each shard to the rank that keeps it, right after the last who adds
+    fold      adds that shard to the rank's own, once the scatter should have ended, so that nothing waits for it
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HeldValues = tuple[tuple[Category, str, str], ...]
 
 @dataclass(frozen=True)
 class Scheduled:
-    """Hold the nodes of a graph in the order in which they are scheduled.
+    """Hold the nodes of a graph in scheduled order.
 
     Attributes:
         deps: the nodes' numbers and edges.
@@ -57,7 +57,7 @@ def residency(
     starts: Sequence[float],
     seconds: Sequence[float],
 ) -> Scheduled:
-    """Return the scheduled graph with what its sharded buckets need.
+    """Return the scheduled graph with the nodes for its sharded buckets.
 
     `starts` and `seconds` are the canonical start and duration of each number that computes.
     """
@@ -83,7 +83,7 @@ def residency(
 
 
 class _Uses:
-    """Say which sharded buckets a step of a chunk reads gathered, and to whose buffers it adds."""
+    """Find the sharded buckets whose gathered parameters a step of a chunk reads, or whose gradients it adds to."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -91,7 +91,7 @@ class _Uses:
         self._known: dict[tuple[str, str, bool], tuple[tuple[str, ...], tuple[str, ...]]] = {}
 
     def of(self, op: Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the buckets read and added to."""
+        """Return the buckets that an op reads, and the buckets that it adds to."""
         if not isinstance(op, Compute):
             return (), ()
         key = op.variant, op.step, op.apart
@@ -120,7 +120,7 @@ class _New:
 
     Attributes:
         id: the id of the node; windows of one microbatch share it.
-        mbs: the microbatches, in the order in which `numbers` were asked for; None: one node of the whole step.
+        mbs: the microbatches, in the order of `key`; None: one node of the whole step.
     """
 
     id: str
@@ -130,7 +130,7 @@ class _New:
 
 
 class _Adder:
-    """Collect nodes and where they stand, and return the graph with them."""
+    """Collect nodes and their positions, and return the graph with them."""
 
     def __init__(self, graph: Graph, deps: Dependencies) -> None:
         self.graph, self.deps = graph, deps
@@ -237,7 +237,7 @@ class _Role:
         self.ids: dict[tuple[str, str, int], str] = {}  # of nodes that are in one microbatch
 
     def _policies(self) -> dict[str, Replication]:
-        """Return what the strategy says of each bucket."""
+        """Return the replication policy of each bucket."""
         graph, out = self.adder.graph, dict[str, Replication]()
         home = {p: b.id for b in self.buckets for p in b.params}
         for chunk in graph.program.chunks:
@@ -416,7 +416,7 @@ class _Role:
 
 
 def _ending(ops: Sequence[Op]) -> list[int]:
-    """Return for each index, and the one behind the last, the first from there on that does not compute a chunk."""
+    """Return for each index, and the one behind the last, the next op from there on that does not compute a chunk."""
     out = [len(ops)]
     for k in reversed(range(len(ops))):
         out.append(out[-1] if isinstance(ops[k], Compute) else k)

@@ -1,7 +1,7 @@
 """Make the instructions of a draft as templates: instructions that differ in their microbatch only are made once.
 
-The values that die in an instruction, and the order in which a part frees them, may differ between microbatches. So
-`Drafted` holds the templates before that is known, and `programs` returns those of the plan.
+The values that die in an instruction, and their order in a part, may differ between microbatches. So `Drafted` holds
+the templates before that is known, and `programs` returns the templates of the plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from piper_ir.plan.plan import COMPUTE
 from piper_ir.program.ops import Fresh
 
 _Like = int | tuple[int, HeldValues]
-"""A node, with what it holds in place of states if it does."""
+"""A node, with the values that it holds in place of states, if any."""
 
 Dying = tuple[tuple[int, int, bool], ...]
 """The shared values that die in an instruction, each as (part, number in microbatch 0, sent).
@@ -47,19 +47,19 @@ class _Template:
     seconds: float
     given: float | None
     touched: list[tuple[int, int]]
-    """The parts, each with the shared values that it writes, then those that it reads."""
+    """The parts, each with the shared values that it writes, then the ones that it reads."""
     aheads: tuple[int, ...] = (0,)
     """The microbatches of its parts, relative to the instruction's."""
 
 
 @dataclass(eq=False, slots=True)
 class _Trace:
-    """Record what a microbatch has done on a role so far.
+    """Record the instructions of a microbatch on a role so far.
 
     Attributes:
         order: the values that it has touched, in the order of first touch.
         then: the next trace, by template.
-        known: the templates of the plan that end here, by what dies in them.
+        known: the templates of the plan that end here, by the values that die in them.
     """
 
     order: dict[int, int] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Drafted:
         used: the template of each instruction.
         mb: its microbatch.
         uses: how instructions use shared values.
-        times: those of a run without frees.
+        times: the times of a run without frees.
         first_part: the number of each computing instruction's first part.
         instr_of_part: the instruction of each such part.
     """
@@ -129,11 +129,11 @@ class Drafted:
         return self.times.makespan
 
     def prepared(self, freed: Releases) -> Prepared:
-        """Return what `piper_ir.fold.timing.prepare` makes of the plan.
+        """Return the DAG that `piper_ir.fold.timing.prepare` makes of the plan.
 
-        A value is freed by what starts late enough in the run without frees. So nearly all instructions stand in the
-        order in which they start there; of those that start together, communication comes first, and what belongs to
-        the whole step last.
+        A value is freed by an instruction that starts late enough in the run without frees. So nearly all instructions
+        are in the order of their starts there. Of instructions that start together, communication comes first, and
+        nodes of the whole step come last.
         """
         waits, whole, draft = self._waits(freed), self.mb < 0, self.draft
         keys = np.array(self.times.start), whole, whole | ~draft.channelled, *draft.scheduled
@@ -280,7 +280,7 @@ class Drafted:
         waits = self._waits(freed)
         final = _Final(self, freed)
         maker, made = self._buffers()
-        there: Flags = maker >= 0  # what is not made by an instruction is there from the start
+        there: Flags = maker >= 0  # other values are there from the start
         mbs = self.mb.tolist()
         out = []
         for r, (a, b) in enumerate(pairwise(self.draft.offsets)):
@@ -292,9 +292,9 @@ class Drafted:
         return out
 
     def _buffers(self) -> tuple[Ints, Ints]:
-        """Find where receive buffers and results of reductions are made: by buffer, the instruction and the value.
+        """Find the makers of receive buffers and results of reductions: by buffer, the instruction and the value.
 
-        They are made right after the latest instruction that computes before the receive is posted. Those that are
+        They are made right after the latest instruction that computes before the receive is posted. Buffers that are
         there before the first such instruction of role r have -1 - r in its place.
         """
         draft = self.draft
@@ -312,7 +312,7 @@ class Drafted:
 
 
 class _Final:
-    """Make the templates of the plan: the drafted ones, with what each part frees."""
+    """Make the templates of the plan: the drafted ones, with the frees of each part."""
 
     def __init__(self, drafted: Drafted, freed: Releases) -> None:
         self.drafted = drafted
@@ -320,7 +320,7 @@ class _Final:
         self.start = _Trace()
 
     def _dying(self, freed: Releases) -> list[Dying]:
-        """Return what dies in each instruction that computes."""
+        """Return the values that die in each instruction that computes."""
         d = self.drafted
         instr = d.instr_of_part[freed.after]
         part = freed.after - d.first_part[instr]

@@ -1,4 +1,4 @@
-"""Show what each instruction of a plan waits for, found when someone asks."""
+"""Show the waits of each instruction of a plan, found when someone asks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class LazyWaits:
 
     @cached_property
     def needed(self) -> WaitEdges:
-        """Return what each instruction must wait for."""
+        """Return the instructions that each instruction must wait for."""
         return self._streams.needed(self._waits)
 
     @cached_property
     def by_instr(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each instruction those that it waits for."""
+        """Return for each instruction the instructions that it waits for."""
         return self._streams.waits_of(self.needed)
 
     def of(self, a: int, b: int) -> RoleWaits:

@@ -1,6 +1,6 @@
 """Put the nodes of a DAG in topological order by keys that nearly give one, which is faster than to look for an order.
 
-`piper_ir.fold.timing.with_waits` looks for one, whatever the DAG, and names the deadlock where there is none.
+`piper_ir.fold.timing.with_waits` looks for one, whatever the DAG, and names the deadlock if there is none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Walks:
         self._first = self._before >= n
 
     def by(self, waiter: Ints, target: Ints, keys: Sequence[np.ndarray]) -> list[int] | None:
-        """Return the nodes that stand for all by these keys, the first of which counts most.
+        """Return the nodes that stand for all, sorted by these keys, of which the first counts most.
 
         The result is None when that is no topological order. Only the keys of nodes that stand for others count.
 

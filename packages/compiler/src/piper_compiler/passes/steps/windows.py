@@ -1,7 +1,7 @@
-"""Decide from when to when a role keeps the buckets that its compute uses one after the other: a cache, planned ahead.
+"""Decide when a role fetches and drops the buckets that its compute uses one after the other: a cache, planned ahead.
 
-All uses are known, so what makes room is what is used again last (Belady, A study of replacement algorithms for a
-virtual-storage computer, 1966). A *window* is a run of uses of a bucket between which it is kept.
+All uses are known, so the bucket that is used again last makes room (Belady, A study of replacement algorithms for a
+virtual-storage computer, 1966). A *window* is a run of uses of a bucket that stays in between.
 """
 
 from __future__ import annotations

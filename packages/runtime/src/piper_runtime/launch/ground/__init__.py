@@ -1,4 +1,4 @@
-"""Hold requests, results, options and reports of a run, and what watches one.
+"""Hold requests, results, options and reports of a run, and its watch.
 
 May import: nothing of the launchers.
 """

@@ -24,7 +24,7 @@ class Interrupt:
 def at_step_end() -> Iterator[Interrupt]:
     """Hold back an interrupt inside the block, for PATIENCE_S at most; a second one goes through at once.
 
-    Where interrupts are ignored, and outside of the main thread, which alone receives them, nothing is held back.
+    If interrupts are ignored, or outside of the main thread, which alone receives them, nothing is held back.
     """
     before = signal.getsignal(signal.SIGINT)
     found = Interrupt()

@@ -17,11 +17,11 @@ from piper_runtime.rank.values.scalars import metrics_of, step_loss
 OnStep = Callable[[StepRecord], object]
 """A function that a caller wants to be called with every finished step."""
 OnSave = Callable[[SaveDone], object]
-"""A function that is called with what each rank has written of a checkpoint."""
+"""A function that is called with each rank's report on its file of a checkpoint."""
 
 
 def evaluated(record: StepRecord, metrics: Mapping[str, Callable[..., Any]]) -> dict[str, float]:
-    """Return what the evaluation after a step has found, with those of a job's metrics that are functions of its loss.
+    """Return the values of the evaluation after a step, with the job's metrics that are functions of its loss.
 
     One that fails is left out, with a warning: training is worth more.
     """
@@ -67,7 +67,7 @@ class Progress:
             self._next += 1
 
     def saved(self, done: SaveDone) -> None:
-        """Hand on what one rank has written of a checkpoint."""
+        """Hand on one rank's report on its file of a checkpoint."""
         if self._on_save is not None:
             self._on_save(done)
 
@@ -98,9 +98,9 @@ class Progress:
         )  # fmt: skip
 
     def _evaluation(self, found: Mapping[int, StepDone]) -> dict[str, float]:
-        """Return the loss and the metrics of the evaluation after a step; nothing where there was none.
+        """Return the loss and the metrics of the evaluation after a step; nothing if there was none.
 
-        Each microbatch of its batches has the rows of one of training, so that their number says how many batches.
+        A microbatch of an evaluation has as many rows as one of training, so the number of batches follows from theirs.
         """
         evaluated = [found[rank].evaluated for rank in sorted(found)]
         count = max((len(scalars.get("loss", ())) for scalars in evaluated), default=0)

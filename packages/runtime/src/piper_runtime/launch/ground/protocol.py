@@ -54,11 +54,11 @@ class Request:
         params: initial parameters that the role holds, or how a rank makes or reads them (`LazyTensors`).
         buffers: initial buffers that the role holds, likewise.
         seed: seed of random operations.
-        options: how the run goes.
+        options: the options of the run.
         restore: the state from which the run goes on; None: it begins with `params` and `buffers`.
-        device: the kind of device that runs take where the request is made.
+        device: the kind of device of runs in the process that makes the request.
         evaluation: how the model is evaluated; None: not at all.
-        draws: by what random numbers are drawn.
+        draws: the way of drawing random numbers, "rows" or "microbatches".
     """
 
     plan: bytes
@@ -86,7 +86,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Notice:
-    """Tell the launcher what its caller is to be warned of."""
+    """Tell the launcher a warning for its caller."""
 
     text: str
 

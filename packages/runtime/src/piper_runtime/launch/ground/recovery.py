@@ -1,4 +1,4 @@
-"""Decide whether a run that failed is started again, and keep what it has done until then."""
+"""Decide whether a failed run is started again, and keep the records of its steps until then."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ class Restart:
     Attributes:
         step: the first step that was not finished.
         error: the class of the error.
-        message: what was wrong, with rank and instruction.
-        lost: the ranks whose process died; empty where a rank raised or hung.
-        resumed: the step with which the run went on.
+        message: the message of the error, with rank and instruction.
+        lost: the ranks whose process died; empty if a rank raised or hung.
+        resumed: the first step after the restart.
         ranks: how many ranks went on.
-        seconds: from the moment at which the failure was known to the end of the next step; None where no step was
-            left.
-        source: from which state it went on: a checkpoint, host snapshots with their ranks, or the beginning.
+        seconds: from the moment at which the failure was known to the end of the next step; None if no step was left.
+        source: the state that it went on from: a checkpoint, host snapshots with their ranks, or the beginning.
     """
 
     step: int
@@ -58,11 +57,11 @@ OnRestart = Callable[[Restart], object]
 
 @dataclass(frozen=True)
 class RecoveryOptions:
-    """Say what is done about failures.
+    """Hold the reaction to failures.
 
     Attributes:
         restarts: how many times a run is started again, at most.
-        replan: gives a plan for fewer ranks, where each rank that died takes its device with it; None: the same plan.
+        replan: gives a plan for fewer ranks, if each rank that died takes its device with it; None: the same plan.
         on_restart: called before the run goes on.
     """
 
@@ -71,7 +70,7 @@ class RecoveryOptions:
     on_restart: OnRestart | None = None
 
     def check(self, gradients: bool) -> None:
-        """Raise JobError when these options cannot be, alone or with `gradients`."""
+        """Raise JobError when these options are impossible, alone or with `gradients`."""
         if (
             isinstance(self.restarts, bool)
             or not isinstance(self.restarts, int)
@@ -91,7 +90,7 @@ class RecoveryOptions:
 
 
 class Recovery:
-    """Follow a run over its attempts: which steps are done, what has failed, and how many devices are left.
+    """Follow a run over its attempts: the steps done, the failures, and the number of devices left.
 
     A step that is done again after a failure counts once: its first record stays, and `on_step` does not hear it twice.
     """
@@ -123,7 +122,7 @@ class Recovery:
             self._on_step(record)
 
     def records(self, found: Iterable[StepRecord]) -> list[StepRecord]:
-        """Return the steps of the whole run, given those of its last attempt."""
+        """Return the records of the whole run, given the records of its last attempt."""
         return sorted(({r.step: r for r in found} | self._records).values(), key=lambda r: r.step)
 
     def check(self, error: PiperError) -> None:
@@ -154,7 +153,7 @@ class Recovery:
         )
 
     def _ended(self, error: PiperError, why: str) -> PiperError:
-        """Return the error with which the run ends, which also says why and what has been tried."""
+        """Return the error that ends the run, with the reason and the restarts so far."""
         tried = ""
         if self.restarts:
             times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
@@ -175,8 +174,8 @@ class Recovery:
     ) -> tuple[Plan, ExportedCode]:
         """Return the plan of the next attempt, with its code; `room` tells for how many ranks the workers have room.
 
-        Where devices are lost for good and too few are left, it is one for fewer ranks. Raises the error again when
-        there is none.
+        If devices are lost for good and too few are left, it is one for fewer ranks. Raises the error again when there
+        is none.
         """
         if self._options.replan is None:
             return plan, code
@@ -193,14 +192,14 @@ class Recovery:
 
     @contextmanager
     def ending(self, error: PiperError, what: str = "The run") -> Iterator[None]:
-        """Raise the error of an attempt again where what is tried inside, to go on, fails."""
+        """Raise the error of an attempt again if the block, which tries to go on, fails."""
         try:
             yield
         except PiperError as none:
             raise self._ended(error, f"{what} cannot go on: {none}") from none
 
     def goes_on(self, error: PiperError, resumed: int, plan: Plan, where: str) -> None:
-        """Note that the run goes on with a step, and say so; `where` says from which state."""
+        """Record that the run goes on with a step, and warn of it; `where` names the state that it goes on from."""
         restart = Restart(
             self.next,
             type(error).__name__,

@@ -32,12 +32,12 @@ class StepRecord:
     Attributes:
         step: its number; a run that was resumed goes on with the numbers of the run before.
         loss: the loss over the global batch.
-        step_s: wall seconds since the step before it was done on the slowest rank; of the first, since all ranks were
+        step_s: wall seconds since the step before it was done on the slowest rank; for the first, since all ranks were
             ready.
         batch_s: seconds of waiting for Job.batch, of the rank that waited most.
-        experts: by module of experts the tokens that chose each, with `mean`, `max` and `overflow`; empty where a model
+        experts: by module of experts the tokens that chose each, with `mean`, `max` and `overflow`; empty if a model
             counts none (`piper_ir.ground.expert_tokens`).
-        gradient_norm: the norm of the gradient before it was clipped; None where Job.clip_norm is None.
+        gradient_norm: the norm of the gradient before it was clipped; None if Job.clip_norm is None.
         learning_rates: the learning rates of the optimizer's groups.
         metrics: the values of Job.metrics that are functions of outputs.
         evaluation: the loss and these metrics on Job.eval_data; empty after steps without an evaluation.
@@ -83,18 +83,18 @@ class RankReport:
         gradients: per step, as the optimizer saw them.
         spans: the last step's instructions with their begin and end; empty when not asked for.
         memory: memory in the measured step; None when not asked for.
-        states: parameters and buffers after the last step, of which the rank has all.
-        shared_states: the rank's parts of those that it shares, by bucket.
-        shared_gradients: per step, its parts of the gradients of these.
+        states: parameters and buffers after the last step that the rank holds whole.
+        shared_states: the rank's shards of the parameters that it shares, by bucket.
+        shared_gradients: per step, its shards of their gradients.
         clock_error_s: the error of times from another machine against the launcher's clock.
         batch_s: per step the seconds of waiting for Job.batch.
         waits: of the last step, see `piper_runtime.rank.batches.feed.Feed`.
-        first_step: the number of the step that was done first.
+        first_step: the number of the first step.
         expert_tokens: per step the buffers that count tokens of experts.
         updates: per step the norm of the gradient and the learning rates.
         evaluations: by step, the scalars of the evaluation after it and its seconds.
         core_s: per step the seconds in which the issuing thread could run and waited for a core.
-        threads_s: the same of all threads of the rank together, in the mean step after the warm-up.
+        threads_s: these seconds for all threads of the rank together, in the mean step after the warm-up.
         handed_on: the number of steps whose results the launcher has taken, and which are not kept here any more.
     """
 
@@ -209,7 +209,7 @@ def aligned(message: Any, ahead: float, error_s: float) -> Any:
 def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:
     """Return a counter that already holds the states of a rank; `alone` if no other rank is in this process.
 
-    On CUDA it counts what the kernels of piper's ops hold inside, as plans for CUDA do (`Plan.device`).
+    On CUDA it counts the workspace of the kernels of piper's ops, as plans for CUDA do (`Plan.device`).
     """
     cuda = rank.device.type == "cuda"
     counter = (

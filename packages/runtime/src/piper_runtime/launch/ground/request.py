@@ -61,7 +61,7 @@ def make_requests(
 
 
 def _shipped(plan: Plan, role: RolePlan, code: ExportedCode) -> dict[str, dict[str, ShippedCode]]:
-    """Return the code that a role executes, in the form in which it travels."""
+    """Return the code that a role executes, in the form that travels to workers."""
     found: dict[str, dict[str, ShippedCode]] = {}
     for code_id, step in (
         *used_code(plan, role),

@@ -33,11 +33,11 @@ class Run(Brief):
         memory: bytes alive in each instruction; empty when not asked for.
         batch_s: of step_s, the seconds of waiting for Job.batch, of the rank that waited most.
         first_step: the number of the step that `losses` begins with.
-        restarts: what failed while the run went on, and how it went on each time. `losses`, `step_s` and `batch_s` have
-            each step once; all else is of the last attempt.
+        restarts: the failures of the run, and how it went on each time. `losses`, `step_s` and `batch_s` have each step
+            once; all else is of the last attempt.
         metrics: per step the values of Job.metrics that are functions of outputs.
-        evaluations: by step, the loss and all metrics on Job.eval_data after it, those that are functions of the loss
-            too.
+        evaluations: by step, the loss and all metrics on Job.eval_data after it, also metrics that are functions of the
+            loss.
     """
 
     losses: list[float]

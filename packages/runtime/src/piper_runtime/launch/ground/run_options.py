@@ -10,7 +10,7 @@ from piper_runtime.checkpoint.settings import Checkpoints
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Say how a run goes, and what it records.
+    """Hold the settings of a run and its recordings.
 
     Attributes:
         steps: how many steps to run.
@@ -21,9 +21,9 @@ class RunOptions:
         ranges: whether to name instructions in profilers.
         stream: whether to report every finished step.
         first_step: the number of the first of these steps.
-        checkpoint: where and how often the state is saved; None: never.
+        checkpoint: the folder and frequency of checkpoints; None: never.
         loader: who calls the batch function, see `piper_runtime.launch.execute`.
-        snapshots: where and how often ranks copy their state to memory of the machine; None: never.
+        snapshots: the folder and frequency of the ranks' copies of their state in memory of the machine; None: never.
     """
 
     steps: int
@@ -47,6 +47,6 @@ class RunOptions:
     def measured(self) -> int:
         """Return the step in which memory is measured: the second, or the only one.
 
-        Some optimizers make their state in the first, where it would come after the peak of the forward.
+        Some optimizers make their state in the first step, after the peak of the forward.
         """
         return self.first_step + min(1, self.steps - 1)

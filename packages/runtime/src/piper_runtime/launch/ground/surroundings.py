@@ -1,4 +1,4 @@
-"""Say what surrounds a process beside its memory, so that a process that is forked elsewhere finds the same."""
+"""Capture the settings of a process beside its memory, so that a process forked from another one gets the same."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LIMITS = tuple(
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Hold what a child process inherits.
+    """Hold the settings that a child process inherits.
 
     Attributes:
         environment: the environment variables.
         path: `sys.path`.
         folder: the working folder.
-        mask: the permissions that new files do not get; None where the system does not show them.
-        cores: the processor cores that may be used; None where the system does not show them.
+        mask: the permissions that new files do not get; None if the system does not show them.
+        cores: the processor cores that may be used; None if the system does not show them.
         limits: the limits of resources, by number.
     """
 
@@ -38,7 +38,7 @@ class Surroundings:
 
     @classmethod
     def of_now(cls, environment: Mapping[str, str], path: Sequence[str]) -> Self:
-        """Return those of this process, with another environment and path."""
+        """Return the surroundings of this process, with another environment and path."""
         cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         return cls(
             dict(environment),
@@ -50,7 +50,7 @@ class Surroundings:
         )
 
     def take(self) -> None:
-        """Give them to this process; a limit that it may not have stays as it is."""
+        """Apply them to this process; a limit that it may not have stays as it is."""
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)

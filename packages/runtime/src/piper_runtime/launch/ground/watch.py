@@ -62,7 +62,7 @@ class WatchedTeam(Protocol):
         """Return the name of the machine that a rank runs on; empty when there is only this one."""
 
     def silent(self, seconds: float) -> Collection[int]:
-        """Return the ranks on other machines of which nothing was heard for so long, not even that they wait."""
+        """Return the ranks on other machines that sent nothing for so long, not even that they wait."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Watch:
         return max(self.timeout_s, STARTUP_S) if loading else self.timeout_s
 
     def _blame(self, failures: Mapping[int, Failure | None]) -> PiperError:
-        """Return the error of a rank that failed by itself; only without one, that of a rank that lost its peer."""
+        """Return the error of a rank that failed by itself, or without one, the error of a rank that lost its peer."""
         order = sorted(failures, key=lambda r: (_peer(failures[r]), failures[r] is not None, r))
         first, others = order[0], order[1:]
         failure = failures[first]
@@ -181,7 +181,7 @@ class Watch:
 
 
 class RankPosition:
-    """Tell where a rank is in its program, from its heart."""
+    """Describe a rank's position in its program, from its heart."""
 
     def __init__(self, plan: Plan, rank: int, heart: Sequence[int], node: str = ""):
         self._plan, self._rank, self._name = (

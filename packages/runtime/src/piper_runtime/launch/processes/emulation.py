@@ -1,4 +1,4 @@
-"""Run a plan on real processes, streams and rendezvous, where compute is a sleep of its simulated time.
+"""Run a plan on real processes, streams and rendezvous, with a sleep of the simulated time in place of compute.
 
 This is the `emulated` launcher.
 
@@ -40,7 +40,7 @@ from piper_runtime.launch.worker.timed_rank import (
 from piper_runtime.rank.job.job import InitialState
 
 MATTERS = 0.95
-"""The share of a role's compute that its longest instructions make up which matter."""
+"""The share of a role's compute in the longest instructions that matter."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Durations:
     issue: float = 0.0
 
     def scaled(self, factor: float) -> Durations:
-        """Return all of them times a factor."""
+        """Return all durations times a factor."""
         seconds = {role: tuple(factor * s for s in each) for role, each in self.seconds.items()}
         return Durations(seconds, factor * self.latency, factor * self.issue)
 
 
 class Emulation(Run):
-    """Hold the result of an emulated run: a Run of which only times are known, in simulated seconds.
+    """Hold the result of an emulated run: a Run with times only, in simulated seconds.
 
     `trace.notes` holds "time_scale" (seconds slept per simulated second) and "host" (how late this machine was).
     """
@@ -81,8 +81,8 @@ class Emulation(Run):
 def time_scale(plan: Plan, durations: Durations) -> float:
     """Return the seconds to sleep per simulated second.
 
-    It is 1 where no compute takes time, or where the shortest compute instruction that matters sleeps between
-    `SHORTEST_S` and `LONGEST_S`; otherwise it brings that one into these bounds.
+    It is 1 if no compute takes time, or if the shortest compute instruction that matters sleeps between `SHORTEST_S`
+    and `LONGEST_S`; otherwise it brings that one into these bounds.
     """
     shortest = min(
         (s for role in plan.roles if (s := _shortest(role, durations.seconds[role.role])) > 0),

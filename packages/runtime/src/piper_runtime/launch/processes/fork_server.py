@@ -1,4 +1,4 @@
-"""Fork the workers of a launcher from one process that has imported what they all need.
+"""Fork the workers of a launcher from one process that has imported their common modules.
 
 To import torch takes a process seconds. This one does it once, and a worker that is forked from it starts at once and
 shares its pages. It runs no thread and touches no device before it forks. `piper_runtime.launch.processes.forking`
@@ -39,7 +39,7 @@ class ForkServer:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._status: dict[int, int] = {}
-        """The descriptor to which a worker's exit code goes, by process id."""
+        """The descriptor that a worker's exit code is written to, by process id."""
         self._woken, wake = socket.socketpair()
         self._woken.setblocking(False)
         wake.setblocking(False)
@@ -107,7 +107,7 @@ class ForkServer:
 
 
 def _work(fork: Fork, pipe: int, lifeline: int, streams: list[int]) -> NoReturn:
-    """Be the worker, with the surroundings of the launcher of now; they may have changed since the server started."""
+    """Be the worker, with the launcher's present surroundings, which may have changed since the server started."""
     try:
         os.setsid()  # an interrupt at the terminal reaches the launcher only, which then ends its workers
         signal.set_wakeup_fd(-1)
@@ -135,6 +135,6 @@ def start(channel: int) -> None:
     """Serve on an inherited socket, and end the process."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     warm_up()
-    gc.freeze()  # what has been imported stays for ever, and its pages stay shared
+    gc.freeze()  # imported objects stay for ever, and their pages stay shared
     ForkServer(socket.socket(fileno=channel)).serve()
     os._exit(0)

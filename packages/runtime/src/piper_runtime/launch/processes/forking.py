@@ -24,7 +24,7 @@ from piper_runtime.launch.ground.watch import STARTUP_S
 LENGTH = struct.Struct("!Q")
 """The form of the length of a request, and of the process id in the answer."""
 HOW_UNKNOWN = 1 << 16
-"""The number in place of an exit code of a process that has ended, and of which nobody can say how."""
+"""The number in place of an exit code of a process that has ended in an unknown way."""
 STATUS = struct.Struct("!i")
 """The form of an exit code; a negative one is the signal that ended the process."""
 
@@ -64,7 +64,7 @@ class Fork:
 
     Attributes:
         setup: the settings of the worker; its descriptors travel beside the request.
-        surroundings: what the worker is to find.
+        surroundings: the settings that the worker gets.
     """
 
     setup: Setup
@@ -154,7 +154,7 @@ class _Server:
         with suppress(OSError):
             self._channel.shutdown(
                 socket.SHUT_RDWR
-            )  # also where a fork of this process has kept the socket
+            )  # also if a fork of this process has kept the socket
         self._channel.close()
         if all(worker.poll() is not None for worker in self._workers):
             self._process.kill()
@@ -180,7 +180,7 @@ class _Server:
 _lock = threading.Lock()
 _server: _Server | None = None
 _following: list[subprocess.Popen[bytes]] = []
-"""The servers that are not asked any more and wait for their workers' ends."""
+"""The servers that get no more requests and wait for their workers' ends."""
 
 
 def fork_worker(setup: Setup, environment: dict[str, str]) -> ForkedProcess:
@@ -217,7 +217,7 @@ def fork_worker(setup: Setup, environment: dict[str, str]) -> ForkedProcess:
             ) from error
         except (
             BaseException
-        ):  # an interrupt: what the server says next is the answer to this request
+        ):  # an interrupt: the server's next message is the answer to this request
             _end()
             raise
 
@@ -231,7 +231,7 @@ def _end() -> None:
 
 
 def _stream(number: int) -> int:
-    """Return a copy of one of this process's standard streams, or of the null device where it is closed."""
+    """Return a copy of one of this process's standard streams, or of the null device if it is closed."""
     try:
         return os.dup(number)
     except OSError:

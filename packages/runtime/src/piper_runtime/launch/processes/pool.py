@@ -1,4 +1,4 @@
-"""Share what pools of workers have in common, however their workers are started."""
+"""Share the code of all pools of workers, however their workers are started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Team(WatchedTeam, Protocol):
         """Let the ranks of a run end it together, `steps` after the first one's step; return False if impossible."""
 
     def end(self) -> None:
-        """End every worker, and wait until those of this machine are gone."""
+        """End every worker, and wait until the workers of this machine are gone."""
 
 
 T = TypeVar("T", bound=Team)
@@ -107,7 +107,7 @@ class TeamPool(ABC, Generic[T]):
     def _finished_early(self, plan: Plan, world: int, progress: Progress) -> dict[int, Any]:
         """Return the results of an interrupted run whose ranks end it together, after a step.
 
-        The result is empty where they cannot, or do not within some steps; another interrupt goes through.
+        The result is empty if they cannot, or do not within some steps; another interrupt goes through.
         """
         if self._team is None or progress.latest is None:
             return {}
@@ -119,7 +119,7 @@ class TeamPool(ABC, Generic[T]):
             return Watch(plan, self._team, world, PATIENCE_S + (ahead + 2) * step_s).collect(
                 progress
             )
-        except (PiperError, KeyboardInterrupt):  # that it was interrupted is what matters
+        except (PiperError, KeyboardInterrupt):  # only the interrupt matters
             return {}
 
     def _keep(self, team: T) -> T:

@@ -53,7 +53,7 @@ def serve(setup: Setup) -> None:
 
     context = WorkerContext(setup.rank, communicators, _heart(setup), tell)
     warm_up()
-    gc.freeze()  # what has been imported stays for ever
+    gc.freeze()  # imported objects stay for ever
     gc.enable()
     context.tell("ready")
     while True:

@@ -35,7 +35,7 @@ LIFELINE_S = 0.5
 class RankActor:
     """Serve one rank; `perform` runs in one thread while another answers `look`.
 
-    Hearts of the ranks of a node lie in one piece of shared memory, so that any of them can say where a dead one was.
+    Hearts of the ranks of a node lie in one piece of shared memory, so that each can report a dead one's instruction.
     """
 
     def __init__(self, rank: int, world: int, name: str, threads: int):
@@ -62,7 +62,7 @@ class RankActor:
         self._file.unlink(missing_ok=True)
 
     def host_store(self, host: str) -> int:
-        """Open the store through which communicators find each other; return its port, which the system chooses."""
+        """Open the store for the rendezvous of communicators; return its port, which the system chooses."""
         self._store = _store(host, 0, self._world, master=True)
         port: int = self._store.port
         return port

@@ -24,7 +24,7 @@ VITAL = {
     "gcs_server": "Ray's head process (GCS)",
     "raylet": "Ray's process on this machine (raylet)",
 }
-"""The processes of a Ray started here without which no run comes to its end."""
+"""The processes of a Ray started here that every run needs."""
 UNANSWERED = 3
 """The number of looks in a row without an answer after which the head of a joined cluster counts as dead."""
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -50,8 +50,8 @@ for _ in range(20):
 """
 """The program of a process that waits for our end, however we end.
 
-If Ray was not ended before, it ends those of Ray's processes that outlive the driver by a minute (they have logs open
-in the folder), and removes the folder, into which others may still write for a moment.
+If Ray was not ended before, it ends the Ray processes with open logs in the folder, which outlive the driver by a
+minute, and removes the folder, while others may still write into it for a moment.
 """
 
 
@@ -75,7 +75,7 @@ class RayLink:
         """
         node = (
             self.ray._private.worker._global_node
-        )  # there where this process has started Ray; it knows its children
+        )  # set if this process has started Ray; it knows its children
         dead = (
             [kind for kind, _ in node.dead_processes() if kind in VITAL] if node is not None else []
         )
@@ -211,7 +211,7 @@ def _problem(ray: Any, address: str) -> str | None:
 
 
 def silence(host: str, port: int) -> str | None:
-    """Return why nothing like Ray answers at a port; None where something does."""
+    """Return why nothing like Ray answers at a port; None if something does."""
     try:
         with socket.create_connection((host, port), timeout=PROBE_S) as probe:
             probe.sendall(_HTTP2_HELLO)

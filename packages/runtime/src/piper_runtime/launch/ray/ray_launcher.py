@@ -92,7 +92,7 @@ class _Team:
                 self.looked[rank] = time.monotonic()
         calls = [call for call, rank in self.calls.items() if rank in ranks]
         self.ray.wait([*calls, *self.looks], num_returns=1, timeout=seconds)
-        # Looks first: what a rank said before its answer comes before it.
+        # Looks first: messages of a rank before its answer come before it.
         said = [m for look in self._ready(self.looks) for m in self._looked(look)]
         return said + [m for call in self._ready(calls) for m in self._answered(call)]
 
@@ -118,14 +118,14 @@ class _Team:
         rank = self.looks.pop(look)
         try:
             hearts, said = self.ray.get(look)
-        except self.ray.exceptions.RayError:  # its call says so too, and is what counts
+        except self.ray.exceptions.RayError:  # its call says so too, and that counts
             return []
         self.hearts[self.places[rank].node] = memoryview(hearts).cast("q")
         return [(rank, self._aligned(rank, m)) for m in pickle.loads(said)]
 
     def _answered(self, call: Any) -> list[tuple[int, Any]]:
         rank = self.calls.pop(call)
-        # A look under way may have taken what was said last.
+        # A look under way may have taken the last messages.
         looks = [look for look, r in self.looks.items() if r == rank]
         if looks:
             self.ray.wait(looks, num_returns=1, timeout=GONE_S)
@@ -197,7 +197,7 @@ class _Team:
         return False
 
     def end(self) -> None:
-        """Kill every actor, and wait until those of this machine are gone."""
+        """Kill every actor, and wait until the actors of this machine are gone."""
         if not self.ray.is_initialized():
             return
         if self.broken:
@@ -230,9 +230,9 @@ class RayPool(TeamPool[_Team]):
     """Run Ray actors with one CPU each; see `TeamPool`.
 
     `cluster` is as for `piper_runtime.launch.ray.ray_cluster.connect`; a Ray that was started for this pool ends with
-    it. `gpus` are per rank; None: one where the cluster has as many as ranks, unless runs are to take the CPU. The
-    output of workers stays in Ray's logs. The pool keeps room for `spares` more ranks, which take the places of ranks
-    that die.
+    it. `gpus` are per rank; None: one if the cluster has as many as ranks, unless runs are to take the CPU. The output
+    of workers stays in Ray's logs. The pool keeps room for `spares` more ranks, which take the places of ranks that
+    die.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class RayPool(TeamPool[_Team]):
     def _gpus_per_rank(self, ray: Any) -> int:
         if self._gpus is not None:
             return self._gpus
-        # A cluster that has lost a node may have too few for all ranks; those that are left still need theirs.
+        # A cluster that has lost a node may have too few for all ranks; the remaining ranks still need theirs.
         self._had_gpus |= bool(gpus_per_rank(ray.cluster_resources(), self.world))
         return int(self._had_gpus and device.default != "cpu")
 
@@ -363,7 +363,7 @@ def _bring_up(team: _Team, threads: int, gpus: int) -> None:
 
 
 def _rendezvous(team: _Team, *, alone: bool) -> None:
-    """Join all ranks in a store on rank 0's node; if `alone`, all are on one node, where loopback is enough."""
+    """Join all ranks in a store on rank 0's node; if `alone`, all are on one node, and loopback is enough."""
     interfaces = [LOOPBACK if alone else place.address for place in team.places]
     port = team.ask("open a store", {team.actors[0].host_store.remote(interfaces[0]): 0})[0]
     joins = {

@@ -1,4 +1,4 @@
-"""Decide which rank runs on which node of a Ray cluster."""
+"""Assign ranks to the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from piper_ir.ground.errors import ExecutionError
 
 PLACE_S = 5.0
-"""The seconds of waiting for free CPUs; those of actors that have just ended come back within it."""
+"""The seconds of waiting for free CPUs; the CPUs of actors that have just ended come back within it."""
 DEATH_S = 90.0
 """The seconds within which Ray gives up a node that does not answer: by default it asks 5 times, 13 s apart at most."""
 LOOK_S = 0.2
@@ -19,7 +19,7 @@ LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class RankHost:
-    """Say where a rank runs.
+    """Hold the place of a rank.
 
     Attributes:
         bundle: the rank's index in the placement group.
@@ -94,10 +94,10 @@ def await_room(
     silent: Callable[[str, int], object],
     spare: SpareRoom | None = None,
 ) -> int:
-    """Return for how many ranks there is room after a failure, those of the room that is kept included.
+    """Return for how many ranks there is room after a failure, with the reserved room included.
 
-    What killed actors held comes back within PLACE_S. A node that does not answer counts until Ray has given it up
-    itself, since Ray would place ranks there: that is waited for, DEATH_S at most. `silent` asks an address and port.
+    The resources of killed actors come back within PLACE_S. A node that does not answer counts until Ray has given it
+    up itself, since Ray would place ranks there: this waits for it, DEATH_S at most. `silent` asks an address and port.
     """
     end = time.monotonic() + DEATH_S
     asked = [
@@ -132,9 +132,9 @@ class SpareRoom:
     _hosts: list[RankHost] = field(default_factory=list)
 
     def place(self, ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
-        """Return the group and the hosts of a team's ranks: bundles where none died as long as there are enough.
+        """Return the group and the hosts of a team's ranks: bundles without a dead rank as long as there are enough.
 
-        When too few nodes are left, room is looked for anew, without spares. Raises as `place_ranks`.
+        When too few nodes are left, ranks are placed anew, without spares. Raises as `place_ranks`.
         """
         if self._group is not None:
             nodes = _alive(ray)

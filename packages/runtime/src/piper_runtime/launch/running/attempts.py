@@ -1,4 +1,4 @@
-"""Run a plan until its steps are done, again after failures where that is allowed, and return one result of it all."""
+"""Run a plan until its steps are done, again after failures if that is allowed, and return one result of it all."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ TRACED = (
 
 
 MUCH, MUCH_OF_ALL = 0.1, 0.5
-"""The parts of a step from which on waits for a core are worth a note: of the issuing thread, and of all of a rank's.
+"""The shares of a step above which waits for a core are noted: of the issuing thread, and of all threads of a rank.
 
-Threads that carry messages wait behind those that compute, which took a third of a step on two cores with nothing
+Threads that carry messages wait behind threads that compute, which took a third of a step on two cores with nothing
 beside them, and half to nine tenths beside other programs (examples/moe_text.py, 24 November).
 """
 
 
 def busy_note(reports: Mapping[int, RankReport], period_s: float | None) -> dict[str, str]:
-    """Return a note on how long ranks waited for a core in a step, where that is much of its time."""
+    """Return a note on how long ranks waited for a core in a step, if that is much of its time."""
     waited = [median(of) for r in reports.values() if (of := r.core_s[WARMUP_STEPS:])]
     if period_s is None or not waited:
         return {}
@@ -82,7 +82,7 @@ def check_spares(spares: int, launcher: str, pool: Workers | None) -> None:
 def workers_of(
     launcher: str, world: int, cluster: str, spares: int, pool: Workers | None
 ) -> Iterator[Workers | None]:
-    """Yield the workers of a run: those that are given, or some of its own; None where ranks run in this process."""
+    """Yield the workers of a run: the given ones, or some of its own; None if ranks run in this process."""
     if launcher_kind(launcher).open is None:
         yield None
     elif pool is not None:
@@ -92,7 +92,7 @@ def workers_of(
         finally:
             if (
                 pool.world != size
-            ):  # the run went on with fewer ranks; those of the next one are the caller's to choose
+            ):  # the run went on with fewer ranks; the caller chooses the next run's number
                 pool.close()
                 pool.world = size
     else:
@@ -105,10 +105,10 @@ class Attempts:
     """Run one job with the same workers and options, as often as is needed.
 
     Attributes:
-        first: where the first attempt begins.
-        options: those of the first attempt.
-        workers: None where ranks run in this process.
-        survivors: keeps what ranks have copied to memory.
+        first: the beginning of the first attempt.
+        options: the options of the first attempt.
+        workers: None if ranks run in this process.
+        survivors: keeps the ranks' copies in memory.
         evaluation: how the model is evaluated; None: not at all.
     """
 
@@ -192,7 +192,7 @@ class Attempts:
         first = min(r.first_step for r in reports.values())
         Progress(plan, found.append, first_step=first).finish(reports)
         records = recovery.records(found)
-        last = [*records[-1:], *found[-1:]]  # of the last attempt, where its ranks have kept it
+        last = [*records[-1:], *found[-1:]]  # of the last attempt, if its ranks have kept it
         losses, step_s = [r.loss for r in records], [r.step_s for r in records]
         notes = {"peak_bytes": MEASURED} if self.options.memory else {}
         if any(r.spans for r in reports.values()):

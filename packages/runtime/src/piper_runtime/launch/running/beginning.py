@@ -1,4 +1,4 @@
-"""Decide where a run begins: at its first step, or at the step of a checkpoint."""
+"""Choose the beginning of a run: its first step, or the step of a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from piper_runtime.rank.job.job import InitialState, Job, constructed_only, mate
 
 @dataclass(frozen=True)
 class Beginning:
-    """Say where a run begins and where it is saved.
+    """Hold the beginning of a run and the settings of its checkpoints.
 
     Attributes:
         step: the number of the first step.
-        saved: the checkpoint from which it goes on; None without one.
+        saved: the checkpoint that it goes on from; None without one.
         checkpoint: the settings of its own checkpoints, with an absolute folder; None without them.
-        copied: the host snapshot from which it goes on, in place of a checkpoint.
+        copied: the host snapshot that it goes on from, in place of a checkpoint.
     """
 
     step: int
@@ -52,7 +52,7 @@ class Beginning:
 
     @property
     def state_text(self) -> str:
-        """Return from which state the run begins, for people."""
+        """Return the state that the run begins with, for people."""
         if self.copied is not None:
             return self.copied.text
         if self.saved is not None:
@@ -69,10 +69,10 @@ def beginning_of(
     resume: str | Path | None,
     first_step: int | None,
 ) -> Beginning:
-    """Return where a run begins, and make its folder ready.
+    """Return the beginning of a run, and make its folder ready.
 
-    Raises JobError where the arguments do not fit together or the checkpoint is of another training, FormatError for
-    one that was changed, and OutputError for a folder that cannot be written.
+    Raises JobError if the arguments do not fit together or the checkpoint is of another training, FormatError for one
+    that was changed, and OutputError for a folder that cannot be written.
     """
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
         raise JobError(f"checkpoint={checkpoint!r}: piper.Checkpoints(folder) is needed")
@@ -100,16 +100,16 @@ def beginning_of(
 
 
 def _load_data_state(job: Job, data: Mapping[str, Any]) -> None:
-    """Bring a job's batch function to the state in what it said of its data, where it has one."""
+    """Load the "state" in the data of a checkpoint into a job's batch function, if both have one."""
     if "state" in data and callable(go_on := getattr(job.batch, "load_state_dict", None)):
         with user_code("Job.batch.load_state_dict(state)", JobError):
             go_on(data["state"])
 
 
 def initial_of(plan: Plan, job: Job, saved: SavedRun | None) -> InitialState:
-    """Return what a run begins with, whose ranks may go on from a checkpoint: then no file of Job.init is read.
+    """Return the initial state of a run; if its ranks go on from a checkpoint, no file of Job.init is read.
 
-    Raises JobError where the job has no such weights.
+    Raises JobError if the job has no such weights.
     """
     if saved is None:
         return materialize(job)
@@ -119,9 +119,9 @@ def initial_of(plan: Plan, job: Job, saved: SavedRun | None) -> InitialState:
 def next_beginning(
     first: Beginning, plan: Plan, job: Job, snapshot: Callable[[int], HostSnapshot | None]
 ) -> Beginning:
-    """Return where a run that failed goes on: at its newest complete checkpoint, else where it began.
+    """Return the beginning for a failed run to go on: its newest complete checkpoint, else its own beginning.
 
-    `snapshot` is asked for one that is newer than that, which comes first. Raises as `beginning_of`.
+    `snapshot` is asked for a newer host snapshot, which takes precedence. Raises as `beginning_of`.
     """
     found = {} if first.checkpoint is None else complete_checkpoints(first.checkpoint.path)
     newest = max(found, default=0)
@@ -142,10 +142,10 @@ def under_torchrun(
     first_step: int | None,
     steps: int,
 ) -> tuple[RecoveryOptions, Path | None, int]:
-    """Return what to do where torchrun starts the ranks: it alone can start them again, in new processes.
+    """Return recovery options, checkpoint and steps if torchrun starts the ranks: only it can start them again.
 
-    In those, a run with restarts goes on from its newest complete checkpoint, which is returned, with the steps that
-    are left. Raises JobError for what cannot be.
+    It does so in new processes. There, a run with restarts goes on from its newest complete checkpoint, which is
+    returned, with the number of steps left. Raises JobError if `replan` is asked for.
     """
     if recovering.replan is not None:
         raise JobError(

@@ -127,7 +127,7 @@ def _train(
 
 
 class _Evaluator:
-    """Evaluate the model of all ranks of this process where an evaluation is due."""
+    """Evaluate the model of all ranks of this process if an evaluation is due."""
 
     def __init__(self, ranks: Sequence[Rank], evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -135,7 +135,7 @@ class _Evaluator:
         self._engine = InlineEngine(self._ranks)
 
     def after(self, step: int) -> Mapping[int, Evaluated]:
-        """Return what ranks find after a step; nothing where no evaluation is due."""
+        """Return the ranks' results of the evaluation after a step; nothing if none is due."""
         if not self._evaluation.due(step):
             return {}
         return evaluate(self._evaluation, self._ranks, lambda: self._engine.step(step))
@@ -146,7 +146,7 @@ def _warn(text: str) -> None:
 
 
 class _Saves:
-    """Save all ranks of this process, and copy them to memory, where that is asked for."""
+    """Save all ranks of this process, and copy them to memory, if that is asked for."""
 
     def __init__(self, ranks: Sequence[Rank], options: RunOptions, progress: Progress):
         self._said: deque[SaveDone] = deque()
@@ -175,7 +175,7 @@ class _Saves:
         self._hand_on()
 
     def close(self) -> None:
-        """Wait for writes that go on, also behind a step that failed; what they have written counts."""
+        """Wait for writes that go on, also after a failed step; their files count."""
         for saver in self._savers:
             saver.close()
         self._hand_on()

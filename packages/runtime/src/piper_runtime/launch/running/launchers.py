@@ -30,14 +30,14 @@ class Workers(Protocol):
         """Give every rank its request (see `piper_runtime.launch.worker.worker.perform`) and collect the answers.
 
         On any failure, and on an interrupt, all workers are ended first. `on_step` is called with steps if the requests
-        say `stream`, `on_save` with what ranks write of checkpoints.
+        say `stream`, `on_save` with the ranks' reports on files of checkpoints.
         """
 
     def close(self) -> None:
         """End all workers; a later run starts new ones."""
 
     def room(self) -> float:
-        """Return for how many ranks there is room now; infinite where nobody knows."""
+        """Return for how many ranks there is room now; infinite if nobody knows."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -78,9 +78,9 @@ class LauncherKind:
 
     Attributes:
         about: a description for messages.
-        open: starts workers, given their number, the address of a cluster, and for how many more ranks room is kept;
-            None where ranks run in this process.
-        check: raises ExecutionError where workers visibly cannot be started.
+        open: starts workers, given their number, the address of a cluster, and the number of spare ranks; None if ranks
+            run in this process.
+        check: raises ExecutionError if workers visibly cannot be started.
         on_clusters: whether workers may run on other machines, so that it takes an address and spares.
         joins: whether it takes the processes that torchrun has started.
     """
@@ -109,7 +109,7 @@ ELSEWHERE = {
     "CLUSTER`, or "
     "piper.execute(cluster=...)"
 }
-"""The launchers that only `piper.execute` has, each with a message for those who ask for it elsewhere."""
+"""The launchers that only `piper.execute` has, each with a message for callers that ask for it elsewhere."""
 
 
 def launcher_kind(launcher: str) -> LauncherKind:

@@ -51,8 +51,8 @@ def execute(
             warning and the run goes on.
         trainable: names of the parameters that had requires_grad when the plan was made (None: not known).
         first_step: the number of the first step, which decides rows, random numbers and the schedule of learning rates;
-            weights are those of Job.init all the same. Default: 0, or the step of the checkpoint.
-        checkpoint: where and how often the state is saved.
+            weights come from Job.init all the same. Default: 0, or the step of the checkpoint.
+        checkpoint: the folder and frequency of checkpoints.
         resume: "latest", the newest complete checkpoint in the folder of `checkpoint`, or the path of one; the run goes
             on from there with `steps` more steps, under this or any other strategy.
         loader: who calls Job.batch, one step ahead at most: "thread" (a thread of the rank, once the function has
@@ -61,9 +61,9 @@ def execute(
         restarts: how many times the run is started again after a rank died, raised or hung: from host snapshots of the
             ranks that are left, if `checkpoint` asks for them and they have all of the state, else from the newest
             complete checkpoint, else from where this call began.
-        replan: gives a plan for fewer ranks, where ranks that died took their devices with them.
+        replan: gives a plan for fewer ranks, if ranks that died took their devices with them.
         on_restart: called when a run that failed is about to go on.
-        spares: with "ray", for how many more ranks room is kept, which take the places of ranks that die.
+        spares: with "ray", the number of spare ranks with reserved room, which take the places of ranks that die.
         evaluation: how the model is evaluated beside training; None: not at all.
 
     Raises:

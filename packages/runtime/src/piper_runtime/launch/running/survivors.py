@@ -30,10 +30,10 @@ IN_MEMORY = Path("/dev/shm")
 
 
 class Survivors:
-    """Hold the folder of a run's snapshots: each attempt writes into a folder of its own in there.
+    """Hold the folder of a run's snapshots: each attempt writes into a subfolder of its own.
 
-    The copies of a rank that died do not count, since what ended it may have hurt them, or have taken its machine.
-    Copies count only while all ranks can reach them, which are those of this machine.
+    The copies of a rank that died do not count, since the cause of its end may have damaged them, or ended its machine.
+    Copies count only while all ranks are on this machine and can reach them.
     """
 
     def __init__(self, folder: Path | None, every: int):
@@ -43,7 +43,7 @@ class Survivors:
         self._kept: Path | None = None
 
     def options(self) -> SnapshotOptions | None:
-        """Return where the ranks of the next attempt put their snapshots; None where none are made."""
+        """Return the options of the next attempt's snapshots; None if none are made."""
         if self._root is None:
             return None
         self._current = self._root / str(self._attempts)
@@ -52,10 +52,10 @@ class Survivors:
         return SnapshotOptions(str(self._current), self._every)
 
     def newest(self, plan: Plan, lost: Sequence[int], most: int, least: int) -> HostSnapshot | None:
-        """Return the newest snapshot from which a run can go on whose attempt with a plan has failed; None without one.
+        """Return the newest snapshot for a run to go on from after a failed attempt with a plan; None without one.
 
-        It is one after at most `most` steps, of which the results are known, and after more than `least`. Everything
-        else is deleted.
+        It is one after at most `most` steps, the ones with known results, and after more than `least`. Everything else
+        is deleted.
         """
         if self._current is None:
             return None
@@ -88,7 +88,7 @@ class Survivors:
 def survivors(checkpoint: Checkpoints | None, restarts: int) -> Iterator[Survivors]:
     """Yield the keeper of a run's snapshots, which are gone when the block ends.
 
-    Where nobody asked for snapshots, none are made.
+    Without a request for snapshots, none are made.
     """
     if checkpoint is None or checkpoint.snapshot is None or not restarts:
         yield Survivors(None, 0)
@@ -121,7 +121,7 @@ def _lock_of(folder: Path) -> FileLock:
 
 
 def _sweep(home: Path) -> None:
-    """Delete the folders that runs have left which were killed together with all their workers: nobody locks them."""
+    """Delete the folders of runs that were killed together with all their workers: nobody locks them."""
     for folder in {
         path.with_name(path.name.removesuffix(LOCK)) for path in home.glob(f"{PREFIX}*")
     }:

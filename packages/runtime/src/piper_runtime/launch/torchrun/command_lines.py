@@ -28,8 +28,8 @@ def launch_sections(
 
     Torchrun on one machine is "torchrun"; on `nodes` machines (default: 2 if the ranks divide, else 1) there are
     "torchrun-nodes", "slurm" and "ray". `gpus` asks for a GPU for each rank; `arguments` are more arguments of `piper
-    run`, `of_ray` those that only Ray takes; torchrun starts failed ranks again up to `restarts` times. HEAD stands for
-    the first machine's name. Raises JobError when the ranks do not divide over the nodes.
+    run`, `of_ray` further ones that only Ray takes; torchrun starts failed ranks again up to `restarts` times. HEAD
+    stands for the first machine's name. Raises JobError when the ranks do not divide over the nodes.
     """
     nodes = nodes or (2 if world % 2 == 0 else 1)
     if world % nodes:

@@ -1,4 +1,4 @@
-"""Put together what the ranks that share a bucket have reported of it, each its part."""
+"""Join the reported shards of the ranks that share a bucket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Tensors = dict[str, torch.Tensor]
 
 
 def joined_states(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, _Tensors]:
-    """Return by rank, and by name, what it has after the last step, alone or together with those that share with it."""
+    """Return by rank and name its tensors after the last step, joined with the shards of ranks that share with it."""
     shared = {rank: report.shared_states for rank, report in reports.items()}
     return _over_parts(
         plan, {rank: report.states | _whole(plan, rank, shared) for rank, report in reports.items()}
@@ -25,7 +25,7 @@ def joined_states(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, _T
 
 
 def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, list[_Tensors]]:
-    """Return the same of the gradients of each step; without the ranks that have reported none."""
+    """Return by rank the joined gradients of each step; without the ranks that have reported none."""
     out: dict[int, list[_Tensors]] = {}
     for rank, report in reports.items():
         steps = max(len(report.gradients), len(report.shared_gradients))
@@ -45,7 +45,7 @@ def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int,
 
 
 def _over_parts(plan: Plan, found: Mapping[int, _Tensors]) -> dict[int, _Tensors]:
-    """Return tensors by rank, with those put together of which devices that share chunks have parts."""
+    """Return tensors by rank, joined from their parts if devices that share chunks have one each."""
     layouts = {p.name: p.layout for p in plan.params if p.layout}
     if not layouts:
         return dict(found)

@@ -29,7 +29,7 @@ def env_number(name: str) -> int:
 
 
 def meeting_place() -> str:
-    """Return where the ranks meet, for messages."""
+    """Return the address of the ranks' meeting, for messages."""
     return (
         f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where the ranks meet "
         f"(MASTER_ADDR, MASTER_PORT),"

@@ -1,8 +1,8 @@
 """Run the ranks that another program such as torchrun has started: this process is one of them, rank 0 watches all.
 
 The environment tells the ranks: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks talk through torch's store, in
-messages that run no code where they are read (`piper_runtime.launch.worker.wire`). Their reports go to rank 0, which
-decides how a run ends and tells the others. A rank that is killed is noticed by torchrun, which ends the rest.
+messages that run no code on reading (`piper_runtime.launch.worker.wire`). Their reports go to rank 0, which decides how
+a run ends and tells the others. A rank that is killed is noticed by torchrun, which ends the rest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from piper_runtime.transport.gloo import FOREVER, LOOPBACK, GlooCommunicators
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 EXCHANGED_PER_S = 1e7
-"""The bytes per second that ranks exchange at least when a run is over, over a slow network."""
+"""The least bytes per second of the ranks' exchange after a run, over a slow network."""
 HEADLINE = 240
 """The characters of rank 0's error that other ranks repeat."""
 _DONE = "done"
@@ -66,7 +66,7 @@ def is_first() -> bool:
 def is_first_to_say(text: str) -> bool:
     """Return whether no other rank says this text: a mistake in a file is one mistake, however many ranks read it.
 
-    Only the store that torchrun itself keeps can tell before ranks have met; without it each rank says what it knows.
+    Only the store that torchrun itself keeps can tell before ranks have met; without it each rank says the text.
     """
     if not is_active() or not _has_store_of_torchrun():
         return True
@@ -127,7 +127,7 @@ def _join() -> _Member:
 
 def _joined(patient: Patient) -> _Member:
     rank, world = env_number("RANK"), env_number("WORLD_SIZE")
-    # torchrun's store outlives its ranks: those that are started again must not read what earlier ones have left.
+    # torchrun's store outlives its ranks: ranks that are started again must not read the notes of earlier ones.
     shared: Any = dist.PrefixStore(f"piper-{restart_count()}", open_store())
     address = own_address(world)
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -208,9 +208,9 @@ class _Team:
 class TorchrunPool:
     """Run a plan's workers when this process is one of them.
 
-    Every process makes the same calls with the same plan and gets all reports. States and gradients in them are those
-    of the first rank of each role, whose replicas hold equal ones, and this rank's own. `on_step` and `on_save` are
-    called on rank 0 only.
+    Every process makes the same calls with the same plan and gets all reports. States and gradients in them come from
+    the first rank of each role, whose replicas hold equal ones, and from this rank. `on_step` and `on_save` are called
+    on rank 0 only.
     """
 
     def __init__(self, world: int):
@@ -310,7 +310,7 @@ def _lead(mail: Mail, watch: Watch, progress: Progress) -> None:
 
 
 def _follow(member: _Member, mail: Mail, timeout_s: float) -> None:
-    """Tell rank 0, as another rank, what happens here, until it says how the run has ended."""
+    """Send rank 0, from another rank, this rank's messages and heart, until rank 0 reports the end of the run."""
     rank, pulse, beat = member.context.rank, b"", time.monotonic()
     here = f" on node {member.hosts[rank]}" if member.hosts else ""
     try:

@@ -70,7 +70,7 @@ class Mail:
 
     Attributes:
         store: a connection that nobody else uses: a call of the store waits until the one before has its answer.
-        place: where the store is, in words, for the message when it does not answer.
+        place: the place of the store, in words, for the message when it does not answer.
         patience_s: how long it may take to answer.
     """
 
@@ -85,7 +85,7 @@ class Mail:
     seen: set[str] = field(default_factory=set)
 
     def ask(self, function: Callable[[], _T], seconds: float | None = None) -> _T:
-        """Return the result of calls of the store; raise HangError or ExecutionError where it does not answer."""
+        """Return the result of calls of the store; raise HangError or ExecutionError if it does not answer."""
         gone = "that machine has ended, or the network between is cut"
         try:
             return self.patient.call(
@@ -121,7 +121,7 @@ class Mail:
     def visit(
         self, ranks: Collection[int], others: Collection[int]
     ) -> tuple[list[tuple[int, Any]], dict[int, bytes]]:
-        """Return what these ranks have posted, and the hearts of the `others`; show them that rank 0 is there."""
+        """Return the messages of these ranks, and the hearts of the `others`; show them that rank 0 is there."""
 
         def visited() -> tuple[list[tuple[int, Any]], dict[int, bytes]]:
             self.store.set(f"{self.run}/pulse", str(time.monotonic()).encode())
@@ -144,7 +144,7 @@ class Mail:
         self.ask(lambda: self.store.set(f"{self.run}/{what}", value), seconds)
 
     def get(self, what: str) -> bytes | None:
-        """Return a value of this run, None where nobody has set it."""
+        """Return a value of this run, None if nobody has set it."""
         return self.ask(lambda: self._value(what))
 
     def _value(self, what: str) -> bytes | None:

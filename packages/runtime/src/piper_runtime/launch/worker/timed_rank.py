@@ -1,6 +1,6 @@
-"""Run one rank of an emulated run: real streams, waits and rendezvous, where compute is a sleep.
+"""Run one rank of an emulated run: real streams, waits and rendezvous, with sleeps in place of compute.
 
-`piper_runtime.launch.processes.emulation` says what it is for.
+`piper_runtime.launch.processes.emulation` has its purpose.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SHORTEST_S, LONGEST_S = 0.02, 0.1
 Waking up is small beside it, and nobody waits for hours.
 """
 HOST_S = SHORTEST_S / 4
-"""The longest delay that counts as the machine's, and for which later sleeps make up."""
+"""The longest delay that counts as the machine's, and that later sleeps make up for."""
 LEAD_S = 0.05
-"""The seconds from the moment when all ranks are ready to their common start, in which they hear of it."""
+"""The seconds from the moment when all ranks are ready to their common start, so that all hear of it in time."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def latest(moments: Iterable[Moment]) -> Moment:
 class TimedRank:
     """Let an engine run a rank whose instructions sleep, in place of tensors.
 
-    `now` is when the step begins or, after it, when it was over, by the plan's time. `spans` are those of the last
-    step, by the plan's time too. `held_up` is as in EmulationReport.
+    `now` is when the step begins or, after it, when it was over, by the plan's time. `spans` has the last step's spans,
+    by the plan's time too. `held_up` is as in EmulationReport.
 
     Per stream, `_end` is when its last instruction had left it, and `_done` when each of its instructions was done for
     waiters (`latency` later for a transfer). Only the stream's own thread writes them, before others learn that it has
@@ -162,7 +162,7 @@ class TimedRank:
         self._done = {s: [] for s in self._streams}
 
     def end(self) -> None:
-        """End a step, in which transfers may still be under way."""
+        """End a step, after transfers that are still under way."""
         self.now = max([self.now, *(done[-1].planned for done in self._done.values())])
         sleep_until(self.now)
 
@@ -185,7 +185,7 @@ class TimedRank:
         return BoundInstr(index, instr.stream, instr.waits, instr.name, comm=comm)
 
     def _meet_inside(self, channel: Channel) -> Meet:
-        """Return the call by which devices that share chunks meet, one for all instructions."""
+        """Return the rendezvous of devices that share chunks on a channel, one for all instructions."""
         if channel.id not in self._inside:
             peers = self._plan.peers(channel, self.rank)
             self._inside[channel.id] = _meeting(
@@ -257,7 +257,7 @@ def _no_tensor() -> torch.Tensor:
 
 
 def _inside(plan: Plan, rank: int, instr: Instr) -> list[Channel]:
-    """Return the channels on which the devices that share chunks meet inside of an instruction's steps."""
+    """Return the channels of collectives inside of an instruction's steps, between devices that share chunks."""
     steps = [
         plan.chunk(p.op.variant).steps[p.op.step]
         for p in instr.parts

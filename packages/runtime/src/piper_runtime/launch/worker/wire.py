@@ -1,7 +1,7 @@
 """Encode messages between ranks over a network as JSON and tensors: reading one runs no code, whoever has sent it.
 
 A message is a length, that many bytes of JSON, and a file of torch.save with the tensors, which is read by
-`weights_only`. Records are named, and only those of `_records` are made again.
+`weights_only`. Records are named, and only records of `_records` are made again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def decode(data: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a value as JSON, where a container is an object whose one key names its kind."""
+    """Return a value as JSON: a container is an object whose one key names its kind."""
     match value:
         case None | bool() | int() | float() | str():
             return value

@@ -54,10 +54,10 @@ class WorkerContext:
     """Hold the tools of a rank's worker.
 
     Attributes:
-        communicators: those of this process, kept from run to run.
-        heart: where the rank shows its progress.
+        communicators: the communicators of this process, kept from run to run.
+        heart: the slots in which the rank shows its progress.
         tell: sends a message to the launcher and does not wait for it.
-        local_rank: the rank's number among those that see the same devices; None: all ranks of the plan do.
+        local_rank: the rank's number among the ranks that see the same devices; None: all ranks of the plan do.
         local_world: the most of them on any node; None: all ranks of the plan.
         core_sharers: the ranks that may run on the same cores; None: all ranks of the plan.
     """
@@ -71,7 +71,7 @@ class WorkerContext:
     core_sharers: tuple[int, ...] | None = None
 
     def on_cores(self, world: int) -> tuple[int, int]:
-        """Return the number of this rank among those that share its cores, and their count, of `world` ranks."""
+        """Return the number of this rank among the ranks that share its cores, and their count, of `world` ranks."""
         ranks = (
             range(world)
             if self.core_sharers is None
@@ -196,7 +196,7 @@ def _train(
     report: RankReport,
     evaluation: Evaluation | None,
 ) -> None:
-    """Run the steps of a bound rank, and save its state where checkpoints are due."""
+    """Run the steps of a bound rank, and save its state if a checkpoint is due."""
     heart, world = context.heart, bound.plan.mesh.world
     local_world = world if context.local_world is None else context.local_world
     name = named_instructions if options.ranges else None
@@ -250,7 +250,7 @@ def _train(
 
 
 class _Evaluator:
-    """Evaluate the model on a rank where an evaluation is due, with streams of its own."""
+    """Evaluate the model on a rank if an evaluation is due, with streams of its own."""
 
     def __init__(
         self, context: WorkerContext, bound: Rank, evaluation: Evaluation, local_world: int
@@ -262,7 +262,7 @@ class _Evaluator:
         )
 
     def after(self, step: int) -> Evaluated | None:
-        """Return what the rank finds after a step; None where no evaluation is due."""
+        """Return the rank's results of the evaluation after a step; None if none is due."""
         if not self._evaluation.due(step):
             return None
         self._heart[EVALUATES] = 1

@@ -1,4 +1,4 @@
-"""Call a job's batch function for the microbatches of one rank, and check what it returns."""
+"""Call a job's batch function for the microbatches of one rank, and check its return value."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class TensorLook:
 
 @dataclass(frozen=True)
 class BatchCall:
-    """Hold what is needed to call a batch function for one rank, without the plan.
+    """Hold a batch function with all facts to call it for one rank, without the plan.
 
     Attributes:
-        rows: the rows of each microbatch, in the order in which the rank loads them first.
+        rows: the rows of each microbatch, in the order of the rank's first loads.
         names: the tensors of each microbatch that the rank loads, or counts in.
         looks: shape and dtype of each tensor.
-        constants: what else the function returns, the same in every call.
+        constants: the function's further return values, equal in every call.
         field: the field of the job that the function is.
     """
 
@@ -104,7 +104,7 @@ class BatchCall:
 
 
 def _way_out(shape: tuple[int, ...], planned: tuple[int, ...], rows: int) -> str:
-    """Return what can be done about a batch tensor of another shape than planned."""
+    """Return advice for a batch tensor of another shape than planned."""
     if shape[1:] == planned[1:] and shape:
         return (
             f"A call returns its rows and no others, here {rows}: a last batch of fewer rows is "

@@ -1,7 +1,7 @@
 """Count numbers of the whole global batch before a step, such as how many targets its loss has.
 
 Each rank that reads such numbers counts in its own microbatches. The ranks of one replica that share the work of a
-chunk have the same rows, so one of them counts. A `Meeting` adds up what ranks have counted.
+chunk have the same rows, so one of them counts. A `Meeting` adds up the ranks' counts.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from piper_ir.program.ops import Load
 from piper_runtime.rank.batches.batch_call import TensorLook
 
 Counters = Callable[[str], Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]]
-"""A function that returns the function with this code id."""
+"""A function that returns the counting function with a code id."""
 
 
 class Meeting(Protocol):
-    """Add up, in each step, what the ranks of a plan have counted."""
+    """Add up, in each step, the counts of a plan's ranks."""
 
     def begin(self) -> None:
         """Start a step."""
 
     def give(self, counted: torch.Tensor) -> None:
-        """Hand over what this rank has counted in this step; return at once."""
+        """Hand over this rank's counts of this step; return at once."""
 
     def total(self) -> torch.Tensor:
         """Return the sum over the ranks that count, once all have given."""
 
 
 class Assumed:
-    """Stand for the other ranks where there are none, as in a profile: each has counted as much."""
+    """Stand for the other ranks if there are none, as in a profile: each is assumed to have equal counts."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self._counted = ranks, torch.empty(0)
@@ -49,7 +49,7 @@ class Assumed:
 
 
 def counting_ranks(plan: Plan) -> tuple[int, ...]:
-    """Return the ranks whose counts are added up; none where the loss reads no numbers of the whole batch."""
+    """Return the ranks whose counts are added up; none if the loss reads no numbers of the whole batch."""
     roles = set(_counting_roles(plan).values())
     shared = plan.shared
     return tuple(
@@ -74,8 +74,8 @@ class BatchTotals:
     """Hold the totals of one step on one rank.
 
     Attributes:
-        counts: the tensors of totals by name -> the tensors of a microbatch in which they are counted.
-        meeting: adds up what the ranks have counted; whoever connects them sets it.
+        counts: the tensors of totals by name -> the tensors of a microbatch that are counted for them.
+        meeting: adds up the ranks' counts; set by the engine or transport that connects them.
         open: whether this rank has yet to count in this step.
         counted: the numbers that it has counted.
     """

@@ -25,17 +25,17 @@ def microbatch_rows(plan: Plan, replica: int, microbatch: int) -> range:
 def call_batch(batch: Batch, step: int, rows: range) -> Any:
     """Return the result of the user's batch function outside of a run.
 
-    Raises JobError when it raises; in a run ExecutionError says where.
+    Raises JobError when it raises; in a run an ExecutionError has the step and rank.
     """
     with user_code(f"Job.batch(step={step}, rows={rows})", JobError):
         return batch(step, rows)
 
 
 def flatten_batch(result: object) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors and the constants of what Job.batch returned, by their paths in it.
+    """Return the tensors and the constants in a return value of Job.batch, by their paths in it.
 
     Paths are "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y". None is left out, and
-    constants are texts. Raises JobError for what is no pair or mapping of tensors, numbers, bools, texts and None.
+    constants are texts. Raises JobError unless it is a pair or mapping of tensors, numbers, bools, texts and None.
     """
     pair = batch_pair(result)
     if pair is None:

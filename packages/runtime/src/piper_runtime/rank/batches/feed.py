@@ -1,4 +1,4 @@
-"""Give a rank its batch: have the user's function called once per microbatch, and hand its tensors out."""
+"""Give a rank its batch: call the user's function once per microbatch, and hand its tensors out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAST_S, LEAST_SHARE = 1e-3, 0.01
 """The seconds of Job.batch in a step, and their share of the step, above which a thread is started for it.
 
 To hand a microbatch over costs two wake-ups of a thread and a copy, tens of microseconds. A function that takes less
-than this stays on the issuing thread, where it costs what it takes.
+than this stays on the issuing thread, and costs its own time only.
 """
 
 
@@ -51,7 +51,7 @@ def upload(
 
 
 def check_loader(loader: object, one_thread: bool) -> None:
-    """Raise JobError for a loader that `execute` does not know, or for a process where one thread runs all ranks."""
+    """Raise JobError for a loader that `execute` does not have, or that cannot run if one thread runs all ranks."""
     number = isinstance(loader, int) and not isinstance(loader, bool) and loader >= 1
     if not number and loader not in LOADERS:
         raise JobError(
@@ -72,14 +72,14 @@ class Feed:
     """Hand out the rows that one rank computes, a tensor at a time.
 
     The batch function is called on the issuing thread when its microbatch is loaded, or by a loader in a thread or in
-    processes, at most one step ahead. A thread is started where the function takes a share of a step worth speaking of
-    (LEAST_SHARE), unless it returns tensors of an accelerator, whose memory a plan counts, or draws from the generator
-    that the plan's own chunks draw from.
+    processes, at most one step ahead. A thread is started if the function takes at least LEAST_SHARE of a step, unless
+    it returns tensors of an accelerator, whose memory a plan counts, or draws from the generator that the plan's own
+    chunks draw from.
 
-    A batch function may refill the tensors that it returned before. So tensors for later are copied at once, and none
-    of the user's is held between two calls. The copies count as host memory of the input pipeline, not as memory of the
-    plan. `waits` has, per microbatch of this step, when the rank began to wait for the function and when it had its
-    tensors, by time.perf_counter.
+    A batch function may refill the tensors that it returned before. So tensors for later are copied at once, and no
+    tensor of the user's is held between two calls. The copies count as host memory of the input pipeline, not as memory
+    of the plan. `waits` has, per microbatch of this step, when the rank began to wait for the function and when it had
+    its tensors, by time.perf_counter.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Feed:
     def take(self, name: str, mb: int) -> torch.Tensor:
         """Return a microbatch's rows of one batch tensor, of the planned shape.
 
-        The caller copies it before it takes another. Raises JobError when the batch does not fit. Where the loss reads
-        numbers of the whole batch, all microbatches of the step are called for at once, and counted in.
+        The caller copies it before it takes another. Raises JobError when the batch does not fit. If the loss reads
+        numbers of the whole batch, all microbatches of the step are fetched at once, and counted.
         """
         self.count()
         if name in self.totals.counts:
@@ -204,7 +204,7 @@ class Feed:
         return found
 
     def _called(self, mb: int) -> Microbatch:
-        """Call the function here; while it is watched, notice what forbids to call it beside compute."""
+        """Call the function here; while it is watched, check whether it may run in a thread beside compute."""
         if not self._watched:
             return self._call(self.step, mb)
         before = None if self._generator is None else self._generator.get_state()
@@ -219,7 +219,7 @@ class Feed:
         return found
 
     def _consider(self) -> None:
-        """Start a thread when the function took long in two steps, the second of which was watched."""
+        """Start a thread when the function took long in two steps, and was watched in the second."""
         now = time.perf_counter()
         inside, step_s, self._began = (
             sum(end - start for _, start, end in self.waits),

@@ -38,16 +38,16 @@ _SLOTS = 2
 
 @dataclass(frozen=True)
 class RaisedThere:
-    """Say what a batch function raised in another process: the class by name, its text, and the traceback as text."""
+    """Describe an exception of a batch function in another process: its class's name, its text, and its traceback."""
 
     kind: str
     text: str
     details: str
 
     def exception(self) -> BaseException:
-        """Return it for this process: of the same name, and of the same class where that matters here.
+        """Return the exception for this process: of the same name, and of the same class if that matters here.
 
-        What the user's class is made of may not exist here, and is not asked for.
+        The user's class may not exist here, and is not imported.
         """
         known = getattr(
             piper_ir.ground.errors,
@@ -100,7 +100,7 @@ class LoaderProcesses:
         self._children.clear()
 
     def _receive(self, index: int) -> None:
-        """Wait for the next word of a process; raise what the function raised there."""
+        """Wait for the next message of a process; raise the exception of the function there."""
         process, pipe = self._children[index]
         try:
             said = pipe.recv()
@@ -125,7 +125,7 @@ def turn(step: int, k: int, each: int, count: int) -> int:
 
 
 def _places(call: BatchCall) -> dict[tuple[int, str], tuple[int, int]]:
-    """Return where each tensor of a step lies in its slot: (first byte, byte behind the last, aligned)."""
+    """Return the place of each tensor of a step in its slot: (first byte, byte behind the last, aligned)."""
     places, at = {}, 0
     for mb, names in call.names.items():
         for name in names:
@@ -211,7 +211,7 @@ def _listen(pipe: Connection[Any, Any], asked: SimpleQueue[Any]) -> None:
 
 
 def _prepared(call: BatchCall, step: int, mb: int, into: Microbatch) -> RaisedThere | None:
-    """Put a microbatch into the shared memory; return what its function raised."""
+    """Put a microbatch into the shared memory; return the exception of its function, None without one."""
     try:
         with torch.no_grad():
             for name, tensor in call(step, mb).items():

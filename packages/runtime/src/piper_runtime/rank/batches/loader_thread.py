@@ -18,16 +18,16 @@ Microbatch = dict[str, torch.Tensor]
 
 
 class Loader(Protocol):
-    """Prepare the microbatches of steps that are asked for, in the order in which the rank takes them."""
+    """Prepare the microbatches of steps that are asked for, in the order that the rank takes them in."""
 
     def ask(self, step: int) -> None:
-        """Ask for all microbatches of a step, behind those of steps asked for before; return at once."""
+        """Ask for all microbatches of a step, behind the earlier requests; return at once."""
 
     def take(self, step: int, mb: int) -> Microbatch:
-        """Return the next microbatch, once it is ready; raise what the batch function raised for it."""
+        """Return the next microbatch, once it is ready; raise the batch function's exception for it."""
 
     def close(self) -> None:
-        """End what this has started."""
+        """End the thread or processes that this has started."""
 
 
 class GlobalDraw(BaseException):
@@ -91,7 +91,7 @@ class LoaderThread:
                     self._made.put(self._prepared(step, mb))
                 except (
                     BaseException
-                ) as e:  # the issuing thread raises it where the microbatch is loaded
+                ) as e:  # the issuing thread raises it when it loads the microbatch
                     self._made.put(e)
                     return
 
@@ -105,5 +105,5 @@ class LoaderThread:
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what is held of a tensor of the user's until it is loaded."""
+    """Return the copy of a user's tensor that is held until it is loaded."""
     return tensor.detach().clone()

@@ -23,7 +23,7 @@ from piper_runtime.rank.values.device import NumberReader, Read
 class DroppedRows:
     """Hold the rows that a rank has left out in this step, by module; there are only modules that count their tokens.
 
-    `kernels` are what a step's code calls in place of ops.
+    `kernels` has the functions that a step's code calls in place of ops.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DroppedRows:
         self._found.clear()
 
     def counts(self) -> dict[str, list[int]]:
-        """Return what a rank reports of a step, beside the tokens of its experts."""
+        """Return the dropped rows that a rank reports of a step, beside the tokens of its experts."""
         return {f"{module}.{DROPPED_ROWS}": [rows] for module, rows in self._found.items()}
 
     def counting(self, forward: Callable[[], object], chunk: Chunk) -> Callable[[], object]:
@@ -83,7 +83,7 @@ class DroppedRows:
         return run
 
     def _drop(self, chosen: torch.Tensor, experts: int, degree: int, slot: int) -> torch.Tensor:
-        """Do what the op does: choices without a place become `experts`."""
+        """Run the op's kernel, which replaces choices without a place by `experts`, and count these."""
         kept: torch.Tensor = DIRECT[experts_drop](chosen, experts, degree, slot)
         if self._read is not None:
             with self._untracked():

@@ -47,7 +47,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Hold what a rank found in an evaluation, by microbatch of all its batches, and the seconds that it took."""
+    """Hold a rank's scalars of an evaluation, by microbatch of all its batches, and its seconds."""
 
     scalars: EvaluatedScalars
     seconds: float
@@ -91,9 +91,9 @@ def _no_optimizer(named: NamedParameters) -> object:
 def evaluate(
     evaluation: Evaluation, ranks: Sequence[EvaluationRank], run: Callable[[], object]
 ) -> Mapping[int, Evaluated]:
-    """Return what each of these ranks finds, where `run` runs a batch on all of them.
+    """Return the scalars that each of these ranks finds; `run` runs a batch on all of them.
 
-    Random numbers that the training draws afterwards are those that it would have drawn.
+    The random numbers that the training draws afterwards do not change.
     """
     began = time.perf_counter()
     found: dict[int, EvaluatedScalars] = {rank.rank: {} for rank in ranks}

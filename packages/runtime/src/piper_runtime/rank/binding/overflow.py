@@ -1,4 +1,4 @@
-"""Name the step in the error of tokens that chose experts for which there are too few places."""
+"""Name the step in the error of tokens that chose experts with too few places."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from piper_ops import ExpertsOverflow
 
 
 def naming_overflow(run: Callable[[], None], name: str) -> Callable[[], None]:
-    """Return what runs `run`, and says in that error which step it was."""
+    """Return a function that runs `run`, and names the step in that error."""
 
     def named() -> None:
         try:

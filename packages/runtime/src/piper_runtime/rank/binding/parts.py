@@ -102,7 +102,7 @@ def bind_operand(part: Part, rank: RankState) -> Operand:
 
 
 def bind_result(part: Part, rank: RankState) -> Operand | None:
-    """Return the closure that gives the tensor which a collective writes; None where it writes its operand."""
+    """Return the closure that gives the tensor which a collective writes; None if it works in place."""
     if not isinstance(part.op, Collective) or part.op.law.in_place:
         return None
     if not part.writes:
@@ -221,7 +221,7 @@ def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
 
 
 def _counts(bucket: str, op: SquaredNorm, rank: RankState) -> bool:
-    """Return whether a rank is the first of those that have the same of a bucket."""
+    """Return whether a rank is the first of the ranks that hold the same part of a bucket."""
     found = rank.plan.bucket(bucket)
     alike = [a for a in op.over if a not in (*found.shard.optim, *found.parts)]
     return not rank.plan.mesh.index_along(alike, rank.rank)
@@ -312,7 +312,7 @@ def _arguments(
 ) -> tuple[list[torch.Tensor | None], list[tuple[int, str]], list[tuple[int, str]]]:
     """Return the argument list with states filled in, and (index, value) of the values that go into it.
 
-    First come the values that stay alive, then those that die at this use.
+    First come the values that stay alive, then the values that die at this use.
     """
     assert isinstance(part.op, Compute) and part.op.step != "B"
     signature, store = chunk.steps[part.op.step], rank.store
@@ -374,7 +374,7 @@ def _recorder(kind: str, value: str, mb: int, rank: RankState) -> Callable[[torc
 
 
 def _drawing(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
-    """Return a part of a chunk that draws random numbers, those of its microbatch."""
+    """Return a closure that runs a part of a chunk with the random numbers of its microbatch."""
     row = microbatch_rows(rank.plan, rank.plan.replica_of(rank.rank), part.mb).start
 
     def drawn() -> None:

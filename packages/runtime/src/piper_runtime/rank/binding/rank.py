@@ -34,8 +34,8 @@ class BoundComm:
         kind: "send", "recv" or a kind of `piper_ir.program.collectives`.
         peers: the ranks of the channel's instance, ascending; source and destination for a send and its receive.
         operand: gives the tensor that is sent, received into, or given to a collective.
-        result: gives the tensor that a collective writes; None where that is the operand itself.
-        cuts: gives how many rows of an all-to-all go to each member and come from each; None where all are equal.
+        result: gives the tensor that a collective writes; None if that is the operand itself.
+        cuts: gives how many rows of an all-to-all go to each member and come from each; None if all are equal.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class BoundComm:
         return None if self.kind in ("send", "recv") else law_of(self.kind)
 
     def alone(self) -> None:
-        """Run this communication on a channel without another rank: a collective writes what it reads."""
+        """Run this communication on a channel without another rank: a collective copies its operand to its result."""
         given = self.operand()
         if self.result is not None:
             self.result().copy_(given)
@@ -144,7 +144,7 @@ class Rank(RankState):
         return work
 
     def begin(self, step: int) -> None:
-        """Start a step: drop what is left of the last one, and make the first receive buffers."""
+        """Start a step: drop the leftovers of the last one, and make the first receive buffers."""
         self.step = step
         self.feed.begin(step)
         self.buffer_mb.clear()
@@ -182,8 +182,9 @@ def comm_kind(op: Send | Recv | Collective) -> str:
 def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:
     """Return, by index of a communication, its wait for an earlier one on its own stream.
 
-    It exists where the communication takes the earlier one's result, or reads what that one leaves undefined. A plan
-    leaves both to the order of the stream, but an engine may post a communication before its predecessor has ended.
+    It exists if the communication takes the earlier one's result, or spoils an operand that the earlier one reads. A
+    plan leaves both to the order of the stream, but an engine may post a communication before its predecessor has
+    ended.
     """
     count: dict[str, int] = {}
     written: dict[tuple[str, str], int] = {}

@@ -30,7 +30,7 @@ from piper_runtime.rank.values.store import Store
 
 
 def not_finite_advice(clip: float | None) -> str:
-    """Return the advice for a number that is not finite, where gradients are clipped to a norm, or to none."""
+    """Return the advice for a number that is not finite, given the norm to which gradients are clipped, or None."""
     if clip is None:
         ways = "check the batch and the learning rate, clip gradients (Job.clip_norm)"
     else:
@@ -69,7 +69,7 @@ def _nothing() -> None:
 
 
 def _of_replica_0(plan: Plan) -> set[str]:
-    """Return the buffers that the replicas have different ones of, since forward updates them from the batch."""
+    """Return the buffers that differ between replicas, since forward updates them from the batch."""
     outputs = [o for chunk in plan.chunks for o in chunk.outputs if o.kind == "buffer" and o.varies]
     return {o.ref for o in outputs if not counts_tokens(o.ref)}
 
@@ -77,7 +77,7 @@ def _of_replica_0(plan: Plan) -> set[str]:
 def no_exchange(
     kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
 ) -> torch.Tensor:
-    """Raise ExecutionError: outside of the steps that meet by the plan there is nobody to meet."""
+    """Raise ExecutionError: only steps with collectives in the plan can exchange tensors."""
     raise ExecutionError(f"a step asks for {kind} along {axis}, and no engine runs it")
 
 
@@ -85,8 +85,8 @@ def no_exchange(
 class RankJob:
     """Hold the parts of a job that a rank needs.
 
-    They are the callables that run on it, the seed of random operations, the step with which the run begins, and by
-    what random numbers are drawn.
+    They are the callables that run on it, the seed of random operations, the first step of the run, and the way of
+    drawing random numbers.
     """
 
     batch: Batch
@@ -99,7 +99,7 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class PlaceInBucket:
-    """Say where a parameter stands in the flat tensor of its bucket: its shape, strides, and first element."""
+    """Hold the place of a parameter in the flat tensor of its bucket: its shape, strides, and first element."""
 
     bucket: str
     size: tuple[int, ...]
@@ -110,8 +110,9 @@ class PlaceInBucket:
 class RankState:
     """Hold one rank of a plan with its states, before its program is bound.
 
-    `exchange` is set by the engine that runs the rank; `counts` says that the rank is the first of those that share its
-    chunks, so that its losses count. An Update calls `before_update` before it writes parameters and optimizer state.
+    `exchange` is set by the engine that runs the rank; `counts` says that the rank is the first of the ranks that share
+    its chunks, so that its losses count. An Update calls `before_update` before it writes parameters and optimizer
+    state.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class RankState:
         return store, RankOptimizer(self.plan, store, job.optimizer, job.scheduler, job.first_step)
 
     def _globals(self) -> dict[str, Any]:
-        """Return what code reads that differs between the devices that share a chunk."""
+        """Return the globals of generated code that differ between the devices that share a chunk."""
         return {
             "PLACE": _Places(self.plan.mesh, self.rank),
             "EXCHANGE": lambda *given: self.exchange(*given),
@@ -174,7 +175,7 @@ class RankState:
             self.scalars.setdefault(kind, {})[mb] = value
 
     def count(self, buffer: str, tokens: torch.Tensor) -> None:
-        """Add a microbatch's tokens of experts to those of the step."""
+        """Add a microbatch's counts of tokens per expert to the counts of the step."""
         held = self.store.buffers[buffer]
         if buffer in self.counted:
             held.add_(tokens)
@@ -184,7 +185,7 @@ class RankState:
     def end_counts(self) -> None:
         """Read the tokens of experts when the step is over, all at once.
 
-        Of ranks that share chunks the first counts.
+        Only the first of the ranks that share chunks counts.
         """
         if not self.counts:
             return
@@ -216,7 +217,7 @@ class RankState:
 
     @cached_property
     def place_of(self) -> dict[str, PlaceInBucket]:
-        """Return where each parameter stands in its bucket."""
+        """Return the place of each parameter in its bucket."""
         specs = self.own_shapes
         return {
             name: PlaceInBucket(
@@ -227,11 +228,11 @@ class RankState:
         }
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return copies of the parameters and buffers of which this rank has all, by name, on the CPU.
+        """Return copies of the parameters and buffers that this rank holds whole, by name, on the CPU.
 
-        Trained parameters are as the optimizer has them. One that is not trained is left out where the rank holds it in
-        a narrower dtype only: the job has it as it was made, or another rank as it was saved. So are buffers that are
-        updated from the batch where this is not the first replica, whose copies count.
+        Trained parameters are as the optimizer has them. A frozen one is left out if the rank holds it in a narrower
+        dtype only: the job has it as it was made, or another rank as it was saved. So are buffers that are updated from
+        the batch, except in the first replica, whose copies count.
         """
         dtypes = {getattr(torch, b.dtype) for b in self.plan.buckets}
         bucketed = {name for bucket in self.store.buckets for name in bucket.params}
@@ -247,7 +248,7 @@ class RankState:
         return {n: t.to(CPU, copy=True) for n, t in held.items()}
 
     def shared_states(self) -> dict[str, torch.Tensor]:
-        """Return copies of this rank's parts of the parameters that ranks share, by bucket, on the CPU."""
+        """Return copies of this rank's shards of the parameters that ranks share, by bucket, on the CPU."""
         return {
             b.id: self.store.own_masters[b.id].to(CPU, copy=True)
             for b in self.store.buckets
@@ -267,7 +268,7 @@ class RankState:
     def shared_gradients(
         self, buckets: tuple[str, ...], scale: float | torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return copies of this rank's parts of the gradients in those of these buckets that ranks share, by bucket."""
+        """Return copies of this rank's shards of the gradients, by bucket, for the given buckets that ranks share."""
         shared = [b for b in buckets if self.plan.bucket(b).shard.optim]
         own, masters = self.store.own_grads, self.store.own_masters
         return {b: scaled(own[b].clone(), scale, masters[b].dtype).to(CPU) for b in shared}

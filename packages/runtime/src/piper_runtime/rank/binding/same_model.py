@@ -1,4 +1,4 @@
-"""Check that a run's model is the one for which its plan was compiled."""
+"""Check that a run's model is the one that its plan was compiled for."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ADVICE = (
 def check_same_model(
     plan: Plan, initial: InitialState, trainable: Collection[str] | None = None
 ) -> None:
-    """Raise JobError where names, shapes, ties or requires_grad differ from the plan's, or a tensor has no values.
+    """Raise JobError if names, shapes, ties or requires_grad differ from the plan's, or a tensor has no values.
 
-    `trainable` names the parameters that had requires_grad when the model was captured; None where that is unknown.
+    `trainable` names the parameters that had requires_grad when the model was captured; None if that is unknown.
     """
     for problem in _differences(plan, initial, trainable):
         raise JobError(f"Job.model() now {problem}. {ADVICE}")

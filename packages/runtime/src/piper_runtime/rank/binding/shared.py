@@ -1,4 +1,4 @@
-"""Find the arguments of a step that are views of values, where ranks share the states of a bucket."""
+"""Find the arguments of a step that are views of values, for buckets whose states ranks share."""
 
 from __future__ import annotations
 

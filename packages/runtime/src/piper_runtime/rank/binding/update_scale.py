@@ -1,4 +1,4 @@
-"""Make the factor by which an Update multiplies gradients: the weight of the loss, and clipping."""
+"""Make the factor of gradients in an Update: the weight of the loss, and clipping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from piper_runtime.rank.values.store import empty_value
 
 
 def scale_of(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
-    """Return a function that makes the factor by which an Update multiplies gradients."""
+    """Return a function that makes the factor of gradients in an Update."""
     return _late_scale(part, op, rank) if rank.numbers.late else _scale(part, op, rank)
 
 
@@ -62,9 +62,9 @@ def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tenso
 
 
 def gradient_norm(op: Update, scalars: list[float]) -> float | None:
-    """Return the norm of the gradient before it is clipped; None where it is not clipped, or is no number.
+    """Return the norm of the gradient before it is clipped; None if it is not clipped, or is no number.
 
-    `scalars` are those of `gradient_scale`.
+    `scalars` is as in `gradient_scale`.
     """
     weight = scalars[0] if op.weighted else 1.0
     if op.clip is None or not weight or not math.isfinite(scalars[-1]):
@@ -73,7 +73,7 @@ def gradient_norm(op: Update, scalars: list[float]) -> float | None:
 
 
 def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
-    """Return the one factor by which Update multiplies gradients.
+    """Return the one factor of gradients in an Update.
 
     `scalars` are [sum of weights, if weighted] + [squared norm of the summed gradients, if clipped]. Clipping is
     torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)). Raises NonFiniteLossError when

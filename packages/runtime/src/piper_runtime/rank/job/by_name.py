@@ -42,12 +42,12 @@ class ByName:
 
 
 def bound_by_name(optimizer: Any) -> Any:
-    """Return Job.optimizer as a function: itself, or what a mapping from patterns to functions says."""
+    """Return Job.optimizer as a function: itself, or a `ByName` for a mapping from patterns to functions."""
     return ByName(tuple(optimizer.items())) if isinstance(optimizer, Mapping) else optimizer
 
 
 def by_name_problem(makers: Mapping[Any, Any]) -> str | None:
-    """Return what is wrong with a mapping as Job.optimizer, or None."""
+    """Return the problem with a mapping as Job.optimizer, or None."""
     advice = (
         "a mapping from patterns of names to functions of named parameters is needed, such as "
         '{"layers.*.weight": lambda named: torch.optim.Muon([p for _, p in named]), "*": adamw}'

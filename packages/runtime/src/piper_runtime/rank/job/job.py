@@ -1,4 +1,4 @@
-"""Describe what is trained: the user's callables and numbers, and from them each rank's rows and initial state."""
+"""Describe a training job: the user's callables and numbers, and from them each rank's rows and initial state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MakesOptimizer = Callable[
 
 
 class _Required:
-    """Be the value of a field that must be given, by position or by name, behind `loss`, which need not."""
+    """Stand for the missing value of a required field of `Job`, which follows the optional `loss`."""
 
     def __repr__(self) -> str:
         return "required"
@@ -75,9 +75,9 @@ class Job:
             tuple (positional) or a mapping (keyword), targets any nest of tensors. A mapping alone is the inputs.
             Numbers, bools and texts in it are constants of the model. `from_dataset` and `from_stream` make one, which
             is bound to `global_batch` here.
-        loss: (output, targets) -> a scalar, which is that of the whole global batch: a sum or a mean over rows, also
-            over those that the batch decides; a pair (sum, weight); or a list or dict of pairs, whose means are added
-            up. None for the model's own loss: its output, the first of several, or `output.loss`.
+        loss: (output, targets) -> a scalar, the loss of the whole global batch: a sum or a mean over rows, also over
+            rows chosen by the batch; a pair (sum, weight); or a list or dict of pairs, whose means are added up. None
+            for the model's own loss: its output, the first of several, or `output.loss`.
         optimizer: list of (name, parameter) -> Optimizer, or a list of several; it sees every parameter once, with its
             full shape, on meta. A mapping from patterns of names to such functions makes one for each pattern.
         scheduler: Optimizer -> LRScheduler, stepped once per optimizer step; it is called with each optimizer.
@@ -85,20 +85,20 @@ class Job:
         tokens_per_row: tokens in a row, for tokens per second.
         clip_norm: largest global 2-norm of the gradient.
         precision: dtypes (`Precision`), or the name of one for all, such as "bfloat16".
-        init: "model" (what the constructor makes under `seed`, whole), "seeded" (each parameter by itself, under seeds
-            made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of Hugging
-            Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
-        shared: names of tensors of the batch without rows, beside those that `piper.shared` marks; patterns as those
-            of file names, of the path ("inputs.positions") or its end ("positions").
+        init: "model" (the constructor's tensors under `seed`, made at once), "seeded" (each parameter by itself, under
+            seeds made of `seed`; no process holds the model), or the path of weights: a safetensors file, a folder of
+            Hugging Face, a checkpoint (of Piper's, or torch's DCP), or a file that torch.save wrote of a state_dict.
+        shared: names of tensors of the batch without rows, beside the ones that `piper.shared` marks; patterns as for
+            file names, of the path ("inputs.positions") or its end ("positions").
         batch_norm: "microbatch" takes statistics of each microbatch on its replica, as gradient accumulation does;
-            running averages, and other buffers that forward only updates, are those of replica 0. None refuses them.
+            running averages, and other buffers that forward only updates, are taken from replica 0. None refuses them.
         loss_over: "microbatch" trains the mean of the losses of microbatches, as gradient accumulation in plain PyTorch
-            does, where a loss combines rows in another way than a sum does. "batch" refuses such a loss.
+            does, if a loss combines rows in another way than a sum does. "batch" refuses such a loss.
         metrics: functions by name, whose values are logged: of the loss, such as {"perplexity": math.exp}, or of
-            (output, targets), which give a mean over rows, a sum, a pair (sum, weight), or a dict of those.
-        eval_data, eval_every: as `batch`, or a dataset: what the model is evaluated on, each time after so many steps.
+            (output, targets), which give a mean over rows, a sum, a pair (sum, weight), or a dict of these.
+        eval_data, eval_every: as `batch`, or a dataset: the data of evaluations, and the number of steps between them.
         eval_batches: the global batches of an evaluation, which may be left out for a dataset: then all of it.
-        draws: by what random numbers are drawn: rows of the global batch, or microbatches; see docs/random_numbers.md.
+        draws: the unit of random numbers: rows of the global batch, or microbatches; see docs/random_numbers.md.
         rename: places in the model by patterns of names in the files of `init`, see docs/running.md.
     """
 
@@ -125,7 +125,7 @@ class Job:
     eval_batches: int | None = None
     draws: Literal["rows", "microbatches"] = "rows"
 
-    if TYPE_CHECKING:  # optimizer and global_batch must be given, also where loss is left out
+    if TYPE_CHECKING:  # optimizer and global_batch must be given, also if loss is left out
 
         @overload
         def __init__(
@@ -194,7 +194,7 @@ class Job:
 
     @property
     def evaluated(self) -> Job:
-        """Return the job whose batches are those of an evaluation; raise JobError where they do not divide the data."""
+        """Return the job with the batches of an evaluation; raise JobError if they do not divide the data."""
         batches = evaluation_batches(self.eval_data, self.eval_batches, self.global_batch)
         batch = bind_batch(cast("Batch", self.eval_data), self.global_batch)
         return replace(self, batch=batch, eval_data=batch, eval_batches=batches)
@@ -218,8 +218,8 @@ class Job:
 class InitialState:
     """Hold full tensors on CPU under their first names; none without a `model`.
 
-    They are shared with their module, or `LazyTensors`, which are made when they are asked for; the tensors of the
-    module are fake then. `restored` are those of a checkpoint that no rank holds, which count in place of these.
+    They are shared with their module, or `LazyTensors`, which are made on access; the tensors of the module are fake
+    then. `restored` has tensors of a checkpoint that no rank holds; they count in place of these.
     """
 
     params: Mapping[str, torch.Tensor]
@@ -250,7 +250,7 @@ class InitialState:
         """Return the module's own state_dict for tensors with the values in `trained`, by first name.
 
         A rank may have a frozen parameter in a narrower dtype than it was made in: then it is as it was made, unless
-        the rank's is of other numbers, which came from a checkpoint.
+        the rank's has other values, which came from a checkpoint.
 
         The module itself stays as it is, because its owner may hold it, and start another run from it.
         """
@@ -311,7 +311,7 @@ def _holding(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
 
 
 def constructed_only(job: Job) -> Job:
-    """Return a job whose weights are those of the constructor, by the rule that Job.init implies for it."""
+    """Return a job with the constructor's weights, "seeded" or "model" as Job.init implies."""
     if job.init in ("model", "seeded"):
         return job
     return replace(job, init="seeded" if is_weight_file(Path(job.init)) else "model", rename={})
@@ -346,8 +346,8 @@ def dtype_in_run(
 ) -> torch.dtype:
     """Return the dtype of a model's tensor in a run whose parameters have `dtype`.
 
-    Floating-point buffers stay as the model made them, but where `compute` (that of parameters if it is None) is
-    float64, which is there to compare: everything is then in float64. Complex tensors stay as they are.
+    Floating-point buffers stay as the model made them, unless `compute` (the dtype of parameters if it is None) is
+    float64, which serves comparisons: everything is then in float64. Complex tensors stay as they are.
     """
     if not tensor.is_floating_point():
         return tensor.dtype
@@ -381,7 +381,7 @@ def _lazy_state(job: Job) -> InitialState:
         for n, t in tensors.items()
     }
     names, aliases = _saved_names(model)
-    with _named(asked):  # checkpoints of Piper's have tensors beyond those of a state_dict, too
+    with _named(asked):  # checkpoints of Piper's have more tensors than a state_dict, too
         files = (
             {}
             if job.init == "seeded"
@@ -396,7 +396,7 @@ def _lazy_state(job: Job) -> InitialState:
 
 @contextmanager
 def _named(asked: str) -> Iterator[None]:
-    """Say in errors which field of the job they are about."""
+    """Put the job's field in front of the messages of errors raised inside."""
     try:
         yield
     except JobError as error:

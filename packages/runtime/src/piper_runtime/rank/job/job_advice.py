@@ -48,7 +48,7 @@ ARGUMENTS = {
     "optimizer": ("named",),
     "scheduler": ("o",),
 }
-"""The arguments with which each function of a Job is called."""
+"""The arguments of each function of a Job."""
 ALIASES = {
     "bf16": "bfloat16", "fp32": "float32", "float": "float32", "single": "float32", "fp64": "float64", "double": "float64",
 }  # fmt: skip
@@ -58,7 +58,7 @@ HALF = ("float16", "fp16", "half")
 
 
 def callable_problem(name: str, value: object) -> str | None:
-    """Return what is wrong with a function of a Job, or None."""
+    """Return the problem with a function of a Job, or None."""
     if isinstance(value, Mapping) and name == "optimizer":
         return by_name_problem(value)
     if isinstance(value, nn.Module) and name == "model":
@@ -86,7 +86,7 @@ def callable_problem(name: str, value: object) -> str | None:
 
 
 def number_problem(job: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the numbers among the fields of a Job, or None."""
+    """Return the problem with the numbers among the fields of a Job, or None."""
     least = {
         "global_batch": 1,
         "seed": 0,
@@ -103,7 +103,7 @@ def number_problem(job: Mapping[str, Any]) -> str | None:
 
 
 def word_problem(job: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the names and words among the fields of a Job, or None."""
+    """Return the problem with the names and words among the fields of a Job, or None."""
     names = (job["shared"],) if isinstance(job["shared"], str) else job["shared"]
     if not isinstance(names, tuple) or not all(isinstance(n, str) and n for n in names):
         return (
@@ -120,7 +120,7 @@ def word_problem(job: Mapping[str, Any]) -> str | None:
 
 
 def metrics_problem(metrics: object) -> str | None:
-    """Return what is wrong with Job.metrics, or None."""
+    """Return the problem with Job.metrics, or None."""
     if not isinstance(metrics, Mapping):
         return f"Job(metrics=...) got {_article(metrics)}: {METRICS}"
     for name, function in metrics.items():
@@ -141,7 +141,7 @@ def metrics_problem(metrics: object) -> str | None:
 
 
 def precision_problem(value: object, accepted: Mapping[str, torch.dtype]) -> str:
-    """Return what was probably meant with a value that is no Precision."""
+    """Return the message for a value that is no Precision, with a suggestion."""
     if isinstance(value, str) and "mixed" in value:
         mixed = (
             "Precision(params='float32', compute='bfloat16') computes in bfloat16 and updates in "
@@ -160,7 +160,7 @@ def precision_problem(value: object, accepted: Mapping[str, torch.dtype]) -> str
 
 
 def dtype_problem(field: str, value: object, accepted: Iterable[str]) -> str:
-    """Return what was probably meant with a dtype that is not accepted in a field of Precision."""
+    """Return the message for a dtype that a field of Precision does not accept, with a suggestion."""
     accepted = list(accepted)
     given = field.replace("...", repr(value)) if "..." in field else f"{field}={value!r}"
     if str(value).removeprefix("torch.") in HALF:

@@ -1,4 +1,4 @@
-"""Check the fields of a Job on metrics and evaluation, and tell metrics of the loss from those of outputs."""
+"""Check the fields of a Job on metrics and evaluation, and tell metrics of the loss from metrics of outputs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LOGGED = frozenset(
         "evaluation_s",
     }
 )
-"""The names of what is logged of every step, which no metric may have."""
+"""The names of values that are logged of every step, which no metric may have."""
 
 
 def arguments_of(function: Callable[..., Any]) -> int | None:
-    """Return with how many arguments a metric is called: 1, the loss, or 2; None where it accepts neither.
+    """Return the number of arguments of a metric's calls: 1, the loss, or 2; None if it accepts neither.
 
-    A function that accepts both is one of the loss.
+    A function that accepts both is a metric of the loss.
     """
     try:
         signature = signature_of(function)
@@ -52,7 +52,7 @@ def arguments_of(function: Callable[..., Any]) -> int | None:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a metric; of a module that of its forward, since its call accepts anything."""
+    """Return the signature of a metric; for a module its forward's, since its call accepts anything."""
     return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
 
 
@@ -111,7 +111,7 @@ def evaluation_data(data: Any, every: Any, batches: Any) -> Any:
 
 
 def evaluation_batches(data: Any, batches: int | None, global_batch: int) -> int:
-    """Return how many global batches an evaluation has; raise JobError where a dataset does not consist of them."""
+    """Return how many global batches an evaluation has; raise JobError if a dataset does not consist of them."""
     if isinstance(data, DatasetBatch):
         return _batches_of(data, batches, global_batch)
     assert batches is not None, "evaluation_data asks for it"

@@ -18,16 +18,16 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 @checked_fields(JobError)
 @dataclass(frozen=True)
 class Precision:
-    """Hold dtypes by torch's names; raise JobError for those that do not go together.
+    """Hold dtypes by torch's names; raise JobError for dtypes that do not go together.
 
-    Where a parameter's dtype in forward and backward is not `params`, a rank keeps it twice: a copy that they read, and
-    a master in `params`, which the optimizer updates and from which the copy is written after every update.
+    If a parameter's dtype in forward and backward is not `params`, a rank keeps it twice: a master in `params`, which
+    the optimizer updates, and a copy that forward and backward read, written from it after every update.
 
     Attributes:
         params: the dtype of parameters as the optimizer, a state_dict and the user see them, and of optimizer state.
         compute: the dtype of parameters in forward and backward, of activations, and of floating-point batch tensors;
             None for that of `params`.
-        reduce: the dtype in which gradients of microbatches are summed and reduced over ranks; None for that of
+        reduce: the dtype of sums of gradients, over microbatches and in reductions over ranks; None for that of
             `params`.
         keep: pattern of parameter names, such as "*.router.*" -> the dtype of these parameters in forward and backward,
             instead of `compute`. The first pattern that matches counts.
@@ -56,7 +56,7 @@ class Precision:
             self._check_narrower(f"keep[{pattern!r}]", value)
 
     def _check_narrower(self, name: str, value: str) -> None:
-        """Refuse a wider dtype than the optimizer's: what is computed with would be made of fewer digits."""
+        """Refuse a wider dtype than the optimizer's: the parameters would only be padded with zeros."""
         order = list(DTYPES)
         if order.index(value) < order.index(self.params):
             raise JobError(
@@ -83,12 +83,12 @@ class Precision:
 
     @property
     def batch_dtype(self) -> torch.dtype:
-        """Return torch's dtype of targets, and of what else of a batch is not cast to `compute`."""
+        """Return torch's dtype of targets, and of other batch tensors that are not cast to `compute`."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def sums_in(self) -> torch.dtype | None:
-        """Return the dtype of gradient accumulators; None where forward and backward have that of every parameter."""
+        """Return the dtype of gradient accumulators; None if forward and backward use it for every parameter."""
         alike = {self.compute_dtype, *self.kept.values()} == {self.reduce_dtype}
         return None if alike else self.reduce_dtype
 

@@ -1,4 +1,4 @@
-"""Run optimizers on flat parts of parameters, and find out on which they can run.
+"""Run optimizers on flat parts of parameters, and find out which parts they can run on.
 
 May import: job, values.
 """

@@ -26,7 +26,7 @@ _said: set[str] = set()
 def fused_problem(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -> str:
     """Return why fused kernels cannot be used for the groups of an optimizer; an empty text when they are right.
 
-    Two small steps are compared with those of the plain kernel, once per process, kind, dtype, device and options.
+    Two small steps are compared with steps of the plain kernel, once per process, kind, dtype, device and options.
     """
     found = (
         _group_problem(type(optimizer), group, dtype, device) for group in optimizer.param_groups
@@ -63,7 +63,7 @@ def _try(
     plain = _moved(kind, options, dtype, device, fused=False)
     try:
         fused = _moved(kind, options, dtype, device, fused=True)
-    except Exception as e:  # what torch raises for a dtype or a device that a kernel does not know
+    except Exception as e:  # torch's error for a dtype or a device that a kernel does not know
         return f"cannot run on {device} ({type(e).__name__}: {str(e).splitlines()[0]})"
     # Written so that NaN is a difference.
     same = float((fused - plain).norm()) <= TOLERANCE * float(plain.norm())

@@ -1,7 +1,7 @@
 """Run the user's optimizers on flat buckets.
 
-Element-wise optimizers run on flat tensors: by a fused kernel on one for each bucket where torch has one, else on
-pieces of it. All others run on the parameters of a bucket, one by one.
+Element-wise optimizers run on flat tensors: by a fused kernel on one for each bucket if torch has such a kernel, else
+on pieces of it. All others run on the parameters of a bucket, one by one.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from piper_runtime.rank.values.store import Store
 
 Way = Literal["fused", "pieces", "parameters"]
-"""The tensors on which an optimizer runs: buckets in a fused kernel, pieces of buckets, or parameters one by one."""
+"""The tensors that an optimizer runs on: buckets in a fused kernel, pieces of buckets, or parameters one by one."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Hold what an optimizer keeps of a tensor that it updates.
+    """Hold an optimizer's state of a tensor that it updates.
 
     Attributes:
-        names: the parameters of which the tensor has elements; of pieces, those of the whole bucket.
-        tensor: what stands for them.
-        state: what is kept.
+        names: the parameters with elements in the tensor; for a piece, all parameters of the bucket.
+        tensor: the tensor with their elements.
+        state: the state by key.
         flat: whether the tensor is a part of a bucket, and no parameter.
-        first: where it begins in this rank's part of the bucket.
+        first: the first element of the tensor in this rank's part of the bucket.
     """
 
     names: tuple[str, ...]
@@ -108,7 +108,7 @@ class RankOptimizer:
             advance(schedule, first_step)
 
     def _way(self, number: int, optimizer: Optimizer, dtype: torch.dtype) -> tuple[Way, str]:
-        """Return on what an optimizer runs here, and why not on a fused kernel that it has."""
+        """Return the way that an optimizer runs here, and why it does not use a fused kernel that it has."""
         problem = why_unfused(optimizer, dtype, self._store.device)
         if problem and self._store.device != CPU:  # of the CPU it was said when the plan was made
             warn_unfused(optimizer, dtype, problem)
@@ -126,7 +126,7 @@ class RankOptimizer:
         return {n for b in self._store.buckets if self._way_of(b) == "parameters" for n in b.params}
 
     def _check_whole(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raise JobError where ranks share the states of an optimizer that works on whole parameters."""
+        """Raise JobError if ranks share the states of an optimizer that works on whole parameters."""
         for bucket in self._store.buckets:
             if bucket.shard.optim and self._way_of(bucket) == "parameters":
                 raise JobError(
@@ -166,7 +166,7 @@ class RankOptimizer:
         keep_from_start(optimizer)
 
     def _pieces(self, bucket: Bucket, way: Way) -> list[torch.Tensor]:
-        """Return the tensors on which an element-wise optimizer works; the same ones at each call."""
+        """Return the tensors that an element-wise optimizer updates; the same ones at each call."""
         known = self._members.get(bucket.id)
         if known is None:
             master, grads = self._store.own_masters[bucket.id], self._store.own_grads[bucket.id]
@@ -240,7 +240,7 @@ class RankOptimizer:
         return schedule_state(self._schedulers)
 
     def states(self, bucket: Bucket) -> list[OptimizerState]:
-        """Return what the optimizer keeps of a bucket: of parts of it, or of each of its parameters."""
+        """Return the optimizer's states of a bucket: of pieces of it, or of each of its parameters."""
         state, tensors = (
             self._optimizers[self._owner[bucket.group]].state,
             [p for p, _ in self._members[bucket.id]],
@@ -284,7 +284,7 @@ def sharding_problem(kind: str) -> str:
 
 
 def scaled(grad: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `grad` multiplied by `scale`, in a dtype: itself, changed in place, where it has this dtype.
+    """Return `grad` multiplied by `scale`, in a dtype: itself, changed in place, if it has this dtype.
 
     The product is made in the wider of both dtypes.
     """

@@ -1,4 +1,4 @@
-"""Call the user's functions that make optimizers and learning-rate schedules, and refuse what cannot run on a plan."""
+"""Call the user's functions that make optimizers and schedules, and refuse optimizers that cannot run on a plan."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _called(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> LRSch
 
 
 def advance(schedule: LRScheduler, steps: int) -> None:
-    """Bring a new schedule to where it stands after so many optimizer steps: it follows their number alone."""
+    """Bring a new schedule to its state after so many optimizer steps: it depends on their number alone."""
     with (
         warnings.catch_warnings(),
         user_code(f"Job.scheduler(optimizer) after {steps} steps", JobError),
@@ -170,7 +170,7 @@ def names_of(objects: Sequence[object]) -> str:
 
 
 def keep_from_start(optimizer: Optimizer) -> None:
-    """Make the state that Adagrad makes when it is made, for parameters that took the place of others."""
+    """Make the state that Adagrad makes in its constructor, for parameters that replaced others."""
     if type(optimizer) is Adagrad:
         optimizer.state.update(
             Adagrad([dict(group) for group in optimizer.param_groups], **optimizer.defaults).state
@@ -178,7 +178,7 @@ def keep_from_start(optimizer: Optimizer) -> None:
 
 
 def one_by_one(optimizer: Optimizer, *, fused: bool) -> None:
-    """Choose the kernels that go from parameter to parameter, where the user has not chosen.
+    """Choose the kernels that go from parameter to parameter, unless the user has chosen.
 
     Torch's choice on CUDA takes them all at once, with temporaries as large as all of them. Without `fused` the user's
     choice of a fused kernel is undone too.

@@ -1,4 +1,4 @@
-"""Describe a job's optimizers before they run: their groups, the size of their state, and what a step holds.
+"""Describe a job's optimizers before they run: their groups, the size of their state, and a step's temporaries.
 
 The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim <
 2" see true shapes. Most often it makes one optimizer; the groups of several count through.
@@ -44,9 +44,9 @@ from piper_runtime.rank.values import device as devices
 from piper_runtime.rank.values.device import CPU, choose_device
 
 STEP_COUNTER_BYTES = 4
-"""The bytes of the float32 in which Adam and AdamW count their steps, one per tensor."""
+"""The bytes of the float32 step counter of Adam and AdamW, one per tensor."""
 PIECE = 2**22
-"""The most elements of a bucket on which an element-wise optimizer works at once that may hold temporaries."""
+"""The most elements of a bucket that an element-wise optimizer with temporaries updates at once."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class GroupSpec:
         kind: the class name of its optimizer.
         owner: the number of its optimizer.
         flat: whether it runs on buckets, and not on their parameters one by one.
-        copies: how many values it keeps per element of a bucket, where a fused kernel runs.
-        counters: bytes of its step counters for a bucket, where a fused kernel runs.
-        piece: what it keeps of a piece of a bucket and holds in a step on it, where it updates each element by itself
-            and no fused kernel runs.
+        copies: how many values it keeps per element of a bucket, if a fused kernel runs.
+        counters: bytes of its step counters for a bucket, if a fused kernel runs.
+        piece: the sizes of its state and temporaries for a piece of a bucket, if it updates each element by itself and
+            no fused kernel runs.
     """
 
     kind: str
@@ -123,7 +123,7 @@ class OptimizerSpec:
         return max((whole, *map(_held_by, self._pieces(buckets).values())))
 
     def _pieces(self, buckets: Sequence[Bucket]) -> dict[int, list[tuple[PieceSizes, int]]]:
-        """Return by optimizer the pieces on which it steps, in order: their sizes and numbers of elements."""
+        """Return by optimizer the pieces that it updates, in order: their sizes and numbers of elements."""
         found: dict[int, list[tuple[PieceSizes, int]]] = {}
         for bucket in sorted(buckets, key=lambda b: b.group):
             group = self.groups[bucket.group]
@@ -136,7 +136,7 @@ class OptimizerSpec:
 
 
 def _held_by(pieces: Sequence[tuple[PieceSizes, int]]) -> int:
-    """Return the most bytes that steps on pieces hold, one after the other; a step still has what the last one left."""
+    """Return the most bytes that successive steps on pieces hold; a step still has the last one's leftovers."""
     most = left = 0
     for sizes, numel in pieces:
         most = max(most, left + sizes.held[0] * numel + sizes.held[1])
@@ -189,7 +189,7 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
 
 
 def state_keys(job: Job, params: Sequence[Param]) -> dict[str, set[str]]:
-    """Return under which keys the job's optimizers keep something of each trained parameter after a step."""
+    """Return the keys of the optimizer state of each trained parameter after a step."""
     trained = {p.name for p in params if p.trained}
     named = meta_parameters(params, job.precision.dtype)
     found: dict[str, set[str]] = {}
@@ -216,7 +216,7 @@ def _own(optimizer: Optimizer, named: NamedParameters) -> NamedParameters:
 def _group_of(
     optimizers: Sequence[Optimizer], named: NamedParameters, trained: set[str]
 ) -> dict[str, int]:
-    """Return the index of the group of each trained parameter; raise JobError where one has none."""
+    """Return the index of the group of each trained parameter; raise JobError if one has none."""
     name_of = {id(p): name for name, p in named}
     group_of = {
         name_of[id(p)]: index
@@ -243,9 +243,9 @@ def groups_of(optimizers: Sequence[Optimizer]) -> Iterator[dict[str, Any]]:
 
 
 def planned_problem(optimizer: Optimizer, dtype: torch.dtype) -> str:
-    """Return why a fused kernel is not used where a plan is made, and warn of it; an empty text if it is.
+    """Return why a plan does not use a fused kernel, and warn of it; an empty text if it does.
 
-    A CUDA device is tried by the rank that has it: the process that makes a plan must not hold memory there.
+    A kernel on a CUDA device is tried by its rank: the process that makes a plan must not hold memory there.
     """
     device = choose_device(devices.default, 0)
     problem = why_unfused(optimizer, dtype, device if device == CPU else None)

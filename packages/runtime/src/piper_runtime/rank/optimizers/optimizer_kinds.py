@@ -1,7 +1,7 @@
-"""Say of classes of optimizers what they work on: elements, whole parameters, or several parameters at once.
+"""Classify optimizers by the unit of their updates: elements, whole parameters, or several parameters at once.
 
-torch's own are known by exact class, since a subclass may do anything. `elementwise` and `per_parameter` declare one of
-the user's own, or one of torch's that may do more than is known here.
+torch's own are known by exact class, since a subclass may do anything. `elementwise` and `per_parameter` declare a
+user's own class, or one of torch's that may do more than is known here.
 """
 
 from __future__ import annotations
@@ -75,22 +75,22 @@ _per_parameter: set[type[Optimizer]] = set()
 
 
 def elementwise(kind: _Kind) -> _Kind:
-    """Declare that an optimizer updates each element by itself, from its gradient and what is kept of it alone.
+    """Declare that an optimizer updates each element by itself, from the element's own gradient and state alone.
 
     It then works with states that ranks share (`zero=1` to 3) and with parameters in parts (`shard`), and over stages.
     `compile` checks it on a small tensor: steps on parts must be parts of the steps on the whole. Returns the class, so
-    that it may stand above it as a decorator. JobError for what is no class of optimizers.
+    that it may stand above it as a decorator. JobError for anything but a class of optimizers.
     """
     _elementwise.add(_checked("elementwise", kind))
     return kind
 
 
 def per_parameter(kind: _Kind) -> _Kind:
-    """Declare that an optimizer updates each parameter by itself, but may need it whole, as one of matrices does.
+    """Declare that an optimizer updates each parameter by itself, but may need it whole, as for matrix updates.
 
-    It then works over stages. `compile` checks it on small tensors: a step on two parameters must be that on each of
-    them alone. Returns the class, so that it may stand above it as a decorator. JobError for what is no class of
-    optimizers.
+    It then works over stages. `compile` checks it on small tensors: a step on two parameters must equal the steps on
+    each of them alone. Returns the class, so that it may stand above it as a decorator. JobError for anything but a
+    class of optimizers.
     """
     _per_parameter.add(_checked("per_parameter", kind))
     return kind

@@ -1,4 +1,4 @@
-"""Try what was declared of an optimizer on small tensors, and find what it keeps of a piece of a bucket.
+"""Test an optimizer's declaration on small tensors, and find the size of its state for a piece of a bucket.
 
 A trial takes the user's optimizer as their function makes it, with its groups and settings, and gives each group small
 parameters in place of its own.
@@ -26,15 +26,15 @@ Make = Callable[[], Optimizer]
 
 SHAPE = (6, 7)
 PARTS = (0, 17, 18, 42)
-"""The places where the parts of a tensor of this shape begin and end; one has one element."""
+"""The bounds of the parts of a tensor of this shape; one part has one element."""
 SCALES = (1e-2, 1.0, 30.0)
 """The scale of the gradients of each step: a bound of a norm shows in the last."""
 ELEMENTS = 4096
-"""The elements of a piece of which sizes are found, by the difference of one and two of them."""
+"""The elements of a trial piece; sizes follow from a piece of so many elements and one of twice as many."""
 
 
 def check_elementwise(make: Make) -> None:
-    """Raise JobError where steps on parts of a tensor are not the parts of steps on the whole."""
+    """Raise JobError if steps on parts of a tensor are not the parts of steps on the whole."""
     kind = type(make()).__name__
     for group in _groups_on_wholes(make):
         raise JobError(
@@ -52,8 +52,8 @@ def check_elementwise(make: Make) -> None:
 def by_elements(optimizer: Optimizer, make: Make) -> bool:
     """Return whether an optimizer that no fused kernel runs can run on pieces of buckets.
 
-    One that was declared can, and one of torch's whose steps on parts of a tensor are the parts of steps on the whole.
-    One that has loaded state keeps it: it is a state of whole parameters.
+    A declared one can, and one of torch's whose steps on parts of a tensor are the parts of steps on the whole. An
+    optimizer with loaded state cannot: that is the state of whole parameters.
     """
     if any(
         float(state.get("step", 1)) for state in optimizer.state.values()
@@ -65,7 +65,7 @@ def by_elements(optimizer: Optimizer, make: Make) -> bool:
 
 
 def _groups_on_wholes(make: Make) -> Iterator[int]:
-    """Yield the groups with whose settings steps on parts of a tensor are not the parts of steps on the whole."""
+    """Yield the groups whose steps on parts of a tensor are not the parts of steps on the whole."""
     start, gradients = _numbers(SHAPE)
     for group in range(len(make().param_groups)):
         whole = _stepped(make, group, [start], [[g] for g in gradients])[0].flatten()
@@ -75,7 +75,7 @@ def _groups_on_wholes(make: Make) -> Iterator[int]:
 
 
 def check_per_parameter(make: Make) -> None:
-    """Raise JobError where steps on two parameters are not those on each of them alone."""
+    """Raise JobError if steps on two parameters differ from steps on each of them alone."""
     kind = type(make()).__name__
     for index, group in enumerate(make().param_groups):
         shapes = [tuple(min(d, 6) for d in p.shape) for p in group["params"][:2]]
@@ -150,7 +150,7 @@ def _only(optimizer: Optimizer, group: int, params: Sequence[Tensor]) -> None:
 
 
 def _check_kept(optimizer: Optimizer, p: Tensor) -> None:
-    """Raise JobError where an optimizer keeps its state elsewhere than a plan can hold it."""
+    """Raise JobError if an optimizer keeps its state in another place than a plan can hold it."""
     kind = type(optimizer).__name__
     if strange := [key for key in optimizer.state if key is not p and not isinstance(key, Tensor)]:
         raise JobError(
@@ -163,7 +163,7 @@ def _check_kept(optimizer: Optimizer, p: Tensor) -> None:
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """Say what an element-wise optimizer keeps of a piece of a bucket, and holds in a step on it.
+    """Hold the sizes of an element-wise optimizer's state and temporaries for a piece of a bucket.
 
     Attributes:
         kept: bytes of state for each element, and beside them.
@@ -179,7 +179,7 @@ class PieceSizes:
 
 
 def piece_sizes(make: Make, group: int, dtype: torch.dtype) -> PieceSizes:
-    """Return the sizes of a piece, from steps on two meta tensors; raise JobError where no piece has such sizes."""
+    """Return the sizes of a piece, from steps on two meta tensors; raise JobError if no piece has such sizes."""
     (state, held), (larger, more) = (
         _sizes(make, group, [n], dtype) for n in (ELEMENTS, 2 * ELEMENTS)
     )
@@ -201,14 +201,14 @@ def piece_sizes(make: Make, group: int, dtype: torch.dtype) -> PieceSizes:
 
 
 def _affine(one: int, two: int) -> tuple[int, int]:
-    """Return the bytes per element and beside them, from those of pieces of one and of two times ELEMENTS."""
+    """Return the bytes per element and beside them, from the bytes of pieces of one and of two times ELEMENTS."""
     return (two - one) // ELEMENTS, 2 * one - two
 
 
 def _sizes(
     make: Make, group: int, numels: Sequence[int], dtype: torch.dtype
 ) -> tuple[dict[str, Any], int]:
-    """Return what is kept of the first of some pieces after a step, and the bytes that the next step holds."""
+    """Return the state of the first of some pieces after a step, and the bytes of temporaries in the next step."""
     optimizer = make()
     pieces = [
         torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta")) for numel in numels

@@ -1,4 +1,4 @@
-"""Say which names code uses, and whose the code of a module is: the user's, another installed package's, or known.
+"""Find the names that code uses, and the owner of a module's code: the user, another installed package, or known.
 
 Known are torch, Piper and Python's own library.
 """
@@ -27,7 +27,7 @@ _TORCH = f"{Path(torch.__file__).parent}/"
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}/"
 
 OF_TORCH = ("piper", "functorch", "torchgen")
-"""The further packages that count by name: Piper, and what torch installs beside itself."""
+"""The further packages that count by name: Piper, and packages that torch installs beside itself."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Import:
     Attributes:
         name: the module as it is written, without dots before it.
         level: the number of these dots.
-        items: what is taken from the module; empty for `import a.b`.
+        items: the names imported from the module; empty for `import a.b`.
     """
 
     name: str
@@ -56,7 +56,7 @@ def cells(function: types.FunctionType) -> Iterator[object]:
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[tuple[str, ...], tuple[Import, ...], frozenset[str]]:
-    """Return the names that some code uses, with those of the functions in it.
+    """Return the names that some code uses, with the names in its inner functions.
 
     They are the globals that it reads, the modules that it imports, and all its names. A text may be a name too, as in
     getattr(settings, "depth").
@@ -104,7 +104,7 @@ def full_name(request: Import, space: Mapping[str, object]) -> str:
 
 
 def home_of(name: object) -> Home:
-    """Return whose the code of a module is."""
+    """Return the owner of a module's code."""
     module = sys.modules.get(name) if isinstance(name, str) else None
     if module is None or not isinstance(name, str):
         return "user"

@@ -1,8 +1,8 @@
-"""Find the variables of modules that a job's callables read, and compare them with those of another process.
+"""Find the variables of modules that a job's callables read, and compare them with another process's.
 
 Functions and classes of importable modules travel by name, so a worker imports their modules anew. A variable that a
 script has set before (`mydata.SCALE = 3.0`), a function that it has put in the place of another one, or a file that has
-changed since it was imported here, would be something else there.
+changed since it was imported here, would differ there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from piper_runtime.rank.sending.own_writes import names_of_the_process, names_wr
 from piper_runtime.rank.sending.value_leaves import Leaf, LeavesByPath, leaves_of
 
 MOST_OBJECTS = 50_000
-"""The most objects that are gone through; what lies behind them is not compared."""
+"""The most objects that are visited; objects behind them are not compared."""
 _OF_DYNAMO = "torch._dynamo"
 """The module that puts functions of its own in place of some of torch's, which change no result."""
 _PATCHED = (torch.Tensor, torch.nn.Module)
@@ -40,7 +40,7 @@ _PATCHED = (torch.Tensor, torch.nn.Module)
 MAKERS = ("__init__", "__new__", "__post_init__")
 """The methods that make an object.
 
-The script calls them as well, so that only what they change elsewhere is a cache.
+The script calls them as well, so that only their writes to other objects count as caches.
 """
 WAYS_OUT = (
     "modules are imported anew there; set it in the module itself (also from a file or a variable "
@@ -52,7 +52,7 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class ModuleState:
-    """Hold what a job's callables read of importable modules in the process that sends them.
+    """Hold the variables of importable modules that a job's callables read, in the process that sends them.
 
     Attributes:
         variables: (module, path of names in it) -> the leaves of the value.
@@ -64,7 +64,7 @@ class ModuleState:
     written: frozenset[str] = frozenset()
 
     def check(self) -> None:
-        """Raise JobError where a variable is another one in this process."""
+        """Raise JobError if a variable differs in this process."""
         for (module, path), there in self.variables.items():
             here = _leaves_here(module, path, self.written)
             for inner in there | here:
@@ -82,7 +82,7 @@ _UNSET = Leaf("not set", "")
 
 
 def module_state(values: object, by_value: Set[str]) -> ModuleState:
-    """Return what some callables read of importable modules; `by_value` names modules whose objects travel whole."""
+    """Return the state of importable modules that callables read; objects of modules in `by_value` travel whole."""
     walk = _Walk(by_value)
     walk.visit(values)
     written = walk.written()
@@ -113,7 +113,7 @@ _MISSING = object()
 
 
 def _value(module: str, path: str) -> object:
-    """Return a variable of a loaded module, or of a class in it; `_MISSING` where there is none."""
+    """Return a variable of a loaded module, or of a class in it; `_MISSING` if there is none."""
     space: Mapping[str, Any] = vars(sys.modules[module])
     *outer, last = path.split(".")
     for name in outer:
@@ -244,7 +244,7 @@ class _Walk:
             yield from self._of_module(inner, names, set())
 
     def _of_module(self, value: object, names: frozenset[str], seen: set[int]) -> Iterator[object]:
-        """Yield a value; of a module those of its variables that the code names."""
+        """Yield a value, or if it is a module, the variables of it that the code names."""
         if not isinstance(value, types.ModuleType):
             yield value
         elif id(value) not in seen:

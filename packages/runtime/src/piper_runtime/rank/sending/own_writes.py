@@ -1,6 +1,6 @@
 """Find the names that a function writes beside its local variables.
 
-Caches and counters are such, and what is loaded on first use.
+Caches and counters are such, and values that are loaded on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OF_THE_PROCESS = frozenset({
     "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now", "utcnow", "today", "getpid",
     "uuid1", "uuid4", "mkdtemp", "mkstemp", "TemporaryDirectory", "NamedTemporaryFile", "strftime",
 })  # fmt: skip
-"""The functions whose results are others in each process by intent: times, and names of runs and of folders."""
+"""The functions whose results differ by process on purpose: times, and names of runs and of folders."""
 
 
 def names_of_the_process(module: types.ModuleType) -> frozenset[str]:
@@ -60,7 +60,7 @@ def names_written(function: types.FunctionType, *, makes: bool = False) -> froze
     """Return the names that a function changes beside its local variables.
 
     They are "name" for a global, ".name" for an attribute, and "(name)" for a variable of a function around it. There
-    are none where its source is not known. One that `makes` an object sets its attributes, which are not among them.
+    are none if its source is not known. If the function `makes` an object, the object's attributes are left out.
     """
     return _names_written(function.__code__, makes)
 

@@ -26,7 +26,7 @@ _PRECISIONS = tuple(
 )  # fmt: skip
 """The flags for the precision of float32 products, by torch's newer names."""
 _OLDER = ("backends.cuda.matmul.allow_tf32", "backends.cudnn.allow_tf32")
-"""The flags for the same by torch's older names, which raise RuntimeError once a newer one has been set."""
+"""The flags for this precision by torch's older names, which raise RuntimeError once a newer one has been set."""
 FLAGS = (
     "backends.cudnn.enabled",
     "backends.cudnn.benchmark",
@@ -48,11 +48,11 @@ class ProcessSettings:
         dtype: torch's default dtype.
         device: torch's default device.
         deterministic: whether only deterministic algorithms of torch are used, and whether their lack is a warning.
-        products: the precision of float32 products, by torch's older names; None where a newer one has been set.
-        flags: `FLAGS` of torch, with those of float32 products by the names that the process uses.
-        errors: a call that sets what numpy does at a division by zero and the like; None where it is not imported.
+        products: the precision of float32 products, by torch's older names; None if a newer one has been set.
+        flags: `FLAGS` of torch, with the flags of float32 products by the names that the process uses.
+        errors: a call that sets numpy's reaction to a division by zero and the like; None if numpy is not imported.
         decimals: the context of decimal numbers of this thread.
-        locale: the name by which `locale.setlocale` gives this one again.
+        locale: the name that sets this locale again by `locale.setlocale`.
     """
 
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class ProcessSettings:
         )
 
     def take(self) -> None:
-        """Give them to this process. Raises JobError for a default device, or a locale, that is another one here."""
+        """Apply them to this process. Raises JobError for a default device, or a locale, that is another one here."""
         here = str(torch.get_default_device())
         if here != self.device:
             raise JobError(

@@ -29,7 +29,7 @@ class Parcel:
 
     Attributes:
         recipes: file of each marked module that they need, by module name.
-        definers: modules in which the model and the loss are defined.
+        definers: modules that define the model and the loss.
         body: the callables, pickled by cloudpickle.
         state: the variables of importable modules that they read.
         settings: the settings of the process that sends them.
@@ -42,7 +42,7 @@ class Parcel:
     settings: ProcessSettings
 
     def open(self) -> Any:
-        """Return the callables, in another process; raise JobError where they would read something else there."""
+        """Return the callables, in another process; raise JobError if they would read other values there."""
         for name, path in self.recipes.items():
             if name not in sys.modules:
                 _load_recipe(name, path)
@@ -62,9 +62,9 @@ def pack(
 ) -> Parcel:
     """Return a nest of callables, packed; raise JobError when something cannot be sent.
 
-    Objects of an importable module travel by name, those of a marked recipe module as that file's path, all others by
-    value. `definers` are callables that stay here, whose modules may register operators, and `operators` the functions
-    of those that the ranks call.
+    Objects of an importable module travel by name, objects of a marked recipe module as that file's path, all others by
+    value. `definers` are callables that stay here, whose modules may register operators, and `operators` are the
+    functions of the operators that the ranks call.
     """
     modules = {name: m for name, m in dict(sys.modules).items() if isinstance(m, ModuleType)}
     marked = {

@@ -26,7 +26,7 @@ from piper_runtime.rank.sending.code_names import cells, home_of, names_in
 
 
 class Leaf(NamedTuple):
-    """Hold a text for people, and a digest of the content; the digest is "" where only the text is compared."""
+    """Hold a text for people, and a digest of the content; the digest is "" if only the text is compared."""
 
     text: str
     digest: str
@@ -35,9 +35,9 @@ class Leaf(NamedTuple):
 LeavesByPath = dict[str, Leaf]
 """The type of leaves by path in the value, such as "[key].attribute"."""
 MOST_DEPTH, MOST_LEAVES = 8, 2000
-"""The depth and the number of the leaves of one value; those beyond are not compared."""
+"""The depth and the number of the leaves of one value; leaves beyond are not compared."""
 MOST_BYTES = 2**20
-"""The most bytes of an array or text that are read; of a larger one its ends, of half as many bytes each."""
+"""The most bytes of an array or text that are read; a larger one is read at its ends, half as many bytes each."""
 MOST_TEXT = 60
 MOST_ITEMS = 200_000
 """The most items of a list of numbers or texts that are read."""
@@ -59,7 +59,7 @@ def leaves_of(value: object, written: Set[str] = frozenset()) -> LeavesByPath:
 def _leaves(
     value: Any, path: str, written: Set[str], around: tuple[int, ...]
 ) -> Iterator[tuple[str, Leaf]]:
-    """Yield the leaves of a value at a path; those of what it stands in are not yielded again."""
+    """Yield the leaves of a value at a path; the objects `around` it are not visited again."""
     if id(value) in around or len(around) > MOST_DEPTH:
         return
     around = (*around, id(value))
@@ -196,7 +196,7 @@ def _tensor(value: torch.Tensor) -> Leaf:
 def _view(value: object) -> memoryview | None:
     """Return the memory of an array, a number of numpy's, or another buffer."""
     try:
-        return memoryview(value)  # type: ignore[arg-type]  # what has none raises
+        return memoryview(value)  # type: ignore[arg-type]  # raises without a buffer
     except (TypeError, ValueError, BufferError):
         return None
 
@@ -228,7 +228,7 @@ def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, object]]:
-    """Yield an object's attributes, without those that a `cached_property` keeps."""
+    """Yield an object's attributes, without the values that a `cached_property` keeps."""
     kinds = type(value).__mro__
     slots = [
         name for kind in kinds for name in vars(kind).get("__slots__", ()) if isinstance(name, str)

@@ -1,4 +1,4 @@
-"""Hold what a rank computes with: its stores, code, layouts, device and random numbers.
+"""Hold a rank's means of computing: its stores, code, layouts, device and random numbers.
 
 May import: nothing of the ranks.
 """

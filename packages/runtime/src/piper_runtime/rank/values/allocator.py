@@ -11,15 +11,15 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """The numbers of glibc's settings (malloc.h)."""
 NEVER = -1
 OWN_MAPPING = 32 << 20
-"""The bytes from which on a tensor gets memory of its own: what glibc goes up to by itself."""
+"""The least bytes of a tensor with a memory mapping of its own: the limit of glibc's own adaptation."""
 
 
 def keep_freed_memory(environment: Mapping[str, str] | None = None) -> bool:
-    """Tell glibc to keep what is freed; return whether it does, and not another C library or who has set it otherwise.
+    """Tell glibc to keep freed memory; return False under another C library, or if the environment sets malloc.
 
     Each step asks for the memory that the one before has freed. By default glibc gives most of it back to the system at
     each step's end, and gets it back page by page, each filled with zeros first: that took a tenth of the time of a
-    mixture's step. The process holds the memory of its fullest moment anyway, again and again.
+    mixture's step. The process needs its peak memory anyway, again and again.
     """
     said = os.environ if environment is None else environment
     if any(name.startswith("MALLOC_") for name in said) or "glibc.malloc" in said.get(

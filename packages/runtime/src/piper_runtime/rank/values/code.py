@@ -46,7 +46,7 @@ ExportedCode = Mapping[str, Mapping[Any, StepSource]]
 
 @dataclass(frozen=True)
 class ShippedCode:
-    """Hold a StepCode in the form in which it travels to a worker."""
+    """Hold a StepCode in the form that travels to a worker."""
 
     source: str
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ def load_step(
 ) -> StepFunction:
     """Return the function that a StepSource describes, for tensors on `device`; its source shows in tracebacks.
 
-    `given` are further globals that the code reads, and `kernels` what it calls in place of operators.
+    `given` has further globals that the code reads, and `kernels` the functions that it calls in place of operators.
 
     Raises FormatError when there is no function `step`, or when it calls an operator that is not registered in this
     process.
@@ -97,7 +97,7 @@ _PLACE = re.compile(r"  # (.+):(\d+)$")
 
 
 def raised_in_step(error: BaseException) -> str:
-    """Return what a part of an instruction raised, with the user's line that made the op, where a step function did."""
+    """Return an instruction part's error as text, with the user's line of the op if a step function raised it."""
     if isinstance(error, KeyError):
         return f"value {error} is not there"
     frames = traceback.extract_tb(error.__traceback__)

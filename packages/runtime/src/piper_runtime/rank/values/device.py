@@ -24,8 +24,8 @@ Use = Callable[[float], None]
 def choose_device(kind: str, local_rank: int) -> torch.device:
     """Return the device of a rank; raise ExecutionError when there is no such device.
 
-    `kind` is "cpu"; "cuda", the node's CUDA devices in turn; or "auto", "cuda" where there is one, else "cpu".
-    `local_rank` is the rank's number among those of its node.
+    `kind` is "cpu"; "cuda", the node's CUDA devices in turn; or "auto", "cuda" if there is one, else "cpu".
+    `local_rank` is the rank's number on its node.
     """
     if kind not in ("auto", "cpu", "cuda"):
         raise ExecutionError(f'device {kind!r} is not known; use "auto", "cpu" or "cuda"')

@@ -1,4 +1,4 @@
-"""Take apart what the devices of an axis share, and put it together again."""
+"""Shard tensors over the devices of mesh axes, and join the shards again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def part_of(whole: torch.Tensor, layout: Layout, mesh: Mesh, rank: int) -> torch
 def whole_of(
     parts: Mapping[int, torch.Tensor], layout: Layout, mesh: Mesh, rank: int
 ) -> torch.Tensor:
-    """Return the tensor of which the ranks have parts: of those that share it with `rank`."""
+    """Return a whole tensor, joined from the parts of the ranks that share it with `rank`."""
     if not layout:
         return parts[rank]
     first, *rest = layout
@@ -53,7 +53,7 @@ def joined(parts: list[torch.Tensor], dim: int, outer: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ElementRun:
-    """Say that elements of a part lie one behind the other in the whole tensor, both in row-major order."""
+    """Describe elements of a part that are contiguous in the whole tensor, both in row-major order."""
 
     own: int
     whole: int
@@ -63,7 +63,7 @@ class ElementRun:
 def runs(
     shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int, begin: int, end: int
 ) -> Iterator[ElementRun]:
-    """Yield where the elements [begin, end) of a rank's part of this shape lie in the whole tensor."""
+    """Yield the places in the whole tensor of the elements [begin, end) of a rank's part of this shape."""
     there = places(layout, mesh, rank)
     unit = min(
         (shape[p.dim] // p.outer * prod(shape[p.dim + 1 :]) for p, _, _ in there),
@@ -86,7 +86,7 @@ def runs(
 
 
 def _in_whole(shape: Sequence[int], there: Sequence[tuple[DimPart, int, int]], at: int) -> int:
-    """Return where an element of a part is in the whole tensor."""
+    """Return the index in the whole tensor of an element of a part."""
     sizes = list(shape)
     index: list[int] = []
     for size in reversed(sizes):
@@ -122,7 +122,7 @@ class OwnParts(Mapping[str, torch.Tensor]):
         return part_of(self._whole[name], layout, self._mesh, self._rank)
 
     def _read(self, files: LazyTensors, name: str, layout: Layout) -> torch.Tensor:
-        """Return a part of a tensor of a file, of which only its bytes are read."""
+        """Return a part of a tensor of a file, and read only the bytes of that part."""
         shape = list(files.forms[name].shape)
         for part, degree, _ in places(layout, self._mesh, self._rank):
             shape[part.dim] //= degree

@@ -1,4 +1,4 @@
-"""Say which random numbers a chunk draws for a microbatch: those that one device draws for the whole batch, or torch's.
+"""Choose the random numbers of a chunk and microbatch: as one device draws them for the whole batch, or torch's.
 
 The rule is `piper_ops.random.draws`'; a job may ask for torch's own generator instead (`Job(draws="microbatches")`).
 """
@@ -15,7 +15,7 @@ from piper_ir.program.program import Chunk
 from piper_ops import DrawsOfCall
 
 Draws = Literal["rows", "microbatches"]
-"""The ways in which random numbers are drawn: by row, whatever the plan, or by microbatch with torch's generator."""
+"""The ways to draw random numbers: by row, whatever the plan, or by microbatch with torch's generator."""
 
 
 def drawing_of(
@@ -41,7 +41,7 @@ def rng_seed(seed: int, step: int, row: int, where: str) -> int:
 
     `seed` is the job's, `step` the optimizer step from 0, `row` the first row of the microbatch in the global batch,
     and `where` the draw's place in the model (`Draw.place`). The seed depends on nothing else, so neither the mesh nor
-    the order of a plan changes what is drawn as long as the rows per microbatch are equal.
+    the order of a plan changes the drawn numbers as long as the rows per microbatch are equal.
     """
     digest = blake2b(f"{seed}/{step}/{row}/{where}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""Join the losses and metrics of microbatches on all ranks to those of a global batch, or of several."""
+"""Join the losses and metrics of microbatches on all ranks to values of a global batch, or of several."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def step_loss(plan: Plan, scalars: Sequence[Scalars], batches: int = 1) -> float
 
 
 def metrics_of(plan: Plan, scalars: Sequence[Scalars], batches: int = 1) -> dict[str, float]:
-    """Return the metrics of outputs by name: means, sums, or sums divided by weights (NaN where these are 0)."""
+    """Return the metrics of outputs by name: means, sums, or sums divided by weights (NaN if these are 0)."""
     names = dict.fromkeys(
         name.removeprefix(METRIC) for found in scalars for name in found if name.startswith(METRIC)
     )

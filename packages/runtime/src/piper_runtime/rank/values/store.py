@@ -18,11 +18,11 @@ class Store:
     """Hold a rank's states on its device, and `values`: id -> tensor, the only reference to each.
 
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
-    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. Where ranks share a bucket,
-    a flat tensor may be this rank's part alone; then `params` and `grads` lack its names. `own_params` and `own_grads`
-    are its parts of them. Its optimizer updates `own_masters`: `own_params` themselves, or others in a wider dtype,
-    from which `copy_masters` writes those. `masters` are their views by name, where they are whole. `exact` are frozen
-    parameters as the job has them, on the host, where a rank that saves them holds them in a narrower dtype. The store
+    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. If ranks share a bucket, a
+    flat tensor may be this rank's shard alone; then `params` and `grads` lack its names. `own_params` and `own_grads`
+    are its shards. Its optimizer updates `own_masters`: `own_params` themselves, or copies in a wider dtype, from which
+    `copy_masters` writes `own_params`. `masters` are their views by name, if they are whole. `exact` has frozen
+    parameters in the job's dtype, on the host, if a rank that saves them holds them in a narrower dtype. The store
     copies its arguments.
     """
 
@@ -103,7 +103,7 @@ class Store:
             self.grads |= bucket_views(bucket, grads, shapes)
 
     def copy_masters(self, buckets: Iterable[str]) -> None:
-        """Write this rank's part of the parameters of buckets from its masters, where these are others."""
+        """Write this rank's shard of the parameters of buckets from its masters, if these are other tensors."""
         for id in buckets:
             own, master = self.own_params[id], self.own_masters[id]
             if own is not master:
@@ -113,12 +113,12 @@ class Store:
         return [self._shape_of[name] for name in bucket.params]
 
     def part(self, flat: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-        """Return this rank's part of a flat tensor that ranks share along some axes."""
+        """Return this rank's shard of a flat tensor that is sharded along some axes."""
         parts = self._mesh.degree(axes)
         return flat if parts == 1 else flat.chunk(parts)[self._mesh.index_along(axes, self._rank)]
 
     def parameter(self, name: str) -> torch.nn.Parameter:
-        """Return what an optimizer updates of a parameter, as an nn.Parameter that shares its memory."""
+        """Return the master of a parameter for an optimizer, as an nn.Parameter that shares its memory."""
         return torch.nn.Parameter(self.masters[name])
 
     def state_tensors(self) -> list[torch.Tensor]:
@@ -146,7 +146,7 @@ def bucket_views(
 
 
 def held_buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
-    """Return the buckets of which a rank holds parameters, whole or in part."""
+    """Return the buckets whose parameters a rank holds, whole or in part."""
     return tuple(
         plan.bucket(s.name) for s in plan.role_of(rank).states if s.flat and s.category == "grad"
     )

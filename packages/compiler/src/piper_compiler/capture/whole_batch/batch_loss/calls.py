@@ -1,4 +1,4 @@
-"""Name calls by how they treat the rows of a batch: those that bend, choose, join, or combine along a dimension."""
+"""Name calls by how they treat the rows of a batch: bend, choose, join, or combine them along a dimension."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def computes_with(node: fx.Node, size: fx.Node) -> bool:
 
 
 def rows_meet(node: fx.Node) -> bool:
-    """Return whether a call gives a part that several rows make, or another row than the one that made it.
+    """Return whether a call mixes rows: a result row depends on several rows, or on a row in another place.
 
-    So do what has another number of rows (halves, neighbours), two dimensions of rows (each with each), an index of
-    rows, their numbers, which begin anew in each microbatch, and what combines the values along them.
+    So do results with another number of rows (halves, neighbours) or two dimensions of rows (each with each), an index
+    of rows, row numbers, which begin anew in each microbatch, and reductions along the rows.
     """
     known = [
         t for t in tensors_of(node) if not _torch.data_dependent(t)

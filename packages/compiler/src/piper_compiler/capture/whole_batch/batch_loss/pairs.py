@@ -41,8 +41,8 @@ _OUT_OF_PLACE: Mapping[object, Callable[..., Any] | str] = {
 def write_divisions(forward: Forward) -> Forward:
     """Write each mean over classes in the loss as a sum divided by the number of targets, or by their weights.
 
-    Numbers that the loss changes in place (`loss += more`) become new numbers. The graph computes the same as before;
-    what is no part of the loss, such as a metric, reads the mean as it was.
+    Numbers that the loss changes in place (`loss += more`) become new numbers. The graph computes the same as before.
+    Nodes outside of the loss, such as a metric, read the mean as it was.
     """
     examples, wanted = Examples(), with_writers(forward.graph, ancestors([forward.loss]))
     counts: dict[str, fx.Node] = {}
@@ -59,9 +59,9 @@ def write_divisions(forward: Forward) -> Forward:
 
 
 def _out_of_place(node: fx.Node) -> fx.Node | None:
-    """Let a number that is changed in place be another one, which all that follows reads; return the one before.
+    """Turn an in-place change of a number into a new number that all later nodes read; return the old one.
 
-    So is a tensor without rows to which rows are added before anything else reads it.
+    The same is done to a tensor without rows to which rows are added before anything else reads it.
     """
     target = _OUT_OF_PLACE.get(node.target)
     if target is None or not isinstance(node.args[0], fx.Node):
@@ -72,7 +72,7 @@ def _out_of_place(node: fx.Node) -> fx.Node | None:
         return None
     if value.dim() and (call_name(node) not in ADDED or has_rows(node)):
         return None
-    if old.op == "placeholder" or owner(old) is not old:  # what others see must change, too
+    if old.op == "placeholder" or owner(old) is not old:  # others see the change of its storage
         return None
     later, reached = set[fx.Node](), node.next
     while reached.op != "root":
@@ -252,7 +252,7 @@ def weighted(
 def same_values(nodes: Iterable[fx.Node], changed: bool) -> bool:
     """Return whether nodes have the same value because they are computed in the same way from the same tensors.
 
-    Where the loss writes into tensors (`changed`), only one and the same node is.
+    If the loss writes into tensors (`changed`), only one and the same node counts.
     """
     distinct = list(dict.fromkeys(nodes))
     return len(distinct) == 1 or (not changed and len({_text(n) for n in distinct}) == 1)

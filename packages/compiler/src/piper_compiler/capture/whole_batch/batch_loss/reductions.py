@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from piper_compiler.capture.torch_api._torch import OpOverload
 
 Base = Literal["sum", "mean", "constant"]
-"""The way in which a value of the microbatch becomes that of the whole batch.
+"""The way in which values of microbatches become the value of the whole batch.
 
-The values of its parts are added up, their mean is taken, or it is the same in each part.
+They are added up, their mean is taken, or the value is the same in each microbatch.
 """
 
 IGNORED = -100
@@ -22,9 +22,9 @@ IGNORED = -100
 SUMS = frozenset({"sum", "nansum", "count_nonzero"})
 MEANS = frozenset({"mean"})
 PRODUCTS = frozenset({"matmul", "mm", "mv", "dot", "vdot", "inner", "einsum", "tensordot"})
-"""The calls that add up products; where the result has no rows, over the rows."""
+"""The calls that add up products; if the result has no rows, over the rows."""
 ADDED = frozenset({"index_add", "scatter_add", "scatter_reduce"})
-"""The calls that add rows to where an index says."""
+"""The calls that add rows at the places that an index gives."""
 ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 CLASSES = frozenset({"cross_entropy", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 """The losses whose mean divides by the number of targets that are not ignored, or by the sum of their weights."""
@@ -94,7 +94,7 @@ def is_portable_loss(node: fx.Node) -> bool:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a loss by name; raise TypeError where they are not those of torch's function."""
+    """Return the arguments of a loss by name; raise TypeError if they do not fit torch's function."""
     names = _POSITIONS.get(PORTABLE_NAME if is_portable_loss(node) else call_name(node))
     if names is not None:
         return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -103,7 +103,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def reduced(node: fx.Node) -> Base | Literal["classes", "rows"] | None:
-    """Return how a reduction over rows adds up over microbatches; None where it is not known.
+    """Return how a reduction over rows adds up over microbatches; None if it is not known.
 
     "classes" is a mean over targets that are not ignored, and "rows" a loss of each row by itself.
     """

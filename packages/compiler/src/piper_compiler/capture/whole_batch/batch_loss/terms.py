@@ -1,8 +1,8 @@
 """Say of each value in the loss how it depends on the rows of the batch.
 
 A loss is a formula of reductions over rows. A microbatch has only some of the rows, so the formula must be linear in
-the reductions that have gradients: then a step may add up the losses of microbatches. What they are divided by may be
-another reduction, without gradient: a number of targets, a sum of weights.
+the reductions that have gradients: then a step may add up the losses of microbatches. The divisor may be another
+reduction, without gradient: a number of targets, a sum of weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from piper_compiler.capture.whole_batch.batch_loss.writers import (
 from piper_ops import STATISTICS
 
 Divisor = fx.Node | Literal["batch"] | None
-"""The value by which a term is divided: a reduction without gradient, or any function of reductions of the batch."""
+"""The divisor of a term: a reduction without gradient, or any function of reductions of the batch."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class Dependence:
 
     Attributes:
         rows: whether it has a dimension of rows, so that each row has its own part.
-        model: whether it depends on what the model computes, beside the batch.
+        model: whether it depends on outputs of the model, beside the batch.
         grad: whether it has a gradient.
-        terms: its parts, if it is a reduction over rows, or a sum of those. None if it is another function of them.
-        divisor: the value by which each row's part is divided.
+        terms: its parts, if it is a reduction over rows, or a sum of such. None if it is another function of them.
+        divisor: the divisor of each row's part.
         mixed: the node at which other rows get into a row's part, or at which it ceases to be a sum of parts.
     """
 
@@ -110,8 +110,8 @@ class Dependences:
     """Find the dependence of each node that the loss is made of, in the order of the graph.
 
     `tail` has the nodes behind the last use of a parameter that has rows, behind backwards of users, and behind all of
-    a model that has its loss beside it; what comes before counts as the model's. `bent` is the first that bends a sum
-    or mean over rows, as `clamp` does, or takes an extreme of the batch.
+    a model that has its loss beside it; earlier nodes count as the model's. `bent` is the first that bends a sum or
+    mean over rows, as `clamp` does, or takes an extreme of the batch.
     """
 
     forward: Forward
@@ -235,7 +235,7 @@ class Dependences:
         )
 
     def _written(self, node: fx.Node, inputs: Collection[Dependence]) -> Dependence:
-        """Take what is written into a tensor as part of it from here on."""
+        """Record the dependence of a tensor after values are written into it."""
         target = written(node)
         assert target is not None
         old = self.of[target]
@@ -251,7 +251,7 @@ class Dependences:
         return new
 
     def _now(self, node: fx.Node, target: fx.Node, new: Dependence) -> None:
-        """Take a tensor for another from here on, and all that may share its memory."""
+        """Set the dependence of a tensor from here on; tensors that may share its storage become mixed with it."""
         for other in [n for n in self.of if n is not node and owner(n) is owner(target)]:
             mixed: dict[str, Any] = (
                 {"terms": None, "mixed": new.mixed} if new.mixed is not None else {}
@@ -325,7 +325,7 @@ class Dependences:
     def _divisor(self, node: fx.Node, name: str, given: Dependence) -> Divisor:
         """Return the divisor of `rows / reduction`.
 
-        None where the reduction has a gradient, or is none that is known.
+        None if the reduction has a gradient, or is not a known one.
         """
         if not given.model:
             return "batch" if given.terms is not None else None
@@ -375,7 +375,7 @@ class Dependences:
         return spoiled
 
     def _chosen(self, node: fx.Node, base: Dependence, spoiled: Dependence) -> Dependence:
-        """Return the dependence of one of two values, where numbers of the batch decide which it is."""
+        """Return the dependence of a value that numbers of the batch choose out of two."""
         condition, *values = node.args
         if not isinstance(condition, fx.Node) or self.of[condition].model:
             return spoiled

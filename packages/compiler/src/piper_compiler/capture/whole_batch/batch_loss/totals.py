@@ -2,7 +2,7 @@
 
 A loss with several means, or with a denominator like `count.clamp(min=1)`, cannot be divided when its step ends. The
 reductions of the batch in it are replaced by their totals over all microbatches, which come with the batch as one more
-tensor without rows. What is left is linear in the rows, and microbatches add up.
+tensor without rows. Then the loss is linear in the rows, and microbatches add up.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Totals:
         self._roots = self._reductions()
 
     def written(self) -> Forward:
-        """Return the graph with another loss, whose values of all microbatches add up to that of the batch."""
+        """Return the graph with another loss, whose sum over microbatches is the loss of the batch."""
         forward = self._forward
         size = 1 + sum(prod(root.shape) for root in self._roots)
         counted = self._placeholder(size)

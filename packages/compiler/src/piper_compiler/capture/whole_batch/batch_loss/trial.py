@@ -1,4 +1,4 @@
-"""Compare what a loss is on some rows with what it is on their parts, with random numbers for what it reads."""
+"""Compare a loss on some rows with the losses of their parts, with random numbers for the inputs of both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS, PARTS = 4, 2
 HALVES = frozenset({"float", "half", "bfloat16"})
 """The methods that make another floating-point type."""
 MERGED = 3
-"""The most tensors with rows and tokens in one dimension of which each order is tried."""
+"""The most tensors with rows and tokens in one dimension for which each order is tried."""
 BESIDE = {"eq": 0, "ne": 0, "not_equal": 0, "ge": -1, "gt": 0, "le": 1, "lt": 0}
 """The distance from a constant of the integer that a comparison with it tells from most others."""
 MOST = 2**24
@@ -52,8 +52,8 @@ class Filling:
         integers: how many there are, from 0.
         spread: how far floating-point numbers spread around 0; None for numbers from 0.05 to 0.95, so that they may be
             logits, probabilities or weights.
-        double: whether all is computed in float64, where small terms show.
-        ignoring: whether some targets are those that the loss is thought to ignore.
+        double: whether all is computed in float64, so that small terms show.
+        ignoring: whether some targets are numbers that the loss is thought to ignore.
     """
 
     seed: int
@@ -102,7 +102,7 @@ class TrialResults:
 
     Attributes:
         values: the numbers that were asked for.
-        gradients: of each of them, the gradients of what the loss reads, in one tensor for each that has any.
+        gradients: for each of them, the gradients of the loss's inputs, a tensor for each input that has one.
     """
 
     values: tuple[float, ...]
@@ -112,8 +112,8 @@ class TrialResults:
 class LossTrial:
     """Run the tail of a graph, from the last use of a parameter to the loss, on random numbers.
 
-    Integers are small, and what a loss ignores is among targets. `possible` says whether the tail is small enough, and
-    its rows can be told apart.
+    Integers are small, and targets include the index that a loss ignores. `possible` says whether the tail is small
+    enough, and its rows can be told apart.
     """
 
     def __init__(self, forward: Forward, tail: Collection[fx.Node], original: Original) -> None:
@@ -133,7 +133,7 @@ class LossTrial:
         self.possible = self._small() and all(self._dimension(n) is not None for n in self._sources)
 
     def unknown(self, of: Mapping[fx.Node, Dependence]) -> fx.Node | None:
-        """Return a number that the tail reads and rows have made before, which parts do not show; None for no such."""
+        """Return an input of the tail without rows that rows were mixed into before; None if there is none."""
         return next((n for n in self._sources if of[n].mixed is not None and not has_rows(n)), None)
 
     def _small(self) -> bool:
@@ -165,8 +165,8 @@ class LossTrial:
     def _class_targets(self) -> dict[fx.Node, int]:
         """Return the integers of the batch that may be targets, each with a number that the loss may ignore.
 
-        It is what a loss of classes ignores, the usual one for functions that cannot be seen into, and what integers
-        are compared with.
+        It is the `ignore_index` of a loss of classes, the usual one for functions that cannot be seen into, or an
+        integer on the ignored side of a comparison.
         """
         found: dict[fx.Node, int] = {}
         own = set(own_backwards(self._tail))
@@ -189,7 +189,7 @@ class LossTrial:
     def adds_up(self, made: Forward) -> bool | None:
         """Return whether the loss of parts gives the user's loss of the whole, in value and gradient.
 
-        None where that cannot be found out.
+        None if that cannot be found out.
         """
         if not self.possible:
             return None
@@ -268,7 +268,7 @@ class LossTrial:
         return torch.stack(flat).sum(0)
 
     def _joined(self, node: fx.Node, pieces: Sequence[Tensor], whole: Tensor) -> Tensor:
-        """Join the gradients of parts; those of what all rows share are added up."""
+        """Join the gradients of parts; gradients of tensors that all rows share are added up."""
         if pieces[0].shape == whole.shape:
             return torch.stack(list(pieces)).sum(0)
         dim = next(d for d in range(whole.dim()) if pieces[0].shape[d] != whole.shape[d])
@@ -279,7 +279,7 @@ class LossTrial:
         return torch.cat(list(pieces), dim)
 
     def _values(self) -> tuple[dict[fx.Node, Tensor], list[dict[fx.Node, Tensor]]]:
-        """Return numbers for all that is read, and those of each part."""
+        """Return numbers for all inputs of the tail, and the same cut into parts."""
         generator = torch.Generator().manual_seed(self._filling.seed)
         whole = {n: self._random(n, generator) for n in self._sources}
         return whole, [
@@ -327,9 +327,9 @@ class LossTrial:
     def _evaluated(
         self, asked: Sequence[fx.Node], leaves: Mapping[fx.Node, Tensor], rows: int
     ) -> list[Tensor]:
-        """Return the values of nodes; what is read may be written into, which a leaf with a gradient may not.
+        """Return the values of nodes; leaves are copied, since nodes may write into them.
 
-        Random numbers are among the leaves, and so may be what they are made of.
+        Random numbers are among the leaves, and so may be the tensors that they are made of.
         """
         env: dict[fx.Node, Any] = {
             n: v * 1 if v.requires_grad else v.clone() for n, v in leaves.items()

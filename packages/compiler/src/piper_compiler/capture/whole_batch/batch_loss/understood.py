@@ -1,4 +1,4 @@
-"""Find the form in which a loss adds up over microbatches to that of the whole batch, or refuse the loss by name."""
+"""Find the form of a loss that adds up over microbatches to the loss of the whole batch, or refuse it by name."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ BENT_REASON = (
 def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
     """Return the graph with a loss that adds up over microbatches to the loss of the whole batch.
 
-    A mean over rows stays as it is, and so does a pair of the user's. `adding` says of which kind the gradients are
-    that the model adds to those of the loss: they may not be divided by the weight of a pair. Raises CaptureError, with
-    the line, for a loss that is another function of the rows.
+    A mean over rows stays as it is, and so does a pair of the user's. `adding` is the kind of auxiliary gradients that
+    the model adds to the gradients of the loss: they may not be divided by the weight of a pair. Raises CaptureError,
+    with the line, for a loss that is another function of the rows.
     """
     if forward.weight is not None:
         if not adding:
@@ -101,7 +101,7 @@ def _divided(forward: Forward) -> Forward:
 def _beside(forward: Forward, adding: AuxiliaryForm) -> Forward:
     """Return the graph with the loss in the form that it needs beside auxiliary gradients.
 
-    Where these are means, the gradient of each microbatch's loss starts from 1, and all gradients are divided by the
+    If these are means, the gradient of each microbatch's loss starts from 1, and all gradients are divided by the
     number of microbatches: each gives the weight 1.
     """
     forward = replace(forward, adding=adding, sums=forward.loss_kind != "mean")
@@ -138,7 +138,7 @@ def _divisors(forward: Forward, found: Dependences) -> list[fx.Node]:
 
 
 def _added_up(forward: Forward, found: Dependences, *, undivided: bool) -> Forward | None:
-    """Return the graph with the loss as a mean, a sum or a pair; None where it is none of these."""
+    """Return the graph with the loss as a mean, a sum or a pair; None if it is none of these."""
     terms = found.of[forward.loss].terms or frozenset()
     bases, divisors = {t.base for t in terms}, {t.divisor for t in terms if t.divisor is not None}
     if not divisors and bases <= {"mean", "constant"}:
@@ -157,7 +157,7 @@ def _added_up(forward: Forward, found: Dependences, *, undivided: bool) -> Forwa
 
 
 def with_metrics_of_batch(forward: Forward) -> Forward:
-    """Return the graph with metrics that add up to those of the whole batch, as far as they are understood.
+    """Return the graph with metrics that add up to the metrics of the whole batch, as far as they are understood.
 
     One that divides a sum by a number of the batch becomes a pair, and one that is a sum is added up. Any other stays a
     mean over microbatches.

@@ -1,4 +1,4 @@
-"""Compute the numbers by which a loss divides in float32 at least: bfloat16 cannot count beyond 256."""
+"""Compute the divisors of a loss in float32 at least: bfloat16 cannot count beyond 256."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def is_half(node: fx.Node) -> bool:
 
 
 def wide(node: fx.Node, examples: Examples) -> fx.Node:
-    """Return a number as it is before it is rounded to half precision; one that is not stays the same node.
+    """Return a number before its rounding to half precision; a number of another dtype stays the same node.
 
-    Its sums, casts and products are made again in float32, behind those that are there.
+    Its sums, casts and products are made again in float32, behind the rounded ones.
     """
     if not is_half(node) or node.op == "placeholder":
         return node

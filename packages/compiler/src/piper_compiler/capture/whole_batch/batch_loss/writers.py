@@ -70,7 +70,7 @@ AUGMENTED = frozenset(
 
 
 def ancestors(nodes: Iterable[fx.Node], *, shapes: bool = True) -> set[fx.Node]:
-    """Return nodes with all that they are made of; with `shapes`, also tensors of which they have the shape alone."""
+    """Return nodes with all of their ancestors; with `shapes`, also tensors that only give them a shape."""
     found, queue = set[fx.Node](), list(nodes)
     while queue:
         node = queue.pop()
@@ -81,7 +81,7 @@ def ancestors(nodes: Iterable[fx.Node], *, shapes: bool = True) -> set[fx.Node]:
 
 
 def filling(node: fx.Node) -> float | None:
-    """Return the number in a tensor that has nothing but the shape and dtype of another; None for any other tensor."""
+    """Return the number in a tensor that has only the shape and dtype of another; None for any other tensor."""
     position = _ALIKE.get(call_name(node)) if node.op in ("call_function", "call_method") else None
     if position is None or not isinstance(position, int):
         return position
@@ -107,7 +107,7 @@ def written(node: fx.Node) -> fx.Node | None:
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """Return the node that made the tensor of which a node may be a view."""
+    """Return the node that made the tensor behind a node, which may be a view of it."""
     while node.op in ("call_function", "call_method"):
         changed = written(node)
         if changed is None and call_name(node) in VIEWS and isinstance(node.args[0], fx.Node):
@@ -126,7 +126,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 def with_writers(
     graph: fx.Graph, nodes: Collection[fx.Node], *, shapes: bool = True
 ) -> set[fx.Node]:
-    """Return nodes with the calls that change one of them in place, and what these calls read (see `ancestors`)."""
+    """Return nodes with the calls that change one of them in place, and the inputs of these (see `ancestors`)."""
     found = set(nodes)
     while True:
         owners = {owner(n) for n in found}
