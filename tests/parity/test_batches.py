@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import piper
 from piper.api.captures.capturing import capture_key
 from piper.api.reference.verification import verify_strategy
+from piper_ir.ground.codec import dumps, loads
 from piper_ir.ground.errors import CaptureError, JobError, PiperError
-from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.plan.plan import Plan
 
 WIDTH, VOCAB, LENGTH = 8, 11, 5
 RECIPE = (*piper.recipes.one_f_one_b(pp=2, microbatches=2), *piper.recipes.data_parallel())
@@ -208,7 +209,7 @@ def test_constants_are_part_of_plan_and_key() -> None:
     assert capture_key(one) != capture_key(other)
     plan = piper.compile(one, BOTH).plan
     assert plan.constants == (("inputs.scale", "1"),)
-    assert parse_plan(format_plan(plan)) == plan
+    assert loads(Plan, dumps(plan)) == plan
 
 
 def test_a_tensor_without_rows_has_its_own_shape_at_any_rows() -> None:

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import piper
 from piper import Job, Mesh, Precision, Strategy, models
 from piper.api.captures.capturing import captured_job
+from piper_ir.ground.codec import dumps, loads
 from piper_ir.ground.errors import CaptureError, JobError
 from piper_ir.plan.plan import Plan
-from piper_ir.plan.text import format_plan, parse_plan
 from piper_ir.verify import check
 from tests.helpers import parity
 
@@ -308,7 +308,7 @@ def test_a_buffer_that_meets_activations_in_another_dtype_is_said_to_be_cast() -
 
 def test_a_plan_with_masters_is_written_and_read() -> None:
     plan = plan_of(job(KEPT), dp=2)
-    assert parse_plan(format_plan(plan)).key == plan.key
+    assert loads(Plan, dumps(plan)).key == plan.key
 
 
 def test_a_name_is_one_dtype_for_all() -> None:

@@ -24,7 +24,7 @@ from piper_ir.ground.errors import CompileError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
 from piper_ir.plan.plan import Part, Plan
-from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.plan.text import format_plan
 from piper_ir.program.ops import Collective, Compute, Fresh
 from piper_ir.tools import size_text
 from piper_ir.verify import check, verify
@@ -148,12 +148,10 @@ def test_more_processes_compute_and_hold_the_same(seed: int, pool: Any) -> None:
     judge(replace(drawn(7 * seed), dp=2), launcher="processes", pool=pool)
 
 
-def test_the_text_of_a_plan_says_everything() -> None:
+def test_the_text_of_a_plan_names_what_ranks_share() -> None:
     plan = compositions.compiled(CASE).plan
     text = format_plan(plan)
-    assert (
-        parse_plan(text) == plan and " holding " in text and " Fresh " in text and " Fold " in text
-    )
+    assert " holding " in text and " Fresh " in text and " Fold " in text
 
 
 def parts(plan: Plan, role: str) -> list[Part]:

@@ -23,7 +23,7 @@ from piper_compiler.passes.order import schedule
 from piper_ir.graph.graph import Graph
 from piper_ir.ground.codec import dumps, loads
 from piper_ir.plan.plan import Plan
-from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.plan.text import format_plan
 from piper_ir.program.costs import Costs
 from piper_runtime import Checkpoints
 from piper_runtime.launch.processes.processes import Pool
@@ -125,10 +125,7 @@ def test_seeded_weights_are_those_of_one_device() -> None:
 def test_plans_and_graphs_are_written_and_read() -> None:
     made = compiled(Mesh(ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows()])
     text = format_plan(made.plan)
-    assert (
-        "AllToAll" in text
-        and parse_plan(text).key == made.plan.key == loads(Plan, dumps(made.plan)).key
-    )
+    assert "AllToAll" in text and made.plan.key == loads(Plan, dumps(made.plan)).key
     assert loads(Graph, dumps(made.graph)).exchanges == made.graph.exchanges
 
 

@@ -25,7 +25,7 @@ from piper_ir.ground.errors import CompileError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
 from piper_ir.plan.plan import COMPUTE, Part, Plan
-from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.plan.text import format_plan
 from piper_ir.program.ops import Compute
 from piper_ir.verify import verify
 
@@ -107,11 +107,10 @@ def fingerprint(seed: int) -> str:
     return compiled(random_case(seed)).key
 
 
-def test_a_plan_is_byte_identical_when_compiled_twice_and_its_text_parses_back() -> None:
+def test_a_plan_is_byte_identical_when_compiled_twice() -> None:
     for seed in range(0, CASES, 23):
         once, again = compiled(random_case(seed)), compiled(random_case(seed))
         assert format_plan(once) == format_plan(again)
-        assert parse_plan(format_plan(once)) == once
 
 
 def test_the_cases_are_as_varied_as_they_claim() -> None:

@@ -21,7 +21,6 @@ from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.plan.plan import Channel, Instr, Part, Plan, Value
 from piper_ir.plan.plan_bytes import PlanBytes
-from piper_ir.plan.text import format_plan, parse_plan
 from piper_ir.program.collectives import COLLECTIVES, Law, kind_named, law_of
 from piper_ir.program.ops import Collective, Recv, Send, message_op
 from piper_ir.verify import check
@@ -82,7 +81,7 @@ def test_unknown_kinds_are_named() -> None:
 def test_a_plan_with_every_collective_is_good(n: int) -> None:
     made = PLANS[n]
     assert check(made) == []
-    assert parse_plan(format_plan(made)) == made and loads(Plan, dumps(made)) == made
+    assert loads(Plan, dumps(made)) == made
     used = {
         i.parts[0].op.kind
         for _, _, i in made.instructions()

@@ -14,15 +14,12 @@ from piper_ir.graph.graph_json import GraphDocument, from_document
 from piper_ir.ground.codec import dumps, loads
 from piper_ir.ground.errors import FormatError
 from piper_ir.plan.plan import Plan
-from piper_ir.plan.text import format_plan, parse_plan
 from piper_ir.program.costs import CommDuration, Costs, Duration, PartDuration, StepDuration
 from piper_ir.program.ops import Seed
 from piper_ir.program.program import Program
 from piper_ir.verify import check
 
 PLAN = good_plan()
-TEXT = format_plan(PLAN)
-DIGITS = "9" * 5000
 
 
 def test_a_kind_that_is_no_name() -> None:
@@ -39,24 +36,6 @@ def test_a_duration_that_is_too_large() -> None:
         FormatError, match="seconds: an integer of 401 digits is too large for a number"
     ):
         loads(Costs, json.dumps(document))
-
-
-@pytest.mark.parametrize(
-    "old, new, message",
-    [
-        (
-            "   0 compute",
-            f"   {DIGITS} compute",
-            "the number of an instruction is expected, found '999",
-        ),
-        ('"microbatches":2', f'"microbatches":{DIGITS}', "not JSON that this Piper writes"),
-        ('"microbatches":2', '"microbatches":' + "[" * 100_000, "not JSON that this Piper writes"),
-    ],
-)
-def test_text(old: str, new: str, message: str) -> None:
-    assert old in TEXT
-    with pytest.raises(FormatError, match=message):
-        parse_plan(TEXT.replace(old, new, 1))
 
 
 def test_a_dtype_that_does_not_exist() -> None:

@@ -12,7 +12,7 @@ from packages.ir.tests.plans_for_tests import change_instr, change_part, find, g
 from piper_ir.fold.memory import with_peaks
 from piper_ir.ground.codec import dumps, loads
 from piper_ir.plan.plan import Part, Plan, Value
-from piper_ir.plan.text import format_plan, parse_plan
+from piper_ir.plan.text import format_plan
 from piper_ir.program.ops import Compute, Load
 from piper_ir.program.program import Signature, Step
 from piper_ir.verify import check
@@ -137,7 +137,7 @@ def _nothing_again(plan: Plan) -> Plan:
 
 def test_the_plan_is_good_and_can_be_written() -> None:
     assert check(GOOD) == []
-    assert parse_plan(format_plan(GOOD)) == GOOD and loads(Plan, dumps(GOOD)) == GOOD
+    assert loads(Plan, dumps(GOOD)) == GOOD
     assert "R embed keeping inputs @0 reads x@0 writes s@0" in format_plan(GOOD)
 
 

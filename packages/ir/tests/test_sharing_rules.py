@@ -19,7 +19,6 @@ from piper_ir.fold.memory import with_peaks
 from piper_ir.ground.codec import dumps, loads
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import Channel, Plan
-from piper_ir.plan.text import format_plan, parse_plan
 from piper_ir.program.layout import DimPart, StepCollective
 from piper_ir.program.ops import SquaredNorm
 from piper_ir.program.program import Step
@@ -181,12 +180,8 @@ def _code_of_another(plan: Plan) -> Plan:
     return replace(plan, chunks=tuple(replace(c, code="x") for c in plan.chunks))
 
 
-def test_the_plan_is_good_and_its_text_says_everything() -> None:
-    assert (
-        check(GOOD) == []
-        and loads(Plan, dumps(GOOD)) == GOOD
-        and parse_plan(format_plan(GOOD)) == GOOD
-    )
+def test_the_plan_is_good_and_can_be_written() -> None:
+    assert check(GOOD) == [] and loads(Plan, dumps(GOOD)) == GOOD
 
 
 @pytest.mark.parametrize(
