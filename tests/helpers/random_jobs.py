@@ -32,6 +32,9 @@ AUXILIARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": sum_of_squares,
 }
 
+BUILT_IN = sorted(n for n, r in recipes.RECIPES.items() if r.make.__module__.startswith("piper"))
+"""The names of Piper's own recipes; another test in this process may have defined one of its own."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -265,7 +268,7 @@ def case(seed: int, quick: bool) -> Plan:
     """Return the composition of a seed: at most two axes that share a chunk, and at most 8 devices."""
     rng = Random(seed)
     of, loss = QUICK[seed % len(QUICK)] if quick else any_job(rng)
-    schedule = rng.choice(sorted(recipes.RECIPES))
+    schedule = rng.choice(BUILT_IN)
     pp = rng.choice((1, 2, 2, 2, 4))
     pp = 2 if schedule in V_SHAPED or schedule == "dualpipe" else pp
     replicas = rng.choice((1, 2, 2, 4)) if pp < 4 else rng.choice((1, 2))

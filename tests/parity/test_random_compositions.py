@@ -80,7 +80,7 @@ def test_the_compositions_have_everything_in_them() -> None:
     """A draw that leaves a schedule, an axis or a state out would not be noticed otherwise."""
     plans = [case(seed, quick=True) for seed in range(QUICK)]
     for name, wanted in {
-        "schedule": set(piper.recipes.RECIPES),
+        "schedule": set(random_jobs.BUILT_IN),
         "pp": {1, 2, 4},
         "dp": {1, 2},
         "ep": {1, 2},

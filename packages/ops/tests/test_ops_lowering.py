@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from piper_ops import attention_lowering
+from piper_ops.attention import sdpa_kernels
 from piper_ops.attention.lowering import LoweringName
 from piper_ops.attention.sdpa import AttentionOptions
 from piper_ops.attention.sdpa_kernels import BIAS_ALIGNMENT, KERNELS, LSE_ALIGNMENT, cuda_efficient
@@ -117,7 +118,7 @@ def test_efficient_operands_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None
             seen["lse"] = args[6]
             return *args[1:4], None
 
-    monkeypatch.setattr("piper_ops.attention.sdpa_kernels.aten", Recorder())
+    monkeypatch.setattr(sdpa_kernels, "aten", Recorder())
     q = torch.zeros(2, 4, 65, 8)
     options = AttentionOptions(torch.randn(65, 65), False, 0.1)
     out, lse = cuda_efficient(q, q, q, options)

@@ -19,13 +19,9 @@ from piper.cli.checkpoints import checkpoint
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.messages import user_errors
 from piper.cli.options import (
-    LOADER,
-    LOG,
     RUNS,
-    TIMEOUT_S,
     AddressOption,
     AsJsonOption,
-    CheckpointOption,
     ChunksOption,
     ChunkTimesOption,
     ClusterNameOption,
@@ -34,48 +30,34 @@ from piper.cli.options import (
     CostsOutOption,
     CsvOption,
     DevicesOption,
-    EmulateOption,
-    EveryOption,
     FileArgument,
     JitterOption,
     JitterSeedOption,
     KeepOption,
     LauncherOption,
-    LoaderOption,
     LoadOption,
-    LogOption,
     LoweredOption,
     MemoryLimitOption,
     MemorySnapshotOption,
     MicrobatchesOption,
     NoContentionOption,
-    NodesOption,
     ObjectiveOption,
-    OnLossOption,
     OtherArgument,
     OutOption,
     OwnRecipesArgument,
     ParamsOption,
-    PrintLaunchOption,
     ProfileLauncherOption,
-    RangesOption,
     RecipeFileArgument,
     RecipeNameOption,
     RepeatsOption,
     RepetitionsOption,
-    RestartsOption,
-    ResumeOption,
     RowsOption,
     SearchersOption,
     SeedOption,
     ShownClusterOption,
-    SnapshotOption,
     SpaceFileArgument,
-    SparesOption,
-    StepsOption,
     StorageOption,
     StrategyFileOption,
-    TimeoutOption,
     TrialsOption,
     VersionOption,
     VersusOption,
@@ -83,6 +65,7 @@ from piper.cli.options import (
     check_drawn,
     pairs,
 )
+from piper.cli.run_arguments import LaunchArguments, RunArguments, command_of
 from piper_ir.ground.errors import JobError
 
 app = typer.Typer(
@@ -169,78 +152,27 @@ def tune(
 
 
 @app.command()
-def run(
-    file: FileArgument,
-    params: ParamsOption = None,
-    strategy: StrategyFileOption = None,
-    steps: StepsOption = None,
-    launcher: LauncherOption = "ray",
-    address: AddressOption = "auto",
-    costs: CostsFileOption = None,
-    out: OutOption = RUNS,
-    timeout_s: TimeoutOption = TIMEOUT_S,
-    print_launch: PrintLaunchOption = False,
-    nodes: NodesOption = None,
-    emulate: EmulateOption = None,
-    log: LogOption = LOG,
-    ranges: RangesOption = False,
-    checkpoint: CheckpointOption = None,
-    every: EveryOption = None,
-    snapshot: SnapshotOption = None,
-    resume: ResumeOption = False,
-    restarts: RestartsOption = 0,
-    on_loss: OnLossOption = "restart",
-    spares: SparesOption = 0,
-    loader: LoaderOption = LOADER,
-    as_json: AsJsonOption = False,
-) -> None:
+@command_of(RunArguments)
+def run(arguments: RunArguments) -> None:
     """Train with a strategy; print predicted beside measured and write a report.
 
     Example: piper run examples/gpt_text.py --steps 20; without a GPU: piper run examples/gpt_text.py --emulate h100x8
     """
-    with user_errors(locals()):
-        from piper.cli import running
+    from piper.cli import running
 
-        (running.launch if print_launch else running.run)(running.RunArguments(
-            file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json,
-            checkpoint, every, resume, loader, restarts, on_loss, spares, snapshot,
-        ))  # fmt: skip
+    (running.print_launch if arguments.print_launch else running.run)(arguments)
 
 
 @app.command()
-def launch(
-    file: FileArgument,
-    params: ParamsOption = None,
-    strategy: StrategyFileOption = None,
-    steps: StepsOption = None,
-    costs: CostsFileOption = None,
-    out: OutOption = RUNS,
-    timeout_s: TimeoutOption = TIMEOUT_S,
-    nodes: NodesOption = None,
-    log: LogOption = LOG,
-    ranges: RangesOption = False,
-    checkpoint: CheckpointOption = None,
-    every: EveryOption = None,
-    snapshot: SnapshotOption = None,
-    resume: ResumeOption = False,
-    restarts: RestartsOption = 0,
-    on_loss: OnLossOption = "restart",
-    spares: SparesOption = 0,
-    loader: LoaderOption = LOADER,
-    as_json: AsJsonOption = False,
-) -> None:
+@command_of(LaunchArguments)
+def launch(arguments: LaunchArguments) -> None:
     """Print the command lines that train on many machines: torchrun, Slurm, Ray. Runs nothing.
 
     Example: piper launch examples/gpt_text.py --nodes 2
     """
-    with user_errors(locals()):
-        from piper.cli import running
+    from piper.cli import running
 
-        running.launch(running.RunArguments(
-            file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
-            as_json=as_json, checkpoint=checkpoint, every=every, resume=resume, loader=loader, restarts=restarts, on_loss=on_loss,
-            spares=spares, snapshot=snapshot,
-        ))  # fmt: skip
+    running.launch(arguments)
 
 
 @app.command()

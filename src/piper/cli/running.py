@@ -5,109 +5,58 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
 from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from piper.api.ground.costs_file import load_costs
 from piper.api.running.metrics import check_logs
-from piper.cli.completion import LAUNCHERS
-from piper.cli.loading import JobFile, load_file
-from piper.cli.options import LOADER, LOG, RUNS, TIMEOUT_S, loader_of, pairs
+from piper.cli.loading import JobFile
+from piper.cli.options import loader_of
+from piper.cli.run_arguments import LaunchArguments, RunArguments
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, session
 from piper_ir.ground.errors import JobError
-from piper_runtime import Checkpoints
 from piper_runtime.launch import is_first, launch_sections, launch_text
 
 if TYPE_CHECKING:
     from piper_runtime.launch import Launcher
 
 
-@dataclass(frozen=True)
-class RunArguments:
-    """Hold the options of `piper run`; `piper launch` has some of them."""
-
-    file: Path
-    params: Sequence[str] = ()
-    strategy: Path | None = None
-    steps: int | None = None
-    launcher: str = "ray"
-    address: str = "auto"
-    costs: Path | None = None
-    out: Path | None = RUNS
-    timeout_s: float = TIMEOUT_S
-    nodes: int | None = None
-    emulate: str | None = None
-    log: str = LOG
-    ranges: bool = False
-    as_json: bool = False
-    checkpoint: Path | None = None
-    every: int | None = None
-    resume: bool = False
-    loader: str = LOADER
-    restarts: int = 0
-    on_loss: str = "restart"
-    spares: int = 0
-    snapshot: int | None = None
-
-    def checkpoints(self) -> Checkpoints | None:
-        """Return where and how often the run is saved; raise JobError for options that need a folder."""
-        if self.checkpoint is not None:
-            saved = Checkpoints(self.checkpoint, snapshot=self.snapshot)
-            return saved if self.every is None else replace(saved, every=self.every)
-        needing = (
-            ("--every", self.every),
-            ("--snapshot", self.snapshot),
-            ("--resume", self.resume),
-        )
-        if given := [flag for flag, value in needing if value]:
-            raise JobError(
-                f"{' and '.join(given)} needs the folder of the checkpoints: give --checkpoint DIR"
-            )
-        return None
-
-    def loaded(self) -> JobFile:
-        """Run FILE.py and return its definitions."""
-        return load_file(self.file, pairs(self.params), self.strategy)
+OF_RUNS = (
+    "strategy", "steps", "costs", "log", "timeout_s", "out", "ranges", "checkpoint", "every", "snapshot", "resume", "loader",
+    "restarts",
+)  # fmt: skip
+"""The options that command lines of `piper launch` hand on to `piper run`."""
+OF_RAY = ("on_loss", "spares")
+"""The options that they hand on under Ray."""
 
 
-def launch(arguments: RunArguments) -> None:
-    """Print the command lines that start the ranks of a file, and run nothing."""
-    a = arguments
-    options: dict[str, object] = {
-        "--strategy": a.strategy,
-        "--steps": a.steps,
-        "--costs": a.costs,
-        "--log": a.log if a.log != LOG else None,
-        "--timeout-s": a.timeout_s if a.timeout_s != TIMEOUT_S else None,
-        "--out": a.out if a.out != RUNS else None,
-        "--ranges": a.ranges,
-        "--checkpoint": a.checkpoint,
-        "--every": a.every,
-        "--snapshot": a.snapshot,
-        "--resume": a.resume,
-        "--loader": a.loader if a.loader != LOADER else None,
-        "--restarts": a.restarts or None,
-    }
-    of_ray: dict[str, object] = {
-        "--on-loss": a.on_loss if a.on_loss != "restart" else None,
-        "--spares": a.spares or None,
-    }
-    a.checkpoints()
-    refused = {"--address": a.address != "auto", "--emulate": a.emulate is not None}
-    world = a.loaded().strategy.mesh.world
-    if wrong := [flag for flag, given in refused.items() if given]:
+def print_launch(arguments: RunArguments) -> None:
+    """Print the command lines that start the ranks of a file; raise JobError for options that only a run has."""
+    if wrong := arguments.changed("address", "emulate"):
         raise JobError(
-            f"--print-launch prints how to start a training with torchrun, with Slurm or in a Ray "
-            f"of its own: leave "
-            f"out "
+            "--print-launch prints how to start a training with torchrun, with Slurm or in a Ray of its own: leave out "
             f"{' and '.join(wrong)}"
         )
-    given = [*(word for p in a.params for word in ("-p", p)), *_words(options)]
+    launch(arguments)
+
+
+def launch(arguments: LaunchArguments) -> None:
+    """Print the command lines that start the ranks of a file, and run nothing."""
+    a = arguments
+    a.checkpoints()
+    world = a.loaded().strategy.mesh.world
+    given = [
+        *(word for p in a.params or () for word in ("-p", p)),
+        *_words(a.changed(*OF_RUNS)),
+    ]
     sections = launch_sections(
-        a.file, world, nodes=a.nodes, arguments=given, restarts=a.restarts, of_ray=_words(of_ray)
+        a.file,
+        world,
+        nodes=a.nodes,
+        arguments=given,
+        restarts=a.restarts,
+        of_ray=_words(a.changed(*OF_RAY)),
     )
     lines = {name: section.lines for name, section in sections.items()}
     print(json.dumps(lines) if a.as_json else launch_text(sections), end="\n" * a.as_json)
@@ -138,25 +87,17 @@ def run(arguments: RunArguments) -> None:
         _train(arguments, job_file, logs, first)
 
 
+OF_TRAINING = (
+    "launcher", "address", "log", "ranges", "checkpoint", "every", "snapshot", "resume", "loader", *OF_RAY, "restarts",
+)  # fmt: skip
+"""The options that an emulated run does not take."""
+
+
 def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
     """Simulate and emulate on a cluster; with --json print JSON and nothing else."""
     a = arguments
-    saved = a.checkpoint is not None or a.every is not None or a.snapshot is not None or a.resume
-    recovers = a.restarts or a.on_loss != "restart" or a.spares
-    if (
-        a.launcher != LAUNCHERS[0]
-        or a.address != "auto"
-        or a.log != LOG
-        or a.ranges
-        or saved
-        or a.loader != LOADER
-        or recovers
-    ):
-        left = (
-            "--launcher, --address, --log, --ranges, --checkpoint, --resume, --restarts, "
-            "--on-loss, --spares and --loader"
-        )
-        raise JobError(f"--emulate trains nothing: leave out {left}")
+    if wrong := a.changed(*OF_TRAINING):
+        raise JobError(f"--emulate trains nothing: leave out {' and '.join(wrong)}")
     costs = load_costs(a.costs) if a.costs else None
     with redirect_stdout(StringIO()) if a.as_json else nullcontext():
         simulated, emulated = emulated_session(
