@@ -24,7 +24,7 @@ KINDS = (CHANGES[0], UNBOUND, MEAN)
 NAMES = ("with places", "dropless, bound 1.25", "dropless, bound 1.0")
 TEXT = """\
 **Dropless experts.** The paper trains without a bound on the tokens of an expert. In our dropless plans devices exchange
-tokens inside of steps, on the stream that computes ([decision 28](decisions/0028-dropless.md)): nothing hides these
+tokens inside of steps, on the stream that computes ([experts.md](experts.md)): nothing hides these
 exchanges under any schedule, DualPipeV included, and they count as compute. With places they are instructions, which
 computing can hide. A device has places for `bound` times the rows that come on average: its products are of the rows,
 its element-wise work and its messages of the places. A pause of the fullest device is all that another schedule can
