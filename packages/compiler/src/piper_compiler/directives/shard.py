@@ -24,6 +24,10 @@ hide (Wang et al., Domino, arXiv 2409.15241).
     before  layer0.F@0, with two sums inside
     after   layer0.F@0 -> layer0_shared0.F@0 -> AllReduce -> layer0.1.F@0 -> layer0_shared0.1.F@0 -> AllReduce -> ...
 
+The code of chunks is rewritten on the capture, before a plan's graph is made: `piper.compile` calls
+`piper_compiler.capture.with_shardings`, which asks `capture.layouts`. Here the directive is checked, and exchanges and
+sums between chunks are put into the graph.
+
 Legality
  1. It stands before every other directive, and selects all chunks; with stream="rows" those that compute experts.
  2. `over` is the name of an axis that no other directive uses. An axis of one device changes nothing. With
