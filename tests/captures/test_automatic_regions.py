@@ -17,7 +17,7 @@ from piper import where
 from piper.api.reference.verification import verify_strategy
 from piper.views.explain import explain
 from piper_compiler.capture.chunks import opaque as opaque_steps
-from piper_compiler.capture.trace import written
+from piper_compiler.capture.trace import written_modules
 from piper_ir.ground.errors import CaptureError, PiperWarning
 from tests.helpers.block_nets import LENGTH, ROWS, WIDTH, BlockNet, batch
 from tests.predictions.test_memory_truth import lies
@@ -349,7 +349,7 @@ def test_what_is_no_module_of_its_own_is_refused_with_the_way_out() -> None:
 def test_a_module_that_is_too_large_to_run_in_a_capture_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(written, "LARGEST", 1000)
+    monkeypatch.setattr(written_modules, "LARGEST", 1000)
     with pytest.raises(
         CaptureError,
         match=r"must run it for real, which would take 0.0 GiB .*replace='gated_experts'",

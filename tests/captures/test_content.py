@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from piper.api.content.content import MOST_BYTES, MOST_VALUES, content_of
-from piper.api.content.foreign import of_the_user
+from piper.api.content.objects_in_packages import of_the_user
 from piper_runtime.rank import home_of
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from piper_autotune import ScoredHere, Wanted, tune
-from piper_autotune.scoring.one_word import OneWord, alternatives
 from piper_autotune.scoring.scoring import Scored, score
+from piper_autotune.scoring.single_changes import OneWord, alternatives
 from piper_autotune.space.problem import TuningProblem
 from piper_compiler import Strategy, partition, recipes, synthetic
 from piper_ir.ground.mesh import Mesh

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from piper_compiler.capture import capture
 from piper_compiler.capture.chunks import other_rows
-from piper_compiler.capture.chunks.steady import Transcript
+from piper_compiler.capture.chunks.stateful_forward import Transcript
 from piper_ir.ground.errors import CaptureError
 
 MOST = 128

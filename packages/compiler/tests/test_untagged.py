@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from piper_compiler.capture.module.untagged import way_to_experts
+from piper_compiler.capture.module.untagged_experts import way_to_experts
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.program.program import Param, Program
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from piper_autotune.scoring.jobs import JobCase, JobCases
-    from piper_autotune.scoring.one_word import OneWord, ScoredHere, WayOut
     from piper_autotune.scoring.scoring import Scored
+    from piper_autotune.scoring.single_changes import OneWord, ScoredHere, WayOut
     from piper_autotune.searching.confirm import Confirmation
     from piper_autotune.searching.search import SearchProgress
     from piper_autotune.searching.study import NothingFoundError, SearchError, Study
@@ -50,15 +50,15 @@ _HOME = {
     "JobCases": "scoring.jobs",
     "NothingFoundError": "searching.study",
     "Objective": "space.objective",
-    "OneWord": "scoring.one_word",
+    "OneWord": "scoring.single_changes",
     "Scored": "scoring.scoring",
-    "ScoredHere": "scoring.one_word",
+    "ScoredHere": "scoring.single_changes",
     "SearchError": "searching.study",
     "SearchProgress": "searching.search",
     "Study": "searching.study",
     "TuningProblem": "space.problem",
     "Wanted": "space.problem",
-    "WayOut": "scoring.one_word",
+    "WayOut": "scoring.single_changes",
     "check_objective": "space.objective",
     "tune": "searching.tuner",
     "value_text": "space.objective",

@@ -189,7 +189,7 @@ def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> Capt
     import torch
 
     from piper.api.content.content import content_of
-    from piper.api.content.replaced import replaced_in_torch
+    from piper.api.content.replaced_functions import replaced_in_torch
     from piper_compiler.capture import built_model, own_replacements, tracer_settings
     from piper_ops import own_costs
     from piper_runtime.rank import of_outputs

@@ -17,8 +17,8 @@ from contextlib import suppress
 import torch
 
 from piper.api.content.content import content_of
-from piper.api.content.foreign import PLAIN, of_the_user
-from piper.api.content.reads import Unseen
+from piper.api.content.objects_in_packages import PLAIN, of_the_user
+from piper.api.content.read_variables import Unseen
 from piper_runtime.rank import home_of, names_of_the_process
 
 MOST_ITEMS = 20_000

@@ -39,8 +39,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from piper.api.content.foreign import MADE_WHILE_RUNNING, PLAIN, of_the_user
-from piper.api.content.reads import OF_THE_PROCESS, Unseen, is_pure, read_by
+from piper.api.content.objects_in_packages import MADE_WHILE_RUNNING, PLAIN, of_the_user
+from piper.api.content.read_variables import OF_THE_PROCESS, Unseen, is_pure, read_by
 from piper_ops import storage_key
 from piper_runtime.rank import Home, cells, home_of, is_foreign
 

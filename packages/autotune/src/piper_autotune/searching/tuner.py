@@ -14,7 +14,7 @@ from optuna.storages import BaseStorage
 
 from piper_autotune.scoring.evaluators import Evaluator, Here, Processes
 from piper_autotune.scoring.jobs import JobCases, PerJob
-from piper_autotune.scoring.one_word import one_word
+from piper_autotune.scoring.single_changes import one_word
 from piper_autotune.searching.confirm import Confirmation, confirm_best
 from piper_autotune.searching.diagnosis import nothing_found
 from piper_autotune.searching.sampler import GuidedSampler

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from piper_autotune.space.fullest import FullestMoment
+from piper_autotune.space.in_flight_bound import FullestMoment
 from piper_autotune.space.problem import Programs, TuningProblem, Wanted, bare_plan, wanted_by
 from piper_autotune.space.whole_buckets import WholeBuckets, turns
 from piper_compiler import (

@@ -5,7 +5,7 @@ Only this folder of the compiler may import torch and piper_ops; of the compiler
 
 from piper_compiler.capture.chunks.advancing import Advancing
 from piper_compiler.capture.chunks.layers import Layers
-from piper_compiler.capture.chunks.narrow import narrowest
+from piper_compiler.capture.chunks.narrow_dtypes import narrowest
 from piper_compiler.capture.chunks.other_rows import check_rows
 from piper_compiler.capture.module.model import (
     ASKED_ROWS,

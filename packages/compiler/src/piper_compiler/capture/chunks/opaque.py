@@ -30,7 +30,7 @@ from piper_compiler.capture.steps.draws import Drawn
 from piper_compiler.capture.steps.joint import Interpreter, JointInput, TracedChunk, constants_of
 from piper_compiler.capture.steps.kernels import launched, listed
 from piper_compiler.capture.torch_api import _torch, _torch_joint
-from piper_compiler.capture.trace.written import equal_rows, weights_like
+from piper_compiler.capture.trace.written_modules import equal_rows, weights_like
 from piper_compiler.capture.values.concrete import line_of
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec, bind

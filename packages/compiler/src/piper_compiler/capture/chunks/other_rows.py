@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from piper_compiler.capture.chunks.steady import transcript
+from piper_compiler.capture.chunks.stateful_forward import transcript
 from piper_compiler.capture.torch_api._torch_rows import either
 from piper_compiler.capture.trace.dynamo import Forward
 from piper_ir.ground.errors import CaptureError

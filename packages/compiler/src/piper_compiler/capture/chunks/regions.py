@@ -33,7 +33,7 @@ from torch import fx
 
 from piper_compiler.capture.chunks.layers import Layers
 from piper_compiler.capture.chunks.replay import ReplayFacts
-from piper_compiler.capture.chunks.sinking import Sinking
+from piper_compiler.capture.chunks.sink_operations import Sinking
 from piper_compiler.capture.module.tags import (
     LAYER,
     OPAQUE,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from piper_compiler.capture.module import shared
-from piper_compiler.capture.module.rebound import rebind_functions
+from piper_compiler.capture.module.rebound_functions import rebind_functions
 from piper_compiler.capture.torch_api import _torch
 from piper_compiler.capture.torch_api.replacements import replace_tagged
 from piper_compiler.capture.values.casts import Casts

@@ -18,11 +18,11 @@ import torch.fx.traceback
 from torch import fx
 
 from piper_compiler.capture.graphs.conjugates import compute_bits
-from piper_compiler.capture.graphs.further import add_further_rounds_in_place
+from piper_compiler.capture.graphs.expert_rounds_inplace import add_further_rounds_in_place
 from piper_compiler.capture.graphs.inplace import add_products_in_place, reuse_dying_arguments
+from piper_compiler.capture.graphs.padded_sums import fold_sums
 from piper_compiler.capture.graphs.simplify import simplify
 from piper_compiler.capture.graphs.stepgraph import Joint
-from piper_compiler.capture.graphs.sums import fold_sums
 from piper_compiler.capture.steps import exchanges, kernels, liveness, phases
 from piper_compiler.capture.steps.codegen import StepCode, generate
 from piper_compiler.capture.steps.draws import Drawn, drawn_in, number_draws

@@ -16,8 +16,8 @@ from piper_compiler.capture.chunks.draw_places import Places
 from piper_compiler.capture.chunks.other_rows import check_rows, holding_at_other_rows
 from piper_compiler.capture.chunks.remarks import remarks
 from piper_compiler.capture.chunks.rowpairs import compares_rows
-from piper_compiler.capture.chunks.steady import check_steady
-from piper_compiler.capture.module.measured import OutputMetrics
+from piper_compiler.capture.chunks.stateful_forward import check_steady
+from piper_compiler.capture.module.metric_calls import OutputMetrics
 from piper_compiler.capture.module.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.module.shared import check_batch, check_shared
 from piper_compiler.capture.steps.draws import draws_of

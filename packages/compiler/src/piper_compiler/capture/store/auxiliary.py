@@ -25,7 +25,7 @@ from piper_compiler.capture.steps.linearity import Auxiliary, Kind, Linearity, d
 from piper_compiler.capture.store.codestore import CodeStore, TraceSpec
 from piper_compiler.capture.torch_api import _torch
 from piper_compiler.capture.trace.own_backwards import own_backwards
-from piper_compiler.capture.trace.written import LARGEST, weights_like
+from piper_compiler.capture.trace.written_modules import LARGEST, weights_like
 from piper_compiler.capture.values.concrete import line_of
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import Affine, TensorSpec, bind

@@ -25,7 +25,7 @@ from piper_compiler.capture.steps.linearity import Auxiliary
 from piper_compiler.capture.steps.routed import Routed, RoutedForms, RoutedLayouts, is_routed
 from piper_compiler.capture.torch_api._torch_context import check_context
 from piper_compiler.capture.trace.dynamo import Forward
-from piper_compiler.capture.trace.written import blocks_of
+from piper_compiler.capture.trace.written_modules import blocks_of
 from piper_compiler.capture.whole_batch.counting import CounterSpec
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec, bind

@@ -17,7 +17,7 @@ from piper_compiler.capture.layouts import (
     uneven,
     wants_whole,
 )
-from piper_compiler.capture.module.untagged import SELECT_EXPERTS, way_to_experts
+from piper_compiler.capture.module.untagged_experts import SELECT_EXPERTS, way_to_experts
 from piper_compiler.capture.steps.routed import Routed
 from piper_compiler.capture.store.assemble import TRACE_ROWS
 from piper_compiler.capture.store.codestore import Captured

@@ -23,7 +23,7 @@ from piper_compiler.capture.steps.routed import RoutedLayouts
 from piper_compiler.capture.store.assemble import TRACE_ROWS, with_experts
 from piper_compiler.capture.store.codestore import Captured
 from piper_compiler.capture.store.experts import ExpertChunks
-from piper_compiler.capture.store.seams import with_seams
+from piper_compiler.capture.store.sharing_cuts import with_seams
 from piper_compiler.capture.store.sizes import Fitter, NotAffine, explain
 from piper_ir.ground.errors import CaptureError, DirectiveError
 from piper_ir.program.layout import Sharding

@@ -23,7 +23,13 @@ from torch import fx, nn
 
 from piper_compiler.capture.module.tags import ATTRIBUTE, OPAQUE, module_coords, outermost_entries
 from piper_compiler.capture.torch_api import _torch
-from piper_compiler.capture.trace.written import Leaves, Planned, own_tensors, pickled, planning
+from piper_compiler.capture.trace.written_modules import (
+    Leaves,
+    Planned,
+    own_tensors,
+    pickled,
+    planning,
+)
 from piper_compiler.capture.values.concrete import DROPPED, is_size, line_of, tensors_of
 from piper_ir.ground.errors import CaptureError, PiperWarning
 from piper_ops import REFUSALS, as_written

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from piper_compiler.capture.module.kept import KeptState
+from piper_compiler.capture.module.batch_norms import check_batch_norms
+from piper_compiler.capture.module.forward_state import KeptState
 from piper_compiler.capture.module.losses import cast_loss, take_constant
-from piper_compiler.capture.module.measured import MetricNode, OutputMetrics, metric_nodes
+from piper_compiler.capture.module.metric_calls import MetricNode, OutputMetrics, metric_nodes
 from piper_compiler.capture.module.model import (
     ASKED_ROWS,
     OWN_LOSS,
@@ -28,7 +29,6 @@ from piper_compiler.capture.module.model import (
     fake_model,
     named_tensors,
 )
-from piper_compiler.capture.module.statistics import check_batch_norms
 from piper_compiler.capture.module.tags import is_opaque
 from piper_compiler.capture.steps.linearity import AuxiliaryForm
 from piper_compiler.capture.torch_api import _torch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture.module.losses import losses_traced
-from piper_compiler.capture.module.measured import OutputMetrics, measured
+from piper_compiler.capture.module.metric_calls import OutputMetrics, measured
 from piper_compiler.capture.module.model import Example, Loss, join_rows, own_loss
 from piper_compiler.capture.module.tags import is_opaque
 from piper_compiler.capture.torch_api import _torch

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from time import monotonic
 
 from piper_ir.ground.errors import ExecutionError
+from piper_runtime.launch.ground.forked_settings import Surroundings
 from piper_runtime.launch.ground.protocol import Setup
-from piper_runtime.launch.ground.surroundings import Surroundings
 from piper_runtime.launch.ground.watch import STARTUP_S
 
 LENGTH = struct.Struct("!Q")

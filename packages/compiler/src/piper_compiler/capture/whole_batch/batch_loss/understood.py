@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from piper_compiler.capture.chunks.rowpairs import compares_rows
-from piper_compiler.capture.module.measured import MetricNode
+from piper_compiler.capture.module.metric_calls import MetricNode
 from piper_compiler.capture.steps.linearity import AuxiliaryForm
 from piper_compiler.capture.trace.dynamo import Forward
 from piper_compiler.capture.values.concrete import line_of

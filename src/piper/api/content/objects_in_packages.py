@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from piper.api.content.reads import Unseen
+from piper.api.content.read_variables import Unseen
 from piper_runtime.rank import cells, home_of
 
 PLAIN = (

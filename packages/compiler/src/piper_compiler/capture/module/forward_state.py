@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from piper_compiler.capture.torch_api._torch import Change, noted_changes
-from piper_compiler.capture.values.unknown import Unknown, unknown_like
+from piper_compiler.capture.values.varying_values import Unknown, unknown_like
 
 _PLAIN = (
     bool,

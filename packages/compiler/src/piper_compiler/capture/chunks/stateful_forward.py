@@ -24,7 +24,7 @@ from piper_compiler.capture.torch_api import _torch
 from piper_compiler.capture.torch_api._torch import Change
 from piper_compiler.capture.trace.dynamo import Forward, Repeat
 from piper_compiler.capture.values.concrete import canonical_text
-from piper_compiler.capture.values.unknown import UnknownRead
+from piper_compiler.capture.values.varying_values import UnknownRead
 from piper_ir.ground.errors import CaptureError
 
 ADVICE = (
