@@ -13,7 +13,7 @@ import time
 from functools import partial
 
 from piper import models
-from piper_compiler.capture import capture
+from piper_capture import capture
 from piper_ir.ground.sizes import bind
 
 

@@ -39,8 +39,8 @@ def measure(name: str) -> dict[str, float]:
     import torch  # noqa: F401  # the first capture begins after these imports
 
     from piper.api.captures.capturing import _CAPTURES
-    from piper_compiler.capture.torch_api import _torch_joint
-    from piper_compiler.capture.trace import tracing
+    from piper_capture.torch_api import _torch_joint
+    from piper_capture.trace import tracing
 
     job = piper.models.job(MODELS[name](), global_batch=4)
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2))

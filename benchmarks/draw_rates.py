@@ -58,7 +58,7 @@ def rows(quick: bool) -> Iterator[Row]:
             first, last = timed.began[1], timed.began[-1]
             measured[side].append((last - first) / (STEPS - 1))
     ratios = [a / b for a, b in zip(*measured, strict=True)]
-    low, high = median_interval(ratios)
+    ratio, low, high = median_interval(ratios)
     note = (
         f"{len(ratios)} interleaved pairs of runs of {STEPS - 1} steps; median and its 95 % "
         f"interval; "
@@ -69,7 +69,7 @@ def rows(quick: bool) -> Iterator[Row]:
     yield Row(
         "draws",
         "GPT with dropout 0.1: by row / torch's own",
-        median(ratios),
+        ratio,
         "ratio",
         low,
         high,

@@ -19,7 +19,7 @@ from benchmarks.measure import Goal, Row
 from piper import models
 from piper.api.captures.capturing import captured_job
 from piper.api.compiling.compiling import Compiled
-from piper_compiler.capture import with_shardings
+from piper_capture import with_shardings
 from piper_ir.program.layout import Sharding
 
 NAMES = ("gpt3-175b", "llama3-8b", "llama3-405b")

@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any
 
 from piper import models
-from piper_compiler.capture import Captured, capture, with_shardings
+from piper_capture import Captured, capture, with_shardings
 from piper_ir.program.layout import Sharding
 from piper_ir.program.program import Chunk
 

@@ -14,7 +14,7 @@ import piper
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import GPT, SMALL, job
 from piper.api.captures import capturing
-from piper_compiler.capture import Traced
+from piper_capture import Traced
 from piper_runtime import Job
 
 COUNT, QUICK_COUNT = 100, 10

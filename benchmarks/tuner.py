@@ -158,7 +158,7 @@ def _key(problem: TuningProblem) -> str:
     """Return a key of what the outcomes depend on: the space, and the sources of what compiles and scores."""
     packages = Path(__file__).resolve().parent.parent / "packages"
     digest = hashlib.sha256()
-    for name in ("ir", "compiler", "simulator", "autotune"):
+    for name in ("ir", "capture", "compiler", "simulator", "autotune"):
         for source in sorted((packages / name / "src").rglob("*.py")):
             digest.update(source.read_bytes())
     return space_key(

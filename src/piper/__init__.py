@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper.api.running.profiling import profile as profile
     from piper.api.running.tuning import tune as tune
     from piper_autotune import Study as Study
+    from piper_capture import region as region
+    from piper_capture import replacement as replacement
+    from piper_capture import tag as tag
     from piper_compiler import Strategy as Strategy
     from piper_compiler import directive as directive
     from piper_compiler import fail as fail
@@ -41,9 +44,6 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_compiler import stream as stream
     from piper_compiler import synthetic as synthetic
     from piper_compiler import write_schedule_csv as write_schedule_csv
-    from piper_compiler.capture import region as region
-    from piper_compiler.capture import replacement as replacement
-    from piper_compiler.capture import tag as tag
     from piper_ir.ground.errors import DirectiveError as DirectiveError
     from piper_ir.ground.errors import PiperError as PiperError
     from piper_ir.ground.mesh import Mesh as Mesh
@@ -90,9 +90,9 @@ _HOME = {
     "Checkpoints": "piper_runtime",
     "from_dataset": "piper_runtime.data",
     "from_stream": "piper_runtime.data",
-    "region": "piper_compiler.capture",
-    "tag": "piper_compiler.capture",
-    "replacement": "piper_compiler.capture",
+    "region": "piper_capture",
+    "tag": "piper_capture",
+    "replacement": "piper_capture",
     "elementwise": "piper_runtime.rank",
     "per_parameter": "piper_runtime.rank",
     "op_cost": "piper_ops",

@@ -15,7 +15,7 @@ from piper.api.reference.reference import reference
 from piper.api.reference.reference_differences import FLOAT32, RunOutcome, differences
 from piper.api.reference.verification import verify_strategy
 from piper.views.explain import explain
-from piper_compiler.capture.trace import autocast
+from piper_capture.trace import autocast
 from piper_ir.ground.errors import CaptureError
 
 ROWS, LENGTH, WIDTH = 8, 3, 8

@@ -16,8 +16,8 @@ import piper
 from piper import where
 from piper.api.reference.verification import verify_strategy
 from piper.views.explain import explain
-from piper_compiler.capture.chunks import opaque as opaque_steps
-from piper_compiler.capture.trace import written_modules
+from piper_capture.chunks import opaque as opaque_steps
+from piper_capture.trace import written_modules
 from piper_ir.ground.errors import CaptureError, PiperWarning
 from tests.helpers.block_nets import LENGTH, ROWS, WIDTH, BlockNet, batch
 from tests.predictions.test_memory_truth import lies

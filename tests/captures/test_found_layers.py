@@ -14,9 +14,9 @@ import piper
 from piper.api.captures import capturing
 from piper.api.reference.verification import verify_strategy
 from piper.views.explain import explain
-from piper_compiler.capture import Traced
-from piper_compiler.capture.steps import joint
-from piper_compiler.capture.store import codestore
+from piper_capture import Traced
+from piper_capture.steps import joint
+from piper_capture.store import codestore
 from piper_ir.ground.errors import DirectiveError, SelectorError
 from tests.helpers.layered_models import FOUND, WIDTH, Block, Listed, Stage, Whole
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.api.reference.verification import verify_strategy
-from piper_compiler.capture.module import model as capture_model
+from piper_capture.module import model as capture_model
 from piper_ir.ground.errors import CaptureError
 
 WIDTH = 8

@@ -24,7 +24,7 @@ from platformdirs import user_cache_path
 import piper
 from piper.api.captures import capturing, installed, kept_captures, package_settings
 from piper.api.captures.installed import InstalledState
-from piper_compiler.capture import StoredCode
+from piper_capture import StoredCode
 from piper_ir.ground.errors import CaptureError, PiperWarning
 from tests.helpers.capture_jobs import ONE, Net, job
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import piper
 from piper import Mesh, recipes
+from piper_capture.store import sharding
 from piper_compiler import Strategy
-from piper_compiler.capture.store import sharding
 from piper_compiler.passes.program import moves
 from piper_ir.ground.errors import CompileError, DirectiveError
 from piper_ir.ground.select import where

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from packages.compiler.tests.test_capture_shared import ACCEPTED, Net
+from packages.capture.tests.test_capture_shared import ACCEPTED, Net
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import JobError
 

@@ -17,7 +17,7 @@ import piper
 from piper import where
 from piper.api.reference.verification import verify_strategy
 from piper.views.explain import explain
-from piper_compiler.capture.torch_api import _torch_said
+from piper_capture.torch_api import _torch_said
 from piper_ir.ground.errors import CaptureError
 
 ROWS, LENGTH, WIDTH = 4, 3, 8

@@ -18,10 +18,10 @@ from torch import Tensor
 import piper
 from piper import Job, Mesh, Precision, Strategy
 from piper.api.captures import capturing
-from piper_compiler.capture.module import model
-from piper_compiler.capture.steps.linearity import Auxiliary
-from piper_compiler.capture.store import assemble
-from piper_compiler.capture.trace import dynamo
+from piper_capture.module import model
+from piper_capture.steps.linearity import Auxiliary
+from piper_capture.store import assemble
+from piper_capture.trace import dynamo
 from tests.faults.job_faults import JobFault, Judged
 from tests.helpers import parity
 from tests.helpers.compositions import Composition

@@ -13,7 +13,7 @@ import torch
 
 from piper.api.captures import capturing
 from piper.models import moe
-from piper_compiler.capture.chunks.dispatch import Dispatched
+from piper_capture.chunks.dispatch import Dispatched
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program.layout import DimPart

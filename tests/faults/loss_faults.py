@@ -14,10 +14,10 @@ from torch import Tensor, fx
 
 import piper
 from piper import Mesh, Precision, Strategy, recipes
-from piper_compiler.capture.store import assemble
-from piper_compiler.capture.trace.dynamo import AuxiliaryForm, Forward
-from piper_compiler.capture.whole_batch.batch_loss import pairs
-from piper_compiler.capture.whole_batch.batch_loss.totals import Totals
+from piper_capture.store import assemble
+from piper_capture.trace.dynamo import AuxiliaryForm, Forward
+from piper_capture.whole_batch.batch_loss import pairs
+from piper_capture.whole_batch.batch_loss.totals import Totals
 from piper_runtime.rank.batches.batch_totals import BatchTotals
 from piper_runtime.rank.binding import parts
 from tests.faults.backward_faults import PARTS, judged
@@ -83,7 +83,7 @@ def ignoring(read: Any) -> Any:
 def _unchecked() -> Any:
     """Leave out the trial on numbers, which refuses the loss before anything is trained."""
     return mock.patch(
-        "piper_compiler.capture.whole_batch.batch_loss.understood.LossTrial.adds_up",
+        "piper_capture.whole_batch.batch_loss.understood.LossTrial.adds_up",
         lambda *_: None,
     )
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from torch import Tensor, fx
 
-from piper_compiler.capture.layouts import conversions
-from piper_compiler.capture.layouts.context import _Steps
+from piper_capture.layouts import conversions
+from piper_capture.layouts.context import _Steps
 from piper_ops import shift
 from piper_ops.attention import context as kernels
 

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from piper_compiler.capture.layouts import choice, local
-from piper_compiler.capture.layouts.rules import rules
-from piper_compiler.capture.layouts.rules.letters import lettered
+from piper_capture.layouts import choice, local
+from piper_capture.layouts.rules import rules
+from piper_capture.layouts.rules.letters import lettered
 from piper_ir.ground.mesh import Mesh
 from piper_runtime import Checkpoints
 from piper_runtime.checkpoint import rank_tensors

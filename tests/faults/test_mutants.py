@@ -27,7 +27,7 @@ SELDOM = ring_faults.FAULTS.keys() | (dropless_faults.FAULTS.keys() - set(OFTEN)
 
 
 def marked(mutant: Mutant) -> Any:
-    """What packages/compiler/tests/test_ring_attention.py shows of a chunk takes longer here."""
+    """What packages/capture/tests/test_ring_attention.py shows of a chunk takes longer here."""
     return pytest.param(mutant, marks=[pytest.mark.long] * (mutant.name in SELDOM))
 
 

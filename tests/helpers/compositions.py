@@ -19,6 +19,7 @@ import torch
 import piper
 from piper.api.captures import capturing
 from piper.api.compiling.compiling import Compiled
+from piper_capture import Captured
 from piper_compiler import (
     Options,
     Strategy,
@@ -33,7 +34,6 @@ from piper_compiler import (
     split_backward,
     stream,
 )
-from piper_compiler.capture import Captured
 from piper_compiler.directives import chunk_layers, layers_of, stage_of_layers
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import Where, where

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from piper.models.moe import MoEConfig
-from piper_compiler.capture import Captured, capture, region
+from piper_capture import Captured, capture, region
 from tests.helpers import steered
 
 D, T, VOCAB = 16, 8, 32

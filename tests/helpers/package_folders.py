@@ -20,7 +20,7 @@ class Package:
     """A package with folders.
 
     Attributes:
-        name: as it is imported; a folder of a package is one, too: "piper_compiler.capture".
+        name: as it is imported; a folder of a package is one, too: "piper_capture".
         said: how its docstrings name it in "nothing of the ...".
     """
 

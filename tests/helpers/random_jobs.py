@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import piper
 from piper import Job, Mesh, Precision, Strategy, recipes
-from piper_compiler.capture import region
+from piper_capture import region
 from piper_ops import grouped_mm, route, unroute
 from tests.helpers import losses
 from tests.parity.test_auxiliary_gradients import mean_square, sum_of_squares

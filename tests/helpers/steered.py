@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper_compiler.capture import region
+from piper_capture import region
 from piper_ops import grouped_mm, route, unroute
 
 WIDTH, HIDDEN, EXPERTS, TOP, TOKENS, DEVICES = 8, 12, 8, 2, 16, 4

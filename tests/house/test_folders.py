@@ -14,7 +14,7 @@ PACKAGES = [
     for name, said in {
         "piper_ir": "IR",
         "piper_ops": "ops",
-        "piper_compiler.capture": "capture",
+        "piper_capture": "capture",
         "piper_compiler.passes": "passes",
         "piper_runtime.launch": "launchers",
         "piper_runtime.rank": "ranks",
@@ -37,9 +37,9 @@ def test_a_forbidden_import_is_found() -> None:
     capture = PACKAGES[2]
     wrong = {
         Path("x.py"): [
-            "piper_compiler.capture.store.assemble",
-            "piper_compiler.capture",
-            "piper_compiler.capture.values",
+            "piper_capture.store.assemble",
+            "piper_capture",
+            "piper_capture.values",
         ]
     }
     assert len(capture.violations("steps", wrong)) == 2

@@ -20,7 +20,7 @@ from piper_ir.ground import codec
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = ("ir", "simulator")
 ABSENT = ("torch", "ray", "pandas", "numpy")
-OTHERS = ("piper", "piper_ops", "piper_compiler", "piper_runtime")
+OTHERS = ("piper", "piper_ops", "piper_capture", "piper_compiler", "piper_runtime")
 
 # Run by an interpreter that sees nothing but its own arguments: argv[1] is the saved plan, argv[2:] extend the module
 # path.

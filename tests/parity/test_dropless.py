@@ -17,7 +17,7 @@ import piper.models.moe
 from piper import Mesh, Precision, Strategy, models, recipes
 from piper.api.compiling.compiling import Compiled
 from piper.models.moe import Experts
-from piper_compiler.capture.torch_api import replacements
+from piper_capture.torch_api import replacements
 from piper_ir.ground.errors import PiperWarning, SelectorError
 from piper_ir.ground.sizes import bind
 from piper_ir.verify import verify

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.api.compiling.compiling import Compiled
+from piper_capture import POLICIES as KINDS
 from piper_compiler import (
     Strategy,
     order,
@@ -24,7 +25,6 @@ from piper_compiler import (
     split,
     split_backward,
 )
-from piper_compiler.capture import POLICIES as KINDS
 from piper_compiler.directives.recompute import POLICIES as NAMED
 from piper_compiler.directives.recompute import Recompute
 from piper_compiler.interchange.of_plan import rows_of_plan

@@ -17,8 +17,8 @@ from piper import Mesh
 from piper.api.captures import capturing
 from piper.api.reference.verification import verify_strategy
 from piper.views.explain_layouts import layouts
+from piper_capture.chunks import tables
 from piper_compiler import Strategy
-from piper_compiler.capture.chunks import tables
 from piper_ir.ground.select import where
 from tests.helpers import published_llama
 
@@ -55,7 +55,7 @@ def test_a_layer_gathers_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inside(found) == {"F": tokens, "I": tokens, "W": Counter(all_gather=2)}
     assert shapes(found) == [(8, 8, 64), (1, 16, 8), (1, 16, 8), (8, 1, 16, 16)]
     monkeypatch.setattr(
-        "piper_compiler.capture.store.sharding.constant_values",
+        "piper_capture.store.sharding.constant_values",
         lambda program, joint_of: frozenset(),
     )
     capturing.captured_job(published_llama.job()).shared.clear()

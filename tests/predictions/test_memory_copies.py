@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import piper
-from piper_compiler.capture.values import aliasing
+from piper_capture.values import aliasing
 from piper_ir.ground.select import where
 from piper_ops import layer_norm_backward
 from piper_ops.attention import sdpa

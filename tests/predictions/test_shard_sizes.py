@@ -7,7 +7,7 @@ import pytest
 import piper
 from benchmarks import shard_sizes
 from piper import Mesh
-from piper_compiler.capture.steps import exchanges
+from piper_capture.steps import exchanges
 from piper_ops.pointwise import collectives
 from tests.helpers import shared_jobs
 

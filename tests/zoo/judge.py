@@ -19,7 +19,7 @@ from piper.api.captures.capturing import CaptureKey, captured_job
 from piper.api.reference.reference import reference
 from piper.api.reference.reference_differences import FLOOR, RunOutcome, typical_norm
 from piper.api.reference.tolerance import STRICT
-from piper_compiler.capture import narrowest
+from piper_capture import narrowest
 from piper_ir.ground.errors import PiperError
 from tests.zoo.entries import Entry, batch_of, distance, features, first_tensor
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from piper.models.llama import Llama, LlamaBlock, LlamaConfig
 from piper.models.parts import check_sizes
-from piper_compiler.capture import region
+from piper_capture import region
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.expert_tokens import EXPERT_TOKENS
 from piper_ops import grouped_mm, route, unroute

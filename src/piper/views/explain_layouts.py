@@ -16,7 +16,7 @@ from piper_ir.program.program import Chunk
 from piper_ir.tools import size_text
 
 if TYPE_CHECKING:
-    from piper_compiler.capture import ChunkFacts, IndexFacts, WorkFacts
+    from piper_capture import ChunkFacts, IndexFacts, WorkFacts
 
 MOST = 4
 """The number of names of one kind that are listed."""
@@ -34,7 +34,7 @@ def layouts(compiled: Compiled) -> str:
     """Return the indexes of each chunk with code of its own, and how devices share them; "" without code."""
     if compiled.code is None:
         return ""
-    from piper_compiler.capture import layout_facts
+    from piper_capture import layout_facts
 
     found = layout_facts(compiled.code, compiled.program)
     if not any(facts.shardings for facts in found):
@@ -62,7 +62,7 @@ def index_facts(compiled: Compiled) -> list[dict[str, object]]:
     """Return the indexes of each chunk with code of its own, for programs."""
     if compiled.code is None:
         return []
-    from piper_compiler.capture import layout_facts
+    from piper_capture import layout_facts
 
     return [
         {

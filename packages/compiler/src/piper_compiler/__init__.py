@@ -1,6 +1,6 @@
 """Turn a program and a strategy into a plan: directives, recipes, passes, and schedules as CSV files.
 
-It may import piper_ir and numpy. Only the folder `capture` may import torch and piper_ops, so nothing here imports it.
+It may import piper_ir and numpy: a program's sizes are all that it knows of a model, so nothing here needs torch.
 """
 
 from piper_compiler import recipes

@@ -19,7 +19,7 @@ from piper_ir.tools import no_garbage_collection, working
 if TYPE_CHECKING:
     import torch
 
-    from piper_compiler.capture import Captured, Traced
+    from piper_capture import Captured, Traced
     from piper_runtime import Job
 
 
@@ -64,7 +64,7 @@ def program_at(captured: Captured, rows: int) -> Program:
     because sizes are not affine there. Raises CaptureError if the model takes another path; the capture is not used
     again then.
     """
-    from piper_compiler.capture import check_rows
+    from piper_capture import check_rows
 
     try:
         if rows == 1:
@@ -79,7 +79,7 @@ def program_at(captured: Captured, rows: int) -> Program:
 
 def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
     """Return a capture whose program has variants for these policies, and for recomputation that the model asks for."""
-    from piper_compiler.capture import with_policies
+    from piper_capture import with_policies
 
     if any(CHECKPOINT in c.coords for c in captured.program.chunks):
         policies = (*policies, ASKED_FOR)
@@ -88,7 +88,7 @@ def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
 
 def layered_by(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
     """Return the capture that is cut at the layers that are asked for; none stand for the usual ones."""
-    from piper_compiler.capture import with_layers
+    from piper_capture import with_layers
 
     with working("cutting the model at its layers"), no_garbage_collection():
         made = with_layers(traced, asked)
@@ -98,7 +98,7 @@ def layered_by(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
 
 def shared_by(captured: Captured, shardings: tuple[Sharding, ...]) -> Captured:
     """Return a capture for devices that share its chunks."""
-    from piper_compiler.capture import with_shardings
+    from piper_capture import with_shardings
 
     return with_shardings(captured, shardings) if shardings else captured
 
@@ -156,7 +156,7 @@ def _traced_anew(job: Job, evaluating: bool) -> Traced | Captured:
     A job that cannot be compared with earlier ones is captured anew. Raises CaptureError inside of
     modes of torch that change the trace.
     """
-    from piper_compiler.capture import check_context
+    from piper_capture import check_context
 
     check_context()
     key = capture_key(job, evaluating=evaluating)
@@ -190,7 +190,7 @@ def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> Capt
 
     from piper.api.content.content import content_of
     from piper.api.content.replaced_functions import replaced_in_torch
-    from piper_compiler.capture import built_model, own_replacements, tracer_settings
+    from piper_capture import built_model, own_replacements, tracer_settings
     from piper_ops import own_costs
     from piper_runtime.rank import of_outputs
 
@@ -250,7 +250,7 @@ def _looks(job: Job) -> str:
     import torch
     from torch.utils import _pytree as pytree
 
-    from piper_compiler.capture import ASKED_ROWS, sharing_memory
+    from piper_capture import ASKED_ROWS, sharing_memory
     from piper_ops import batch_pair
     from piper_runtime.rank import call_batch
 
@@ -275,7 +275,7 @@ def _look(tensor: torch.Tensor, rows: int) -> str:
 
 
 def _capture(job: Job, evaluating: bool = False) -> Traced:
-    from piper_compiler.capture import trace
+    from piper_capture import trace
     from piper_runtime.rank import call_batch, of_outputs
 
     batch, given = partial(call_batch, job.batch, 0), job.precision

@@ -33,14 +33,14 @@ from piper_ir.ground.errors import CaptureError, PiperWarning
 
 if TYPE_CHECKING:
     from piper.api.captures.installed import InstalledState
-    from piper_compiler.capture import Captured, Traced
+    from piper_capture import Captured, Traced
 
 MOST_FILES = 64
 """The number of captures that are kept, of all versions together; the one that was used the longest ago goes first."""
 DIGEST_BYTES = 16
 LEFT_S = 86400
 """The age in seconds from which on a half-written file was left by a process that died."""
-SOURCES = ("piper", "piper_ir", "piper_ops", "piper_compiler")
+SOURCES = ("piper", "piper_ir", "piper_ops", "piper_capture", "piper_compiler")
 """The packages whose source makes captures; of a model of `piper.models` only the name is in its content."""
 
 
@@ -60,7 +60,7 @@ class KeptFile:
 
     def write(self) -> None:
         """Write the capture if it holds more than the file; a capture that cannot be pickled or written is left out."""
-        from piper_compiler.capture import extent, stored
+        from piper_capture import extent, stored
 
         now = extent(self.captured)
         if now == self.extent:
@@ -225,7 +225,7 @@ def _is_private(folder: Path) -> bool:
 def _read(path: Path, make: Callable[[], Traced]) -> KeptFile | None:
     """Return the capture of a file; None if there is none that can be read."""
     from piper.api.captures.installed import InstalledState
-    from piper_compiler.capture import StoredTrace, extent, restored
+    from piper_capture import StoredTrace, extent, restored
 
     try:
         with path.open("rb") as file:

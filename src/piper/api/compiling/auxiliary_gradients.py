@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from piper_compiler.capture import Captured
+    from piper_capture import Captured
 
 IN_THE_LOSS = (
     "Add the auxiliary loss to the loss of the job instead (let the model return it, and Job.loss "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from piper_ir.ground.errors import CompileError
 
 if TYPE_CHECKING:
-    from piper_compiler.capture import Captured
+    from piper_capture import Captured
     from piper_ir.plan.plan import Plan
     from piper_ir.program.layout import Sharding
     from piper_ops import BatchNorm

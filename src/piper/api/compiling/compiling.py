@@ -42,7 +42,7 @@ from piper_ir.program.program import Program
 from piper_ir.tools import Brief
 
 if TYPE_CHECKING:
-    from piper_compiler.capture import Advancing, Captured, CodeStore, Layers
+    from piper_capture import Advancing, Captured, CodeStore, Layers
     from piper_ops import BatchNorm
     from piper_runtime import Job
     from piper_runtime.rank import OptimizerSpec
@@ -107,7 +107,7 @@ class Compiled(Brief):
         """Return the pickled state: all but the captured graphs, with the code that a run of the plan needs."""
         state = dict(vars(self))
         if self.code is not None:
-            from piper_compiler.capture import StoredCode
+            from piper_capture import StoredCode
 
             self.code.export(self.plan.codes, self.plan.rows)
             state["code"] = StoredCode(*self.code.made)

@@ -27,8 +27,8 @@ from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from piper_capture import Captured, CodeStore
     from piper_compiler import Training
-    from piper_compiler.capture import Captured, CodeStore
     from piper_runtime import Job
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from piper.api.reference.reference_differences import FLOAT32, FLOAT64
-from piper_compiler.capture import Captured
+from piper_capture import Captured
 
 BY_DTYPE = {"float32": FLOAT32, "float16": 5e-3, "bfloat16": 4e-2}
 """The relative tolerances by dtype: some ten roundings of the narrow ones."""
@@ -36,7 +36,7 @@ def tolerances(captured: Captured) -> Iterator[Tolerance]:
 
     Results in a narrower type are equal all the same if both sides compute in the same order.
     """
-    from piper_compiler.capture import narrowest
+    from piper_capture import narrowest
 
     yield STRICT
     narrow = narrowest(captured.forward)

@@ -11,8 +11,8 @@ from piper.api.reference.reference import Reference, reference
 from piper.api.reference.reference_differences import Difference, RunOutcome, differences
 from piper.api.reference.tolerance import STRICT, Tolerance, tolerances
 from piper.api.running.execution import execute
+from piper_capture import Captured
 from piper_compiler import Strategy
-from piper_compiler.capture import Captured
 from piper_ir.tools import working
 from piper_ir.verify import verify
 from piper_runtime import Job, Precision

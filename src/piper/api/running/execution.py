@@ -181,7 +181,7 @@ def execute(
     Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError,
     and FormatError for a checkpoint that was changed.
     """
-    from piper_compiler.capture import check_autocast
+    from piper_capture import check_autocast
     from piper_ir.verify import verify
     from piper_runtime import execute as run
     from piper_runtime.launch import check_request, is_first, launcher_kind

@@ -25,7 +25,7 @@ hide (Wang et al., Domino, arXiv 2409.15241).
     after   layer0.F@0 -> layer0_shared0.F@0 -> AllReduce -> layer0.1.F@0 -> layer0_shared0.1.F@0 -> AllReduce -> ...
 
 The code of chunks is rewritten on the capture, before a plan's graph is made: `piper.compile` calls
-`piper_compiler.capture.with_shardings`, which asks `capture.layouts`. Here the directive is checked, and exchanges and
+`piper_capture.with_shardings`, which asks `capture.layouts`. Here the directive is checked, and exchanges and
 sums between chunks are put into the graph.
 
 Legality

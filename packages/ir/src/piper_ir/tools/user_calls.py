@@ -16,6 +16,7 @@ LIBRARIES = (*(sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib"
 PACKAGES = {
     "piper_ir",
     "piper_ops",
+    "piper_capture",
     "piper_compiler",
     "piper_simulator",
     "piper_runtime",

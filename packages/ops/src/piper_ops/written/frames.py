@@ -10,7 +10,7 @@ import torch
 _TORCH = (
     os.path.dirname(torch.__file__) + os.sep
 )  # with the separator: torchvision and torchao begin alike
-_PIPER = frozenset({"piper_ops", "piper_compiler"})
+_PIPER = frozenset({"piper_ops", "piper_capture"})
 
 
 def is_model_code(file: str) -> bool:

@@ -1,0 +1,137 @@
+"""Write results into tensors that are not used afterwards, instead of into new storages.
+
+There are two rewrites of a step's graph. They also reduce the memory of a plan: an in-place op makes no storage.
+
+    add(a, b)                       -> add_(a, b), or add_(b, a)       element-wise, over an argument that dies there
+    all_reduce(a)                   -> all_reduce_(a)                  likewise, over all devices of an axis
+    gelu_backward(g, x)             -> gelu_backward(g, x, grad_input=g)
+    add_(acc, mm(a, b))             -> addmm_(acc, a, b)               the product is added to its accumulator
+
+An argument takes the result if it was made in this step, covers its whole storage (no slice, not expanded), has the
+result's spec and strides, shares no bytes with another argument, and has its last use here. Every element is computed
+from the same numbers by the same kernel, so the result is bitwise equal. `addmm_` rounds differently than a product and
+an addition, as another blocking of the matrix product would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from piper_capture.graphs.stepgraph import StepGraph
+from piper_capture.torch_api._torch_joint import OpOverload
+from piper_capture.values import aliasing
+from piper_ops import all_reduce, all_reduce_, context_add, context_add_
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """Describe the in-place form of an element-wise op.
+
+    Attributes:
+        form: the op.
+        takers: indexes of the arguments that can take the result; any but the first is swapped with it.
+        out: the keyword argument for the taker, for a form that has one.
+    """
+
+    form: OpOverload
+    takers: tuple[int, ...] = (0,)
+    out: str = ""
+
+
+FORMS: Mapping[OpOverload, InPlace] = {
+    aten.add.Tensor: InPlace(aten.add_.Tensor, (0, 1)),
+    aten.mul.Tensor: InPlace(aten.mul_.Tensor, (0, 1)),
+    aten.sub.Tensor: InPlace(aten.sub_.Tensor),
+    aten.div.Tensor: InPlace(aten.div_.Tensor),
+    aten.relu.default: InPlace(aten.relu_.default),
+    aten.tanh.default: InPlace(aten.tanh_.default),
+    aten.sigmoid.default: InPlace(aten.sigmoid_.default),
+    aten.exp.default: InPlace(aten.exp_.default),
+    aten.neg.default: InPlace(aten.neg_.default),
+    aten.gelu_backward.default: InPlace(aten.gelu_backward.grad_input, out="grad_input"),
+    aten.silu_backward.default: InPlace(aten.silu_backward.grad_input, out="grad_input"),
+    aten.tanh_backward.default: InPlace(aten.tanh_backward.grad_input, out="grad_input"),
+    aten.sigmoid_backward.default: InPlace(aten.sigmoid_backward.grad_input, out="grad_input"),
+    all_reduce: InPlace(all_reduce_),
+    context_add: InPlace(context_add_),
+    aten.threshold_backward.default: InPlace(aten.threshold_backward.grad_input, out="grad_input"),
+}
+"""The ops with an in-place form, whose kernels read each element of that argument only to write the same one."""
+
+
+SUMMED = (torch.float32, torch.float64)
+"""The dtypes of products that `addmm_` adds to an accumulator of the same dtype, the only one that it takes."""
+
+
+def reuse_dying_arguments(step: StepGraph) -> None:
+    """Make the element-wise ops of a step, and its all-reduces, in-place ops."""
+    rank = {n: i for i, n in enumerate(step.graph.nodes)}
+    last: dict[fx.Node, int] = {}
+    for node in step.graph.nodes:
+        for argument in node.all_input_nodes:
+            last[aliasing.root(argument)] = rank[node]
+    for node in step.graph.nodes:
+        found = FORMS.get(node.target) if node.op == "call_function" else None
+        if found is None or (
+            node.kwargs and len(found.takers) > 1
+        ):  # add's alpha belongs to its second term
+            continue
+        for index in found.takers:
+            taker = node.args[index]
+            if not isinstance(taker, fx.Node):
+                continue
+            base = aliasing.root(taker)
+            shared = any(aliasing.root(a) is base for a in node.all_input_nodes if a is not taker)
+            if (
+                last[base] == rank[node]
+                and not shared
+                and _holds(taker, base, node)
+                and node.args.count(taker) == 1
+            ):
+                _write_into(node, index, found)
+                # From here on the result uses the argument's storage.
+                last[base] = last[node]
+                break
+
+
+def _write_into(node: fx.Node, index: int, found: InPlace) -> None:
+    args = list(node.args)
+    if found.out:
+        node.kwargs = {**node.kwargs, found.out: args[index]}
+    args[0], args[index] = args[index], args[0]
+    node.target, node.args = found.form, tuple(args)
+
+
+def _holds(taker: fx.Node, base: fx.Node, result: fx.Node) -> bool:
+    """Return whether `taker`, whose storage is owned by `base`, can take the result."""
+    before, after = aliasing.tensor(taker), aliasing.tensor(result)
+    same = (
+        before.shape == after.shape
+        and before.dtype == after.dtype
+        and before.stride() == after.stride()
+    )
+    return base.op == "call_function" and same and aliasing.fills_storage(before)
+
+
+def add_products_in_place(step: StepGraph) -> None:
+    """Let a matrix product that is only accumulated add to its accumulator directly."""
+    for node in step.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
+        accumulator, product = node.args
+        if (
+            not isinstance(accumulator, fx.Node)
+            or not isinstance(product, fx.Node)
+            or accumulator.op != "placeholder"
+        ):
+            continue
+        if product.target is not aten.mm.default or len(product.users) > 1:
+            continue
+        made, total = aliasing.tensor(product), aliasing.tensor(accumulator)
+        if made.dtype in SUMMED and made.dtype == total.dtype and made.shape == total.shape:
+            node.target, node.args = aten.addmm_.default, (accumulator, *product.args)
+            step.graph.erase_node(product)

@@ -1,0 +1,123 @@
+"""Add nodes to a graph together with the fake tensors that they make."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper_capture.steps.kernels import SHARED
+from piper_capture.torch_api._torch import FakeTensorMode, OpOverload
+
+aten = torch.ops.aten
+
+KEPT_META = ("stack_trace", "partitioner_tag", "nn_module_stack")
+"""The keys of a node's meta with its source: stack trace, module, phase."""
+
+
+WHY = "exchange_for"
+"""The key of a node's meta with the purpose of a collective."""
+
+
+class Emitter:
+    """Build a graph node by node."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.graph, self._mode = graph, mode
+        self._meta: Mapping[str, Any] | None = None
+
+    @contextmanager
+    def like(self, node: fx.Node, late: bool, why: str = "", shared: int = 1) -> Iterator[None]:
+        """Let all nodes come from where `node` does, in the backward if `late`.
+
+        `why` is the purpose of collectives, `shared` the number of devices that share the work.
+        """
+        before = self._meta
+        tag = "is_backward" if late else "is_forward"
+        self._meta = {
+            **{k: node.meta[k] for k in KEPT_META if k in node.meta},
+            "partitioner_tag": tag,
+            WHY: why,
+        }
+        if shared > 1:
+            self._meta = {**self._meta, SHARED: shared}
+        try:
+            yield
+        finally:
+            self._meta = before
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        with self._mode:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+    def input(self, node: fx.Node, value: Any) -> fx.Node:
+        """Add a placeholder or a constant like `node`, that stands for `value`."""
+        made = self.graph.create_node(node.op, node.target, (), {}, name=node.name)
+        made.meta = {**node.meta, "val": value}
+        return made
+
+    def op(self, node: fx.Node, op: OpOverload, named: Mapping[str, Any]) -> fx.Node:
+        """Add a call that comes from where `node` does, unless another place is set."""
+        args, kwargs = _positional(op, named)
+        made = self._call(op, args, kwargs)
+        made.meta = {**dict(node.meta), **(self._meta or {}), "val": made.meta["val"]}
+        return made
+
+    def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call in the place that is set."""
+        return self._call(op, args, kwargs)
+
+    def item(self, node: fx.Node, number: int) -> fx.Node:
+        made = self.graph.call_function(operator.getitem, (node, number))
+        made.meta = {**node.meta, "val": node.meta["val"][number]}
+        return made
+
+    def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+        if op is aten.view.default and not _can_be_viewed(
+            args[0].meta["val"], args[1]
+        ):  # a device's part has other strides
+            args = (
+                self._call(
+                    aten.clone.default, args[:1], {"memory_format": torch.contiguous_format}
+                ),
+                args[1],
+            )
+        made = self.graph.call_function(op, args, dict(kwargs))
+        real_args, real_kwargs = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])
+        with self._mode, torch.no_grad():
+            made.meta = {**(self._meta or {}), "val": op(*real_args, **real_kwargs)}
+        return made
+
+
+def _can_be_viewed(tensor: Tensor, shape: Sequence[int]) -> bool:
+    if tensor.is_contiguous():
+        return True
+    try:
+        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(
+            [int(s) for s in shape]
+        )
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments that an op is called with, in the order of its schema, by name."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]  # an op
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return {n: given[n] for n in names if n in given}
+
+
+def _positional(op: OpOverload, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments as torch writes them: by position up to the first that is left out or may not be."""
+    args: list[Any] = []
+    rest = dict(named)
+    for argument in op._schema.arguments:
+        if argument.kwarg_only or argument.name not in rest:
+            break
+        args.append(rest.pop(argument.name))
+    return tuple(args), rest

@@ -1,0 +1,350 @@
+"""Rewrite a joint graph into the local graph of a device: on its shards, with collectives that redistribute tensors.
+
+The result is a joint graph again, and the same for all devices. They differ in a `Coordinate` only: the device's
+coordinate along an axis, which generated code reads as a global.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from torch import Tensor, fx
+
+from piper_capture.graphs.stepgraph import Joint
+from piper_capture.layouts.choice import Unshared
+from piper_capture.layouts.context import ATTENTION, BLOCKS, ZIGZAG, tokens_of
+from piper_capture.layouts.conversions import (
+    convert,
+    joined_axis,
+    joined_until,
+    own_what_is_spoiled,
+    place_in,
+)
+from piper_capture.layouts.decide import PARTIAL, Decision, Placement, SharedAxis, decided
+from piper_capture.layouts.emit import Emitter, named_arguments
+from piper_capture.layouts.indexes import Indexed, LoopIndex, OpIndexes, TensorKey, key_of
+from piper_capture.layouts.loops import LoopPlace
+from piper_capture.layouts.reasons import reason, title
+from piper_capture.steps.kernels import SHARED
+from piper_capture.steps.phases import backward_nodes
+from piper_capture.values import aliasing
+from piper_ir.program.layout import DimPart, Layout
+
+Placements = tuple[Placement, ...]
+"""The placement of a tensor along each axis."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Hold the local graph of a device and the placements of its tensors.
+
+    Attributes:
+        inputs: for each input of the chunk, its placement along each axis.
+        outputs: for each output, its placement, which its gradient shares; the gradient of a partial sum is replicated.
+        grads: input -> the placement of its gradient. A parameter's may be a partial sum, which its bucket all-reduces.
+        axes: the axes.
+        dims: for each input, for each dimension, its indexes.
+        unshared: the dimensions of parameters that are replicated only because their sizes do not divide evenly.
+    """
+
+    joint: Joint
+    inputs: tuple[Placements, ...]
+    outputs: tuple[Placements, ...]
+    grads: Mapping[int, Placements]
+    axes: tuple[SharedAxis, ...]
+    dims: tuple[tuple[tuple[LoopIndex, ...], ...], ...]
+    unshared: tuple[Unshared, ...] = ()
+
+    def layout_of(self, number: int) -> Layout:
+        """Return the layout of an input: the shard that each device has."""
+        done: set[LoopIndex] = set()
+        found = []
+        for placement, axis in zip(self.inputs[number], self.axes, strict=True):
+            if isinstance(placement, LoopIndex):
+                dim, outer = place_in(self.dims[number], placement, done)
+                found.append(DimPart(axis.name, dim, outer))
+                done.add(placement)
+        return tuple(found)
+
+    def summed(self, number: int) -> tuple[str, ...]:
+        """Return the axes along which the gradient of an input is a partial sum."""
+        return self._sums(self.grads.get(number, ()))
+
+    @property
+    def terms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Return the ports to other chunks that carry partial sums, each with the axes."""
+        outputs = [(f"out{k}", self._sums(placement)) for k, placement in enumerate(self.outputs)]
+        grads = [(f"gin{k}", self.summed(k)) for k in self.grads if self.joint.kinds[k] == "value"]
+        return tuple((port, axes) for port, axes in (*outputs, *grads) if axes)
+
+    def _sums(self, placements: Placements) -> tuple[str, ...]:
+        return tuple(
+            axis.name
+            for placement, axis in zip(placements, self.axes, strict=False)
+            if placement is PARTIAL
+        )
+
+
+def sharded(
+    joint: Joint,
+    indexes: Indexed,
+    axes: Sequence[SharedAxis],
+    *,
+    keep: bool = False,
+    partial_grads: Collection[int] = (),
+) -> Sharded:
+    """Return the graph that each device of `axes` runs.
+
+    With `keep`, tensors that the forward has all-gathered are saved for the backward, else they are gathered again. The
+    gradients of the inputs `partial_grads` stay partial sums.
+    """
+    decisions = [decided(joint, indexes, axis, partial_grads) for axis in axes]
+    builder = _Builder(joint, indexes, axes, decisions, keep)
+    return builder.build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        joint: Joint,
+        indexes: Indexed,
+        axes: Sequence[SharedAxis],
+        decisions: Sequence[Decision],
+        keep: bool,
+    ) -> None:
+        self._joint, self._indexes, self._axes, self._decisions = joint, indexes, axes, decisions
+        mode = joint.inputs[0].meta["val"].fake_mode
+        self._emit = Emitter(fx.Graph(), mode)
+        self._backward = backward_nodes(joint)
+        self._keep = keep
+        self._at: dict[tuple[TensorKey, Placements, bool], fx.Node] = {}
+        """A tensor with its placements, in the forward or the backward, -> its node."""
+        self._names: dict[fx.Node, str] = {}
+
+    def build(self) -> Sharded:
+        for node in self._joint.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._input(node)
+            elif node in self._indexes.ops:
+                self._op(node, self._indexes.ops[node])
+        results = {
+            node: self._result(node) for node in (*self._joint.outputs, *self._joint.grads.values())
+        }
+        given = [results[n] for n in (*self._joint.outputs, *self._joint.grads.values())]
+        self._emit.graph.output(given)
+        own_what_is_spoiled(self._emit)
+        self._emit.graph.eliminate_dead_code(
+            is_impure_node=lambda n: n.op in ("placeholder", "output")
+        )
+        return self._sharded(results)
+
+    def _sharded(self, results: Mapping[fx.Node, fx.Node]) -> Sharded:
+        joint = self._joint
+        found = replace(
+            joint,
+            graph=self._emit.graph,
+            inputs=tuple(self._made(n) for n in joint.inputs),
+            outputs=tuple(results[n] for n in joint.outputs),
+            tangents={k: self._made(n) for k, n in joint.tangents.items()},
+            grads={k: results[n] for k, n in joint.grads.items()},
+            constant_names={self._made(n): name for n, name in joint.constant_names.items()},
+        )
+        inputs = tuple(self._placements((n, 0)) for n in joint.inputs)
+        outputs = tuple(self._required_result(n) for n in joint.outputs)
+        grads = {k: self._required_result(n) for k, n in joint.grads.items()}
+        dims = tuple(self._indexes.tensors.get((n, 0), ()) for n in joint.inputs)
+        return Sharded(found, inputs, outputs, grads, tuple(self._axes), dims)
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        return self._at[(node, 0), self._placements((node, 0)), False]
+
+    def _placements(self, key: TensorKey) -> Placements:
+        """Return the placements in which a tensor is produced."""
+        return tuple(d.placement[key] for d in self._decisions)
+
+    def _required_result(self, node: fx.Node) -> Placements:
+        return tuple(d.results[node] for d in self._decisions)
+
+    def _input(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):  # a placeholder that nothing reads
+            self._at[(node, 0), (None,) * len(self._axes), False] = self._emit.input(node, value)
+            return
+        key = (node, 0)
+        self._at[key, self._placements(key), False] = self._emit.input(
+            node, self._emit.empty(self._shape(key, value.shape), value.dtype)
+        )
+
+    def _shape(self, key: TensorKey, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a device's shard of a tensor, in the placements in which it is produced."""
+        placements = self._placements(key)
+        return _local(shape, self._indexes.tensors[key], zip(placements, self._axes, strict=True))
+
+    def _op(self, node: fx.Node, op: OpIndexes) -> None:
+        late = node in self._backward
+        required = list(zip(*(d.required[node] for d in self._decisions), strict=True))
+        nodes = iter(
+            [self._find(key, want, late, node) for key, want in zip(op.keys, required, strict=True)]
+        )
+        shapes = [self._shape((node, k), tuple(r.shape)) for k, r in enumerate(op.call.results)]
+        changed = op.loops.localize(op.call, shapes)
+        named = {
+            name: _with_nodes(value, nodes) for name, value in named_arguments(node).items()
+        } | dict(changed)
+        for k, made in enumerate(
+            self._rewritten(node, op, named) or self._emitted(node, op, named)
+        ):
+            if made is not None:
+                self._at[(node, k), self._placements((node, k)), False] = made
+
+    def _emitted(
+        self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]
+    ) -> list[fx.Node | None]:
+        """Add an op, and return the nodes of its results, None for unused ones."""
+        made = self._emit.op(node, op.call.op, named)
+        made.meta[SHARED] = self._shared(node)
+        if not isinstance(node.meta["val"], list | tuple):
+            return [made]
+        used = {u.args[1] for u in node.users if u.target is operator.getitem}
+        return [
+            self._emit.item(made, k) if k in used else None for k in range(len(node.meta["val"]))
+        ]
+
+    def _shared(self, node: fx.Node) -> int:
+        """Return the number of devices that share the work of an op; devices with rows of their own share none."""
+        return self._shared_by((node, 0))
+
+    def _shared_by(self, key: TensorKey) -> int:
+        """Return the number of devices that share the work on a tensor; devices with rows of their own share none."""
+        placements = zip(self._axes, self._placements(key), strict=True)
+        return prod(
+            [
+                axis.degree
+                for axis, placement in placements
+                if placement is not None and not axis.expert_chunk
+            ]
+        )
+
+    def _rewritten(
+        self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]
+    ) -> Sequence[fx.Node]:
+        """Add the ops that replace an op to shard it, if any; return the nodes of its results."""
+        indexes = [d.rewritten.get(node) for d in self._decisions]
+        pairs = zip(self._axes, indexes, strict=True)
+        (rewrite,) = {axis.rewrite(op, i) for axis, i in pairs if i is not None} or {None}
+        if rewrite is None:
+            return ()
+        shared = self._shared(node) if op.call.op in ATTENTION else 1
+        with self._emit.like(node, node in self._backward, f"in {title(node)}", shared):
+            return rewrite.emit(self._emit, named, list(self._places(op, indexes)))
+
+    def _places(self, op: OpIndexes, indexes: Sequence[LoopIndex | None]) -> Iterator[LoopPlace]:
+        """Yield the block of the indexes that a device has along each axis, or along the parts of a split axis."""
+        done: set[LoopIndex] = set()
+        whole, number = [None] * len(indexes), 0
+        while number < len(indexes):
+            last = number + 1
+            if (index := indexes[number]) is not None:
+                inside = op.dim(op.rewritten[index]) if index in op.rewritten else tokens_of(op)
+                last = joined_until([inside], self._axes, indexes, whole, number)
+                axis = joined_axis(self._axes, number, last)
+                done.update(i for i in indexes[number:last] if i is not None)
+                rest = prod(i.size for i in inside[inside.index(index) + 1 :] if i not in done)
+                yield LoopPlace(
+                    axis.name, axis.degree, rest, ZIGZAG if index in axis.halves else BLOCKS
+                )
+            number = last
+
+    def _result(self, node: fx.Node) -> fx.Node:
+        return self._find(key_of(node), self._required_result(node), node in self._backward, node)
+
+    def _find(self, key: TensorKey, want: Placements, late: bool, user: fx.Node) -> fx.Node:
+        """Return the node of a tensor in the required placements, redistributed at its first use in a phase."""
+        made = self._placements(key)
+        if want == made:
+            return self._at[key, made, False]
+        late = late and not (
+            (self._keep or self._exchanged(made, want)) and (key, want, False) in self._at
+        )
+        found = self._at.get((key, want, late))
+        if found is None:
+            found = self._at[key, want, late] = self._converted(key, want, late, user)
+        return found
+
+    def _exchanged(self, made: Placements, want: Placements) -> bool:
+        """Return whether a tensor is resharded along another index, which keeps its size: the result is saved."""
+        return any(
+            isinstance(a, LoopIndex) and isinstance(b, LoopIndex) and a != b
+            for a, b in zip(made, want, strict=True)
+        )
+
+    def _converted(self, key: TensorKey, want: Placements, late: bool, user: fx.Node) -> fx.Node:
+        redistributed = tuple(d.of(key) for d in self._decisions)
+        made = self._placements(key)
+        if redistributed not in (made, want):
+            before, source = (
+                redistributed,
+                self._find(key, redistributed, late=key[0] in self._backward, user=user),
+            )
+        else:
+            before, source = made, self._at[key, made, False]
+        base = self._of_base(key, before, want, late, user)
+        if base is not None:
+            return base
+        with self._emit.like(user, late, reason(key, user, summed=PARTIAL in before)):
+            source = convert(
+                self._emit, source, self._indexes.tensors[key], self._axes, before, want
+            )
+        return source
+
+    def _of_base(
+        self, key: TensorKey, before: Placements, want: Placements, late: bool, user: fx.Node
+    ) -> fx.Node | None:
+        """Return an all-gathered view as a view of the all-gathered base: views of one tensor share one message."""
+        node, _ = key
+        op = self._indexes.ops.get(node)
+        if (
+            op is None
+            or len(op.keys) != 1
+            or not aliasing.is_view(node)
+            or isinstance(node.meta["val"], list | tuple)
+        ):
+            return None
+        if (
+            not all(w is None or w == b for b, w in zip(before, want, strict=True))
+            or PARTIAL in before
+        ):
+            return None
+        wanted = tuple(d.required[node][0] for d in self._decisions)
+        if tuple(d.placement[key] for d in self._decisions) != wanted:
+            return None
+        source = self._find(op.keys[0], want, late, user)
+        shape = _local(
+            tuple(op.call.results[0].shape),
+            self._indexes.tensors[key],
+            zip(want, self._axes, strict=True),
+        )
+        named = {name: _with_nodes(v, iter([source])) for name, v in named_arguments(node).items()}
+        with self._emit.like(user, late):
+            return self._emit.op(
+                node, op.call.op, named | dict(op.loops.localize(op.call, [shape]))
+            )
+
+
+def _local(
+    shape: Sequence[int], dims: Sequence[tuple[LoopIndex, ...]], placements: Any
+) -> tuple[int, ...]:
+    """Return the shape of a device's shard; an index that is in two dimensions is sharded in the first."""
+    found = list(shape)
+    for placement, axis in placements:
+        if isinstance(placement, LoopIndex):
+            found[next(d for d, inside in enumerate(dims) if placement in inside)] //= axis.degree
+    return tuple(found)
+
+
+def _with_nodes(value: Any, nodes: Any) -> Any:
+    return fx.node.map_arg(value, lambda n: next(nodes))

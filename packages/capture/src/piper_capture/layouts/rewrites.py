@@ -1,0 +1,93 @@
+"""Replace ops so that they can be sharded along a vocabulary: the rows of an embedding, the classes of a cross-entropy.
+
+A device with a shard of them cannot run the same op on it: a token's row may be on another device, and a logsumexp is
+over all classes. The ops of `piper_ops.pointwise.vocabulary` compute the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from piper_capture.layouts.emit import Emitter
+from piper_capture.layouts.loops import DimOf, LoopPlace, LoopRewrite, OpCall
+from piper_capture.values import aliasing
+from piper_capture.values.coordinate import Coordinate
+from piper_ops import (
+    all_gather,
+    cross_entropy_joined,
+    cross_entropy_part,
+    cross_entropy_part_dgrad,
+    embedding_part,
+    embedding_part_dgrad,
+)
+
+aten = torch.ops.aten
+piper = torch.ops.piper
+OUT = -1
+CLASSES = 1
+"""The dimension of logits."""
+OpArguments = Mapping[str, Any]
+
+
+def _look_up(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
+    return [emit.call(embedding_part, named["weight"], named["indices"], *_at(places))]
+
+
+def _add_up(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
+    rows = int(named["num_weights"])
+    for place in places:
+        rows //= place.degree
+    given = named["grad_output"], named["indices"], rows, *_at(places), named["padding_idx"]
+    return [emit.call(embedding_part_dgrad, *given)]
+
+
+def _loss(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
+    """All-reduce two numbers per token, and compute the loss and the logsumexp from them."""
+    target, options = named["target"], _options(named)
+    ignored = {name: value for name, value in options.items() if name == "ignore_index"}
+    found = emit.call(cross_entropy_part, named["logits"], target, *_at(places), **ignored)
+    statistics = tuple(aliasing.tensor(found).shape)
+    for place in places:
+        found = emit.call(all_gather, found, place.axis, place.degree)
+    joined = found if len(places) == 1 else emit.call(aten.view.default, found, [-1, *statistics])
+    both = emit.call(cross_entropy_joined, joined, target, **options)
+    return [emit.item(both, k) for k in range(2)]
+
+
+def _loss_gradient(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
+    given = [named[name] for name in ("grad_loss", "logits", "target", "logsumexp")]
+    return [emit.call(cross_entropy_part_dgrad, *given, *_at(places), **_options(named))]
+
+
+def _options(named: OpArguments) -> dict[str, Any]:
+    return {name: named[name] for name in ("reduction", "ignore_index") if name in named}
+
+
+def _at(places: Sequence[LoopPlace]) -> tuple[list[int], list[int], list[int]]:
+    """Return places as the ops take them: for each axis the device's coordinate, the degree and the size inside."""
+    return (
+        [Coordinate(p.axis) for p in places],
+        [p.degree for p in places],
+        [p.rest for p in places],
+    )
+
+
+def rewrites_of(call: OpCall) -> Mapping[DimOf, LoopRewrite]:
+    """Return the dimensions of a call along which it can be sharded only if other ops replace it."""
+    match call.op:
+        case aten.embedding.default:
+            return {DimOf(call.number("weight"), 0): LoopRewrite(_look_up, partial=True)}
+        case aten.embedding_dense_backward.default if not call.get("scale_grad_by_freq"):
+            return {DimOf(OUT, 0): LoopRewrite(_add_up, partial=True)}
+        case piper.cross_entropy.default:
+            return {DimOf(call.number("logits"), CLASSES): LoopRewrite(_loss, partial=False)}
+        case piper.cross_entropy_dgrad.default:
+            return dict.fromkeys(
+                (DimOf(call.number("logits"), CLASSES), DimOf(OUT, CLASSES)),
+                LoopRewrite(_loss_gradient, partial=False),
+            )
+    return {}

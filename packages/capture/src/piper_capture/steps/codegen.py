@@ -1,0 +1,294 @@
+"""Write the Python source of a step, one line per op, and compile it.
+
+The function takes one list and empties it, so that a tensor without a reference in the caller is freed at its last
+use:
+
+    def step(args):
+        in0, in1, saved0 = args
+        args.clear()
+        mm = in0.mm(in1); del in0, in1  # model.py:12
+        ...
+        return (mm.contiguous(),)
+
+The text depends on the graph alone. Each op is followed by its user line in a comment, for messages. Ops are bound
+once as globals, and the device of factory ops is the global DEVICE.
+A collective is a call of the global EXCHANGE, an op with several collectives one of ROUNDS, an all-to-all between two
+passes over rows of experts one of TRADES, and a device's coordinate along an axis is PLACE[axis]; all come from the
+engine that runs the step. A random operation is a call of `draw` with its number in the chunk. Views are printed as
+reshape, because strides on the running device may differ from the strides in the capture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper_capture.graphs.closures import is_random
+from piper_capture.graphs.stepgraph import StepGraph
+from piper_capture.steps import exchanges
+from piper_capture.steps.draws import DRAW
+from piper_capture.steps.schedule import Line
+from piper_capture.torch_api._torch_joint import OpOverload
+from piper_capture.values.concrete import frame_of
+from piper_capture.values.coordinate import Coordinate
+from piper_ir.ground.errors import CaptureError
+from piper_ir.program.program import Step
+from piper_ops import (
+    ROUNDS,
+    all_to_all,
+    experts_give,
+    experts_home,
+    experts_return,
+    experts_send,
+    experts_take,
+    is_model_code,
+)
+
+aten = torch.ops.aten
+METHODS: Mapping[OpOverload, str] = {
+    aten.view.default: "reshape",
+    aten._unsafe_view.default: "reshape",
+    aten.t.default: "t",
+    aten.transpose.int: "transpose",
+    aten.permute.default: "permute",
+    aten.expand.default: "expand",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.select.int: "select",
+    aten.mm.default: "mm",
+    aten.bmm.default: "bmm",
+    aten.addmm.default: "addmm",
+    aten.addmm_.default: "addmm_",
+    aten.add.Tensor: "add",
+    aten.add_.Tensor: "add_",
+    aten.mul.Tensor: "mul",
+    aten.mul_.Tensor: "mul_",
+    aten.sum.dim_IntList: "sum",
+}
+"""The ops printed as a method of their first argument, which saves the host about 1 us against the OpOverload."""
+FUNCTIONS: Mapping[OpOverload, str] = {
+    aten.cat.default: "torch.cat",
+    aten.embedding.default: "torch.embedding",
+    aten.stack.default: "torch.stack",
+}
+"""The ops that are not methods and are printed as functions, for the same reason."""
+TRADED: Mapping[tuple[Any, Any], str] = {
+    (experts_send, experts_take): "there",
+    (experts_give, experts_home): "back",
+    (experts_give, experts_return): "return",
+}
+"""The pair (op before, op after) an all-to-all of rows of experts -> the key in TRADES (`piper_ops.experts.packed`)."""
+SPREAD = frozenset({"reshape", "permute", "expand"})
+"""The methods whose list of sizes or dimensions is printed as separate arguments, which saves half a microsecond."""
+
+
+@dataclass(frozen=True)
+class StepCode:
+    """Hold the source of `step(args: list[Tensor]) -> tuple[Tensor, ...]`, which empties `args`, and its constants."""
+
+    source: str
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def generate(
+    step: Step, graph: StepGraph, lines: Sequence[Line], constants: Mapping[str, Tensor]
+) -> StepCode:
+    """Return code that runs `lines`.
+
+    Its arguments are the ports that the step reads, in order, then one accumulator per accumulated parameter.
+    """
+    names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
+    found = list(_statements(lines))
+    ops = dict.fromkeys(op for line, _ in found if line is not None and not _bound(op := _op(line)))
+    used = dict.fromkeys(str(n.target) for n in graph.graph.find_nodes(op="get_attr"))
+    results = "".join(f"{_literal(n)}.contiguous(), " for n in _outputs(graph))
+    drawing = any(map(_draws, lines))
+    source = [
+        f"# step {step}",
+        *(["from piper_ops import draw", ""] if drawing else []),
+        *(
+            f"{_global(op)} = torch.ops.{op._schema.name.replace('::', '.')}.{op._overloadname}"
+            for op in ops
+        ),
+        "",
+        "",
+        "def step(args):",
+        *([f"    {', '.join(names)}, = args"] if names else []),
+        "    args.clear()",
+        *(text for _, text in found),
+        f"    return ({results.rstrip()})",
+        "",
+    ]
+    return StepCode("\n".join(source), {name: constants[name] for name in used})
+
+
+def compile_step(
+    code: StepCode, device: str | torch.device = "cpu"
+) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+    """Return the function of a step, for tensors on `device`.
+
+    It must be called under `torch.no_grad()`. Tracebacks show the generated lines. Raises CaptureError when an op of
+    the code is not registered in this process.
+    """
+    filename = (
+        f"<piper {code.source.splitlines()[0][2:]} "
+        f"{hashlib.sha256(code.source.encode()).hexdigest()[:8]}>"
+    )
+    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
+    namespace |= {name: value.to(device) for name, value in code.constants.items()}
+    linecache.cache[filename] = (
+        len(code.source),
+        None,
+        code.source.splitlines(keepends=True),
+        filename,
+    )
+    try:
+        exec(compile(code.source, filename, "exec"), namespace)
+    except AttributeError as error:
+        raise CaptureError(
+            f"{error}; import the module that registers the op where the job is defined"
+        ) from error
+    function: Callable[[list[Tensor]], tuple[Tensor, ...]] = namespace["step"]
+    return function
+
+
+def _outputs(graph: StepGraph) -> tuple[fx.Node, ...]:
+    written = graph.graph.output_node().args[0]
+    assert isinstance(written, tuple)
+    return written  # type: ignore[return-value]  # the outputs of a step are nodes
+
+
+def _place(node: fx.Node) -> str:
+    """Return the user's line as a comment; "" if it is not known."""
+    frame = frame_of(node)
+    return f"  # {frame[0]}:{frame[1]}" if frame and is_model_code(frame[0]) else ""
+
+
+def _statements(lines: Sequence[Line]) -> Iterator[tuple[Line | None, str]]:
+    """Yield each line with its text; the lines of a trade have one text and None for the line."""
+    number = 0
+    while number < len(lines):
+        if text := _trade(lines[number : number + 3]):
+            yield None, f"    {text}{_place(lines[number + 2].node)}"
+            number += 3
+            continue
+        yield lines[number], f"    {_line(lines[number])}{_place(lines[number].node)}"
+        number += 1
+
+
+def _trade(lines: Sequence[Line]) -> str:
+    """Return the text of two passes over rows with an all-to-all between them, as one call; "" for other lines.
+
+    The tensors between them must have no other use. `experts_give` gets its argument in a list, to free it inside.
+    """
+    if len(lines) < 3:
+        return ""
+    first, exchange, last = lines
+    ends = (first.node.target, last.node.target)
+    if exchange.node.target is not all_to_all or ends not in TRADED:
+        return ""
+    chained = exchange.node.args[0] is first.node and last.node.args[0] is exchange.node
+    given = first.node.args[0]
+    if not chained or exchange.drops != (first.node,) or exchange.node not in last.drops:
+        return ""
+    kind, drops = TRADED[ends], [n for n in last.drops if n is not exchange.node]
+    if first.drops and (kind == "there" or first.drops != (given,)):
+        return ""
+    rest = first.node.args[1:] if kind == "there" else last.node.args[1:]
+    box = (
+        ""
+        if kind == "there"
+        else f"box = [{_literal(given)}]; " + "".join(f"del {n.name}; " for n in first.drops)
+    )
+    arguments = ", ".join(map(_literal, (exchange.node.args[1], *([] if box else [given]))))
+    call = (
+        f"TRADES[{kind!r}](EXCHANGE, {arguments}{', box' if box else ''}, "
+        f"{', '.join(map(_literal, rest))})"
+    )
+    return box + _assigned(last, call, drops)
+
+
+def _line(line: Line) -> str:
+    node = line.node
+    keywords = [f"{name}={_literal(value)}" for name, value in node.kwargs.items()]
+    op = _op(line)
+    args = list(node.args)
+    if METHODS.get(op) in SPREAD and isinstance(args[1], list | tuple) and args[1]:
+        args[1:2] = args[1]
+    first, *rest = [*map(_literal, args), *keywords] or [""]
+    if op in exchanges.KINDS:
+        call = exchanges.call(op, first, node.args[1])
+    elif op in ROUNDS:
+        call = exchanges.meeting(op, ", ".join([first, *rest]))
+    elif op in METHODS and isinstance(args[0], fx.Node):
+        call = f"{first}.{METHODS[op]}({', '.join(rest)})"
+    elif op in METHODS:  # torch.add(0.5, x) has a number as first argument
+        call = f"torch.ops.{op}({', '.join([first, *rest])})"
+    elif _draws(line):
+        call = f"draw({', '.join([str(node.meta[DRAW]), _global(op), first, *rest])})"
+    else:
+        call = f"{FUNCTIONS.get(op) or _global(op)}({', '.join([first, *rest])})"
+    return _assigned(line, call, line.drops)
+
+
+def _assigned(line: Line, call: str, drops: Sequence[fx.Node]) -> str:
+    """Return the text that assigns the results of a call to variables, and deletes the variables in `drops`."""
+    node = line.node
+    if line.makes == (node,):
+        return f"{node.name} = {call}" + (
+            f"; del {', '.join(n.name for n in drops)}" if drops else ""
+        )
+    items = "; ".join(f"{item.name} = {node.name}[{item.args[1]}]" for item in line.makes)
+    return f"{node.name} = {call}; {items}; del {', '.join(n.name for n in (node, *drops))}"
+
+
+def _draws(line: Line) -> bool:
+    """Return whether a line draws random numbers, so that it is printed as a call of `draw`."""
+    return is_random(line.node)
+
+
+def _bound(op: OpOverload) -> bool:
+    """Return whether the text calls an op without a global of its own."""
+    return op in METHODS or op in FUNCTIONS or op in exchanges.KINDS or op in ROUNDS
+
+
+def _op(line: Line) -> OpOverload:
+    target = line.node.target
+    assert isinstance(target, OpOverload)
+    return target
+
+
+def _global(op: OpOverload) -> str:
+    return f"_{op._schema.name.replace('::', '_').replace('.', '_')}_{op._overloadname}"
+
+
+def _literal(value: Any) -> str:
+    """Return the Python text of an argument; raise CaptureError for a type that has none."""
+    match value:
+        case fx.Node():
+            return str(value.target) if value.op == "get_attr" else value.name
+        case Coordinate():
+            return f"{'-1 - ' if value.mirrored else ''}PLACE[{value.axis!r}]"
+        case None | bool() | int() | str():
+            return repr(value)
+        case float():
+            return repr(value) if math.isfinite(value) else f"float('{value}')"
+        case complex():
+            return f"complex({_literal(value.real)}, {_literal(value.imag)})"
+        case torch.device():
+            return "DEVICE"
+        case torch.dtype() | torch.memory_format() | torch.layout():
+            return str(value)
+        case list():
+            return f"[{', '.join(map(_literal, value))}]"
+        case tuple():
+            return f"({''.join(f'{_literal(v)}, ' for v in value).rstrip()})"
+    raise CaptureError(
+        f"an argument of type {type(value).__name__} in a captured op cannot be written as code"
+    )

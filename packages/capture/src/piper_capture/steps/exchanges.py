@@ -1,0 +1,99 @@
+"""Find the collectives inside of a step, and write them as code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from piper_capture.graphs.stepgraph import StepGraph
+from piper_capture.torch_api._torch_joint import OpOverload
+from piper_capture.values import aliasing
+from piper_ir.program.layout import StepCollective
+from piper_ops import (
+    ROUNDS,
+    all_gather,
+    all_reduce,
+    all_reduce_,
+    all_to_all,
+    experts_further_dgrad_,
+    experts_home,
+    experts_return,
+    experts_return_dgrad,
+    experts_send,
+    reduce_scatter,
+    shift,
+)
+
+KINDS: dict[Any, str] = {
+    all_reduce: "all_reduce",
+    all_reduce_: "all_reduce",
+    all_gather: "all_gather",
+    reduce_scatter: "reduce_scatter",
+    all_to_all: "all_to_all",
+    shift: "shift",
+}
+"""The ops that stand for collectives, each with its kind."""
+
+
+def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
+    """Return the collectives of a step in order, with the bytes of the unsharded tensor."""
+    found: list[StepCollective] = []
+    for node in graph.graph.nodes:
+        if node.target in KINDS:
+            found.append(_described(node))
+        elif node.target in ROUNDS:
+            found += _of_further_rounds(node)
+    return tuple(found)
+
+
+def _described(node: fx.Node) -> StepCollective:
+    given, axis = node.args[0], node.args[1]
+    assert isinstance(given, fx.Node) and isinstance(axis, str)
+    whole, why = (
+        node if KINDS[node.target] == "all_gather" else given,
+        str(node.meta.get("exchange_for", "")),
+    )
+    return StepCollective(
+        KINDS[node.target], axis, aliasing.tensor(whole).nbytes, why, _rows_of_experts(node, given)
+    )
+
+
+def _rows_of_experts(node: fx.Node, given: fx.Node) -> int:
+    """Return the bytes of a device's rows that an all-to-all sends to experts or back; 0 for any other collective."""
+    if node.target is not all_to_all:
+        return 0
+    if given.target is experts_send:
+        return aliasing.tensor(given.args[0]).nbytes  # type: ignore[arg-type]  # a node
+    home = [u for u in node.users if u.target in (experts_home, experts_return)]
+    return aliasing.tensor(home[0]).nbytes if home else 0
+
+
+def _of_further_rounds(node: fx.Node) -> list[StepCollective]:
+    """Return the all-to-alls of a further round: rows there, then results back, or gradients there and back.
+
+    The number of rounds is known only in a run: a plan counts none.
+    """
+    other, rows = (aliasing.tensor(n) for n in node.args[:2])  # type: ignore[arg-type]  # nodes
+    there, back = rows.nbytes, rows.shape[0] * other.shape[-1] * other.element_size()
+    each = (
+        (there, back, there)
+        if node.target in (experts_return_dgrad, experts_further_dgrad_)
+        else (there, back)
+    )
+    return [
+        StepCollective("all_to_all", str(node.args[5]), 0, "further rounds of experts", nbytes)
+        for nbytes in each
+    ]
+
+
+def meeting(op: OpOverload, arguments: str) -> str:
+    """Return the text of an op that runs several collectives: a call of a function of ROUNDS, which gets EXCHANGE."""
+    return f"ROUNDS[{op._schema.name!r}](EXCHANGE, {arguments})"
+
+
+def call(op: OpOverload, source: str, axis: object) -> str:
+    """Return the text of a collective: a call of the engine's function EXCHANGE, which all-reduces in place."""
+    if op is all_reduce:
+        source = f"{source}.clone(memory_format=torch.contiguous_format)"
+    return f"EXCHANGE({KINDS[op]!r}, {axis!r}, {source})"

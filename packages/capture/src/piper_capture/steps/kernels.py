@@ -1,0 +1,74 @@
+"""Compute the cost of a step: the kernels that its graph launches, by `piper_ops`. Views launch none."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from piper_capture.graphs.stepgraph import StepGraph
+from piper_capture.steps import exchanges
+from piper_capture.values import aliasing
+from piper_ir.ground.errors import CaptureError
+from piper_ir.program.program import Cost, Kernel
+from piper_ops import KernelInfo, WrongCost, kernel_of
+
+SHARED = "shared_by"
+"""The key of a node's meta for the number of devices that share its work."""
+COUNTS = "counts"
+"""The key of a node's meta for how often its products count in model FLOPs."""
+
+
+def cost(step: StepGraph) -> Cost:
+    """Return the kernels one by one, in the order of their launch."""
+    found = [n for n in step.graph.nodes if n.op == "call_function" and _launches(n)]
+    made = listed(aliasing.asked(launched, n) for n in found)
+    return Cost(
+        tuple([_noted(kernel, node) for kernel, node in zip(made.kernels, found, strict=True)])
+    )
+
+
+def _noted(kernel: Kernel, node: fx.Node) -> Kernel:
+    shared, counts = node.meta.get(SHARED, 1), node.meta.get(COUNTS, 1)
+    return replace(kernel, shared=shared, counts=counts) if shared > 1 or counts > 1 else kernel
+
+
+def listed(kernels: Iterable[KernelInfo]) -> Cost:
+    """Return kernels as a cost, each one separately: equal kernels may differ at other numbers of rows."""
+    return Cost(
+        tuple(
+            Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula)
+            for k in kernels
+        )
+    )
+
+
+def flops_of(node: fx.Node) -> int:
+    """Return the FLOPs of an op."""
+    return aliasing.asked(launched, node).flops if _launches(node) else 0
+
+
+def launched(op: object, args: Sequence[Any], out: Any, kwargs: Mapping[str, Any]) -> KernelInfo:
+    """Return the kernel of a call, as `kernel_of` does; raise CaptureError if its cost formula gives no number."""
+    try:
+        return kernel_of(op, args, out, kwargs)
+    except WrongCost as error:
+        raise CaptureError(str(error)) from error
+
+
+def counted(cost: Cost) -> Cost:
+    """Return a cost in which equal kernels are counted together, in the order of their first launch."""
+    return Cost(tuple(replace(kernel, count=n) for kernel, n in Counter(cost.kernels).items()))
+
+
+def _launches(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if node.target in exchanges.KINDS:
+        return False
+    return node.target is not operator.getitem and (
+        not aliasing.is_view(node) or (schema is not None and schema.is_mutable)
+    )

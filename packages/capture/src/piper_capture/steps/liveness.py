@@ -1,0 +1,125 @@
+"""Compute the memory that a step's code holds beyond its inputs, as `piper_ir.program.program.Liveness`.
+
+The model goes op by op, in the order of `schedule`:
+
+- an op holds its arguments and all its results at once; each result of a multi-output op has a storage of its own, and
+  unused results are freed right after the op;
+- a view and an in-place op allocate nothing and keep the storage that they share alive;
+- a storage is freed after the last op that uses a tensor in it; storages of outputs are never freed;
+- a gradient that is added to its accumulator lives until this op is done;
+- an op that writes into a copy of a view (`select_scatter`) copies the view's whole storage;
+- an input is freed after the last op that uses it or a view of it, if it dies in this step.
+
+The workspace of a kernel is counted for the CPU; for CUDA it is listed separately, as `Liveness.inside`.
+Constants are not counted: they live as long as the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from piper_capture.graphs.stepgraph import StepGraph
+from piper_capture.steps.schedule import Line
+from piper_capture.values import aliasing
+from piper_ir.program.program import Inside, Liveness
+from piper_ops import ROUNDS, Workspace, cpu_workspace, cuda_workspace
+
+aten = torch.ops.aten
+
+STORAGE_COPIES = frozenset(
+    {
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.as_strided_scatter.default,
+    }
+)
+"""The ops whose kernels clone the whole storage of their first argument; fake tensors show only the viewed part."""
+
+
+def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
+    """Return the liveness of a step at concrete sizes.
+
+    A segment holds the bytes at each of its ops that allocate, in order: the same ops at every number of rows, so that
+    each can be fitted. (Any other op holds no more than the op before.)
+    """
+    last = _last_lines(step, lines)
+    inputs = step.graph.find_nodes(op="placeholder")[: len(step.reads)]
+    consumed = sorted(range(len(inputs)), key=lambda k: (last.get(inputs[k], -1), k))
+    at_line = _bytes_at_lines(lines, last)
+    ends = [last.get(inputs[k], -1) for k in consumed]
+    spans = list(zip([-1, *ends], [*ends, len(lines)], strict=True))
+    inside_too = [
+        (number, held + aliasing.asked(cpu_workspace, lines[number].node))
+        for number, held in at_line
+    ]
+    segments = [
+        tuple(size for number, size in inside_too if start < number <= end) for start, end in spans
+    ]
+    of_cuda = [
+        (number, held, aliasing.asked(cuda_workspace, lines[number].node))
+        for number, held in at_line
+    ]
+    kernels = [(number, _inside(held, own)) for number, held, own in of_cuda if own is not None]
+    inside = (
+        [tuple(k for number, k in kernels if start < number <= end) for start, end in spans]
+        if kernels
+        else []
+    )
+    return Liveness(tuple(consumed), tuple(segments), tuple(inside))
+
+
+def _inside(held: int, own: Workspace) -> Inside:
+    return Inside(held + own.always, own.sliced, own.most)
+
+
+def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
+    """Return (line number, bytes held while it runs) for the lines that allocate."""
+    held = 0
+    freed_at: dict[int, int] = {}
+    at_line: list[tuple[int, int]] = []
+    for number, line in enumerate(lines):
+        if not aliasing.is_view(line.node):
+            for owner, size in _results(line):
+                held += size
+                end = number if owner is None else last[owner]
+                freed_at[end] = freed_at.get(end, 0) + size
+        if (
+            not aliasing.is_view(line.node) or line.node.target in ROUNDS
+        ):  # further rounds have a workspace
+            at_line.append((number, held))
+        held -= freed_at.pop(number, 0)
+    return at_line
+
+
+def _results(line: Line) -> list[tuple[fx.Node | None, int]]:
+    """Return the storages that a line makes: (variable or None, bytes); None is an unused result."""
+    if line.makes == (line.node,):
+        return [(line.node, _owned_bytes(line.node))]
+    variables = {item.args[1]: item for item in line.makes}
+    values = line.node.meta["val"]
+    return [
+        (variables.get(i), aliasing.storage_bytes(v)) for i, v in enumerate(values) if v is not None
+    ]
+
+
+def _owned_bytes(node: fx.Node) -> int:
+    if node.target in STORAGE_COPIES:
+        base = node.args[0]
+        assert isinstance(base, fx.Node)
+        return _owned_bytes(aliasing.root(base))
+    return sum(map(aliasing.storage_bytes, aliasing.tensors(node)))
+
+
+def _last_lines(step: StepGraph, lines: Sequence[Line]) -> dict[fx.Node, int]:
+    """Return for each owner of a storage the last line that uses it; outputs outlive every line."""
+    last: dict[fx.Node, int] = {}
+    for number, line in enumerate(lines):
+        for node in (*line.makes, *line.node.all_input_nodes):
+            last[aliasing.root(node)] = number
+    for node in step.graph.output_node().all_input_nodes:
+        last[aliasing.root(node)] = len(lines)
+    return last

@@ -1,0 +1,373 @@
+"""Exchange the rows of a dropless mixture among devices inside of a step; each computes the rows of its experts.
+
+    rows, counts = route(x, chosen, experts)             rows, counts = route(x, chosen, experts)
+    made = products(rows, counts, weights)          ->   table = all_gather(counts)
+    y = unroute(made, chosen, share)                     mine, own = take(all_to_all(send(rows, table)), table)
+                                                         made = products(mine, own, weights of own experts)
+                                                         made = return(all_to_all(give(made, table)), rows, ...)
+                                                         y = unroute(made, chosen, share)
+
+A device has buffers for `bound` times the rows that each device would send if all experts were chosen equally often.
+The operators between `route` and `unroute` run on these buffers; they are also printed as the body of further rounds
+(`piper_ops.experts.rounds`). The chunk's forward function is rewritten, so that autograd derives all gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from piper_capture.graphs.stepgraph import Joint
+from piper_capture.steps import phases
+from piper_capture.steps.by_rows import takes_any_rows
+from piper_capture.steps.codegen import generate
+from piper_capture.steps.joint import Interpreter, JointInput, constants_of, trace_joint
+from piper_capture.steps.schedule import schedule
+from piper_capture.torch_api import _torch_joint
+from piper_capture.values.coordinate import Coordinate
+from piper_ir.ground.errors import DirectiveError
+from piper_ir.program.layout import DimPart, Layout
+from piper_ops import (
+    ANY_ROWS,
+    PLACED,
+    all_gather,
+    all_to_all,
+    experts_checked,
+    experts_drop,
+    experts_give,
+    experts_home,
+    experts_return,
+    experts_send,
+    experts_take,
+    room_of_rounds,
+    route,
+    unroute,
+)
+
+ROUTES = (route, torch.ops.piper.route)
+UNROUTES = (unroute, torch.ops.piper.unroute)
+FEW, MANY = 1, 1000
+ChunkInputs = Callable[[int], list[JointInput]]
+"""A function from a number of rows to the unsharded inputs of a chunk."""
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Describe how devices exchange the rows of a dropless mixture: see `piper_compiler.directives.shard`."""
+
+    axis: str
+    degree: int
+    bound: float
+    overflow: str
+
+
+@dataclass(frozen=True)
+class RoutedLayouts:
+    """Describe the placement of such a chunk's inputs: stacks are sharded along experts, all others replicated.
+
+    Attributes:
+        stacks: the indices of inputs that are stacks of matrices.
+        grads: the indices of inputs whose gradients it makes.
+    """
+
+    axis: str
+    stacks: frozenset[int]
+    grads: frozenset[int]
+    unshared: tuple[()] = ()
+
+    def layout_of(self, number: int) -> Layout:
+        return (DimPart(self.axis, 0),) if number in self.stacks else ()
+
+    def summed(self, number: int) -> tuple[str, ...]:
+        return ()
+
+
+class RoutedForms:
+    """Make the graphs of a device at any number of rows; `module` makes the unsharded forward."""
+
+    def __init__(
+        self, how: Routed, module: Callable[[int], fx.GraphModule], inputs: ChunkInputs
+    ) -> None:
+        self._how, self._module, self._inputs = how, module, inputs
+        self._lines: list[tuple[int, int]] = []
+
+    def _at(self, rows: int) -> _Rewriting:
+        return _Rewriting(self._how, self._module(rows), self._inputs(rows), rows)
+
+    @cached_property
+    def layouts(self) -> RoutedLayouts:
+        """Return the placement of the parameters."""
+        trained = {k for k, i in enumerate(self._inputs(FEW)) if i.needs_grad}
+        return RoutedLayouts(self._how.axis, self._at(FEW).stacks, frozenset(trained))
+
+    def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
+        """Return the joint graph of a device."""
+        made, further = self._at(rows), self._how.overflow == "rounds"
+        rewritten = made.module(
+            made.body_text() if further else "", self._room(rows) if further else []
+        )
+        own = [
+            replace(i, example=made.own(i.example)) if k in made.stacks else i
+            for k, i in enumerate(self._inputs(rows))
+        ]
+        joint = trace_joint(rewritten, own, mask)
+        for node in joint.graph.nodes:
+            at = PLACED.get(node.target) if node.op == "call_function" else None
+            if at is not None:
+                node.args = (*node.args[:at], Coordinate(self._how.axis), *node.args[at + 1 :])
+        return joint
+
+    def _room(self, rows: int) -> list[int]:
+        """Return the workspace bytes of further rounds: affine in the rows, and an upper bound.
+
+        The exact bytes are the maximum of several affine functions. So the value at one row plus the slope at many rows
+        bounds them.
+        """
+        if not self._lines:
+            few, many, more = (
+                made.room(made.body_text()) for made in map(self._at, (FEW, MANY, MANY + 1))
+            )
+            self._lines = [(a, c - b) for a, b, c in zip(few, many, more, strict=True)]
+        return [first + (rows - FEW) * slope for first, slope in self._lines]
+
+
+def is_routed(nodes: Sequence[fx.Node]) -> bool:
+    """Return whether nodes include a `route`, which sorts tokens by expert."""
+    return any(node.target in ROUTES for node in nodes)
+
+
+class _Shapes(Interpreter):
+    """Run a forward function on fake tensors and record the result of each node."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[JointInput]) -> None:
+        super().__init__(module, constants_of(module))
+        self.found: dict[fx.Node, object] = {}
+        with _torch_joint.fake_mode(), torch.no_grad():
+            self.run(*(torch.empty(i.example.shape, dtype=i.example.dtype) for i in inputs))
+
+    def run_node(self, n: fx.Node) -> object:
+        self.found[n] = super().run_node(n)
+        return self.found[n]
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        made = self.found[node]
+        assert isinstance(made, Tensor)
+        return tuple(made.shape)
+
+
+class _Rewriting:
+    """Find the nodes between `route` and `unroute`, and make the forward function of a device."""
+
+    def __init__(
+        self, how: Routed, module: fx.GraphModule, inputs: Sequence[JointInput], rows: int
+    ) -> None:
+        self._how, self._module, self._inputs = how, module, inputs
+        nodes = list(module.graph.nodes)
+        self._route, self._unroute = (
+            self._only(nodes, ops, name) for ops, name in ((ROUTES, "route"), (UNROUTES, "unroute"))
+        )
+        self.experts = int(self._route.args[2])  # type: ignore[arg-type]  # a number
+        if self.experts % how.degree:
+            raise self._fail(
+                f"{self.experts} experts cannot be shared equally by {how.degree} devices"
+            )
+        items = {u.args[1]: u for u in self._route.users if u.target is operator.getitem}
+        self._rows, self._counts = items[0], items[1]
+        self._result = self._unroute.args[0]
+        self._body, self._leaves = self._between()
+        self._stacks = [n for n in self._leaves if n not in (self._rows, self._counts)]
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.stacks = frozenset(
+            placeholders.index(self._checked(n, placeholders)) for n in self._stacks
+        )
+        self._shapes = _Shapes(module, inputs)
+        self.slot = self._slot(rows)
+
+    def _fail(self, message: str) -> DirectiveError:
+        return DirectiveError(
+            f"shard(over={self._how.axis!r}, stream='rows') of a dropless mixture: {message}"
+        )
+
+    def _only(self, nodes: Sequence[fx.Node], ops: Sequence[object], name: str) -> fx.Node:
+        found = [n for n in nodes if n.target in ops]
+        if len(found) != 1:
+            raise self._fail(
+                f"its region calls {name} {len(found)} times; one region holds one route and one "
+                f"unroute"
+            )
+        return found[0]
+
+    def _between(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Return the nodes between `route` and `unroute`, and the other nodes that these read."""
+        todo, body, leaves = [self._result], set[fx.Node](), dict[fx.Node, None]()
+        while todo:
+            node = todo.pop()
+            if not isinstance(node, fx.Node) or node in body:
+                continue
+            if node in (self._rows, self._counts) or node.op in ("placeholder", "get_attr"):
+                leaves[node] = None
+                continue
+            body.add(node)
+            todo += node.all_input_nodes
+        outside = [
+            n
+            for n in (*body, self._rows, self._counts)
+            for u in n.users
+            if u not in body and u is not self._unroute
+        ]
+        if outside or self._route in body or self._rows not in leaves:
+            raise self._fail(
+                "what stands between route and unroute is used elsewhere, too; leave that out of "
+                "the region"
+            )
+        order = list(self._module.graph.nodes)
+        return sorted(body, key=order.index), sorted(leaves, key=order.index)
+
+    def _checked(self, node: fx.Node, placeholders: Sequence[fx.Node]) -> fx.Node:
+        """Return a parameter that the nodes between the two read; raise DirectiveError unless it is a stack."""
+        given = self._inputs[placeholders.index(node)] if node in placeholders else None
+        if (
+            given is None
+            or given.kind != "param"
+            or given.example.dim() < 2
+            or given.example.shape[0] != self.experts
+        ):
+            raise self._fail(
+                f"{node.name} is read between route and unroute, and is no parameter "
+                f"[{self.experts}, ...] of the "
+                f"experts"
+            )
+        if any(u not in self._body for u in node.users):
+            raise self._fail(f"{node.name} is read outside of route and unroute, too")
+        return node
+
+    def _slot(self, rows: int) -> int:
+        """Return the maximum number of rows that a device sends to each device in a round."""
+        tokens, choices = self._shapes.shape(self._route.args[1])  # type: ignore[arg-type]  # a node
+        self._rows_count, self._mean = rows, tokens // rows * choices / self._how.degree
+        return rows * min(math.ceil(self._how.bound * self._mean), tokens // rows * choices)
+
+    def own(self, example: Tensor) -> Tensor:
+        """Return a device's shard of a stack."""
+        return example.new_empty((example.shape[0] // self._how.degree, *example.shape[1:]))
+
+    def body_text(self) -> str:
+        """Return the source of the nodes between the two, for the number of rows of a device's buffers."""
+        graph = fx.Graph()
+        env = {self._rows: graph.placeholder("rows"), self._counts: graph.placeholder("counts")}
+        env |= {node: graph.placeholder(f"weight{k}") for k, node in enumerate(self._stacks)}
+        for node in self._body:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output((env[self._result],))  # type: ignore[index]  # a node
+        module = fx.GraphModule(self._module, graph)
+        joint = trace_joint(module, [JointInput("value", t) for t in self.body_inputs()], (False,))
+        step = phases.cut(joint).steps["F"]
+        return generate("F", step, schedule(step), joint.constants).source + (
+            ANY_ROWS if takes_any_rows(joint.graph) else ""
+        )
+
+    def body_inputs(self) -> list[Tensor]:
+        """Return meta tensors like the arguments of the body."""
+        found = self._shapes.found[self._rows]
+        assert isinstance(found, Tensor)
+        rows = torch.empty(
+            (self._how.degree * self.slot, found.shape[1]), dtype=found.dtype, device="meta"
+        )
+        counts = torch.empty(self.experts // self._how.degree, dtype=torch.int64, device="meta")
+        return [rows, counts, *(self.own(self._example(n)).to("meta") for n in self._stacks)]
+
+    def _example(self, node: fx.Node) -> Tensor:
+        return self._inputs[self._module.graph.find_nodes(op="placeholder").index(node)].example
+
+    def room(self, body: str) -> list[int]:
+        """Return the workspace bytes of further rounds."""
+        rows, _, *weights = self.body_inputs()
+        assert isinstance(self._result, fx.Node)
+        count, width = self._shapes.shape(self._rows)[0], self._shapes.shape(self._result)[1]
+        table = torch.empty((self._how.degree, self.experts), dtype=torch.int64, device="meta")
+        back = rows.new_empty((self._how.degree, self.slot, width))
+        home = rows.new_empty((count, rows.shape[1]))
+        return room_of_rounds(
+            home, back, table, weights, body, [self._trained(n) for n in self._stacks]
+        )
+
+    def _trained(self, node: fx.Node) -> bool:
+        return self._inputs[self._module.graph.find_nodes(op="placeholder").index(node)].needs_grad
+
+    def module(self, body: str, room: Sequence[int]) -> fx.GraphModule:
+        """Return the forward function of a device."""
+        graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+        inside = set(self._body)
+        for node in self._module.graph.nodes:
+            if node is self._route:
+                self._add_route(graph, env)
+            elif node is self._unroute:
+                self._add_return(graph, env, body, room)
+            elif node not in inside and node not in (self._rows, self._counts):
+                env[node] = graph.node_copy(node, env.__getitem__)
+        return fx.GraphModule(self._module, graph)
+
+    def _add_route(self, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+        how, drops = self._how, self._how.overflow == "drop"
+        x, chosen = (env[n] for n in self._route.args[:2])  # type: ignore[index]  # nodes
+        if drops:
+            chosen = graph.call_function(
+                experts_drop, (chosen, self.experts, how.degree, self.slot)
+            )
+        self._chosen = chosen
+        routed = graph.call_function(route, (x, chosen, self.experts + drops))
+        env[self._rows] = self._home_rows = graph.call_function(operator.getitem, (routed, 0))
+        counts = graph.call_function(operator.getitem, (routed, 1))
+        if drops:
+            counts = graph.call_method("narrow", (counts, 0, 0, self.experts))
+        table = graph.call_function(all_gather, (counts, how.axis, how.degree))
+        if how.overflow == "error":
+            table = graph.call_function(
+                experts_checked, (table, self.slot, float(how.bound), self._rows_count, self._mean)
+            )
+        self._table = table
+        sent = graph.call_function(experts_send, (self._home_rows, table, 0, self.slot))
+        came = graph.call_function(all_to_all, (sent, how.axis, how.degree))
+        taken = graph.call_function(experts_take, (came, table, 0))
+        env[self._rows], env[self._counts] = (
+            graph.call_function(operator.getitem, (taken, k)) for k in range(2)
+        )
+        for node in (routed, table, sent, came, taken):
+            node.meta = dict(self._route.meta)
+
+    def _add_return(
+        self, graph: fx.Graph, env: dict[fx.Node, fx.Node], body: str, room: Sequence[int]
+    ) -> None:
+        how = self._how
+        for node in self._body:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        given = graph.call_function(experts_give, (env[self._result], self._table, 0))  # type: ignore[index]  # a node
+        back = graph.call_function(all_to_all, (given, how.axis, how.degree))
+        if how.overflow == "rounds":
+            weights = [env[n] for n in self._stacks]
+            args = (
+                back,
+                self._home_rows,
+                self._table,
+                weights,
+                body,
+                how.axis,
+                self.slot,
+                0,
+                list(room),
+            )
+            made = graph.call_function(experts_return, args)
+        else:
+            made = graph.call_function(
+                experts_home, (back, self._table, 0, self._shapes.shape(self._rows)[0])
+            )
+        share = env[self._unroute.args[2]]  # type: ignore[index]  # a node
+        env[self._unroute] = graph.call_function(unroute, (made, self._chosen, share))
+        for node in (given, back, made, env[self._unroute]):
+            node.meta = dict(self._unroute.meta)

@@ -1,0 +1,379 @@
+"""Keep the functions of chunks, traced when they are asked for, and a program with them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from piper_capture.chunks.advancing import Advancing
+from piper_capture.chunks.cut import Cut, Piece
+from piper_capture.chunks.dispatch import Dispatch
+from piper_capture.chunks.layers import Layers
+from piper_capture.chunks.opaque import trace_opaque
+from piper_capture.chunks.other_rows import check_rows
+from piper_capture.graphs.stepgraph import Joint
+from piper_capture.layouts import Agreed, Sharded, shared_joint
+from piper_capture.steps.codegen import StepCode
+from piper_capture.steps.joint import JointInput, TracedChunk, cut_chunk, trace_joint
+from piper_capture.steps.kernels import counted
+from piper_capture.steps.linearity import Auxiliary
+from piper_capture.steps.routed import Routed, RoutedForms, RoutedLayouts, is_routed
+from piper_capture.torch_api._torch_context import check_context
+from piper_capture.trace.dynamo import Forward
+from piper_capture.trace.written_modules import blocks_of
+from piper_capture.whole_batch.counting import CounterSpec
+from piper_ir.ground.errors import CaptureError
+from piper_ir.ground.sizes import TensorSpec, bind
+from piper_ir.program.layout import Sharding
+from piper_ir.program.ops import KEEP_ALL, variant_name
+from piper_ir.program.program import Chunk, Program, Step
+
+
+@dataclass(frozen=True)
+class TraceSpec:
+    """Say how to trace one code at any number of rows.
+
+    Attributes:
+        cut: the cut of the captured graph.
+        specs: the specs of the piece's inputs, affine in rows.
+        needs_grad: which inputs need a gradient.
+        tangent_mask: which outputs receive a gradient.
+        keep: the policy of recomputation.
+        reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
+        shardings: how devices share its work.
+        base: the original code, if this is a form of it for devices that share it; else "".
+        agreed: the agreement with other chunks on shared parameters and tables.
+        params: for each input, its names in all chunks of the base.
+        dispatch: the values that it exchanges with chunks of experts, or they with it.
+        routed: how devices trade the rows of a dropless mixture inside of it.
+    """
+
+    cut: Cut
+    piece: Piece
+    specs: tuple[TensorSpec, ...]
+    needs_grad: tuple[bool, ...]
+    tangent_mask: tuple[bool, ...]
+    keep: str = KEEP_ALL
+    reduce: torch.dtype | None = None
+    shardings: tuple[Sharding, ...] = ()
+    base: str = ""
+    agreed: Agreed = field(default_factory=Agreed)
+    params: tuple[tuple[str, ...], ...] = ()
+    dispatch: Dispatch | None = None
+    routed: Routed | None = None
+
+    @property
+    def routes(self) -> bool:
+        """Return whether it sorts tokens by expert."""
+        return is_routed(list(self.cut.body(self.piece)))
+
+    @cached_property
+    def forms(self) -> RoutedForms:
+        """Return the forms of a chunk with devices that trade rows inside of it."""
+        assert self.routed is not None
+        return RoutedForms(self.routed, partial(self.cut.module, self.piece), self._inputs)
+
+    def opaque(self, rows: int) -> TracedChunk:
+        """Return the steps of an opaque piece."""
+        module, random = self.cut.module(self.piece, rows), self.cut.random(self.piece)
+        blocks = [blocks_of(spec.shape) for spec in self.specs]
+        return trace_opaque(
+            module,
+            self._inputs(rows),
+            self.tangent_mask,
+            blocks,
+            random=random,
+            keep=self.keep,
+            reduce=self.reduce,
+        )
+
+    def joint(self, rows: int) -> Joint:
+        """Return the graph of forward and backward on one device alone, which is the same under any policy."""
+        if self.routed is not None:
+            return replace(self.forms.joint(rows, self.tangent_mask), reduce=self.reduce)
+        every = rows if self.dispatch is None else rows * self.dispatch.degree
+        if every > rows:
+            check_rows(self.cut.forward, every)
+        module = self.cut.module(self.piece, every, self.dispatch)
+        given, made = ((), ()) if self.dispatch is None else self.dispatch.exchanged
+        traced = trace_joint(module, self._inputs(every), self.tangent_mask, self.reduce)
+        return replace(traced, exchanged_inputs=given, exchanged_outputs=made)
+
+    def _inputs(self, rows: int) -> list[JointInput]:
+        return [
+            JointInput(slot.kind, self._example(k, spec, rows), needs_grad)
+            for k, (slot, spec, needs_grad) in enumerate(
+                zip(self.piece.slots, self.specs, self.needs_grad, strict=True)
+            )
+        ]
+
+    def _example(self, number: int, spec: TensorSpec, rows: int) -> Tensor:
+        """Return a meta tensor like an input."""
+        tensor = example_tensor(spec, rows)
+        how = None if self.dispatch is None else self.dispatch.inputs[number]
+        return (
+            tensor
+            if self.dispatch is None or how is None
+            else tensor.new_empty(how.form(tensor.shape, self.dispatch.degree))
+        )
+
+
+def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
+    """Return a meta tensor of that spec."""
+    shape = tuple(bind(d, rows) for d in spec.shape)
+    return torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+
+class CodeStore:
+    """Map a code id to the functions of its steps, at a number of rows.
+
+    The parameters' dtype is part of the code id, and so is a policy of recomputation (`variant`). The store traces a
+    code when it is first used and keeps the result, so that one capture serves all strategies, microbatch sizes and
+    widths.
+    """
+
+    def __init__(self) -> None:
+        self._recipes: dict[str, TraceSpec] = {}
+        self._counters: dict[str, CounterSpec] = {}
+        self._traced: dict[tuple[str, int], TracedChunk] = {}
+        self._joints: dict[tuple[str, int], Joint] = {}
+        self._sharded: dict[tuple[str, int], Sharded] = {}
+        self._expected: dict[str, Chunk] = {}
+
+    def add(self, code: str, recipe: TraceSpec) -> None:
+        self._recipes.setdefault(code, recipe)
+
+    def add_counter(self, counter: CounterSpec) -> None:
+        """Let the store make the code that counts in a batch."""
+        self._counters.setdefault(counter.code, counter)
+
+    def variant(self, code: str, keep: str) -> str:
+        """Return the code id of a code under a policy of recomputation."""
+        made = variant_name(code, keep)
+        self._recipes.setdefault(made, replace(self._recipes[code], keep=keep))
+        return made
+
+    def shared(
+        self,
+        code: str,
+        asked: tuple[Sharding, ...],
+        agreed: Agreed,
+        params: tuple[tuple[str, ...], ...] = (),
+    ) -> str:
+        """Return the code id of a code for devices that share its work.
+
+        The names `params` count if indexes are named.
+        """
+        named = f" {params}" if any(s.index for s in asked) else ""
+        ways = "".join(f" {s.over} {s.way}" for s in asked if s.way)
+        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}{named}{ways}".encode()).hexdigest()[
+            :16
+        ]
+        recipe = replace(
+            self._recipes[code], shardings=asked, base=code, agreed=agreed, params=params
+        )
+        self._recipes.setdefault(made, recipe)
+        return made
+
+    def dispatched(self, code: str, dispatch: Dispatch) -> str:
+        """Return the code id of a code that exchanges values with chunks of experts, or is one."""
+        made = hashlib.sha256(f"{code} {dispatch!r}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(made, replace(self._recipes[code], dispatch=dispatch))
+        return made
+
+    def routed(self, code: str, how: Routed) -> str:
+        """Return the code id of a code with devices that trade rows inside of it."""
+        made = hashlib.sha256(f"{code} {how!r}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(made, replace(self._recipes[code], routed=how, base=code))
+        return made
+
+    def routed_layouts(self, code: str) -> RoutedLayouts:
+        """Return the layouts of the inputs of such a code."""
+        return self._recipes[code].forms.layouts
+
+    def recipe(self, code: str) -> TraceSpec:
+        """Return the recipe for tracing a code."""
+        return self._recipes[code]
+
+    def layouts(self, code: str, rows: int) -> Sharded:
+        """Return the graph of one of the devices that share a code, with the layouts of its tensors."""
+        found = self._sharded.get((code, rows))
+        if found is None:
+            recipe = self._recipes[code]
+            found = self._sharded[code, rows] = shared_joint(
+                self.joint(recipe.base, rows), recipe.shardings, recipe.agreed, recipe.params
+            )
+        return found
+
+    def joint(self, code: str, rows: int) -> Joint:
+        """Return the graph of forward and backward, which policies and devices that share it have in common."""
+        recipe = self._recipes[code]
+        if recipe.shardings:
+            return self.layouts(code, rows).joint
+        if (code, rows) not in self._joints:
+            self._joints[code, rows] = recipe.joint(rows)
+        return self._joints[code, rows]
+
+    def expect(self, code: str, chunk: Chunk) -> None:
+        """Record the ports and steps of this code at two rows and more, affine in rows, as the program has them."""
+        self._expected[code] = chunk
+
+    @property
+    def made(self) -> tuple[dict[tuple[str, int], TracedChunk], dict[str, Chunk]]:
+        """Return all steps that were made so far, and the chunks that are expected; both can be pickled."""
+        return dict(self._traced), dict(self._expected)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._recipes
+        yield from self._counters
+
+    def __len__(self) -> int:
+        return len(self._recipes)
+
+    def trace(self, code: str, rows: int) -> TracedChunk:
+        """Return the chunk's steps at exactly `rows` rows, with plain integers as sizes."""
+        if code not in self._recipes and code not in self._counters:
+            raise CaptureError(
+                f"no code {code!r} in this store; it holds {', '.join(self._recipes)}"
+            )
+        if rows < 1:
+            raise CaptureError(f"a microbatch has {rows} rows on one device; it needs at least one")
+        found = self._traced.get((code, rows))
+        if found is None:
+            check_context()
+            counter = self._counters.get(code)
+            found = (
+                counter.trace(rows)
+                if counter is not None
+                else self._made(code, self._recipes[code], rows)
+            )
+            self._traced[code, rows] = found
+        return found
+
+    def _made(self, code: str, recipe: TraceSpec, rows: int) -> TracedChunk:
+        if recipe.piece.opaque:
+            return recipe.opaque(rows)
+        return cut_chunk(
+            self.joint(code.removesuffix(variant_name("", recipe.keep)), rows), recipe.keep
+        )
+
+    def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
+        """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.
+
+        Raises CaptureError if the chunk at this number of rows is not the one that the program describes.
+        """
+        traced = self.trace(code, rows)
+        expected = self._expected.get(code)
+        if expected is not None and rows > 1:
+            _check_as_planned(expected.bind(rows), traced, rows)
+        return traced.code
+
+    def export(self, codes: Iterable[str], rows: int) -> dict[str, dict[Step, StepCode]]:
+        """Return the functions of these chunks for a worker, each code once; the result can be pickled."""
+        return {code: dict(self.get(code, rows)) for code in dict.fromkeys(codes)}
+
+
+def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
+    for step, signature in planned.steps.items():
+        made = traced.steps[step]
+        if (signature.reads, signature.writes, signature.accumulates) != (
+            made.reads,
+            made.writes,
+            made.accumulates,
+        ):
+            raise CaptureError(
+                f"step {step} of a chunk reads {made.reads} and writes {made.writes} at {rows} "
+                f"rows, but reads "
+                f"{signature.reads} "
+                f"and writes {signature.writes} at fewer rows; write the model so that its "
+                f"operations do not depend on "
+                f"the rows"
+            )
+    for port, spec in planned.ports.items():
+        if spec != traced.ports[port]:
+            raise CaptureError(
+                f"{port} of a chunk is {traced.ports[port]} at {rows} rows; {spec} follows from "
+                f"other numbers of rows. "
+                f"A size "
+                "does not grow by the same with each row, as where k of topk or a slice x[:k] is "
+                "more than the rows. "
+                "Take "
+                "microbatches of more rows, or write it with sizes that follow from the rows"
+            )
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Hold a captured model: its program with sizes affine in rows, and the code of its chunks.
+
+    Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included.
+
+    Attributes:
+        forward: the captured graph.
+        advancing: buffers that advance once per microbatch.
+        auxiliary: the backwards that are not linear in the gradients that come in.
+        remarks: chunk -> a text that a message about it should add.
+        under: the program with the variants for policies of recomputation, by policies; filled when they are asked for.
+        shared: the same capture for devices that share its chunks, by shardings, filled like `under`; at () the one
+            that is also cut at regions of experts.
+        layers: the layers.
+        layered: the same capture with other layers, by the layers that were asked for.
+        reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
+        unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
+            to share it.
+    """
+
+    program: Program
+    code: CodeStore
+    forward: Forward
+    advancing: tuple[Advancing, ...] = ()
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    under: dict[tuple[str, ...], Program] = field(default_factory=dict, repr=False, compare=False)
+    shared: dict[tuple[Sharding, ...], Captured] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    unshared: Mapping[str, str] = field(default_factory=dict)
+    layers: Layers = field(default_factory=Layers)
+    layered: dict[tuple[str, ...], Captured] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    reduce: torch.dtype | None = None
+    auxiliary: tuple[Auxiliary, ...] = ()
+
+    @property
+    def assembled(self) -> Captured:
+        """Return itself, as a traced model returns its capture with the usual layers."""
+        return self
+
+    @property
+    def outline(self) -> Program:
+        """Return the program, which serves as the outline that a traced model has."""
+        return self.program
+
+    def bind(self, rows: int) -> Program:
+        """Return the program with integer sizes for microbatches of `rows` rows on one device.
+
+        At one row torch makes views where it copies otherwise, so these sizes come from a trace at one row. Raises
+        CaptureError if the model takes another path at this number of rows than the captured one.
+        """
+        check_rows(self.forward, rows)
+        chunks, variants = (
+            tuple(self._bind(c, rows) for c in cs)
+            for cs in (self.program.chunks, self.program.variants)
+        )
+        return replace(self.program, chunks=chunks, variants=variants)
+
+    def _bind(self, chunk: Chunk, rows: int) -> Chunk:
+        bound = chunk.bind(rows)
+        if rows > 1:
+            return bound
+        traced = self.code.trace(chunk.code, rows)
+        steps = {
+            s: replace(sig, cost=counted(sig.cost)).bind(rows) for s, sig in traced.steps.items()
+        }
+        return replace(bound, ports=dict(traced.ports), steps=steps)

@@ -1,0 +1,288 @@
+"""Make a captured program for devices that share the work of its chunks (tensor parallelism), or experts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from piper_capture.chunks.tables import constant_values, masks, with_tables
+from piper_capture.chunks.ties import Ties
+from piper_capture.graphs.stepgraph import Joint
+from piper_capture.layouts import (
+    Agreed,
+    NamedIndexes,
+    Sharded,
+    check_asked,
+    common_degrees,
+    ordered,
+    split_degrees,
+)
+from piper_capture.steps.joint import TracedChunk
+from piper_capture.steps.routed import RoutedLayouts
+from piper_capture.store.assemble import TRACE_ROWS, with_experts
+from piper_capture.store.codestore import Captured
+from piper_capture.store.experts import ExpertChunks
+from piper_capture.store.sharing_cuts import with_seams
+from piper_capture.store.sizes import Fitter, NotAffine, explain
+from piper_ir.ground.errors import CaptureError, DirectiveError
+from piper_ir.program.layout import Sharding
+from piper_ir.program.program import Chunk, Param, Program
+
+
+def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Captured:
+    """Return a capture whose chunks are the shards of one device among the devices that share them.
+
+    Every code is rewritten once, not captured again. Raises DirectiveError, with the indexes that can be shared, if
+    others are asked for.
+    """
+    asked = tuple(shardings)
+    if not asked:
+        return captured
+    found = captured.shared.get(asked)
+    if found is None:
+        found = captured.shared[asked] = _made(captured, asked)
+    return found
+
+
+def cut_at_experts(captured: Captured) -> Captured:
+    """Return the same capture, cut at the regions of experts."""
+    if () not in captured.shared:
+        captured.shared[()] = with_experts(captured)
+    return captured.shared[()]
+
+
+def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
+    wanted = next((one for one in asked if one.experts), None)
+    if wanted is None:
+        split = _split(captured, asked)
+        seams = any(one.cut for one in split)
+        return _Shared(
+            with_seams(captured, split, params_of(captured.program)) if seams else captured, split
+        ).captured()
+    apart = cut_at_experts(captured)
+    found = ExpertChunks(apart, wanted, params_of(apart.program))
+    return _Shared(
+        apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), found
+    ).captured()
+
+
+def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
+    """Return the shardings, each with the degrees that its axis must be split into to fit all chunks.
+
+    Raises DirectiveError for indexes that the user names and devices cannot share.
+    """
+    if not asked:
+        return ()
+    params = params_of(captured.program)
+    joints = {code: captured.code.joint(code, TRACE_ROWS[0][0]) for code in params}
+    ids = {c.code: c.id for c in reversed(captured.program.chunks)}
+    asked = tuple(ordered(one, joints.values()) if one.context else one for one in asked)
+    for one in asked:
+        if one.index:
+            check_asked(
+                {ids[code]: NamedIndexes.of(j, params[code]) for code, j in joints.items()}, one
+            )
+    each = [split_degrees(joint, asked, params[code]) for code, joint in joints.items()]
+    degrees = [common_degrees([found[number] for found in each]) for number in range(len(asked))]
+    return tuple(
+        replace(one, split=found) if len(found) > 1 else one
+        for one, found in zip(asked, degrees, strict=True)
+    )
+
+
+def params_of(program: Program) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Return for each code, opaque ones left out, and for each input its names in the chunks that have the code."""
+    having: dict[str, list[Chunk]] = {}
+    for chunk in program.chunks:
+        if not chunk.opaque:
+            having.setdefault(chunk.code, []).append(chunk)
+    return {
+        code: tuple(
+            tuple(dict.fromkeys(i.ref for i in same))
+            for same in zip(*(c.inputs for c in chunks), strict=True)
+        )
+        for code, chunks in having.items()
+    }
+
+
+class _Shared:
+    def __init__(
+        self, captured: Captured, asked: tuple[Sharding, ...], experts: ExpertChunks | None = None
+    ) -> None:
+        self._captured, self._asked, self._experts = captured, asked, experts
+        self._bodies: dict[str, Chunk] = {}
+        self._params_of = params_of(captured.program)
+        streams = bool(self._shares_tokens)
+        self._constants = (
+            constant_values(captured.program, self._joint) if streams else frozenset[str]()
+        )
+        self._masks = masks(captured.program, self._joint) if streams else frozenset[str]()
+        self._ties = Ties(captured.program, self._layouts)
+
+    def captured(self) -> Captured:
+        program = self._captured.program
+        self._check_opaque()
+        self._check_routed()
+        self._ties.settle()
+        chunks = tuple(self._chunk(c) for c in program.chunks)
+        params = self._params(program.params, chunks)
+        axes = tuple(axis for s in self._asked if not s.experts for axis in s.axes)
+        along = tuple(axis for s in self._asked if s.experts for axis in s.axes)
+        made = replace(program, chunks=chunks, params=params, axes=axes, experts=along, variants=())
+        return replace(
+            self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared()
+        )
+
+    def _check_opaque(self) -> None:
+        for chunk in self._captured.program.chunks:
+            if chunk.opaque and self._shares_tokens:
+                raise DirectiveError(
+                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each "
+                    f"device, and "
+                    f"{self._shares_tokens} "
+                    f"shares them; leave the region out (piper.tag without opaque=True), or leave "
+                    f"{self._shares_tokens} out"
+                )
+
+    @cached_property
+    def _shares_tokens(self) -> str:
+        """Return the user's setting that shares the tokens of all ops, or between layers; "" without one."""
+        for one in self._asked:
+            if one.context:
+                return f'shard(index="tokens", over={one.over!r})'
+            if one.stream == "tokens":
+                return 'stream="tokens"'
+        return ""
+
+    def _joint(self, chunk: Chunk) -> Joint:
+        return self._captured.code.joint(chunk.code, TRACE_ROWS[0][0])
+
+    def _check_routed(self) -> None:
+        for chunk in self._captured.program.chunks:
+            if (
+                self._experts is not None
+                and self._routes(chunk)
+                and (tokens := self._shares_tokens)
+            ):
+                raise DirectiveError(
+                    f"chunk {chunk.id!r} is a dropless mixture whose experts devices share over "
+                    f"{self._experts.axis}; "
+                    f"it needs "
+                    f"all tokens of a row on each device, and {tokens} shares them. Leave that "
+                    f"out, or give it a "
+                    f"capacity"
+                )
+
+    def _routes(self, chunk: Chunk) -> bool:
+        return self._experts is not None and self._experts.routes(chunk)
+
+    def _asked_of(self, chunk: Chunk) -> tuple[Sharding, ...]:
+        """Return the shardings that are asked for a chunk: none for an opaque one."""
+        if chunk.opaque:
+            return ()
+        return tuple(
+            s
+            for s in self._asked
+            if not s.experts or (self._experts is not None and self._experts.computes(chunk))
+        )
+
+    def _code(self, chunk: Chunk, agreed: Agreed) -> str:
+        store, asked, code = self._captured.code, self._asked_of(chunk), chunk.code
+        if self._experts is not None and self._routes(chunk):
+            return store.routed(code, self._experts.routed)
+        agreed = with_tables(agreed, chunk, self._constants, self._masks)
+        if any(one.cut for one in asked):
+            agreed = replace(
+                agreed, open=frozenset(k for k, o in enumerate(chunk.outputs) if o.kind == "value")
+            )
+        if self._experts is not None and (dispatch := self._experts.dispatch(chunk)).changes:
+            code = store.dispatched(code, dispatch)
+        return store.shared(code, asked, agreed, self._params_of[chunk.code]) if asked else code
+
+    def _layouts(self, chunk: Chunk, agreed: Agreed) -> Sharded | RoutedLayouts | None:
+        """Return the layouts of a chunk's inputs; None for a chunk that every device computes whole."""
+        if self._routes(chunk):
+            return self._captured.code.routed_layouts(self._code(chunk, agreed))
+        if not self._asked_of(chunk):
+            return None
+        made = self._captured.code.layouts(self._code(chunk, agreed), TRACE_ROWS[0][0])
+        if self._experts is not None and self._experts.computes(chunk):
+            self._experts.check(chunk, made)
+        return made
+
+    def _chunk(self, chunk: Chunk) -> Chunk:
+        code = chunk.code if chunk.opaque else self._code(chunk, self._ties.agreed(chunk))
+        if code == chunk.code:
+            return chunk
+        body = self._bodies.get(code)
+        if body is None:
+            body = self._bodies[code] = self._body(chunk, code)
+        inputs = tuple(replace(i, spec=body.ports[f"in{k}"]) for k, i in enumerate(chunk.inputs))
+        outputs = tuple(replace(o, spec=body.ports[f"out{k}"]) for k, o in enumerate(chunk.outputs))
+        axis = (
+            self._experts.axis
+            if self._experts is not None and self._experts.computes(chunk)
+            else ""
+        )
+        if self._experts is not None and axis and not self._routes(chunk):
+            self._experts.check_steps(chunk, body)
+        made = replace(
+            chunk,
+            inputs=inputs,
+            outputs=outputs,
+            ports=body.ports,
+            steps=body.steps,
+            code=code,
+            experts=axis,
+        )
+        cut = any(one.cut for one in self._asked_of(chunk))
+        return (
+            replace(made, terms=self._captured.code.layouts(code, TRACE_ROWS[0][0]).terms)
+            if cut
+            else made
+        )
+
+    def _body(self, chunk: Chunk, code: str) -> Chunk:
+        store = self._captured.code
+        problem: CaptureError | None = None
+        for rows in TRACE_ROWS:
+            traces: Mapping[int, TracedChunk] = {r: store.trace(code, r) for r in rows}
+            fitter = Fitter(rows, (traces[rows[0]], traces[rows[1]], traces[rows[2]]))
+            try:
+                made = replace(chunk, ports=fitter.ports(), steps=fitter.steps(), code=code)
+            except NotAffine as error:
+                problem = problem or explain(error, chunk.id, traces)
+                continue
+            store.expect(code, made)
+            return made
+        assert problem is not None
+        raise problem
+
+    def _params(self, params: Sequence[Param], chunks: Sequence[Chunk]) -> tuple[Param, ...]:
+        """Return the parameters with the spec of a device's shard, their layouts and the axes of their sums."""
+        layouts, summed = self._ties.layouts(), self._ties.summed()
+        rows = {
+            s.over for s in self._asked if s.experts
+        }  # along which all gradients are summed, because rows differ
+        specs = {
+            given.ref: given.spec
+            for chunk in chunks
+            for given in chunk.inputs
+            if given.kind == "param"
+        }
+        return tuple(
+            replace(
+                p,
+                spec=specs[p.name],
+                layout=layouts[p.name],
+                summed=_without(summed.get(p.name, ()), rows),
+            )
+            if p.name in specs
+            else p
+            for p in params
+        )
+
+
+def _without(axes: Sequence[str], some: Collection[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in some)

@@ -1,0 +1,303 @@
+"""Keep a capture without its graphs and modules, and make these again only if something new is asked for.
+
+A stored capture holds the program, its forms under policies, layers and shardings that were asked for, and the code of
+all steps that was made so far. It can be pickled. The capture that is restored from it traces nothing for these. For
+anything else it captures the model again, which gives the same codes, since their names are hashes of their content.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from piper_capture.chunks.advancing import Advancing
+from piper_capture.chunks.dispatch import Dispatch
+from piper_capture.chunks.layers import Layers
+from piper_capture.graphs.stepgraph import Joint
+from piper_capture.layouts import Agreed, Sharded
+from piper_capture.steps.joint import TracedChunk
+from piper_capture.steps.linearity import Auxiliary
+from piper_capture.steps.routed import Routed, RoutedLayouts
+from piper_capture.store.assemble import with_layers
+from piper_capture.store.codestore import Captured, CodeStore, TraceSpec
+from piper_capture.store.sharding import cut_at_experts, with_shardings
+from piper_capture.store.traced import Traced
+from piper_capture.store.variants import with_policies
+from piper_capture.torch_api._torch_rows import RowGuard
+from piper_capture.trace.dynamo import Forward, TensorInfo
+from piper_capture.whole_batch.counting import CounterSpec
+from piper_ir.ground.errors import CaptureError
+from piper_ir.program.layout import Sharding
+from piper_ir.program.program import Chunk, Program
+from piper_ops import BatchNorm
+
+Again = Callable[[], Captured]
+"""A function that captures the model again."""
+
+
+@dataclass(frozen=True)
+class StoredFacts:
+    """Hold the facts about a captured graph that remain without it.
+
+    Attributes:
+        guards: the facts about rows that its path depends on.
+        notes: the remarks on it.
+        norms: its batch norms.
+    """
+
+    params: tuple[TensorInfo, ...]
+    guards: tuple[RowGuard, ...]
+    notes: tuple[str, ...]
+    norms: tuple[BatchNorm, ...]
+
+
+@dataclass(frozen=True)
+class StoredCapture:
+    """Hold a capture without its graphs.
+
+    Attributes:
+        under: as in `Captured`, like the fields after it.
+        traced: code and rows -> steps; empty if the capture above holds the code.
+        expected: code -> the chunk of the program.
+    """
+
+    program: Program
+    facts: StoredFacts
+    advancing: tuple[Advancing, ...]
+    remarks: Mapping[str, str]
+    layers: Layers
+    reduce: torch.dtype | None
+    unshared: Mapping[str, str]
+    auxiliary: tuple[Auxiliary, ...] = ()
+    under: Mapping[tuple[str, ...], Program] = field(default_factory=dict)
+    shared: Mapping[tuple[Sharding, ...], StoredCapture] = field(default_factory=dict)
+    traced: Mapping[tuple[str, int], TracedChunk] = field(default_factory=dict)
+    expected: Mapping[str, Chunk] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoredTrace:
+    """Hold a traced model without its graph.
+
+    Attributes:
+        usual: the capture with the usual layers, if it was made.
+        layered: the captures with other layers; None stands for the one with the usual layers.
+    """
+
+    layers: Layers
+    outline: Program
+    reduce: torch.dtype | None
+    facts: StoredFacts
+    usual: StoredCapture | None
+    layered: Mapping[tuple[str, ...], StoredCapture | None]
+
+
+def stored(traced: Traced) -> StoredTrace:
+    """Return the form of a traced model that can be pickled."""
+    usual = traced.found
+    return StoredTrace(
+        traced.layers.without_graph(),
+        traced.outline,
+        traced.reduce,
+        _facts(traced.forward),
+        None if usual is None else _stored(usual),
+        {asked: None if one is usual else _stored(one) for asked, one in traced.layered.items()},
+    )
+
+
+def _facts(forward: Forward) -> StoredFacts:
+    return StoredFacts(forward.params, forward.guards, forward.notes, forward.norms)
+
+
+def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
+    """Return the form of a capture that can be pickled; with `own_code`, its code as well."""
+    traced, expected = captured.code.made if own_code else ({}, {})
+    return StoredCapture(
+        captured.program,
+        _facts(captured.forward),
+        captured.advancing,
+        dict(captured.remarks),
+        captured.layers.without_graph(),
+        captured.reduce,
+        dict(captured.unshared),
+        captured.auxiliary,
+        dict(captured.under),
+        {asked: _stored(one, own_code=False) for asked, one in captured.shared.items()},
+        traced,
+        expected,
+    )
+
+
+def extent(traced: Traced) -> int:
+    """Return a number that grows whenever a traced model comes to hold more; 0 if it holds no capture."""
+    made = [traced.found, *(one for one in traced.layered.values() if one is not traced.found)]
+    return len(traced.layered) + sum(_extent(one) for one in made if one is not None)
+
+
+def _extent(captured: Captured) -> int:
+    shared = sum(len(one.under) for one in captured.shared.values())
+    return len(captured.code.made[0]) + len(captured.under) + len(captured.shared) + shared
+
+
+def restored(kept: StoredTrace, again: Callable[[], Traced]) -> Traced:
+    """Return a traced model that holds the stored parts, and calls `again` for everything else."""
+    again = functools.cache(again)
+
+    def form(asked: tuple[str, ...]) -> Captured:
+        return with_layers(again(), asked)
+
+    forward = cast(Forward, _ForwardAgain(kept.facts, again))
+    traced = Traced(forward, kept.layers, kept.outline, kept.reduce, functools.partial(form, ()))
+    if kept.usual is not None:
+        vars(traced)["assembled"] = _restored(kept.usual, functools.partial(form, ()), forward)
+    for asked, one in kept.layered.items():
+        traced.layered[asked] = (
+            traced.assembled
+            if one is None
+            else _restored(one, functools.partial(form, asked), forward)
+        )
+    return traced
+
+
+def _restored(kept: StoredCapture, again: Again, forward: Forward) -> Captured:
+    found: list[Captured] = []
+    code = StoredCode(
+        kept.traced, kept.expected, again, lambda name: _derive(again(), found[0], name)
+    )
+    found.append(_captured(kept, code, forward))
+    return found[0]
+
+
+def _captured(kept: StoredCapture, code: CodeStore, forward: Forward) -> Captured:
+    shared = {asked: _captured(one, code, forward) for asked, one in kept.shared.items()}
+    more: dict[str, Any] = {
+        "unshared": kept.unshared,
+        "layers": kept.layers,
+        "reduce": kept.reduce,
+        "auxiliary": kept.auxiliary,
+    }
+    return Captured(
+        kept.program, code, forward, kept.advancing, kept.remarks, dict(kept.under), shared, **more
+    )
+
+
+def _derive(live: Captured, kept: Captured, code: str) -> None:
+    """Make the variants and shardings of a live capture that have this code in the stored one."""
+    for policies, program in kept.under.items():
+        if code in _codes(program):
+            with_policies(live, policies)
+    for asked, one in kept.shared.items():
+        programs = {(): one.program, **one.under}
+        for policies, program in programs.items():
+            if code in _codes(program):
+                with_policies(
+                    with_shardings(live, asked) if asked else cut_at_experts(live), policies
+                )
+
+
+def _codes(program: Program) -> set[str]:
+    return {chunk.code for chunk in (*program.chunks, *program.variants)}
+
+
+class _ForwardAgain:
+    """Stand for a captured graph: hold the stored facts, and take all else from a new capture."""
+
+    def __init__(self, kept: StoredFacts, again: Callable[[], Traced]) -> None:
+        self.params, self.guards, self.notes, self.norms = (
+            kept.params,
+            kept.guards,
+            kept.notes,
+            kept.norms,
+        )
+        self._again = again
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._again().forward, name)
+
+
+def _not_here() -> Captured:
+    raise CaptureError(
+        "this was compiled in another process and holds the code of its own plan only; call "
+        "piper.compile here for "
+        "anything else"
+    )
+
+
+class StoredCode(CodeStore):
+    """Hold the code that was kept, and take all else from the store of a new capture, if there can be one."""
+
+    def __init__(
+        self,
+        traced: Mapping[tuple[str, int], TracedChunk],
+        expected: Mapping[str, Chunk],
+        again: Again | None = None,
+        derive: Callable[[str], None] = lambda code: None,
+    ) -> None:
+        super().__init__()
+        self._traced.update(traced)
+        self._expected.update(expected)
+        self._again, self._derive = again or _not_here, derive
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredCode, self.made
+
+    def trace(self, code: str, rows: int) -> TracedChunk:
+        found = self._traced.get((code, rows))
+        if found is None:
+            found = self._traced[code, rows] = self._live(code).trace(code, rows)
+        return found
+
+    def _live(self, code: str) -> CodeStore:
+        """Return the store of the new capture, which knows this code."""
+        store = self._again().code
+        if code not in set(store):
+            self._derive(code)
+        return store
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._expected)
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def add(self, code: str, recipe: TraceSpec) -> None:
+        self._again().code.add(code, recipe)
+
+    def add_counter(self, counter: CounterSpec) -> None:
+        self._again().code.add_counter(counter)
+
+    def variant(self, code: str, keep: str) -> str:
+        return self._live(code).variant(code, keep)
+
+    def shared(
+        self,
+        code: str,
+        asked: tuple[Sharding, ...],
+        agreed: Agreed,
+        params: tuple[tuple[str, ...], ...] = (),
+    ) -> str:
+        return self._live(code).shared(code, asked, agreed, params)
+
+    def dispatched(self, code: str, dispatch: Dispatch) -> str:
+        return self._live(code).dispatched(code, dispatch)
+
+    def routed(self, code: str, how: Routed) -> str:
+        return self._live(code).routed(code, how)
+
+    def routed_layouts(self, code: str) -> RoutedLayouts:
+        return self._live(code).routed_layouts(code)
+
+    def recipe(self, code: str) -> TraceSpec:
+        return self._live(code).recipe(code)
+
+    def layouts(self, code: str, rows: int) -> Sharded:
+        return self._live(code).layouts(code, rows)
+
+    def joint(self, code: str, rows: int) -> Joint:
+        return self._live(code).joint(code, rows)

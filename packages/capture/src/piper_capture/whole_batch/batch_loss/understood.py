@@ -1,0 +1,211 @@
+"""Find the form of a loss that adds up over microbatches to the loss of the whole batch, or refuse it by name."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from torch import fx
+
+from piper_capture.chunks.rowpairs import compares_rows
+from piper_capture.module.metric_calls import MetricNode
+from piper_capture.steps.linearity import AuxiliaryForm
+from piper_capture.trace.dynamo import Forward
+from piper_capture.values.concrete import line_of
+from piper_capture.whole_batch.batch_loss.pairs import (
+    WrittenPair,
+    same_values,
+    write_divisions,
+)
+from piper_capture.whole_batch.batch_loss.terms import Dependences
+from piper_capture.whole_batch.batch_loss.totals import Totals
+from piper_capture.whole_batch.batch_loss.trial import LossTrial, Original
+from piper_capture.whole_batch.batch_loss.writers import writes
+from piper_ir.ground.errors import CaptureError
+from piper_ir.program.program import LossKind
+from piper_ops import Builder, Examples
+
+WAYS_OUT = (
+    "A step computes the loss of some of its rows at a time and adds them up, so the loss must be "
+    "a sum over rows, a "
+    "mean over "
+    "rows, or such a sum divided by a number of the batch. Accepted is, too, a pair of scalars "
+    "(sum, weight): the loss "
+    "of the "
+    "whole batch is then the sum of the first divided by the sum of the second. "
+    'Job(loss_over="microbatch") trains the '
+    "mean of "
+    "the losses of microbatches instead, as gradient accumulation in plain PyTorch does; it then "
+    "depends on their "
+    "number"
+)
+BENT_REASON = (
+    "takes one of several values by a sum, a mean or an extreme of the rows, and microbatches may "
+    "take another than the batch"
+)
+
+
+def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
+    """Return the graph with a loss that adds up over microbatches to the loss of the whole batch.
+
+    A mean over rows stays as it is, and so does a pair of the user's. `adding` is the kind of auxiliary gradients that
+    the model adds to the gradients of the loss: they may not be divided by the weight of a pair. Raises CaptureError,
+    with the line, for a loss that is another function of the rows.
+    """
+    if forward.weight is not None:
+        if not adding:
+            return replace(
+                forward, loss_kind="sum", sums=True, of_model=Dependences(forward).of_model
+            )
+        forward = _divided(forward)
+    original = Original.of(forward)
+    forward = write_divisions(forward)
+    before, found = set(forward.graph.nodes), Dependences(forward)
+    forward = replace(forward, of_model=found.of_model)
+    if found.bent is not None:
+        raise compares_rows(forward.graph.nodes) or _refused(found.bent, BENT_REASON)
+    mixed = found.of[forward.loss].mixed
+    if mixed is not None or found.of[forward.loss].terms is None:
+        return _beside(_by_trial(forward, found, original), adding)
+    made = _written(forward, found, undivided=bool(adding))
+    trial = LossTrial(
+        made,
+        [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")],
+        original,
+    )
+    if trial.adds_up(made) is False:
+        reason = "the loss is not the sum over its rows that it seems to be"
+        raise compares_rows(forward.graph.nodes) or _refused(forward.loss, reason)
+    return _beside(made, adding)
+
+
+def over_microbatches(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
+    """Return the graph with a loss whose mean over microbatches is trained, or a pair of the user's."""
+    if forward.weight is not None:
+        return replace(forward, loss_kind="sum", sums=True)
+    return _beside(forward, adding)
+
+
+def _divided(forward: Forward) -> Forward:
+    """Return the graph with the user's pair as one number."""
+    assert forward.weight is not None
+    with forward.graph.inserting_before(forward.graph.output_node()):
+        build = Builder(forward.graph, forward.loss, Examples())
+        return replace(
+            forward, loss=build.call(operator.truediv, forward.loss, forward.weight), weight=None
+        )
+
+
+def _beside(forward: Forward, adding: AuxiliaryForm) -> Forward:
+    """Return the graph with the loss in the form that it needs beside auxiliary gradients.
+
+    If these are means, the gradient of each microbatch's loss starts from 1, and all gradients are divided by the
+    number of microbatches: each gives the weight 1.
+    """
+    forward = replace(forward, adding=adding, sums=forward.loss_kind != "mean")
+    if adding != "mean" or forward.weight is not None:
+        return forward
+    loss = forward.loss
+    with forward.graph.inserting_before(forward.graph.output_node()):
+        build, dtype = Builder(forward.graph, loss, Examples()), loss.meta["example_value"].dtype
+        if forward.counted is not None:
+            count = build.method("select", forward.counted.totals, 0, 0)
+            loss = build.call(operator.mul, loss, build.method("to", count, dtype))
+        weight = build.call(torch.ones_like, build.method("detach", loss))
+    return replace(forward, loss=loss, weight=weight, loss_kind="sum")
+
+
+def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forward:
+    """Return the graph with the loss in the form that follows from how it depends on the rows.
+
+    If it may not be divided in the end (`undivided`), it reads numbers of the whole batch instead.
+    """
+    made = _added_up(forward, found, undivided=undivided)
+    if made is not None:
+        return made
+    if any(found.of[d].model for d in _divisors(forward, found)):
+        raise _refused(
+            forward.loss,
+            "the loss divides by a number that the model makes, and has other terms beside",
+        )
+    return Totals(forward, found).written()
+
+
+def _divisors(forward: Forward, found: Dependences) -> list[fx.Node]:
+    return [t.divisor for t in found.of[forward.loss].terms or () if isinstance(t.divisor, fx.Node)]
+
+
+def _added_up(forward: Forward, found: Dependences, *, undivided: bool) -> Forward | None:
+    """Return the graph with the loss as a mean, a sum or a pair; None if it is none of these."""
+    terms = found.of[forward.loss].terms or frozenset()
+    bases, divisors = {t.base for t in terms}, {t.divisor for t in terms if t.divisor is not None}
+    if not divisors and bases <= {"mean", "constant"}:
+        return replace(forward, loss_kind="mean")
+    if undivided:
+        return None
+    if not divisors and bases == {"sum"}:
+        return replace(forward, loss_kind="total")
+    nodes = list(dict.fromkeys(_divisors(forward, found)))
+    alone = all(t.divisor is not None or t.base == "constant" for t in terms)
+    changed = any(writes(n) for n in found.tail)
+    if not alone or len(nodes) != len(divisors) or not same_values(nodes, changed=changed):
+        return None
+    total, weight = WrittenPair(forward, found.of, nodes).written()
+    return replace(forward, loss=total, weight=weight, loss_kind="sum")
+
+
+def with_metrics_of_batch(forward: Forward) -> Forward:
+    """Return the graph with metrics that add up to the metrics of the whole batch, as far as they are understood.
+
+    One that divides a sum by a number of the batch becomes a pair, and one that is a sum is added up. Any other stays a
+    mean over microbatches.
+    """
+    paired = {m.name for m in forward.metrics if m.kind == "metric_weight"}
+    found = [[m] if m.name in paired else _metric(forward, m) for m in forward.metrics]
+    return replace(forward, metrics=tuple(m for metrics in found for m in metrics))
+
+
+def _metric(forward: Forward, metric: MetricNode) -> list[MetricNode]:
+    alone = replace(forward, loss=metric.node, weight=None, counted=None)
+    original = Original.of(alone)
+    alone = write_divisions(alone)
+    before, found = set(alone.graph.nodes), Dependences(alone)
+    metric, of_it = replace(metric, node=alone.loss), found.of[alone.loss]
+    if found.bent is not None or of_it.mixed is not None or of_it.terms is None or not of_it.terms:
+        return [metric]
+    made = _added_up(alone, found, undivided=False)
+    if made is None or made.loss_kind == "mean":
+        return [metric]
+    trial = LossTrial(
+        made, [*found.tail, *(n for n in made.graph.nodes if n not in before)], original
+    )
+    if trial.adds_up(made) is False:
+        return [metric]
+    if made.weight is None:
+        return [replace(metric, kind="metric_total", node=made.loss)]
+    return [
+        replace(metric, node=made.loss),
+        replace(metric, kind="metric_weight", node=made.weight),
+    ]
+
+
+def _by_trial(forward: Forward, found: Dependences, original: Original) -> Forward:
+    """Return the graph of a loss that is a mean or a sum by its numbers; refuse another one by name."""
+    trial, kinds = LossTrial(forward, found.tail, original), get_args(LossKind)
+    unknown = forward.loss if forward.loss not in found.tail else trial.unknown(found.of)
+    if unknown is not None:
+        raise compares_rows(forward.graph.nodes) or _refused(
+            unknown, "makes a number of several rows where Piper does not see how"
+        )
+    for kind in kinds[0], kinds[-1]:
+        if trial.adds_up(made := replace(forward, loss_kind=kind)):
+            return made
+    where = found.of[forward.loss].mixed or forward.loss
+    reason = "combines rows of the batch, so that the loss is neither a sum nor a mean over rows"
+    raise compares_rows(forward.graph.nodes) or _refused(where, reason)
+
+
+def _refused(node: fx.Node, reason: str) -> CaptureError:
+    return CaptureError(f"{line_of(node)}: {reason}. {WAYS_OUT}")

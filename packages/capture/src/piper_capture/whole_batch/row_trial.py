@@ -1,0 +1,240 @@
+"""Compare the outputs of a chunk's forward for all rows at once with its outputs for parts of them, on numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from piper_capture.graphs.stepgraph import Joint
+from piper_capture.layouts.indexes import TensorKey, key_of
+from piper_capture.torch_api import _torch
+from piper_ir.ground.sizes import TensorSpec, bind
+from piper_ops import is_draw
+
+PARTS = (3, 2)
+"""The rows of the two parts."""
+MOST = 2**25
+"""The largest number of elements of all tensors of the chunk for which it is computed: a second or less."""
+SEEDS = range(3)
+INTEGERS = 2
+"""The integers of a trial are below this, so that they may be labels, places and tokens."""
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""The relative differences that rounding explains; in half precision 0.03."""
+
+
+@dataclass(frozen=True)
+class RowsInDim:
+    """Say where the rows lie in a dimension of [outer, rows, inner] steps."""
+
+    dim: int
+    outer: int
+
+
+class RowTrial:
+    """Run the forward of a chunk on all rows and on two parts of them.
+
+    `joints` are the graphs of the first part (PARTS), of the whole, and of the second part, alike node by node.
+    `parts` says where rows lie in a tensor of the whole, and `asked` are the nodes of the whole that are compared.
+    """
+
+    def __init__(
+        self,
+        joints: Sequence[Joint],
+        parts: Callable[[TensorKey], RowsInDim | None],
+        asked: Sequence[fx.Node],
+    ) -> None:
+        self._first, self._whole, self._second = joints
+        self._parts, self._asked = parts, asked
+
+    def same(self) -> bool | None:
+        """Return whether parts give the same outputs as the whole; None if that cannot be tried."""
+        alike = all(
+            len(j.graph.nodes) == len(self._whole.graph.nodes) for j in (self._first, self._second)
+        )
+        if not alike or _elements(self._whole) > MOST:
+            return None
+        try:
+            with torch.random.fork_rng(devices=[]):
+                before = torch.get_rng_state()
+                same = all(self._tried(seed) for seed in SEEDS)
+                drawn = not torch.equal(
+                    before, torch.get_rng_state()
+                )  # within a kernel of the user's
+            return None if drawn else same
+        except (*_torch.RUN_ERRORS, IndexError, KeyError, TypeError, ValueError):
+            return None
+
+    def _tried(self, seed: int) -> bool:
+        generator = torch.Generator().manual_seed(seed)
+        kinds = zip(self._whole.inputs, self._whole.kinds, strict=True)
+        given = {n: _random(n.meta["val"], generator, kind == "param") for n, kind in kinds}
+        given |= {
+            n: _drawn(n, generator)
+            for n in self._whole.graph.nodes
+            if is_draw(n.target, n.args, n.kwargs)
+        }
+        wanted = self._run(self._whole, given, self._asked)
+        parts = []
+        for number, joint in enumerate((self._first, self._second)):
+            twin = dict(zip(self._whole.graph.nodes, joint.graph.nodes, strict=True))
+            own = {twin[n]: self._parts_of(n, value, number) for n, value in given.items()}
+            parts.append(self._run(joint, own, [twin[n] for n in self._asked]))
+        return all(
+            self._equal(n, wanted[k], [p[k] for p in parts]) for k, n in enumerate(self._asked)
+        )
+
+    def _run(
+        self, joint: Joint, given: Mapping[fx.Node, Tensor], asked: Sequence[fx.Node]
+    ) -> list[Any]:
+        env: dict[fx.Node, Any] = {
+            **given,
+            **{n: joint.constants[name] for n, name in joint.constant_names.items()},
+        }
+        needed, queue = set[fx.Node](), list(asked)
+        while queue:
+            node = queue.pop()
+            if node not in needed:
+                needed.add(node)
+                queue += node.all_input_nodes
+        with torch.no_grad():
+            for node in joint.graph.nodes:
+                if node not in needed or node in env:
+                    continue
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = node.target(*args, **kwargs)
+        return [env[n] for n in asked]
+
+    def _parts_of(self, node: fx.Node, value: Any, number: int) -> Any:
+        if not isinstance(value, tuple):
+            return self._part((node, 0), value, number)
+        return tuple(self._part((node, k), each, number) for k, each in enumerate(value))
+
+    def _part(self, key: TensorKey, value: Tensor, number: int) -> Tensor:
+        lying = self._parts(key)
+        if lying is None:
+            return value
+        rows = value.unflatten(lying.dim, (lying.outer, sum(PARTS), -1))
+        return (
+            rows.split(PARTS, lying.dim + 1)[number].flatten(lying.dim, lying.dim + 2).contiguous()
+        )
+
+    def _equal(self, node: fx.Node, whole: Any, parts: Sequence[Any]) -> bool:
+        if not isinstance(whole, Tensor):
+            return True
+        return all(
+            _near(self._part(key_of(node), whole, number), part)
+            for number, part in enumerate(parts)
+        )
+
+
+def _elements(joint: Joint) -> int:
+    values = [n.meta.get("val") for n in joint.graph.nodes]
+    return sum(
+        t.numel()
+        for v in values
+        for t in (v if isinstance(v, tuple | list) else (v,))
+        if isinstance(t, Tensor)
+    )
+
+
+def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
+    """Return numbers; a parameter's are scaled so that the outputs of its op are as large as the inputs."""
+    shape = tuple(like.shape)
+    if like.dtype == torch.bool:
+        return torch.rand(shape, generator=generator) > 0.3
+    if not like.is_floating_point():
+        return torch.randint(INTEGERS, shape, generator=generator).to(like.dtype)
+    scale = shape[-1] ** -0.5 if trained and len(shape) > 1 else 1.0
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(like.dtype)
+
+
+def _drawn(node: fx.Node, generator: torch.Generator) -> Any:
+    """Return numbers in place of an op's own draws: the same for a row in the whole and in its part."""
+    value = node.meta["val"]
+    made = tuple(
+        _random(t, generator, trained=False)
+        for t in (value if isinstance(value, tuple | list) else (value,))
+    )
+    return made if isinstance(value, tuple | list) else made[0]
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return bool((a == b).all())
+    close = CLOSE.get(a.dtype, 0.03)
+    return bool(torch.allclose(a.double(), b.double(), rtol=close, atol=close, equal_nan=True))
+
+
+def opaque_same(
+    modules: Sequence[fx.GraphModule],
+    specs: Sequence[TensorSpec],
+    kinds: Sequence[str],
+    values: Sequence[bool],
+) -> bool | None:
+    """Return whether an opaque region gives the same outputs for parts as for all rows; None if it cannot be tried.
+
+    `values` says which results are values of the model: others, such as a loss, are made of all rows.
+    """
+    first, whole, second = modules
+    rows = sum(PARTS)
+    shapes = [tuple(bind(d, rows) for d in spec.shape) for spec in specs]
+    if sum(prod(shape) for shape in shapes) > MOST:
+        return None
+    try:
+        for seed in SEEDS:
+            generator = torch.Generator().manual_seed(seed)
+            likes = [
+                torch.empty(s, dtype=getattr(torch, spec.dtype), device="meta")
+                for s, spec in zip(shapes, specs, strict=True)
+            ]
+            given = [
+                _random(t, generator, kind == "param") for t, kind in zip(likes, kinds, strict=True)
+            ]
+            wanted = _called(whole, given)
+            found = [
+                _called(m, [_rows_of(t, s, k) for t, s in zip(given, specs, strict=True)])
+                for k, m in enumerate((first, second))
+            ]
+            compared = [
+                (w, a, b) for w, a, b, value in zip(wanted, *found, values, strict=True) if value
+            ]
+            if not all(_joins(*each) for each in compared):
+                return False
+    except (
+        Exception
+    ):  # the user's code may raise anything on random numbers, which then tell nothing
+        return None
+    return True
+
+
+def _called(module: fx.GraphModule, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        made = module(*(t.clone().requires_grad_(t.is_floating_point()) for t in given))
+    return tuple(t.detach() for t in made)
+
+
+def _rows_of(tensor: Tensor, spec: TensorSpec, number: int) -> Tensor:
+    """Return a part of the rows, which are outermost in the dimension that grows with them."""
+    for dim, size in enumerate(spec.shape):
+        if bind(size, 1) != bind(size, 2):
+            return (
+                tensor.unflatten(dim, (sum(PARTS), -1))
+                .split(PARTS, dim)[number]
+                .flatten(dim, dim + 1)
+            )
+    return tensor
+
+
+def _joins(whole: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Return whether two results give the third: concatenated if they differ in size, else each by itself."""
+    dims = [d for d, (a, b) in enumerate(zip(whole.shape, first.shape, strict=True)) if a != b]
+    if not dims:
+        return _near(whole, first) and _near(whole, second)
+    return _near(whole, torch.cat([first, second], dims[0]))

@@ -1,0 +1,63 @@
+"""The parts of torch's private API that capture stands on do what is said of them."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import funcname_cache
+
+from packages.capture.tests.repeated_cases import Layer, Model, batch, loss
+from piper_capture import capture
+from piper_capture.torch_api import _torch
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_fake_parameter_is_the_one_that_torch_makes(requires_grad: bool) -> None:
+    mode = _torch.fake_cpu()
+    found = _torch.fake_parameter(_torch.fake_tensor(mode, (2, 3), torch.bfloat16), requires_grad)
+    with mode:
+        expected = nn.Parameter(torch.empty(2, 3, dtype=torch.bfloat16), requires_grad)
+    assert isinstance(found, nn.Parameter) and isinstance(expected, nn.Parameter)
+    facts = [
+        (
+            type(t),
+            t.shape,
+            t.stride(),
+            t.dtype,
+            t.device,
+            t.layout,
+            t.requires_grad,
+            t.is_leaf,
+            t._is_view(),
+            t.fake_mode,
+            vars(t),
+        )
+        for t in (found, expected)
+    ]
+    assert facts[0][:-1] == facts[1][:-1]
+    assert facts[0][-1].keys() == facts[1][-1].keys()
+    with mode:
+        assert (found + expected).requires_grad == requires_grad
+    assert dict(nn.ParameterList([found]).named_parameters()) == {"0": found}
+
+
+def test_no_source_file_is_read_for_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(funcname_cache, "cache", {})
+    monkeypatch.setattr(funcname_cache, "_add_file", read.append)
+    capture(lambda: Model([Layer()]), batch, loss)
+    assert not read
+
+
+def test_functions_stand_in_place_for_a_while() -> None:
+    owner = types.SimpleNamespace(a=len, b=max)
+    with pytest.raises(ZeroDivisionError), _torch.in_place(owner, {"a": min}):
+        assert (owner.a, owner.b) == (min, max)
+        raise ZeroDivisionError
+    assert (owner.a, owner.b) == (len, max)
+    with pytest.raises(AttributeError), _torch.in_place(owner, {"a": min, "c": min}):
+        pass
+    assert (owner.a, owner.b) == (len, max)
