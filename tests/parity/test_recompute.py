@@ -20,7 +20,6 @@ from piper_compiler import (
     order,
     partition,
     place,
-    policies_of,
     recipes,
     split,
     split_backward,
@@ -398,7 +397,8 @@ def test_strategies_are_saved_with_their_policies() -> None:
         ),
     )
     again = Strategy.loads(strategy.dumps())
-    assert again == strategy and policies_of(again.directives) == ("addmm+mm",)
+    policies = [d.policies() for d in again.directives if isinstance(d, Recompute)]
+    assert again == strategy and policies == [("addmm+mm",)]
 
 
 def test_a_table_holds_recomputation_as_part_of_the_backward() -> None:

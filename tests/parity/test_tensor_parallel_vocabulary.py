@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import piper
 from piper import Mesh, recipes
 from piper.api.captures import capturing
-from piper_compiler import Strategy, shardings_of
+from piper_compiler import Strategy, capture_request
 from piper_ir.program.layout import DimPart
 from piper_runtime.rank.job.job import Job
 from tests.helpers import models, parity, shared_jobs
@@ -103,8 +103,9 @@ def trained(name: str, stream: str) -> Any:
 
 def unshared(name: str, stream: str) -> dict[str, str]:
     """What stays whole in a job, with why."""
-    asked = shardings_of(strategy(stream).directives, Mesh(tp=2))
-    return dict(capturing.shared_by(capturing.captured_job(job(name)), asked).unshared)
+    traced = capturing.traced_job(job(name))
+    asked = capture_request(Mesh(tp=2), strategy(stream).directives, traced.outline)
+    return dict(capturing.rewritten(traced, asked).unshared)
 
 
 def layouts(made: Any) -> dict[str, Any]:

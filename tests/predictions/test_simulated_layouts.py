@@ -20,7 +20,7 @@ from piper.cli import app
 from piper.views.explain_exchanges import exchanges
 from piper_autotune.space.problem import Programs, wanted_by
 from piper_autotune.space.sketch import Sketches
-from piper_compiler import directive, shardings_of, site_field
+from piper_compiler import directive, site_field
 from piper_compiler.durations import LINK, InstructionSeconds, chunk_seconds, nominal
 from piper_ir.fold.memory import peak
 from piper_ir.graph.graph import Graph
@@ -337,9 +337,7 @@ def test_the_tuner_searches_over_shared_chunks_in_workers_without_torch() -> Non
     assert len({row.step_s for row in study.rows if row.params["tp"] == 2}) >= 4
     for strategy in study.strategies.values():
         made = piper.compile(job(), strategy)
-        assert made.plan.shared == (
-            ("tp",) if shardings_of(strategy.directives, strategy.mesh) else ()
-        )
+        assert made.plan.shared == (("tp",) if strategy.mesh.size("tp") > 1 else ())
 
 
 def test_bounds_of_shared_chunks_hold() -> None:
@@ -359,7 +357,7 @@ def test_bounds_of_shared_chunks_hold() -> None:
         assert (
             sketch is not None
             and sketch.wanted == wanted_by(strategy, problem.program)
-            and sketch.wanted.shardings
+            and sketch.wanted.request.shardings
         )
         rows = sketches.rows(sketch)
         assert rows == 4

@@ -9,7 +9,6 @@ from piper_compiler import Strategy
 from piper_compiler.directives import (
     order,
     partition,
-    policies_of,
     recompute,
     replicate,
     split,
@@ -71,7 +70,12 @@ def _sharing(strategy: Strategy) -> list[str]:
 
 def _recomputing(strategy: Strategy) -> list[str]:
     """Return the policies of recomputation."""
-    policies = policies_of(
-        [replace(d, group=1) for d in strategy.directives if isinstance(d, recompute)]
+    policies = sorted(
+        {
+            name
+            for d in strategy.directives
+            if isinstance(d, recompute)
+            for name in replace(d, group=1).policies()
+        }
     )
     return [f"recompute {', '.join(policies)}"] if policies else []

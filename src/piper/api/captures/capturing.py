@@ -9,9 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from piper.api.captures.kept_captures import forget, kept_folder, kept_or_made, write_first
-from piper_compiler import ASKED_FOR
+from piper_compiler import ASKED_FOR, CaptureRequest
 from piper_ir.ground.errors import CaptureError
-from piper_ir.program.layout import Sharding
 from piper_ir.program.ops import CHECKPOINT
 from piper_ir.program.program import Program
 from piper_ir.tools import no_garbage_collection, working
@@ -77,35 +76,27 @@ def program_at(captured: Captured, rows: int) -> Program:
     return captured.program
 
 
-def under_policies(captured: Captured, policies: tuple[str, ...]) -> Captured:
-    """Return a capture whose program has variants for these policies, and for recomputation that the model asks for."""
-    from piper_capture import with_policies
+def rewritten(traced: Traced | Captured, request: CaptureRequest) -> Captured:
+    """Return the capture that is cut at the layers, divided among devices and recomputed as a strategy asks.
 
+    Regions that the model itself puts under `torch.utils.checkpoint` have their variants, too.
+    """
+    from piper_capture import with_layers, with_policies, with_shardings
+
+    with working("cutting the model at its layers"), no_garbage_collection():
+        captured = with_layers(traced, request.layers)
+    write_first(traced)
+    if request.shardings:
+        captured = with_shardings(captured, request.shardings)
+    policies = request.policies
     if any(CHECKPOINT in c.coords for c in captured.program.chunks):
         policies = (*policies, ASKED_FOR)
     return with_policies(captured, policies) if policies else captured
 
 
-def layered_by(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
-    """Return the capture that is cut at the layers that are asked for; none stand for the usual ones."""
-    from piper_capture import with_layers
-
-    with working("cutting the model at its layers"), no_garbage_collection():
-        made = with_layers(traced, asked)
-    write_first(traced)
-    return made
-
-
-def shared_by(captured: Captured, shardings: tuple[Sharding, ...]) -> Captured:
-    """Return a capture for devices that share its chunks."""
-    from piper_capture import with_shardings
-
-    return with_shardings(captured, shardings) if shardings else captured
-
-
 def captured_job(job: Job, evaluating: bool = False) -> Captured:
     """Return the capture of a job's model with its usual layers; see `traced_job`."""
-    return under_policies(layered_by(traced_job(job, evaluating), ()), ())
+    return rewritten(traced_job(job, evaluating), CaptureRequest())
 
 
 @contextmanager

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from piper.api.captures.capturing import (
-    layered_by,
-    program_at,
-    shared_by,
-    traced_job,
-    under_policies,
-)
+from piper.api.captures.capturing import program_at, rewritten, traced_job
 from piper.api.compiling.auxiliary_gradients import undivided
 from piper.api.compiling.batch_statistics import MICROBATCH, averages_of, check_shared_norms
 from piper.api.compiling.batch_statistics import check_rows as check_norm_rows
 from piper.api.compiling.evaluating import compiled_evaluation
 from piper.api.compiling.random_draws import check_draws
 from piper_compiler import (
-    Directive,
+    CaptureRequest,
     Options,
     Strategy,
     Training,
-    asked_layers,
+    capture_request,
     compile_program,
-    policies_of,
-    shardings_of,
     with_fixed_stages,
 )
 from piper_ir.graph.graph import Graph
@@ -91,7 +83,7 @@ class Compiled(Brief):
         if self.job is None or self.job.eval_data is None or self.strategy is None:
             return None
         job = self.job.evaluated
-        _, _, training = trained_job("compile", self.job, None)
+        training = trained_job("compile", self.job, None).training
         strategy = with_fixed_stages(self.strategy, self.graph)
         lowered, code = compiled_evaluation(job, strategy, self.plan, training)
         return Compiled(
@@ -158,12 +150,11 @@ def compile(
             source, strategy, global_batch=global_batch, costs=costs, options=options
         )
         return Compiled(source, lowered.graph, lowered.plan, strategy=strategy)
-    captured, spec, training = trained_job("compile", source, global_batch, strategy.directives)
-    norms = captured.forward.norms
-    check_shared_norms(norms, shardings_of(strategy.directives, strategy.mesh))
-    captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
-    captured = under_policies(captured, policies_of(strategy.directives))
-    training = replace(training, undivided=undivided(captured))
+    trained = trained_job("compile", source, global_batch, strategy)
+    norms = trained.captured.forward.norms
+    check_shared_norms(norms, trained.request.shardings)
+    captured = rewritten(trained.captured, replace(trained.request, layers=()))
+    training = replace(trained.training, undivided=undivided(captured))
     with _remarks_in_errors(captured):
         lowered = compile_program(
             captured.program,
@@ -174,7 +165,7 @@ def compile(
             options=options,
             at_rows=lambda rows: program_at(captured, rows),
         )
-    check_separable(spec, lowered.plan)
+    check_separable(trained.spec, lowered.plan)
     check_data(source, lowered.plan)
     check_norm_rows(norms, lowered.plan)
     trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
@@ -196,10 +187,27 @@ def compile(
     return made
 
 
+@dataclass(frozen=True)
+class Trained:
+    """Hold what a job says of its training, beside the capture of its model.
+
+    Attributes:
+        captured: the capture with the layers of the request, without the rest of it.
+        spec: the optimizer.
+        training: what a plan's memory and updates depend on.
+        request: what the strategy asks of the capture.
+    """
+
+    captured: Captured
+    spec: OptimizerSpec
+    training: Training
+    request: CaptureRequest
+
+
 def trained_job(
-    call: str, source: Job, global_batch: int | None, directives: Iterable[Directive] | None = None
-) -> tuple[Captured, OptimizerSpec, Training]:
-    """Capture a job with the layers that directives ask for; return also its optimizer and a plan's training facts.
+    call: str, source: Job, global_batch: int | None, strategy: Strategy | None = None
+) -> Trained:
+    """Capture a job with the layers that a strategy asks for, or with the usual ones, and read its optimizer.
 
     CompileError, in the name of the `call`, for a source that is no job or has a `global_batch` beside it.
     """
@@ -213,8 +221,10 @@ def trained_job(
     if global_batch is not None:
         raise CompileError(f"{call}: global_batch is given with a Program only; a Job has its own")
     traced = traced_job(source)
-    asked = () if directives is None else asked_layers(directives, traced.outline)
-    captured = under_policies(layered_by(traced, asked), ())
+    request = CaptureRequest()
+    if strategy is not None:
+        request = capture_request(strategy.mesh, strategy.directives, traced.outline)
+    captured = rewritten(traced, CaptureRequest(request.layers))
     check_draws(source, captured.program)
     spec = optimizer_spec(source, captured.program.params)
     given = source.precision
@@ -231,7 +241,7 @@ def trained_job(
         averages_of(source, captured),
         undivided(captured),
     )
-    return captured, spec, training
+    return Trained(captured, spec, training, request)
 
 
 def check_separable(spec: OptimizerSpec, plan: Plan) -> None:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from piper.api.captures.capturing import (
-    layered_by,
-    program_at,
-    shared_by,
-    traced_job,
-    under_policies,
-)
+from piper.api.captures.capturing import program_at, rewritten, traced_job
 from piper.api.compiling.random_draws import check_draws
 from piper_compiler import (
     FORGETS,
     Lowered,
     Options,
     Strategy,
-    asked_layers,
+    capture_request,
     compile_program,
-    policies_of,
-    shardings_of,
 )
 from piper_ir.ground.errors import CaptureError, CompileError, DirectiveError, JobError
 from piper_ir.ground.expert_tokens import counts_tokens
@@ -73,9 +66,8 @@ def evaluation_notice(job: Job | None) -> str:
 def _captured(job: Job, strategy: Strategy) -> Captured:
     """Return the capture of the model in eval mode, in the form that the strategy asks for."""
     traced = traced_job(job, evaluating=True)
-    captured = layered_by(traced, asked_layers(strategy.directives, traced.outline))
-    captured = shared_by(captured, shardings_of(strategy.directives, strategy.mesh))
-    captured = under_policies(captured, (FORGETS, *policies_of(strategy.directives)))
+    request = capture_request(strategy.mesh, strategy.directives, traced.outline)
+    captured = rewritten(traced, replace(request, policies=(FORGETS, *request.policies)))
     check_draws(job, captured.program)
     changed = [
         o.ref

@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from piper.api.captures.capturing import layered_by, program_at, shared_by, under_policies
+from piper.api.captures.capturing import program_at, rewritten
 from piper.api.compiling.compiling import trained_job
 from piper_autotune import TuningProblem, Wanted
 from piper_ir.program.costs import Costs
@@ -30,7 +30,8 @@ def problem_of(
         return TuningProblem(
             source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model
         ), {}
-    captured, spec, training = trained_job("tune", source, global_batch)
+    trained = trained_job("tune", source, global_batch)
+    captured, spec = trained.captured, trained.spec
     one_role = (
         ""
         if spec.separable
@@ -38,17 +39,15 @@ def problem_of(
     )
     per_row = source.tokens_per_row
     tokens = None if per_row is None else per_row * source.global_batch
-    known = captured.program, source.global_batch, training, cluster, costs, limit, one_role
+    known = captured.program, source.global_batch, trained.training, cluster, costs, limit, one_role
     problem = TuningProblem(*known, model=model, tokens_per_step=tokens)
     modules: tuple[ModuleType, ...] = (
         import_module(type(spec).__module__),
     )  # by value: a worker that imported it would import torch
 
     def under(wanted: Wanted) -> Program:
-        found = under_policies(
-            shared_by(layered_by(captured, wanted.layers), wanted.shardings), wanted.policies
-        )
-        return program_at(found, wanted.rows) if wanted.rows else found.program
+        asked = rewritten(captured, wanted.request)
+        return program_at(asked, wanted.rows) if wanted.rows else asked.program
 
     return problem, {
         "at_rows": lambda rows: program_at(captured, rows),

@@ -182,7 +182,7 @@ def _named_policy(keep: str) -> recompute:
 
 def _sharing(job: Job, rows: int, mesh: Mesh, shares: Sequence[Directive]) -> list[Plan]:
     """Return plans of ranks that share states, for the ops on their parts; none if the optimizer cannot share."""
-    _, spec, _ = trained_job("profile", job, None)
+    spec = trained_job("profile", job, None).spec
     if not spec.flat:
         return []
     own = _axes_of_experts(shares)

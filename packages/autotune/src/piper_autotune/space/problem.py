@@ -14,13 +14,12 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
 from piper_autotune.space.objective import Objective, weight
-from piper_compiler import Options, Strategy, Training, asked_layers, policies_of, shardings_of
+from piper_compiler import CaptureRequest, Options, Strategy, Training, capture_request
 from piper_ir.ground.errors import PiperError, TuneError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Bucket, Plan
 from piper_ir.program.costs import Costs
-from piper_ir.program.layout import Sharding
 from piper_ir.program.program import Chunk, Program
 from piper_simulator import (
     CPU,
@@ -197,34 +196,31 @@ def bare_plan(
     )
 
 
+USUAL = CaptureRequest()
+"""The request of a strategy that needs nothing but the usual capture."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Say which program is wanted.
 
     Attributes:
         rows: the rows per microbatch; 0 stands for any number of rows.
-        policies: the policies of recomputation.
-        shardings: how devices share the work of chunks.
-        layers: which modules are the layers.
+        request: what the strategy asks of the capture.
     """
 
     rows: int = 0
-    policies: tuple[str, ...] = ()
-    shardings: tuple[Sharding, ...] = ()
-    layers: tuple[str, ...] = ()
+    request: CaptureRequest = USUAL
 
     @property
     def special(self) -> bool:
         """Return whether it is another program than the problem's own, whatever the rows."""
-        return bool(self.policies or self.shardings or self.layers)
+        return not self.request.empty
 
 
 def wanted_by(strategy: Strategy, program: Program, rows: int = 0) -> Wanted:
     """Return which program a strategy wants; `program` is the problem's own."""
-    items = strategy.directives
-    return Wanted(
-        rows, policies_of(items), shardings_of(items, strategy.mesh), asked_layers(items, program)
-    )
+    return Wanted(rows, capture_request(strategy.mesh, strategy.directives, program))
 
 
 Variants = Mapping[Wanted, Program | str | None]

@@ -19,18 +19,16 @@ from piper_compiler.directives.order import Order as order
 from piper_compiler.directives.order import Overlap as overlap
 from piper_compiler.directives.partition import (
     Boundaries,
-    asked_layers,
     chunk_layers,
-    layers_of,
     stage_of_layers,
 )
 from piper_compiler.directives.partition import Partition as partition
 from piper_compiler.directives.place import Place as place
-from piper_compiler.directives.recompute import ASKED_FOR, asked_by_model, policies_of
+from piper_compiler.directives.prepare import CaptureRequest, capture_request, layers_of
+from piper_compiler.directives.recompute import ASKED_FOR, asked_by_model
 from piper_compiler.directives.recompute import Recompute as recompute
 from piper_compiler.directives.replicate import Replicate as replicate
 from piper_compiler.directives.shard import Shard as shard
-from piper_compiler.directives.shard import shardings_of
 from piper_compiler.directives.split import Split as split
 from piper_compiler.directives.split import split_all
 from piper_compiler.directives.split_backward import SplitBackward as split_backward
@@ -40,12 +38,13 @@ __all__ = [
     "ASKED_FOR",
     "REGISTRY",
     "Boundaries",
+    "CaptureRequest",
     "Decided",
     "Directive",
     "Ordered",
     "asked_by_model",
-    "asked_layers",
     "call_site",
+    "capture_request",
     "chunk_layers",
     "decided",
     "describe",
@@ -56,11 +55,9 @@ __all__ = [
     "overlap",
     "partition",
     "place",
-    "policies_of",
     "recompute",
     "replicate",
     "shard",
-    "shardings_of",
     "simplest",
     "site_field",
     "split",

@@ -11,6 +11,8 @@ A directive is a frozen dataclass with the field `site` (see `site_field`) and t
         def check(self, graph): ...          # raise DirectiveError when a legality condition does not hold
         def apply(self, graph): ...          # return another graph
 
+One that changes the code of chunks has a third method, `prepare` (see `piper_compiler.directives.prepare`).
+
 A node of a graph stands for all microbatches with the same work (`Node.mbs`). `Graph.pick` gives such nodes, so that a
 directive takes no longer for more microbatches; `Graph.select` gives a node per microbatch.
 """

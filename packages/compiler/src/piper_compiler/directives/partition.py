@@ -16,16 +16,21 @@ Legality
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from piper_compiler.directives.base import Directive, describe, directive, fail, site_field
+from piper_compiler.directives.base import describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
+from piper_compiler.directives.prepare import (
+    CaptureRequest,
+    Preparation,
+    lacks_layers,
+    layers_of,
+)
 from piper_compiler.durations import chunk_seconds
 from piper_ir.graph.graph import Graph
-from piper_ir.ground.select import LONGEST_CHAIN, Where
+from piper_ir.ground.select import LONGEST_CHAIN
 from piper_ir.program.costs import Costs
 from piper_ir.program.program import Program
 
@@ -81,6 +86,20 @@ class Partition:
         ):
             text = 'the pattern of a name of modules, or a tuple of patterns, is accepted, such as "blocks.*"'
             raise fail(self, 7, f"layers={self.layers!r}; {text}")
+
+    def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
+        """Ask for the layers that it names, or for a chain of like modules if the program has too few layers."""
+        self.check_form()
+        for item in seen.before if self.patterns else ():
+            if isinstance(item, Partition) and item.patterns not in ((), self.patterns):
+                text = f"{describe(item)} names others; one strategy has one set of layers"
+                raise fail(self, 7, text)
+        if self.patterns:
+            return replace(request, layers=self.patterns)
+        wanted = max(self.stages - sum(UNITS[self.units]), 1)
+        if request.layers or not lacks_layers(seen.program, wanted):
+            return request
+        return replace(request, layers=LONGEST_CHAIN)
 
     def check(self, graph: Graph) -> None:
         self.check_form()
@@ -240,46 +259,6 @@ def _names(units: list[Unit], which: str) -> list[int]:
     return (
         [u for u in units if isinstance(u, int)] if which == "layers" else list(range(len(units)))
     )
-
-
-def asked_layers(directives: Iterable[Directive], program: Program) -> tuple[str, ...]:
-    """Return the layers that a strategy asks for, given the program with the usual ones; empty for the usual ones.
-
-    It asks for names, or for the longest chain of like modules if it needs layers and the program has too few of them,
-    or layers that do not feed one another.
-    """
-    items = tuple(directives)
-    each = [d for d in items if isinstance(d, Partition)]
-    for one in each:
-        one.check_form()
-    named = {d.patterns: d for d in each if d.patterns}
-    if len(named) > 1:
-        first, second, *_ = named.values()
-        raise fail(second, 7, f"{describe(first)} names others; one strategy has one set of layers")
-    if named:
-        return next(iter(named))
-    wanted = max(
-        [d.stages - sum(UNITS[d.units]) for d in each]
-        + [any(map(_selects_layers, items)), bool(each)]
-    )
-    if (
-        program.source != "captured"
-        or program.layers
-        or (program.chained and len(layers_of(program)) >= wanted)
-    ):
-        return ()
-    return () if any("stage" in chunk.coords for chunk in program.chunks) else LONGEST_CHAIN
-
-
-def _selects_layers(item: Directive) -> bool:
-    """Return whether a directive selects by layers."""
-    selection = getattr(item, "selection", None)
-    return isinstance(selection, Where) and "layer" in dict(selection.terms)
-
-
-def layers_of(program: Program) -> list[int]:
-    """Return the layer coordinates in order of first appearance."""
-    return list(dict.fromkeys(c.coords["layer"] for c in program.chunks if "layer" in c.coords))
 
 
 def _ends(program: Program) -> tuple[bool, bool]:

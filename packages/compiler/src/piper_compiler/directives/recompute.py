@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 from piper_compiler.directives.base import (
     Directive,
@@ -38,6 +37,7 @@ from piper_compiler.directives.base import (
     site_field,
 )
 from piper_compiler.directives.decided import Decided
+from piper_compiler.directives.prepare import CaptureRequest, Preparation
 from piper_compiler.ports import port_value, steps_of, value_reads, value_writes
 from piper_ir.graph.graph import Coord, Editor, Graph, Node
 from piper_ir.graph.graph_parts import common, in_mbs
@@ -48,17 +48,6 @@ from piper_ir.program.program import Chunk, Program
 
 POLICIES = (KEEP_ALL, "products", "attention", "inputs")
 """The policies that have a name; any other is names of ops, joined by "+"."""
-
-
-@runtime_checkable
-class Recomputing(Protocol):
-    """Describe a directive that puts nodes under policies of recomputation.
-
-    `policies` returns the policies for which the program needs variants, before anything is compiled.
-    """
-
-    def policies(self) -> tuple[str, ...]: ...
-
 
 ASKED_FOR = "inputs"
 """The policy of regions that the model puts under torch.utils.checkpoint: it keeps the arguments of their function."""
@@ -109,12 +98,6 @@ def _may_repeat(variant: Chunk, changed: Collection[str]) -> bool:
     )
 
 
-def policies_of(directives: Iterable[Directive]) -> tuple[str, ...]:
-    """Return the policies of recomputation that directives ask for, other than to keep all."""
-    found = {p for d in directives if isinstance(d, Recomputing) for p in d.policies()}
-    return tuple(sorted(found - {KEEP_ALL}))
-
-
 @directive
 @dataclass(frozen=True, init=False)
 class Recompute:
@@ -152,6 +135,10 @@ class Recompute:
         if not isinstance(self.keep, str) or self.keep == KEEP_ALL:
             return ()
         return (self.keep,) if self.group == 1 else (self.keep, self.keep + HANDS_ON)
+
+    def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
+        """Ask for variants of chunks that compute saved tensors again."""
+        return replace(request, policies=tuple(sorted({*request.policies, *self.policies()})))
 
     def check(self, graph: Graph) -> None:
         if type(self.group) is not int or self.group < 1:

@@ -24,9 +24,9 @@ hide (Wang et al., Domino, arXiv 2409.15241).
     before  layer0.F@0, with two sums inside
     after   layer0.F@0 -> layer0_shared0.F@0 -> AllReduce -> layer0.1.F@0 -> layer0_shared0.1.F@0 -> AllReduce -> ...
 
-The code of chunks is rewritten on the capture, before a plan's graph is made: `piper.compile` calls
-`piper_capture.with_shardings`, which asks `capture.layouts`. Here the directive is checked, and exchanges and
-sums between chunks are put into the graph.
+The code of chunks is rewritten on the capture, before a plan's graph is made: `prepare` asks for it, and
+`piper_capture.with_shardings` does it, by the rules of `piper_capture.layouts`. `check` and `apply` put the exchanges
+and partial sums between chunks into the graph.
 
 Legality
  1. It stands before every other directive, and selects all chunks; with stream="rows" those that compute experts.
@@ -59,11 +59,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from piper_compiler.directives.base import (
-    Directive,
     as_names,
     compute_nodes,
     describe,
@@ -72,6 +71,7 @@ from piper_compiler.directives.base import (
     site_field,
 )
 from piper_compiler.directives.decided import Decided
+from piper_compiler.directives.prepare import CaptureRequest, Preparation
 from piper_ir.graph.graph import Graph
 from piper_ir.graph.graph_parts import EdgeExchange
 from piper_ir.ground.limits import MOST_SMS
@@ -349,6 +349,29 @@ class Shard:
             cut=self.cut,
         )
 
+    def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest:
+        """Ask for code in which the devices of the axis share the work, if it has more than one."""
+        self.check_form()
+        if seen.mesh.size(self.over) == 1:
+            return request
+        for item in seen.before:
+            if isinstance(item, Shard) and seen.mesh.size(item.over) > 1:
+                self._check_beside(item)
+        return replace(request, shardings=(*request.shardings, self.sharding(seen.mesh)))
+
+    def _check_beside(self, other: Shard) -> None:
+        """Raise DirectiveError if it cannot stand behind another one."""
+        same = (other.context, other.experts) == (self.context, self.experts)
+        if same or other.over == self.over:
+            text = (
+                f"{describe(other)} shares the same already, over {other.over}; keep one of the two"
+            )
+            raise fail(self, 5, text)
+        if self.cut or other.cut:
+            first, second = (self, other) if self.cut else (other, self)
+            text = f"cut=True beside {describe(second)}: only one of the two can be; leave cut=True out"
+            raise fail(first, 14, text)
+
     def apply(self, graph: Graph) -> Graph:
         if not (self.experts or self.cut) or not graph.mesh.along(self.over):
             return graph
@@ -359,35 +382,6 @@ class Shard:
     def decided(self) -> Decided | None:
         """Return its decisions before it is compiled."""
         return Decided(self)
-
-
-def shardings_of(directives: Iterable[Directive], mesh: Mesh) -> tuple[Sharding, ...]:
-    """Return the shardings that directives ask for, for the axes with more than one device."""
-    asked = [d for d in directives if isinstance(d, Shard)]
-    for each in asked:
-        each.check_form()
-    wide = [d for d in asked if mesh.size(d.over) > 1]
-    for number, item in enumerate(wide):
-        for before in wide[:number]:
-            if before.over == item.over or (before.context, before.experts) == (
-                item.context,
-                item.experts,
-            ):
-                text = (
-                    f"{describe(before)} shares the same already, over {before.over}; keep one of "
-                    f"the two"
-                )
-                raise fail(item, 5, text)
-    for item in wide:
-        if item.cut and len(wide) > 1:
-            other = next(d for d in wide if d is not item)
-            raise fail(
-                item,
-                14,
-                f"cut=True beside {describe(other)}: only one of the two can be; leave cut=True "
-                f"out",
-            )
-    return tuple(d.sharding(mesh) for d in wide)
 
 
 def shared_axes(graph: Graph, axes: Iterable[str]) -> str:

@@ -1,0 +1,104 @@
+"""Collect what the directives of a strategy ask of the capture, before there is a graph.
+
+Some of a strategy changes the code of chunks, and code is rewritten where the model was captured: `partition(layers=)`
+chooses the modules that are layers, `shard` divides ops among devices, and `recompute` makes chunks that compute saved
+tensors again. Such a directive has a method `prepare`, which adds to a `CaptureRequest`; `piper.compile` rewrites the
+capture by it (`piper.api.captures.capturing.rewritten`), and only then the directives edit the graph by `apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from piper_compiler.directives.base import Directive
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import LONGEST_CHAIN, Where
+from piper_ir.program.layout import Sharding
+from piper_ir.program.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRequest:
+    """Say how a capture is rewritten for a strategy.
+
+    Attributes:
+        layers: patterns of the names of the modules that are layers; none for the usual ones.
+        shardings: how devices share the ops of chunks, for the axes with more than one device.
+        policies: the policies of recomputation for which chunks have variants, in alphabetical order.
+    """
+
+    layers: tuple[str, ...] = ()
+    shardings: tuple[Sharding, ...] = ()
+    policies: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Return whether the capture serves as it is."""
+        return self == CaptureRequest()
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Hold what a directive may read when it prepares.
+
+    Attributes:
+        mesh: the mesh of the strategy.
+        program: the program with the usual layers.
+        directives: all directives of the strategy.
+        before: the directives that stand before this one.
+    """
+
+    mesh: Mesh
+    program: Program
+    directives: tuple[Directive, ...]
+    before: tuple[Directive, ...] = ()
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """Describe a directive that asks something of the capture.
+
+    `prepare` returns the request with what it adds, or raises DirectiveError. It is called in the order written,
+    before `check`.
+    """
+
+    def prepare(self, request: CaptureRequest, seen: Preparation) -> CaptureRequest: ...
+
+
+def capture_request(
+    mesh: Mesh, directives: Iterable[Directive], program: Program
+) -> CaptureRequest:
+    """Return what a strategy asks of the capture whose program with the usual layers is `program`."""
+    written = tuple(directives)
+    request = CaptureRequest()
+    if any(map(_selects_layers, written)) and lacks_layers(program, 1):
+        request = replace(request, layers=LONGEST_CHAIN)
+    for number, item in enumerate(written):
+        if isinstance(item, Preparing):
+            request = item.prepare(request, Preparation(mesh, program, written, written[:number]))
+    return request
+
+
+def lacks_layers(program: Program, wanted: int) -> bool:
+    """Return whether a captured program has fewer than `wanted` layers in a chain, so that others must be chosen.
+
+    It never does if its layers were chosen by name, or if its chunks have stages already.
+    """
+    if program.source != "captured" or program.layers:
+        return False
+    if program.chained and len(layers_of(program)) >= wanted:
+        return False
+    return not any("stage" in chunk.coords for chunk in program.chunks)
+
+
+def layers_of(program: Program) -> list[int]:
+    """Return the layer coordinates in order of first appearance."""
+    return list(dict.fromkeys(c.coords["layer"] for c in program.chunks if "layer" in c.coords))
+
+
+def _selects_layers(item: Directive) -> bool:
+    """Return whether a directive selects by layers."""
+    selection = getattr(item, "selection", None)
+    return isinstance(selection, Where) and "layer" in dict(selection.terms)
