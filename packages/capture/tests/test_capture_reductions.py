@@ -7,7 +7,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper_capture.graphs.simplify import REDUCED, simplify
+from piper_capture.graphs.local_rules import REDUCED
+from piper_capture.graphs.rewrites import rewrite_joint
 
 REDUCTIONS = {"mean": 1, "sum": 2}
 
@@ -29,7 +30,7 @@ def test_a_reduced_loss_owns_its_own_bytes_alone(op: torch._ops.OpOverload, redu
     assert before.untyped_storage().nbytes() == 4 * 30, (
         "torch keeps no more than the result: this rewrite can go"
     )
-    simplify(module.graph)
+    rewrite_joint(module.graph)
     module.recompile()
     after = module(*given)
     assert torch.equal(after, before) and after.untyped_storage().nbytes() == 4
@@ -46,7 +47,7 @@ def test_terms_that_are_not_reduced_stay_one_op() -> None:
     module = make_fx(lambda x, y: torch.ops.aten.mse_loss.default(x, y, 0), tracing_mode="fake")(
         *given
     )
-    simplify(module.graph)
+    rewrite_joint(module.graph)
     assert (
         len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.mse_loss.default))
         == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from piper_capture.graphs.rewriting import new_node
 from piper_capture.values import aliasing
 
 aten = torch.ops.aten
@@ -19,20 +20,19 @@ COMPUTED = {
 """The ops that make a view with such a bit, each with the op that computes its values."""
 
 
-def compute_bits(graph: fx.Graph) -> None:
-    """Replace the conjugate and negative views of a graph by ops that compute their values."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in COMPUTED:
-            continue
-        number = node.args[0]
-        if isinstance(number, fx.Node):
-            node.target = COMPUTED[node.target]
-            node.meta["val"] = _alone(aliasing.tensor(node))
-            continue
-        value = complex(number).conjugate() if node.target is aten._conj.default else -number
-        for user in list(node.users):
-            _give(user, node, value)
-        graph.erase_node(node)
+def compute_bits(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Let an op compute the values of a conjugate or negative view; a number is put into the ops that read it."""
+    if node.target not in COMPUTED:
+        return None
+    number = node.args[0]
+    if isinstance(number, fx.Node):
+        values = new_node(graph, node, COMPUTED[node.target], (number,))
+        values.meta["val"] = _alone(aliasing.tensor(node))
+        return values
+    value = complex(number).conjugate() if node.target is aten._conj.default else -number
+    for user in list(node.users):
+        _give(user, node, value)
+    return None
 
 
 def _give(user: fx.Node, node: fx.Node, value: complex) -> None:

@@ -17,35 +17,29 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from piper_capture.graphs.rewriting import new_node
+
 aten = torch.ops.aten
 
 
-def fold_sums(graph: fx.Graph) -> bool:
-    """Rewrite in place every sum of padded parts that covers its tensor; return whether there were any."""
-    folded = False
-    for node in reversed(list(graph.nodes)):
-        if not _is_sum(node):
-            continue
-        terms = _terms(node)
-        parts = sorted((p for t in terms if (p := _part(t)) is not None), key=lambda p: p[1])
-        others = [t for t in terms if _part(t) is None]
-        if not parts or len(others) > 1 or len({p[0] for p in parts}) != 1:
-            continue
-        target, shape, dim = parts[0][0]
-        edges = [edge for _, span, _ in parts for edge in span]
-        if edges[0] != 0 or edges[-1] != shape[dim] or edges[1:-1:2] != edges[2:-1:2]:
-            continue
-        join = aten.stack.default if target is aten.select_backward.default else aten.cat.default
-        with graph.inserting_before(node):
-            joined = graph.call_function(join, ([gradient for _, _, gradient in parts], dim))
-            joined.meta = dict(node.meta)
-            for other in others:
-                joined = graph.call_function(aten.add.Tensor, (other, joined))
-                joined.meta = dict(node.meta)
-        node.replace_all_uses_with(joined)
-        graph.erase_node(node)
-        folded = True
-    return folded
+def join_padded_parts(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Join the padded parts of a sum that cover their tensor."""
+    if not _is_sum(node):
+        return None
+    terms = _terms(node)
+    parts = sorted((p for t in terms if (p := _part(t)) is not None), key=lambda p: p[1])
+    others = [t for t in terms if _part(t) is None]
+    if not parts or len(others) > 1 or len({p[0] for p in parts}) != 1:
+        return None
+    target, shape, dim = parts[0][0]
+    edges = [edge for _, span, _ in parts for edge in span]
+    if edges[0] != 0 or edges[-1] != shape[dim] or edges[1:-1:2] != edges[2:-1:2]:
+        return None
+    join = aten.stack.default if target is aten.select_backward.default else aten.cat.default
+    joined = new_node(graph, node, join, ([gradient for _, _, gradient in parts], dim))
+    for other in others:
+        joined = new_node(graph, node, aten.add.Tensor, (other, joined))
+    return joined
 
 
 def _is_sum(node: fx.Node) -> bool:

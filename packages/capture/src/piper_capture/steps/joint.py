@@ -17,11 +17,7 @@ import torch
 import torch.fx.traceback
 from torch import fx
 
-from piper_capture.graphs.conjugates import compute_bits
-from piper_capture.graphs.expert_rounds_inplace import add_further_rounds_in_place
-from piper_capture.graphs.inplace import add_products_in_place, reuse_dying_arguments
-from piper_capture.graphs.padded_sums import fold_sums
-from piper_capture.graphs.simplify import simplify
+from piper_capture.graphs.rewrites import rewrite_joint, rewrite_step
 from piper_capture.graphs.stepgraph import Joint
 from piper_capture.steps import exchanges, kernels, liveness, phases
 from piper_capture.steps.codegen import StepCode, generate
@@ -108,9 +104,7 @@ def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
     for step, graph in cut.steps.items():
-        add_further_rounds_in_place(graph)
-        add_products_in_place(graph)
-        reuse_dying_arguments(graph)
+        rewrite_step(graph)
         lines = schedule(graph)
         cost = kernels.cost(graph)
         steps[step] = Signature(
@@ -185,10 +179,7 @@ def _joint(
     graph = raw.module.graph
     _check(graph)
     buffers = [raw.primals[k] for k, given in enumerate(inputs) if given.kind == "buffer"]
-    compute_bits(graph)
-    simplify(graph, buffers)
-    if fold_sums(graph):
-        simplify(graph, buffers)
+    rewrite_joint(graph, buffers)
     number_draws(graph)
     aliasing.show_whole_storages(graph)
     results, gradients = _torch_joint.results_and_gradients(graph)
