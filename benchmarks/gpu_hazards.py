@@ -52,7 +52,7 @@ def step(
         entries, dict.fromkeys(e.stream for e in entries), heart, CudaApi(torch.device("cuda", 0))
     )
     left = iter(works)
-    engine = Engine(rank, streams, lambda comm: next(left), heart, trace=trace, clock=streams.clock)  # type: ignore[arg-type]  # see above
+    engine = Engine(rank, streams, lambda comm: next(left), heart, streams.clock if trace else None)  # type: ignore[arg-type]  # see above
     engine.step(0, traced=trace)
     streams.close()
     return engine

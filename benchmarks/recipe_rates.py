@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import piper
 from benchmarks.measure import Goal, Row
-from piper.views.recipe_view import ChunkTimes, directives_of
+from piper.views.recipe_view import ChunkTimes, Pipeline, directives_of
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
 
@@ -33,7 +33,7 @@ def recipe_rows(recipe: Recipe, repeats: int) -> list[Row]:
 
     # Once: a search keeps what it found.
     (making,), directives = _timed(
-        lambda: directives_of(recipe, DEVICES, MICROBATCHES, None, TIMES, {}), 1
+        lambda: directives_of(recipe, Pipeline(DEVICES, MICROBATCHES), TIMES, {}), 1
     )
     stages = stages_of(directives)
     assert stages is not None, f"recipe {recipe.name} has no partition"

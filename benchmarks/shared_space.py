@@ -49,9 +49,9 @@ def job(config: models.LlamaConfig = MODEL) -> piper.Job:
 @lru_cache(maxsize=2)
 def problem(config: models.LlamaConfig = MODEL) -> tuple[TuningProblem, Programs, dict[str, Any]]:
     """Return the captured model as the tuner sees it."""
-    from piper.api.running.tuning import problem_of
+    from piper.api.running.tuning import Conditions, problem_of
 
-    made, more = problem_of(job(config), load_cluster(CLUSTER), None, MEMORY_LIMIT, None)
+    made, more = problem_of(job(config), Conditions(load_cluster(CLUSTER), None, MEMORY_LIMIT))
     return made, Programs(made, more["at_rows"], more["under"]), more
 
 

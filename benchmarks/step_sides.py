@@ -23,7 +23,7 @@ from benchmarks.tensor_model import TENSOR, tensor_job
 from benchmarks.tensor_side import TorchTensor
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute
-from piper_runtime.engine import HEART_SLOTS, CpuStreams, Engine
+from piper_runtime.engine import HEART_SLOTS, CpuStreams, Engine, host_clock
 from piper_runtime.launch import rank_job
 from piper_runtime.rank import Rank, ShippedCode, materialize
 from piper_runtime.transport import GlooCommunicators
@@ -148,7 +148,7 @@ class Ours:
         communicators.connect(setup.plan)
         heart: Any = array("q", [0] * HEART_SLOTS)
         self._streams = CpuStreams(setup.plan.role_of(rank).streams, heart)
-        self._engine = Engine(self._bound, self._streams, communicators.bind, heart, trace=True)
+        self._engine = Engine(self._bound, self._streams, communicators.bind, heart, host_clock)
         self._step = 0
 
     def step(self) -> None:

@@ -119,9 +119,9 @@ def job(s: Sizes) -> piper.Job:
 @lru_cache(maxsize=2)
 def problem(s: Sizes = SIZES) -> tuple[TuningProblem, Programs, dict[str, Any]]:
     """Return the captured GPT as the tuner sees it."""
-    from piper.api.running.tuning import problem_of
+    from piper.api.running.tuning import Conditions, problem_of
 
-    made, more = problem_of(job(s), load_cluster(CLUSTER), None, MEMORY_LIMIT, None)
+    made, more = problem_of(job(s), Conditions(load_cluster(CLUSTER), None, MEMORY_LIMIT))
     return made, Programs(made, more["at_rows"]), more
 
 

@@ -13,7 +13,7 @@ from textwrap import fill
 
 from PIL import Image  # matplotlib needs it
 
-from piper.views.recipe_view import ChunkTimes, SimulatedRecipe, shown
+from piper.views.recipe_view import ChunkTimes, Pipeline, SimulatedRecipe, shown
 from piper_compiler.recipes import RECIPES
 from piper_report import Drawing, draw_schedule, draw_schedules
 
@@ -41,7 +41,7 @@ COLOURS = 64
 
 def chunks_of(name: str) -> int:
     """Return the chunks per device: stages over devices."""
-    found = shown(name, pp=PP, microbatches=MICROBATCHES)
+    found = shown(name, Pipeline(PP, MICROBATCHES))
     stages = len(found.compiled.plan.chunks)
     return max(1, stages // PP)
 
@@ -49,7 +49,7 @@ def chunks_of(name: str) -> int:
 def simulated(name: str) -> SimulatedRecipe:
     v = chunks_of(name)
     each = ChunkTimes(1 / v, 1 / v, 1 / v)
-    return shown(name, pp=PP, microbatches=MICROBATCHES, times=each, activation=UNIT // v)
+    return shown(name, Pipeline(PP, MICROBATCHES), each, activation=UNIT // v)
 
 
 def row(name: str, found: SimulatedRecipe) -> str:

@@ -180,8 +180,10 @@ def outlive_a_kill(compiled: piper.Compiled, losses: list[float]) -> None:
 def main() -> None:
     from piper.sessions.autopilot import loop
     from piper.sessions.training import Settings
+    from piper_runtime.launch import RunOptions
 
-    done = loop(job, strategy, baseline=params, steps=STEPS, settings=Settings(name="gpt_text"))
+    options, settings = RunOptions(steps=STEPS), Settings(name="gpt_text")
+    done = loop(job, strategy, options, baseline=params, settings=settings)
     run = done.run
     entropy = unigram_entropy()
     print(

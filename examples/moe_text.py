@@ -25,6 +25,7 @@ from piper.models import MoEConfig
 
 if TYPE_CHECKING:
     from piper.sessions.training import Session, Settings
+    from piper_runtime.launch import RunOptions
 
 SIZES = MoEConfig(
     layers=4, width=128, heads=4, kv_heads=2, hidden=128, vocab=256, length=128, qk_norm=True,
@@ -82,18 +83,16 @@ strategy = piper.Strategy(
 steps = STEPS
 
 
-def loop(work: piper.Job, steps: int, settings: Settings, repeats: int = 7) -> Session:
+def loop(work: piper.Job, options: RunOptions, settings: Settings, repeats: int = 7) -> Session:
     """Measure a job, predict its steps from that, train them, and put the two beside each other in a report."""
     from piper.sessions.training import session
     from piper_runtime.launch import open_pool
 
-    with open_pool(settings.launcher, strategy.mesh.world) as pool:
-        print(f"profile on {strategy.mesh.world} ranks, launcher {settings.launcher}", flush=True)
+    with open_pool(options.launcher, strategy.mesh.world) as pool:
+        print(f"profile on {strategy.mesh.world} ranks, launcher {options.launcher}", flush=True)
         rows = work.global_batch // strategy.mesh.world // MICROBATCHES
         costs = piper.profile(work, strategy, rows=[rows], repeats=repeats, pool=pool)
-        return session(
-            work, strategy, steps=steps, settings=replace(settings, costs=costs, pool=pool)
-        )
+        return session(work, strategy, replace(options, pool=pool), replace(settings, costs=costs))
 
 
 def unigram_entropy() -> float:
@@ -104,8 +103,10 @@ def unigram_entropy() -> float:
 
 def main(launcher: Literal["ray", "processes"] = "ray") -> None:
     from piper.sessions.training import Settings
+    from piper_runtime.launch import RunOptions
 
-    done = loop(job, steps, Settings(launcher=launcher, name="moe_text", out=Path("runs")))
+    options = RunOptions(steps=steps, launcher=launcher)
+    done = loop(job, options, Settings(name="moe_text", out=Path("runs")))
     entropy, last = unigram_entropy(), sum(done.run.losses[-10:]) / 10
     print(
         f"loss {done.run.losses[0]:.3f} -> {last:.3f} nats per byte; unigram entropy of the text "

@@ -22,7 +22,7 @@ from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import JobError
 from piper_runtime import Job
 from piper_runtime.engine.memory import MemoryCounter
-from piper_runtime.launch.ground.request import make_requests
+from piper_runtime.launch.ground.request import Attempt, make_requests
 from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.rank import materialize
 from piper_runtime.rank.values.store import Store
@@ -160,7 +160,8 @@ def test_every_rank_of_three_layouts_holds_the_same_bits(name: str) -> None:
         plan, code = compiled.plan, compiled.code
         assert code is not None
         exported = code.export([c.code for c in plan.chunks], plan.rows)
-        requests = make_requests(plan, exported, job, materialize(job), RunOptions(1))
+        attempt = Attempt(plan, exported, job, materialize(job), RunOptions(steps=1))
+        requests = make_requests(attempt)
         held: set[str] = set()
         for rank in reversed(range(plan.mesh.world)):
             request = pickle.loads(pickle.dumps(requests[rank]))

@@ -20,7 +20,7 @@ from piper.api.reference.reference_weights import load_weights
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import JobError
 from piper_runtime import Job
-from piper_runtime.launch.ground.request import make_requests
+from piper_runtime.launch.ground.request import Attempt, make_requests
 from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.rank import materialize
 from piper_runtime.rank.values.store import Store
@@ -116,13 +116,9 @@ def test_a_rank_reads_what_it_holds_and_no_more(tmp_path: Path, count: list[int]
     compiled = piper.compile(job, PIPELINE)
     plan, code = compiled.plan, compiled.code
     assert code is not None
-    requests = make_requests(
-        plan,
-        code.export([c.code for c in plan.chunks], plan.rows),
-        job,
-        materialize(job),
-        RunOptions(1),
-    )
+    exported = code.export([c.code for c in plan.chunks], plan.rows)
+    attempt = Attempt(plan, exported, job, materialize(job), RunOptions(steps=1))
+    requests = make_requests(attempt)
     total = 0
     for rank in range(2):
         request = pickle.loads(pickle.dumps(requests[rank]))

@@ -31,6 +31,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.plan.text import format_plan
 from piper_ir.program.costs import Costs, Duration
 from piper_ir.program.program import Chunk
+from piper_runtime.launch import RunOptions
 from tests.cli.test_cli import RECIPE, fails, piper
 
 SPACE = """
@@ -351,16 +352,15 @@ def test_the_loop_profiles_searches_confirms_trains_and_reports(
     """With one repeat of what it measures: how exact the costs are is not asked here."""
     monkeypatch.setattr(autopilot, "profile", partial(profiling.profile, repeats=1))
     found = load_space(space)
-    settings = Settings(launcher="processes", name="loop")
     done = loop(
         found.job,
         found.strategy,
+        RunOptions(steps=4, launcher="processes"),
         baseline={"m": 2},
-        steps=4,
         trials=3,
         confirm=1,
         out=tmp_path,
-        settings=settings,
+        settings=Settings(name="loop"),
     )
     assert len(done.run.losses) == 4
     (folder,) = tmp_path.iterdir()

@@ -15,6 +15,7 @@ from piper.api.reference.verification import verify_strategy
 from piper.sessions.training import Settings
 from piper_ir.program.ops import Collective
 from piper_report import load
+from piper_runtime.launch import RunOptions
 
 SIZES = replace(moe_text.SIZES, layers=1, width=32, hidden=32, length=32, experts=4)
 STEPS = 12
@@ -29,8 +30,9 @@ def test_it_equals_one_device_and_exchanges_tokens() -> None:
 def test_it_is_measured_predicted_trained_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = Settings(launcher="processes", name="moe_text", out=tmp_path)
-    done = moe_text.loop(moe_text.mixture(SIZES, 8), STEPS, settings, repeats=1)
+    options = RunOptions(steps=STEPS, launcher="processes")
+    settings = Settings(name="moe_text", out=tmp_path)
+    done = moe_text.loop(moe_text.mixture(SIZES, 8), options, settings, repeats=1)
     kinds = [
         p.op.kind
         for _, _, i in done.compiled.plan.instructions()

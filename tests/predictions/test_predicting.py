@@ -11,7 +11,7 @@ import pytest
 
 from piper.cli.loading import load_file
 from piper.cli.predicting import Target, load_named, one_more
-from piper.views.recipe_view import shown
+from piper.views.recipe_view import Pipeline, shown
 from piper.views.why_tables import MOST, comparison_tables, why_tables
 from piper_ir.ground.errors import JobError
 from piper_simulator import Zipf, compare, simulate, why
@@ -248,7 +248,7 @@ def test_a_slow_rank_and_two_types_are_explained(file: Path, tmp_path: Path) -> 
 
 def test_tables_of_many_devices_stay_short() -> None:
     gpipe, other = (
-        why(shown(name, pp=16, microbatches=16).compiled.plan) for name in ("gpipe", "one_f_one_b")
+        why(shown(name, Pipeline(16, 16)).compiled.plan) for name in ("gpipe", "one_f_one_b")
     )
     path, order, ranks, gaps, _ = why_tables(gpipe)
     assert [len(t.rows) for t in (path, order, ranks, gaps)] == [MOST, MOST + 1, MOST, MOST]

@@ -10,7 +10,7 @@ import pytest
 import piper
 from benchmarks.recompute_flops import Policy, measure, missed
 from piper.api.running import profiling
-from piper.api.running.tuning import problem_of
+from piper.api.running.tuning import Conditions, problem_of
 from piper.views.explain import explain
 from piper.views.strategy_facts import facts_of
 from piper_autotune.scoring.evaluators import Here
@@ -238,7 +238,7 @@ def parts_under(plan: Plan, keep: str) -> list[Any]:
 def test_bounds_of_the_tuner_know_policies_and_are_never_above_a_plan(
     schedule: str, zero: int
 ) -> None:
-    problem, more = problem_of(dropout_job(), load_cluster("h100x8"), None, None, None)
+    problem, more = problem_of(dropout_job(), Conditions(load_cluster("h100x8")))
     programs = Programs(problem, more["at_rows"], more["under"])
     sketches, here = Sketches(problem, programs), Here(problem, programs)
     filled: dict[str, int] = {}

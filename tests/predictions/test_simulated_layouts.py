@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import piper
 from piper import Mesh, Strategy, models, recipes
-from piper.api.problems.tuning_problem import problem_of
+from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper.cli import app
 from piper.views.explain_exchanges import exchanges
 from piper_autotune.space.problem import Programs, wanted_by
@@ -342,7 +342,7 @@ def test_the_tuner_searches_over_shared_chunks_in_workers_without_torch() -> Non
 
 def test_bounds_of_shared_chunks_hold() -> None:
     """The rules reject by what a device of those that share holds and computes: never more than the plan does."""
-    problem, more = problem_of(job(), H100, None, None, None)
+    problem, more = problem_of(job(), Conditions(H100))
     programs = Programs(problem, more["at_rows"], more["under"])
     sketches = Sketches(problem, programs)
     for sequence in (False, True):

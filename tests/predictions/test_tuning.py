@@ -84,7 +84,7 @@ def test_a_job_is_captured_once_and_its_candidates_score_as_simulate_says(
 
 
 def test_workers_of_a_job_score_alike_without_torch() -> None:
-    problem, more = tuning.problem_of(job(), cpu_local(), None, None, None)
+    problem, more = tuning.problem_of(job(), tuning.Conditions(cpu_local()))
     pool = Processes(problem, Programs(problem, more["at_rows"]), 1, 60.0, more["modules"])
     try:
         made = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=8))

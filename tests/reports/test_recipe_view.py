@@ -13,7 +13,7 @@ import piper
 from piper.api.reference.verification import verify_strategy
 from piper.cli import app
 from piper.cli.loading import load_file
-from piper.views.recipe_view import ChunkTimes, shown
+from piper.views.recipe_view import ChunkTimes, Pipeline, shown
 from piper_compiler.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,7 +128,7 @@ def test_a_strategy_exported_imports_again_and_trains_like_one_device(tmp_path: 
         piper.compile(file.job, strategy).plan.roles
         == piper.compile(file.job, file.strategy).plan.roles
     )
-    v = shown("dualpipe_v", pp=2, microbatches=4)
+    v = shown("dualpipe_v", Pipeline(2, 4))
     piper.write_schedule_csv(v.compiled, tmp_path / "v.csv")
     assert "OVERLAP_F_B" in (tmp_path / "v.csv").read_text()
     folded = piper.Strategy(
@@ -143,8 +143,8 @@ def test_the_gallery_is_of_today() -> None:
     for name in RECIPES.keys() - {"waves"}:  # a recipe of an example, in the same process
         found = re.search(rf"^\| \[{name}\]\(#{name}\) \| (\S+) \|", page, re.MULTILINE)
         assert found, f"{name} is not in docs/schedules.md; run `make gallery`"
-        v = max(1, len(shown(name, pp=4, microbatches=8).compiled.plan.chunks) // 4)
-        one = shown(name, pp=4, microbatches=8, times=ChunkTimes(1 / v, 1 / v, 1 / v))
+        v = max(1, len(shown(name, Pipeline(4, 8)).compiled.plan.chunks) // 4)
+        one = shown(name, Pipeline(4, 8), ChunkTimes(1 / v, 1 / v, 1 / v))
         assert float(found[1]) == pytest.approx(one.simulation.step_s)
         assert (ROOT / "docs" / "schedules" / f"{name}.png").is_file()
 

@@ -19,6 +19,7 @@ from piper_ir.ground.errors import CaptureError, JobError, PiperWarning
 from piper_ir.verify import verify
 from piper_report import load
 from piper_runtime.engine.memory import Counter
+from piper_runtime.launch import RunOptions
 from piper_runtime.launch.ground.report import measured_counter
 from piper_runtime.launch.running import inline_run
 from piper_runtime.rank.binding.evaluation import evaluate
@@ -364,12 +365,11 @@ def test_metrics_that_are_no_means_are_refused(metric: Any, said: str) -> None:
 def test_results_are_in_the_folder_and_on_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = Settings(launcher="inline", folder=tmp_path)
     train(
         job(),
         piper.Strategy(piper.Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2)),
-        steps=4,
-        settings=settings,
+        RunOptions(steps=4, launcher="inline"),
+        Settings(folder=tmp_path),
     )
     said = capsys.readouterr().out
     assert "evaluation every 2 steps: 3 batches of 8 rows" in said and "eval_loss" in said

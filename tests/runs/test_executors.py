@@ -20,6 +20,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.plan.plan_bytes import PlanBytes
 from piper_ir.program.ops import COMM
 from piper_runtime import execute
+from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.processes.emulation import emulate
 from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import collective_model, collective_plans
@@ -96,10 +97,8 @@ def executed(n: int, launcher: str, pool: Pool) -> Trace:
     if launcher == "simulate":
         return piper.simulate(plan, "h100x8", steps=2).trace
     if launcher == "emulated":
-        found = emulate(
-            plan, durations_on(plan, piper.load_cluster("h100x8")), steps=2, trace=True, pool=pool
-        )
-        return found.trace
+        durations = durations_on(plan, piper.load_cluster("h100x8"))
+        return emulate(plan, durations, RunOptions(steps=2, trace=True, pool=pool)).trace
     more = {"pool": pool} if launcher == "processes" else {}
     job, code = collective_model.job(n), collective_model.code(n)
     return execute(plan, code, job, steps=3, launcher=launcher, trace=True, **more).trace  # type: ignore[arg-type]  # one of them

@@ -22,7 +22,7 @@ from piper_runtime.checkpoint import host_snapshots
 from piper_runtime.checkpoint.host_snapshots import SnapshotWriter, copy_states
 from piper_runtime.checkpoint.rank_tensors import FlatState, NamedRange
 from piper_runtime.checkpoint.snapshot_files import CopiedPiece, CopiedTensor
-from piper_runtime.launch import Restart
+from piper_runtime.launch import Restart, RunOptions
 from piper_runtime.launch.running import attempts, survivors
 
 NEVER = 1000
@@ -295,20 +295,21 @@ def test_folders_that_nobody_uses_are_deleted(memory: Path, tmp_path: Path) -> N
         (folder / "0-0.bytes").touch()
     lock = FileLock(memory / f"{used.name}.lock")
     lock.acquire()
-    with survivors.survivors(saved(tmp_path), 1) as kept:
+    wanted = RunOptions(steps=1, checkpoint=saved(tmp_path), restarts=1)
+    with survivors.survivors(wanted.snapshot_every) as kept:
         assert kept.options() is not None and not left.exists() and used.exists()
         assert [p.name.split("-")[2] for p in memory.iterdir() if p.is_dir() and p != used] == [
             str(os.getpid())
         ]
     lock.release()
-    with survivors.survivors(saved(tmp_path), 1):
+    with survivors.survivors(wanted.snapshot_every):
         assert not used.exists()
-    for settings, restarts in (
-        (saved(tmp_path), 0),
-        (saved(tmp_path, snapshot=None), 1),
-        (None, 1),
+    for options in (
+        replace(wanted, restarts=0),
+        replace(wanted, checkpoint=saved(tmp_path, snapshot=None)),
+        replace(wanted, checkpoint=None),
     ):
-        with survivors.survivors(settings, restarts) as kept:
+        with survivors.survivors(options.snapshot_every) as kept:
             assert kept.options() is None and not [*memory.iterdir()], "nobody asked for it"
 
 

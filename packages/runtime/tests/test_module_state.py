@@ -19,7 +19,7 @@ import torch
 
 from packages.runtime.tests.chains import CODE, chain, run
 from piper_ir.ground.errors import JobError
-from piper_runtime.launch.ground.request import make_requests
+from piper_runtime.launch.ground.request import Attempt, make_requests
 from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.rank.binding.evaluation import Evaluation
 from piper_runtime.rank.job.job import materialize
@@ -428,9 +428,8 @@ def test_every_callable_that_ranks_call_is_looked_at(field: str, weather: Any) -
         evaluation = Evaluation(
             plan, {**CODE}, lambda step, rows: weather.SCALE, every=1, batches=1
         )
-    requests = make_requests(
-        plan, {**CODE}, job, materialize(job), RunOptions(steps=1), evaluation=evaluation
-    )
+    options = RunOptions(steps=1, evaluation=evaluation)
+    requests = make_requests(Attempt(plan, {**CODE}, job, materialize(job), options))
     with pytest.raises(
         JobError, match=f"{NAME}.SCALE is 3.0 in the launcher and 1.0 in the worker"
     ):

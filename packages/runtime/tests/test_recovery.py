@@ -27,11 +27,13 @@ from piper_ir.ground.errors import (
 from piper_runtime import Checkpoints, Run
 from piper_runtime.checkpoint import rank_saver
 from piper_runtime.launch.ground import report
-from piper_runtime.launch.ground.recovery import Recovery, RecoveryOptions, Restart
+from piper_runtime.launch.ground.recovery import Recovery
 from piper_runtime.launch.ground.report import StepRecord
+from piper_runtime.launch.ground.restart import Restart
+from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.processes.processes import Pool
-from piper_runtime.launch.running.attempts import workers_of
 from piper_runtime.launch.running.beginning import under_torchrun
+from piper_runtime.launch.running.launchers import workers_of
 
 AGAIN = r"the run goes on with step"
 
@@ -253,10 +255,11 @@ def test_a_pool_has_its_size_again_when_a_run_ended_on_fewer_devices(
     closed: list[int] = []
     workers = Pool(3)
     monkeypatch.setattr(workers, "close", lambda: closed.append(workers.world))
-    with workers_of("processes", 2, "auto", 0, workers) as used:
+    options = RunOptions(steps=1, launcher="processes", pool=workers)
+    with workers_of(options, 2) as used:
         assert used is workers
     assert closed == [], "they are kept for the next run"
-    with pytest.raises(RankError), workers_of("processes", 2, "auto", 0, workers):
+    with pytest.raises(RankError), workers_of(options, 2):
         workers.world = 1
         raise RankError("rank 0 was killed", (0,))
     assert (closed, workers.world) == ([1], 3)
@@ -271,7 +274,7 @@ NO_ROOM = ExecutionError("no room")
 
 
 def policy(restarts: int = 9, replan: Any = None, devices: int = 4) -> Recovery:
-    return Recovery(RecoveryOptions(restarts, replan), 0, None, devices)
+    return Recovery(RunOptions(steps=9, restarts=restarts, replan=replan), devices)
 
 
 def tries(recovery: Recovery, *events: ExecutionError | int) -> str:
@@ -344,19 +347,18 @@ def test_devices_are_lost_with_their_ranks() -> None:
 def test_torchrun_starts_ranks_again_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options, saved = RecoveryOptions(3), Checkpoints(tmp_path)
-    alone = RecoveryOptions(0)
-    assert under_torchrun(options, saved, None, None, 6) == (alone, None, 6), (
-        "they have been started for the first time"
-    )
+    alone = RunOptions(steps=6, checkpoint=Checkpoints(tmp_path))
+    options = replace(alone, restarts=3)
+    assert under_torchrun(options) == alone, "they have been started for the first time"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert under_torchrun(options, saved, None, None, 6) == (alone, None, 6), "nothing is saved yet"
+    assert under_torchrun(options) == alone, "nothing is saved yet"
     plan, job = chain()
-    run(plan, job, steps=4, checkpoint=saved)
-    assert under_torchrun(options, saved, None, None, 6) == (alone, tmp_path / "step-00000004", 2)
-    assert under_torchrun(alone, saved, None, None, 6) == (alone, None, 6), "nobody asked for it"
+    run(plan, job, steps=4, checkpoint=alone.checkpoint)
+    newest = replace(alone, resume=tmp_path / "step-00000004", steps=2)
+    assert under_torchrun(options) == newest
+    assert under_torchrun(alone) == alone, "nobody asked for it"
     with pytest.raises(JobError, match=r'on_loss="replan": torchrun has started the ranks'):
-        under_torchrun(RecoveryOptions(3, lambda n: (plan, CODE)), saved, None, None, 6)
+        under_torchrun(replace(options, replan=lambda n: (plan, CODE)))
 
 
 @pytest.mark.parametrize(

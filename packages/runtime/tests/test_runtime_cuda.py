@@ -23,7 +23,7 @@ from piper_runtime import Job, Run
 from piper_runtime.engine.cuda_streams import CudaStreams, StagedStreams
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
-from piper_runtime.launch.ground.recovery import Recovery, RecoveryOptions
+from piper_runtime.launch.ground.recovery import Recovery
 from piper_runtime.launch.ground.report import RankReport
 from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.running.attempts import Attempts
@@ -96,10 +96,9 @@ def results(
         reports[r].close(ranks[r], [], None)
 
     together(plan.mesh.world, body)
-    attempts = Attempts(
-        job, materialize(job), Beginning(0, None, None), RunOptions(steps), None, Survivors(None, 0)
-    )
-    return attempts._result(plan, reports, Recovery(RecoveryOptions(), 0, None, plan.mesh.world))
+    options = RunOptions(steps=steps)
+    attempts = Attempts(job, materialize(job), Beginning(options), None, Survivors(None, 0))
+    return attempts._result(plan, reports, Recovery(options, plan.mesh.world))
 
 
 def on_machine(plan: Plan, job: Job, seed: int) -> Run:

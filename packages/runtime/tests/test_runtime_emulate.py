@@ -16,6 +16,7 @@ from piper_ir.ground.errors import JobError
 from piper_ir.plan.plan import COMPUTE, Plan
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams
+from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.processes.emulation import Durations, emulate, time_scale
 from piper_runtime.launch.worker import timed_rank
 from piper_runtime.launch.worker.timed_rank import (
@@ -143,6 +144,5 @@ def test_durations_are_scaled_with_latency_and_issue() -> None:
 def test_numbers_that_no_run_can_have(numbers: dict[str, Any]) -> None:
     plan = single()
     with pytest.raises(JobError, match="is needed"):
-        emulate(
-            plan, Durations({plan.roles[0].role: [0.0] * len(plan.roles[0].program)}), **numbers
-        )
+        durations = Durations({plan.roles[0].role: [0.0] * len(plan.roles[0].program)})
+        emulate(plan, durations, RunOptions(**numbers))

@@ -28,7 +28,7 @@ from piper_ir.ground.errors import ExecutionError
 from piper_runtime import Checkpoints
 from piper_runtime.checkpoint.settings import complete_checkpoints
 from piper_runtime.launch.ground.report import StepRecord
-from piper_runtime.launch.ground.request import make_requests
+from piper_runtime.launch.ground.request import Attempt, make_requests
 from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.ray import ray_cluster, ray_placement
 from piper_runtime.launch.ray.ray_actor import pack, unpack
@@ -110,7 +110,8 @@ def test_a_request_survives_the_journey() -> None:
     plan, job = chain(pp=2)
     from piper_runtime.rank.job.job import materialize
 
-    requests = make_requests(plan, {**_code()}, job, materialize(job), RunOptions(steps=1))
+    attempt = Attempt(plan, {**_code()}, job, materialize(job), RunOptions(steps=1))
+    requests = make_requests(attempt)
     packed = [pack(requests[r]) for r in (0, 1)]
     assert packed[0][1][0] is packed[1][1][0], "both roles ship one plan"
     again = unpack(packed[1][0], tuple(packed[1][1]))

@@ -13,7 +13,7 @@ import torch
 from piper_ir.ground.errors import ExecutionError
 from piper_ir.plan.plan import COMPUTE, Instr, Part
 from piper_ir.program.ops import Collective, Recv, Send
-from piper_runtime.engine.engine import Engine, PeerError
+from piper_runtime.engine.engine import Engine, PeerError, host_clock
 from piper_runtime.engine.streams import (
     FIRST_STREAM,
     PHASE,
@@ -129,7 +129,7 @@ def test_a_traced_step_posts_as_any_other_and_sees_the_end_when_it_comes() -> No
     rank = SimpleNamespace(
         entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None
     )
-    traced = Engine(rank, streams, lambda comm: next(works), heart(), trace=True)  # type: ignore[arg-type]  # a rank without tensors
+    traced = Engine(rank, streams, lambda comm: next(works), heart(), host_clock)  # type: ignore[arg-type]  # a rank without tensors
     traced.step(0, traced=True)
     streams.close()
     assert sorted(index for index, _, _ in traced.spans) == [0, 1, 2]
@@ -187,7 +187,7 @@ def engine(
     rank = SimpleNamespace(
         entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None
     )
-    return Engine(rank, streams, lambda comm: work, heart(), trace=trace)  # type: ignore[arg-type]  # a rank without tensors
+    return Engine(rank, streams, lambda comm: work, heart(), host_clock if trace else None)  # type: ignore[arg-type]  # a rank without tensors
 
 
 def communication_with_a_peer() -> BoundComm:

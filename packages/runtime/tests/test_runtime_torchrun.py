@@ -25,7 +25,7 @@ from piper_ir.ground.errors import ExecutionError, HangError, JobError, RankErro
 from piper_runtime.checkpoint.settings import complete_checkpoints
 from piper_runtime.launch.ground.protocol import Failure
 from piper_runtime.launch.torchrun import torchrun
-from piper_runtime.launch.torchrun.command_lines import launch_sections, launch_text
+from piper_runtime.launch.torchrun.command_lines import Launch, launch_sections, launch_text
 from piper_runtime.launch.worker.mail import Mail, Patient
 from piper_runtime.transport.gloo import GlooCommunicators
 
@@ -265,13 +265,15 @@ ray stop  # on each machine, afterwards
 
 def test_launch_lines() -> None:
     assert (
-        launch_text(launch_sections("my train.py", 8, nodes=2, gpus=True, arguments=["-p", "m=4"]))
+        launch_text(
+            launch_sections(Launch("my train.py", 8, nodes=2, gpus=True, arguments=["-p", "m=4"]))
+        )
         == LINES
     )
-    odd = launch_text(launch_sections("f.py", 3))
+    odd = launch_text(launch_sections(Launch("f.py", 3)))
     assert "# Ray, 1 machine\n" in odd and "--address" not in odd and "gpus" not in odd
     with pytest.raises(JobError, match="8 ranks do not divide over 3 nodes"):
-        launch_sections("f.py", 8, nodes=3)
+        launch_sections(Launch("f.py", 8, nodes=3))
 
 
 def test_the_lines_are_lines_of_a_shell_and_torchrun_knows_its_options() -> None:
@@ -280,7 +282,7 @@ def test_the_lines_are_lines_of_a_shell_and_torchrun_knows_its_options() -> None
     known = get_args_parser()
     lines = [
         line
-        for line in launch_text(launch_sections("f.py", 4)).splitlines()
+        for line in launch_text(launch_sections(Launch("f.py", 4))).splitlines()
         if "torchrun" in line and not line.startswith("#")
     ]
     for line in lines:

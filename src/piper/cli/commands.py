@@ -15,57 +15,22 @@ from typing import Annotated
 
 import typer
 
+from piper.cli.arguments import ProfileArguments, ShowArguments, SimulateArguments, TuneArguments
 from piper.cli.checkpoints import checkpoint
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.messages import user_errors
 from piper.cli.options import (
-    RUNS,
-    AddressOption,
     AsJsonOption,
-    ChunksOption,
-    ChunkTimesOption,
-    ClusterNameOption,
-    ConfirmOption,
-    CostsFileOption,
-    CostsOutOption,
-    CsvOption,
-    DevicesOption,
     FileArgument,
-    JitterOption,
-    JitterSeedOption,
-    KeepOption,
-    LauncherOption,
-    LoadOption,
-    LoweredOption,
-    MemoryLimitOption,
-    MemorySnapshotOption,
-    MicrobatchesOption,
-    NoContentionOption,
-    ObjectiveOption,
-    OtherArgument,
-    OutOption,
     OwnRecipesArgument,
     ParamsOption,
-    ProfileLauncherOption,
-    RecipeFileArgument,
-    RecipeNameOption,
-    RepeatsOption,
-    RepetitionsOption,
-    RowsOption,
-    SearchersOption,
-    SeedOption,
-    ShownClusterOption,
-    SpaceFileArgument,
-    StorageOption,
     StrategyFileOption,
-    TrialsOption,
     VersionOption,
-    VersusOption,
-    WhyOption,
     check_drawn,
     pairs,
 )
-from piper.cli.run_arguments import LaunchArguments, RunArguments, command_of
+from piper.cli.record_commands import command_of
+from piper.cli.run_arguments import LaunchArguments, RunArguments
 from piper_ir.ground.errors import JobError
 
 app = typer.Typer(
@@ -86,69 +51,28 @@ def root(version: VersionOption = False) -> None:
 
 
 @app.command()
-def simulate(
-    file: FileArgument,
-    other: OtherArgument = None,
-    params: ParamsOption = None,
-    strategy: StrategyFileOption = None,
-    versus: VersusOption = None,
-    why: WhyOption = False,
-    cluster: ClusterNameOption = "cpu-local",
-    costs: CostsFileOption = None,
-    no_contention: NoContentionOption = False,
-    load: LoadOption = None,
-    jitter: JitterOption = None,
-    repetitions: RepetitionsOption = None,
-    seed: JitterSeedOption = None,
-    out: OutOption = None,
-    memory_snapshot: MemorySnapshotOption = None,
-    as_json: AsJsonOption = False,
-) -> None:
+@command_of(SimulateArguments)
+def simulate(arguments: SimulateArguments) -> None:
     """Predict step time and memory of a strategy without running it; say why; or compare two strategies.
 
     Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
     """
-    with user_errors(locals()):
-        from piper.cli.predicting import Noise, PredictionOutput, Target, load_named, simulated
+    from piper.cli import predicting
 
-        target, noise = (
-            Target(cluster, costs, not no_contention, load_named(load)),
-            Noise.of(jitter, repetitions, seed),
-        )
-        given, changes = pairs(params), pairs(versus, "--versus")
-        shown = PredictionOutput(out, why, as_json, noise, memory_snapshot)
-        simulated(file, strategy, other, given, changes, target, shown)
+    predicting.simulated(arguments)
 
 
 @app.command()
-def tune(
-    file: SpaceFileArgument,
-    cluster: ClusterNameOption = "cpu-local",
-    costs: CostsFileOption = None,
-    trials: TrialsOption = 100,
-    confirm: ConfirmOption = 0,
-    memory_limit: MemoryLimitOption = None,
-    seed: SeedOption = 0,
-    storage: StorageOption = None,
-    workers: SearchersOption = "1",
-    launcher: LauncherOption = "ray",
-    out: OutOption = RUNS,
-    objective: ObjectiveOption = None,
-    load: LoadOption = None,
-    as_json: AsJsonOption = False,
-) -> None:
+@command_of(TuneArguments)
+def tune(arguments: TuneArguments) -> None:
     """Search the fastest strategy that fits, in simulation; --confirm runs the best on this machine.
 
     Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
     """
-    with user_errors(locals()):
-        from piper.cli import searching
+    from piper.cli import searching
 
-        arguments = searching.TuneArguments(
-            file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json, objective, load,
-        )  # fmt: skip
-        if searching.tune(arguments).interrupted:
-            raise typer.Exit(INTERRUPTED)
+    if searching.tune(arguments).interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 @app.command()
@@ -176,28 +100,15 @@ def launch(arguments: LaunchArguments) -> None:
 
 
 @app.command()
-def profile(
-    file: FileArgument,
-    params: ParamsOption = None,
-    strategy: StrategyFileOption = None,
-    launcher: ProfileLauncherOption = "processes",
-    address: AddressOption = "auto",
-    rows: RowsOption = None,
-    keep: KeepOption = None,
-    repeats: RepeatsOption = 7,
-    out: CostsOutOption = Path("costs.json"),
-    as_json: AsJsonOption = False,
-) -> None:
+@command_of(ProfileArguments)
+def profile(arguments: ProfileArguments) -> None:
     """Measure chunks, messages and instructions of a job on this machine; write a costs file for predictions.
 
     Example: piper profile examples/gpt_text.py --out costs.json
     """
-    with user_errors(locals()):
-        from piper.cli.loading import load_file
-        from piper.cli.measuring import measure
+    from piper.cli import measuring
 
-        loaded, over = load_file(file, pairs(params), strategy), (launcher, address)
-        measure(loaded, over, rows=rows, keep=keep or (), repeats=repeats, out=out, as_json=as_json)
+    measuring.measure(arguments)
 
 
 @app.command()
@@ -261,77 +172,46 @@ def explain(
 
 
 @app.command()
-def show(
-    file: RecipeFileArgument = None,
-    params: ParamsOption = None,
-    strategy: StrategyFileOption = None,
-    cluster: ShownClusterOption = None,
-    costs: CostsFileOption = None,
-    recipe: RecipeNameOption = None,
-    pp: DevicesOption = None,
-    microbatches: MicrobatchesOption = None,
-    chunks: ChunksOption = None,
-    times: ChunkTimesOption = None,
-    graph: Annotated[
-        bool, typer.Option("--graph", help="print the training graph, a line per node")
-    ] = False,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="print the plan, a line per instruction; it parses back")
-    ] = False,
-    png: Annotated[
-        Path | None,
-        typer.Option("--png", metavar="FILE.png", help="draw the schedule into a picture"),
-    ] = None,
-    csv: CsvOption = None,
-    lowered: LoweredOption = False,
-    as_json: AsJsonOption = False,
-) -> None:
+@command_of(ShowArguments)
+def show(arguments: ShowArguments) -> None:
     """Draw the simulated schedule of a strategy or a recipe; or print its graph or its plan.
 
     Example: piper show examples/gpt_text.py --png schedule.png; piper show --recipe one_f_one_b --pp 4 --microbatches 8
     """
-    with user_errors(locals()):
-        from piper.api.compiling.compiling import compile
-        from piper.api.ground.costs_file import load_costs
-        from piper.cli.loading import load_file, load_recipes
-        from piper.views.recipe_view import ChunkTimes, arguments, is_table, shown, shown_table
-        from piper.views.show import What, show_recipe, show_strategy
+    from piper.api.compiling.compiling import compile
+    from piper.api.ground.costs_file import load_costs
+    from piper.cli.loading import load_file, load_recipes
+    from piper.views.recipe_view import (
+        ChunkTimes,
+        Pipeline,
+        arguments_of,
+        is_table,
+        shown,
+        shown_table,
+    )
+    from piper.views.show import What, show_recipe, show_strategy
 
-        what = What(graph, plan, png, csv, lowered, as_json)
-        if recipe is None and is_table(file):
-            return show_recipe(
-                shown_table(
-                    file, times, params, strategy, cluster, costs, pp, microbatches, chunks
-                ),
-                what,
-            )
-        check_drawn(
-            recipe,
-            of_files=(strategy, cluster, costs),
-            of_recipes=(pp, microbatches, chunks, times),
+    a = arguments
+    what = What(a.graph, a.plan, a.png, a.csv, a.lowered, a.as_json)
+    of_files, of_recipes = (a.strategy, a.cluster, a.costs), (a.pp, a.microbatches, a.chunks)
+    if a.recipe is None and is_table(a.file):
+        return show_recipe(shown_table(a.file, a.times, a.params, *of_files, *of_recipes), what)
+    check_drawn(a.recipe, of_files=of_files, of_recipes=(*of_recipes, a.times))
+    if a.recipe is not None:
+        if a.file is not None:
+            load_recipes(a.file)
+        pipeline = Pipeline(a.pp or 4, a.microbatches or 8, a.chunks)
+        own = arguments_of(pairs(a.params))
+        return show_recipe(shown(a.recipe, pipeline, ChunkTimes.parse(a.times), own), what)
+    if a.file is None:
+        raise JobError(
+            "give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper "
+            "recipes` lists them)"
         )
-        if recipe is not None:
-            if file is not None:
-                load_recipes(file)
-            own, each, m = arguments(pairs(params)), ChunkTimes.parse(times), microbatches or 8
-            return show_recipe(
-                shown(recipe, pp=pp or 4, microbatches=m, chunks=chunks, times=each, more=own), what
-            )
-        if file is None:
-            raise JobError(
-                "give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper "
-                "recipes` lists them)"
-            )
-        loaded, known = (
-            load_file(file, pairs(params), strategy),
-            load_costs(costs) if costs else None,
-        )
-        show_strategy(
-            compile(loaded.job, loaded.strategy, costs=known),
-            what,
-            cluster=cluster or "cpu-local",
-            costs=known,
-        )
+    job_file = load_file(a.file, pairs(a.params), a.strategy)
+    costs = load_costs(a.costs) if a.costs else None
+    compiled = compile(job_file.job, job_file.strategy, costs=costs)
+    show_strategy(compiled, what, cluster=a.cluster or "cpu-local", costs=costs)
 
 
 @app.command()

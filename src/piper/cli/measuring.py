@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from piper.api.ground.costs_file import check_costs_path, save_costs
 from piper.api.running.profiling import profile
-from piper.cli.loading import JobFile
+from piper.cli.arguments import ProfileArguments
+from piper.cli.loading import load_file
+from piper.cli.options import pairs
 from piper.views.costs_table import costs_table
 from piper.views.display import show
 from piper_ir.ground.codec import dumps
@@ -19,32 +19,24 @@ if TYPE_CHECKING:
     from piper_runtime.launch import Launcher
 
 
-def measure(
-    recipe: JobFile,
-    over: tuple[str, str],
-    *,
-    rows: Sequence[int] | None,
-    keep: Sequence[str],
-    repeats: int,
-    out: Path,
-    as_json: bool,
-) -> None:
-    """Measure a job with a launcher and the address of its cluster, write the costs to `out`, and print them."""
-    check_costs_path(out)
-    cluster = over[1]
-    launcher = cast("Launcher", over[0])  # `profile` checks what was typed
+def measure(arguments: ProfileArguments) -> None:
+    """Measure the job of a file, write its costs, and print them."""
+    a = arguments
+    job_file = load_file(a.file, pairs(a.params), a.strategy)
+    check_costs_path(a.out)
     with working("measuring chunks, messages and instructions"):
         costs = profile(
-            recipe.job,
-            recipe.strategy,
-            launcher=launcher,
-            cluster=cluster,
-            rows=rows,
-            keep=keep,
-            repeats=repeats,
+            job_file.job,
+            job_file.strategy,
+            launcher=cast("Launcher", a.launcher),  # `profile` checks what was typed
+            cluster=a.address,
+            rows=a.rows,
+            keep=a.keep or (),
+            repeats=a.repeats,
         )
-    save_costs(out, costs)
-    print(dumps(costs)) if as_json else show(
-        costs_table(costs, title=f"costs of {recipe.path.name}")
-    )
-    print(f"costs are in {out}", file=sys.stderr)
+    save_costs(a.out, costs)
+    if a.as_json:
+        print(dumps(costs))
+    else:
+        show(costs_table(costs, title=f"costs of {job_file.path.name}"))
+    print(f"costs are in {a.out}", file=sys.stderr)

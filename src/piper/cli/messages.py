@@ -13,26 +13,20 @@ from typing import Any
 import typer
 
 from piper.cli.interrupts import INTERRUPTED
+from piper.cli.run_arguments import OF_EXECUTE
 from piper_ir.ground.errors import PiperError, PiperWarning
 from piper_ir.tools import clear_line, shown_while_working
 
 ARGUMENTS = (
-    "launcher",
+    *OF_EXECUTE,
     "cluster",
     "memory_limit",
     "confirm",
     "workers",
-    "timeout_s",
     "repeats",
     "storage",
-    "resume",
     "seed",
-    "loader",
-    "restarts",
-    "on_loss",
-    "spares",
     "objective",
-    "steps",
     "rows",
 )
 """The arguments of functions whose messages reach the command line.
@@ -42,7 +36,8 @@ There, a message about a "cluster" is about Ray's, which is `--address`.
 PARAMETERS = {"cluster": "address"}
 """The arguments whose option has another name."""
 _CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
-_SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""")
+_SETTINGS = "|".join(name for name in ARGUMENTS if name not in ("steps", "rows"))
+_SETTING = re.compile(rf"""\b({_SETTINGS})=(["']?)(\w[\w:.]*)\2""")
 _NAME = re.compile(
     r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume)(?= out)|(?<=give "
     r")restarts(?= of)"

@@ -305,6 +305,16 @@ ChunkTimesOption = Annotated[
         help="seconds of one chunk of --recipe, and of an overlapped pair (default 1,1,1)",
     ),
 ]
+GraphOption = Annotated[
+    bool, typer.Option("--graph", help="print the training graph, a line per node")
+]
+PlanOption = Annotated[
+    bool, typer.Option("--plan", help="print the plan, a line per instruction; it parses back")
+]
+PictureOption = Annotated[
+    Path | None,
+    typer.Option("--png", metavar="FILE.png", help="draw the schedule into a picture"),
+]
 CsvOption = Annotated[
     Path | None,
     typer.Option(
@@ -360,7 +370,6 @@ ResumeOption = Annotated[
 RestartsOption = Annotated[
     int,
     typer.Option(
-        "--restarts",
         min=0,
         help="start again so often after a worker died, raised or hung, from --checkpoint",
     ),
@@ -368,7 +377,6 @@ RestartsOption = Annotated[
 OnLossOption = Annotated[
     str,
     typer.Option(
-        "--on-loss",
         autocompletion=one_of(*LOSSES),
         metavar="restart|replan",
         help="with --restarts: a worker that died is replaced, or its device is gone and a "
@@ -379,7 +387,6 @@ OnLossOption = Annotated[
 SparesOption = Annotated[
     int,
     typer.Option(
-        "--spares",
         min=0,
         help="on Ray, keep room for so many more workers, which replace those that die",
     ),

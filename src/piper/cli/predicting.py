@@ -24,7 +24,9 @@ from piper.api.ground.results import (
     save_snapshots,
 )
 from piper.api.problems.advice import advice
+from piper.cli.arguments import SimulateArguments
 from piper.cli.loading import JobFile, load_file
+from piper.cli.options import pairs
 from piper.views.display import show
 from piper.views.distribution_table import distribution_table
 from piper.views.reporting import report_at_end
@@ -149,23 +151,24 @@ class PredictionOutput:
     snapshots: Path | None = None
 
 
-def simulated(
-    file: Path, strategy: Path | None, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str], target: Target,
-    shown: PredictionOutput,
-) -> None:  # fmt: skip
+def simulated(arguments: SimulateArguments) -> None:
     """Simulate one strategy, or two beside each other, as the command line asks for."""
-    two = other is not None or bool(changes)
+    a = arguments
+    target = Target(a.cluster, a.costs, not a.no_contention, load_named(a.load))
+    noise = Noise.of(a.jitter, a.repetitions, a.seed)
+    params, changes = pairs(a.params), pairs(a.versus, "--versus")
+    shown = PredictionOutput(a.out, a.why, a.as_json, noise, a.memory_snapshot)
+    two = a.other is not None or bool(changes)
     if two and shown != PredictionOutput(as_json=shown.as_json):
         raise JobError(
             "--why, --jitter, --memory-snapshot and --out are for one strategy; simulate the two "
             "one after the other"
         )
-    job_file = load_file(file, params, strategy)
+    job_file = load_file(a.file, params, a.strategy)
     with captured_once():
         if two:
-            predict_two(
-                job_file, other, target, params=params, changes=changes, as_json=shown.as_json
-            )
+            second, names = _second(job_file, a.other, params, changes)
+            predict_two((job_file, second), names, target, as_json=a.as_json)
         else:
             predict(job_file, target, shown)
 
@@ -311,22 +314,11 @@ def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float
 
 
 def predict_two(
-    job_file: JobFile,
-    other: Path | None,
-    target: Target,
-    *,
-    params: Mapping[str, str],
-    changes: Mapping[str, str],
-    as_json: bool,
+    sides: tuple[JobFile, JobFile], names: tuple[str, str], target: Target, *, as_json: bool
 ) -> None:
-    """Simulate two strategies and print where the difference arises.
-
-    `other` is another FILE.py, to which `params` apply too, or a saved strategy of the same job; None is the same file.
-    `changes` of parameters make the second strategy.
-    """
-    second, names = _second(job_file, other, params, changes)
+    """Simulate two strategies and print where the difference arises."""
     explanations = []
-    for side in (job_file, second):
+    for side in sides:
         plan = target.compiled(side).plan
         explanations.append(
             why(
@@ -341,7 +333,7 @@ def predict_two(
     if as_json:
         print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))
         return
-    rows = [side.job.global_batch for side in (job_file, second)]
+    rows = [side.job.global_batch for side in sides]
     note = f"the steps differ in their rows: {rows[0]} and {rows[1]}" if rows[0] != rows[1] else ""
     for i, table in enumerate(comparison_tables(result, names, target.cluster.name, note)):
         print("\n" * (i > 0), end="")
@@ -351,7 +343,11 @@ def predict_two(
 def _second(
     job_file: JobFile, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str]
 ) -> tuple[JobFile, tuple[str, str]]:
-    """Return the other side of a comparison, and the names of the two."""
+    """Return the other side of a comparison, and the names of the two.
+
+    `other` is another FILE.py, to which `params` apply too, or a saved strategy of the same job; None is the same file.
+    `changes` of parameters make the second strategy.
+    """
     name = job_file.path.name
     was = " " * bool(changes) + ", ".join(f"{n}={job_file.params.get(n, '-')}" for n in changes)
     now = " " * bool(changes) + ", ".join(f"{n}={v}" for n, v in changes.items())

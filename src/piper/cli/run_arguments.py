@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, cast
 
-from piper.cli.messages import user_errors
 from piper.cli.options import (
     LOADER,
     LOG,
@@ -36,6 +34,7 @@ from piper.cli.options import (
     StepsOption,
     StrategyFileOption,
     TimeoutOption,
+    loader_of,
     pairs,
 )
 from piper_ir.ground.errors import JobError
@@ -43,8 +42,23 @@ from piper_ir.ground.errors import JobError
 if TYPE_CHECKING:
     from piper.cli.loading import JobFile
     from piper_runtime import Checkpoints
+    from piper_runtime.launch import Launch, Launcher, RunOptions
 
-Record = TypeVar("Record")
+HANDED_ON = (
+    "strategy", "steps", "costs", "log", "timeout_s", "out", "ranges", "checkpoint", "every", "snapshot", "resume", "loader",
+    "restarts",
+)  # fmt: skip
+"""The options that command lines of `piper launch` hand on to `piper run`."""
+OF_RAY = ("on_loss", "spares")
+"""The options that they hand on under Ray."""
+OF_TRAINING = (
+    "launcher", "address", "log", "ranges", "checkpoint", "every", "snapshot", "resume", "loader", *OF_RAY, "restarts",
+)  # fmt: skip
+"""The options that an emulated run does not take."""
+OF_EXECUTE = (
+    "launcher", "timeout_s", "resume", "loader", "restarts", "on_loss", "spares", "steps",
+)  # fmt: skip
+"""The options that are arguments of `piper.execute`, whose messages name them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +109,20 @@ class LaunchArguments:
 
         return load_file(self.file, pairs(self.params), self.strategy)
 
+    def launch(self, world: int) -> Launch:
+        """Return how command lines start the ranks of the file, with the options that were given."""
+        from piper_runtime.launch import Launch
+
+        words = [word for p in self.params or () for word in ("-p", p)]
+        return Launch(
+            self.file,
+            world,
+            nodes=self.nodes,
+            arguments=[*words, *_words(self.changed(*HANDED_ON))],
+            of_ray=_words(self.changed(*OF_RAY)),
+            restarts=self.restarts,
+        )
+
     def changed(self, *names: str) -> dict[str, Any]:
         """Return the options of these names whose value is not the default, each by its flag."""
         usual = {f.name: f.default for f in fields(self)}
@@ -111,33 +139,33 @@ class RunArguments(LaunchArguments):
     print_launch: PrintLaunchOption = False
     emulate: EmulateOption = None
 
+    def options(self, steps: int) -> RunOptions:
+        """Return the options of a run of so many steps; raise JobError for options that need a folder."""
+        from piper_runtime.launch import RunOptions
+
+        return RunOptions(
+            steps=steps,
+            launcher=cast("Launcher", self.launcher),
+            cluster=self.address,
+            timeout_s=self.timeout_s,
+            ranges=self.ranges,
+            checkpoint=self.checkpoints(),
+            resume="latest" if self.resume else None,
+            loader=loader_of(self.loader),
+            restarts=self.restarts,
+            spares=self.spares,
+        )
+
 
 def flag(name: str) -> str:
     """Return the option of a field."""
     return f"--{name.replace('_', '-')}"
 
 
-def command_of(record: type[Record]) -> Callable[[Callable[[Record], None]], Callable[..., None]]:
-    """Return a decorator that gives a function of a record the record's fields as options at the command line."""
-
-    def decorate(action: Callable[[Record], None]) -> Callable[..., None]:
-        def command(**given: Any) -> None:
-            with user_errors(given):
-                action(record(**given))
-
-        types = get_type_hints(record, include_extras=True)
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters = [
-            inspect.Parameter(f.name, kind, default=_default(f.default), annotation=types[f.name])
-            for f in fields(record)  # type: ignore[arg-type]  # a dataclass
-        ]
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
-        command.__name__, command.__doc__ = action.__name__, action.__doc__
-        return command
-
-    return decorate
-
-
-def _default(value: object) -> object:
-    return inspect.Parameter.empty if value is MISSING else value
+def _words(options: Mapping[str, object]) -> list[str]:
+    """Return the words of the options that were given."""
+    words: list[str] = []
+    for flag, value in options.items():
+        if value is not None and value is not False:
+            words += [flag] if value is True else [flag, str(value)]
+    return words

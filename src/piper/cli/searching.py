@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from piper.api.content.origin import save_origin
 from piper.api.ground.costs_file import load_costs
 from piper.api.ground.results import new_folder
 from piper.api.running import tuning
+from piper.cli.arguments import TuneArguments
 from piper.cli.loading import load_space
 from piper.cli.options import searchers
 from piper.cli.predicting import load_named
@@ -22,26 +21,6 @@ from piper_ir.ground.errors import JobError
 
 if TYPE_CHECKING:
     from piper_runtime.launch import Launcher
-
-
-@dataclass(frozen=True)
-class TuneArguments:
-    """Hold the options of `piper tune`."""
-
-    file: Path
-    cluster: str
-    costs: Path | None
-    trials: int
-    confirm: int
-    memory_limit: str | None
-    seed: int
-    storage: str | None
-    workers: str
-    launcher: str
-    out: Path | None
-    as_json: bool
-    objective: str | None = None
-    load: str | None = None
 
 
 def objective_named(name: str | None) -> Objective | None:

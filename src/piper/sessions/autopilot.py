@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from piper.api.captures.capturing import captured_once
 from piper.api.ground.costs_file import save_costs
@@ -18,18 +18,17 @@ from piper.views.study_view import bar, show_study
 from piper_compiler import Strategy
 from piper_ir.ground.errors import TuneError
 from piper_ir.tools import shown_while_working, working
+from piper_runtime import Job
+from piper_runtime.launch import RunOptions, open_pool
 from piper_simulator import CPU
-
-if TYPE_CHECKING:
-    from piper_runtime import Job
 
 
 def loop(
     job: Job,
     strategy: Callable[[Any], Strategy],
+    options: RunOptions,
     *,
     baseline: Mapping[str, Any],
-    steps: int,
     trials: int = 40,
     confirm: int = 2,
     seed: int = 0,
@@ -43,25 +42,23 @@ def loop(
     Args:
         job: The job to train.
         strategy: The function of a trial.
+        options: How the fastest strategy is trained; the other runs have the same launcher.
         baseline: Parameters of the strategy that is measured. Its mesh is the largest that is searched.
-        steps: Steps to train with the fastest strategy.
         trials: Candidates to search with the measured costs.
         confirm: How many of the best are run for a few steps.
         seed: The seed of the search.
         out: The folder in which a new one is made.
-        settings: How runs are made.
+        settings: The name of the folder, and the settings of the training.
     """
-    from piper_runtime.launch import open_pool
-
     first = strategy(FixedTrial({name: str(value) for name, value in baseline.items()}))
     folder = new_folder(out, settings.name)
     with (
         shown_while_working(),
         unless_empty(folder),
         captured_once(),
-        open_pool(settings.launcher, first.mesh.world, cluster=settings.address) as pool,
+        open_pool(options.launcher, first.mesh.world, cluster=options.cluster) as pool,
     ):
-        print(f"profile on {first.mesh.world} ranks, launcher {settings.launcher}", flush=True)
+        print(f"profile on {first.mesh.world} ranks, launcher {options.launcher}", flush=True)
         with working("measuring chunks, messages and instructions"):
             costs = profile(job, first, pool=pool)
         save_costs(folder / "costs.json", costs)
@@ -85,6 +82,6 @@ def loop(
         return session(
             job,
             study.best,
-            steps=steps,
-            settings=replace(settings, costs=costs, folder=folder, pool=pool),
+            replace(options, pool=pool),
+            replace(settings, costs=costs, folder=folder),
         )

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from piper.api.compiling.compiling import Compiled, compile
 from piper.api.content.origin import save_origin
@@ -19,7 +19,7 @@ from piper.api.ground.results import (
     save_weights,
     unless_empty,
 )
-from piper.api.running.execution import execute
+from piper.api.running.execution import Records, execute_with
 from piper.api.running.metrics import check_logs
 from piper.api.running.replanning import Fallbacks, Replanner, check_on_loss
 from piper.views.display import show
@@ -32,65 +32,42 @@ from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.program.costs import Costs
 from piper_ir.tools import size_text, working
 from piper_report import beside_table
+from piper_runtime import Job, Run
+from piper_runtime.checkpoint import chosen_checkpoint, open_checkpoint
+from piper_runtime.launch import Interrupted, RunOptions, StepRecord, check_request
 from piper_simulator import Cluster, Simulation, device_type, simulate, why
-
-if TYPE_CHECKING:
-    from piper_runtime import Checkpoints, Job, Run
-    from piper_runtime.launch import Launcher, StepRecord, Workers
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Say how a session runs.
+    """Say how a session predicts, where its results go, and how it goes on after a loss of devices.
 
     Attributes:
-        launcher: As in `piper.execute`.
-        address: The address of a Ray cluster to join, or "auto".
         costs: Measured durations, or a file of them.
         out: Results go to a new folder NAME-001, ... below it.
         folder: Results go into this folder.
         name: The name of the new folder.
-        timeout_s: As in `piper.execute`.
-        log: As in `piper.execute`.
-        ranges: As in `piper_runtime.execute`.
-        pool: Workers to use again.
-        checkpoint: As in `piper.execute`.
-        resume: Whether to go on from the newest complete checkpoint of `checkpoint`.
-        loader: As in `piper_runtime.execute`.
-        restarts: As in `piper.execute`, and so is `on_loss`.
-        spares: As in `piper_runtime.execute`.
+        log: As in `piper.execute`, and so is `on_loss`.
         fallbacks: The `strategy` of `piper.execute`.
     """
 
-    launcher: Launcher = "ray"
-    address: str = "auto"
     costs: Costs | Path | None = None
     out: Path | None = None
     folder: Path | None = None
     name: str = "run"
-    timeout_s: float = 60
     log: Iterable[str] = ()
-    ranges: bool = False
-    pool: Workers | None = None
-    checkpoint: Checkpoints | None = None
-    resume: bool = False
-    loader: str | int = "thread"
-    restarts: int = 0
     on_loss: Literal["restart", "replan"] = "restart"
-    spares: int = 0
     fallbacks: Fallbacks | None = None
-
-    def first_step(self) -> int:
-        """Return the step with which the run begins; raise JobError or FormatError if it cannot be resumed."""
-        if not self.resume or self.checkpoint is None:
-            return 0
-        from piper_runtime.checkpoint import newest_checkpoint, open_checkpoint
-
-        return open_checkpoint(newest_checkpoint(self.checkpoint.path)).meta.step
 
     def durations(self) -> Costs | None:
         """Return the costs, from their file if they are one."""
         return load_costs(self.costs) if isinstance(self.costs, Path) else self.costs
+
+    def new_folder(self) -> Path | None:
+        """Return the folder of the results, a new one if they go below `out`; None without one."""
+        if self.folder is None and self.out is not None:
+            return new_folder(self.out, self.name)
+        return self.folder
 
 
 DEFAULTS = Settings()
@@ -106,27 +83,36 @@ class Session:
     folder: Path | None
 
 
-def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFAULTS) -> Run:
+def first_step(options: RunOptions) -> int:
+    """Return the step with which a run begins; raise JobError or FormatError if it cannot be resumed."""
+    if options.resume is None:
+        return options.first
+    return open_checkpoint(chosen_checkpoint(options.resume, options.checkpoint)).meta.step
+
+
+def train(job: Job, strategy: Strategy, options: RunOptions, settings: Settings = DEFAULTS) -> Run:
     """Compile, predict on this machine, train, print loss by step and predicted beside measured; return the run."""
-    return session(job, strategy, steps=steps, settings=settings).run
+    return session(job, strategy, options, settings).run
 
 
-def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
-    """Run `train` and return prediction and run; with a folder for results, write a report there."""
+def session(
+    job: Job, strategy: Strategy, options: RunOptions, settings: Settings = DEFAULTS
+) -> Session:
+    """Run `train` and return prediction and run; with a folder for results, write a report there.
+
+    Of the options, `trace`, `memory`, `on_step` and `replan` are chosen here.
+    """
     from piper.api.ground.this_machine import devices_of_runs
-    from piper_runtime.launch import check_request
 
     check_logs(settings.log)
     costs = settings.durations()
     fallbacks = settings.fallbacks if settings.on_loss == "replan" else None
-    check_on_loss(settings.on_loss, fallbacks, settings.restarts, settings.launcher)
+    check_on_loss(settings.on_loss, fallbacks, options)
     with working("compiling"):
         compiled = compile(job, strategy, costs=costs)
-    check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s, settings.loader)
-    begin = settings.first_step()
-    folder = settings.folder  # made before hours of training, not after
-    if folder is None and settings.out is not None:
-        folder = new_folder(settings.out, settings.name)
+    check_request(compiled.plan, job, options)
+    begin = first_step(options)
+    folder = settings.new_folder()  # made before hours of training, not after
     with unless_empty(folder):
         cluster = devices_of_runs(compiled.plan.mesh.world)
         compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
@@ -137,15 +123,16 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
         print(
             f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} "
             f"rows, "
-            f"{steps} steps{f' from step {begin} on' if begin else ''}, launcher "
-            f"{settings.launcher}"
+            f"{options.steps} steps{f' from step {begin} on' if begin else ''}, launcher "
+            f"{options.launcher}"
         )
         if compiled.evaluation is not None:
             print(_evaluation_text(job, compiled, compiled.evaluation))
         replanner = (
             Replanner(compiled, job, fallbacks, costs) if settings.on_loss == "replan" else None
         )
-        run = _executed(compiled, steps, settings, folder, replanner)
+        options = replace(options, trace=True, memory=True, on_step=_print_step, replan=replanner)
+        run = _executed(compiled, job, options, Records(folder=folder, log=settings.log))
         if replanner is not None and replanner.strategy is not None:
             compiled, prediction = _replanned(replanner, folder, costs)
     counted = folder is not None and any(counts_tokens(b.name) for b in compiled.plan.buffers)
@@ -217,27 +204,13 @@ def _replanned(
     return compiled, prediction
 
 
-def _executed(
-    compiled: Compiled,
-    steps: int,
-    settings: Settings,
-    folder: Path | None,
-    replanner: Replanner | None,
-) -> Run:
+def _executed(compiled: Compiled, job: Job, options: RunOptions, records: Records) -> Run:
     """Execute, and keep the weights of a run that was interrupted and ended with a whole step."""
-    from piper_runtime.launch import Interrupted
-
     try:
-        return execute(
-            compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
-            folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
-            checkpoint=settings.checkpoint, resume="latest" if settings.resume else None, loader=settings.loader,
-            restarts=settings.restarts, on_loss=settings.on_loss, replan=replanner,
-            spares=settings.spares,
-        )  # fmt: skip
+        return execute_with(compiled, job, options, records)
     except Interrupted as e:
-        if folder is not None:
-            _keep_weights(folder, e.run)
+        if records.folder is not None:
+            _keep_weights(Path(records.folder), e.run)
         raise
 
 

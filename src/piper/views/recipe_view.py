@@ -111,15 +111,21 @@ class SimulatedRecipe:
         )
 
 
+@dataclass(frozen=True)
+class Pipeline:
+    """Hold the size of a pipeline: devices, microbatches, and chunks per device, None for the recipe's own number."""
+
+    pp: int
+    microbatches: int
+    chunks: int | None = None
+
+
 def shown(
     name: str,
-    *,
-    pp: int,
-    microbatches: int,
-    chunks: int | None = None,
+    pipeline: Pipeline,
     times: ChunkTimes | None = None,
-    activation: int = 1,
     more: Mapping[str, object] | None = None,
+    activation: int = 1,
 ) -> SimulatedRecipe:
     """Compile and simulate a recipe; `more` are arguments of its own.
 
@@ -127,8 +133,8 @@ def shown(
     """
     recipe = find(name)
     times = times or ChunkTimes()
-    directives = directives_of(recipe, pp, microbatches, chunks, times, more or {})
-    return _simulated(recipe, Strategy(Mesh(pp=pp), directives), times, activation)
+    directives = directives_of(recipe, pipeline, times, more or {})
+    return _simulated(recipe, Strategy(Mesh(pp=pipeline.pp), directives), times, activation)
 
 
 def is_table(file: Path | None) -> TypeGuard[Path]:
@@ -190,17 +196,11 @@ def find(name: str) -> Recipe:
 
 
 def directives_of(
-    recipe: Recipe,
-    pp: int,
-    microbatches: int,
-    chunks: int | None,
-    times: ChunkTimes,
-    more: Mapping[str, object],
+    recipe: Recipe, pipeline: Pipeline, times: ChunkTimes, more: Mapping[str, object]
 ) -> tuple[Directive, ...]:
     """Call a recipe with the arguments that it takes; one that asks for times, like the search, gets `times`."""
     accepted = inspect.signature(recipe.make).parameters
-    given: dict[str, Any] = {"pp": pp, "microbatches": microbatches}
-    given |= {} if chunks is None else {"chunks": chunks}
+    given: dict[str, Any] = {k: v for k, v in asdict(pipeline).items() if v is not None}
     given |= {k: v for k, v in asdict(times).items() if k in ("F", "I", "W") and k in accepted}
     given |= dict(more)
     unknown = [k for k in given if k not in accepted]
@@ -218,7 +218,7 @@ def directives_of(
     return made
 
 
-def arguments(params: Mapping[str, str]) -> dict[str, Any]:
+def arguments_of(params: Mapping[str, str]) -> dict[str, Any]:
     """Return `-p` options of a recipe: JSON as such, else text; raise JobError for arguments with their own option."""
     values: dict[str, Any] = {}
     for name, text in params.items():

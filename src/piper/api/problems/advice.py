@@ -11,7 +11,7 @@ from piper.api.captures.capturing import captured_once
 from piper.api.compiling.compiling import compile
 from piper.api.ground.clusters import chosen_cluster
 from piper.api.problems.other_meshes import used_recipe
-from piper.api.problems.tuning_problem import problem_of
+from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import OneWord, Scored, ScoredHere, WayOut
 from piper_compiler import Options, Strategy, order, recompute, replicate, shard, split
 from piper_compiler.recipes import RECIPES, tensor_parallel
@@ -88,7 +88,7 @@ def advice(
             or compile(job, strategy, costs=costs, options=Options(device=device_type(chosen))).plan
         )
         limit = max(kind.device.memory_bytes for kind in chosen.kinds)
-        problem, more = problem_of(job, chosen, costs, limit, None)
+        problem, more = problem_of(job, Conditions(chosen, costs, limit))
         small = sum(len(role.program) for role in found.roles) <= MOST_INSTRUCTIONS
         scored = ScoredHere(problem, more["at_rows"], more["under"], engine=contention and small)
         before = scored.score(strategy)

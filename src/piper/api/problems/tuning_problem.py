@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,15 +18,29 @@ if TYPE_CHECKING:
     from piper_runtime import Job
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """Hold the conditions under which candidates are predicted.
+
+    Attributes:
+        cluster: The cluster; None if durations are given.
+        costs: Measured durations.
+        memory_limit: Bytes per device; None for no limit.
+        model: The cost model.
+    """
+
+    cluster: Cluster | None
+    costs: Costs | None = None
+    memory_limit: int | None = None
+    model: CostModelFactory = DeviceModel
+
+
 def problem_of(
-    source: Job | Program,
-    cluster: Cluster | None,
-    costs: Costs | None,
-    limit: int | None,
-    global_batch: int | None,
-    model: CostModelFactory = DeviceModel,
+    source: Job | Program, conditions: Conditions, global_batch: int | None = None
 ) -> tuple[TuningProblem, dict[str, Any]]:
     """Return the tuning problem, and the keywords that bring a job's programs to the workers."""
+    cluster, costs, limit = conditions.cluster, conditions.costs, conditions.memory_limit
+    model = conditions.model
     if isinstance(source, Program):
         return TuningProblem(
             source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model

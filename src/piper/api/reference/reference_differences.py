@@ -94,7 +94,8 @@ def differences(
             )
         for step, (got, want) in enumerate(zip(steps, expected.gradients, strict=False)):
             reached = _reached(got, want, expected.parameters)
-            result += _tensors(step, "gradient", rank, reached, want, norms[step], tolerance)
+            on_one = _OneDevice("gradient", want, norms[step], tolerance)
+            result += on_one.differences(step, rank, reached)
     for step, want in enumerate(expected.gradients):
         seen = {n for steps in found.gradients.values() if step < len(steps) for n in steps[step]}
         result += [
@@ -120,20 +121,13 @@ def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Dif
     last = len(expected.losses)
     result: list[Difference] = []
     kinds = [
-        (what, want, _norms(want))
+        _OneDevice(what, want, _norms(want), tolerance)
         for what, want in (("parameter", expected.parameters), ("buffer", expected.buffers))
     ]
     for rank, states in found.states.items():
-        for what, want, norms in kinds:
-            result += _tensors(
-                last,
-                what,
-                rank,
-                {n: t for n, t in states.items() if n in want},
-                want,
-                norms,
-                tolerance,
-            )
+        for on_one in kinds:
+            of_kind = {n: t for n, t in states.items() if n in on_one.tensors}
+            result += on_one.differences(last, rank, of_kind)
         # What is trained must be somewhere; its holders are compared one by one above.
     held_names = {n for states in found.states.values() for n in states}
     result += [
@@ -144,9 +138,8 @@ def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Dif
         wrong = sorted(found.state_dict.keys() ^ expected.state_dict.keys())
         result.append(Difference(last, "state_dict", -1, "", f"names differ: {', '.join(wrong)}"))
     want = expected.state_dict
-    return result + _tensors(
-        last, "state_dict", -1, found.state_dict, want, _norms(want), tolerance
-    )
+    on_one = _OneDevice("state_dict", want, _norms(want), tolerance)
+    return result + on_one.differences(last, -1, found.state_dict)
 
 
 def _reached(got: Tensors, want: Tensors, parameters: Tensors) -> dict[str, Tensor]:
@@ -168,50 +161,50 @@ def _norms(tensors: Tensors) -> dict[str, float]:
     return {name: _norm(tensor) for name, tensor in tensors.items()}
 
 
-def _tensors(
-    step: int,
-    what: str,
-    rank: int,
-    got: Tensors,
-    want: Tensors,
-    norms: Mapping[str, float],
-    tolerance: float,
-) -> list[Difference]:
-    """Return the differences between tensors of the same names in `got` and `want`, whose norms are given.
+@dataclass(frozen=True)
+class _OneDevice:
+    """Hold the tensors of one device of one kind.
 
-    An error counts relative to the tensor's norm and to the typical norm of all of `want`.
+    Attributes:
+        what: The kind, such as "gradient".
+        tensors: The tensors by name.
+        norms: Their norms.
+        tolerance: The error that counts as equal, relative to a tensor's norm and to the typical norm of all of them.
     """
-    typical = typical_norm(norms)
-    result = []
-    for name, a in got.items():
-        if name not in want:
-            if what == "gradient":
-                result.append(Difference(step, what, rank, name, "one device has none"))
-            continue
-        b = want[name]
-        if a.shape != b.shape or a.dtype != b.dtype:
-            result.append(
-                Difference(
-                    step,
-                    what,
-                    rank,
-                    name,
-                    f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}",
-                )
+
+    what: str
+    tensors: Tensors
+    norms: Mapping[str, float]
+    tolerance: float
+
+    def differences(self, step: int, rank: int, tensors: Tensors) -> list[Difference]:
+        """Return the differences of a rank's tensors from the ones of the same names."""
+        typical = typical_norm(self.norms)
+        result = []
+        for name, tensor in tensors.items():
+            if name in self.tensors:
+                problem = self._problem(name, tensor, typical)
+            else:
+                problem = "one device has none" if self.what == "gradient" else None
+            if problem is not None:
+                result.append(Difference(step, self.what, rank, name, problem))
+        return result
+
+    def _problem(self, name: str, tensor: Tensor, typical: float) -> str | None:
+        """Return how a tensor differs; None if it does not."""
+        want, norm = self.tensors[name], self.norms[name]
+        if tensor.shape != want.shape or tensor.dtype != want.dtype:
+            return (
+                f"{tensor.dtype} {tuple(tensor.shape)}, one device has {want.dtype} "
+                f"{tuple(want.shape)}"
             )
-            continue
-        error, allowed = _norm(_wide(a) - _wide(b)), tolerance * (norms[name] + FLOOR * typical)
-        if not error <= allowed:
-            result.append(
-                Difference(
-                    step,
-                    what,
-                    rank,
-                    name,
-                    f"|a - b| = {error:.3g}, |b| = {norms[name]:.3g}, allowed {allowed:.1g}",
-                )
-            )
-    return result
+        error, allowed = (
+            _norm(_wide(tensor) - _wide(want)),
+            self.tolerance * (norm + FLOOR * typical),
+        )
+        if error <= allowed:
+            return None
+        return f"|a - b| = {error:.3g}, |b| = {norm:.3g}, allowed {allowed:.1g}"
 
 
 def _wide(tensor: Tensor) -> Tensor:

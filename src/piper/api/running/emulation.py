@@ -12,7 +12,7 @@ from piper.api.ground.results import new_folder, save_run, unless_empty
 from piper_ir.fold.timing import prepare
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
-from piper_runtime.launch import Durations, Emulation
+from piper_runtime.launch import Durations, Emulation, RunOptions
 from piper_runtime.launch import emulate as run
 from piper_simulator import Cluster, CostModelFactory, DeviceModel, given_only, model_for, split
 
@@ -52,6 +52,7 @@ def emulate(
     from piper_ir.verify import verify
 
     verify(compiled.plan)
+    options = RunOptions(steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
     device = emulated_cluster(compiled.plan, cluster)
     plan = split(
         compiled.plan, device, shared=False
@@ -59,7 +60,7 @@ def emulate(
     durations = durations_on(plan, device, costs, model)
     folder = new_folder(Path(out), "emulated") if out is not None else None
     with unless_empty(folder):
-        result = run(plan, durations, steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
+        result = run(plan, durations, options)
     if plan is not compiled.plan:
         result = replace(result, trace=replace(result.trace, plan_key=compiled.plan.key))
     if folder is not None:

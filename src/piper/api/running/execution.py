@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from piper.api.compiling.compiling import Compiled, check_separable
 from piper.api.ground.results import (
@@ -23,28 +23,48 @@ from piper.api.running.metrics import check_logs, recorded
 from piper.api.running.replanning import Fallbacks, Replanner, check_on_loss, exported
 from piper_ir.ground.errors import JobError, OutputError, PiperWarning, PlanError
 from piper_ir.ground.keywords import check_keywords, checked_call
+from piper_runtime.launch import (
+    FurtherOptions,
+    RunOptions,
+    check_request,
+    is_first,
+    run_plan,
+)
 
 if TYPE_CHECKING:
     from piper_ir.program.costs import Costs
     from piper_runtime import Checkpoints, Job, Run
-    from piper_runtime.launch import Launcher, Replan, Restart, StepRecord, Workers
+    from piper_runtime.launch import Launcher, StepRecord
     from piper_runtime.rank import Evaluation
     from piper_simulator import Cluster, CostModelFactory
 
 
-class MoreOptions(TypedDict, total=False):
-    """Hold the further keywords of `execute`, as `piper_runtime.execute` and `emulate` describe them."""
+class MoreOptions(FurtherOptions, total=False):
+    """Hold the further keywords of `execute`: options of a run, and the costs and the cost model of `emulate`."""
 
-    gradients: bool
-    ranges: bool
-    loader: str | int
-    first_step: int | None
-    spares: int
-    pool: Workers | None
-    replan: Replan | None
-    on_restart: Callable[[Restart], object] | None
     costs: Costs | None
     model: CostModelFactory
+
+
+@dataclass(frozen=True)
+class Records:
+    """Say where the records of a run go.
+
+    Attributes:
+        out: losses, times, metrics and trace go to a new folder below this one.
+        folder: they go into this folder itself; `out` takes precedence.
+        log: logs of steps beside metrics.jsonl.
+    """
+
+    out: str | Path | None = None
+    folder: str | Path | None = None
+    log: Iterable[str] = ()
+
+    def made(self) -> Path | None:
+        """Make the folder and return it; None if there is none."""
+        if self.out is not None:
+            return new_folder(Path(self.out), "run")
+        return None if self.folder is None else made_folder(Path(self.folder))
 
 
 def check_same_job(compiled: Compiled, job: Job) -> None:
@@ -175,32 +195,19 @@ def execute(
         strategy: For "replan", the strategies for fewer devices: a function of a trial, which is searched in
             simulation, or a list, of which the first one that fits is taken. By default the compiled strategy on the
             largest legal mesh, with its recipe if it has one.
-        more: Other keywords: `gradients`, `ranges`, `loader`, `first_step`, `spares`, `pool`, `replan` and `on_restart`
-            of `piper_runtime.execute`; `costs`, `model` and `pool` of `emulate` with "emulated".
+        more: Other keywords: `piper_runtime.launch.FurtherOptions` lists them, and `RunOptions` beside it explains
+            them; `costs`, `model` and `pool` of `emulate` with "emulated".
 
     Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError,
     and FormatError for a checkpoint that was changed.
     """
-    from piper_capture import check_autocast
-    from piper_ir.verify import verify
-    from piper_runtime import execute as run
-    from piper_runtime.launch import check_request, is_first, launcher_kind
-    from piper_runtime.rank import of_loss
-
     if launcher == "emulated":
         from piper.api.running.emulation import emulate
 
-        check_keywords(
-            "execute", more, [*_EXECUTE, *inspect.signature(emulate).parameters], JobError
-        )
-        if (
-            log
-            or on_step is not None
-            or checkpoint is not None
-            or resume is not None
-            or restarts
-            or on_loss != "restart"
-        ):
+        known = [*_EXECUTE, *inspect.signature(emulate).parameters]
+        check_keywords("execute", more, known, JobError)
+        trains = any(option is not None for option in (on_step, checkpoint, resume))
+        if trains or log or restarts or on_loss != "restart":
             raise JobError(
                 'execute(launcher="emulated"): nothing is trained, so there is nothing for log, '
                 "on_step, checkpoint "
@@ -216,59 +223,70 @@ def execute(
             out=out,
             **dict[str, Any](more),
         )
-    check_keywords("execute", more, [*_EXECUTE, *inspect.signature(run).parameters], JobError)
+    known = [*_EXECUTE, *(f.name for f in dataclass_fields(RunOptions))]
+    check_keywords("execute", more, known, JobError)
+    options = RunOptions(
+        steps=steps,
+        launcher=launcher,
+        cluster=cluster,  # type: ignore[arg-type]  # checked with the launcher
+        timeout_s=timeout_s,
+        trace=trace,
+        memory=memory,
+        on_step=on_step,
+        checkpoint=checkpoint,
+        resume=resume,
+        restarts=restarts,
+        **dict[str, Any](more),
+    )
+    trained_job = runnable_job(compiled, job)
+    check_on_loss(on_loss, strategy, options)
+    if on_loss == "replan" and options.replan is None:
+        options = replace(options, replan=Replanner(compiled, trained_job, strategy))
+    return execute_with(compiled, trained_job, options, Records(out, folder, log))
+
+
+def runnable_job(compiled: Compiled, job: Job | None) -> Job:
+    """Return the job to run; raise JobError when a compiled strategy has no code to run."""
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
         raise JobError(
             "execute: this was compiled from a Program, which has no code and no data; compile a "
             "piper.Job to run it"
         )
-    if cluster != "auto" and not launcher_kind(launcher).on_clusters:
-        raise JobError(
-            f'execute(cluster={cluster!r}): launcher "{launcher}" runs on this machine; '
-            f'launcher="ray" takes an '
-            f"address, "
-            'launcher="emulated" any cluster to imitate'
-        )
+    return chosen
+
+
+def execute_with(compiled: Compiled, job: Job, options: RunOptions, records: Records) -> Run:
+    """Run a compiled strategy with a job and options, and keep its records. Raises as `execute`."""
+    from piper_capture import check_autocast
+    from piper_ir.verify import verify
+    from piper_runtime.rank import of_loss
+
     check_autocast()
-    check_on_loss(on_loss, strategy, restarts, launcher)
-    check_logs(log)
-    check_same_job(compiled, chosen)
+    check_logs(records.log)
+    check_same_job(compiled, job)
     check_same_program(compiled)
-    check_request(compiled.plan, chosen, steps, launcher, timeout_s)
-    evaluation = evaluation_for(compiled, chosen)
+    check_request(compiled.plan, job, options)
+    evaluation = evaluation_for(compiled, job)
     verify(compiled.plan)  # a directive of the user's may have made a plan that would hang
     if not is_first():  # under torchrun one of the ranks writes for all
-        folder, out, log = None, None, ()
-    if out is not None:
-        folder = new_folder(Path(out), "run")
-    elif folder is not None:
-        folder = made_folder(Path(folder))
-    if on_loss == "replan" and more.get("replan") is None:
-        more["replan"] = Replanner(compiled, chosen, strategy)
-    options: dict[str, Any] = dict(more)
-    options |= dict(
-        steps=steps,
-        launcher=launcher,
-        cluster=cluster,
-        timeout_s=timeout_s,
-        trace=trace,
-        memory=memory,
-    )
-    options |= {
-        "evaluation": evaluation,
-        "trainable": compiled.trainable,
-        "checkpoint": checkpoint,
-        "resume": resume,
-        "restarts": restarts,
-    }
-    options["on_restart"] = restart_log(folder, more.get("on_restart"))
+        records = Records()
+    folder = records.made()
     with (
         unless_empty(folder),
         hang_report(folder),
-        recorded(folder, log, compiled.plan, on_step, of_loss(chosen.metrics)) as heard,
+        recorded(
+            folder, records.log, compiled.plan, options.on_step, of_loss(job.metrics)
+        ) as on_step,
     ):
-        result = run(compiled.plan, exported(compiled), chosen, on_step=heard, **options)
+        options = replace(
+            options,
+            on_step=on_step,
+            on_restart=restart_log(folder, options.on_restart),
+            trainable=compiled.trainable,
+            evaluation=evaluation,
+        )
+        result = run_plan(compiled.plan, exported(compiled), job, options)
     if folder is not None:
         try:
             save_run(folder, result, compiled.plan.tokens_per_step)

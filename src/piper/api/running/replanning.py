@@ -17,6 +17,7 @@ from piper_ir.program.costs import Costs
 
 if TYPE_CHECKING:
     from piper_runtime import Job
+    from piper_runtime.launch import RunOptions
     from piper_runtime.rank import ExportedCode
 
 Fallbacks = Callable[[Any], Strategy] | Sequence[Strategy]
@@ -27,7 +28,7 @@ LOSSES = ("restart", "replan")
 """The answers to a rank that died: its device is taken to be there again, or to be gone."""
 
 
-def check_on_loss(on_loss: object, strategy: object, restarts: int, launcher: str) -> None:
+def check_on_loss(on_loss: object, strategy: object, options: RunOptions) -> None:
     """Raise JobError for arguments of `execute` that do not go together."""
     if on_loss not in LOSSES:
         raise JobError(f'on_loss={on_loss!r}: "restart" or "replan" is accepted')
@@ -38,18 +39,9 @@ def check_on_loss(on_loss: object, strategy: object, restarts: int, launcher: st
                 "leave it out"
             )
         return
-    if not restarts:
-        raise JobError(
-            'on_loss="replan": a run that may not be started again cannot go on; give restarts of '
-            "at least 1"
-        )
     from piper_runtime.launch import launcher_kind
 
-    if launcher_kind(launcher).open is None:
-        raise JobError(
-            'on_loss="replan": launcher "inline" has no devices to lose; use launcher="processes" '
-            'or "ray"'
-        )
+    options.check_replans(launcher_kind(options.launcher))
     listed = (
         isinstance(strategy, Sequence)
         and strategy
@@ -142,7 +134,7 @@ class Replanner:
         self, devices: int, function: Callable[[Any], Strategy]
     ) -> tuple[Strategy, Compiled]:
         from piper.api.ground.this_machine import devices_of_runs
-        from piper.api.problems.tuning_problem import problem_of
+        from piper.api.problems.tuning_problem import Conditions, problem_of
         from piper_autotune import tune
 
         def fitting(trial: Any) -> Strategy:
@@ -156,7 +148,7 @@ class Replanner:
 
         cluster = devices_of_runs(devices)
         limit = max(kind.device.memory_bytes for kind in cluster.kinds)
-        problem, more = problem_of(self._job, cluster, self._costs, limit, None)
+        problem, more = problem_of(self._job, Conditions(cluster, self._costs, limit))
         study = tune(problem, fitting, trials=TRIALS, workers=0, **more)
         assert study.best is not None, "a search that found nothing has raised"
         return study.best, compile(self._job, study.best, costs=self._costs)

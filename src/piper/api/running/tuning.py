@@ -16,7 +16,7 @@ from piper.api.compiling.compiling import compile
 from piper.api.ground.clusters import chosen_cluster
 from piper.api.ground.results import new_folder, unless_empty
 from piper.api.problems.job_space import JobSpace
-from piper.api.problems.tuning_problem import problem_of
+from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import (
     OBJECTIVES,
     Confirmation,
@@ -38,7 +38,7 @@ from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, GivenLo
 
 if TYPE_CHECKING:
     from piper_runtime import Job
-    from piper_runtime.launch import Launcher, Workers
+    from piper_runtime.launch import Launcher, RunOptions, Workers
 
 CONFIRM_STEPS = 8
 """The steps of a confirming run: three warm up, the median of the others counts."""
@@ -121,10 +121,10 @@ def tune(
         NothingFoundError: a SearchError: no candidate can be used. The message says why, or names the smallest limit
             that fits one.
     """
-    from piper_runtime.launch import launcher_kind
+    from piper_runtime.launch import RunOptions, launcher_kind
 
     device = chosen_cluster(cluster)
-    limit = _limit(memory_limit, device)
+    conditions = Conditions(device, costs, _limit(memory_limit, device), model)
     if load is not None and model is not DeviceModel:
         raise TuneError(
             "tune(load=...): a cost model of your own decides itself how long experts take; leave "
@@ -136,12 +136,12 @@ def tune(
     more: dict[str, Any]
     if callable(source):
         goal = _goal_of_jobs(objective, storage, global_batch)
-        space = JobSpace(source, lambda job: _case(job, device, costs, limit, model, goal, load))
+        space = JobSpace(source, lambda job: _case(job, conditions, goal, load))
         first = space.first()
         problem, more = first.problem, {"cases": JobCases(space.case_of)}
         strategy = space.with_job(strategy)
     else:
-        problem, more = problem_of(source, device, costs, limit, global_batch, model)
+        problem, more = problem_of(source, conditions, global_batch)
         problem = replace(problem, objective=objective or "period", load=load)
     if storage is not None:
         from piper.api.content.content import content_of  # which imports torch
@@ -153,7 +153,10 @@ def tune(
         _check_local(device)
     measure = None
     if confirm and not isinstance(source, Program):
-        measure = _measure(_jobs(source, space), costs, launcher, pool, steps, timeout_s)
+        options = RunOptions(
+            steps=steps, launcher=launcher, timeout_s=timeout_s, memory=True, pool=pool
+        )
+        measure = _measure(_jobs(source, space), costs, options)
     folder = new_folder(Path(out), "tune") if out is not None else None
     with saved(folder), _joined(workers):
         if measure is not None and pool is None:
@@ -273,43 +276,29 @@ def _goal_of_jobs(objective: Objective | None, storage: Any, global_batch: int |
 
 
 def _case(
-    job: Job,
-    cluster: Cluster | None,
-    costs: Costs | None,
-    limit: int | None,
-    model: CostModelFactory,
-    objective: Objective,
-    load: GivenLoad | None,
+    job: Job, conditions: Conditions, objective: Objective, load: GivenLoad | None
 ) -> JobCase:
-    problem, more = problem_of(job, cluster, costs, limit, None, model)
-    check_objective(objective, cluster, problem.tokens_per_step)
+    problem, more = problem_of(job, conditions)
+    check_objective(objective, conditions.cluster, problem.tokens_per_step)
     return JobCase(replace(problem, objective=objective, load=load), **more)
 
 
 def _measure(
     job_of: Callable[[Mapping[str, Any]], Job],
     costs: Costs | None,
-    launcher: Launcher,
-    pool: Workers | None,
-    steps: int,
-    timeout_s: float,
+    options: RunOptions,
 ) -> Callable[[Strategy], Confirmation]:
-    if type(steps) is not int or steps < 2:
+    if type(options.steps) is not int or options.steps < 2:
         raise JobError(
-            f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up"
+            f"tune(steps={options.steps!r}): a confirming run needs at least 2 steps; the first warms up"
         )
 
     def measured(strategy: Strategy) -> Confirmation:
-        from piper.api.running.execution import execute
+        from piper.api.running.execution import Records, execute_with
 
         job = job_of(strategy.params).unevaluated
-        run = execute(
-            compile(job, strategy, costs=costs),
-            steps=steps,
-            launcher=launcher,
-            timeout_s=timeout_s,
-            pool=pool,
-        )
+        compiled = compile(job, strategy, costs=costs)
+        run = execute_with(compiled, job, options, Records())
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
         return Confirmation(period_s, max(run.peak_bytes.values(), default=None))
 

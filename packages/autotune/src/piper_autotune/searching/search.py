@@ -75,30 +75,21 @@ class _Pending:
     number: int
 
 
+@dataclass(eq=False)
 class StrategySearch:
     """Run one search; `rows` hold the results by number, and `strategies` the strategy of each row that has one."""
 
-    def __init__(
-        self,
-        study: optuna.Study,
-        function: StrategyFunction,
-        problem: TuningProblem,
-        rules: PruningRules | JobCases,
-        evaluator: Evaluator,
-        trials: int,
-        leaders: int = LEADERS,
-        progress: Callable[[SearchProgress], None] | None = None,
-        cases: JobCases | None = None,
-    ) -> None:
-        self.cases = cases
-        self.study, self.function, self.problem, self.rules, self.evaluator = (
-            study,
-            function,
-            problem,
-            rules,
-            evaluator,
-        )
-        self.trials, self.leaders, self.progress = trials, max(leaders, LEADERS), progress
+    study: optuna.Study
+    function: StrategyFunction
+    problem: TuningProblem
+    rules: PruningRules | JobCases
+    evaluator: Evaluator
+    trials: int
+    leaders: int = LEADERS
+    progress: Callable[[SearchProgress], None] | None = None
+    cases: JobCases | None = None
+
+    def __post_init__(self) -> None:
         self.rows: dict[int, Row] = {}
         self.strategies: dict[int, Strategy] = {}
         self.pruned: Counter[str] = Counter()

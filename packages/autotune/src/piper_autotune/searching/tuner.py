@@ -85,7 +85,8 @@ def tune(
         SearchError: the storage failed in mid-search.
         NothingFoundError: no candidate can be used.
     """
-    _check(strategy, trials, confirm, measure, workers, timeout_s)
+    _check_trials(strategy, trials, confirm, measure)
+    _check_workers(workers, timeout_s)
     if type(seed) is not int or not 0 <= seed <= MOST_SEED:
         raise TuneError(f"tune(seed={seed!r}): an integer from 0 to {MOST_SEED} is needed")
     check_objective(problem.objective, problem.cluster, problem.tokens_per_step)
@@ -110,14 +111,21 @@ def tune(
         )
         try:
             search = StrategySearch(
-                study, strategy, problem, cases or PruningRules(problem, programs), ours, trials, max(LEADERS, confirm), progress,
-                cases,
-            )  # fmt: skip
+                study,
+                strategy,
+                problem,
+                cases or PruningRules(problem, programs),
+                ours,
+                trials,
+                leaders=max(LEADERS, confirm),
+                progress=progress,
+                cases=cases,
+            )
             search.resume()
             search.run()
             if search.interrupted and evaluator is None:
                 ours.close()  # before anything else is computed
-            return _result(search, problem, programs, seed, confirm, measure)
+            return _result(search, programs, seed, confirm, measure)
         except OptunaError as e:
             search.interrupted = True
             raise SearchError(
@@ -133,9 +141,8 @@ def most_workers() -> int:
     return max(LEAST_WORKERS, PER_CORE * (os.cpu_count() or 1))
 
 
-def _check(
-    strategy: Any, trials: int, confirm: int, measure: object, workers: int | str, timeout_s: float
-) -> None:
+def _check_trials(strategy: Any, trials: int, confirm: int, measure: object) -> None:
+    """Raise TuneError when no search can try and confirm candidates so."""
     if not callable(strategy):
         raise TuneError(
             f"tune: the strategy is a {type(strategy).__name__}; a function of a trial is needed "
@@ -150,6 +157,10 @@ def _check(
             f"tune(confirm={confirm}): only a piper.Job can be run; a Program has no code and no "
             f"data"
         )
+
+
+def _check_workers(workers: int | str, timeout_s: float) -> None:
+    """Raise TuneError for workers that cannot be started, and for no time to score a candidate."""
     if type(workers) is int and workers > most_workers():
         raise TuneError(
             f"tune(workers={workers!r}): at most {most_workers()} processes are started on this "
@@ -184,13 +195,13 @@ def _evaluator(
 
 def _result(
     search: StrategySearch,
-    problem: TuningProblem,
     programs: Programs,
     seed: int,
     confirm: int,
     measure: Callable[[Strategy], Confirmation] | None,
 ) -> Study:
     """Return the study after the leaders are scored again and confirmed; an interrupted search is returned as it is."""
+    problem = search.problem
     if search.interrupted:
         return _study(search, problem, programs, seed)
     if not search.complete():

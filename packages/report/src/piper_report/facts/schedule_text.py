@@ -70,7 +70,7 @@ def schedule_table(
                 for text, span in zip(cells, row, strict=True)
             ]
         lines.append(names[rank].ljust(indent) + "".join(cells).rstrip())
-    return "\n".join([*lines, "", *_legend(work.values(), slot, cell > 1, missed, width, marks)])
+    return "\n".join([*lines, "", *_legend(marks, slot, cell > 1, missed, width)])
 
 
 class _Marks:
@@ -200,10 +200,9 @@ def _coloured(text: str, phase: Phase) -> str:
     return f"\x1b[30;48;5;{TERMINAL.get(phase, 250)}m{letters}\x1b[0m{text[len(letters) :]}"
 
 
-def _legend(
-    found: Iterable[InstrLabel], slot: float, numbered: bool, missed: int, width: int, marks: _Marks
-) -> list[str]:
-    phases = {p for k in found for p, _ in k.halves} | {k.phase for k in found}
+def _legend(marks: _Marks, slot: float, numbered: bool, missed: int, width: int) -> list[str]:
+    labels = marks.work.values()
+    phases = {p for k in labels for p, _ in k.halves} | {k.phase for k in labels}
     words = [f"{p} {PHASES[p]}" for p in PHASES if p in phases and p != "pair"]
     if "pair" in phases:
         words.append(f"{'F1&B0' if numbered else '&'} {PHASES['pair']}")

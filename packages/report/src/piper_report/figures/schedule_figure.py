@@ -142,19 +142,10 @@ def _schedule(
             facecolor=IDLE,
             edgecolor="none",
         )
-    points = width * 0.88 * 72 / length  # per second
+    axis = _TimeAxis(ax, origin, unit, width * 0.88 * 72 / length)
     strengths = _strengths(drawing, work)
     for span, kind in work.items():
-        _cell(
-            ax,
-            span,
-            kind,
-            strengths[span],
-            row_of[span.rank],
-            origin,
-            unit,
-            (span.end - span.start) * points,
-        )
+        _cell(axis, span, kind, strengths[span], row_of[span.rank])
     alike = {same[0]: same for same in drawing.trace.alike}
     ax.set_yticks(range(len(ranks)), [named_ranks(alike.get(r, (r,))) for r in ranks])
     ax.set_ylim(len(ranks) - 0.45, -0.55)
@@ -177,18 +168,28 @@ def _strengths(drawing: Drawing, work: Mapping[Span, InstrLabel]) -> dict[Span, 
     }
 
 
+@dataclass(frozen=True)
+class _TimeAxis:
+    """Hold the axes of a schedule, and how times lie on them.
+
+    Attributes:
+        origin: the time at the left end, in seconds.
+        unit: the unit of the labels.
+        points: the printer's points per second.
+    """
+
+    ax: Axes
+    origin: float
+    unit: TimeUnit
+    points: float
+
+
 def _cell(
-    ax: Axes,
-    span: Span,
-    kind: InstrLabel,
-    strengths: Sequence[float],
-    y: int,
-    origin: float,
-    unit: TimeUnit,
-    points: float,
+    axis: _TimeAxis, span: Span, kind: InstrLabel, strengths: Sequence[float], y: int
 ) -> None:
     """Draw one instruction, its halves above each other."""
-    start, length = (span.start - origin) * unit.scale, (span.end - span.start) * unit.scale
+    ax, scale, seconds = axis.ax, axis.unit.scale, span.end - span.start
+    start, length = (span.start - axis.origin) * scale, seconds * scale
     each = 0.9 / len(kind.halves)
     for i, (phase, mb) in enumerate(kind.halves):
         low = y - 0.45 + i * each
@@ -197,7 +198,7 @@ def _cell(
             [(start, length)], (low, each), facecolor=colour, edgecolor="white", linewidth=0.5
         )
         text, font = str(mb) if mb >= 0 else "", 8 if len(kind.halves) == 1 else 6
-        if text and points > 0.62 * font * len(text) + 1.5:
+        if text and seconds * axis.points > 0.62 * font * len(text) + 1.5:
             ax.text(
                 start + length / 2,
                 low + each / 2,

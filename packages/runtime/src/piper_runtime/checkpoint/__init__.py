@@ -18,7 +18,6 @@ from piper_runtime.checkpoint.settings import (
     Checkpoints,
     chosen_checkpoint,
     complete_checkpoints,
-    newest_checkpoint,
     prepare_folder,
 )
 from piper_runtime.weights.boxes import Box, boxes_of_range
@@ -40,7 +39,6 @@ __all__ = [
     "chosen_checkpoint",
     "complete_checkpoints",
     "convert",
-    "newest_checkpoint",
     "open_checkpoint",
     "prepare_folder",
     "restore",

@@ -196,7 +196,7 @@ def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[Fl
             found = store.exact.get(name, tensor)
             yield FlatState(
                 found.detach().reshape(-1),
-                tuple(_in_named(rank, name, model_key(name), 0, found.numel(), 0)),
+                tuple(_in_named(rank, name, model_key(name), range(found.numel()), 0)),
             )
     for name, tensor in store.buffers.items():
         if portion is None or name in portion.buffers:
@@ -222,23 +222,24 @@ def _ranges(
         shape = rank.place_of[name].size
         begin, end = max(offset, first), min(offset + prod(shape), first + size)
         if begin < end:
-            out += _in_named(rank, name, key(name), begin - offset, end - offset, begin - first)
+            elements = range(begin - offset, end - offset)
+            out += _in_named(rank, name, key(name), elements, begin - first)
         elif not prod(shape) and not first:
             out.append(NamedRange(key(name), shape, 0, 0, 0))
     return tuple(out)
 
 
 def _in_named(
-    rank: RankState, name: str, key: str, begin: int, end: int, offset: int
+    rank: RankState, name: str, key: str, elements: range, offset: int
 ) -> Iterator[NamedRange]:
-    """Yield the places in a whole parameter of the elements [begin, end) of a rank's part of it.
+    """Yield the places in a whole parameter of some elements of a rank's part of it.
 
     They begin at `offset` in memory.
     """
     plan = rank.plan
     shape = plan.whole_shapes[name]
-    for run in runs(rank.own_shapes[name], plan.layouts[name], plan.mesh, rank.rank, begin, end):
-        yield NamedRange(key, shape, run.whole, offset + run.own - begin, run.numel)
+    for run in runs(rank.own_shapes[name], plan.layouts[name], plan.mesh, rank.rank, elements):
+        yield NamedRange(key, shape, run.whole, offset + run.own - elements.start, run.numel)
 
 
 def _alone(key: str, tensor: torch.Tensor, *, early: bool = False) -> FlatState:

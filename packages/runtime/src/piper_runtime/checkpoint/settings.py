@@ -26,8 +26,8 @@ class Checkpoints:
         every: save after every so many optimizer steps; the last step of a run is saved, too.
         keep: how many complete checkpoints stay; older ones are deleted. None keeps all.
         asynchronous: go on with the next step while files are written, as soon as the state is copied.
-        snapshot: with restarts, copy the state to memory of this machine after every so many steps; a failed run goes
-            on from it if the ranks that are left have all of it. None: no such copies.
+        snapshot: in a run that may be started again, copy the state to memory of this machine after every so many
+            steps; after a failure the run goes on from it if the ranks that are left have all of it. None: no copies.
     """
 
     folder: str | Path

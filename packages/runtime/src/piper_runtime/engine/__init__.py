@@ -5,7 +5,7 @@ May import: rank.
 
 from piper_runtime.engine.core_shares import core_share, core_sharers
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
-from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.engine import Engine, host_clock
 from piper_runtime.engine.memory import MemoryRecord
 from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams, Posted
 
@@ -14,6 +14,7 @@ __all__ = [
     "CudaApi",
     "CudaStreams",
     "Engine",
+    "host_clock",
     "HEART_SLOTS",
     "MemoryRecord",
     "Posted",

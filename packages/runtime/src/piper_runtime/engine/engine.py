@@ -38,15 +38,19 @@ class PeerError(ExecutionError):
 class Engine:
     """Run the steps of one rank.
 
-    With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one, taken by `clock`
-    (default: the host's clock). On the CPU the communication of a traced step is posted as in any other, but threads
-    watch for its end, and cost about 30 us if one has to wake another.
+    With a `clock`, steps can be run as `traced`: then `spans` holds the timings of the last one, taken by it. On the
+    CPU the communication of a traced step is posted as in any other, but threads watch for its end, and cost about
+    30 us if one has to wake another.
     """
 
     def __init__(
-        self, rank: Rank, backend: StreamBackend, communicate: Communicate, heart: Heartbeat, *, trace: bool = False,
+        self,
+        rank: Rank,
+        backend: StreamBackend,
+        communicate: Communicate,
+        heart: Heartbeat,
         clock: SpanRecorder | None = None,
-    ):  # fmt: skip
+    ):
         self.spans: list[TimedSpan] = []
         self._rank, self._backend, self._heart = rank, backend, heart
         rank.exchange = Exchanges(rank, communicate)
@@ -56,11 +60,10 @@ class Engine:
         ]
         self._issues = self._bind(self._works)
         # A second binding, with a clock around every instruction, so that steps without it pay nothing.
-        clock = clock or _host_clock
         self._traced = (
-            self._bind([clock(i, w, self.spans) for i, w in enumerate(self._works)])
-            if trace
-            else None
+            None
+            if clock is None
+            else self._bind([clock(i, w, self.spans) for i, w in enumerate(self._works)])
         )
 
     def _bind(self, works: list[Thunk]) -> list[Thunk]:
@@ -94,7 +97,7 @@ class Engine:
         rank, heart = self._rank, self._heart
         issues = self._issues
         if traced:
-            assert self._traced is not None, "the engine was made without trace"
+            assert self._traced is not None, "the engine was made without a clock"
             issues = self._traced
             self.spans.clear()
         heart[STEP], index = step, -1
@@ -146,7 +149,8 @@ class Engine:
         )
 
 
-def _host_clock(index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:
+def host_clock(index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:
+    """Return the work of an instruction, timed by the host's clock; this is a SpanRecorder."""
     now = time.perf_counter
     if isinstance(work, Posted):
         return _clocked_post(index, work, spans)

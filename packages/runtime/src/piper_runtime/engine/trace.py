@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from piper_ir.ground.sizes import bind
 from piper_ir.ground.trace import BATCH, MemSample, Span, Trace
@@ -20,32 +20,45 @@ MEASURED_BYTES = "measured"
 """The category of measured memory: a counter of storages cannot tell a parameter from an activation."""
 
 
+@dataclass(frozen=True)
+class StepMeasurements:
+    """Hold the measurements of a step, by rank.
+
+    Attributes:
+        spans: the spans of its instructions.
+        memory: the bytes alive in its instructions.
+        waits: the waits for Job.batch; their time is no compute.
+    """
+
+    spans: Mapping[int, Sequence[TimedSpan]]
+    memory: Mapping[int, Sequence[MemoryPoint]] = field(default_factory=dict)
+    waits: Mapping[int, Sequence[Wait]] = field(default_factory=dict)
+
+
 def executed_trace(
     plan: Plan,
     step: int,
-    spans: Mapping[int, Sequence[TimedSpan]],
-    memory: Mapping[int, Sequence[MemoryPoint]],
+    measured: StepMeasurements,
     losses: Sequence[float],
     notes: Mapping[str, str],
-    waits: Mapping[int, Sequence[Wait]] | None = None,
 ) -> Trace:
     """Return the trace of one step, from the measured spans of each rank.
 
     Times count from the first start of any rank: ranks share one machine and one clock. A memory sample stands at its
-    instruction's span, whichever step it was measured in; without spans there is none. `waits` for Job.batch, by rank,
-    become `Trace.waits`, and their time is no compute.
+    instruction's span, whichever step it was measured in; without spans there is none. Waits for Job.batch become
+    `Trace.waits`.
     """
-    zero = min((start for found in spans.values() for _, start, _ in found), default=0.0)
+    zero = min((start for found in measured.spans.values() for _, start, _ in found), default=0.0)
     out: list[Span] = []
     waiting: list[Span] = []
-    for rank, found in sorted(spans.items()):
-        waited = [(mb, start - zero, end - zero) for mb, start, end in (waits or {}).get(rank, ())]
+    for rank, found in sorted(measured.spans.items()):
+        waited = [(mb, start - zero, end - zero) for mb, start, end in measured.waits.get(rank, ())]
         out += _without_waits(_rank_spans(plan, rank, sorted(found), zero), waited)
         waiting += _waiting(plan, rank, waited)
     start = {(s.rank, s.instr): s.start for s in out}
     samples = tuple(
         MemSample(rank, p.instr, start[rank, p.instr], {MEASURED_BYTES: p.within})
-        for rank, points in sorted(memory.items())
+        for rank, points in sorted(measured.memory.items())
         for p in points
         if (rank, p.instr) in start
     )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from piper_ir.ground.errors import ExecutionError
 from piper_ir.plan.plan import COMPUTE
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
-from piper_runtime.engine.engine import Communicate, Engine
+from piper_runtime.engine.engine import Communicate, Engine, host_clock
 from piper_runtime.engine.streams import CpuStreams, Heartbeat, StreamBackend
 from piper_runtime.rank.batches.batch_totals import counting_ranks
 from piper_runtime.rank.binding.rank import Rank
@@ -124,18 +124,18 @@ def connected(
         case "gloo":
             gloo.connect(rank.plan)
             cpu = CpuStreams(streams, heart)
-            return cpu, Engine(rank, cpu, around(gloo.bind), heart, trace=trace)
+            return cpu, Engine(rank, cpu, around(gloo.bind), heart, host_clock if trace else None)
         case "staged":
             staged = StagedCommunicators(gloo)
             staged.connect(rank.plan)
             hosted = StagedStreams(rank.entries, streams, heart, CudaApi(rank.device))
             return hosted, Engine(
-                rank, hosted, around(staged.bind), heart, trace=trace, clock=hosted.clock
+                rank, hosted, around(staged.bind), heart, hosted.clock if trace else None
             )
         case "nccl":
             nccl = nccl_of(gloo, rank.device)
             nccl.connect(rank.plan)
             device = CudaStreams(rank.entries, streams, heart, CudaApi(rank.device))
             return device, Engine(
-                rank, device, around(nccl.bind), heart, trace=trace, clock=device.clock
+                rank, device, around(nccl.bind), heart, device.clock if trace else None
             )

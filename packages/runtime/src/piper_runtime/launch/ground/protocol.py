@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from piper_runtime.checkpoint.host_snapshots import SnapshotOptions
 from piper_runtime.checkpoint.restoring import Restore
 from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.rank.values import device
@@ -54,7 +55,9 @@ class Request:
         params: initial parameters that the role holds, or how a rank makes or reads them (`LazyTensors`).
         buffers: initial buffers that the role holds, likewise.
         seed: seed of random operations.
-        options: the options of the run.
+        options: the options of the attempt, without what stays in the caller's process.
+        reports_steps: whether to report every finished step.
+        snapshots: the folder and frequency of the ranks' copies of their state in memory of the machine; None: never.
         restore: the state from which the run goes on; None: it begins with `params` and `buffers`.
         device: the kind of device of runs in the process that makes the request.
         evaluation: how the model is evaluated; None: not at all.
@@ -68,6 +71,8 @@ class Request:
     buffers: Mapping[str, torch.Tensor]
     seed: int
     options: RunOptions
+    reports_steps: bool = False
+    snapshots: SnapshotOptions | None = None
     restore: Restore | None = None
     device: str = field(default_factory=lambda: device.default)
     evaluation: EvaluationRequest | None = None
@@ -93,4 +98,4 @@ class Notice:
 
 def first_step(requests: Mapping[int, Any]) -> int:
     """Return the number of the first step of the runs that are requested; 0 for requests without training."""
-    return next((r.options.first_step for r in requests.values() if isinstance(r, Request)), 0)
+    return next((r.options.first for r in requests.values() if isinstance(r, Request)), 0)

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from piper_ir.ground.errors import (
     ExecutionError,
@@ -19,74 +19,10 @@ from piper_ir.ground.errors import (
     RankError,
 )
 from piper_ir.plan.plan import Plan
-from piper_runtime.launch.ground.progress import OnStep
 from piper_runtime.launch.ground.report import StepRecord
+from piper_runtime.launch.ground.restart import Restart
+from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.rank.values.code import ExportedCode
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Describe one failure of a run, and how the run went on.
-
-    Attributes:
-        step: the first step that was not finished.
-        error: the class of the error.
-        message: the message of the error, with rank and instruction.
-        lost: the ranks whose process died; empty if a rank raised or hung.
-        resumed: the first step after the restart.
-        ranks: how many ranks went on.
-        seconds: from the moment at which the failure was known to the end of the next step; None if no step was left.
-        source: the state that it went on from: a checkpoint, host snapshots with their ranks, or the beginning.
-    """
-
-    step: int
-    error: str
-    message: str
-    lost: tuple[int, ...]
-    resumed: int
-    ranks: int
-    seconds: float | None = None
-    source: str = ""
-
-
-Replan = Callable[[int], tuple[Plan, ExportedCode]]
-"""A function that returns a plan for at most so many ranks, with its code; it raises PiperError when there is none."""
-OnRestart = Callable[[Restart], object]
-"""A function that is called when a run that failed is about to go on."""
-
-
-@dataclass(frozen=True)
-class RecoveryOptions:
-    """Hold the reaction to failures.
-
-    Attributes:
-        restarts: how many times a run is started again, at most.
-        replan: gives a plan for fewer ranks, if each rank that died takes its device with it; None: the same plan.
-        on_restart: called before the run goes on.
-    """
-
-    restarts: int = 0
-    replan: Replan | None = None
-    on_restart: OnRestart | None = None
-
-    def check(self, gradients: bool) -> None:
-        """Raise JobError when these options are impossible, alone or with `gradients`."""
-        if (
-            isinstance(self.restarts, bool)
-            or not isinstance(self.restarts, int)
-            or self.restarts < 0
-        ):
-            raise JobError(f"restarts={self.restarts!r}: an integer of at least 0 is needed")
-        if self.restarts and gradients:
-            raise JobError(
-                f"restarts={self.restarts} and gradients=True: the gradients of the steps before a "
-                f"failure would be "
-                f"lost; leave "
-                "one of them out"
-            )
-        for name, function in (("replan", self.replan), ("on_restart", self.on_restart)):
-            if function is not None and not callable(function):
-                raise JobError(f"{name}={function!r}: a function is needed")
 
 
 class Recovery:
@@ -95,11 +31,8 @@ class Recovery:
     A step that is done again after a failure counts once: its first record stays, and `on_step` does not hear it twice.
     """
 
-    def __init__(
-        self, options: RecoveryOptions, first_step: int, on_step: OnStep | None, devices: int
-    ):
-        self._options, self._on_step = options, on_step
-        self._first, self._devices = first_step, devices
+    def __init__(self, options: RunOptions, devices: int):
+        self._options, self._devices = options, devices
         self._records: dict[int, StepRecord] = {}
         self._raised_in: int | None = None
         self._since: float | None = None
@@ -108,7 +41,7 @@ class Recovery:
     @property
     def next(self) -> int:
         """Return the number of the first step that is not done."""
-        return self._first + len(self._records)
+        return self._options.first + len(self._records)
 
     def heard(self, record: StepRecord) -> None:
         """Take a finished step of any attempt; this is an OnStep."""
@@ -118,8 +51,8 @@ class Recovery:
         if record.step < self.next:
             return
         self._records[record.step] = record
-        if self._on_step is not None:
-            self._on_step(record)
+        if self._options.on_step is not None:
+            self._options.on_step(record)
 
     def records(self, found: Iterable[StepRecord]) -> list[StepRecord]:
         """Return the records of the whole run, given the records of its last attempt."""

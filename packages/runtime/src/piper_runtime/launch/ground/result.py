@@ -1,4 +1,4 @@
-"""Hold the result of a run, and check the numbers that a run may have."""
+"""Hold the result of a run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from piper_ir.ground.errors import JobError
 from piper_ir.ground.trace import Trace
 from piper_ir.tools import Brief, size_text, time_text
 from piper_runtime.engine.memory import MemoryRecord
-from piper_runtime.launch.ground.recovery import Restart
+from piper_runtime.launch.ground.restart import Restart
 from piper_runtime.rank.job.job import InitialState
 
 WARMUP_STEPS = 3
@@ -92,13 +91,3 @@ class Run(Brief):
                     out.append({})
                 out[step].update(found)
         return out
-
-
-def check_numbers(steps: int, timeout_s: float) -> None:
-    """Raise JobError when no run can have these numbers."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
-    if not timeout_s > 0:
-        raise JobError(
-            f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever"
-        )

@@ -26,9 +26,10 @@ from typing import NoReturn
 
 from piper_ir.ground.errors import ExecutionError
 from piper_ir.plan.plan import COMPUTE, Plan, RolePlan
-from piper_runtime.engine.trace import TimedSpan, executed_trace
+from piper_runtime.engine.trace import StepMeasurements, TimedSpan, executed_trace
 from piper_runtime.launch.ground.report import RankReport
-from piper_runtime.launch.ground.result import WARMUP_STEPS, Run, check_numbers
+from piper_runtime.launch.ground.result import WARMUP_STEPS, Run
+from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.processes.processes import Pool
 from piper_runtime.launch.worker.timed_rank import (
     HOST_S,
@@ -104,40 +105,39 @@ def _shortest(role: RolePlan, seconds: Sequence[float]) -> float:
     return last
 
 
-def emulate(
-    plan: Plan,
-    durations: Durations,
-    *,
-    steps: int,
-    timeout_s: float = 60.0,
-    trace: bool = False,
-    pool: Pool | None = None,
-) -> Emulation:
-    """Run `steps` steps of a plan with one process per rank on this machine and sleeps instead of compute.
+def emulate(plan: Plan, durations: Durations, options: RunOptions) -> Emulation:
+    """Run the steps of a plan with one process per rank on this machine and sleeps instead of compute.
 
     The first step begins on all ranks at one moment: `step_s[0]` compares with `Simulation.step_s`, `period_s` with its
-    `period_s`. `timeout_s`, `trace` and `pool` are as for `execute`. Raises JobError for unusable steps or timeout_s,
-    and ExecutionError with rank, instruction and peer.
+    `period_s`. Of the options, `steps`, `timeout_s`, `trace` and `pool` count. Raises JobError for unusable steps or
+    timeout_s, and ExecutionError with rank, instruction and peer.
     """
-    check_numbers(steps, timeout_s)
+    options.check_numbers()
     scale = time_scale(plan, durations)
     slept = durations.scaled(scale)
     blob, meeting = pickle.dumps(plan), uuid.uuid4().hex
     requests: dict[int, EmulationRequest] = {}
     for role in plan.roles:
         request = EmulationRequest(
-            blob, tuple(slept.seconds[role.role]), slept.latency, slept.issue, steps, meeting
+            blob,
+            tuple(slept.seconds[role.role]),
+            slept.latency,
+            slept.issue,
+            options.steps,
+            meeting,
         )
         requests |= dict.fromkeys(role.ranks, request)
     patience = (
-        timeout_s
+        options.timeout_s
         + max((s for each in slept.seconds.values() for s in each), default=0.0)
         + slept.latency
     )
-    if pool is not None:
-        return _result(plan, pool.run(plan, requests, patience), scale, trace)
-    with Pool(plan.mesh.world) as own:
-        return _result(plan, own.run(plan, requests, patience), scale, trace)
+    if options.pool is not None:
+        reports = options.pool.run(plan, requests, patience)
+    else:
+        with Pool(plan.mesh.world) as own:
+            reports = own.run(plan, requests, patience)
+    return _result(plan, reports, scale, options.trace)
 
 
 def _result(plan: Plan, reports: Mapping[int, RankReport], scale: float, trace: bool) -> Emulation:
@@ -162,7 +162,7 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], scale: float, trace: 
         step_s=step_s,
         period_s=median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
         peak_bytes={},
-        trace=executed_trace(plan, len(step_s) - 1, spans, {}, [], notes),
+        trace=executed_trace(plan, len(step_s) - 1, StepMeasurements(spans), [], notes),
         rank_states={},
         rank_gradients={},
         memory={},

@@ -68,7 +68,7 @@ class TeamPool(ABC, Generic[T]):
         self._end_team()
 
     def room(self) -> float:
-        """See `piper_runtime.launch.running.launchers.Workers`."""
+        """See `piper_runtime.launch.ground.workers.Workers`."""
         return math.inf
 
     @abstractmethod
@@ -83,7 +83,7 @@ class TeamPool(ABC, Generic[T]):
         on_step: OnStep | None = None,
         on_save: OnSave | None = None,
     ) -> dict[int, Any]:
-        """See `piper_runtime.launch.running.launchers.Workers`."""
+        """See `piper_runtime.launch.ground.workers.Workers`."""
         if len(requests) > self.world:
             raise ExecutionError(
                 f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make "

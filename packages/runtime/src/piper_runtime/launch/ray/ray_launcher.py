@@ -312,7 +312,7 @@ class RayPool(TeamPool[_Team]):
         if self._link is None:
             self._link = connect(
                 self._cluster,
-                self.world + (self._spare_room.spares if self._spare_room is not None else 0),
+                self.world + (self._spare_room.ranks if self._spare_room is not None else 0),
             )
         ray, gpus = self._link.ray, self._gpus_per_rank(self._link.ray)
         place = place_ranks if self._spare_room is None else self._spare_room.place

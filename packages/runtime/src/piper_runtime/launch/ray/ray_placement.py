@@ -121,12 +121,12 @@ def _alive(ray: Any) -> set[str]:
 
 @dataclass
 class SpareRoom:
-    """Keep a placement group from team to team, with room for `spares` more ranks.
+    """Keep a placement group from team to team, with room for so many more `ranks`.
 
     `dead` are the bundles of ranks that died.
     """
 
-    spares: int
+    ranks: int
     dead: set[int] = field(default_factory=set)
     _group: Any = None
     _hosts: list[RankHost] = field(default_factory=list)
@@ -134,7 +134,7 @@ class SpareRoom:
     def place(self, ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
         """Return the group and the hosts of a team's ranks: bundles without a dead rank as long as there are enough.
 
-        When too few nodes are left, ranks are placed anew, without spares. Raises as `place_ranks`.
+        When too few nodes are left, ranks are placed anew, without spare room. Raises as `place_ranks`.
         """
         if self._group is not None:
             nodes = _alive(ray)
@@ -143,8 +143,8 @@ class SpareRoom:
             if len(alive) >= world:
                 return self._group, (unhurt if len(unhurt) >= world else alive)[:world]
             self.release(ray)
-            self.spares = 0
-        self._group, self._hosts = place_ranks(ray, world + self.spares, gpus)
+            self.ranks = 0
+        self._group, self._hosts = place_ranks(ray, world + self.ranks, gpus)
         return self._group, self._hosts[:world]
 
     def held(self, ray: Any) -> int:

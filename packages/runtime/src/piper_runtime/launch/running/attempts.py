@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from piper_ir.ground.errors import JobError, PiperError
+from piper_ir.ground.errors import PiperError
 from piper_ir.ground.trace import BUSY_MACHINE
 from piper_ir.plan.plan import Plan
 from piper_ir.tools import time_text
-from piper_runtime.engine.trace import executed_trace
+from piper_runtime.engine.trace import StepMeasurements, executed_trace
 from piper_runtime.launch.ground.progress import Progress, evaluated
 from piper_runtime.launch.ground.recovery import Recovery, lost
 from piper_runtime.launch.ground.report import MEASURED, Interrupted, RankReport, StepRecord
-from piper_runtime.launch.ground.request import make_requests
+from piper_runtime.launch.ground.request import Attempt, make_requests
 from piper_runtime.launch.ground.result import WARMUP_STEPS, Run
-from piper_runtime.launch.ground.run_options import RunOptions
+from piper_runtime.launch.ground.workers import Workers
 from piper_runtime.launch.running.beginning import Beginning, committing, next_beginning
 from piper_runtime.launch.running.inline_run import run_inline
-from piper_runtime.launch.running.launchers import Workers, launcher_kind, open_pool
 from piper_runtime.launch.running.survivors import Survivors
 from piper_runtime.launch.torchrun.joined import joined_gradients, joined_states
-from piper_runtime.rank.binding.evaluation import Evaluation
 from piper_runtime.rank.job.job import InitialState, Job
 from piper_runtime.rank.values.code import ExportedCode
 
@@ -63,70 +60,21 @@ def busy_note(reports: Mapping[int, RankReport], period_s: float | None) -> dict
     }
 
 
-def check_spares(spares: int, launcher: str, pool: Workers | None) -> None:
-    """Raise JobError when no room can be kept for this many more ranks."""
-    if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
-        raise JobError(f"spares={spares!r}: an integer of at least 0 is needed")
-    if spares and not launcher_kind(launcher).on_clusters:
-        raise JobError(
-            f'spares={spares}: launcher "{launcher}" runs on this machine; launcher="ray" keeps '
-            f"room on others"
-        )
-    if spares and pool is not None:
-        raise JobError(
-            f"spares={spares}: the pool that is given has its own workers; leave spares out"
-        )
-
-
-@contextmanager
-def workers_of(
-    launcher: str, world: int, cluster: str, spares: int, pool: Workers | None
-) -> Iterator[Workers | None]:
-    """Yield the workers of a run: the given ones, or some of its own; None if ranks run in this process."""
-    if launcher_kind(launcher).open is None:
-        yield None
-    elif pool is not None:
-        size = pool.world
-        try:
-            yield pool
-        finally:
-            if (
-                pool.world != size
-            ):  # the run went on with fewer ranks; the caller chooses the next run's number
-                pool.close()
-                pool.world = size
-    else:
-        with open_pool(launcher, world, cluster=cluster, spares=spares) as own:
-            yield own
-
-
 @dataclass(frozen=True)
 class Attempts:
-    """Run one job with the same workers and options, as often as is needed.
+    """Run one job with the same workers, as often as is needed.
 
     Attributes:
         first: the beginning of the first attempt.
-        options: the options of the first attempt.
         workers: None if ranks run in this process.
         survivors: keeps the ranks' copies in memory.
-        evaluation: how the model is evaluated; None: not at all.
     """
 
     job: Job
     initial: InitialState
     first: Beginning
-    options: RunOptions
     workers: Workers | None
     survivors: Survivors
-    evaluation: Evaluation | None = None
-
-    def devices(self, plan: Plan, spares: int) -> int:
-        """Return how many ranks there can be at the beginning."""
-        return (
-            plan.mesh.world
-            if self.workers is None
-            else max(plan.mesh.world, self.workers.world) + spares
-        )
 
     def run(self, plan: Plan, code: ExportedCode, recovery: Recovery) -> Run:
         """Return the result of all steps; raise the error of an attempt after which the run does not go on."""
@@ -156,36 +104,23 @@ class Attempts:
         self, plan: Plan, code: ExportedCode, begin: Beginning, recovery: Recovery
     ) -> Mapping[int, RankReport]:
         """Return the results of every rank; raise Interrupted when ranks could end an interrupted run together."""
-        left = self.first.step + self.options.steps - begin.step
-        # Without steps, ranks only bring back the state of the checkpoint.
-        options = replace(
-            self.options, steps=left, first_step=begin.step, checkpoint=begin.checkpoint if left else None,
-            snapshots=self.survivors.options(),
-        )  # fmt: skip
-        on_step = recovery.heard if options.stream else None
+        options = begin.options
+        attempt = Attempt(
+            plan,
+            code,
+            self.job,
+            self.initial,
+            options,
+            begin.copied or begin.saved,
+            self.survivors.options(),
+        )
         with committing(options.checkpoint, plan, self.job, self.initial) as on_save:
             if self.workers is None:
-                progress = Progress(plan, recovery.heard, on_save, begin.step)
-                return run_inline(
-                    plan,
-                    code,
-                    self.job,
-                    self.initial,
-                    options,
-                    progress,
-                    begin.copied or begin.saved,
-                    self.evaluation,
-                )
-            requests = make_requests(
-                plan,
-                code,
-                self.job,
-                self.initial,
-                options,
-                begin.copied or begin.saved,
-                self.evaluation,
+                return run_inline(attempt, Progress(plan, recovery.heard, on_save, options.first))
+            on_step = recovery.heard if options.reports_steps else None
+            return self.workers.run(
+                plan, make_requests(attempt), options.timeout_s, on_step, on_save
             )
-            return self.workers.run(plan, requests, options.timeout_s, on_step, on_save)
 
     def _result(self, plan: Plan, reports: Mapping[int, RankReport], recovery: Recovery) -> Run:
         found: list[StepRecord] = []
@@ -194,7 +129,7 @@ class Attempts:
         records = recovery.records(found)
         last = [*records[-1:], *found[-1:]]  # of the last attempt, if its ranks have kept it
         losses, step_s = [r.loss for r in records], [r.step_s for r in records]
-        notes = {"peak_bytes": MEASURED} if self.options.memory else {}
+        notes = {"peak_bytes": MEASURED} if self.first.options.memory else {}
         if any(r.spans for r in reports.values()):
             notes["traced step"] = f"{last[-1].step_s:.6g} s; {TRACED}"
         if error := max(r.clock_error_s for r in reports.values()):
@@ -205,7 +140,11 @@ class Attempts:
         points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
         waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
         trace = executed_trace(
-            plan, last[-1].step if last else first - 1, spans, points, losses, notes, waits
+            plan,
+            last[-1].step if last else first - 1,
+            StepMeasurements(spans, points, waits),
+            losses,
+            notes,
         )
         return Run(
             losses, step_s, period_s,

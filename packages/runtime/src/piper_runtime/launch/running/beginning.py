@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from piper_ir.ground.errors import JobError
@@ -29,26 +28,30 @@ from piper_runtime.checkpoint.settings import (
 )
 from piper_runtime.checkpoint.snapshot_files import HostSnapshot
 from piper_runtime.checkpoint.sole_writer import sole_writer
-from piper_runtime.launch.ground.recovery import RecoveryOptions
+from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.torchrun.torchrun import is_first, restart_count
 from piper_runtime.rank.job.job import InitialState, Job, constructed_only, materialize
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Hold the beginning of a run and the settings of its checkpoints.
+    """Hold the beginning of a run, or of an attempt to go on with it.
 
     Attributes:
-        step: the number of the first step.
+        options: the options of the run, with the first step, the number of steps and the absolute folder of checkpoints
+            that hold from here on.
         saved: the checkpoint that it goes on from; None without one.
-        checkpoint: the settings of its own checkpoints, with an absolute folder; None without them.
         copied: the host snapshot that it goes on from, in place of a checkpoint.
     """
 
-    step: int
-    saved: SavedRun | None
-    checkpoint: Checkpoints | None
+    options: RunOptions
+    saved: SavedRun | None = None
     copied: HostSnapshot | None = None
+
+    @property
+    def step(self) -> int:
+        """Return the number of the first step."""
+        return self.options.first
 
     @property
     def state_text(self) -> str:
@@ -58,45 +61,32 @@ class Beginning:
         if self.saved is not None:
             return f"the checkpoint {self.saved.path}"
         return "the beginning: there is no checkpoint" + (
-            " yet" if self.checkpoint is not None else ""
+            " yet" if self.options.checkpoint is not None else ""
         )
 
 
-def beginning_of(
-    plan: Plan,
-    job: Job,
-    checkpoint: Checkpoints | None,
-    resume: str | Path | None,
-    first_step: int | None,
-) -> Beginning:
+def beginning_of(plan: Plan, job: Job, options: RunOptions) -> Beginning:
     """Return the beginning of a run, and make its folder ready.
 
-    Raises JobError if the arguments do not fit together or the checkpoint is of another training, FormatError for one
+    Raises JobError if the options do not fit together or the checkpoint is of another training, FormatError for one
     that was changed, and OutputError for a folder that cannot be written.
     """
-    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
-        raise JobError(f"checkpoint={checkpoint!r}: piper.Checkpoints(folder) is needed")
-    if first_step is not None and (
-        isinstance(first_step, bool) or not isinstance(first_step, int) or first_step < 0
-    ):
-        raise JobError(f"first_step={first_step!r}: an integer of at least 0 is needed")
-    saved = None
-    if resume is not None:
-        saved = open_checkpoint(chosen_checkpoint(resume, checkpoint))
-        if first_step not in (None, saved.meta.step):
+    checkpoint, saved, step = options.checkpoint, None, options.first
+    if options.resume is not None:
+        saved = open_checkpoint(chosen_checkpoint(options.resume, checkpoint))
+        step = saved.meta.step
+        if options.first_step not in (None, step):
             raise JobError(
-                f"first_step={first_step}: the checkpoint {saved.path} goes on with step "
-                f"{saved.meta.step}; leave "
+                f"first_step={options.first_step}: the checkpoint {saved.path} goes on with step {step}; leave "
                 f"first_step out"
             )
         check_resumable(saved, plan, job)
         check_settings(saved, plan, job)
         _load_data_state(job, saved.meta.data)
-    step = saved.meta.step if saved is not None else first_step or 0
     if checkpoint is not None:
         prepare_folder(checkpoint, step, first=is_first())
         checkpoint = replace(checkpoint, folder=checkpoint.path)
-    return Beginning(step, saved, checkpoint)
+    return Beginning(replace(options, first_step=step, checkpoint=checkpoint), saved)
 
 
 def _load_data_state(job: Job, data: Mapping[str, Any]) -> None:
@@ -123,44 +113,53 @@ def next_beginning(
 
     `snapshot` is asked for a newer host snapshot, which takes precedence. Raises as `beginning_of`.
     """
-    found = {} if first.checkpoint is None else complete_checkpoints(first.checkpoint.path)
-    newest = max(found, default=0)
+    options = first.options
+    checkpoints = (
+        {} if options.checkpoint is None else complete_checkpoints(options.checkpoint.path)
+    )
+    newest = max(checkpoints, default=0)
+    again = options
     if (copied := snapshot(max(newest, first.step))) is not None:
         _load_data_state(job, data_of(job, copied.step))
-        return replace(beginning_of(plan, job, first.checkpoint, None, copied.step), copied=copied)
-    if newest > first.step:
-        return beginning_of(plan, job, first.checkpoint, found[newest], None)
-    if first.saved is not None:
-        return beginning_of(plan, job, first.checkpoint, first.saved.path, None)
-    return beginning_of(plan, job, first.checkpoint, None, first.step)
+        again = replace(options, resume=None, first_step=copied.step)
+    elif newest > first.step:
+        again = replace(options, resume=checkpoints[newest], first_step=None)
+    elif first.saved is not None:
+        again = replace(options, resume=first.saved.path, first_step=None)
+    begin = beginning_of(plan, job, again)
+    left = first.step + options.steps - begin.step
+    # Without steps, ranks only bring back the state of the checkpoint.
+    saving = begin.options.checkpoint if left else None
+    options = replace(begin.options, steps=left, checkpoint=saving)
+    return replace(begin, options=options, copied=copied)
 
 
-def under_torchrun(
-    recovering: RecoveryOptions,
-    checkpoint: Checkpoints | None,
-    resume: str | Path | None,
-    first_step: int | None,
-    steps: int,
-) -> tuple[RecoveryOptions, Path | None, int]:
-    """Return recovery options, checkpoint and steps if torchrun starts the ranks: only it can start them again.
+def under_torchrun(options: RunOptions) -> RunOptions:
+    """Return the options of a run whose ranks torchrun starts: only it can start them again.
 
-    It does so in new processes. There, a run with restarts goes on from its newest complete checkpoint, which is
-    returned, with the number of steps left. Raises JobError if `replan` is asked for.
+    It does so in new processes. There, a run with restarts goes on from its newest complete checkpoint with the steps
+    that are left. Raises JobError if `replan` is asked for.
     """
-    if recovering.replan is not None:
+    if options.replan is not None:
         raise JobError(
             'on_loss="replan": torchrun has started the ranks, and their number cannot change; use '
             'launcher="ray", or '
             '"processes" without torchrun'
         )
-    alone = replace(recovering, restarts=0)
-    if not recovering.restarts or checkpoint is None or resume is not None or not restart_count():
-        return alone, None, steps
-    found = complete_checkpoints(checkpoint.path)
-    newest, begin = max(found, default=0), first_step or 0
-    return (
-        (alone, found[newest], begin + steps - newest) if newest > begin else (alone, None, steps)
-    )
+    alone, checkpoint = replace(options, restarts=0), options.checkpoint
+    if (
+        not options.restarts
+        or checkpoint is None
+        or options.resume is not None
+        or not restart_count()
+    ):
+        return alone
+    checkpoints = complete_checkpoints(checkpoint.path)
+    newest = max(checkpoints, default=0)
+    if newest <= options.first:
+        return alone
+    left = options.first + options.steps - newest
+    return replace(alone, resume=checkpoints[newest], first_step=None, steps=left)
 
 
 @contextmanager

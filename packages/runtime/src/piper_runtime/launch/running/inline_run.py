@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from piper_ir.ground.errors import PiperWarning
-from piper_ir.plan.plan import Plan
 from piper_runtime.checkpoint.exact_params import keep_exact
 from piper_runtime.checkpoint.host_snapshots import SnapshotWriter, announce
 from piper_runtime.checkpoint.rank_file import SaveDone
 from piper_runtime.checkpoint.rank_saver import RankSaver
 from piper_runtime.checkpoint.restoring import restore, restore_of
-from piper_runtime.checkpoint.saved_run import SavedRun
-from piper_runtime.checkpoint.snapshot_files import HostSnapshot
 from piper_runtime.engine.inline import InlineEngine
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.ranges import name_inline
@@ -25,13 +22,13 @@ from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.launch.ground.interrupt import at_step_end
 from piper_runtime.launch.ground.progress import Progress
 from piper_runtime.launch.ground.report import Interrupted, RankReport, measured_counter
+from piper_runtime.launch.ground.request import Attempt
 from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.rank.binding.evaluation import Evaluated, Evaluation, EvaluationRank, evaluate
 from piper_runtime.rank.binding.rank import Rank
 from piper_runtime.rank.binding.rank_state import RankJob
-from piper_runtime.rank.job.job import InitialState, Job
+from piper_runtime.rank.job.job import Job
 from piper_runtime.rank.values import device as devices
-from piper_runtime.rank.values.code import ExportedCode
 from piper_runtime.rank.values.device import choose_device
 
 
@@ -40,23 +37,21 @@ def rank_job(job: Job, first_step: int = 0) -> RankJob:
     return RankJob(job.batch, job.make_optimizers, job.scheduler, job.seed, first_step, job.draws)
 
 
-def run_inline(
-    plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, progress: Progress,
-    saved: SavedRun | HostSnapshot | None, evaluation: Evaluation | None = None,
-) -> dict[int, RankReport]:  # fmt: skip
+def run_inline(attempt: Attempt, progress: Progress) -> dict[int, RankReport]:
     """Return the results of every rank, but of the steps, which `progress` gets.
 
     Raises Interrupted after an interrupt.
     """
-    reports = {r: RankReport(first_step=options.first_step) for r in range(plan.mesh.world)}
+    plan, options, initial, saved = attempt.plan, attempt.options, attempt.initial, attempt.saved
+    reports = {r: RankReport(first_step=options.first) for r in range(plan.mesh.world)}
     device = choose_device(devices.default, 0)  # all ranks on one
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        job_part = rank_job(job, options.first_step)
+        job_part = rank_job(attempt.job, options.first)
         ranks = [
             Rank(
                 plan,
                 r,
-                code,
+                attempt.code,
                 job_part,
                 initial.params,
                 initial.buffers,
@@ -70,7 +65,7 @@ def run_inline(
                 keep_exact(
                     rank,
                     initial.params,
-                    share=options.snapshots is None,
+                    share=attempt.snapshots is None,
                     restored=saved is not None,
                 )
         if saved is not None:
@@ -80,9 +75,9 @@ def run_inline(
         if options.ranges:
             for rank in ranks:
                 name_inline(rank)
-        saves = _Saves(ranks, options, progress)
+        saves = _Saves(ranks, attempt, progress)
         try:
-            interrupted = _train(ranks, options, progress, reports, saves, evaluation)
+            interrupted = _train(ranks, options, progress, reports, saves)
         finally:
             saves.close()
     if interrupted:
@@ -91,17 +86,20 @@ def run_inline(
 
 
 def _train(
-    ranks: Sequence[Rank], options: RunOptions, progress: Progress, reports: dict[int, RankReport], saves: _Saves,
-    evaluation: Evaluation | None,
-) -> bool:  # fmt: skip
+    ranks: Sequence[Rank],
+    options: RunOptions,
+    progress: Progress,
+    reports: dict[int, RankReport],
+    saves: _Saves,
+) -> bool:
     """Run the steps, and return whether an interrupt ended them."""
     counters: dict[int, Counter] = {}
     engine = InlineEngine(ranks)
-    evaluator = None if evaluation is None else _Evaluator(ranks, evaluation)
+    evaluator = None if options.evaluation is None else _Evaluator(ranks, options.evaluation)
     for report in reports.values():
         report.started = time.perf_counter()
     spans: dict[int, list[TimedSpan]] = {}
-    done = options.first_step
+    done = options.first
     with at_step_end() as interrupt:
         for step in options.numbers:
             if options.memory and step == options.measured:
@@ -148,14 +146,14 @@ def _warn(text: str) -> None:
 class _Saves:
     """Save all ranks of this process, and copy them to memory, if that is asked for."""
 
-    def __init__(self, ranks: Sequence[Rank], options: RunOptions, progress: Progress):
+    def __init__(self, ranks: Sequence[Rank], attempt: Attempt, progress: Progress):
         self._said: deque[SaveDone] = deque()
         self._progress = progress
-        kept = options.checkpoint
+        kept = attempt.options.checkpoint
         self._savers = (
             [] if kept is None else [RankSaver(rank, kept, self._said.append) for rank in ranks]
         )
-        asked = options.snapshots
+        asked = attempt.snapshots
         self._copiers = (
             []
             if asked is None

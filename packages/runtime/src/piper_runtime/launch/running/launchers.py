@@ -1,56 +1,13 @@
-"""List the ways to start workers, and define the interface that they share."""
+"""List the ways to start workers, and start those of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from piper_ir.ground.errors import ExecutionError
-from piper_ir.plan.plan import Plan
-from piper_runtime.launch.ground.progress import OnSave, OnStep
-
-Launcher = Literal["ray", "processes", "inline", "emulated"]
-
-
-class Workers(Protocol):
-    """Run up to `world` ranks, for any number of runs, one at a time."""
-
-    world: int
-
-    def run(
-        self,
-        plan: Plan,
-        requests: Mapping[int, Any],
-        timeout_s: float,
-        on_step: OnStep | None = None,
-        on_save: OnSave | None = None,
-    ) -> dict[int, Any]:
-        """Give every rank its request (see `piper_runtime.launch.worker.worker.perform`) and collect the answers.
-
-        On any failure, and on an interrupt, all workers are ended first. `on_step` is called with steps if the requests
-        say `stream`, `on_save` with the ranks' reports on files of checkpoints.
-        """
-
-    def close(self) -> None:
-        """End all workers; a later run starts new ones."""
-
-    def room(self) -> float:
-        """Return for how many ranks there is room now; infinite if nobody knows."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-        /,
-    ) -> None: ...
-
-
-def _nothing() -> None:
-    """Check nothing, for launchers that need nothing but this machine."""
+from piper_runtime.launch.ground.run_options import RunOptions
+from piper_runtime.launch.ground.workers import LauncherKind, Workers
 
 
 def _check_ray() -> None:
@@ -70,26 +27,6 @@ def _processes(world: int, cluster: str, spares: int) -> Workers:
     from piper_runtime.launch.torchrun import torchrun
 
     return torchrun.TorchrunPool(world) if torchrun.is_active() else Pool(world)
-
-
-@dataclass(frozen=True)
-class LauncherKind:
-    """Describe a way to start workers.
-
-    Attributes:
-        about: a description for messages.
-        open: starts workers, given their number, the address of a cluster, and the number of spare ranks; None if ranks
-            run in this process.
-        check: raises ExecutionError if workers visibly cannot be started.
-        on_clusters: whether workers may run on other machines, so that it takes an address and spares.
-        joins: whether it takes the processes that torchrun has started.
-    """
-
-    about: str
-    open: Callable[[int, str, int], Workers] | None
-    check: Callable[[], None] = _nothing
-    on_clusters: bool = False
-    joins: bool = False
 
 
 LAUNCHERS = {
@@ -129,3 +66,25 @@ def open_pool(launcher: str, world: int, *, cluster: str = "auto", spares: int =
     if kind.open is None:
         raise ExecutionError(f'launcher "{launcher}" has no workers of its own')
     return kind.open(world, cluster, spares)
+
+
+@contextmanager
+def workers_of(options: RunOptions, world: int) -> Iterator[Workers | None]:
+    """Yield the workers of a run: the given ones, or some of its own; None if ranks run in this process."""
+    pool = options.pool
+    if launcher_kind(options.launcher).open is None:
+        yield None
+    elif pool is not None:
+        size = pool.world
+        try:
+            yield pool
+        finally:
+            if pool.world != size:
+                # The run went on with fewer ranks; the caller chooses the next run's number.
+                pool.close()
+                pool.world = size
+    else:
+        with open_pool(
+            options.launcher, world, cluster=options.cluster, spares=options.spares
+        ) as own:
+            yield own

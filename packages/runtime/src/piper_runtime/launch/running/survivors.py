@@ -15,7 +15,6 @@ from filelock import FileLock
 from piper_ir.plan.plan import Plan
 from piper_runtime.checkpoint.host_snapshots import SnapshotOptions
 from piper_runtime.checkpoint.rank_tensors import left_out, model_key
-from piper_runtime.checkpoint.settings import Checkpoints
 from piper_runtime.checkpoint.snapshot_files import (
     HostSnapshot,
     forget_ranks,
@@ -85,19 +84,19 @@ class Survivors:
 
 
 @contextmanager
-def survivors(checkpoint: Checkpoints | None, restarts: int) -> Iterator[Survivors]:
-    """Yield the keeper of a run's snapshots, which are gone when the block ends.
+def survivors(every: int | None) -> Iterator[Survivors]:
+    """Yield the keeper of a run's snapshots, which are made after `every` steps and are gone when the block ends.
 
-    Without a request for snapshots, none are made.
+    None stands for no snapshots.
     """
-    if checkpoint is None or checkpoint.snapshot is None or not restarts:
+    if every is None:
         yield Survivors(None, 0)
         return
     home = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     _sweep(home)
     folder, lock = _locked_folder(home)
     try:
-        yield Survivors(folder, checkpoint.snapshot)
+        yield Survivors(folder, every)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         let_go(lock)

@@ -20,26 +20,46 @@ class Section:
     lines: str
 
 
-def launch_sections(
-    file: str | Path, world: int, *, nodes: int | None = None, gpus: bool = False, arguments: Sequence[str] = (),
-    restarts: int = 0, of_ray: Sequence[str] = (),
-) -> dict[str, Section]:  # fmt: skip
-    """Return the commands to run a file's `world` ranks with torchrun, Slurm and Ray.
+@dataclass(frozen=True)
+class Launch:
+    """Describe a run of a file that command lines start.
 
-    Torchrun on one machine is "torchrun"; on `nodes` machines (default: 2 if the ranks divide, else 1) there are
-    "torchrun-nodes", "slurm" and "ray". `gpus` asks for a GPU for each rank; `arguments` are more arguments of `piper
-    run`, `of_ray` further ones that only Ray takes; torchrun starts failed ranks again up to `restarts` times. HEAD
+    Attributes:
+        file: the file.
+        world: the number of its ranks.
+        nodes: the number of machines; None: 2 if the ranks divide over them, else 1.
+        gpus: whether to ask for a GPU for each rank.
+        arguments: more arguments of `piper run`.
+        of_ray: further ones that only Ray takes.
+        restarts: how many times torchrun starts failed ranks again.
+    """
+
+    file: str | Path
+    world: int
+    nodes: int | None = None
+    gpus: bool = False
+    arguments: Sequence[str] = ()
+    of_ray: Sequence[str] = ()
+    restarts: int = 0
+
+
+def launch_sections(launch: Launch) -> dict[str, Section]:
+    """Return the commands to run a file's ranks with torchrun, Slurm and Ray.
+
+    Torchrun on one machine is "torchrun"; on several machines there are "torchrun-nodes", "slurm" and "ray". HEAD
     stands for the first machine's name. Raises JobError when the ranks do not divide over the nodes.
     """
-    nodes = nodes or (2 if world % 2 == 0 else 1)
+    world, gpus = launch.world, launch.gpus
+    nodes = launch.nodes or (2 if world % 2 == 0 else 1)
     if world % nodes:
         raise JobError(
             f"{world} ranks do not divide over {nodes} nodes; give a number of nodes that divides "
             f"{world}"
         )
     each = world // nodes
-    text = shlex.join(["run", str(file), *arguments])
-    again = f"--max-restarts {restarts} " if restarts else ""
+    words = ["run", str(launch.file), *launch.arguments]
+    text = shlex.join(words)
+    again = f"--max-restarts {launch.restarts} " if launch.restarts else ""
     ranks = f"{again}--nproc-per-node {each} -m piper {text} --launcher processes"
     alone = (
         f"torchrun --standalone {again}--nproc-per-node {world} -m piper {text} --launcher "
@@ -59,7 +79,7 @@ def launch_sections(
         ),
         "ray": Section(
             f"Ray, {_count(nodes, 'machine')}",
-            _ray(nodes, each, gpus, shlex.join(["run", str(file), *arguments, *of_ray])),
+            _ray(nodes, each, gpus, shlex.join([*words, *launch.of_ray])),
         ),
     }
 

@@ -38,7 +38,6 @@ from piper_runtime.engine.streams import (
 from piper_runtime.launch.ground.protocol import Failure, Notice, Request
 from piper_runtime.launch.ground.report import RankReport, measured_counter
 from piper_runtime.launch.ground.result import WARMUP_STEPS
-from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.worker.timed_rank import EmulationRequest, emulate_rank
 from piper_runtime.profile.profiler import ProfileRequest, profile
 from piper_runtime.rank.binding.evaluation import Evaluated, Evaluation, EvaluationRank, evaluate
@@ -157,24 +156,25 @@ def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.dev
     if missing_operators(request.code) or (asked is not None and missing_operators(asked.code)):
         parcel.import_definers()
     options = request.options
-    report = RankReport(first_step=options.first_step)
-    job = RankJob(batch, optimizer, scheduler, request.seed, options.first_step, request.draws)
+    report = RankReport(first_step=options.first)
+    job = RankJob(batch, optimizer, scheduler, request.seed, options.first, request.draws)
     if device.type == "cuda":
         gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
     probe = report.probe if options.gradients else None
-    if options.snapshots is not None and not announce(rank, options.snapshots):
+    snapshots = request.snapshots
+    if snapshots is not None and not announce(rank, snapshots):
         context.tell(
             Notice(
                 f"rank {rank} is on another machine than the launcher: no host snapshots are used"
             )
         )
-        options = replace(options, snapshots=None)
+        snapshots = None
     bound = Rank(plan, rank, request.code, job, request.params, request.buffers, probe, device)
     if options.checkpoint is not None or request.restore is not None:
         keep_exact(
             bound,
             request.params,
-            share=options.snapshots is None,
+            share=snapshots is None,
             restored=request.restore is not None,
         )
     if request.restore is not None:
@@ -185,18 +185,19 @@ def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.dev
             f"rank {rank} has {len(streams)} streams; at most {MOST_STREAMS} are supported"
         )
     with bound.feed.ahead(options.loader, options.numbers):
-        _train(context, bound, options, report, evaluation)
+        _train(context, bound, replace(request, snapshots=snapshots), report, evaluation)
     return report
 
 
 def _train(
     context: WorkerContext,
     bound: Rank,
-    options: RunOptions,
+    request: Request,
     report: RankReport,
     evaluation: Evaluation | None,
 ) -> None:
     """Run the steps of a bound rank, and save its state if a checkpoint is due."""
+    options = request.options
     heart, world = context.heart, bound.plan.mesh.world
     local_world = world if context.local_world is None else context.local_world
     name = named_instructions if options.ranges else None
@@ -204,14 +205,7 @@ def _train(
         bound, context.communicators, heart, local_world=local_world, trace=options.trace, name=name
     )
     evaluator = None if evaluation is None else _Evaluator(context, bound, evaluation, local_world)
-    saver = (
-        None
-        if options.checkpoint is None
-        else RankSaver(bound, options.checkpoint, context.tell, _saving(heart))
-    )
-    copier = None
-    if options.snapshots is not None:
-        copier = SnapshotWriter(bound, options.snapshots, lambda text: context.tell(Notice(text)))
+    saves = _RankSaves(context, bound, request)
     counter, waited, warm = None, core_waits(), 0.0
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
@@ -232,17 +226,12 @@ def _train(
         ended = time.perf_counter()
         report.core_s.append(waited() - before)
         done = report.end_step(bound, ended, None if evaluator is None else evaluator.after(step))
-        if options.stream:
+        if request.reports_steps:
             context.tell(done)
-        if copier is not None:
-            copier.step_done(step + 1)
-        if saver is not None:
-            saver.step_done(step + 1)
-            heart[PHASE] = RUNNING
+        saves.step_done(step + 1)
     if (steps := len(report.core_s) - WARMUP_STEPS) > 0:
         report.threads_s = (core_waits_of_all() - warm) / steps
-    if saver is not None:
-        saver.finish(options.first_step + len(report.finished))
+    saves.finish(options.first + len(report.finished))
     if evaluator is not None:
         evaluator.close()
     backend.close()
@@ -273,6 +262,31 @@ class _Evaluator:
     def close(self) -> None:
         """End the threads of its streams."""
         self._backend.close()
+
+
+class _RankSaves:
+    """Save a rank, and copy its state to memory, if that is asked for."""
+
+    def __init__(self, context: WorkerContext, bound: Rank, request: Request) -> None:
+        kept, copied = request.options.checkpoint, request.snapshots
+        self._heart = heart = context.heart
+        self._saver = None if kept is None else RankSaver(bound, kept, context.tell, _saving(heart))
+        self._copier = None
+        if copied is not None:
+            self._copier = SnapshotWriter(bound, copied, lambda text: context.tell(Notice(text)))
+
+    def step_done(self, done: int) -> None:
+        """Save and copy the rank if that is due after so many steps."""
+        if self._copier is not None:
+            self._copier.step_done(done)
+        if self._saver is not None:
+            self._saver.step_done(done)
+            self._heart[PHASE] = RUNNING
+
+    def finish(self, done: int) -> None:
+        """Save the rank after its last step."""
+        if self._saver is not None:
+            self._saver.finish(done)
 
 
 def _saving(heart: Heartbeat) -> Callable[[int], None]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 
-from piper_ir.ground.errors import JobError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute, Load
 from piper_runtime.rank.batches.batch_call import batch_call
@@ -26,8 +25,6 @@ from piper_runtime.rank.job.job import Batch
 from piper_runtime.rank.values.device import CPU
 from piper_runtime.rank.values.rng import generator
 
-LOADERS = ("thread", "processes", "none")
-"""The accepted words for who calls a batch function; a number is so many processes per rank."""
 LEAST_S, LEAST_SHARE = 1e-3, 0.01
 """The seconds of Job.batch in a step, and their share of the step, above which a thread is started for it.
 
@@ -48,24 +45,6 @@ def upload(
         return value.copy_(rows)
     staged = torch.empty(shape, dtype=dtype, pin_memory=True).copy_(rows)
     return value.copy_(staged, non_blocking=True)
-
-
-def check_loader(loader: object, one_thread: bool) -> None:
-    """Raise JobError for a loader that `execute` does not have, or that cannot run if one thread runs all ranks."""
-    number = isinstance(loader, int) and not isinstance(loader, bool) and loader >= 1
-    if not number and loader not in LOADERS:
-        raise JobError(
-            f'execute(loader={loader!r}): "thread", "processes", "none" or a number of processes '
-            f"per rank (1, 2, ...) "
-            f"is expected"
-        )
-    if one_thread and (number or loader == "processes"):
-        raise JobError(
-            f'execute(loader={loader!r}): launcher "inline" runs all ranks in one thread, which '
-            f"calls Job.batch, too; "
-            f"take "
-            'launcher="processes" or launcher="ray", or no loader'
-        )
 
 
 class Feed:

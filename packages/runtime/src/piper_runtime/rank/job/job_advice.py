@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -70,6 +70,11 @@ def callable_problem(name: str, value: object) -> str | None:
         return f"Job(loss={value.__name__}) is a class: give an instance, {value.__name__}()"
     if not callable(value):
         return f"Job({name}=...) got {_article(value)}: {NEEDED[name]}"
+    return _call_problem(name, value)
+
+
+def _call_problem(name: str, value: Callable[..., object]) -> str | None:
+    """Return the problem with the arguments that a function of a Job accepts, or None."""
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):  # a function in C: it will say so itself

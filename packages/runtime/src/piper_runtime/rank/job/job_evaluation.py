@@ -82,11 +82,7 @@ def evaluation_data(data: Any, every: Any, batches: Any) -> Any:
         raise JobError(
             "Job(eval_data=...): when to evaluate is not known; give eval_every, a number of steps"
         )
-    for name, value in (("eval_every", every), ("eval_batches", batches)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise JobError(f"Job({name}={value!r}): an integer of at least 1 is needed")
+    _check_counts(every, batches)
     if isinstance(data, StreamBatch):
         raise JobError(
             "Job(eval_data=from_stream(...)): an evaluation reads the same rows each time; use "
@@ -108,6 +104,15 @@ def evaluation_data(data: Any, every: Any, batches: Any) -> Any:
             "or a dataset"
         )
     return data
+
+
+def _check_counts(every: Any, batches: Any) -> None:
+    """Raise JobError for numbers of steps and batches that are none."""
+    for name, value in (("eval_every", every), ("eval_batches", batches)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            raise JobError(f"Job({name}={value!r}): an integer of at least 1 is needed")
 
 
 def evaluation_batches(data: Any, batches: int | None, global_batch: int) -> int:

@@ -175,35 +175,11 @@ class _Walk:
         """Yield the values that one leads to, and note the variables that it reads."""
         match value:
             case types.FunctionType():
-                around = (
-                    *cells(value),
-                    *(value.__defaults__ or ()),
-                    *(value.__kwdefaults__ or {}).values(),
-                )
-                names = names_in(value.__code__)[2]
-                self._note_replaced(_PATCHED, names)
-                yield from (
-                    part for outer in around for part in self._of_module(outer, names, set())
-                )
-                yield from vars(value).values()
-                if home_of(value.__globals__.get("__name__")) == "user":
-                    self._functions.append(value)
-                    yield from self._globals(value)
-            case types.MethodType():
-                yield from (value.__func__, value.__self__)
-            case partial():
-                yield from (value.func, *value.args, *value.keywords.values())
-            case property():
-                yield from (value.fget, value.fset, value.fdel)
-            case classmethod() | staticmethod():
-                yield value.__func__
+                yield from self._led_to_by_function(value)
+            case types.MethodType() | partial() | property() | classmethod() | staticmethod():
+                yield from _wrapped(value)
             case type():
-                if home_of(value.__module__) == "user":
-                    yield from (type(value), *value.__bases__, *self._attributes(value))
-                else:
-                    self._note_replaced(
-                        [kind for kind in value.__mro__ if home_of(kind.__module__) == "known"]
-                    )
+                yield from self._led_to_by_class(value)
             case dict():
                 yield from list(value.values())
             case list() | tuple() | set() | frozenset():
@@ -211,14 +187,30 @@ class _Walk:
             case types.ModuleType():
                 return
         if not isinstance(value, type | types.FunctionType):
-            yield from (type(value), *dict(getattr(value, "__dict__", {})).values())
-            slots = [
-                name
-                for kind in type(value).__mro__
-                for name in vars(kind).get("__slots__", ())
-                if isinstance(name, str)
-            ]
-            yield from (getattr(value, name) for name in slots if hasattr(value, name))
+            yield type(value)
+            yield from _attribute_values(value)
+
+    def _led_to_by_function(self, function: types.FunctionType) -> Iterator[object]:
+        around = (
+            *cells(function),
+            *(function.__defaults__ or ()),
+            *(function.__kwdefaults__ or {}).values(),
+        )
+        names = names_in(function.__code__)[2]
+        self._note_replaced(_PATCHED, names)
+        yield from (part for outer in around for part in self._of_module(outer, names, set()))
+        yield from vars(function).values()
+        if home_of(function.__globals__.get("__name__")) == "user":
+            self._functions.append(function)
+            yield from self._globals(function)
+
+    def _led_to_by_class(self, kind: type) -> Iterator[object]:
+        if home_of(kind.__module__) == "user":
+            yield from (type(kind), *kind.__bases__, *self._attributes(kind))
+        else:
+            self._note_replaced(
+                [base for base in kind.__mro__ if home_of(base.__module__) == "known"]
+            )
 
     def _globals(self, function: types.FunctionType) -> Iterator[object]:
         read, imported, names = names_in(function.__code__)
@@ -294,6 +286,31 @@ class _Walk:
             if self._by_value.isdisjoint(".".join(parts[:end]) for end in range(1, len(parts) + 1))
             else None
         )
+
+
+def _wrapped(value: Any) -> tuple[object, ...]:
+    """Return the functions and arguments that a method, a partial call or a property consists of."""
+    match value:
+        case types.MethodType():
+            return value.__func__, value.__self__
+        case partial():
+            return value.func, *value.args, *value.keywords.values()
+        case property():
+            return value.fget, value.fset, value.fdel
+        case _:
+            return (value.__func__,)
+
+
+def _attribute_values(value: object) -> Iterator[object]:
+    """Yield the values of an object's attributes, also of those in slots."""
+    yield from dict(getattr(value, "__dict__", {})).values()
+    slots = [
+        name
+        for kind in type(value).__mro__
+        for name in vars(kind).get("__slots__", ())
+        if isinstance(name, str)
+    ]
+    yield from (getattr(value, name) for name in slots if hasattr(value, name))
 
 
 def _modules_in(

@@ -15,7 +15,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from enum import Enum
 from itertools import islice
 from typing import Any, NamedTuple
@@ -48,6 +48,12 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, bytearray, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size,
     datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath, re.Pattern,
 )  # fmt: skip
+_PARTS: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (types.MethodType, ("__func__", "__self__")),
+    (functools.partial, ("func", "args", "keywords")),
+    (property, ("fget", "fset")),
+)
+"""The types of values that are nothing but their parts, with the attributes that hold these."""
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace, threading.local)
 
 
@@ -63,69 +69,94 @@ def _leaves(
     if id(value) in around or len(around) > MOST_DEPTH:
         return
     around = (*around, id(value))
-    inner: list[tuple[str, object]] = []
-    match value:
-        case Enum():
-            yield path, _leaf(str(value))
-        case object() if isinstance(value, _PLAIN):
-            yield path, _leaf(repr(value))
-        case torch.Tensor():
-            yield path, _tensor(value)
-        case object() if (view := _view(value)) is not None:
-            yield path, _buffer(value, view)
-            inner = [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
-            if "O" in view.format and hasattr(value, "tolist"):
-                inner.append(("[:]", value.tolist()))
-        case types.FunctionType():
-            yield from _function(value, path, written, inner)
-        case types.BuiltinFunctionType():
-            yield path, _leaf(f"the function {value.__module__}.{value.__qualname__}")
-        case type():
-            yield path, _leaf(f"the class {value.__module__}.{value.__qualname__}")
-        case types.MethodType():
-            inner = [(".__func__", value.__func__), (".__self__", value.__self__)]
-        case functools.partial():
-            inner = [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
-        case weakref.ref():
-            inner = [("()", value())]
-        case contextvars.ContextVar():
-            inner = [(".get()", value.get(None))]
-        case property():
-            inner = [(".fget", value.fget), (".fset", value.fset)]
-        case classmethod() | staticmethod():
-            inner = [("", value.__func__)]
-        case Mapping():
-            inner = [(f"[{_short(repr(key))}]", item) for key, item in _items(value)]
-            inner.append((" (length)", len(value)))
-        case list() | tuple() | deque():
-            if all(isinstance(item, _PLAIN) for item in islice(value, MOST_ITEMS)):
-                yield path, _leaf(repr(list(islice(value, MOST_ITEMS))))
-            else:
-                inner = [
-                    (f"[{index}]", item) for index, item in enumerate(islice(value, MOST_LEAVES))
+    if (leaf := _single(value)) is not None:
+        yield path, leaf
+        return
+    inner = _wrapped(value)
+    if inner is None:
+        inner = []
+        match value:
+            case object() if (view := _view(value)) is not None:
+                yield path, _buffer(value, view)
+                inner = _beside_buffer(value, view)
+            case types.FunctionType():
+                yield from _function(value, path, written, inner)
+            case Mapping():
+                inner = [(f"[{_short(repr(key))}]", item) for key, item in _items(value)]
+                inner.append((" (length)", len(value)))
+            case list() | tuple() | deque():
+                yield from _sequence(value, path, inner)
+            case set() | frozenset():
+                items = [
+                    repr(sorted((p, leaf.digest) for p, leaf in _leaves(item, "", written, around)))
+                    for item in value
                 ]
-            inner.append((" (length)", len(value)))
-        case set() | frozenset():
-            items = [
-                repr(sorted((p, leaf.digest) for p, leaf in _leaves(item, "", written, around)))
-                for item in value
-            ]
-            yield path, Leaf(f"a set of {len(value)}", _digest(repr(sorted(items)).encode()))
-        case torch.nn.Module():
-            yield path, _leaf(f"of {type(value).__module__}.{type(value).__qualname__}")
-            inner = [
-                (f".{name}", tensor) for name, tensor in value.state_dict(keep_vars=True).items()
-            ]
-        case _:
-            yield path, _leaf(f"of {type(value).__module__}.{type(value).__qualname__}")
-            if isinstance(value, _NAMESPACES) or home_of(type(value).__module__) == "user":
-                inner = [
-                    (f".{name}", item)
-                    for name, item in _attributes(value)
-                    if f".{name}" not in written
-                ]
+                yield path, Leaf(f"a set of {len(value)}", _digest(repr(sorted(items)).encode()))
+            case _:
+                yield path, _leaf(f"of {type(value).__module__}.{type(value).__qualname__}")
+                inner = _of_object(value, written)
     for step, item in inner:
         yield from _leaves(item, path + step, written, around)
+
+
+def _single(value: Any) -> Leaf | None:
+    """Return the leaf of a value that has no parts; None for another value."""
+    match value:
+        case Enum():
+            return _leaf(str(value))
+        case object() if isinstance(value, _PLAIN):
+            return _leaf(repr(value))
+        case torch.Tensor():
+            return _tensor(value)
+        case types.BuiltinFunctionType():
+            return _leaf(f"the function {value.__module__}.{value.__qualname__}")
+        case type():
+            return _leaf(f"the class {value.__module__}.{value.__qualname__}")
+    return None
+
+
+def _wrapped(value: Any) -> list[tuple[str, object]] | None:
+    """Return the parts of a value that is nothing but these; None for another value."""
+    for kind, names in _PARTS:
+        if isinstance(value, kind):
+            return [(f".{name}", getattr(value, name)) for name in names]
+    if isinstance(value, weakref.ref):
+        return [("()", value())]
+    if isinstance(value, contextvars.ContextVar):
+        return [(".get()", value.get(None))]
+    if isinstance(value, classmethod | staticmethod):
+        return [("", value.__func__)]
+    return None
+
+
+def _beside_buffer(value: Any, view: memoryview) -> list[tuple[str, object]]:
+    """Return the attributes of a buffer, and its items if they are objects."""
+    attributes = getattr(value, "__dict__", {}).items()
+    parts: list[tuple[str, object]] = [(f".{name}", item) for name, item in attributes]
+    if "O" in view.format and hasattr(value, "tolist"):
+        parts.append(("[:]", value.tolist()))
+    return parts
+
+
+def _sequence(
+    value: Sequence[object], path: str, inner: list[tuple[str, object]]
+) -> Iterator[tuple[str, Leaf]]:
+    """Yield the leaf of a sequence of plain values; add the items of another one, and the length, to `inner`."""
+    if all(isinstance(item, _PLAIN) for item in islice(value, MOST_ITEMS)):
+        yield path, _leaf(repr(list(islice(value, MOST_ITEMS))))
+    else:
+        inner += [(f"[{i}]", item) for i, item in enumerate(islice(value, MOST_LEAVES))]
+    inner.append((" (length)", len(value)))
+
+
+def _of_object(value: object, written: Set[str]) -> list[tuple[str, object]]:
+    """Return the tensors of a module, and the attributes of a user's object or a plain namespace."""
+    if isinstance(value, torch.nn.Module):
+        return [(f".{name}", t) for name, t in value.state_dict(keep_vars=True).items()]
+    if isinstance(value, _NAMESPACES) or home_of(type(value).__module__) == "user":
+        attributes = ((f".{name}", item) for name, item in _attributes(value))
+        return [(name, item) for name, item in attributes if name not in written]
+    return []
 
 
 def _function(

@@ -61,18 +61,18 @@ class ElementRun:
 
 
 def runs(
-    shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int, begin: int, end: int
+    shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int, elements: range
 ) -> Iterator[ElementRun]:
-    """Yield the places in the whole tensor of the elements [begin, end) of a rank's part of this shape."""
+    """Yield the places in the whole tensor of some elements of a rank's part of this shape, which follow each other."""
     there = places(layout, mesh, rank)
     unit = min(
         (shape[p.dim] // p.outer * prod(shape[p.dim + 1 :]) for p, _, _ in there),
         default=prod(shape),
     )
     found: ElementRun | None = None
-    at = begin
-    while at < end:
-        numel = min(unit - at % unit, end - at)
+    at = elements.start
+    while at < elements.stop:
+        numel = min(unit - at % unit, elements.stop - at)
         first = _in_whole(shape, there, at)
         if found is not None and found.whole + found.numel == first:
             found = ElementRun(found.own, found.whole, found.numel + numel)
@@ -128,7 +128,7 @@ class OwnParts(Mapping[str, torch.Tensor]):
             shape[part.dim] //= degree
         found = [
             files.flat(name, run.whole, run.whole + run.numel)
-            for run in runs(shape, layout, self._mesh, self._rank, 0, prod(shape))
+            for run in runs(shape, layout, self._mesh, self._rank, range(prod(shape)))
         ]
         return torch.cat(found).view(shape)
 
