@@ -13,7 +13,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from piper_ops import DIRECT, grouped_mm_wgrad_, unroute
-from piper_ops.experts import blocks, rounds
+from piper_ops.experts import rounds, trades
 from tests.faults.job_faults import JobFault, Judged
 from tests.helpers import compositions
 from tests.helpers.compositions import Composition
@@ -22,12 +22,12 @@ from tests.helpers.steered import DEVICES
 
 def counts_transposed() -> AbstractContextManager[Any]:
     """What device s has for device d is taken for what d has for s."""
-    right = blocks.taken_sizes
+    right = trades._received
 
-    def taken_sizes(table: Tensor, *rest: Any) -> Any:
+    def received(table: Tensor, *rest: Any) -> Any:
         return right(table.view(DEVICES, DEVICES, -1).transpose(0, 1).reshape(table.shape), *rest)
 
-    return patch.object(blocks, "taken_sizes", taken_sizes)
+    return patch.object(trades, "_received", received)
 
 
 def a_round_lost() -> AbstractContextManager[Any]:

@@ -64,7 +64,7 @@ def predicted(plan: Plan, load: float) -> Counter[int]:
             else None
         )
         for one in chunk.steps[part.op.step].collectives if chunk is not None else ():
-            times, nbytes, _ = messages(one, load, places_over_mean(chunk))
+            times, nbytes = messages(one, load, places_over_mean(chunk))
             found.update({nbytes: times} if one.kind == "all_to_all" and times else {})
     return found
 
@@ -277,7 +277,7 @@ def test_messages_of_rare_further_rounds_share_links_as_others_do() -> None:
     ) == pytest.approx(work.seconds)
 
 
-def test_messages_on_a_cpu_are_of_rows_and_those_between_gpus_of_places() -> None:
+def test_messages_are_of_all_places_on_any_device() -> None:
     plan = compiled("uniform", Mesh(ep=DEVICES)).plan
     (role,) = plan.roles
     instr = next(
@@ -286,20 +286,17 @@ def test_messages_on_a_cpu_are_of_rows_and_those_between_gpus_of_places() -> Non
     alone = replace(
         instr, parts=tuple(p for p in instr.parts if p.op == Compute(of_experts(plan).id, "F"))
     )
-    nbytes = 2 * CHOICES * WIDTH * 8  # of the rows of a device there and back, in float64
+    nbytes = (
+        2 * CHOICES * WIDTH * 8
+    )  # of the rows that a device has on average, there and back, in float64
 
     def sent(cluster: Cluster, load: float) -> StepMessages:
         work = DeviceModel(plan, cluster, None, ((load, 1.0),)).work(role, alone)
         return next(m for m in work.inside if m.op == "all_to_all")
 
-    even, more, most = (sent(cpu_local(), load) for load in (1.0, 1.2, 1.25))
-    assert [m.bytes for m in (even, more, most)] == [
-        nbytes,
-        round(1.2 * nbytes),
-        round(1.25 * nbytes),
-    ]
-    assert even.seconds < more.seconds < most.seconds
-    assert sent(NODES, 1.0).bytes == sent(NODES, 1.2).bytes == most.bytes
+    for cluster in (cpu_local(), NODES):
+        even, more = (sent(cluster, load) for load in (1.0, 1.2))
+        assert even == more and even.bytes == round(1.25 * nbytes)
 
 
 def test_rows_without_a_place_take_no_time_where_no_round_follows() -> None:

@@ -3,7 +3,6 @@ way."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from torch import Tensor
 from piper_ops import (
     DIRECT,
     OP_KERNELS,
-    TRADES,
-    Cuts,
     ExpertsOverflow,
     cpu_workspace,
     experts_checked,
@@ -99,7 +96,7 @@ def filled(messages: Tensor, table: Tensor, place: int, came: bool = False) -> T
 
 @pytest.mark.parametrize("slot", [2, 9])
 def test_gradients_go_the_way_back(slot: int) -> None:
-    """Those of round 0, by finite inner products: <send x, y> = <x, its gradient of y> where places are filled."""
+    """Those of round 0, by inner products: <send x, y> = <x, its gradient of y> where places are filled."""
     rows, table, _ = drawn(slot)
     for place, own in enumerate(rows):
         x = own.clone().requires_grad_()
@@ -128,94 +125,44 @@ def test_gradients_go_the_way_back(slot: int) -> None:
         )
 
 
-@pytest.mark.parametrize("slot", [1, 3, 7, 20])
-def test_blocks_are_what_picked_rows_are(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU picks rows by their numbers, a CPU copies blocks; in further rounds with fewer places, too."""
+def message(counts: Tensor, first: int, places: int, dtype: torch.dtype) -> Tensor:
+    """A message of rows that all differ, of so many that each device has from its row `first` on; others are NaN."""
+    numbers = torch.full((DEVICES, places, WIDTH), torch.nan, dtype=dtype)
+    for device, count in enumerate(counts.tolist()):
+        filled_places = max(0, min(count - first, places))
+        numbers[device, :filled_places] = (
+            32 * device + torch.arange(1.0, filled_places + 1)[:, None]
+        )
+    return numbers
+
+
+@pytest.mark.parametrize("slot", [2, 9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_behind_the_last_group_and_rows_that_were_not_sent_are_zeros(
+    slot: int, dtype: torch.dtype
+) -> None:
+    """Whatever the places of a message hold that nobody filled; in further rounds with fewer places, too."""
     rows, table, number_of = drawn(slot)
-    for number, places in [
-        (number, places) for number in range(number_of) for places in {slot, max(1, slot - 2)}
-    ]:
-        for place, own in enumerate(rows):
-            found = []
-            for counted in (True, False):
-                monkeypatch.setattr(trades, "counted", lambda _, counted=counted: counted)
-                sent = trades.send(own, table, place, slot, number, places)
-                full = torch.randn(
-                    sent.shape, dtype=sent.dtype, generator=torch.Generator().manual_seed(number)
-                )
-                taken, counts = trades.take(full, table, place, number, slot)
-                given = trades.give(taken, table, place, number, slot, places)
-                found.append(
-                    (
-                        taken[: counts.sum()],
-                        counts,
-                        trades.home(sent, table, place, len(own), number, slot),
-                    )
-                )
-                again = trades.take(given, table, place, number, slot)[0]
-                assert torch.equal(again[: counts.sum()], taken[: counts.sum()])
-            if places == slot:
-                assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def traded(slot: int, lost: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return what each device has in round 0, how many rows each expert has, and what comes back, in messages cut to
-    the rows."""
-    rows, table, _ = drawn(slot)
-    all_given: dict[int, tuple[Tensor, Cuts]] = {}
-    there, found = threading.Barrier(DEVICES), dict[int, tuple[Tensor, Tensor, Tensor]]()
-
-    def run(place: int) -> None:
-        def exchange(kind: str, axis: str, given: Tensor, cuts: Cuts) -> Tensor:
-            all_given[place] = given, cuts
-            there.wait()
-            parts = [
-                g[: sum(c.sent)].split(list(c.sent))[place]
-                for g, c in (all_given[k] for k in range(DEVICES))
-            ]
-            assert [len(part) for part in parts] == list(cuts.got)
-            cuts.into[: sum(cuts.got)] = torch.cat(parts)
-            there.wait()
-            return cuts.into
-
-        mine, counts = TRADES["there"](exchange, "ep", rows[place], table, place, slot)
-        box = [mine.roll(lost, 0)]
-        found[place] = (
-            mine,
-            counts,
-            TRADES["back"](exchange, "ep", box, table, place, len(rows[place])),
-        )
-        assert not box
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(DEVICES)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[place] for place in range(DEVICES)]
-
-
-@pytest.mark.parametrize("slot", [1, 3, 7, 20])
-def test_messages_cut_to_the_rows_bring_what_whole_ones_bring(slot: int) -> None:
-    """Also where some rows must wait for a further round; the control puts rows into other places before they go
-    back."""
-    rows, table, _ = drawn(slot)
-    came = exchanged([trades.send(r, table, k, slot, 0) for k, r in enumerate(rows)])
-    taken = [trades.take(c, table, k, 0) for k, c in enumerate(came)]
-    back = exchanged([trades.give(mine, table, k, 0) for k, (mine, _) in enumerate(taken)])
-    home = [trades.home(b, table, k, len(rows[k]), 0) for k, b in enumerate(back)]
-    for (mine, counts, came_back), (wanted, of), at_home in zip(
-        traded(slot), taken, home, strict=True
-    ):
-        assert (
-            torch.equal(mine, wanted)
-            and torch.equal(counts, of)
-            and torch.equal(came_back, at_home)
-        )
-    assert not all(
-        torch.equal(wrong[2], right)
-        for wrong, right in zip(traded(slot, lost=1), home, strict=True)
-    )
+    for number, places in [(0, slot), (1, slot), (1, slot - 1)][: 1 + 2 * (number_of > 1)]:
+        came = message(table[:, :2].sum(1), number * slot, places, dtype)
+        taken, counts = trades.take(came, table, 0, number, slot)
+        own = int(counts.sum())
+        assert not taken[own:].any()
+        wanted = came[~came[..., 0].isnan()]
+        assert torch.equal(taken[:own].sort(0).values, wanted.sort(0).values)
+        given = trades.give(taken, table, 0, number, slot, places)
+        assert torch.equal(trades.take(given, table, 0, number, slot)[0], taken)
+        totals = table[0].view(DEVICES, 2).sum(1)
+        back = message(totals, number * slot, places, dtype)
+        home = trades.home(back, table, 0, len(rows[0]), number, slot)
+        for device, part in enumerate(home[:, 0].split(totals.tolist())):
+            sent_rows = back[device, :, 0][: max(0, len(part) - number * slot)]
+            before = min(number * slot, len(part))
+            assert not part[:before].any() and not part[before + places :].any()
+            assert torch.equal(part[before : before + places], sent_rows)
+        all_places = trades.send(rows[0], table, 0, slot, number)
+        fewer = trades.send(rows[0], table, 0, slot, number, places)
+        assert torch.equal(fewer, all_places[:, :places])
 
 
 CALLS: dict[str, Any] = {

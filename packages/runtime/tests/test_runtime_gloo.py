@@ -1,8 +1,8 @@
-"""Gloo's bindings send messages as long as their rows, and small gathers without receives that spin."""
+"""Gloo's binding gathers a few numbers without receives that spin."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,16 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from piper_ops import Cuts
 from piper_runtime.profile.measured_plans import channels_plan
 from piper_runtime.rank.binding.rank import BoundComm
 from piper_runtime.transport import gloo
 from piper_runtime.transport.gloo import GlooCommunicators
 
 RANKS = 3
-ROWS, WIDTH, UNTOUCHED = 12, 2, -7.0
-SENT = ((2, 0, 5), (1, 4, 0), (0, 3, 6))
-"""The rows that each rank sends each other one, itself too."""
 
 
 class Noting:
@@ -47,59 +43,6 @@ def together(work: Callable[[int, GlooCommunicators], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(RANKS) as threads:
         return list(threads.map(one, range(RANKS)))
-
-
-def rows_of(sizes: Sequence[int], rank: int) -> torch.Tensor:
-    """Return rows of a rank, each with the numbers of its source and its place, and rows that nobody gets behind
-    them."""
-    place = torch.arange(float(ROWS))
-    rows = torch.stack([torch.full_like(place, float(rank)), place], 1)
-    rows[sum(sizes) :] = torch.nan
-    return rows
-
-
-def exchanged(cut: bool) -> list[torch.Tensor]:
-    """Return what each rank has after an all-to-all, with its messages cut to their rows or not."""
-
-    def work(rank: int, ranks: GlooCommunicators) -> torch.Tensor:
-        into = torch.full((ROWS, WIDTH), UNTOUCHED)
-        cuts = Cuts(into, SENT[rank], [sizes[rank] for sizes in SENT])
-        given, peers = rows_of(SENT[rank], rank), tuple(range(RANKS))
-        ranks.bind(
-            BoundComm(
-                "all_to_all",
-                "0,1,2",
-                peers,
-                lambda: given,
-                lambda: into,
-                lambda: cuts if cut else None,
-            )
-        )()
-        return into
-
-    return together(work)
-
-
-def wanted(rank: int) -> torch.Tensor:
-    """Return what a rank should have: its part of each one's rows behind each other, and behind them what was there."""
-    parts = [
-        rows_of(sizes, source).split([*sizes, ROWS - sum(sizes)])[rank]
-        for source, sizes in enumerate(SENT)
-    ]
-    got = torch.cat(parts)
-    return torch.cat([got, torch.full((ROWS - got.shape[0], WIDTH), UNTOUCHED)])
-
-
-def test_messages_are_as_long_as_their_rows() -> None:
-    """Some are empty, and nothing is written behind the rows that come in."""
-    for rank, into in enumerate(exchanged(cut=True)):
-        assert torch.equal(into, wanted(rank)), rank
-
-
-def test_messages_of_equal_length_are_told_from_those() -> None:
-    assert not any(
-        torch.equal(into, wanted(rank)) for rank, into in enumerate(exchanged(cut=False))
-    )
 
 
 def gathered(numbers: int) -> list[tuple[torch.Tensor, set[str]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from piper_ir.ground.errors import ExecutionError
-from piper_ops import Cuts
 from piper_runtime.profile.measured_plans import channels_plan
 from piper_runtime.rank.binding.rank import BoundComm
 from piper_runtime.rank.values.device import CPU, choose_device
@@ -147,36 +145,3 @@ def test_over_nccl_a_message_is_a_broadcast_of_its_source_to_one(
         "0>1": (1, 2, device, "broadcast", 0, False),
         "0,1,2": (1, 3, device, "allreduce", -1, False),
     }
-
-
-def test_messages_cut_to_their_rows_bring_a_single_row_whole() -> None:
-    """A row by itself is dense whatever its stride is; so its bytes follow from its shape."""
-    store, got = dist.HashStore(), [torch.zeros(3, 2), torch.zeros(3, 2)]
-    sent = [torch.tensor([[1.0], [2.0]]).t(), torch.tensor([[3.0, 4.0], [5.0, 6.0]])]
-    cuts = [Cuts(got[0], (0, 1), (0, 2)), Cuts(got[1], (2, 0), (1, 0))]
-    assert sent[0].is_contiguous() and sent[0].stride(0) == 1
-
-    def run(rank: int) -> None:
-        gloo = GlooCommunicators(store, rank)
-        gloo.connect(channels_plan(2, ((0, 1),)))
-        gloo.bind(
-            BoundComm(
-                "all_to_all",
-                "0,1",
-                (0, 1),
-                lambda: sent[rank],
-                lambda: got[rank],
-                lambda: cuts[rank],
-            )
-        )()
-
-    ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(20)
-    assert got[0].tolist() == [[3, 4], [5, 6], [0, 0]] and got[1].tolist() == [
-        [1, 2],
-        [0, 0],
-        [0, 0],
-    ]

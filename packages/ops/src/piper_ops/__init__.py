@@ -28,7 +28,6 @@ from piper_ops.experts.experts import (
     unroute_dgrad,
     unroute_wgrad,
 )
-from piper_ops.experts.packed import TRADES, Cuts
 from piper_ops.experts.rounds import (
     ANY_ROWS,
     PLACED,
@@ -114,8 +113,6 @@ __all__ = [
     "ANY_ROWS",
     "PLACED",
     "ROUNDS",
-    "TRADES",
-    "Cuts",
     "experts_checked",
     "experts_drop",
     "experts_further_dgrad_",

@@ -12,10 +12,10 @@ use:
 
 The text depends on the graph alone. Each op is followed by its user line in a comment, for messages. Ops are bound
 once as globals, and the device of factory ops is the global DEVICE.
-A collective is a call of the global EXCHANGE, an op with several collectives one of ROUNDS, an all-to-all between two
-passes over rows of experts one of TRADES, and a device's coordinate along an axis is PLACE[axis]; all come from the
-engine that runs the step. A random operation is a call of `draw` with its number in the chunk. Views are printed as
-reshape, because strides on the running device may differ from the strides in the capture.
+A collective is a call of the global EXCHANGE, an op with several collectives one of ROUNDS, and a device's coordinate
+along an axis is PLACE[axis]; all come from the engine that runs the step. A random operation is a call of `draw` with
+its number in the chunk. Views are printed as reshape, because strides on the running device may differ from the strides
+in the capture.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,16 +40,7 @@ from piper_capture.values.concrete import frame_of
 from piper_capture.values.coordinate import Coordinate
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Step
-from piper_ops import (
-    ROUNDS,
-    all_to_all,
-    experts_give,
-    experts_home,
-    experts_return,
-    experts_send,
-    experts_take,
-    is_model_code,
-)
+from piper_ops import ROUNDS, is_model_code
 
 aten = torch.ops.aten
 METHODS: Mapping[OpOverload, str] = {
@@ -78,12 +69,6 @@ FUNCTIONS: Mapping[OpOverload, str] = {
     aten.stack.default: "torch.stack",
 }
 """The ops that are not methods and are printed as functions, for the same reason."""
-TRADED: Mapping[tuple[Any, Any], str] = {
-    (experts_send, experts_take): "there",
-    (experts_give, experts_home): "back",
-    (experts_give, experts_return): "return",
-}
-"""The pair (op before, op after) an all-to-all of rows of experts -> the key in TRADES (`piper_ops.experts.packed`)."""
 SPREAD = frozenset({"reshape", "permute", "expand"})
 """The methods whose list of sizes or dimensions is printed as separate arguments, which saves half a microsecond."""
 
@@ -104,8 +89,7 @@ def generate(
     Its arguments are the ports that the step reads, in order, then one accumulator per accumulated parameter.
     """
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
-    found = list(_statements(lines))
-    ops = dict.fromkeys(op for line, _ in found if line is not None and not _bound(op := _op(line)))
+    ops = dict.fromkeys(op for line in lines if not _bound(op := _op(line)))
     used = dict.fromkeys(str(n.target) for n in graph.graph.find_nodes(op="get_attr"))
     results = "".join(f"{_literal(n)}.contiguous(), " for n in _outputs(graph))
     drawing = any(map(_draws, lines))
@@ -121,7 +105,7 @@ def generate(
         "def step(args):",
         *([f"    {', '.join(names)}, = args"] if names else []),
         "    args.clear()",
-        *(text for _, text in found),
+        *(f"    {_line(line)}{_place(line.node)}" for line in lines),
         f"    return ({results.rstrip()})",
         "",
     ]
@@ -168,50 +152,6 @@ def _place(node: fx.Node) -> str:
     """Return the user's line as a comment; "" if it is not known."""
     frame = frame_of(node)
     return f"  # {frame[0]}:{frame[1]}" if frame and is_model_code(frame[0]) else ""
-
-
-def _statements(lines: Sequence[Line]) -> Iterator[tuple[Line | None, str]]:
-    """Yield each line with its text; the lines of a trade have one text and None for the line."""
-    number = 0
-    while number < len(lines):
-        if text := _trade(lines[number : number + 3]):
-            yield None, f"    {text}{_place(lines[number + 2].node)}"
-            number += 3
-            continue
-        yield lines[number], f"    {_line(lines[number])}{_place(lines[number].node)}"
-        number += 1
-
-
-def _trade(lines: Sequence[Line]) -> str:
-    """Return the text of two passes over rows with an all-to-all between them, as one call; "" for other lines.
-
-    The tensors between them must have no other use. `experts_give` gets its argument in a list, to free it inside.
-    """
-    if len(lines) < 3:
-        return ""
-    first, exchange, last = lines
-    ends = (first.node.target, last.node.target)
-    if exchange.node.target is not all_to_all or ends not in TRADED:
-        return ""
-    chained = exchange.node.args[0] is first.node and last.node.args[0] is exchange.node
-    given = first.node.args[0]
-    if not chained or exchange.drops != (first.node,) or exchange.node not in last.drops:
-        return ""
-    kind, drops = TRADED[ends], [n for n in last.drops if n is not exchange.node]
-    if first.drops and (kind == "there" or first.drops != (given,)):
-        return ""
-    rest = first.node.args[1:] if kind == "there" else last.node.args[1:]
-    box = (
-        ""
-        if kind == "there"
-        else f"box = [{_literal(given)}]; " + "".join(f"del {n.name}; " for n in first.drops)
-    )
-    arguments = ", ".join(map(_literal, (exchange.node.args[1], *([] if box else [given]))))
-    call = (
-        f"TRADES[{kind!r}](EXCHANGE, {arguments}{', box' if box else ''}, "
-        f"{', '.join(map(_literal, rest))})"
-    )
-    return box + _assigned(last, call, drops)
 
 
 def _line(line: Line) -> str:

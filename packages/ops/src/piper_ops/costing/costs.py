@@ -81,8 +81,8 @@ def kernel_of(
         return KernelInfo("other", (), 0, 0, dtype)
     moved = sum(map(nbytes_of, (*call.operands, *call.outs)))
     if own is not None:
-        nbytes = moved if own.bytes is None else _counted(op.name(), "bytes", own.bytes, call)
-        flops = _counted(op.name(), "flops", own.flops, call)
+        nbytes = moved if own.bytes is None else _whole_number(op.name(), "bytes", own.bytes, call)
+        flops = _whole_number(op.name(), "flops", own.flops, call)
         return KernelInfo(own.kind, (), flops, nbytes, dtype, op=name)
     if known is not None:
         nbytes = moved if known.bytes is None else round(known.bytes(call))
@@ -127,7 +127,7 @@ def op_cost(
     _OWN[packet.default.name()] = CostFormula(flops, bytes=bytes, kind=kind)
 
 
-def _counted(op: str, name: str, formula: Callable[[Call], float], call: Call) -> int:
+def _whole_number(op: str, name: str, formula: Callable[[Call], float], call: Call) -> int:
     """Return the count that a user's formula gives, as an integer; raise WrongCost if it gives none."""
     try:
         value = formula(call)

@@ -423,8 +423,6 @@ ROUTING = (
     *(rounds.experts_drop, rounds.experts_checked),
 )
 """The ops that bring tokens to experts and back. All workspace of their kernels is per token."""
-IN_BLOCKS = (rounds.experts_send, rounds.experts_home, rounds.experts_give, rounds.experts_take)
-"""The ops without workspace on a CPU: there they copy blocks."""
 _RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace | None]] = {
     losses.cross_entropy: _cross_entropy,
     losses.cross_entropy_dgrad: _cross_entropy_dgrad,
@@ -452,7 +450,7 @@ _ON_CPU: dict[torch._ops.OpOverload, Callable[[Call], int]] = {
             norms.layer_norm_backward,
         )
     },
-    **{op: _routing_on_cpu(op) for op in ROUTING if op not in IN_BLOCKS},
+    **{op: _routing_on_cpu(op) for op in ROUTING},
     **{op: partial(_room, op) for op in rounds.ROUNDS},
 }
 """The ops whose workspace is counted on a CPU. CUDA devices copy tensors with other strides, too."""

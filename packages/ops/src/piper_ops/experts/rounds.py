@@ -30,7 +30,6 @@ from torch import Tensor
 
 from piper_ops.experts import reserved
 from piper_ops.experts.trades import add_home as _add_home
-from piper_ops.experts.trades import counted as _counted
 from piper_ops.experts.trades import give as _give
 from piper_ops.experts.trades import home as _home
 from piper_ops.experts.trades import send as _send
@@ -53,12 +52,8 @@ def round_count(table: Tensor, slot: int) -> int:
 
 
 def _most(table: Tensor) -> int:
-    """Return how many rows the fullest pair of devices has."""
-    if not _counted(table):
-        return int(_totals(table).max())
-    counted: list[list[int]] = table.tolist()
-    own = table.shape[1] // table.shape[0]
-    return max(sum(counts[k : k + own]) for counts in counted for k in range(0, len(counts), own))
+    """Return how many rows the fullest pair of devices has; the host waits for it."""
+    return int(_totals(table).max())
 
 
 # --- further rounds
@@ -114,11 +109,11 @@ class _Rounds:
         return self._body([rows, counts, *weights])[0]
 
     def busy(self, counts: Tensor) -> slice:
-        """Return the range of experts with rows in a round on a CPU, if the body takes any number; else all experts."""
-        if not self._any_rows or counts.device.type != "cpu":
+        """Return the range of experts with rows in a round, if the body takes any number of experts; else all."""
+        if not self._any_rows or counts.is_meta:
             return slice(0, counts.shape[0])
-        found = [k for k, count in enumerate(counts.tolist()) if count]
-        return slice(found[0], found[-1] + 1) if found else slice(0, 1)
+        busy = [k for k, count in enumerate(counts.tolist()) if count]
+        return slice(busy[0], busy[-1] + 1) if busy else slice(0, 1)
 
 
 def run_return(

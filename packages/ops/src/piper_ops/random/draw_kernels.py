@@ -218,10 +218,10 @@ def refusal_of_draw(
     return ""
 
 
-def run_counted(
+def draw_from_numbers(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: NumberSource
 ) -> Any:
-    """Run an operation of `KERNELS` on counted numbers; it changes the tensors that torch's would change."""
+    """Run an operation of `KERNELS` on the numbers of a source; it changes the tensors that torch's would change."""
     call, name = _call(op, args, kwargs), op._schema.name.removeprefix("aten::")
     drawn = KERNELS[name](call, numbers)
     if name == "rrelu_with_noise":

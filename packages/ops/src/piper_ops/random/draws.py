@@ -29,7 +29,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from piper_ops.random.counter import Key, key_of, numbers, numbers_at
-from piper_ops.random.draw_kernels import is_draw, run_counted
+from piper_ops.random.draw_kernels import draw_from_numbers, is_draw
 
 UNIFORM = {torch.float64: 24, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 """The leading bits of a number that are a float in [0, 1), by dtype: in float64 as many as in float32."""
@@ -78,7 +78,7 @@ class DrawsOfCall:
         return (
             _seen(op, args, kwargs, numbers)
             if _watchers()
-            else run_counted(op, args, kwargs, numbers)
+            else draw_from_numbers(op, args, kwargs, numbers)
         )
 
 
@@ -91,7 +91,7 @@ def _seen(
     """Run a random operation under a mode that is to see torch's operation, and nothing inside of it."""
     result = op(*args, **kwargs)
     with _disable_current_modes():
-        drawn = run_counted(op, args, kwargs, numbers)
+        drawn = draw_from_numbers(op, args, kwargs, numbers)
         for into, made in zip(
             *((r if isinstance(r, tuple) else (r,)) for r in (result, drawn)), strict=True
         ):

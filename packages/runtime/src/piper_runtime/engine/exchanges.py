@@ -8,7 +8,6 @@ import torch
 
 from piper_ir.plan.plan import inside_channel
 from piper_ir.program.collectives import law_of
-from piper_ops import Cuts
 from piper_runtime.rank.binding.parts import Thunk
 from piper_runtime.rank.binding.rank import BoundComm, Rank
 
@@ -17,37 +16,30 @@ class Exchanges:
     """Run collectives of one rank, each by a kind and an axis; `communicate` binds them to a communicator.
 
     A call takes an operand as `piper_ops.pointwise.collectives` describes it and returns a new tensor. The operand of a
-    reduce-scatter is undefined afterwards. An all-reduce works in place: it returns its operand. With `cuts` an
-    all-to-all sends and gets other numbers of rows from each, and returns the tensor that it writes into.
+    reduce-scatter is undefined afterwards. An all-reduce works in place: it returns its operand.
     """
 
     def __init__(self, rank: Rank, communicate: Callable[[BoundComm], Thunk]) -> None:
         self._rank, self._communicate = rank, communicate
         self._bound: dict[tuple[str, str], _Slot] = {}
 
-    def __call__(
-        self, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
-    ) -> torch.Tensor:
+    def __call__(self, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
         slot = self._bound.get((kind, axis))
         if slot is None:
             slot = self._bound[kind, axis] = self._bind(kind, axis)
         law = law_of(kind)
         given = given.contiguous()
-        if cuts is not None and len(slot.peers) < 2:
-            return _alone(given, cuts)
-        if cuts is not None:
-            result = cuts.into
-        elif law.in_place:
+        if law.in_place:
             result = given
         elif law.writes == "part":
             result = torch.empty(given.shape[1:], dtype=given.dtype, device=given.device)
         else:
             lead = () if law.reads == "whole" else (len(slot.peers),)
             result = torch.empty((*lead, *given.shape), dtype=given.dtype, device=given.device)
-        slot.given, slot.result, slot.cuts = given, result, cuts
+        slot.given, slot.result = given, result
         with self._rank.untracked():  # gloo makes other tensors of the same memory
             slot.run()
-        slot.given = slot.result = slot.cuts = None
+        slot.given = slot.result = None
         return result
 
     def _bind(self, kind: str, axis: str) -> _Slot:
@@ -55,16 +47,8 @@ class Exchanges:
         channel = inside_channel(axis, rank.role.role)
         slot = _Slot(plan.peers(plan.channel(channel), rank.rank))
         result = None if law_of(kind).in_place else slot.output
-        slot.run = self._communicate(
-            BoundComm(kind, channel, slot.peers, slot.input, result, lambda: slot.cuts)
-        )
+        slot.run = self._communicate(BoundComm(kind, channel, slot.peers, slot.input, result))
         return slot
-
-
-def _alone(given: torch.Tensor, cuts: Cuts) -> torch.Tensor:
-    """Return the result of an all-to-all of one member."""
-    cuts.into[: sum(cuts.got)].copy_(given[: sum(cuts.sent)])
-    return cuts.into
 
 
 class _Slot:
@@ -74,7 +58,6 @@ class _Slot:
         self.peers = peers
         self.given: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
-        self.cuts: Cuts | None = None
         self.run: Thunk = lambda: None
 
     def input(self) -> torch.Tensor:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from piper_ir.program.collectives import law_of
-from piper_ops import Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +19,11 @@ class ExchangeRequest:
         kind: the kind of the collective.
         axis: the axis.
         given: the device's operand.
-        sent: how many rows go to each device; None: equally many.
     """
 
     kind: str
     axis: str
     given: torch.Tensor
-    sent: tuple[int, ...] | None = None
 
 
 class _Cancelled(BaseException):
@@ -82,16 +79,11 @@ class Fiber:
             self._go.release()
             self._thread.join()
 
-    def exchange(
-        self, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
-    ) -> torch.Tensor:
+    def exchange(self, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
         """Wait for a collective; the work calls it. As in other engines, an all-reduce works in place."""
         into = given if law_of(kind).in_place else None
-        whole = into if cuts is None else cuts.into
         drawn = torch.random.get_rng_state()
-        self.request = ExchangeRequest(
-            kind, axis, given, None if cuts is None else tuple(cuts.sent)
-        )
+        self.request = ExchangeRequest(kind, axis, given)
         del given
         self._back.release()
         self._go.acquire()
@@ -99,12 +91,10 @@ class Fiber:
             raise _Cancelled
         torch.random.set_rng_state(drawn)
         assert self._result is not None
-        if cuts is not None:
-            into = cuts.into[: sum(cuts.got)]
         # made here, so that who observes this work counts it
         result = self._result.clone() if into is None else into.copy_(self._result)
         self._result = None
-        return result if whole is None else whole
+        return result
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # grad mode is per thread

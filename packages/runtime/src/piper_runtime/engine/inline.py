@@ -19,7 +19,7 @@ from piper_ir.ground.errors import ExecutionError, PiperError, RankError
 from piper_ir.plan.plan import COMPUTE, inside_channel
 from piper_ir.program.collectives import Law, law_of
 from piper_ir.program.ops import Compute
-from piper_runtime.engine.fibers import ExchangeRequest, Fiber
+from piper_runtime.engine.fibers import Fiber
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.batches.batch_totals import counting_ranks
@@ -192,26 +192,14 @@ class InlineEngine:
         if len(fibers) < len(members):
             return None
         requests = [f.request for f in fibers if f.request is not None]
-        found = {
-            (
-                r.kind,
-                r.given.shape if r.sent is None else r.given.shape[1:],
-                r.given.dtype,
-                r.sent is None,
-            )
-            for r in requests
-        }
-        if len(found) > 1:
+        kinds = {(r.kind, r.given.shape, r.given.dtype) for r in requests}
+        if len(kinds) > 1:
             channel = inside_channel(asked.axis, state.rank.role.role)
             raise ExecutionError(
                 f"collectives that do not fit together meet inside of steps on channel {channel}: "
-                f"{found}"
+                f"{kinds}"
             )
-        results = (
-            stacked_collective(asked.kind, [r.given for r in requests])
-            if asked.sent is None
-            else _cut(requests)
-        )
+        results = stacked_collective(asked.kind, [r.given for r in requests])
         if law_of(asked.kind).spoils:
             _spoil([r.given for r in requests])
         for fiber, result in zip(fibers, results, strict=True):
@@ -271,12 +259,6 @@ def _meeting(rank: Rank) -> frozenset[int]:
         and op.step != "B"
         and plan.chunk(op.variant).steps[op.step].collectives
     )
-
-
-def _cut(requests: Sequence[ExchangeRequest]) -> list[torch.Tensor]:
-    """Return each member's result of an all-to-all whose requests have the numbers of rows for each member."""
-    parts = [r.given[: sum(r.sent or ())].split(list(r.sent or ())) for r in requests]
-    return [torch.cat(of) for of in zip(*parts, strict=True)]
 
 
 def stacked_collective(kind: str, given: list[torch.Tensor]) -> list[torch.Tensor]:

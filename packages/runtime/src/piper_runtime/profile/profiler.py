@@ -27,7 +27,6 @@ from piper_ir.plan.plan_bytes import PlanBytes
 from piper_ir.program.collectives import law_of
 from piper_ir.program.ops import COMM, Compute, Fold, Fresh, Load, SquaredNorm, Update
 from piper_ir.program.program import Step
-from piper_ops import Cuts
 from piper_runtime.engine.core_shares import core_share
 from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
 from piper_runtime.profile.device_clocks import clock_of
@@ -312,18 +311,11 @@ class _Profiler:
         )
 
 
-def _copied(
-    plan: Plan, kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
-) -> torch.Tensor:
+def _copied(plan: Plan, kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the shape of a collective's result inside of a step, without a message.
 
     Messages are measured apart: here a device would wait for others, and measure them instead of its kernels.
     """
-    if cuts is not None:
-        into, have = cuts.into[: sum(cuts.got)], sum(cuts.sent)
-        for part in into.split(have) if have else (into,):
-            part.copy_(given[: part.shape[0]]) if have else part.zero_()
-        return cuts.into
     if (
         kind == "all_gather"
         and axis in plan.experts

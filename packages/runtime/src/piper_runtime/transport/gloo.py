@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -217,21 +216,7 @@ def _all_to_all(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
     def start() -> Thunk:
         given, got = operand(), result()
         to, into = _bytes(given), _bytes(got)
-        cuts = comm.cuts() if comm.cuts is not None else None
-        if cuts is None:
-            return partial(
-                _finish_holding, members.group.alltoall_base(into, to, [], []), given, got
-            )
-        row = (
-            math.prod(given.shape[1:]) * given.element_size()
-        )  # the stride of a single row says nothing
-        gets, gives = ([row * rows for rows in sizes] for sizes in (cuts.got, cuts.sent))
-        return partial(
-            _finish_holding,
-            members.group.alltoall_base(into[: sum(gets)], to[: sum(gives)], gets, gives),
-            given,
-            got,
-        )
+        return partial(_finish_holding, members.group.alltoall_base(into, to, [], []), given, got)
 
     return start
 

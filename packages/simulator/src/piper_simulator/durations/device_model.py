@@ -292,13 +292,11 @@ class DeviceModel(CostModel):
                 (
                     c,
                     share * times,
-                    self._inside_message(
-                        meeting_inside(self.plan, c.axis, role), c.kind, nbytes, rows
-                    ),
+                    self._on_channel(meeting_inside(self.plan, c.axis, role), c.kind, nbytes),
                 )
                 for c in inside_of
                 for load, share in (EVEN if bound is None else self.loads)
-                for times, nbytes, rows in (messages(c, load, bound),)
+                for times, nbytes in (messages(c, load, bound),)
                 if times
             ]
             inside = _summed(
@@ -313,21 +311,6 @@ class DeviceModel(CostModel):
                 seconds, source, sum([m.bytes for m in inside]), kernels.flops, inside
             )
         return self._inside[key]
-
-    def _inside_message(self, channel: Channel, op: str, nbytes: int, rows: float) -> Work:
-        """Return the work of a message inside of a step; on a CPU only its fraction `rows` is sent."""
-        found = self._on_channel(channel, op, nbytes)
-        if not self._inline or self.cluster is None or self.given or rows == 1:
-            return found
-        of, cluster = self._instances(channel, self.cluster), self.cluster
-        full, sent = (
-            max(by_formula(cluster, op, part * nbytes, g) for g in of) for part in (1.0, rows)
-        )
-        return (
-            replace(found, seconds=found.seconds * sent / full, bytes=round(rows * nbytes))
-            if full
-            else found
-        )
 
     def _formula(
         self, device: Device, chunk: Chunk, step: Step, kind: int

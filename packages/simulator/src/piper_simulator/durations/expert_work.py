@@ -5,7 +5,7 @@ changes with the load. A dropless one (`piper_ops.experts.rounds`) has places fo
 rows:
 
 - Its grouped products meet the rows there are, which are `load` times the mean, and not the places beyond. Element-wise
-  operations and messages between GPUs are of all places.
+  operations and messages are of all places.
 - Rows above the bound go in further rounds, each of at most as many. All devices run as many rounds as the fullest
   needs. A round computes the experts' forward in F and again in the backward: in I with the gradients of rows, in W
   with the gradients of weights.
@@ -46,15 +46,13 @@ def further_rounds(load: float, bound: float) -> int:
     return max(0, ceil(load / bound - 1e-9) - 1)
 
 
-def messages(one: StepCollective, load: float, bound: float | None) -> tuple[int, int, float]:
-    """Return how often a collective inside of a step runs, its bytes, and the part of these that are rows of tokens."""
-    nbytes, mean = bind(one.nbytes, 0), bind(one.mean_nbytes, 0)
-    if bound is None or not mean:
-        return 1 if nbytes else 0, nbytes, 1.0
-    if not one.further:
-        return 1, nbytes, min(load, bound) * mean / nbytes
+def messages(one: StepCollective, load: float, bound: float | None) -> tuple[int, int]:
+    """Return how often a collective inside of a step runs, and its bytes."""
+    nbytes = bind(one.nbytes, 0)
+    if bound is None or not one.further:
+        return 1 if nbytes else 0, nbytes
     rounds = further_rounds(load, bound)
-    return rounds, round((load - bound) * mean / rounds) if rounds else 0, 1.0
+    return rounds, round((load - bound) * bind(one.mean_nbytes, 0) / rounds) if rounds else 0
 
 
 Loads = tuple[tuple[float, float], ...]

@@ -12,7 +12,6 @@ from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan
 from piper_ir.program.collectives import Law, law_of
 from piper_ir.program.ops import COMM, Collective, Recv, Send
-from piper_ops import Cuts
 from piper_runtime.rank.binding.parts import (
     Operand,
     Thunk,
@@ -35,7 +34,6 @@ class BoundComm:
         peers: the ranks of the channel's instance, ascending; source and destination for a send and its receive.
         operand: gives the tensor that is sent, received into, or given to a collective.
         result: gives the tensor that a collective writes; None if that is the operand itself.
-        cuts: gives how many rows of an all-to-all go to each member and come from each; None if all are equal.
     """
 
     kind: str
@@ -43,7 +41,6 @@ class BoundComm:
     peers: tuple[int, ...]
     operand: Operand
     result: Operand | None = None
-    cuts: Callable[[], Cuts | None] | None = None
 
     @property
     def law(self) -> Law | None:

@@ -17,7 +17,7 @@ from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Category, Plan
 from piper_ir.program.ops import Collective, Fresh, Update
-from piper_ops import ROUNDS, TRADES, Cuts
+from piper_ops import ROUNDS
 from piper_runtime.rank.batches.feed import Feed
 from piper_runtime.rank.binding.dropped_rows import DroppedRows
 from piper_runtime.rank.job.job import Batch, NamedParameters
@@ -74,9 +74,7 @@ def _of_replica_0(plan: Plan) -> set[str]:
     return {o.ref for o in outputs if not counts_tokens(o.ref)}
 
 
-def no_exchange(
-    kind: str, axis: str, given: torch.Tensor, cuts: Cuts | None = None
-) -> torch.Tensor:
+def no_exchange(kind: str, axis: str, given: torch.Tensor) -> torch.Tensor:
     """Raise ExecutionError: only steps with collectives in the plan can exchange tensors."""
     raise ExecutionError(f"a step asks for {kind} along {axis}, and no engine runs it")
 
@@ -158,7 +156,6 @@ class RankState:
         return {
             "PLACE": _Places(self.plan.mesh, self.rank),
             "EXCHANGE": lambda *given: self.exchange(*given),
-            "TRADES": TRADES,
             "ROUNDS": {op._schema.name: function for op, function in ROUNDS.items()},
         }
 
