@@ -13,7 +13,7 @@ from piper_simulator import SlowLink, load_cluster
 from piper_simulator.cluster.checks import KeyPath
 from piper_simulator.cluster.cluster_file import SCHEMA, read_cluster
 from piper_simulator.cluster.named import DEVICES
-from piper_simulator.cluster.stacks import STACKS
+from piper_simulator.cluster.stacks import STACKS, Stack
 
 LAB = """
 name = "lab"
@@ -59,8 +59,21 @@ count = 2
 intra = { kind = "pcie", bandwidth = 1e10, latency = 1e-6 }
 inter = { bandwidth = 1e9, latency = 1e-5 }
 """
-
-
+STACK = """
+stack = "liger"
+device = "h100-80g-sxm"
+[attention.flash-3]
+source = "arXiv 2407.08608: up to 740 TFLOP/s in FP16, 75 % of an H100"
+hopper = [0.75, 0.6]
+[stacks.liger]
+attention = "flash-3"
+lowering = "one kernel"
+optimizer = "foreach"
+fused = ["norm", "loss"]
+saved = "what autograd saves"
+overlap = ["gradient buckets"]
+source = "here"
+"""
 MIXED = """
 name = "mixed"
 [links.inter]
@@ -165,6 +178,36 @@ def test_a_stack_and_the_steps_of_a_memory(tmp_path: Path) -> None:
         (1e6, 0.6),
         (0, 0.3),
     )
+
+
+def test_a_stack_of_the_file(tmp_path: Path) -> None:
+    """A stack has the fields of the built-in ones; its attention kernel is the file's or a built-in one."""
+    liger = Stack(
+        "liger",
+        "flash-3",
+        {"hopper": (0.75, 0.6)},
+        "one kernel",
+        "foreach",
+        ("norm", "loss"),
+        "what autograd saves",
+        ("gradient buckets",),
+        "here",
+    )
+    h100 = DEVICES["h100-80g-sxm"]
+    cluster = load_cluster(written(tmp_path, STACK))
+    assert cluster == changed(h100.cluster(), stack=liger)
+    as_json = written(tmp_path, json.dumps(tomllib.loads(STACK)), "c.json")
+    assert load_cluster(as_json) == cluster
+    on_nodes = MIXED.lstrip() + STACK.split('sxm"\n')[1]
+    kinds = load_cluster(written(tmp_path, 'stack = "liger"\n' + on_nodes)).kinds
+    assert [kind.device.stack for kind in kinds] == [liger, liger], "a stack is of the whole file"
+    known = load_cluster(
+        written(tmp_path, STACK.replace('= "flash-3"', '= "flash-2"'))
+    ).device.stack
+    assert known is not None and known.attention_fraction == STACKS["eager"].attention_fraction
+    other = load_cluster(written(tmp_path, STACK.replace('stack = "liger"', 'stack = "eager"')))
+    assert other.device.stack == STACKS["eager"], "a stack that no key names changes nothing"
+    assert load_cluster(written(tmp_path, STACK.replace('stack = "liger"', ""))) == h100.cluster()
 
 
 def test_model_constants_and_table_of_messages(tmp_path: Path) -> None:
@@ -320,6 +363,46 @@ WRONG = {
         'stack = "numpy"\n' + LAB,
         "stack: 'numpy' stands here; one of 'eager', 'inductor', 'megatron'",
     ),
+    "a stack that lacks fields": (
+        LAB + '[stacks.mine]\nattention = "flash-2"\n',
+        "stacks.mine: lowering, optimizer, fused, saved, overlap, source missing",
+    ),
+    "an unknown field of a stack": (
+        STACK.replace("fused", "joined"),
+        "stacks.liger.joined: no such key; known here: attention, lowering, optimizer, fused",
+    ),
+    "an unknown stack beside an own one": (
+        STACK.replace('stack = "liger"', 'stack = "tiger"'),
+        "stack: 'tiger' stands here; one of 'eager', 'inductor', 'megatron', 'liger' is needed",
+    ),
+    "an unknown attention kernel": (
+        STACK.replace('attention = "flash-3"', 'attention = "own"'),
+        "stacks.liger.attention: no kernel 'own'; known: flash-2, flash-3",
+    ),
+    "an unknown kind that is fused": (
+        STACK.replace('"norm"', '"gemm"'),
+        r"stacks.liger.fused\[0\]: 'gemm' stands here; one of 'matmul', 'attention'",
+    ),
+    "an unknown lowering": (
+        STACK.replace("one kernel", "jax"),
+        "lowering: 'jax' stands here; one of 'torch', 'one kernel' is needed",
+    ),
+    "attention in one direction": (
+        STACK.replace("[0.75, 0.6]", "[0.75]"),
+        "attention.flash-3.hopper: 1 of them; 2 are needed",
+    ),
+    "attention above the peak": (
+        STACK.replace("0.75", "75"),
+        r"attention.flash-3.hopper\[0\]: 75 stands here; a fraction, above 0 and at most 1",
+    ),
+    "a stack with a built-in name": (
+        STACK.replace("liger", "eager"),
+        "stacks.eager: the name is built in; give yours another one than eager, inductor, megatron",
+    ),
+    "an attention kernel with a built-in name": (
+        STACK.replace("flash-3", "flash-2"),
+        "attention.flash-2: the name is built in; give yours another one than flash-2",
+    ),
     "more than the peak": (
         WHOLE.replace("sms = 10", "matmul_fraction = 1.5"),
         "device.matmul_fraction: 1.5 stands here; a fraction,",
@@ -458,6 +541,8 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
         )
     )
     assert priced.device.price_per_hour == 2.5
+    own = load_cluster(written(tmp_path, text.split("```toml\n")[4].split("```")[0]))
+    assert own.device.stack is not None and own.device.stack.name == "liger"
     two = load_cluster(written(tmp_path, text.split("```toml\n")[3].split("```")[0]))
     links = [(k.device.name, k.links.inter_bandwidth) for k in two.kinds]
     assert links == [("a100-80g-sxm", 23.5e9), ("h100-80g-sxm", 25e9)]

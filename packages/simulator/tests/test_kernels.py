@@ -1,14 +1,12 @@
 """Kernels by kind, with published numbers of devices; and that without a stack nothing is different."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from piper_ir.ground.errors import ClusterError
 from piper_ir.program.program import Cost, Kernel
 from piper_simulator import load_cluster
-from piper_simulator.cluster.stacks import STACKS, read_stacks
+from piper_simulator.cluster.stacks import STACKS
 from piper_simulator.durations.kernels import (
     by_kind,
     filled,
@@ -165,39 +163,3 @@ def test_every_stack_has_its_source_and_its_kernel() -> None:
         assert (
             stack.source and stack.saved and {"ampere", "hopper"} == stack.attention_fraction.keys()
         )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            '[stacks.mine]\nattention = "flash-2"\n',
-            "stacks.mine: lowering, optimizer, fused, saved, overlap, source missing",
-        ),
-        (
-            '[stacks.mine]\nattention = "own"\nfused = []\nsaved = "all"\noverlap = []\nsource = '
-            '"me"\n'
-            'lowering = "torch"\noptimizer = "fused"\n',
-            "stacks.mine.attention: no kernel 'own'; known: flash-2",
-        ),
-        (
-            '[stacks.mine]\nfused = ["gemm"]\n',
-            r"stacks.mine.fused\[0\]: 'gemm' stands here; one of 'matmul', 'attention'",
-        ),
-        (
-            '[stacks.mine]\nlowering = "jax"\n',
-            "lowering: 'jax' stands here; one of 'torch', 'one kernel' is needed",
-        ),
-        (
-            "[attention.flash-2]\nhopper = [0.3]\n",
-            "attention.flash-2.hopper: 1 of them; 2 are needed",
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_stack_is_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "stacks.toml"
-    path.write_text(
-        ('[attention.flash-2]\nsource = "s"\n' if "[attention" not in text else "") + text
-    )
-    with pytest.raises(ClusterError, match=message):
-        read_stacks(path)

@@ -1,6 +1,7 @@
 """Two types of devices in one mesh: times, memory, rates and what-if, each rank by its own device."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_stages_on_two_types() -> None:
     assert busy[4:] == pytest.approx([each[1]] * 4, rel=3e-3)
 
 
-def test_a_stack_without_a_number_for_a_device_says_so() -> None:
+def test_a_stack_without_a_number_for_a_device_says_so(tmp_path: Path) -> None:
     """FlashAttention-2 has numbers of Ampere and Hopper: on Blackwell attention counts as a matrix product."""
     kernel = Kernel("attention", (8, 16, 1024, 1024, 128), "bfloat16", 10**12, 0, lowering="flash")
     plan = pipeline()
@@ -124,6 +125,17 @@ def test_a_stack_without_a_number_for_a_device_says_so() -> None:
     assert not any("no number" in note for note in simulate(plan, "b200x8@eager").notes), (
         "no attention runs"
     )
+    file = tmp_path / "own.toml"
+    file.write_text(
+        'device = "a100-80g-sxm"\nstack = "liger"\nnodes = { devices = 8 }\n'
+        '[attention.flash-3]\nsource = "arXiv 2407.08608"\nhopper = [0.75, 0.6]\n'
+        '[stacks.liger]\nattention = "flash-3"\nlowering = "one kernel"\noptimizer = "fused"\n'
+        'fused = []\nsaved = "all"\noverlap = []\nsource = "here"\n'
+    )
+    assert [n for n in simulate(asked, load_cluster(file)).notes if "no number" in n] == [
+        "a100-80g-sxm: the stack liger has no number for its attention kernel flash-3 on ampere "
+        "devices; attention counts as a matrix product"
+    ]
 
 
 def test_utilisation_is_of_the_sum_of_peaks() -> None:

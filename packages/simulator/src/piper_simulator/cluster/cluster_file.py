@@ -10,7 +10,8 @@
     rank = 5
     factor = 1.2
 
-Measured kernels, `[[kernel]]`, are described in `piper_simulator.cluster.kernel_table`.
+Measured kernels, `[[kernel]]`, are described in `piper_simulator.cluster.kernel_table`; kernel stacks, `[stacks.NAME]`
+and `[attention.NAME]`, in `piper_simulator.cluster.stacks`.
 
 `[device]` with `base = "h100-80g-sxm"` changes single constants of a built-in device, links and communication model
 included. Without `base` it gives all constants that have no default. If nodes differ, `nodes` is a list of tables, one
@@ -54,7 +55,13 @@ from piper_simulator.cluster.kernel_table import SCHEMA as KERNELS
 from piper_simulator.cluster.kernel_table import read_kernels
 from piper_simulator.cluster.nccl import Nccl
 from piper_simulator.cluster.network import OPS, Links, Network, SlowLink
-from piper_simulator.cluster.stacks import GENERATIONS, STACKS
+from piper_simulator.cluster.stacks import (
+    ATTENTION_KERNELS,
+    GENERATIONS,
+    STACKS,
+    TABLES,
+    described_stacks,
+)
 
 _ELSEWHERE = ("stack", "kernels", "notes")
 """The fields of a device that have tables or keys of their own in a file."""
@@ -86,8 +93,8 @@ _COUNTS = {"count": COUNT, "devices": COUNT}
 _OF_NODES = table({"intra": table(_INTRA), "inter": table(_INTER | {"nics_per_node": COUNT})})
 SCHEMA = table(
     {
-        **dict.fromkeys(("name", "notes"), TEXT),
-        "stack": one_of(*STACKS),
+        **dict.fromkeys(("name", "notes", "stack"), TEXT),
+        **TABLES,
         "sources": mapping(TEXT),
         "device": text_or(table(_DEVICE)),
         "nodes": list_or(
@@ -122,6 +129,7 @@ def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
     """Return the cluster of a file, which may rest on the built-in `devices`; raise ClusterError with file and keys."""
     where = KeyPath(str(path))
     found = SCHEMA(_parsed(path), where)
+    found |= _stack(found, where)
     nodes = found.get("nodes", {})
     try:
         if isinstance(nodes, list):
@@ -137,6 +145,24 @@ def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
     except ClusterError as e:
         text = str(e)
         raise ClusterError(text if text.startswith(f"{path}: ") else f"{path}: {text}") from None
+
+
+def _stack(file: Mapping[str, Any], where: KeyPath) -> dict[str, Any]:
+    """Return the kernel stack that a file names, its own or a built-in one, as `stack`; nothing if it names none."""
+    for table_name, built_in in (("attention", ATTENTION_KERNELS), ("stacks", STACKS)):
+        for name in file.get(table_name, {}):
+            if name in built_in:
+                raise (
+                    where.at(table_name)
+                    .at(name)
+                    .error(
+                        f"the name is built in; give yours another one than {', '.join(built_in)}"
+                    )
+                )
+    stacks = {**STACKS, **described_stacks(file, ATTENTION_KERNELS, where)}
+    if "stack" not in file:
+        return {}
+    return {"stack": stacks[one_of(*stacks)(file["stack"], where.at("stack"))]}
 
 
 def _runs(
@@ -254,7 +280,7 @@ def _device(found: Mapping[str, Any]) -> dict[str, Any]:
         out["memory_steps"] = tuple(
             (least, fraction) for least, fraction in sorted(described["memory_steps"], reverse=True)
         )
-    return out | ({"stack": STACKS[found["stack"]]} if "stack" in found else {})
+    return out | ({"stack": found["stack"]} if "stack" in found else {})
 
 
 def _links(

@@ -1,7 +1,7 @@
 """Describe kernel stacks: whose kernels run a model.
 
 Constants of a device differ between stacks. So each stack has data of its own, data/stacks.toml: published facts with
-their source; nothing is fitted.
+their source; nothing is fitted. A cluster file may describe further stacks, in tables of the same form.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from piper_simulator.cluster.checks import (
+    FRACTION,
     TEXT,
     KeyPath,
     Positive,
     Text,
-    check_of,
     checks_of,
+    list_of_each,
     mapping,
     one_of,
     table,
@@ -66,17 +67,23 @@ _STACK = {
     for key, check in checks_of(Stack).items()
     if key not in ("name", "attention_fraction")
 }
-_ATTENTION = table({"source": TEXT} | dict.fromkeys(GENERATIONS, check_of(Fractions)))
-SCHEMA = table({"attention": mapping(_ATTENTION), "stacks": mapping(table(_STACK))})
+_ATTENTION = table({"source": TEXT} | dict.fromkeys(GENERATIONS, list_of_each(FRACTION, FRACTION)))
+TABLES = {"attention": mapping(_ATTENTION), "stacks": mapping(table(_STACK))}
+"""The checks of the tables that describe stacks and attention kernels, in every file that may have them."""
 
 
-def read_stacks(path: Path) -> dict[str, Stack]:
-    """Read the stacks of a file; raise ClusterError with file and keys."""
-    where = KeyPath(str(path))
-    found = SCHEMA(tomllib.loads(path.read_text(encoding="utf-8")), where)
+def described_stacks(
+    file: Mapping[str, Any], kernels: Mapping[str, Any], where: KeyPath
+) -> dict[str, Stack]:
+    """Return the stacks that a file describes, by name.
+
+    `file` holds tables that fit TABLES; `kernels` are the attention kernels that its stacks may use beside its own.
+    Raises ClusterError with the keys of a stack that lacks a field or has an unknown attention kernel.
+    """
+    known = {**kernels, **file.get("attention", {})}
     return {
-        name: _stack(name, entry, found["attention"], where.at("stacks").at(name))
-        for name, entry in found["stacks"].items()
+        name: _stack(name, entry, known, where.at("stacks").at(name))
+        for name, entry in file.get("stacks", {}).items()
     }
 
 
@@ -92,4 +99,8 @@ def _stack(name: str, entry: dict[str, Any], kernels: Mapping[str, Any], where: 
     return Stack(**(entry | lists | {"name": name, "attention_fraction": reached}))
 
 
-STACKS: Mapping[str, Stack] = read_stacks(Path(__file__).parent / "data" / "stacks.toml")
+_DATA = Path(__file__).parent / "data" / "stacks.toml"
+_BUILT_IN = table(TABLES)(tomllib.loads(_DATA.read_text(encoding="utf-8")), KeyPath(str(_DATA)))
+ATTENTION_KERNELS: Mapping[str, Any] = _BUILT_IN["attention"]
+"""The built-in attention kernels by name: by generation, the fractions of the peak that they reach, and a source."""
+STACKS: Mapping[str, Stack] = described_stacks(_BUILT_IN, {}, KeyPath(str(_DATA)))
