@@ -54,6 +54,7 @@ SECTIONS = {
     "zero": "zero_prediction:rows",
     "tune": "tuner:rows",
     "tune-shared": "tuner_shared:rows",
+    "paper": "paper.figures:rows",
 }
 """Name -> module and function of `quick`, which gives its rows. Modules are imported when their section runs."""
 
