@@ -45,7 +45,7 @@ def test_the_rate_of_the_largest_mesh_is_judged(monkeypatch: pytest.MonkeyPatch)
     small = stand_in("qwen3-moe-1b", "DualPipeV", 9e4, 2, 2)
     for rate, met in ((360_000.0, True), (340_000.0, False)):
         whole = stand_in("qwen3-moe-1b", "DualPipeV", rate)
-        monkeypatch.setattr(schedule_lines, "grid", lambda shared: [small, whole])  # noqa: B023
+        monkeypatch.setattr(schedule_lines, "grid", lambda shared, end=whole: [small, end])
         first, last = figures.meshes()
         assert first.goal is None and (last.value, last.met) == (rate, met)
 
