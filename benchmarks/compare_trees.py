@@ -35,7 +35,7 @@ def _timed(call: Callable[[], object]) -> float:
 @cache
 def _layers(microbatches: int) -> tuple[Any, Any]:
     """Return 24 layers of 30 parameters each on 8 stages, and 1F1B for them."""
-    from benchmarks.compile_rates import layered
+    from packages.compiler.tests.compile_cases import layered
     from piper_compiler import Strategy, recipes
     from piper_ir.ground.mesh import Mesh
 
@@ -61,16 +61,47 @@ def _preset(name: str, dp: int) -> tuple[Any, Any]:
 
 
 @cache
-def _score_cases() -> list[Any]:
-    from benchmarks import score_rates
+def _score_case(gpt: bool) -> tuple[Any, Any, int | None, Any]:
+    """Return program, strategy, batch and cluster of a plan of about 5,000 instructions, 1F1B with 8 stages.
 
-    return list(score_rates.cases(24, 112))
+    It has a chunk of given seconds per stage, or is a captured GPT whose gradients are reduced in buckets.
+    """
+    from piper import models
+    from piper.api.captures.capturing import captured_job
+    from piper_compiler import Strategy, recipes, synthetic
+    from piper_ir.ground.mesh import Mesh
+    from piper_simulator import load_cluster
+
+    pipeline = recipes.one_f_one_b(pp=8, microbatches=112)
+    if not gpt:
+        program = synthetic(stages=8, F=3, I=4, W=2, params=100)
+        return program, Strategy(Mesh(pp=8), pipeline), None, None
+    sizes = models.GPTConfig(layers=24, width=64, heads=2, vocab=256, length=32)
+    both = (*pipeline, *recipes.data_parallel(bucket_mb=0.1))
+    program = captured_job(models.job(sizes, global_batch=448)).program
+    return program, Strategy(Mesh(pp=8, dp=2), both), 448, load_cluster("h100x8*2")
 
 
-def _score(case: int) -> float:
-    from benchmarks import score_rates
+def _score(gpt: bool) -> float:
+    """Take a strategy to period, makespan and peaks, as the tuner does."""
+    from piper_autotune.scoring.scoring import seconds_of
+    from piper_compiler import compile_program
+    from piper_ir.fold.steady_state import step_and_period
+    from piper_ir.tools import no_garbage_collection
+    from piper_simulator import DeviceModel
 
-    return sum(score_rates.score(_score_cases()[case])[0])
+    program, strategy, batch, cluster = _score_case(gpt)
+
+    def scored() -> None:
+        with no_garbage_collection():
+            lowered = compile_program(program, strategy, global_batch=batch)
+            model = DeviceModel(lowered.plan, cluster, None)
+            seconds = seconds_of(model, lowered.plan)
+            step_and_period(
+                lowered.prepared, seconds, latency=lowered.plan.hop, issue=model.issue_s
+            )
+
+    return _timed(scored)
 
 
 def _compile(microbatches: int) -> float:
@@ -100,8 +131,8 @@ def _verify_preset(name: str, dp: int) -> float:
 
 
 CASES: dict[str, Callable[[], float]] = {
-    "score a plan of 8 stages": partial(_score, 0),
-    "score a plan of a GPT of 24 layers": partial(_score, 1),
+    "score a plan of 8 stages": partial(_score, False),
+    "score a plan of a GPT of 24 layers": partial(_score, True),
     "compile 24 layers, m=32": partial(_compile, 32),
     "compile 24 layers, m=128": partial(_compile, 128),
     "verify 24 layers, m=128": partial(_verify, 128),
@@ -150,16 +181,18 @@ def serve() -> None:
 
 
 def compare(before: Side, now: Side, case: str, pairs: int) -> str:
-    """Return a line with the medians of a case, and the median and extremes of the ratios of its pairs."""
+    """Return a line with the medians of a case, and the median of its pairs' ratios with its 95 % interval."""
+    from benchmarks.measure import median_interval  # not where cases of another tree run
+
     before.seconds(case), now.seconds(case)
-    found = []
+    pairs_s = []
     for k in range(pairs):
         first, second = (before, now) if k % 2 else (now, before)
         a, b = first.seconds(case), second.seconds(case)
-        found.append((a, b) if first is before else (b, a))
-    ratios = sorted(a / b for a, b in found)
-    times = " ".join(f"{1e3 * median(side):8.1f} ms" for side in zip(*found, strict=True))
-    return f"{case:36} {times}  ratio {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        pairs_s.append((a, b) if first is before else (b, a))
+    ratio, low, high = median_interval([a / b for a, b in pairs_s])
+    times = " ".join(f"{1e3 * median(side):8.1f} ms" for side in zip(*pairs_s, strict=True))
+    return f"{case:36} {times}  ratio {ratio:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -173,17 +206,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
-    if given.serve:
+    options = parser.parse_args(argv)
+    if options.serve:
         serve()
         return 0
-    if given.before is None or not (given.before / "packages").is_dir():
+    sys.path.insert(0, str(ROOT))
+    if options.before is None or not (options.before / "packages").is_dir():
         parser.error("give a tree of the other commit: git worktree add ../before COMMIT")
-    sides = Side(given.before.resolve()), Side(ROOT)
+    sides = Side(options.before.resolve()), Side(ROOT)
     try:
         for case in CASES:
-            if not given.cases or case.startswith(tuple(given.cases)):
-                print(compare(*sides, case, given.pairs), flush=True)
+            if not options.cases or case.startswith(tuple(options.cases)):
+                print(compare(*sides, case, options.pairs), flush=True)
     finally:
         for side in sides:
             side.close()

@@ -1,4 +1,4 @@
-"""Define torch's side of a comparison of expert parallelism, written from torch's own pieces.
+"""Compare expert parallelism of a dropless mixture of `piper.models`: its sizes, and torch's side of torch's pieces.
 
 Each rank has some experts of every layer. The way is torchtitan's: tokens are sorted by expert, counts are exchanged,
 then tokens by an all-to-all with uneven splits, which the host must know; products are grouped by expert; what comes
@@ -9,6 +9,7 @@ Of several ways to write a part with torch, the fastest on a CPU is taken.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +18,42 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.expert_model import MixtureRegime, initial, loss
-from benchmarks.step_model import batch, fused_adamw
+import piper
+from benchmarks.step_model import VOCAB, Regime, fused_adamw, job
+from benchmarks.step_sides import Setup, TorchSide, initial_model
+from piper.models import MoEConfig
+
+EXPERTS = "experts"
+"""The kind of this comparison."""
+
+
+@dataclass(frozen=True)
+class MixtureRegime(Regime):
+    """Hold the sizes of a mixture too: `hidden` is that of one expert, and every token goes to `top_k` of `experts`."""
+
+    hidden: int = 0
+    experts: int = 32
+    top_k: int = 4
+    dtype: str = "float32"
+
+    @property
+    def config(self) -> MoEConfig:
+        return MoEConfig(
+            layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.heads // 2, hidden=self.hidden,
+            vocab=VOCAB, length=self.context, experts=self.experts, top_k=self.top_k, capacity_factor=None,
+        )  # fmt: skip
+
+
+ALIKE: Any = dict(heads=4, layers=4, microbatches=1)
+LARGE = MixtureRegime("compute dominates", 256, context=128, rows=8, steps=1, hidden=256, **ALIKE)
+SMALL = MixtureRegime("messages dominate", 64, context=32, rows=4, steps=5, hidden=32, **ALIKE)
+REGIMES = (LARGE, SMALL)
+
+
+def expert_job(r: MixtureRegime, global_batch: int) -> piper.Job:
+    """Return the job of a mixture."""
+    return replace(job(r, global_batch), model=r.config.build, precision=piper.Precision(r.dtype))
+
 
 STACKS = ("gate", "up", "down")
 """The weights of experts, [experts, ...]."""
@@ -115,52 +150,24 @@ def _turned(rows: Tensor, sizes: list[list[int]]) -> Tensor:
     return torch.cat([block for of in zip(*table, strict=True) for block in of])
 
 
-class TorchMixture:
-    """Train a mixture on rows of its own per rank; the gradients of experts are terms of the mean over ranks.
+class TorchMixture(TorchSide):
+    """Train a mixture on rows of its own per rank; the gradients of experts are terms of the mean over ranks."""
 
-    With `own_groups` gradients have a process group of their own too, whose threads are started here.
-    """
-
-    def __init__(
-        self,
-        regime: MixtureRegime,
-        seed: int,
-        global_batch: int,
-        rank: int,
-        own_groups: bool = False,
-    ) -> None:
-        self.losses: list[float] = []
-        self._regime, self._size, self._step = regime, global_batch, 0
+    def __init__(self, setup: Setup, rank: int) -> None:
         self._world = dist.get_world_size()
-        model: Any = initial(regime, seed)
+        model = initial_model(setup)
         group = dist.new_group()  # of their own, so that tokens do not wait for gradients
         for layer in model.layers:
             layer.feed_forward = TorchExperts(layer.feed_forward, group)
         experts = {n: p for n, p in model.named_parameters() if n.rpartition(".")[2] in STACKS}
         self._experts = list(experts.values())
-        alone = [
-            *experts,
-            *(name for name, _ in model.named_buffers()),
-        ]  # buffers are constants here
+        alone = [*experts, *(name for name, _ in model.named_buffers())]  # constants here
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, alone)
-        others = dist.new_group() if own_groups else None  # None is the one of the process
-        self._model = DistributedDataParallel(
-            model, process_group=others, gradient_as_bucket_view=True
-        )
-        self._optimizer = fused_adamw(model)
-        rows = global_batch // self._world
-        self._rows = range(rank * rows, (rank + 1) * rows)
+        replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        super().__init__(setup, replicated, fused_adamw(model), setup.rows_of(rank))
 
-    def step(self) -> None:
-        inputs, targets = batch(self._regime.context, self._size, self._step, self._rows)
-        found = loss(self._model(inputs), targets)
-        found.backward()
+    def backward(self, inputs: Any, targets: Any) -> list[float]:
+        losses = super().backward(inputs, targets)
         grads: Any = [p.grad for p in self._experts]
         torch._foreach_div_(grads, self._world)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.losses.append(found.item())
-        self._step += 1
-
-    def close(self) -> None:
-        """Nothing to end."""
+        return losses

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from torch import Tensor
 
 from benchmarks import noop
-from benchmarks.measure import Goal, Row
+from benchmarks.measure import Goal, Row, extremes_row
 from piper_ir.ground.errors import ExecutionError
 from piper_runtime.launch import Failure, execute, open_pool
 
@@ -66,22 +65,13 @@ class Notice:
 def rows(quick: bool) -> Iterator[Row]:
     """Return the rows of both launchers, on this machine; the goal is for the slowest."""
     repeats = 2 if quick else 10
-    for launcher in ("processes", "ray"):
+    for launcher in ("processes",) if quick else ("processes", "ray"):
         with open_pool(launcher, 2) as pool:
             for kind in KINDS:
-                found = [notice(pool, kind).seconds for _ in range(repeats)]
+                seconds = [notice(pool, kind).seconds for _ in range(repeats)]
                 note = f"{repeats} runs; low and high are the extremes; the goal is for the highest"
-                yield Row(
-                    "faults",
-                    f"{launcher}, {kind}",
-                    median(found),
-                    "s",
-                    min(found),
-                    max(found),
-                    NOTICED,
-                    note,
-                    max(found),
-                )
+                row = extremes_row("faults", f"{launcher}, {kind}", seconds, "s", NOTICED, note)
+                yield replace(row, judged=max(seconds))
 
 
 def notice(pool: Any, kind: str) -> Notice:

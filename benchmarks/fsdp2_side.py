@@ -2,86 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
-from benchmarks.step_kinds import SHARDED
-from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, loss
+from benchmarks.step_model import Stage, fused_adamw
+from benchmarks.step_sides import PIPELINES, Setup, TorchSide, TorchStages, initial_model
+
+SHARDED = {"FSDP2": 1, "FSDP2, 1F1B": 2}
+"""The stages of each comparison with FSDP2, whose two replicas share all states."""
 
 
-class TorchSharded:
+class TorchSharded(TorchStages):
     """Train with FSDP2 in its default setting: every layer by itself, dropped after forward and gathered again.
 
-    `stages` of a pipeline run 1F1B; 1 is no pipeline.
+    Stages run 1F1B; a single one is trained without a schedule.
     """
 
-    def __init__(self, kind: str, regime: Regime, model: GPT, global_batch: int, rank: int) -> None:
-        self.losses: list[float] = []
-        stages = SHARDED[kind].stages
+    def __init__(self, setup: Setup, rank: int) -> None:
+        stages, model = SHARDED[setup.kind], initial_model(setup)
         mesh = init_device_mesh("cpu", (stages, 2), mesh_dim_names=("pp", "dp"))
-        index, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-        part: nn.Module = model if stages == 1 else Stage(model, index, stages)
-        _shard(part, mesh["dp"])
-        self._regime, self._size, self._index, self._stages, self._step = (
-            regime,
-            global_batch,
-            index,
-            stages,
-            0,
-        )
-        self._rows = range(replica * global_batch // 2, (replica + 1) * global_batch // 2)
-        self._model, self._optimizer = part, fused_adamw(part)
-        self._schedule: Any = None
-        if stages > 1:
-            stage = PipelineStage(
-                part, index, stages, torch.device("cpu"), group=mesh["pp"].get_group()
-            )
-            self._schedule = Schedule1F1B(stage, regime.microbatches, loss_fn=loss)
-
-    def step(self) -> None:
-        inputs, targets = batch(self._regime.context, self._size, self._step, self._rows)
-        if self._schedule is None:
-            value = loss(self._model(inputs), targets)
-            value.backward()
-            self.losses.append(value.item())
+        index, rows = mesh["pp"].get_local_rank(), setup.rows_of(mesh["dp"].get_local_rank())
+        part = model if stages == 1 else Stage(model, index, stages)
+        for module in (*part.layers, part):
+            fully_shard(module, mesh=mesh["dp"], reshard_after_forward=True)
+        self._staged = stages > 1
+        if self._staged:
+            group = mesh["pp"].get_group()
+            super().__init__(setup, PIPELINES["1F1B"], {index: part}, rows, group)
         else:
-            found: list[torch.Tensor] = []
-            last = self._index == self._stages - 1
-            given: dict[str, Any] = dict(target=targets, losses=found) if last else {}
-            self._schedule.step(*[inputs] * (self._index == 0), **given, return_outputs=False)
-            if found:
-                self.losses.append(torch.stack(found).mean().item())
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._step += 1
+            TorchSide.__init__(self, setup, part, fused_adamw(part), rows)
+
+    def backward(self, inputs: Any, targets: Any) -> list[float]:
+        way = TorchStages if self._staged else TorchSide
+        return way.backward(self, inputs, targets)
 
     def state_bytes(self) -> int:
         """Return the bytes that this rank keeps between steps."""
         states = [
             t
-            for state in self._optimizer.state.values()
+            for state in self.optimizer.state.values()
             for t in state.values()
             if isinstance(t, torch.Tensor)
         ]
-        return sum(_nbytes(t) for t in [*self._model.parameters(), *states])
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def _shard(part: Any, mesh: DeviceMesh) -> None:
-    layers: Iterable[nn.Module] = part.layers
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        return sum(_nbytes(t) for t in [*self.module.parameters(), *states])
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

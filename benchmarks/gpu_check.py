@@ -23,7 +23,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,22 +30,18 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
-import torch.nn.functional as F
 
 import piper
 from benchmarks import gpu, gpu_hazards, gpu_layouts, gpu_states
-from benchmarks.gpu_predicted import Case, Goals
-from benchmarks.measure import Goal, Row, machine
+from benchmarks.measure import Row, machine
 from piper import models
 from piper.models.presets import Config
-from piper_ops.pointwise.losses import cross_entropy, cross_entropy_dgrad
 from piper_runtime.launch import Pool
 from piper_runtime.rank import using
 
 if TYPE_CHECKING:
     from piper_simulator import Cluster
 
-GOALS = Goals(Goal("below", 25), Goal("below", 10), Goal("below", 3))
 ROWS, REPEATS = 32, 5
 """Of the global batch of a step; of a profile."""
 MICROBATCHES = (8, 4)
@@ -58,20 +53,12 @@ BLOCKS = {
         layers=2, width=2048, heads=16, kv_heads=4, hidden=7168, vocab=32_768, length=1024
     ),
     "MoE, width 1024, 2 blocks, 2 of 4 experts": models.MoEConfig(
-        layers=2,
-        width=1024,
-        heads=16,
-        kv_heads=8,
-        hidden=3584,
-        vocab=32_768,
-        length=1024,
-        qk_norm=True,
-        experts=4,
-        top_k=2,
+        layers=2, width=1024, heads=16, kv_heads=8, hidden=3584, vocab=32_768, length=1024, qk_norm=True,
+        experts=4, top_k=2,
     ),
-}
+}  # fmt: skip
 """Blocks of the sizes of models that one device holds; embedding and head are of a middling vocabulary."""
-PROVES = ("streams", "shared", "sharded", "mixed", "layouts")
+PROVES = ("streams", "sharded", "mixed", "layouts")
 """Sections in which a goal that is missed is a fault."""
 
 
@@ -81,35 +68,19 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-check-DATE.json")
-    parser.add_argument(
-        "--states",
-        action="store_true",
-        help="only the sections about what ranks keep (gpu_states.py)",
-    )
-    parser.add_argument(
-        "--layouts",
-        action="store_true",
-        help="only ranks that share the work of chunks (gpu_layouts.py)",
-    )
+    for name, of in (("--states", "what ranks keep"), ("--layouts", "ranks that share chunks")):
+        parser.add_argument(name, action="store_true", help=f"only the sections about {of}")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was checked. Run this where torch.cuda.is_available()")
         return 0
     here = asdict(machine()) | gpu.device_facts()
-    path = (
-        options.out
-        or Path(__file__).parent
-        / "results"
-        / f"gpu-check-{here['date'].replace(':', '')[:17]}.json"
-    )
+    day = here["date"].replace(":", "")[:17]
+    path = options.out or Path(__file__).parent / "results" / f"gpu-check-{day}.json"
     rows, failed = checked(chosen(options.states, options.layouts))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(
-            {"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}, indent=1
-        )
-        + "\n"
-    )
+    result = {"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}
+    path.write_text(json.dumps(result, indent=1) + "\n")
     print(table(here, rows, failed))
     print(f"{len(rows)} rows in {path}")
     return 1 if failed or any(r.section in PROVES and r.met is False for r in rows) else 0
@@ -131,14 +102,12 @@ def layouts_here() -> Iterator[Row]:
 
 
 def sections() -> Iterator[Callable[[], Iterable[Row]]]:
-    """Yield the sections; those with predictions, the first and the last two, need the simulator's packages."""
+    """Yield the sections; those with predictions, the first and the last, need the simulator's packages."""
     yield lambda: blocks("cuda", eager_cluster(), BLOCKS)
     yield gpu_hazards.rows
-    yield gpu.shared
     yield layouts_here
     yield from gpu_states.sections()
     yield lambda: gpu_states.overheads("cuda", eager_cluster())
-    yield lambda: kernels(eager_cluster())
 
 
 def eager_cluster() -> Cluster:
@@ -202,73 +171,12 @@ def blocks(
                 piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),))
                 for m in MICROBATCHES
             ]
-            compiled = [piper.compile(work, s) for s in strategies]
-            costs = piper.profile(
-                work,
-                strategies[0],
-                rows=[c.plan.rows for c in compiled],
-                repeats=REPEATS,
-                pool=pool,
-            )
-            for found, m in zip(compiled, MICROBATCHES, strict=True):
-                title = f"bfloat16, {name}, {found.plan.rows} x {config.length} tokens, m={m}"
-                case = Case(title, found, GOALS)
-                case.measure(cluster, costs, pool)
-                yield from case.rows()
-
-
-def kernels(cluster: Cluster) -> Iterator[Row]:
-    """Measure what eager kernels reach of the data sheet, at the sizes of a block.
-
-    Products of matrices are compared with their peak in bfloat16, the others with the memory's bandwidth by the bytes
-    that they must read and write.
-    """
-    tokens, width, vocab = 4096, 2048, 32_768
-    random = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    for m, k, n in (
-        (tokens, width, width),
-        (tokens, width, 3 * width),
-        (tokens, width, 4 * width),
-        (tokens, 4 * width, width),
-        (tokens, width, vocab),
-    ):
-        a, b = random(m, k), random(n, k)
-        seconds = gpu.device_seconds(partial(F.linear, a, b))
-        share = 2 * m * k * n / seconds / cluster.device.peak("bfloat16")
-        yield Row(
-            "kernel",
-            f"linear, {m} x {k} -> {n}, bfloat16",
-            100 * share,
-            "% of peak",
-            note=f"{seconds * 1e6:.1f} us",
-        )
-    x, y, weight = random(tokens, 4 * width), random(tokens, 4 * width), random(4 * width)
-    logits, targets = random(tokens, vocab), torch.randint(vocab, (tokens,), device="cuda")
-    loss, lse = cross_entropy(logits, targets)
-    moved: dict[str, tuple[Callable[[], object], int]] = {
-        f"add, {tokens} x {4 * width}": (partial(torch.add, x, y), 3 * x.nbytes),
-        f"gelu, {tokens} x {4 * width}": (partial(F.gelu, x), 2 * x.nbytes),
-        f"silu, {tokens} x {4 * width}": (partial(F.silu, x), 2 * x.nbytes),
-        f"cat of two halves, {tokens} x "
-        f"{4 * width}": (lambda: torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1), 2 * x.nbytes),
-        f"layer norm, {tokens} x "
-        f"{4 * width}": (partial(F.layer_norm, x, (4 * width,), weight, weight), 2 * x.nbytes),
-        f"cross-entropy, {tokens} x "
-        f"{vocab}": (partial(cross_entropy, logits, targets), logits.nbytes),
-        f"cross-entropy, gradient, {tokens} x {vocab}": (
-            partial(cross_entropy_dgrad, torch.ones_like(loss), logits, targets, lse), 2 * logits.nbytes,
-        ),
-    }  # fmt: skip
-    for name, (call, nbytes) in moved.items():
-        seconds = gpu.device_seconds(call)
-        share = nbytes / seconds / cluster.device.memory_bandwidth
-        yield Row(
-            "kernel",
-            f"{name}, bfloat16",
-            100 * share,
-            "% of bandwidth",
-            note=f"{seconds * 1e6:.1f} us",
-        )
+            plans = [piper.compile(work, s) for s in strategies]
+            sizes_of = [compiled.plan.rows for compiled in plans]
+            costs = piper.profile(work, strategies[0], rows=sizes_of, repeats=REPEATS, pool=pool)
+            for compiled, m in zip(plans, MICROBATCHES, strict=True):
+                title = f"bfloat16, {name}, {compiled.plan.rows} x {config.length} tokens, m={m}"
+                yield from gpu.predicted(title, compiled, cluster, costs, pool)
 
 
 if __name__ == "__main__":

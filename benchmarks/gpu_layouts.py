@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import piper
-from benchmarks.joined import joined_pool
+from benchmarks.gpu import joined_pool, peak_errors
 from benchmarks.measure import Goal, Row
 from piper import models
 from piper.models.presets import Config
@@ -144,14 +144,8 @@ def cosine_row(title: str, found: Mapping[str, Tensor], wanted: Mapping[str, Ten
         f"{worst}; in the middle {sorted(cosines.values())[len(cosines) // 2]:.6f}, of "
         f"{len(cosines)} parameters"
     )
-    return Row(
-        "layouts",
-        f"bfloat16, {title}: gradients against one rank",
-        cosines[worst],
-        "cosine",
-        goal=COSINE,
-        note=note,
-    )
+    name = f"bfloat16, {title}: gradients against one rank"
+    return Row("layouts", name, cosines[worst], "cosine", goal=COSINE, note=note)
 
 
 def loss_row(title: str, found: list[float], wanted: list[float]) -> Row:
@@ -159,28 +153,12 @@ def loss_row(title: str, found: list[float], wanted: list[float]) -> Row:
     ours, theirs = (sum(values[-LAST:]) / len(values[-LAST:]) for values in (found, wanted))
     note = f"{wanted[0]:.3f} -> {theirs:.4f} on one rank, {ours:.4f} here"
     apart = 100 * abs(ours / theirs - 1)
-    return Row(
-        "layouts",
-        f"bfloat16, {title}: loss after {len(found)} steps",
-        apart,
-        "% apart",
-        goal=LOSSES,
-        note=note,
-    )
+    name = f"bfloat16, {title}: loss after {len(found)} steps"
+    return Row("layouts", name, apart, "% apart", goal=LOSSES, note=note)
 
 
 def memory_row(title: str, plan: Plan, asked: Mapping[int, int]) -> Row:
     """Return the most bytes by which a rank's peak is not the planned one."""
-    planned = {rank: role.peak_bytes for role in plan.roles for rank in role.ranks}
-    rank = max(asked, key=lambda r: abs(asked[r] - planned[r]))
-    note = f"planned {planned[rank]} bytes, {asked[rank]} were asked for, on rank {rank}"
-    apart = asked[rank] - planned[rank]
-    return Row(
-        "layouts",
-        f"bfloat16, {title}: peak memory",
-        apart,
-        "bytes",
-        goal=BYTES,
-        note=note,
-        judged=abs(apart),
-    )
+    planned, taken, note = peak_errors(plan, asked)
+    name, apart = f"bfloat16, {title}: peak memory", taken - planned
+    return Row("layouts", name, apart, "bytes", goal=BYTES, note=note, judged=abs(apart))

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 import piper
-from benchmarks.gpu import EQUAL, SHARED, difference
-from benchmarks.joined import joined_pool
-from benchmarks.measure import Goal, Row
+from benchmarks.gpu import EQUAL, difference, error_row, joined_pool, peak_errors
+from benchmarks.measure import Goal, Row, pairs_row
 from benchmarks.step_model import Regime, adamw, job
 from piper import models
 from piper.models.presets import Config
@@ -36,6 +35,9 @@ from piper_runtime.rank import using
 if TYPE_CHECKING:
     from piper_simulator import Cluster
 
+SHARED = Regime(
+    "in float64", width=256, heads=4, layers=4, context=64, rows=4, microbatches=4, steps=1
+)
 ROOM = Goal("below", 4096)
 """The bytes beyond the plan that an instruction may leave: numbers of a step, and no bucket, gradient or message."""
 PEAK, OVERHEAD, LOSSES = Goal("below", 0.1), Goal("below", 3), Goal("below", 0.5)
@@ -51,7 +53,7 @@ RECOMPUTED: dict[str, Config] = {
         layers=4, width=1024, heads=16, kv_heads=4, hidden=3584, vocab=8192, length=1024
     ),
 }
-ROWS, STEPS, PAIRS = 16, 10, 20
+ROWS, STEPS, ROUNDS = 16, 10, 3
 SAVED_BYTES = 10 << 30
 WIDTH, TOKENS = 4096, 4096
 """The sizes of the model whose state is saved beside its steps."""
@@ -93,19 +95,20 @@ def sharded(device: str, ways: Iterable[str], regime: Regime = SHARED) -> Iterat
 
 
 def shared_strategies(microbatches: int) -> dict[str, piper.Strategy]:
-    """Return strategies of two and of four ranks that share optimizer states, gradients and parameters."""
+    """Return strategies of two and of four ranks, without ZeRO and with each of its levels."""
     recipes, m = piper.recipes, microbatches // 2
     pipelines = {
         "dp=2": (1, (piper.split(piper.where(), microbatches=m),)),
         "pp=2 x dp=2 1F1B": (2, recipes.one_f_one_b(pp=2, microbatches=m)),
         "pp=2 x dp=2 ZBV": (2, recipes.zbv(pp=2, microbatches=m)),
     }
-    return {
+    stages = recipes.one_f_one_b(pp=2, microbatches=microbatches)
+    return {"pp=2 1F1B": piper.Strategy(piper.Mesh(pp=2), stages)} | {
         f"{name} zero={zero}": piper.Strategy(
             piper.Mesh(pp=pp, dp=2), (*made, *recipes.data_parallel(zero=zero, bucket_mb=BUCKET_MB))
         )
         for name, (pp, made) in pipelines.items()
-        for zero in (1, 2, 3)
+        for zero in range(4)
     }
 
 
@@ -114,22 +117,11 @@ def sharded_rows(
 ) -> Iterator[Row]:
     """Return the difference of a run from one rank, the bytes that it kept beyond its plan, and the error of its
     peak."""
-    yield Row(
-        "sharded",
-        f"{title}: difference from one rank",
-        difference(run, alone),
-        "relative",
-        goal=EQUAL,
-    )
+    name, unlike = f"{title}: difference from one rank", difference(run, alone)
+    yield Row("sharded", name, unlike, "relative", goal=EQUAL)
     kept, where = kept_beyond(plan, run.memory)
-    yield Row(
-        "sharded",
-        f"{title}: kept beyond the plan",
-        kept,
-        "bytes",
-        goal=ROOM,
-        note=f"after {where}" if kept else "",
-    )
+    note = f"after {where}" if kept else ""
+    yield Row("sharded", f"{title}: kept beyond the plan", kept, "bytes", goal=ROOM, note=note)
     yield peak_row("memory", title, on_device(plan, device), run.peak_bytes)
 
 
@@ -160,23 +152,10 @@ def kept_by(plan: Plan, role: RolePlan) -> dict[int, int]:
     return out
 
 
-def peak_row(
-    section: str, title: str, plan: Plan, asked: Mapping[int, int], goal: Goal = PEAK
-) -> Row:
+def peak_row(section: str, title: str, plan: Plan, asked: Mapping[int, int]) -> Row:
     """Return the largest error of a rank's planned peak, by what the allocator was asked for."""
-    planned = {rank: role.peak_bytes for role in plan.roles for rank in role.ranks}
-    errors = {rank: 100 * (planned[rank] / nbytes - 1) for rank, nbytes in asked.items()}
-    rank = max(errors, key=lambda r: abs(errors[r]))
-    note = f"planned {planned[rank]} bytes, {asked[rank]} were asked for, on rank {rank}"
-    return Row(
-        section,
-        f"{title}: peak memory",
-        errors[rank],
-        "% error",
-        goal=goal,
-        note=note,
-        judged=abs(errors[rank]),
-    )
+    planned, taken, note = peak_errors(plan, asked)
+    return error_row(section, f"{title}: peak memory", 100 * (planned / taken - 1), PEAK, note)
 
 
 # --- mixed precision
@@ -185,49 +164,33 @@ def peak_row(
 def mixed(
     device: str, sizes: Mapping[str, Config], rows: int = ROWS, steps: int = STEPS
 ) -> Iterator[Row]:
-    """Compare bfloat16 beside parameters in float32 with plain torch that keeps masters: losses, and seconds per
-    step."""
+    """Compare bfloat16 beside parameters in float32 with plain torch that keeps masters: losses, and seconds per step.
+
+    Runs of the two sides alternate, each from the initial state.
+    """
+    count = WARMUP_STEPS + steps
+    here = torch.device(device, 0) if device == "cuda" else torch.device(device)
     with using(device), Pool(1) as pool:
         for name, config in sizes.items():
             work = models.job(config, global_batch=rows)
-            compiled = piper.compile(
-                work,
-                piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=4),)),
-            )
-            run = piper.execute(
-                compiled, steps=WARMUP_STEPS + steps, launcher="processes", pool=pool
-            )
-            plain = MasterLoop(
-                work, torch.device(device, 0) if device == "cuda" else torch.device(device)
-            )
-            times = [plain.step() for _ in range(WARMUP_STEPS + steps)]
-            off = max(abs(a / b - 1) for a, b in zip(run.losses, plain.losses, strict=True))
-            yield Row(
-                "mixed",
-                f"{name}: losses of {len(times)} steps against torch",
-                100 * off,
-                "% apart",
-                goal=LOSSES,
-            )
-            ratio = median(times[WARMUP_STEPS:]) / (run.period_s or math.nan)
-            note = (
-                "plain torch with copies in bfloat16 and a fused AdamW of masters in float32, one "
-                "after the other"
-            )
-            yield Row(
-                "speed",
-                f"bfloat16 and masters, {name}: torch/ours",
-                ratio,
-                "ratio",
-                goal=SPEED,
-                note=note,
-            )
-            yield peak_row(
-                "memory",
-                f"bfloat16 and masters, {name}",
-                on_device(compiled.plan, device),
-                run.peak_bytes,
-            )
+            halves = (piper.split(piper.where(), microbatches=4),)
+            compiled = piper.compile(work, piper.Strategy(piper.Mesh(pp=1), halves))
+            ours, torchs, off = list[float](), list[float](), 0.0
+            for _ in range(ROUNDS):
+                run = piper.execute(compiled, steps=count, launcher="processes", pool=pool)
+                plain = MasterLoop(work, here)
+                seconds = [plain.step() for _ in range(count)]
+                ours.append(run.period_s or math.nan)
+                torchs.append(median(seconds[WARMUP_STEPS:]))
+                losses = zip(run.losses, plain.losses, strict=True)
+                off = max(off, *(100 * abs(a / b - 1) for a, b in losses))
+            title = f"{name}: losses of {count} steps against torch"
+            yield Row("mixed", title, off, "% apart", goal=LOSSES)
+            note = "plain torch: copies in bfloat16, a fused AdamW of masters in float32"
+            title = f"bfloat16 and masters, {name}"
+            yield pairs_row("speed", f"{title}: torch/ours", torchs, ours, SPEED, note)
+            planned = on_device(compiled.plan, device)
+            yield peak_row("memory", title, planned, run.peak_bytes)
 
 
 class MasterLoop:
@@ -310,20 +273,10 @@ def peaks(device: str, sizes: Mapping[str, Config], rows: int = ROWS) -> Iterato
                 compiled = piper.compile(work, strategy)
                 run = piper.execute(compiled, steps=2, launcher="processes", pool=pool)
                 held[keep] = run.peak_bytes[0]
-                yield peak_row(
-                    "recompute",
-                    f"{name}, keep={keep}",
-                    on_device(compiled.plan, device),
-                    run.peak_bytes,
-                )
-            share = held["inputs"] / held["all"]
-            yield Row(
-                "recompute",
-                f"{name}: peak with inputs over that with all",
-                share,
-                "ratio",
-                goal=Goal("below", 1),
-            )
+                planned = on_device(compiled.plan, device)
+                yield peak_row("recompute", f"{name}, keep={keep}", planned, run.peak_bytes)
+            share, title = held["inputs"] / held["all"], f"{name}: peak with inputs over all"
+            yield Row("recompute", title, share, "ratio", goal=Goal("below", 1))
 
 
 def overheads(
@@ -346,15 +299,8 @@ def overheads(
             for keep in POLICIES:
                 more = [100 * (a / b - 1) for a, b in zip(took[keep], took["all"], strict=True)]
                 note = f"predicted {more[0]:.1f} %, measured {more[1]:.1f} %"
-                apart = abs(more[0] - more[1])
-                yield Row(
-                    "predicted",
-                    f"{name}, keep={keep}: longer steps",
-                    apart,
-                    "points apart",
-                    goal=OVERHEAD,
-                    note=note,
-                )
+                apart, title = abs(more[0] - more[1]), f"{name}, keep={keep}: longer steps"
+                yield Row("predicted", title, apart, "points apart", goal=OVERHEAD, note=note)
 
 
 # --- checkpoints beside training
@@ -391,7 +337,7 @@ def saved(device: str, nbytes: int, width: int = WIDTH, tokens: int = TOKENS) ->
     """Save `nbytes` of state beside training, and compare the steps meanwhile with those without.
 
     Copies are made on a stream beside compute, and a thread writes them: the step after a save shows what blocked it.
-    The first save, which also makes the pinned memory, is not counted.
+    The first save, which also makes the pinned memory, is not counted; it has ended before the steps that are compared.
     """
     layers = max(
         1, nbytes // (12 * width * width)
@@ -415,33 +361,17 @@ def saved(device: str, nbytes: int, width: int = WIDTH, tokens: int = TOKENS) ->
         tempfile.TemporaryDirectory(prefix="piper-gpu-check-") as folder,
     ):
         run = partial(piper.execute, compiled, launcher="processes", pool=pool, memory=False)
-        plain = run(steps=WARMUP_STEPS + STEPS).step_s[WARMUP_STEPS:]
+        plain_s = median(run(steps=WARMUP_STEPS + STEPS).step_s[WARMUP_STEPS:])
         begin = time.perf_counter()
         run(steps=1, checkpoint=piper.Checkpoints(Path(folder, "one"), asynchronous=False))
-        every = max(STEPS, math.ceil(1.5 * (time.perf_counter() - begin) / median(plain)))
-        times = run(
-            steps=2 * every + STEPS,
-            checkpoint=piper.Checkpoints(Path(folder, "two"), every=every, keep=1),
-        ).step_s
-    first, meanwhile = times[2 * every], times[2 * every + 1 : 2 * every + STEPS]
-    note = f"a step takes {1e3 * median(plain):.1f} ms"
-    blocked = 1e3 * (first - median(plain))
-    yield Row(
-        "checkpoint",
-        f"{title}: the step after a save is longer by",
-        blocked,
-        "ms",
-        goal=BLOCKED,
-        note=note,
-    )
-    ratio = median(meanwhile) / median(plain)
-    yield Row(
-        "checkpoint",
-        f"{title}: steps while it is written",
-        ratio,
-        "ratio",
-        min(meanwhile),
-        max(meanwhile),
-        BESIDE,
-        note,
-    )
+        every = max(3 * STEPS, math.ceil(1.5 * (time.perf_counter() - begin) / plain_s))
+        checkpoint = piper.Checkpoints(Path(folder, "two"), every=every, keep=1)
+        times = run(steps=2 * every + STEPS, checkpoint=checkpoint).step_s
+    before, first = times[2 * every - STEPS + 1 : 2 * every], times[2 * every]
+    meanwhile = times[2 * every + 1 : 2 * every + STEPS]
+    note = f"a step takes {1e3 * median(before):.1f} ms"
+    blocked = 1e3 * (first - median(before))
+    name = f"{title}: the step after a save is longer by"
+    yield Row("checkpoint", name, blocked, "ms", goal=BLOCKED, note=note)
+    name = f"{title}: steps while it is written / those just before"
+    yield pairs_row("checkpoint", name, meanwhile, before, BESIDE, note)

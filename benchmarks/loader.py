@@ -16,7 +16,7 @@ from typing import Any
 
 import piper
 from benchmarks import noop
-from benchmarks.measure import Goal, Row, median_interval
+from benchmarks.measure import Goal, Row, extremes_row, pairs_row
 from benchmarks.step_model import LARGE, SMALL, Regime, job
 from piper_ir.plan.plan import Plan
 from piper_runtime.launch import Pool, execute
@@ -106,36 +106,17 @@ def measured(pool: Any, subject: Subject, rounds: int, steps: int) -> Iterator[R
     run, quick = partial(step_s, pool, subject, steps), subject.job.batch
     nap_s = SHARE * run(quick, BASE.loader) / subject.plan.microbatches
     napping = partial(napped, nap_s, quick)
-    found: dict[Case, list[float]] = {case: [] for case in CASES}
+    seconds: dict[Case, list[float]] = {case: [] for case in CASES}
     for k in range(rounds):
         for case in (*CASES[k % len(CASES) :], *CASES[: k % len(CASES)]):
-            found[case].append(run(napping if case.slow else quick, case.loader))
-    base = found[BASE]
-    yield Row(
-        "loader",
-        f"{subject.name}: {BASE.name}",
-        median(base) * 1e3,
-        "ms/step",
-        min(base) * 1e3,
-        max(base) * 1e3,
-    )
-    note = (
-        f"{rounds} rounds of {steps} steps; median and its 95 % interval, whose upper end the goal "
-        f"is for"
-    )
+            seconds[case].append(run(napping if case.slow else quick, case.loader))
+    base = seconds[BASE]
+    title = f"{subject.name}: {BASE.name}"
+    yield extremes_row("loader", title, [1e3 * s for s in base], "ms/step")
+    note = f"rounds of {steps} steps; the goal is for the upper end"
     for case in CASES[1:]:
-        middle, low, high = median_interval([s / b for s, b in zip(found[case], base, strict=True)])
-        yield Row(
-            "loader",
-            f"{subject.name}: {case.name}",
-            middle,
-            "ratio",
-            low,
-            high,
-            case.goal,
-            note,
-            judged=high,
-        )
+        name = f"{subject.name}: {case.name}"
+        yield pairs_row("loader", name, seconds[case], base, case.goal, note)
 
 
 def step_s(pool: Any, subject: Subject, steps: int, batch: Any, loader: str | int) -> float:

@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, TypeVar
 
 os.environ["PIPER_CACHE"] = ""  # who measures a capture must not get one from a file
+T = TypeVar("T")
 RESAMPLES = 4000
 CONFIDENCE = 0.95
 
@@ -78,9 +79,8 @@ class Machine:
     def __str__(self) -> str:
         return (
             f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, {self.system}; "
-            f"{self.threads} thread per "
-            f"process; "
-            f"Python {self.python}, torch {self.torch}; load {self.load:.2f} before; {self.date}"
+            f"{self.threads} thread per process; Python {self.python}, torch {self.torch}; "
+            f"load {self.load:.2f} before; {self.date}"
         )
 
 
@@ -115,35 +115,15 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def repeated(
-    call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
-    """Return the seconds of each of `repeats` calls, after one that is not counted.
+def cpu_seconds(call: Callable[[], T]) -> tuple[T, float]:
+    """Return the result of a call and its CPU seconds, for work of one thread that waits for nothing.
 
-    Garbage is collected before each; during it the collector does what it does for every user.
+    Garbage of what came before is collected first; time that other processes take is not in it.
     """
-    call()
-    out = []
-    for _ in range(repeats):
-        gc.collect()
-        begin = clock()
-        call()
-        out.append(clock() - begin)
-    return out
-
-
-def rate_row(
-    section: str,
-    name: str,
-    count: int,
-    seconds: Sequence[float],
-    unit: str,
-    goal: Goal | None = None,
-    note: str = "",
-) -> Row:
-    """Return a count per second: median and extremes over the repetitions."""
-    rates = [count / s for s in seconds]
-    return Row(section, name, median(rates), unit, min(rates), max(rates), goal, note)
+    gc.collect()
+    begin = time.process_time()
+    result = call()
+    return result, time.process_time() - begin
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
@@ -155,3 +135,33 @@ def median_interval(values: Sequence[float], seed: int = 0) -> tuple[float, floa
     medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     tail = int((1 - CONFIDENCE) / 2 * RESAMPLES)
     return median(values), medians[tail], medians[-1 - tail]
+
+
+def extremes_row(
+    section: str,
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    goal: Goal | None = None,
+    note: str = "",
+) -> Row:
+    """Return the median of some numbers with their extremes; a goal is for the median."""
+    return Row(section, name, median(values), unit, min(values), max(values), goal, note)
+
+
+def pairs_row(
+    section: str,
+    name: str,
+    above: Sequence[float],
+    below: Sequence[float],
+    goal: Goal | None = None,
+    note: str = "",
+) -> Row:
+    """Return the median ratio of interleaved pairs with its 95 % interval.
+
+    A goal is for the end of the interval that is nearer to it: the lower one where the ratio must be above a number.
+    """
+    middle, low, high = median_interval([a / b for a, b in zip(above, below, strict=True)])
+    judged = None if goal is None else low if goal.kind == "above" else high
+    note = f"{len(above)} interleaved pairs; median and its 95 % interval{note and '; ' + note}"
+    return Row(section, name, middle, "ratio", low, high, goal, note, judged)

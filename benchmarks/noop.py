@@ -107,14 +107,14 @@ def _chunk(k: int, layers: int) -> Chunk:
 
 
 @lru_cache(maxsize=8)
-def plan(pp: int, layers: int, microbatches: int, split: bool = False) -> Plan:
-    """Return a plan of 1F1B over pp stages, or of ZB-H1 to have its backward split; one row per microbatch.
+def plan(pp: int, layers: int, microbatches: int) -> Plan:
+    """Return a plan of 1F1B over pp stages; one row per microbatch.
 
-    It is unfused, so that an instruction is forward or backward, or half of it, of one layer. SGD without momentum has
+    It is unfused, so that an instruction is forward or backward of one layer. SGD without momentum has
     no optimizer state.
     """
-    recipe = piper.recipes.zb_h1 if split else piper.recipes.one_f_one_b
-    strategy = piper.Strategy(piper.Mesh(pp=pp), recipe(pp=pp, microbatches=microbatches))
+    stages = piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches)
+    strategy = piper.Strategy(piper.Mesh(pp=pp), stages)
     options = replace(Options(), fuse=False)
     return compile_program(
         program(layers), strategy, global_batch=microbatches, training=Training(), options=options

@@ -1,22 +1,17 @@
-"""Show what policies of recomputation cost and save: FLOPs and bytes of R for a layer, and the most activations of
-1F1B.
+"""Show what policies of recomputation cost and save: FLOPs of R for a layer, and the most activations of 1F1B.
 
-python -m benchmarks.recompute_flops                         GPT-3 175B, Llama-3 8B and the Qwen3-like MoE 1B
-python -m benchmarks.recompute_flops gpt3-175b               one of them
-
-One row per microbatch, bf16. Goals: of the FLOPs of F, I and W, R of a GPT-3 layer takes at most 22.5 % under "inputs"
-and 3 % under "products"; with "inputs" the most activations on the first device of 1F1B, where most microbatches are in
-flight, are at most 0.25 times those without. It prints one line per model and policy, then the goals, and ends with 1
-where one is missed.
+One row per microbatch, bf16. Of the FLOPs of F, I and W, R of a GPT-3 layer must take at most 22.5 % under "inputs" and
+3 % under "products"; with "inputs" the most activations on the first device of 1F1B, where most microbatches are in
+flight, must be at most 0.25 times those without.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import piper
+from benchmarks.measure import Goal, Row
 from piper import models
 from piper_compiler import Strategy, recipes
 from piper_ir.fold import memory
@@ -42,14 +37,6 @@ class Policy:
     flops: float
     bytes: float
     peak: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.model:<14}{self.keep:<12}{self.kept / 2**20:>9.1f} MiB kept per layer and "
-            f"row{self.flops:>8.1%} "
-            f"FLOPs"
-            f"{self.bytes:>8.1%} bytes moved{self.peak:>8.2f} x activations on the first device"
-        )
 
 
 def measure(name: str, policies: tuple[str, ...] = POLICIES) -> Iterator[Policy]:
@@ -103,16 +90,16 @@ def missed(found: list[Policy]) -> list[str]:
     ]
 
 
-def main(names: tuple[str, ...]) -> int:
-    found: list[Policy] = []
-    for name in names or MODELS:
-        for policy in measure(name):
-            print(policy, flush=True)
-            found.append(policy)
-    late = missed(found)
-    print("\n".join(f"missed: {line}" for line in late) or "all goals are met")
-    return int(bool(late))
-
-
-if __name__ == "__main__":
-    sys.exit(main(tuple(sys.argv[1:])))
+def rows(quick: bool) -> Iterator[Row]:
+    """Return what each policy keeps, the goals of FLOPs, and the peak; `quick`: of the mixture."""
+    for name in MODELS[-1:] if quick else MODELS:
+        for p in measure(name):
+            title, limit = f"{name}, {p.keep}", GOALS.get((name, p.keep))
+            peak = Goal("below", PEAK_GOAL) if p.keep == "inputs" else None
+            flops = None if limit is None else Goal("below", 100 * limit)
+            yield Row("recompute", f"{title}: kept of a layer", p.kept / 2**20, "MiB", note="a row")
+            yield Row(
+                "recompute", f"{title}: R of F, I and W", 100 * p.flops, "% FLOPs", goal=flops
+            )
+            title = f"{title}: most activations of the first device of 1F1B, of those without"
+            yield Row("recompute", title, p.peak, "ratio", goal=peak)

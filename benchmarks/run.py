@@ -2,9 +2,9 @@
 
 `make bench` runs them, or
 
-python benchmarks/run.py                      all sections (an estimated 40 minutes on two quiet cores)
-python benchmarks/run.py simulate sweep       some of them
-python benchmarks/run.py --quick              fewer repetitions: does it run, and roughly how fast
+python benchmarks/run.py                      all sections (about an hour on two quiet cores)
+python benchmarks/run.py step tensor          some of them
+python benchmarks/run.py --quick              fewer cases and repetitions: does it run
 
 Numbers of a shared or busy machine are worth little; the load average before the first measurement is in the header.
 """
@@ -29,31 +29,20 @@ from rich.table import Table
 from benchmarks.measure import Machine, Row, machine
 
 SECTIONS = {
-    "compile": "compile_rates:rows",
-    "capture": "capture_rates:rows",
-    "initial": "initial_weights:rows",
     "scale": "scale:rows",
-    "simulate": "plan_rates:simulate_rows",
-    "sweep": "plan_rates:sweep_rows",
-    "recipes": "recipe_rates:rows",
-    "search": "zero_bubble_search:rows",
-    "communication": "communication:rows",
-    "formula": "formula:rows",
-    "messages": "messages:rows",
-    "host": "host_cost:rows",
-    "faults": "faults:rows",
-    "recovery": "recovery:rows",
-    "saving": "saving:rows",
-    "loader": "loader:rows",
-    "step": "step_time:rows",
+    "step": "step_time:step_rows",
+    "sharded": "step_time:sharded_rows",
+    "tensor": "step_time:tensor_rows",
+    "experts": "step_time:expert_rows",
     "draws": "draw_rates:rows",
-    "sharded": "step_sharded:rows",
-    "tensor": "step_tensor:rows",
-    "experts": "step_expert:rows",
+    "loader": "loader:rows",
+    "saving": "saving:rows",
+    "faults": "faults:rows",
     "prediction": "prediction:rows",
-    "zero": "zero_prediction:rows",
     "tune": "tuner:rows",
-    "tune-shared": "tuner_shared:rows",
+    "search": "zero_bubble_search:rows",
+    "recompute": "recompute_flops:rows",
+    "paper": "paper.figures:rows",
 }
 """Name -> module and function of `quick`, which gives its rows. Modules are imported when their section runs."""
 
@@ -80,10 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     failed: list[str] = []
     for name in options.sections or SECTIONS:
         begin = time.perf_counter()
-        found: list[Row] = []
+        measured: list[Row] = []
         try:
             for row in section(name)(options.quick):
-                found.append(row)
+                measured.append(row)
                 if sys.stderr.isatty():
                     print(f"  {row.name}: {_number(row.value)} {row.unit}", file=sys.stderr)
         except (
@@ -91,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         ) as e:  # what has been measured, and the other sections, are still worth having
             console.print_exception()
             failed.append(f"{name}: {type(e).__name__}: {e}")
-        console.print(_table(name, found, time.perf_counter() - begin))
-        rows += found
+        console.print(_table(name, measured, time.perf_counter() - begin))
+        rows += measured
     path = (
         options.csv or Path(__file__).parent / "results" / f"{where.date.replace(':', '')[:17]}.csv"
     )
@@ -105,11 +94,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def section(name: str) -> Callable[[bool], Iterable[Row]]:
     """Return the function that measures a section."""
-    module, _, function = SECTIONS[name].partition(":")
-    found: Callable[[bool], Iterable[Row]] = getattr(
-        import_module(f"benchmarks.{module}"), function
-    )
-    return found
+    module, _, name = SECTIONS[name].partition(":")
+    rows: Callable[[bool], Iterable[Row]] = getattr(import_module(f"benchmarks.{module}"), name)
+    return rows
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -119,7 +106,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION", help=", ".join(SECTIONS)
     )
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and repetitions")
     parser.add_argument(
         "--csv", type=Path, help="where to write the rows (default: benchmarks/results/DATE.csv)"
     )

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from typing import Any
 
 import piper
 from benchmarks.loader import Subject, gpt
-from benchmarks.measure import Goal, Row, median_interval
+from benchmarks.measure import Goal, Row, extremes_row, pairs_row
 from benchmarks.step_model import LARGE, SMALL, Regime
 from piper_runtime.launch import Pool, execute
 
@@ -115,72 +116,32 @@ def measured(
     workers: Listening, subject: Subject, pairs: int, steps: int, every: int
 ) -> Iterator[Row]:
     """Run pairs; return the ratio of steps beside a save to others, and the time for which a save blocks a rank."""
-    ratios, base, beside, blocked, copied, counts = (list[float]() for _ in range(6))
+    with_s, without_s, base, beside, blocked, copied, counts = (list[float]() for _ in range(7))
     heard(workers, subject, 2 * SETTLED, None)
     for pair in range(pairs):
         sides = {
             every_: heard(workers, subject, steps, every_)
             for every_ in ((None, every), (every, None))[pair % 2]
         }
-        plain = median(sides[None].step_s()[SETTLED:])
-        found, chosen = sides[every].step_s(), sides[every].beside()
-        slow = [found[i] for i in sorted(chosen) if i >= SETTLED]
-        base.append(1e3 * plain)
+        saves = [save for save in sides[every].saves if SETTLED < save[0] < steps]
+        seconds, chosen = sides[every].step_s(), sides[every].beside()
+        slow = [seconds[i] for i in sorted(chosen) if i >= SETTLED]
+        without_s.append(median(sides[None].step_s()[SETTLED:]))
+        with_s.append(median(slow))
+        base.append(1e3 * without_s[-1])
         beside += [1e3 * s for s in slow]
-        ratios.append(median(slow) / plain)
-        counts.append(
-            len(slow)
-            / max(len({done for done, *_ in sides[every].saves if SETTLED < done < steps}), 1)
-        )
-        waits = [
-            (copy, block) for done, copy, block, _ in sides[every].saves if SETTLED < done < steps
-        ]
-        copied += [copy for copy, _ in waits]
-        blocked += [block - copy for copy, block in waits]
-    name, middle = f"{subject.name} pp=2", median_interval(ratios)
-    note = (
-        f"{pairs} interleaved pairs of {steps} steps, a save every {every}; {median(counts):.1f} "
-        f"steps are beside a save"
-    )
-    yield Row(
-        "saving",
-        f"{name}: a step",
-        median(base),
-        "ms",
-        min(base),
-        max(base),
-        note="without saves; extremes of runs",
-    )
-    yield Row(
-        "saving",
-        f"{name}: a step beside a save",
-        median(beside),
-        "ms",
-        min(beside),
-        max(beside),
-        note="extremes",
-    )
-    ends = "; median of the pairs' ratios of medians with its 95 % interval"
-    yield Row("saving", f"{name}: beside a save / without", *_ordered(middle), GOAL, note + ends)
-    yield Row(
-        "saving",
-        f"{name}: copy",
-        median(copied),
-        "ms",
-        min(copied),
-        max(copied),
-        note="of a rank's share; extremes",
-    )
-    yield Row(
-        "saving", f"{name}: blocked beyond the "
-                  f"copy", median(blocked), "ms", min(blocked), max(blocked), BLOCKED_GOAL,
-        f"{len(blocked)} shares; extremes",
-    )  # fmt: skip
-
-
-def _ordered(interval: tuple[float, float, float]) -> tuple[float, str, float, float]:
-    middle, low, high = interval
-    return middle, "ratio", low, high
+        counts.append(len(slow) / max(len({done for done, *_ in saves}), 1))
+        copied += [copy for _, copy, _, _ in saves]
+        blocked += [block - copy for _, copy, block, _ in saves]
+    row = partial(extremes_row, "saving")
+    name, shares = f"{subject.name} pp=2", f"{len(blocked)} shares; extremes"
+    note = f"{steps} steps, a save every {every}; {median(counts):.1f} steps are beside a save"
+    yield row(f"{name}: a step", base, "ms", note="without saves; extremes of runs")
+    yield row(f"{name}: a step beside a save", beside, "ms", note="extremes")
+    title = f"{name}: beside a save / without"
+    yield pairs_row("saving", title, with_s, without_s, GOAL, note)
+    yield row(f"{name}: copy", copied, "ms", note="of a rank's share; extremes")
+    yield row(f"{name}: blocked beyond the copy", blocked, "ms", BLOCKED_GOAL, shares)
 
 
 def heard(workers: Listening, subject: Subject, steps: int, every: int | None) -> Heard:

@@ -1,61 +1,99 @@
-"""Define the two sides of a comparison on one rank: torch.distributed's own parallelism, and a plan in our engine."""
+"""Define a comparison with torch.distributed, and its sides on one rank: torch's pipelines and replicas, and our plan."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
 import piper
-from benchmarks.expert_model import MixtureRegime, expert_job
-from benchmarks.expert_side import TorchMixture
-from benchmarks.fsdp2_side import TorchSharded
-from benchmarks.step_kinds import PIPELINES, SHARDED, WORLD
-from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, job, loss
-from benchmarks.tensor_model import TENSOR, tensor_job
-from benchmarks.tensor_side import TorchTensor
+from benchmarks.step_model import Regime, Stage, fused_adamw
 from piper_ir.plan.plan import Plan
-from piper_ir.program.ops import Compute
 from piper_runtime.engine import HEART_SLOTS, CpuStreams, Engine, host_clock
 from piper_runtime.launch import rank_job
 from piper_runtime.rank import Rank, ShippedCode, materialize
 from piper_runtime.transport import GlooCommunicators
+
+WORLD = 2
+DATA_PARALLEL = "DDP"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Hold one schedule over two ranks on both sides.
+
+    `chunks` are stages per rank; `vee` says that they go over the ranks and back, rather than round and round.
+    """
+
+    recipe: Callable[..., tuple[Any, ...]]
+    torchs: type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
+    chunks: int = 1
+    vee: bool = False
+
+    @property
+    def stages(self) -> int:
+        return WORLD * self.chunks
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank, ascending, as torch's schedule expects them and the recipe places them."""
+        return [
+            k * WORLD + (WORLD - 1 - rank if self.vee and k % 2 else rank)
+            for k in range(self.chunks)
+        ]
+
+
+_recipes = piper.recipes
+PIPELINES = {
+    "GPipe": Pipeline(_recipes.gpipe, ScheduleGPipe),
+    "1F1B": Pipeline(_recipes.one_f_one_b, Schedule1F1B),
+    "interleaved 1F1B": Pipeline(_recipes.interleaved, ScheduleInterleaved1F1B, 2),
+    "interleaved zero bubble": Pipeline(_recipes.interleaved_zb, ScheduleInterleavedZeroBubble, 2),
+    "ZBV": Pipeline(_recipes.zbv, ScheduleZBVZeroBubble, 2, vee=True),
+    "DualPipeV": Pipeline(_recipes.dualpipe_v, ScheduleDualPipeV, 2, vee=True),
+}
 
 
 @dataclass(frozen=True)
 class Setup:
     """Hold one comparison: the same model, data and optimizer on both sides, and our plan with its code.
 
-    `kind`: see `step_kinds.KINDS`, `SHARDED`, `tensor_model.TENSOR` and `expert_model.EXPERTS`. `tolerance` is the
-    relative difference that losses of the first steps may have: sums in another order differ by far less, another model
-    or batch by more.
+    `kind` names torch's side, see `step_worker.SIDES`. `tolerance` is the relative difference that losses of the first
+    steps may have: sums in another order differ by far less, another model or batch by more.
     """
 
     kind: str
     regime: Regime
+    job: piper.Job
     plan: Plan
     code: Mapping[str, Mapping[str, ShippedCode]]
     tolerance: float = 1e-4
 
-    @property
-    def job(self) -> piper.Job:
-        """Return what both sides train."""
-        if isinstance(self.regime, MixtureRegime):
-            return expert_job(self.regime, self.global_batch)
-        if self.kind in TENSOR:
-            return tensor_job(self.kind, self.regime, self.global_batch)
-        return job(self.regime, self.global_batch)
+    def rows_of(self, replica: int) -> range:
+        """Return the rows of one of two replicas."""
+        size = self.plan.global_batch // 2
+        return range(replica * size, (replica + 1) * size)
 
-    @property
-    def global_batch(self) -> int:
-        return self.plan.global_batch
+
+def initial_model(setup: Setup) -> Any:
+    """Return the model as the job makes it."""
+    torch.manual_seed(setup.job.seed)
+    return setup.job.model().to(setup.job.precision.dtype)
 
 
 class Side(Protocol):
@@ -67,71 +105,86 @@ class Side(Protocol):
     def close(self) -> None: ...
 
 
-class TorchPipeline:
-    """Train with torch.distributed.pipelining and its defaults.
+class TorchSide:
+    """Train a module with torch on some rows of each batch; subclasses make the module parallel."""
 
-    One default is changed: the outputs of the last stage are not kept, which costs it a copy and which training has no
-    use for.
-    """
-
-    def __init__(self, setup: Setup, rank: int) -> None:
+    def __init__(
+        self, setup: Setup, module: nn.Module, optimizer: torch.optim.Optimizer, rows: range
+    ) -> None:
         self.losses: list[float] = []
-        self._setup, self._step = setup, 0
-        pipeline = PIPELINES[setup.kind]
-        model, indices = initial_model(setup), pipeline.stages_of(rank)
-        modules = [Stage(model, index, pipeline.stages) for index in indices]
-        device = torch.device("cpu")
-        stages = [
-            PipelineStage(m, i, pipeline.stages, device)
-            for m, i in zip(modules, indices, strict=True)
-        ]
-        self._schedule = pipeline.schedule(stages, setup.regime.microbatches, loss)
-        self._optimizer = fused_adamw(nn.ModuleList(modules))
-        self._first, self._last = 0 in indices, pipeline.stages - 1 in indices
+        self.module, self.optimizer = module, optimizer
+        self._job, self._rows, self._step = setup.job, rows, 0
 
     def step(self) -> None:
-        size = self._setup.global_batch
-        inputs, targets = batch(self._setup.regime.context, size, self._step, range(size))
-        found: list[torch.Tensor] = []
-        given: dict[str, Any] = dict(target=targets, losses=found) if self._last else {}
-        self._schedule.step(*[inputs] * self._first, **given, return_outputs=False)
-        if found:
-            self.losses.append(torch.stack(found).mean().item())
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.losses += self.backward(*self._job.batch(self._step, self._rows))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self._step += 1
+
+    def backward(self, inputs: Any, targets: Any) -> list[float]:
+        """Make the gradients of a step; return its loss, or nothing where this rank has none."""
+        value = self._job.loss(self.module(inputs), targets)
+        value.backward()
+        return [value.item()]
 
     def close(self) -> None:
         """Nothing to end."""
 
 
-class TorchData:
+class TorchData(TorchSide):
     """Train with DistributedDataParallel in its fastest setting.
 
     It has its default buckets (25 MiB, the first 1 MiB), and gradients as views of them.
     """
 
     def __init__(self, setup: Setup, rank: int) -> None:
-        self.losses: list[float] = []
-        self._setup, self._step = setup, 0
-        self._model = DistributedDataParallel(initial_model(setup), gradient_as_bucket_view=True)
-        self._optimizer = fused_adamw(self._model)
-        rows = setup.global_batch // WORLD
-        self._rows = range(rank * rows, (rank + 1) * rows)
+        module = DistributedDataParallel(initial_model(setup), gradient_as_bucket_view=True)
+        super().__init__(setup, module, fused_adamw(module), setup.rows_of(rank))
 
-    def step(self) -> None:
-        inputs, targets = batch(
-            self._setup.regime.context, self._setup.global_batch, self._step, self._rows
+
+class TorchStages(TorchSide):
+    """Train stages of this rank under one of torch's schedules, with its defaults.
+
+    One default is changed: the outputs of the last stage are not kept, which costs it a copy and which training has no
+    use for.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        pipeline: Pipeline,
+        modules: Mapping[int, nn.Module],
+        rows: range,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        every = nn.ModuleList(modules.values())
+        super().__init__(setup, every, fused_adamw(every), rows)
+        device = torch.device("cpu")
+        stages = [
+            PipelineStage(m, i, pipeline.stages, device, group=group) for i, m in modules.items()
+        ]
+        several = issubclass(pipeline.torchs, PipelineScheduleMulti)
+        self._schedule: Any = pipeline.torchs(
+            stages if several else stages[0],  # type: ignore[arg-type]  # as the class wants them
+            setup.regime.microbatches,
+            loss_fn=setup.job.loss,
         )
-        found = loss(self._model(inputs), targets)
-        found.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.losses.append(found.item())
-        self._step += 1
+        self._first, self._last = 0 in modules, pipeline.stages - 1 in modules
 
-    def close(self) -> None:
-        """Nothing to end."""
+    def backward(self, inputs: Any, targets: Any) -> list[float]:
+        losses: list[Tensor] = []
+        keywords: dict[str, Any] = dict(target=targets, losses=losses) if self._last else {}
+        self._schedule.step(*[inputs] * self._first, **keywords, return_outputs=False)
+        return [torch.stack(losses).mean().item()] if losses else []
+
+
+class TorchPipeline(TorchStages):
+    """Train with torch.distributed.pipelining."""
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        pipeline, model = PIPELINES[setup.kind], initial_model(setup)
+        modules = {i: Stage(model, i, pipeline.stages) for i in pipeline.stages_of(rank)}
+        super().__init__(setup, pipeline, modules, range(setup.plan.global_batch))
 
 
 class Ours:
@@ -139,10 +192,9 @@ class Ours:
 
     def __init__(self, setup: Setup, rank: int, store: dist.Store) -> None:
         self.losses: list[float] = []
-        work = setup.job
-        initial = materialize(work)
+        initial = materialize(setup.job)
         self._bound = Rank(
-            setup.plan, rank, setup.code, rank_job(work), initial.params, initial.buffers
+            setup.plan, rank, setup.code, rank_job(setup.job), initial.params, initial.buffers
         )
         communicators = GlooCommunicators(dist.PrefixStore("ours", store), rank)
         communicators.connect(setup.plan)
@@ -152,26 +204,11 @@ class Ours:
         self._step = 0
 
     def step(self) -> None:
-        self._run(traced=False)
-
-    def _run(self, traced: bool) -> None:
-        self._engine.step(self._step, traced=traced)
-        if found := self._bound.scalars["loss"]:
-            self.losses.append(
-                sum(found.values()) / (sum(self._bound.scalars["weight"].values()) or len(found))
-            )
+        self._engine.step(self._step)
+        if losses := self._bound.scalars["loss"]:
+            weight = sum(self._bound.scalars["weight"].values()) or len(losses)
+            self.losses.append(sum(losses.values()) / weight)
         self._step += 1
-
-    def forward_s(self) -> list[float]:
-        """Seconds of each forward instruction of one more step."""
-        self._run(traced=True)
-        ops = [[p.op for p in instr.parts] for instr in self._bound.role.program]
-        forward = {
-            i
-            for i, found in enumerate(ops)
-            if any(isinstance(op, Compute) and op.step == "F" for op in found)
-        }
-        return [end - start for i, start, end in self._engine.spans if i in forward]
 
     def state_bytes(self) -> int:
         """Return the bytes that this rank keeps between steps."""
@@ -179,23 +216,3 @@ class Ours:
 
     def close(self) -> None:
         self._streams.close()
-
-
-def initial_model(setup: Setup) -> GPT:
-    """Return the model as the job makes it."""
-    work = job(setup.regime, setup.global_batch)
-    torch.manual_seed(work.seed)
-    return GPT(setup.regime)
-
-
-def theirs(setup: Setup, rank: int) -> Side:
-    """Return torch's side of a comparison."""
-    if isinstance(setup.regime, MixtureRegime):
-        return TorchMixture(setup.regime, setup.job.seed, setup.global_batch, rank)
-    if setup.kind in SHARDED:
-        return TorchSharded(
-            setup.kind, setup.regime, initial_model(setup), setup.global_batch, rank
-        )
-    if setup.kind in TENSOR:
-        return TorchTensor(setup.kind, setup.regime, setup.job.seed, setup.global_batch, rank)
-    return TorchPipeline(setup, rank) if setup.kind in PIPELINES else TorchData(setup, rank)

@@ -1,9 +1,17 @@
-"""Compare step times with torch.distributed: its pipeline schedules (pp=2), and DistributedDataParallel (dp=2).
+"""Compare step times with torch.distributed, in interleaved pairs: pipelines, replicas, FSDP2, shared layers, experts.
 
-Pipelines have one or two stages per rank. Model, data, loss, optimizer and processes are the same, one thread each,
-with gloo over loopback. Two processes hold both sides; timed runs of the two alternate, and which one goes first
-alternates too. The result is the median of torch/ours over the pairs with its 95 % interval: above 1 a plan is faster
-than torch. Beside it stands the same ratio of CPU time, which other processes hardly change.
+Model, data, loss, optimizer and processes are the same on both sides, one thread each, with gloo over loopback. Two
+processes (four, where FSDP2 is under a pipeline) hold both sides; timed runs of the two alternate, and which one goes
+first alternates too. The result is the median of torch/ours over the pairs with its 95 % interval: above 1 a plan is
+faster than torch. Beside it stands the same ratio of CPU time, which other processes hardly change.
+
+step       torch's pipeline schedules (pp=2), DistributedDataParallel (dp=2)
+sharded    FSDP2 beside zero=3, and the peak of memory. FSDP2 drops parameters after every forward and gathers them
+           again; after a backward under a pipeline it keeps them, and gradients whole, until the step ends. So ours
+           has two settings: "step" keeps both for the step; with 0 a step holds least
+tensor     `parallelize_module`, tp=2, without and with sequence parallelism; embedding and head are whole
+experts    torch's pieces in torchtitan's way, ep=2, of a dropless mixture. Both sides take every token: torch's
+           exchanges as many rows as there are, ours rounds of at most 1.25 x the mean, the default
 """
 
 from __future__ import annotations
@@ -11,123 +19,168 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import piper
-from benchmarks.measure import Goal, Row, median_interval
-from benchmarks.step_kinds import KINDS, PIPELINES, WORLD
+from benchmarks import expert_side, tensor_side
+from benchmarks.expert_side import EXPERTS, MixtureRegime, expert_job
+from benchmarks.fsdp2_side import SHARDED
+from benchmarks.measure import Goal, Row, pairs_row
 from benchmarks.step_model import LARGE, SMALL, Regime, job
-from benchmarks.step_profile import Profile
-from benchmarks.step_sides import Setup
+from benchmarks.step_sides import DATA_PARALLEL, PIPELINES, WORLD, Setup
 from benchmarks.step_worker import ALIVE, SILENCE_S, Measured, work
+from benchmarks.tensor_side import TENSOR, tensor_job
 from piper.api.compiling.compiling import Compiled
+from piper_ir.plan.plan_bytes import flat_bytes
 from piper_runtime.rank import ShippedCode
 
-PAIRS, QUICK_PAIRS = 40, 6
-DATA_PARALLEL = 4
-"""So many times as many pairs are run.
-
-A step is one microbatch there, so a run is soon over and any disturbance is a large part of it.
-"""
-GOAL = Goal("above", 0.98)
-
-
-def rows(quick: bool) -> Iterator[Row]:
-    """Return every comparison in both regimes."""
-    for regime in (LARGE, SMALL):
-        for kind in KINDS:
-            more = 1 if quick or kind in PIPELINES else DATA_PARALLEL
-            yield from compared(kind, regime, more * (QUICK_PAIRS if quick else PAIRS))
+PAIRS = {"step": 40, "replicas": 160, "sharded": 30, "tensor": 60, "experts": 60}
+"""A step of replicas is one microbatch, so that a run is soon over and any disturbance is a large part of it."""
+QUICK_PAIRS = 2
+GOAL, PEAK_GOAL = Goal("above", 0.98), Goal("below", 0.7)
+DEEP = replace(
+    SMALL, name="32 layers of 3 MiB", width=256, layers=32, context=16, rows=1, heads=4, steps=1
+)
+"""Parameters, and not activations, are most of what it holds."""
+SHALLOW = replace(DEEP, name="16 layers of 3 MiB", layers=16)
+"""The layers that are whole for a moment are more of what this one holds."""
 
 
-def compared(kind: str, regime: Regime, pairs: int) -> list[Row]:
-    """Compare once: the ratio, both step times, the ratio of CPU time, and what the profiles say of the difference."""
-    measured = run(prepared(kind, regime), pairs)
-    ours, torchs = [m.ours for m in measured], [m.theirs for m in measured]
-    slower = [
-        [max(t.wall_s for t in run) for run in zip(*side, strict=True)] for side in (ours, torchs)
+def step_rows(quick: bool) -> Iterator[Row]:
+    """Compare every schedule, and replicas, in both regimes; `quick`: one of each."""
+    for regime in (SMALL,) if quick else (LARGE, SMALL):
+        for kind in ("1F1B",) if quick else PIPELINES:
+            yield from compared("step", pipeline(kind, regime), PAIRS["step"], quick)
+        yield from compared("step", replicas(regime), PAIRS["replicas"], quick)
+
+
+def sharded_rows(quick: bool) -> Iterator[Row]:
+    """Compare step times in one regime and peaks in another; `quick`: replicas alone."""
+    for kind in ("FSDP2",) if quick else SHARDED:
+        for resident in (0, "step"):
+            setup = sharded(kind, SMALL if quick else LARGE, resident)
+            yield from compared("sharded", setup, PAIRS["sharded"], quick, f", {resident=}")
+        if not quick:
+            yield from (peak(kind, DEEP, resident) for resident in (0, "step"))
+            if SHARDED[kind] > 1:
+                yield from (peak(kind, SHALLOW, 0, buckets) for buckets in (1, 2))
+
+
+def tensor_rows(quick: bool) -> Iterator[Row]:
+    """Compare every model and kind of sharing in both regimes; `quick`: one."""
+    for regime in tensor_side.REGIMES[1:] if quick else tensor_side.REGIMES:
+        for kind in [*TENSOR][-1:] if quick else TENSOR:
+            yield from compared("tensor", tensor(kind, regime), PAIRS["tensor"], quick)
+
+
+def expert_rows(quick: bool) -> Iterator[Row]:
+    """Compare the mixture in both regimes; `quick`: where messages dominate."""
+    for regime in expert_side.REGIMES[1:] if quick else expert_side.REGIMES:
+        yield from compared("experts", experts(regime), PAIRS["experts"], quick)
+
+
+def compared(section: str, setup: Setup, pairs: int, quick: bool, more: str = "") -> list[Row]:
+    """Return the ratio of step times of the slower rank, and that of the CPU time of all ranks."""
+    measured = run(setup, QUICK_PAIRS if quick else pairs)
+    sides = [
+        list(zip(*timings, strict=True))
+        for timings in ([m.ours for m in measured], [m.theirs for m in measured])
     ]
-    together = [
-        [sum(t.cpu_s for t in run) for run in zip(*side, strict=True)] for side in (ours, torchs)
-    ]
-    title = f"{kind} {'pp' if kind in PIPELINES else 'dp'}=2, {regime.name}"
-    forward = median(s for m in measured for s in m.forward_s)
-    note = (
-        f"{pairs} interleaved pairs of {regime.steps}-step runs; median and its 95 % interval, "
-        f"whose lower end the "
-        f"goal is for; "
-        f"F of ours {forward * 1e3:.1f} ms"
-    )
-    ratio, low, high = _ratio(*slower)
-    cpu, cpu_low, cpu_high = _ratio(*together)
-    used = (
-        f"both ranks together; {median(together[0]) * 1e3:.1f} ms/step of ours, "
-        f"{median(together[1]) * 1e3:.1f} of torch"
-    )
-    return [
-        Row("step", f"{title}: torch/ours", ratio, "ratio", low, high, GOAL, note, judged=low),
-        _time_row(f"{title}: ours", slower[0]),
-        _time_row(f"{title}: torch", slower[1]),
-        Row("step", f"{title}: CPU time, torch/ours", cpu, "ratio", cpu_low, cpu_high, note=used),
-        *profile_rows(
-            "step", title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured]
-        ),
-    ]
+    wall = [[max(t.wall_s for t in pair) for pair in side] for side in sides]
+    cpu = [[sum(t.cpu_s for t in pair) for pair in side] for side in sides]
+    title = f"{name_of(setup)}, {setup.regime.name}{more}"
+    rows = []
+    for name, (ours, theirs), goal in ((title, wall, GOAL), (f"{title}: CPU time", cpu, None)):
+        times = f"ours {1e3 * median(ours):.2f} ms/step, torch {1e3 * median(theirs):.2f}"
+        note = f"runs of {setup.regime.steps} steps, {times}"
+        rows.append(pairs_row(section, f"{name}: torch/ours", theirs, ours, goal, note))
+    return rows
 
 
-def _ratio(ours: Sequence[float], torchs: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median of torch/ours over the pairs, with its interval."""
-    return median_interval([t / o for t, o in zip(torchs, ours, strict=True)])
+def name_of(setup: Setup) -> str:
+    """Return a comparison's kind and mesh."""
+    sizes = " x ".join(f"{axis}={size}" for axis, size in setup.plan.mesh.sizes if size > 1)
+    return f"{setup.kind} {sizes}"
 
 
-def _time_row(name: str, seconds: Sequence[float]) -> Row:
-    ordered = sorted(s * 1e3 for s in seconds)
-    tenth = len(ordered) // 10
-    return Row(
-        "step",
-        name,
-        median(ordered),
-        "ms/step",
-        ordered[tenth],
-        ordered[-1 - tenth],
-        note="1st and 9th decile",
-    )
-
-
-def profile_rows(
-    section: str, title: str, ours: Sequence[Profile], torchs: Sequence[Profile]
-) -> list[Row]:
-    """Return for each category the mean over the ranks, largest difference first."""
-    found: list[tuple[str, float, float]] = []
-    for category in sorted({c for p in (*ours, *torchs) for c in p}):
-        here, there = (mean(p.get(category, 0.0) for p in side) * 1e3 for side in (ours, torchs))
-        found.append((category, here, there))
-    found.sort(key=lambda f: -abs(f[1] - f[2]))
-    return [
-        Row(
-            section,
-            f"{title}: profile, {name}",
-            here,
-            "ms/step",
-            note=f"torch {there:.2f}; ours - torch {here - there:+.2f}",
+def peak(kind: str, regime: Regime, resident: float | str, buckets: int = 1) -> Row:
+    """Return the peak of the fullest rank over torch's; memory needs no repetition."""
+    setup = sharded(kind, regime, resident, buckets)
+    measured = run(setup, 0)
+    ours, torchs = max(m.peak_ours for m in measured), max(m.peak_theirs for m in measured)
+    shards = max(
+        sum(
+            2 * sum(flat_bytes(bucket, setup.plan.mesh).values())
+            for bucket in setup.plan.buckets
+            if role.role in bucket.roles
         )
-        for name, here, there in found
-    ]
+        for role in setup.plan.roles
+    )
+    mib = [nbytes / 2**20 for nbytes in (ours, torchs, shards)]
+    note = f"ours {mib[0]:.1f} MiB, torch {mib[1]:.1f}; parts of states {mib[2]:.1f}"
+    goal = PEAK_GOAL if resident == 0 and SHARDED[kind] > 1 else None
+    cut = "" if buckets == 1 else f", {buckets} buckets to a layer"
+    title = f"{name_of(setup)}, {regime.name}, {resident=}{cut}: peak, ours/torch"
+    return Row("sharded", title, ours / torchs, "ratio", goal=goal, note=note)
 
 
-def prepared(kind: str, regime: Regime) -> Setup:
-    """Return the comparison with its plan and code, compiled as a user would."""
-    if kind in PIPELINES:
-        work, mesh = job(regime, regime.rows * regime.microbatches), piper.Mesh(pp=WORLD)
-        recipe = PIPELINES[kind].recipe(pp=WORLD, microbatches=regime.microbatches)
-    else:
-        work, mesh = job(regime, WORLD * regime.rows), piper.Mesh(dp=WORLD)
-        recipe = piper.recipes.data_parallel(over=("dp",))
-    compiled = piper.compile(work, piper.Strategy(mesh, recipe))
-    return Setup(kind, regime, compiled.plan, shipped_code(compiled))
+def pipeline(kind: str, regime: Regime) -> Setup:
+    """Return the comparison with one of torch's schedules."""
+    recipe = PIPELINES[kind].recipe(pp=WORLD, microbatches=regime.microbatches)
+    plain = job(regime, regime.rows * regime.microbatches)
+    return prepared(kind, regime, plain, piper.Mesh(pp=WORLD), recipe)
+
+
+def replicas(regime: Regime) -> Setup:
+    """Return the comparison with DistributedDataParallel."""
+    recipe = piper.recipes.data_parallel(over=("dp",))
+    mesh = piper.Mesh(dp=WORLD)
+    return prepared(DATA_PARALLEL, regime, job(regime, WORLD * regime.rows), mesh, recipe)
+
+
+def sharded(kind: str, regime: Regime, resident: float | str, buckets: int = 1) -> Setup:
+    """Return the comparison with FSDP2 of a plan that keeps so much, and has about so many buckets to a layer."""
+    stages = SHARDED[kind]
+    microbatches = regime.microbatches if stages > 1 else 1
+    layer = 12 * regime.width**2 * 4 / 2**20
+    recipe = piper.recipes.data_parallel(
+        zero=3, bucket_mb=layer / buckets, resident_mb=resident, reduced_mb=resident
+    )
+    if stages > 1:
+        recipe = (*piper.recipes.one_f_one_b(pp=stages, microbatches=microbatches), *recipe)
+    plain = job(regime, regime.rows * microbatches * 2)
+    return prepared(kind, regime, plain, piper.Mesh(pp=stages, dp=2), recipe)
+
+
+def tensor(kind: str, regime: Regime) -> Setup:
+    """Return the comparison with `parallelize_module`."""
+    recipe = (piper.shard(piper.where(), stream=TENSOR[kind].stream, keep=True),)
+    plain = tensor_job(kind, regime, regime.rows)
+    return prepared(kind, regime, plain, piper.Mesh(tp=WORLD), recipe, 1e-5)
+
+
+def experts(regime: MixtureRegime, tolerance: float = 1e-5) -> Setup:
+    """Return the comparison of a dropless mixture."""
+    recipe = (*piper.recipes.expert_parallel(), *piper.recipes.data_parallel(over=("dp", "ep")))
+    plain = expert_job(regime, WORLD * regime.rows)
+    return prepared(EXPERTS, regime, plain, piper.Mesh(ep=WORLD), recipe, tolerance)
+
+
+def prepared(
+    kind: str,
+    regime: Regime,
+    plain: piper.Job,
+    mesh: piper.Mesh,
+    recipe: Sequence[Any],
+    tolerance: float = 1e-4,
+) -> Setup:
+    """Return a comparison with its plan and code, compiled as a user would."""
+    compiled = piper.compile(plain, piper.Strategy(mesh, recipe))
+    return Setup(kind, regime, plain, compiled.plan, shipped_code(compiled), tolerance)
 
 
 def shipped_code(compiled: Compiled) -> Mapping[str, Mapping[str, ShippedCode]]:
@@ -170,8 +223,8 @@ def collected(pipes: Sequence[Connection[Any, Any]]) -> list[Measured]:
 
     RuntimeError for one that fails or ends, and when none gets further for too long.
     """
-    found: dict[int, Measured] = {}
-    while missing := [rank for rank in range(len(pipes)) if rank not in found]:
+    answers: dict[int, Measured] = {}
+    while missing := [rank for rank in range(len(pipes)) if rank not in answers]:
         ready = wait([pipes[rank] for rank in missing], SILENCE_S)
         if not ready:
             raise RuntimeError(
@@ -179,8 +232,8 @@ def collected(pipes: Sequence[Connection[Any, Any]]) -> list[Measured]:
             )
         for rank in missing:
             if pipes[rank] in ready and (answer := _received(rank, pipes[rank])) is not None:
-                found[rank] = answer
-    return [found[rank] for rank in range(len(pipes))]
+                answers[rank] = answer
+    return [answers[rank] for rank in range(len(pipes))]
 
 
 def _received(rank: int, pipe: Connection[Any, Any]) -> Measured | None:

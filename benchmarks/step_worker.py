@@ -21,20 +21,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.fsdp2_side import TorchSharded, most_allocated
-from benchmarks.step_placed import placed
-from benchmarks.step_profile import Profile, profiled
-from benchmarks.step_sides import Ours, Setup, Side, theirs
+from benchmarks.expert_side import EXPERTS, TorchMixture
+from benchmarks.fsdp2_side import SHARDED, TorchSharded, most_allocated
+from benchmarks.step_sides import (
+    DATA_PARALLEL,
+    PIPELINES,
+    Ours,
+    Setup,
+    Side,
+    TorchData,
+    TorchPipeline,
+)
+from benchmarks.tensor_side import TENSOR, TorchTensor
 from piper_runtime.engine import core_share
 from piper_runtime.rank import keep_freed_memory
 
 WARM_UP = 3
 CHECKED_STEPS = 3
-PROFILED_STEPS = 3
 SILENCE_S = 300.0
 """A process that gets no further for this long hangs: no step takes that long, on a busy machine either."""
 ALIVE = "alive"
-"""What a process sends when it got further."""
+"""A process sends this when it got further."""
+SIDES: dict[str, Callable[[Setup, int], Side]] = {
+    **dict.fromkeys(PIPELINES, TorchPipeline),
+    DATA_PARALLEL: TorchData,
+    **dict.fromkeys(SHARDED, TorchSharded),
+    **dict.fromkeys(TENSOR, TorchTensor),
+    EXPERTS: TorchMixture,
+}
+"""Torch's side of a rank, by the kind of comparison."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +64,12 @@ class Timing:
 class Measured:
     """Hold what one rank has seen.
 
-    Seconds per step of each timed run have one entry per pair, by the clock and of the process's CPU time; `forward_s`
-    are those of each forward of ours. `placed` has torch's side again, by how its ranks are placed (`step_placed`).
-    Peaks are the most bytes in a step, where torch's side shares states.
+    Seconds per step of each timed run, one entry per pair, by the clock and of the process's CPU time. Peaks are the
+    most bytes in a step, where torch's side shares states.
     """
 
     ours: list[Timing] = field(default_factory=list)
     theirs: list[Timing] = field(default_factory=list)
-    placed: dict[str, list[Timing]] = field(default_factory=dict)
-    forward_s: list[float] = field(default_factory=list)
-    profile_ours: Profile = field(default_factory=dict)
-    profile_theirs: Profile = field(default_factory=dict)
     peak_ours: int = 0
     peak_theirs: int = 0
 
@@ -69,7 +79,7 @@ def work(setup: Setup, rank: int, store: str, pairs: int, pipe: Connection[Any, 
     torch.set_num_threads(1)
     keep_freed_memory()  # as our workers do; it is for both sides
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # both sides over loopback
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler announces itself otherwise
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler of allocations announces itself otherwise
 
     def alive() -> None:
         pipe.send(ALIVE)
@@ -99,47 +109,32 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[],
     share = partial(core_share, torch.device("cpu"), rank, world)
     with share():  # threads that carry messages, too
         a = Ours(setup, rank, store)
-    b = theirs(setup, rank)
-    with share():
-        others = placed(setup, rank)
+    b = SIDES[setup.kind](setup, rank)
 
     def cores(side: Side) -> AbstractContextManager[object]:
         """Have a side where its launcher has it: ours on a core of its own, torch's where the system puts it."""
         return nullcontext() if side is b else share()
 
-    for side in (a, b, *others.values()):
+    for side in (a, b):
         with cores(side):
             for _ in range(WARM_UP):
                 side.step()
                 alive()
-        if side is not a:
-            check_same_training(a, side, setup.tolerance)
-    out = Measured(placed={way: [] for way in others})
+    check_same_training(a, b, setup.tolerance)
+    measured = Measured()
     for pair in range(pairs):
-        order: list[tuple[Side, list[Timing]]] = [(a, out.ours), (b, out.theirs)]
-        order += [(side, out.placed[way]) for way, side in others.items()]
+        order: list[tuple[Side, list[Timing]]] = [(a, measured.ours), (b, measured.theirs)]
         for side, timings in order if pair % 2 == 0 else reversed(order):
             with cores(side):
                 timings.append(_timed(side.step, setup.regime.steps))
             alive()
     if isinstance(b, TorchSharded):
-        out.peak_ours, out.peak_theirs = (
+        measured.peak_ours, measured.peak_theirs = (
             side.state_bytes() + most_allocated(side.step) for side in (a, b)
         )
-        dist.barrier()
-        a.close()
-        return out
-    steps = max(setup.regime.steps, PROFILED_STEPS)
-    with cores(a):
-        out.forward_s = a.forward_s()
-        dist.barrier()
-        out.profile_ours = profiled(a.step, steps)
-    alive()
-    dist.barrier()
-    out.profile_theirs = profiled(b.step, steps)
     dist.barrier()
     a.close()
-    return out
+    return measured
 
 
 def _timed(step: Callable[[], None], steps: int) -> Timing:

@@ -1,19 +1,15 @@
-"""Measure what the search for zero-bubble orders gains over the named schedules on uneven stages, and its seconds."""
+"""Measure what the search for zero-bubble orders gains over the named schedules on uneven stages."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
-from statistics import median
-from typing import Any
 
 import piper
-from benchmarks.measure import Goal, Row
+from benchmarks.measure import Goal, Row, extremes_row
 from piper_compiler import Directive
-from piper_compiler.recipes import v_frontier
 
 CASES = 20
 Schedule = tuple[Directive, ...]
@@ -141,16 +137,10 @@ def named(one: Case) -> dict[str, tuple[float, int]]:
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Return the cases, the V frontier, and the CPU seconds of large searches."""
-    yield from _case_rows(3 if quick else CASES)
-    yield from _frontier_rows((4,) if quick else (4, 6))
-    yield from _large_rows(((1, 16),) if quick else ((1, 16), (1, 31), (2, 12), (2, 18), (2, 32)))
-
-
-def _case_rows(count: int) -> Iterator[Row]:
-    found: list[float] = []
+    """Return the best named schedule of each case over the searched one, and the goal: never worse."""
+    ratios: list[float] = []
     proven = 0
-    for number in range(count):
+    for number in range(3 if quick else CASES):
         one = case(number)
         makespan, peak = one.measured(one.found())
         bound = one.bound()
@@ -159,85 +149,14 @@ def _case_rows(count: int) -> Iterator[Row]:
             ((s, n) for n, (s, _) in named(one).items()),
             default=(makespan, "none, which does not fit"),
         )
-        found.append(best / makespan)
+        ratios.append(best / makespan)
         note = (
             f"p={one.pp}, m={one.microbatches}, {one.chunks} per device, at most {one.units} "
-            f"activations, hop "
-            f"{one.hop}: "
-            f"searched {makespan:g} with a peak of {peak}; best named {best:g}, {name}; "
-            f"no schedule ends before {bound:g}"
+            f"activations, hop {one.hop}: searched {makespan:g} with a peak of {peak}; best named "
+            f"{best:g}, {name}; no schedule ends before {bound:g}"
         )
-        yield Row(
-            "search", f"uneven case {number}: best named / searched", found[-1], "ratio", note=note
-        )
-    better = (
-        f"{sum(x > 1 for x in found)} of {count} strictly better, {proven} of {count} proven to be "
-        f"the best there is"
-    )
-    goal = Goal("above", 1 - 1e-9)
-    yield Row(
-        "search",
-        "uneven cases: best named / searched",
-        median(found),
-        "ratio",
-        min(found),
-        max(found),
-        goal,
-        better,
-        min(found),
-    )
-
-
-def _frontier_rows(devices: Sequence[int]) -> Iterator[Row]:
-    for pp in devices:
-        found, seconds = [], []
-        for units in range(pp, 2 * pp + 1):
-            schedule, spent = _timed(pp, 2 * pp, chunks=2, memory_limit=units)
-            program = piper.synthetic(stages=2 * pp, F=1, I=1, W=1)
-            simulated = piper.simulate(
-                piper.compile(program, piper.Strategy(piper.Mesh(pp=pp), schedule)).plan
-            )
-            found.append(simulated.span_bubble_s - v_frontier(pp, units))
-            seconds.append(spent)
-        note = (
-            f"span bubble for limits of {pp} to {2 * pp}; CPU seconds per search "
-            f"{min(seconds):.2f} to {max(seconds):.2f}"
-        )
-        yield Row(
-            "search",
-            f"V frontier, p={pp}: found - formula",
-            max(found),
-            "F",
-            min(found),
-            max(found),
-            Goal("below", 0.5),
-            note,
-        )
-
-
-def _large_rows(shapes: Sequence[tuple[int, int]]) -> Iterator[Row]:
-    draw = Random(0).random
-    for chunks, units in shapes:
-        seconds = []
-        for uneven in (False, True):
-            times = {phase: [1 + uneven * draw() for _ in range(16 * chunks)] for phase in "FIW"}
-            seconds.append(_timed(16, 64, chunks=chunks, memory_limit=units, **times)[1])
-        note = "equal stages, and uneven ones"
-        name = f"p=16, m=64, {chunks} per device, at most {units} activations"
-        yield Row(
-            "search",
-            name,
-            max(seconds),
-            "CPU s",
-            min(seconds),
-            max(seconds),
-            Goal("below", 5.0),
-            note,
-        )
-
-
-def _timed(pp: int, microbatches: int, **options: Any) -> tuple[Schedule, float]:
-    """Return a searched schedule and its CPU seconds."""
-    begin = time.process_time()
-    schedule = piper.recipes.zero_bubble(pp=pp, microbatches=microbatches, **options)
-    return schedule, time.process_time() - begin
+        title = f"uneven case {number}: best named / searched"
+        yield Row("search", title, ratios[-1], "ratio", note=note)
+    note = f"{sum(x > 1 for x in ratios)} strictly better, {proven} proven to be the best there is"
+    goal, title = Goal("above", 1 - 1e-9), "uneven cases: best named / searched"
+    yield replace(extremes_row("search", title, ratios, "ratio", goal, note), judged=min(ratios))

@@ -22,10 +22,7 @@ MOST = 128
 OOM = "out of memory"
 SMALLEST = 4
 """The smallest batch that the paper names."""
-GIB = 1 << 30
 STEP = "step"
-COMPARED = (32, "inputs")
-"""The batch and the policy of the second table."""
 
 
 @dataclass(frozen=True)
@@ -231,9 +228,3 @@ def missed(found: Sequence[Line]) -> list[str]:
         f"{x.system.name} reaches {x.reached:.1f} rows, published {x.system.published}"
         for x in ours
     ]
-
-
-def split_up(setting: Setting, rows: int, keep: str) -> Iterator[tuple[System, Point]]:
-    """Yield the memory of each system at one batch under one policy."""
-    for system in SYSTEMS:
-        yield system, point(setting, system, rows, keep)

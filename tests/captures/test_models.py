@@ -112,7 +112,7 @@ def test_a_small_one_trains_what_one_device_trains(name: str, schedule: str) -> 
 
 
 def test_a_preset_is_simulated_without_a_device() -> None:
-    """Two layers of it here; benchmarks/capture_gpt3.py captures whole ones."""
+    """Two layers of it here; benchmarks/scale_cell.py captures whole ones."""
     work = models.job(replace(models.preset("llama3-8b"), layers=2), global_batch=8)
     strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4))
     simulation = piper.simulate(piper.compile(work, strategy).plan, "h100x8")

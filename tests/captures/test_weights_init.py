@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import piper
-from benchmarks import initial_weights
 from piper import Mesh, Precision, Strategy, recipes
 from piper.api.reference import reference
 from piper.api.reference.reference_weights import load_weights
@@ -24,7 +23,7 @@ from piper_runtime.launch.ground.request import Attempt, make_requests
 from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.rank import materialize
 from piper_runtime.rank.values.store import Store
-from piper_runtime.weights import flat_range, safetensors_file
+from piper_runtime.weights import LazyTensors, flat_range, safetensors_file
 from tests.helpers.models import CASES
 from tests.helpers.parity import assert_parity
 from tests.helpers.safetensors_writer import write_folder, write_safetensors
@@ -255,17 +254,32 @@ def test_paths_that_are_none_and_renames_without_a_path_are_refused(tmp_path: Pa
     assert hash(seeded_job("gpt", init="x", rename={"a": "b"}))
 
 
-def test_the_benchmark_reads_what_a_rank_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def bytes_read() -> int:
+    """The bytes that this process has read by system calls."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+@pytest.mark.parametrize(("kind", "least", "most"), [("file", 1.0, 1.05), ("seeded", 0.0, 0.05)])
+def test_the_system_reads_what_a_rank_holds(
+    kind: str, least: float, most: float, tmp_path: Path
 ) -> None:
-    small = piper.models.LlamaConfig(
+    """Layer 2 of eight, of files and as the recorded constructor makes it."""
+    sizes = piper.models.LlamaConfig(
         layers=8, width=64, heads=4, kv_heads=2, hidden=256, vocab=100, length=8
     )
-    monkeypatch.setattr(initial_weights, "SMALL", small)
-    initial_weights.write_zeros(path := tmp_path / "zeros.safetensors")
-    read, made = initial_weights.of_one_rank(str(path)), initial_weights.of_one_rank("seeded")
-    assert 1.0 <= read["read_over_own"] <= 1.05 and made["read_over_own"] < 0.05
-    assert read["own_mib"] == made["own_mib"] > 0
+    init = "seeded"
+    if kind == "file":
+        state = {n: torch.zeros_like(t) for n, t in sizes.build().state_dict().items()}
+        init = str(write_safetensors(tmp_path / "zeros.safetensors", state))
+    job = replace(piper.models.job(sizes, global_batch=2, precision="float32"), init=init)
+    params = materialize(job).params
+    assert isinstance(params, LazyTensors)
+    part = params.part([name for name in params if name.startswith("layers.1.")])
+    before = bytes_read()
+    own = {name: part[name] for name in part}
+    share = (bytes_read() - before) / sum(t.nbytes for t in own.values())
+    assert len(own) > 5 and least <= share <= most
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The paper's memory figure on a small model and device: largest batches, their order, table and page."""
+"""The paper's memory figure on a small model and device: largest batches, and their order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper import zero_page
-from benchmarks.paper.page import write_section
 from benchmarks.paper.zero_batches import (
     SYSTEMS,
     Largest,
@@ -20,7 +18,6 @@ from benchmarks.paper.zero_batches import (
     point,
 )
 from piper.models import MoEConfig
-from piper_simulator.memory import footprint
 
 MODEL = MoEConfig(
     layers=2,
@@ -75,11 +72,6 @@ def test_what_a_system_keeps_beside_our_plan_counts(small: Setting) -> None:
     assert sum(more.lines.values()) == more.device
 
 
-def test_the_table_of_memory_leaves_nothing_out() -> None:
-    shown = [name for _, names in zero_page.LINES for name in names]
-    assert sorted(shown) == sorted([*footprint.LINES, *footprint.BESIDE, "more"])
-
-
 def line(system: int, batch: int) -> Line:
     fits, over = (Point(n, n, {}, batch, 1.0) for n in (batch, batch + 1))
     return Line(
@@ -90,26 +82,9 @@ def line(system: int, batch: int) -> Line:
 
 def test_another_order_and_smaller_batches_are_named() -> None:
     good = [line(0, 3), line(1, 4), line(2, 12), line(3, 32), line(4, 40)]
-    assert missed(good) == [] and zero_page.cells(good[0])[3] == "out of memory", (
-        "3 rows are less than the paper's smallest"
-    )
-    assert zero_page.cells(good[4])[2:4] == ("40", "40.0")
+    assert missed(good) == []
+    assert good[0].reached == 0, "3 rows are less than the paper's smallest"
     assert missed([*good[:1], line(1, 12), *good[2:]]) == [
         "best other, ZeRO-3 reaches 12.0 rows, best other, ZeRO-2 12.0"
     ]
     assert missed([*good[:4], line(4, 39)]) == ["Piper, ZeRO-3 reaches 39.0 rows, published 40"]
-
-
-def test_the_page_says_whether_one_policy_for_all_keeps_the_order() -> None:
-    good = [line(0, 3), line(1, 4), line(2, 12), line(3, 32), line(4, 40)]
-    assert zero_page.one_policy(good).count("the order is the paper's") == 3
-    other = [*good[:2], line(2, 33), *good[3:]]
-    assert zero_page.one_policy(other).count("**not**") == 3
-
-
-def test_a_section_is_written_in_place_of_its_own(tmp_path: Path) -> None:
-    page = tmp_path / "paper.md"
-    for name, text in (("a", "first"), ("b", "second"), ("a", "third")):
-        write_section(page, name, text)
-    assert page.read_text().count("<!-- a -->") == 1 and "first" not in page.read_text()
-    assert page.read_text().index("third") < page.read_text().index("second")

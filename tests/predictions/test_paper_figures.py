@@ -1,16 +1,16 @@
-"""The paper's interference figure: its options against closed forms, its table, page and picture."""
+"""The paper's interference figure: its options against closed forms, and its rows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from benchmarks.paper import figure4
+from benchmarks.paper import figures
 from benchmarks.paper.stage import MIB, OPTIONS, Option, Setting, pair, step
+from piper_ir.ground.errors import ClusterError
 
-SMALL = replace(figure4.setting("h100x2*2"), layers=3, microbatches=2, bucket_mb=4)
+SMALL = replace(figures.setting("h100x2*2"), layers=3, microbatches=2, bucket_mb=4)
 ISSUE = 3 * SMALL.cluster.device.host_issue_s
 """The host issues a message after the other: these many seconds may lie between."""
 
@@ -76,9 +76,9 @@ def test_every_option_moves_the_same_bytes_in_a_possible_order(option: Option) -
 
 def test_a_slower_all_to_all_loses_less() -> None:
     """2 u, of what it reaches alone: the reduction leaves it half."""
-    rows = list(figure4.reached("h100x2*2"))
+    rows = list(figures.reached("h100x2*2"))
     assert [times for _, _, times in rows] == pytest.approx([2 * u for _, u, _ in rows], rel=0.01)
-    assert rows[-1][2] == pytest.approx(figure4.PAPER, rel=0.01)
+    assert rows[-1][2] == pytest.approx(figures.PAPER, rel=0.01)
 
 
 def test_bytes_are_those_of_the_model() -> None:
@@ -89,31 +89,18 @@ def test_bytes_are_those_of_the_model() -> None:
     )
 
 
-def test_the_table_the_page_and_the_picture(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(figure4, "CLUSTERS", ("h100x2*2",))
-    monkeypatch.setattr(figure4, "ROOT", tmp_path)
-    monkeypatch.setattr(figure4, "PAGE", tmp_path / "paper.md")
-    monkeypatch.setattr(figure4, "PICTURE", tmp_path / "paper" / "figure4.png")
-    assert figure4.main(["--write"]) == 0
-    out = capsys.readouterr().out
-    assert "not given" in out and "Assumed" in out
-    page = (tmp_path / "paper.md").read_text()
-    lines = [x for x in page.splitlines() if x.startswith("| h100-80g-sxm:2*2 |")]
-    assert len(lines) == 3 + 2 * len(figure4.PIECES_MB)
-    assert [x.split(" | ")[4] for x in lines].count("1.46") == 1 and sum(
-        "not given" in x for x in lines
-    ) == len(lines) - 2
-    assert (tmp_path / "paper" / "figure4.png").stat().st_size > 20_000
+def test_the_rows_of_a_cluster_have_every_option_beside_the_paper() -> None:
+    rows = [*figures.rows(True)]
+    beside = [row for row in rows if row.note.endswith(f"{figures.PAPER} in the paper")]
+    assert len(rows) == 2 + 2 * len(figures.PIECES_MB) + 5 and len(beside) == 1 + 5
+    assert [round(row.value, 2) for row in rows].count(1.46) == 1
+    assert all(row.value >= 0.99 for row in rows)
 
 
 @pytest.mark.parametrize(
     ("cluster", "says"),
     [("h100x1", "no two devices"), ("cpu-local", "no two devices"), ("x", "unknown")],
 )
-def test_a_cluster_without_links_is_refused(
-    cluster: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert figure4.main(["--cluster", cluster]) == 2
-    assert says in capsys.readouterr().err
+def test_a_cluster_without_links_is_refused(cluster: str, says: str) -> None:
+    with pytest.raises(ClusterError, match=says):
+        figures.setting(cluster)

@@ -2,14 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
 import pytest
 
 import piper
-from benchmarks import shard_sizes
-from piper import Mesh
+from piper import Mesh, models
+from piper_capture import Captured, capture, with_shardings
 from piper_capture.steps import exchanges
+from piper_ir.program.layout import Sharding
+from piper_ir.program.program import Chunk
 from piper_ops.pointwise import collectives
 from tests.helpers import shared_jobs
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """Hold what one device has of a layer.
+
+    Attributes:
+        saved: bytes that live from F to the backward.
+        statistics: bytes among them of numbers in float32 that a norm or an attention keeps of each token.
+        flops: of all steps.
+    """
+
+    saved: int
+    statistics: int
+    flops: int
+
+    @property
+    def values(self) -> int:
+        return self.saved - self.statistics
+
+
+@cache
+def captured(name: str) -> Captured:
+    """Return the capture of a preset with one layer, which is what it is in the whole model."""
+    sizes: Any = replace(models.preset(name), layers=1)
+    job = models.job(sizes, global_batch=2)
+    return capture(job.model, partial(job.batch, 0), job.loss, dtype=job.precision.compute_dtype)
+
+
+def shared(name: str, degree: int, stream: str = "") -> LayerShare:
+    """Return what each of `degree` devices has of a layer of a preset."""
+    asked = [Sharding("tp", degree, (), stream)] if degree > 1 else []
+    program = with_shardings(captured(name), asked).bind(1)
+    return of_layer(next(c for c in program.chunks if c.id == "layer0"))
+
+
+def of_layer(layer: Chunk) -> LayerShare:
+    """Return what a device has of a layer whose sizes are integers."""
+    ports = [layer.ports[name] for name in _kept(layer)]
+    small = [spec for spec in ports if spec.dtype == "float32"]
+    flops = sum(signature.cost.flops for signature in layer.steps.values())
+    return LayerShare(sum(int(s.nbytes) for s in ports), sum(int(s.nbytes) for s in small), flops)
+
+
+def _kept(layer: Chunk) -> Iterator[str]:
+    """Yield the ports whose values live from F to the backward: what F saves, and the inputs that I and W read."""
+    values = {f"in{k}" for k, given in enumerate(layer.inputs) if given.kind == "value"}
+    read = {port for step in ("I", "W") for port in layer.steps[step].reads}
+    yield from (name for name in layer.ports if name.startswith("saved") or name in values & read)
+
+
+def published(name: str, degree: int, stream: str = "") -> float:
+    """Return the bytes of a GPT's layer by table 2 of arXiv 2205.05198, without its masks of dropout.
+
+    They are s b h (8 + 24 / t), and 32 s b h / t with sequence parallelism; statistics are not counted.
+    """
+    sizes = models.preset(name)
+    assert isinstance(sizes, models.GPTConfig)
+    factor = 32 / degree if stream else 8 + 24 / degree
+    return factor * sizes.length * sizes.width
 
 
 def source_of(stream: str) -> str:
@@ -36,11 +103,11 @@ def test_terms_that_are_needed_again_are_copied() -> None:
 def test_a_layer_saves_what_korthikanti_count() -> None:
     """Table 2 of arXiv 2205.05198 without dropout: 276.8 MB on each of eight devices, and 100.7 MB with sequence
     parallelism; the difference is statistics, which it does not count."""
-    whole = shard_sizes.shared("gpt3-175b", 1)
+    whole = shared("gpt3-175b", 1)
     for stream, megabytes in (("", 276.8), ("tokens", 100.7)):
         found, formula = (
-            shard_sizes.shared("gpt3-175b", 8, stream),
-            shard_sizes.published("gpt3-175b", 8, stream),
+            shared("gpt3-175b", 8, stream),
+            published("gpt3-175b", 8, stream),
         )
         assert formula == pytest.approx(megabytes * 1e6, rel=1e-3)
         assert found.values == formula
@@ -51,10 +118,10 @@ def test_a_layer_saves_what_korthikanti_count() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_devices_that_share_tokens_save_their_part(name: str) -> None:
-    def saved(degree: int) -> shard_sizes.LayerShare:
+    def saved(degree: int) -> LayerShare:
         directives = [piper.shard(piper.where(), stream="tokens")] if degree > 1 else []
         made = piper.compile(shared_jobs.job(name), piper.Strategy(Mesh(tp=degree), directives))
-        return shard_sizes.of_layer(next(c for c in made.plan.chunks if c.id == "layer1"))
+        return of_layer(next(c for c in made.plan.chunks if c.id == "layer1"))
 
     whole = saved(1)
     assert 2 * saved(2).saved == whole.saved > 0

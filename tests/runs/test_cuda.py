@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import piper
-from benchmarks.joined import joined_pool
+from benchmarks.gpu import joined_pool
 from benchmarks.step_model import Regime, job
 from piper import models
 from piper_ir.fold.memory import on_device, peak

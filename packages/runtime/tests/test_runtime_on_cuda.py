@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu_hazards
+from benchmarks.gpu import joined_pool
 from benchmarks.gpu_hazards import CYCLES, SIZE, communication, compute, step, void
-from benchmarks.joined import joined_pool
 from packages.runtime.tests.chains import chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
 from packages.runtime.tests.instants import pids_alive
