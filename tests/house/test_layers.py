@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import each_case
 from tests.helpers.source_tree import Module, circles, imported_modules
 from tests.helpers.source_tree import modules as source_modules
 
@@ -159,7 +160,7 @@ def modules(rules: Layer) -> list[Path]:
     return sorted(rules.source.rglob("*.py"))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@each_case("name", LAYERS)
 def test_a_package_imports_only_what_its_layer_allows(name: str) -> None:
     rules = LAYERS[name]
     assert modules(rules), f"no module under {rules.source}: the check would be empty"
@@ -274,7 +275,7 @@ def test_the_table_is_read() -> None:
     assert rules.allowed(Path("launch/pool.py")) == {"piper_ir", "torch"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "no table",
@@ -292,7 +293,7 @@ def test_negative_control_a_table_that_cannot_be_read_is_an_error(text: str) -> 
 TORCH = frozenset({"piper_ir", "torch", "piper_ops"})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("source", "package", "caught"),
     [
         ("import json, torch.nn", "piper_compiler", "torch.nn"),
@@ -327,7 +328,7 @@ def test_negative_control_a_forbidden_import_is_found(
     assert any(caught in line for line in violations(path, package, rules))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("source", "name"),
     [
         (

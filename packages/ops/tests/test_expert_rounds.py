@@ -27,6 +27,7 @@ from piper_ops import (
     route,
 )
 from piper_ops.experts import rounds, trades
+from tests.helpers.cases import each_case
 
 DEVICES, EXPERTS, WIDTH, TOKENS, TOP = 3, 6, 4, 10, 2
 
@@ -49,7 +50,7 @@ def exchanged(given: list[Tensor]) -> list[Tensor]:
     return [torch.stack([g[k] for g in given]) for k in range(DEVICES)]
 
 
-@pytest.mark.parametrize("slot", [1, 3, 7, 20])
+@each_case("slot", [1, 3, 7, 20])
 def test_rows_come_back_to_where_they_were(slot: int) -> None:
     """On the way each device has all rows of its experts, each once, sorted by expert."""
     rows, table, number_of = drawn(slot)
@@ -97,7 +98,7 @@ def filled(messages: Tensor, table: Tensor, place: int, came: bool = False) -> T
     return torch.cat([m[:count] for m, count in zip(messages, counts.tolist(), strict=True)])
 
 
-@pytest.mark.parametrize("slot", [2, 9])
+@each_case("slot", [2, 9])
 def test_gradients_go_the_way_back(slot: int) -> None:
     """Those of round 0, by finite inner products: <send x, y> = <x, its gradient of y> where places are filled."""
     rows, table, _ = drawn(slot)
@@ -128,7 +129,7 @@ def test_gradients_go_the_way_back(slot: int) -> None:
         )
 
 
-@pytest.mark.parametrize("slot", [1, 3, 7, 20])
+@each_case("slot", [1, 3, 7, 20])
 def test_blocks_are_what_picked_rows_are(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU picks rows by their numbers, a CPU copies blocks; in further rounds with fewer places, too."""
     rows, table, number_of = drawn(slot)
@@ -195,7 +196,7 @@ def traded(slot: int, lost: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [found[place] for place in range(DEVICES)]
 
 
-@pytest.mark.parametrize("slot", [1, 3, 7, 20])
+@each_case("slot", [1, 3, 7, 20])
 def test_messages_cut_to_the_rows_bring_what_whole_ones_bring(slot: int) -> None:
     """Also where some rows must wait for a further round; the control puts rows into other places before they go
     back."""
@@ -233,7 +234,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_case("name", CALLS)
 def test_fake_results_look_like_real_ones_and_memory_is_counted(name: str) -> None:
     rows, table, _ = drawn(4)
     op, args = getattr(torch.ops.piper, name).default, CALLS[name](rows[1], table)

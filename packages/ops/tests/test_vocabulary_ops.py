@@ -17,6 +17,7 @@ import piper_ops
 from piper_ops import cuda_workspace, kernel_of, peak_bytes_inside
 from piper_ops.ground.library import OP_KERNELS
 from piper_ops.pointwise import losses
+from tests.helpers.cases import each_case
 
 SIZE, WIDTH, TOKENS, IGNORED = 24, 5, 40, 7
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ def test_a_loss_over_parts_is_that_over_all_classes(
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each_case("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_loss_in_half_precision_is_computed_in_single(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +189,7 @@ def test_ignored_targets_only_give_what_torch_gives() -> None:
     assert not joined(split, logits, target, "sum", -100)[0]
 
 
-@pytest.mark.parametrize("wrong", [-1, SIZE])
+@each_case("wrong", [-1, SIZE])
 def test_a_number_outside_of_the_vocabulary_is_refused_by_every_device(wrong: int) -> None:
     split, number = SPLITS["halves"], torch.tensor([1, wrong])
     for p in split.places:
@@ -224,18 +225,18 @@ def calls(
 NAMES = tuple(calls(torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", NAMES)
+@each_case("dtype", [torch.bfloat16, torch.float64])
+@each_case("name", NAMES)
 def test_fake_results_are_like_real_ones(name: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(
         getattr(piper_ops, name), calls(dtype)[name], test_utils=("test_schema", "test_faketensor")
     )
 
 
-@pytest.mark.parametrize("slices", [1, 4])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
+@each_case("slices", [1, 4])
+@each_case("reduction", ["mean", "sum", "none"])
+@each_case("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each_case("name", NAMES)
 def test_kernels_hold_what_their_formulas_say(
     name: str, dtype: torch.dtype, reduction: str, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
