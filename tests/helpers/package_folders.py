@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.helpers.source_tree import parsed
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
 def _imports(path: Path) -> tuple[tuple[str, str], ...]:
     """Return what a file imports anywhere: modules, and a name of it or ""."""
     imports: list[tuple[str, str]] = []
-    for node in ast.walk(_parsed(path)):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             imports += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -35,7 +33,7 @@ def _imports(path: Path) -> tuple[tuple[str, str], ...]:
 @cache
 def _exported(init: Path) -> frozenset[str]:
     """Return the names in `__all__` of a folder: a function may be named as the module that holds it."""
-    body = _parsed(init).body if init.is_file() else []
+    body = parsed(init).body if init.is_file() else []
     lists = [
         n.value
         for n in body
@@ -99,7 +97,7 @@ class Package:
 
     def allowed(self, folder: str) -> set[str]:
         """Return what the docstring of a folder says that it may import."""
-        text = ast.get_docstring(_parsed(self.source / folder / "__init__.py")) or ""
+        text = ast.get_docstring(parsed(self.source / folder / "__init__.py")) or ""
         (said,) = re.findall(r"^May import: (.+)\.$", text, re.MULTILINE)
         return set() if said == f"nothing of the {self.said}" else set(said.split(", "))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cases import each_case
-from tests.helpers.source_tree import Module, circles, imported_modules
+from tests.helpers.source_tree import Module, circles, imported_modules, parsed
 from tests.helpers.source_tree import modules as source_modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,7 +133,7 @@ def is_private_torch(name: str) -> bool:
 
 def violations(path: Path, name: str, rules: Layer) -> list[str]:
     """One line per import in `path`, a module of package `name`, that `rules` forbids."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    tree = parsed(path)
     allowed = rules.allowed(path.relative_to(rules.source)) | {name}
     found = [
         f"{path}:{i.line}: imports {i.module}; {name} may import here: {', '.join(sorted(allowed))}"
@@ -357,7 +357,7 @@ def test_the_distribution_declares_what_its_packages_import() -> None:
         i.module.partition(".")[0]
         for rules in LAYERS.values()
         for path in modules(rules)
-        for i in imports(ast.parse(path.read_text(encoding="utf-8")))
+        for i in imports(parsed(path))
     }
     named = {
         re.split(r"[>\[]", r)[0].replace("-", "_") for r in MANIFEST["project"]["dependencies"]

@@ -65,9 +65,7 @@ SPLITS = {
 }
 
 
-@pytest.fixture(params=SPLITS)
-def split(request: pytest.FixtureRequest) -> Split:
-    return SPLITS[request.param]
+each_split = each_case("split", SPLITS.values(), ids=[*SPLITS])
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -91,6 +89,7 @@ def joined(
     return list(piper_ops.cross_entropy_joined(torch.stack(parts), target, reduction, ignore))
 
 
+@each_split
 def test_what_all_devices_look_up_adds_up_to_the_rows(split: Split) -> None:
     weight, indices = drawn(SIZE, WIDTH), numbers(3, TOKENS)
     found = [
@@ -101,7 +100,8 @@ def test_what_all_devices_look_up_adds_up_to_the_rows(split: Split) -> None:
     assert sum(int((f != 0).any(-1).sum()) for f in found) == indices.numel()
 
 
-@pytest.mark.parametrize("padding", [-1, 0, 13])
+@each_split
+@each_case("padding", [-1, 0, 13])
 def test_the_gradient_of_the_own_rows_is_a_part_of_the_tables(split: Split, padding: int) -> None:
     grad, indices = drawn(3, TOKENS, WIDTH), numbers(3, TOKENS)
     whole = aten.embedding_dense_backward(grad, indices, SIZE, padding, False)
@@ -113,8 +113,9 @@ def test_the_gradient_of_the_own_rows_is_a_part_of_the_tables(split: Split, padd
         )
 
 
-@pytest.mark.parametrize("ignore", [-100, IGNORED])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@each_split
+@each_case("ignore", [-100, IGNORED])
+@each_case("reduction", ["mean", "sum", "none"])
 def test_a_loss_over_parts_is_that_over_all_classes(
     split: Split, reduction: str, ignore: int
 ) -> None:

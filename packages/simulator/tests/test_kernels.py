@@ -17,6 +17,7 @@ from piper_simulator.durations.kernels import (
     plain,
     step_seconds,
 )
+from tests.helpers.cases import each_case
 
 H100, STARTED, A100 = (
     load_cluster("h100x8").device,
@@ -167,7 +168,7 @@ def test_every_stack_has_its_source_and_its_kernel() -> None:
         )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "message"),
     [
         (
