@@ -15,11 +15,11 @@ from piper_ir.program.costs import Costs
 from piper_ir.study.study import StudyDocument
 from piper_report import load
 from piper_simulator import load_cluster
-from tests.cli.test_cli import fails
-from tests.cli.test_cli import piper as command
+from tests.helpers.cases import each_case
+from tests.helpers.command_line import command, fails
 
 
-@pytest.mark.parametrize("kind", [Costs, Plan, StudyDocument])
+@each_case("kind", [Costs, Plan, StudyDocument])
 def test_documents(kind: type) -> None:
     with pytest.raises(FormatError, match=r"file\.json: .*the key 'version' stands twice"):
         loads(kind, '{"format": "x", "version": 1, "version": 2}', "file.json")
@@ -31,9 +31,7 @@ def test_a_strategy_at_any_depth() -> None:
         Strategy.loads(text, "best.json")
 
 
-@pytest.mark.parametrize(
-    "name", ["predicted.json", "measured.json", "metrics.jsonl", "strategy.json"]
-)
+@each_case("name", ["predicted.json", "measured.json", "metrics.jsonl", "strategy.json"])
 def test_files_of_a_result_folder(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"step_s": 1, "step_s": 2}')
     with pytest.raises(FormatError, match=rf"{name}.*the key 'step_s' stands twice"):
@@ -54,7 +52,7 @@ def test_an_argument_of_a_recipe() -> None:
     )
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+@each_case("value", ["NaN", "Infinity", "-Infinity"])
 def test_costs_are_numbers(value: str, tmp_path: Path) -> None:
     """A prediction with such costs would end in a figure that cannot be drawn."""
     path = tmp_path / "costs.json"

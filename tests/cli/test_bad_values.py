@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,8 @@ from piper.api.ground.results import new_folder
 from piper.api.problems.fixed_trial import FixedTrial
 from piper.cli.options import searchers
 from piper_ir.ground.errors import ClusterError, JobError, PiperError, PlanError, TuneError
+from tests.helpers.cases import each_case
+from tests.helpers.command_line import command, fails
 
 PROGRAM = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0, params=64)
 STRATEGY = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))
@@ -117,7 +117,7 @@ CALLS: list[tuple[Callable[[], object], type[PiperError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "says"), CALLS)
+@each_case(("call", "kind", "says"), CALLS)
 def test_a_wrong_value_is_refused_by_name(
     call: Callable[[], object], kind: type[PiperError], says: str
 ) -> None:
@@ -144,7 +144,7 @@ def test_other_folders_beside_those_of_results_are_no_numbers(tmp_path: Path) ->
     assert new_folder(tmp_path, "run").name == "run-008"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "value",
     [
         "devices = 8, count = 1" + "0" * 400,
@@ -157,14 +157,4 @@ def test_a_number_that_no_cluster_has_is_one_message_of_the_command(
 ) -> None:
     file = tmp_path / "big.toml"
     file.write_text(f'device = "h100-80g-sxm"\nnodes = {{ {value} }}\n')
-    command = [
-        sys.executable,
-        "-m",
-        "piper",
-        "simulate",
-        "examples/own_model.py",
-        "--cluster",
-        str(file),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "Traceback" not in done.stderr and str(file) in done.stderr
+    fails(command("simulate", "examples/own_model.py", "--cluster", file), str(file))

@@ -12,58 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from piper.api.reference import reference
-from piper.cli import app
 from piper.cli.loading import load_file
-
-RECIPE = """
-import torch
-from torch import nn
-import piper
-from piper import where
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-def batch(step, rows):
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
-    return x, 2 * x
-
-def optimizer(named):
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
-
-job = piper.Job(MLP, batch, nn.functional.mse_loss, optimizer, global_batch=8, tokens_per_row=1)
-"""
-GOOD = "strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))\n"
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.py"
-    path.write_text(RECIPE + GOOD)
-    return path
-
-
-def piper(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args])
-
-
-def fails(result: Result, *words: str) -> None:
-    """Exit code 2, one message with all words, and no traceback: nothing but Exit may have been raised."""
-    text = result.stderr
-    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
-    assert isinstance(result.exception, SystemExit)
-    assert "Traceback" not in text
-    for word in words:
-        assert word in text, (word, text)
+from tests.helpers.cases import each_case
+from tests.helpers.command_line import GOOD, RECIPE, fails
+from tests.helpers.command_line import command as piper
 
 
 def with_strategy(path: Path, text: str) -> Path:
@@ -257,7 +211,7 @@ def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("directives", "mesh", "words"),
     [
         (

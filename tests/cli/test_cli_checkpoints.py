@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import piper as pipers
-from piper.cli import app
 from piper.cli.loading import load_file
 from piper_runtime.checkpoint import complete_checkpoints
-from tests.cli.test_cli import GOOD, RECIPE, fails
-
-
-def piper(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args])
+from tests.helpers.command_line import GOOD, RECIPE, fails
+from tests.helpers.command_line import command as piper
 
 
 @pytest.fixture(scope="module")

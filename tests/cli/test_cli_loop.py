@@ -32,7 +32,8 @@ from piper_ir.plan.text import format_plan
 from piper_ir.program.costs import Costs, Duration
 from piper_ir.program.program import Chunk
 from piper_runtime.launch import RunOptions
-from tests.cli.test_cli import RECIPE, fails, piper
+from tests.helpers.command_line import RECIPE, fails
+from tests.helpers.command_line import command as piper
 
 SPACE = """
 params = {"m": 2}

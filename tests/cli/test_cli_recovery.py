@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from piper.cli import app
-from tests.cli.test_cli import GOOD, RECIPE, fails
+from tests.helpers.command_line import GOOD, RECIPE, fails
+from tests.helpers.command_line import command as piper
 
 FAILING = """
 def _read(step, rows, whole=batch):
@@ -30,10 +29,6 @@ def strategy(trial):
     made = piper.recipes.gpipe(pp=pp, microbatches=m) if pp > 1 else (piper.split(where(), microbatches=m),)
     return piper.Strategy(piper.Mesh(pp=pp, dp=dp), (*made, *(piper.recipes.data_parallel() if dp > 1 else ())))
 """
-
-
-def piper(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args])
 
 
 def recipe(folder: Path, what: str, strategy: str = GOOD) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import subprocess
@@ -9,10 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from piper.cli.completion import asked_parameters, clusters, one_of, recipe_names
 from piper_ir.tools import clear_line, shown_while_working, working
+from tests.helpers.command_line import command
 
 SPACE = """
 raise SystemExit("a file is not run to complete a word")
@@ -39,28 +39,31 @@ def test_the_parameters_of_a_file_are_read_and_not_run(tmp_path: Path) -> None:
     assert asked_parameters(file) == {} == asked_parameters(tmp_path / "none.py")
 
 
-def completed(words: str, folder: Path) -> list[str]:
-    """What bash is told when somebody presses the key after these words."""
-    env = os.environ | {
+def completed(words: str, folder: Path, script: str = "") -> list[str]:
+    """Return what bash is told when somebody presses the key after these words: in this process, or by a script."""
+    env = {
         "_PIPER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1),
     }  # fmt: skip
-    call = [sys.executable, "-c", "from piper.cli.commands import app; app(prog_name='piper')"]
-    return subprocess.run(
-        call, env=env, cwd=folder, capture_output=True, text=True, check=False
-    ).stdout.split()
+    if script:
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | env,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+    with contextlib.chdir(folder):
+        return command(prog_name="piper", env=env).stdout.split()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("piper simulate space.py -p ", ["rows=", "pp=", "kind="]),
-        ("piper simulate space.py -p pp=", ["pp=1", "pp=2"]),
-        ("piper tune space.py --objective d", ["dollars_per_token"]),
-    ],
-)
-def test_a_shell_is_told_values(words: str, expected: list[str], tmp_path: Path) -> None:
+def test_a_shell_is_told_values(tmp_path: Path) -> None:
     (tmp_path / "space.py").write_text(SPACE)
-    assert completed(words, tmp_path) == expected
+    script = "from piper.cli.commands import app; app(prog_name='piper')"
+    parameters = completed("piper simulate space.py -p ", tmp_path, script)
+    assert parameters == ["rows=", "pp=", "kind="]
+    assert completed("piper simulate space.py -p pp=", tmp_path) == ["pp=1", "pp=2"]
+    objectives = completed("piper tune space.py --objective d", tmp_path)
+    assert objectives == ["dollars_per_token"]
 
 
 class Terminal(io.StringIO):

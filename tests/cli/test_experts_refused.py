@@ -16,6 +16,7 @@ from piper import ANY, Mesh, Strategy, recipes, where
 from piper_ir.ground.errors import CompileError, DirectiveError, PiperError, SelectorError
 from piper_runtime import Job
 from tests.helpers import compositions, parity
+from tests.helpers.cases import each_case
 
 E, C, W, H = 4, 2, 6, 10
 PAIR = Mesh(ep=2)
@@ -322,7 +323,7 @@ REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("compiling", "error", "message"), REFUSED)
+@each_case(("compiling", "error", "message"), REFUSED)
 def test_what_is_wrong_is_one_message(
     compiling: Callable[[], Any], error: type[PiperError], message: str
 ) -> None:

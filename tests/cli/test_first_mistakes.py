@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import piper
 from piper_ir.ground.errors import PiperError
+from tests.helpers.capture_jobs import sgd
+from tests.helpers.cases import each_case
 
 DATA = torch.linspace(-1, 1, 32).view(8, 4)
 ONE = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))
@@ -22,10 +24,6 @@ ONE = piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),)
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     return DATA[rows.start : rows.stop], DATA[rows.start : rows.stop]
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 def job(**changed: Any) -> piper.Job:
@@ -163,7 +161,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@each_case("name", MISTAKES)
 def test_the_message_says_what_is_meant(name: str) -> None:
     changed, says = MISTAKES[name]
     with pytest.raises(PiperError, match=f"(?s){says}") as caught:
@@ -227,7 +225,7 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_case("name", CALLS)
 def test_misspelt_arguments_are_named_with_what_was_meant(name: str) -> None:
     call, says = CALLS[name]
     with pytest.raises(PiperError, match=says):

@@ -15,6 +15,7 @@ import piper
 from piper.api.captures import capturing
 from piper.api.ground.results import hang_report
 from piper_ir.ground.errors import CompileError, ExecutionError, HangError, JobError
+from tests.helpers.capture_jobs import sgd
 
 
 class MLP(nn.Module):
@@ -31,10 +32,6 @@ class MLP(nn.Module):
 def batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.linspace(0, 1, 96).view(24, 4)[rows.start : rows.stop] + step
     return x, x
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 @lru_cache

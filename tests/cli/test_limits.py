@@ -12,8 +12,8 @@ from piper_compiler import synthetic
 from piper_ir.ground.errors import PiperError
 from piper_ir.ground.limits import MOST_NODES, MOST_RANKS
 from piper_simulator import load_cluster, simulate
-from tests.cli.test_cli import GOOD, RECIPE, fails
-from tests.cli.test_cli import piper as command
+from tests.helpers.cases import each_case
+from tests.helpers.command_line import RECIPE, command, fails
 
 HUGE = 999_999_999_999
 SPACE = """
@@ -26,20 +26,13 @@ RECIPES = ("gpipe", "one_f_one_b", "interleaved", "looped_bfs", "zb_h1", "interl
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.py"
-    path.write_text(RECIPE + GOOD)
-    return path
-
-
-@pytest.fixture
 def space(tmp_path: Path) -> Path:
     path = tmp_path / "space.py"
     path.write_text(RECIPE + SPACE)
     return path
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@each_case("name", RECIPES)
 def test_a_recipe_with_huge_numbers_is_refused(name: str) -> None:
     """At the command line as well as by its function; an even number, for the recipes that want one."""
     fails(
@@ -176,7 +169,7 @@ def test_a_bucket_larger_than_any_model_holds_all_of_it(recipe: Path) -> None:
     assert command("simulate", recipe, "--cluster", "h100x8").exit_code == 0
 
 
-@pytest.mark.parametrize(
+@each_case(
     "times", ["1e308,1e308,1e308", "1,1,1e16", "nan,1,1", "inf,1,1", "-1,1,1", "1,1", "", "a,b,c"]
 )
 def test_times_of_a_recipe_are_bounded(times: str) -> None:
@@ -193,7 +186,7 @@ def test_times_of_a_synthetic_program_are_bounded() -> None:
             synthetic(stages=2, F=bad, I=1, W=1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "value",
     ["nan", "NaN", "Infinity", "-1", "text", "[1, 2]", '["a", "b", "c", "d"]', "{}", "true"],
 )
@@ -221,13 +214,13 @@ def test_errors_are_value_errors() -> None:
         assert isinstance(caught.value, PiperError)
 
 
-@pytest.mark.parametrize("value", ["nan", "text", "{}", "9" * 400, "[1]", "-1"])
+@each_case("value", ["nan", "text", "{}", "9" * 400, "[1]", "-1"])
 def test_activations_of_a_recipe_are_numbers(value: str) -> None:
     fails(command("show", "--recipe", "gpipe", "-p", f"activation={value}"), "activation")
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
-@pytest.mark.parametrize(
+@each_case("name", ["x" * 300, "a\0b"])
+@each_case(
     "order",
     ["simulate", "show", "tune", "run", "explain", "verify", "recipes", "profile", "report"],
 )

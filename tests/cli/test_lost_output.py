@@ -16,17 +16,9 @@ from piper.api.ground.results import unless_empty
 from piper.api.running import metrics
 from piper_ir.ground.codec import loads
 from piper_ir.program.costs import Costs, HostCosts
-from tests.cli.test_cli import GOOD, RECIPE, fails
-from tests.cli.test_cli import piper as command
+from tests.helpers.command_line import command, fails
 
 MEASURED = Costs(host=HostCosts(1e-6, 2e-6, 0.0, 0.0))
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    path = tmp_path / "recipe.py"
-    path.write_text(RECIPE + GOOD)
-    return path
 
 
 def closed(

@@ -7,9 +7,10 @@ import pytest
 from piper.cli.messages import in_flags
 from piper.cli.options import check_drawn, searchers
 from piper_ir.ground.errors import JobError
+from tests.helpers.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("said", "shown"),
     [
         (
@@ -46,7 +47,7 @@ def test_arguments_become_flags(said: str, shown: str) -> None:
     assert in_flags(said) == shown
 
 
-@pytest.mark.parametrize(
+@each_case(
     "said",
     [
         "Job.batch(step=0, rows=range(0, 2)) returned a list",

@@ -16,9 +16,9 @@ from piper import Mesh, Strategy, recipes
 from piper_compiler.directives.shard import Shard
 from piper_ir.ground.errors import CompileError, DirectiveError
 from piper_ir.ground.select import where
-from tests.cli.test_cli import fails
-from tests.cli.test_cli import piper as command
 from tests.helpers import compositions, parity
+from tests.helpers.cases import each_case
+from tests.helpers.command_line import command, fails
 from tests.helpers.compositions import Composition
 from tests.helpers.source_tree import ROOT
 
@@ -140,7 +140,7 @@ REFUSED: list[tuple[Callable[[], Any], Mesh, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("directives", "mesh", "message"), REFUSED)
+@each_case(("directives", "mesh", "message"), REFUSED)
 def test_what_is_wrong_is_one_message(
     directives: Callable[[], Any], mesh: Mesh, message: str
 ) -> None:
@@ -187,7 +187,7 @@ def test_every_condition_is_refused() -> None:
 TOKENS = piper.shard(where(), over="cp", index="tokens")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("model", "mesh", "directive", "message"),
     [
         (

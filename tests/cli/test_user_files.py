@@ -10,15 +10,14 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import piper
 from piper.api.ground.costs_file import load_costs
 from piper.api.reference.verification import verify_strategy
-from piper.cli import app
 from piper.cli.loading import JobFile, load_file
 from piper.views.explain import explain
 from piper_ir.program.program import Kernel
+from tests.helpers.command_line import command
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 OWN = ("directive", "recipe", "op", "cost", "model")
@@ -32,10 +31,6 @@ def loaded(name: str) -> JobFile:
 @cache
 def compiled(name: str) -> piper.Compiled:
     return piper.compile(loaded(name).job, loaded(name).strategy)
-
-
-def command(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in args])
 
 
 @pytest.mark.parametrize("name", OWN)

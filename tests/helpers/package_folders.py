@@ -10,9 +10,36 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from tests.helpers.source_tree import parsed
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def _imports(path: Path) -> tuple[tuple[str, str], ...]:
+    """Return what a file imports anywhere: modules, and a name of it or ""."""
+    imports: list[tuple[str, str]] = []
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            imports += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            imports += [(node.module or "", alias.name) for alias in node.names]
+    return tuple(imports)
+
+
+@cache
+def _exported(init: Path) -> frozenset[str]:
+    """Return the names in `__all__` of a folder: a function may be named as the module that holds it."""
+    body = parsed(init).body if init.is_file() else []
+    lists = [
+        n.value
+        for n in body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+    ]
+    return frozenset(name for value in lists for name in ast.literal_eval(value))
 
 
 @dataclass(frozen=True)
@@ -52,44 +79,25 @@ class Package:
 
     def imported(self, path: Path) -> Iterator[str]:
         """Yield the modules of the package that a file imports anywhere."""
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                yield from (a.name for a in node.names if self._has(a.name))
-            elif isinstance(node, ast.ImportFrom) and self._has(node.module or ""):
-                for alias in node.names:  # it may be the name of a module
-                    folder, whole = str(node.module), f"{node.module}.{alias.name}"
-                    yield (
-                        whole
-                        if self._exists(whole) and alias.name not in self._exported(folder)
-                        else folder
-                    )
+        for module, name in _imports(path):
+            if self._has(module):  # the name may be that of a module
+                whole = f"{module}.{name}" if name else module
+                exported = name in _exported(self._init_of(module))
+                yield whole if self._exists(whole) and not exported else module
 
     def _has(self, module: str) -> bool:
         return f"{module}.".startswith(f"{self.name}.")
 
-    def _exported(self, module: str) -> list[str]:
-        """Return the names in `__all__` of a folder: a function may be named as the module that holds it."""
-        init = self.source.joinpath(*module.split(".")[self.depth :], "__init__.py")
-        body = ast.parse(init.read_text(encoding="utf-8")).body if init.is_file() else []
-        lists = [
-            n.value
-            for n in body
-            if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
-        ]
-        return [name for value in lists for name in ast.literal_eval(value)]
+    def _init_of(self, module: str) -> Path:
+        return self.source.joinpath(*module.split(".")[self.depth :], "__init__.py")
 
     def _exists(self, module: str) -> bool:
-        path = self.source.joinpath(*module.split(".")[self.depth :])
-        return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+        init = self._init_of(module)
+        return init.parent.with_suffix(".py").is_file() or init.is_file()
 
     def allowed(self, folder: str) -> set[str]:
         """Return what the docstring of a folder says that it may import."""
-        text = (
-            ast.get_docstring(
-                ast.parse((self.source / folder / "__init__.py").read_text(encoding="utf-8"))
-            )
-            or ""
-        )
+        text = ast.get_docstring(parsed(self.source / folder / "__init__.py")) or ""
         (said,) = re.findall(r"^May import: (.+)\.$", text, re.MULTILINE)
         return set() if said == f"nothing of the {self.said}" else set(said.split(", "))
 

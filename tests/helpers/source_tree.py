@@ -20,7 +20,7 @@ class Module:
 
     @property
     def tree(self) -> ast.Module:
-        return _parsed(self.path)
+        return parsed(self.path)
 
     @property
     def is_package(self) -> bool:
@@ -28,7 +28,8 @@ class Module:
 
 
 @cache
-def _parsed(path: Path) -> ast.Module:
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which is read once in a process."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 

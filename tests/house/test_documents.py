@@ -8,8 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
+from tests.helpers.cases import each_case
 from tests.helpers.source_tree import ROOT, modules
 
 NAME = re.compile(r"`(piper(?:_[a-z]+)?(?:\.\w+)+)(?:\(\))?`")
@@ -90,7 +89,7 @@ def test_what_texts_name_exists() -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "wrong"),
     [
         ("see `piper_ir.plan.plan.Plan`, `piper.Job` and `piper_simulator`", []),

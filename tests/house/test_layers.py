@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.source_tree import Module, circles, imported_modules
+from tests.helpers.cases import each_case
+from tests.helpers.source_tree import Module, circles, imported_modules, parsed
 from tests.helpers.source_tree import modules as source_modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +133,7 @@ def is_private_torch(name: str) -> bool:
 
 def violations(path: Path, name: str, rules: Layer) -> list[str]:
     """One line per import in `path`, a module of package `name`, that `rules` forbids."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    tree = parsed(path)
     allowed = rules.allowed(path.relative_to(rules.source)) | {name}
     found = [
         f"{path}:{i.line}: imports {i.module}; {name} may import here: {', '.join(sorted(allowed))}"
@@ -159,7 +160,7 @@ def modules(rules: Layer) -> list[Path]:
     return sorted(rules.source.rglob("*.py"))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@each_case("name", LAYERS)
 def test_a_package_imports_only_what_its_layer_allows(name: str) -> None:
     rules = LAYERS[name]
     assert modules(rules), f"no module under {rules.source}: the check would be empty"
@@ -274,7 +275,7 @@ def test_the_table_is_read() -> None:
     assert rules.allowed(Path("launch/pool.py")) == {"piper_ir", "torch"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "no table",
@@ -292,7 +293,7 @@ def test_negative_control_a_table_that_cannot_be_read_is_an_error(text: str) -> 
 TORCH = frozenset({"piper_ir", "torch", "piper_ops"})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("source", "package", "caught"),
     [
         ("import json, torch.nn", "piper_compiler", "torch.nn"),
@@ -327,7 +328,7 @@ def test_negative_control_a_forbidden_import_is_found(
     assert any(caught in line for line in violations(path, package, rules))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("source", "name"),
     [
         (
@@ -356,7 +357,7 @@ def test_the_distribution_declares_what_its_packages_import() -> None:
         i.module.partition(".")[0]
         for rules in LAYERS.values()
         for path in modules(rules)
-        for i in imports(ast.parse(path.read_text(encoding="utf-8")))
+        for i in imports(parsed(path))
     }
     named = {
         re.split(r"[>\[]", r)[0].replace("-", "_") for r in MANIFEST["project"]["dependencies"]

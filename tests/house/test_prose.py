@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import each_case
 from tests.helpers.source_tree import Module, modules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +88,7 @@ def docstring_problems(tree: ast.Module, source: str) -> Iterator[str]:
                 yield f"{number}: more than {WIDEST} characters"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+@each_case("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_document_can_be_read(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not list(long_lines(text)), f"lines of more than {WIDEST} characters"
@@ -108,7 +109,7 @@ def test_docstrings_can_be_read() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("source", "problem"),
     [
         ('"""Of each thing its name."""', "1: begins with a fragment"),

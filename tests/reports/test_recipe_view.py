@@ -15,6 +15,7 @@ from piper.cli import app
 from piper.cli.loading import load_file
 from piper.views.recipe_view import ChunkTimes, Pipeline, shown
 from piper_compiler.recipes import RECIPES
+from tests.helpers.cases import each_case
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "examples" / "own_recipe.py"
@@ -109,7 +110,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each_case("name", WRONG)
 def test_what_is_refused(name: str) -> None:
     args, message = WRONG[name]
     done = command("show", *args)

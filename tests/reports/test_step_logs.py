@@ -16,6 +16,7 @@ from piper_ir.ground.errors import JobError, PiperWarning
 from piper_report import load
 from piper_report.figures.training_figures import gradient_figure
 from piper_report.tables.tables import step_sheet
+from tests.helpers.cases import each_case
 from tests.parity.test_own_optimizers import M, by_hand, compiled, job
 
 
@@ -74,7 +75,7 @@ def test_without_clipping_there_is_no_norm_and_a_metric_that_fails_ends_nothing(
     assert "gradient_norm" not in columns
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("metrics", "says"),
     [
         ([math.exp], "got an object of type list: a mapping from names"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -22,6 +22,7 @@ from piper_autotune.space.whole_buckets import WholeBuckets
 from piper_compiler import Strategy, Training, directives, recipes
 from piper_ir.ground.mesh import Mesh
 from piper_simulator import load_cluster
+from tests.helpers.cases import each_case
 
 CASES = 120
 CLUSTER = load_cluster("h100x8*4")
@@ -93,7 +94,7 @@ def _recipe_candidate(seed: int) -> tuple[TuningProblem, Strategy, str]:
     return of, made, f"seed {seed}: {name}, pp={pp}, m={m}, dp={dp}, {chosen}"
 
 
-@lru_cache(maxsize=1)
+@cache
 def candidates() -> tuple[Candidate, ...]:
     """Every drawn strategy that compiles; pairs of given duration do not with gradients that are shared."""
     out = []
@@ -127,6 +128,12 @@ def bounds(item: Candidate) -> Least | None:
     return Least(states(found, sketch), whole, filled(found, sketch, rows)[0], seconds)
 
 
+@cache
+def bounded() -> tuple[tuple[Candidate, Least], ...]:
+    """Return the candidates that have bounds, with them."""
+    return tuple((item, least) for item in candidates() if (least := bounds(item)))
+
+
 def above(item: Candidate, least: Least) -> list[str]:
     """The bounds that are above what the plan has."""
     held = item.exact.peak_bytes
@@ -136,29 +143,26 @@ def above(item: Candidate, least: Least) -> list[str]:
 
 def test_no_bound_is_above_the_plan_and_some_are_close() -> None:
     close: Counter[str] = Counter()
-    for item in candidates():
-        least = bounds(item)
-        if least is not None:
-            assert not above(item, least), item.text
-            assert least.states <= least.buckets
-            close["bounded"] += 1
-            close["memory"] += max(least.buckets, least.filled) > 0.85 * item.exact.peak_bytes
-            close["seconds"] += least.period_s > 0.8 * item.exact.period_s
-            close["buckets"] += least.buckets > least.states
-            close["filled"] += least.filled > least.buckets
+    for item, least in bounded():
+        assert not above(item, least), item.text
+        assert least.states <= least.buckets
+        close["bounded"] += 1
+        close["memory"] += max(least.buckets, least.filled) > 0.85 * item.exact.peak_bytes
+        close["seconds"] += least.period_s > 0.8 * item.exact.period_s
+        close["buckets"] += least.buckets > least.states
+        close["filled"] += least.filled > least.buckets
     assert close["bounded"] > 0.9 * CASES
     assert all(close[name] > 0.1 * CASES for name in ("memory", "seconds", "buckets", "filled")), (
         close
     )
 
 
-@pytest.mark.parametrize("name", ["states", "buckets", "filled", "period_s"])
+@each_case("name", ["states", "buckets", "filled", "period_s"])
 def test_negative_control_bounds_half_as_large_again_are_seen(name: str) -> None:
-    wrong = 0
-    for item in candidates():
-        least = bounds(item)
-        if least is not None:
-            wrong += name in above(item, replace(least, **{name: 1.5 * getattr(least, name)}))
+    wrong = sum(
+        name in above(item, replace(least, **{name: 1.5 * getattr(least, name)}))
+        for item, least in bounded()
+    )
     assert wrong > 5
 
 

@@ -106,10 +106,11 @@ def batch_costs() -> Costs:
 
 
 def test_scores_of_any_strategy_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(0, 90):
+    """Each case has two of five numbers of rows, the next case two others."""
+    for seed in range(90):
         case = random_case(seed)
         of = TuningProblem(case.program, case.global_batch, case.training, load_cluster("h100x8"))
-        for rows in (1, 2, 3, 4, 5):
+        for rows in (1 + seed % 5, 1 + (seed + 2) % 5):
             quick, plain = both(of, case.strategy, rows, monkeypatch)
             assert quick == plain, case.text
 

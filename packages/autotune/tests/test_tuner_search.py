@@ -23,6 +23,7 @@ from piper_autotune.space.rules import RULES
 from piper_compiler import Strategy, recipes
 from piper_ir.ground.errors import DirectiveError, TuneError
 from piper_ir.ground.mesh import Mesh
+from tests.helpers.cases import each_case
 
 LIMIT = 2400
 """Bytes. Some points fit, the fastest does not."""
@@ -149,7 +150,7 @@ def test_a_recipe_that_refuses_is_a_row_too() -> None:
     assert row["kind"] == "strategy" and "microbatches=0" in row["reason"]
 
 
-@pytest.mark.parametrize("value", [None, 3, "strategy"])
+@each_case("value", [None, 3, "strategy"])
 def test_a_function_that_returns_no_strategy_is_named(value: Any) -> None:
     with pytest.raises(
         TuneError, match=f"returned a {type(value).__name__}; a piper.Strategy is needed"
@@ -180,7 +181,7 @@ def other_choices(trial: Any) -> Strategy:
     )
 
 
-@pytest.mark.parametrize("function", [twice_in_one, twice_in_two, other_choices])
+@each_case("function", [twice_in_one, twice_in_two, other_choices])
 def test_a_name_that_stands_for_two_things_is_named(function: Any) -> None:
     with pytest.raises(TuneError, match="uses the name 'm' for two things in"):
         search(function, problem())
@@ -207,7 +208,7 @@ def test_choices_that_cannot_be_saved_are_refused_by_name() -> None:
         search(cuts)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("more", "message"),
     [
         ({"trials": 0}, "trials=0"),
@@ -313,7 +314,7 @@ def test_a_storage_lets_a_search_go_on(tmp_path: Path) -> None:
     ), "another space, another study"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("url", "message"),
     [
         (

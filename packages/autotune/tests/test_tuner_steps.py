@@ -10,6 +10,7 @@ from piper_ir.fold.steady_state import step_and_period
 from piper_ir.fold.timing import Prepared, after_updates, prepare, sweep
 from piper_ir.ground.mesh import Mesh
 from piper_simulator import run_engine
+from tests.helpers.cases import each_case
 
 GATHER, UPDATE = 7.0, 5.0
 
@@ -25,7 +26,7 @@ def prepared(zero: int) -> tuple[Prepared, list[float]]:
     return prepare(plan), [seconds.get(name, 1.0) for name in names]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@each_case("zero", [0, 1, 2])
 def test_a_gather_begins_after_the_last_update(zero: int) -> None:
     dag, seconds = prepared(zero)
     first = sweep(dag, seconds)

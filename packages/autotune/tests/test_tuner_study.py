@@ -13,6 +13,7 @@ from piper_compiler import load_strategy
 from piper_ir.ground.codec import loads
 from piper_ir.ground.errors import FormatError, OutputError
 from piper_ir.study.study import Row, StudyDocument
+from tests.helpers.cases import each_case
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def test_measured_rows_come_before_predicted_ones() -> None:
     assert [r["number"] for r in study.rejected()] == [3]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "change",
     [
         lambda d: d.pop("rules"),

@@ -78,7 +78,9 @@ def capture(case: Case) -> fx.GraphModule:
 
 
 @cache
+@cache
 def trace(case: Case, device: str = "cpu") -> TracedChunk:
+    """Return the steps of a case; several test files look at the same ones."""
     outputs = _outputs(case.function, [t.detach().clone() for t in case.tensors], ())
     values = [k for k in case.mutated if case.kinds[k] != "buffer"]
     mask = [o.is_floating_point() for o in outputs] + [True] * len(values)

@@ -15,11 +15,12 @@ from packages.capture.tests.joint_harness import Case, capture, check, trace
 from piper_capture.steps.codegen import StepCode, _literal, compile_step
 from piper_capture.steps.joint import trace_chunk
 from piper_ir.ground.errors import CaptureError
+from tests.helpers.cases import each_case
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "text"),
     [
         (None, "None"),
@@ -51,7 +52,7 @@ def test_an_argument_that_has_no_text_is_refused() -> None:
         _literal([torch.Generator()])
 
 
-@pytest.mark.parametrize("name", ["gpt block", "aliased outputs", "constants"])
+@each_case("name", ["gpt block", "aliased outputs", "constants"])
 def test_equal_graphs_give_equal_text(name: str) -> None:
     case = CASES[name]
     again = trace_chunk(capture(case), case.inputs(), trace(case).output_grads)

@@ -10,16 +10,17 @@ import torch
 from packages.capture.tests.joint_cases import CASES
 from packages.capture.tests.joint_harness import check, compare, trace
 from piper_capture.steps.codegen import StepCode
+from tests.helpers.cases import each_case
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case("name", CASES)
 def test_steps_equal_autograd(name: str) -> None:
     check(CASES[name], 1e-6 if name == "cast" else 1e-12)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case("name", CASES)
 def test_meta_and_real_examples_give_the_same_chunk(name: str) -> None:
     real, meta = trace(CASES[name]), trace(CASES[name], "meta")
     assert (real.ports, real.steps) == (meta.ports, meta.steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +12,7 @@ from packages.capture.tests.joint_cases import CASES, block_tensors, gpt_block, 
 from packages.capture.tests.joint_harness import Case, check, saved_bytes, trace
 from piper_capture.steps.joint import TracedChunk
 from piper_ir.ground.sizes import bind
+from tests.helpers.cases import each_case
 
 torch.set_num_threads(1)
 
@@ -250,7 +250,7 @@ def test_flops_of_a_block() -> None:
     assert [flops(s, "attention") for s in "FIW"] == [2 * n * t * t * d, 5 * n * t * t * d, 0]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@each_case("rows", [1, 2, 5])
 def test_sizes_are_affine_in_rows(rows: int) -> None:
     def trace_at(n: int) -> TracedChunk:
         return trace(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
 
 from packages.capture.tests.joint_cases import CASES
 from packages.capture.tests.joint_harness import measured_peak, run, tangents_of, trace
 from piper_capture.steps.codegen import StepCode
 from piper_ir.ground.sizes import bind
+from tests.helpers.cases import each_case
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("inputs_die", [True, False])
+@each_case("name", CASES)
+@each_case("inputs_die", [True, False])
 def test_measured_peak_is_the_planned_one(name: str, inputs_die: bool) -> None:
     """To the byte, in each step, with inputs that die at their last use and with inputs that stay."""
     case = CASES[name]

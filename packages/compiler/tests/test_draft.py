@@ -20,6 +20,7 @@ from piper_compiler.passes.steps.release import Releases, Uses, releases
 from piper_compiler.passes.steps.templates import Drafted
 from piper_ir.fold.timing import IssueOrder, Times
 from piper_ir.plan.plan import COMPUTE
+from tests.helpers.cases import each_case
 
 Frees = tuple[dict[int, list[int]], dict[int, list[int]], set[tuple[int, int]]]
 """Part -> values that die after it, instruction -> values that die before it, (instruction, what it waits for)."""
@@ -94,7 +95,7 @@ def as_dicts(found: Releases) -> Frees:
     )
 
 
-@pytest.mark.parametrize("seed", range(0, 240, 12))
+@each_case("seed", range(0, 240, 12))
 def test_waits_and_frees_are_those_found_one_by_one(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

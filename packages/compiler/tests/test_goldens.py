@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from packages.compiler.tests.compile_cases import layered
 from piper_compiler import (
     Directive,
@@ -21,6 +19,7 @@ from piper_compiler.compile import apply_directives
 from piper_ir.graph.graph_text import format_graph
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
+from tests.helpers.cases import each_case
 
 Golden = tuple[int, tuple[Directive, ...], Directive, str, str]
 """Layers, directives before, the directive, the graph before and after."""
@@ -179,7 +178,7 @@ def text(layers: int, *directives: Directive) -> str:
     )
 
 
-@pytest.mark.parametrize("name", GOLDENS)
+@each_case("name", GOLDENS)
 def test_before_and_after(name: str) -> None:
     layers, before, item, first, second = GOLDENS[name]
     assert text(layers, *before) == first

@@ -30,6 +30,7 @@ from piper_compiler.interchange import parse_schedule
 from piper_ir.ground.errors import FormatError, OutputError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import Plan
+from tests.helpers.cases import each_case
 
 IDLE = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=4)
 
@@ -151,7 +152,7 @@ TORCH = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "pp", "chunks", "m"), TORCH)
+@each_case(("kind", "pp", "chunks", "m"), TORCH)
 def test_files_that_torch_writes(kind: str, pp: int, chunks: int, m: int, tmp_path: Path) -> None:
     theirs = torch_orders(kind, pp, chunks, m)
     for format, lowered in (("compute_only", False), ("compute_comms", True)):
@@ -324,7 +325,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@each_case("name", FAULTS)
 def test_a_fault_is_named(name: str) -> None:
     text, message = FAULTS[name]
     with pytest.raises(FormatError, match=message):

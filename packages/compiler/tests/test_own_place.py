@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import pytest
-
 from packages.compiler.tests.compile_cases import SCHEDULES, layered, random_case, users_place
 from piper_compiler import Directive, Strategy, compile_program, order, place, recipes
 from piper_compiler.directives.place import role_name
 from piper_ir.graph.graph import Editor, Graph, TransferStreams
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
+from tests.helpers.cases import each_case
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def by_name(item: Directive) -> Directive:
     return PlaceByName(item) if isinstance(item, place) else item
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@each_case("name", sorted(SCHEDULES))
 def test_a_copy_of_place_in_a_users_file_gives_the_same_plan(name: str) -> None:
     each, recipe = SCHEDULES[name]
     ours = recipe(pp=2, microbatches=4)
@@ -79,7 +78,7 @@ def test_a_copy_of_place_in_a_users_file_gives_the_same_plan(name: str) -> None:
     assert plans[0].key == plans[1].key
 
 
-@pytest.mark.parametrize("seed", range(0, 60, 4))
+@each_case("seed", range(0, 60, 4))
 def test_a_copy_of_place_by_microbatch_gives_the_same_plan(seed: int) -> None:
     case = random_case(seed)
     theirs = Strategy(case.strategy.mesh, [copied(d) for d in case.strategy.directives])

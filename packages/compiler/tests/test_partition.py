@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import combinations
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from piper_ir.ground.select import where
 from piper_ir.ground.sizes import Affine
 from piper_ir.program.costs import Costs, Duration
 from piper_ir.program.program import Cost, Kernel, Program
+from tests.helpers.cases import each_case
 
 
 def stage_list(program: Program, item: partition) -> list[int]:
@@ -26,7 +26,7 @@ def stage_list(program: Program, item: partition) -> list[int]:
     return [int(graph.nodes[f"{c.id}.F"].coords["stage"]) for c in program.chunks]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("layers", "stages", "expected"),
     [
         (4, 2, [0, 0, 1, 1]),

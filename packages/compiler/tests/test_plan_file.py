@@ -17,6 +17,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.plan.plan_file import plan_text, read_plan
 from piper_ir.plan.plan_pieces import plan_pieces
 from piper_ir.verify import verify
+from tests.helpers.cases import each_case
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def test_a_large_plan_is_written_as_tables_and_is_the_same_plan(plan: Plan, tabl
     verify(found)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize(("schedule", "zero"), [(recipes.dualpipe_v, 0), (recipes.zbv, 3)])
+@each_case("microbatches", [1, 4])
+@each_case(("schedule", "zero"), [(recipes.dualpipe_v, 0), (recipes.zbv, 3)])
 def test_the_quick_text_of_a_plan_is_that_of_the_codec(
     microbatches: int, schedule: Any, zero: int
 ) -> None:

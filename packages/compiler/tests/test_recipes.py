@@ -19,6 +19,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Collective, Compute
 from piper_ir.program.program import Program
 from piper_ir.verify import verify
+from tests.helpers.cases import each_case
 
 
 def planned(program: Program, directives: tuple[Directive, ...], **mesh: int) -> Plan:
@@ -56,7 +57,7 @@ def test_1f1b(sizes: tuple[int, int, int, int, int]) -> None:
     assert [r.peak_bytes for r in plan.roles] == [min(m, p - r) for r in range(p)]
 
 
-@pytest.mark.parametrize(("hop", "expected"), [(0, 99), (1, 115), (2.5, 139)])
+@each_case(("hop", "expected"), [(0, 99), (1, 115), (2.5, 139)])
 def test_1f1b_with_latency(hop: float, expected: float) -> None:
     plan = planned(
         synthetic(stages=4, F=3, I=4, W=2, hop=hop), recipes.one_f_one_b(pp=4, microbatches=8), pp=4
@@ -91,8 +92,8 @@ def test_activation_bytes_scale_the_peak() -> None:
     assert [r.peak_bytes for r in plan.roles] == [30, 40, 40]
 
 
-@pytest.mark.parametrize("frozen", [1, 2])
-@pytest.mark.parametrize("recipe", [recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
+@each_case("frozen", [1, 2])
+@each_case("recipe", [recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
 def test_frozen_first_stages(recipe, frozen: int) -> None:  # type: ignore[no-untyped-def]  # three recipes of one signature
     plan = planned(frozen_first(4, frozen), recipe(pp=4, microbatches=6), pp=4)
     verify(plan)
@@ -137,7 +138,7 @@ def test_a_single_stage_and_microbatch_needs_no_order() -> None:
         )
 
 
-@pytest.mark.parametrize("recipe", [recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
+@each_case("recipe", [recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
 def test_bad_numbers(recipe) -> None:  # type: ignore[no-untyped-def]  # three recipes of one signature
     for pp, m in ((0, 1), (1, 0), (-2, 3)):
         call = rf"{recipe.__name__}\(pp={pp}, microbatches={m}\)"

@@ -15,6 +15,7 @@ from piper_compiler import Strategy, compile_program, synthetic
 from piper_ir.fold.timing import prepare, sweep
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import COMPUTE, Plan
+from tests.helpers.cases import each_case
 
 CASES = settings().max_examples // 4
 
@@ -122,9 +123,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "c", "makespan", "bubble", "span", "units"), VALUES, ids=[v[0] for v in VALUES]
-)
+@each_case(("name", "c", "makespan", "bubble", "span", "units"), VALUES, ids=[v[0] for v in VALUES])
 def test_the_table(
     name: str, c: Case, makespan: float, bubble: float, span: float | None, units: list[int]
 ) -> None:

@@ -31,6 +31,7 @@ from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import Plan
 from piper_ir.verify import verify
+from tests.helpers.cases import each_case
 
 ONE, TWO, MANY = 1, 2, 0
 CHUNKS = {
@@ -91,7 +92,7 @@ def test_every_legal_plan_is_valid(name: str, data: st.DataObject) -> None:
     verify(plan)
 
 
-@pytest.mark.parametrize("name", CHUNKS)
+@each_case("name", CHUNKS)
 def test_frozen_first_stages(name: str) -> None:
     stages = 4 * (CHUNKS[name] or 2)
     plan = compile_program(
@@ -100,7 +101,7 @@ def test_frozen_first_stages(name: str) -> None:
     verify(plan)
 
 
-@pytest.mark.parametrize("name", CHUNKS)
+@each_case("name", CHUNKS)
 def test_every_recipe_composes_with_data_parallelism(name: str) -> None:
     stages = 2 * (CHUNKS[name] or 2)
     both = (*getattr(recipes, name)(pp=2, microbatches=5), *recipes.data_parallel())
@@ -111,7 +112,7 @@ def test_every_recipe_composes_with_data_parallelism(name: str) -> None:
     assert plan.replicas == 2 and all(b.channel for b in plan.buckets)
 
 
-@pytest.mark.parametrize("name", CHUNKS)
+@each_case("name", CHUNKS)
 def test_every_recipe_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     chosen = Strategy(Mesh(pp=4), getattr(recipes, name)(pp=4, microbatches=9))
     save_strategy(chosen, tmp_path / "s.json")
@@ -201,7 +202,7 @@ def test_a_good_order_passes() -> None:
     validate(good(), 3, 4)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("device", "what", "before", "message"),
     [
         (0, "0W1", "0I1", "0W1 on device 0 follows F"),
@@ -283,14 +284,14 @@ def test_execution_of_a_chain_by_hand() -> None:
 # Refusals and the registry.
 
 
-@pytest.mark.parametrize("name", CHUNKS)
+@each_case("name", CHUNKS)
 def test_bad_numbers(name: str) -> None:
     for pp, m in ((0, 1), (1, 0), (-2, 3), (2.0, 4), ("2", 4), (True, 4)):
         with pytest.raises(DirectiveError, match="must be integers of at least 1"):
             getattr(recipes, name)(pp=pp, microbatches=m)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("call", "message"),
     [
         (

@@ -32,6 +32,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute
 from piper_ir.program.program import Program, Signature
 from piper_ir.verify import verify
+from tests.helpers.cases import each_case
 
 FIRST = (partition(stages=2), split(where(), microbatches=2))
 PLACES = (place(where(stage=0), on=dict(pp=0)), place(where(stage=1), on=dict(pp=1)))
@@ -60,7 +61,7 @@ def steps(plan: Plan, role: int) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("condition", "directives", "says"),
     [
         (1, (*FIRST, split_backward(where(phase="F"))), "is no backward"),
@@ -139,7 +140,7 @@ def test_by_default_weight_gradients_fill_what_would_be_idle() -> None:
     assert max(r.peak_bytes for r in plan.roles) <= p
 
 
-@pytest.mark.parametrize("kept", [0, 3, 10])
+@each_case("kept", [0, 3, 10])
 def test_after_the_input_gradient_only_what_w_needs_is_kept(kept: int) -> None:
     """One stage, all of I before all of W: what is alive after the I of microbatch i is what it had before, less 10 -
     kept."""

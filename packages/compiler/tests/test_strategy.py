@@ -27,6 +27,7 @@ from piper_ir.graph.graph import Graph
 from piper_ir.ground.errors import DirectiveError, FormatError, OutputError, SelectorError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import ANY, NONE, where
+from tests.helpers.cases import each_case
 
 EVERY = Strategy(
     Mesh(pp=2, dp=2),
@@ -52,7 +53,7 @@ def test_json_both_ways() -> None:
     assert json.loads(text)["version"] == 1
 
 
-@pytest.mark.parametrize("seed", range(0, 60, 6))
+@each_case("seed", range(0, 60, 6))
 def test_a_loaded_strategy_gives_the_same_plan(seed: int) -> None:
     case = random_case(seed)
     loaded = Strategy.loads(case.strategy.dumps())
@@ -85,7 +86,7 @@ def changed(**fields: object) -> str:
     return json.dumps(json.loads(EVERY.dumps()) | fields)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "says"),
     [
         (EVERY.dumps()[:-30], "f.json: not JSON: "),

@@ -12,6 +12,7 @@ from piper_ir.ground.errors import CompileError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import CATEGORIES
 from piper_ir.program.program import Program
+from tests.helpers.cases import each_case
 
 GOOD = {"stages": 3, "F": 1, "I": 2, "W": 3}
 
@@ -64,7 +65,7 @@ def test_boundary_values_and_seeds_have_no_bytes() -> None:
     assert set(sizes) <= set(CATEGORIES) and not any(sizes.values())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changed", "says"),
     [
         ({"stages": 0}, "synthetic(stages=0): at least one stage"),

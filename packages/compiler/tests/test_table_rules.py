@@ -19,6 +19,7 @@ from piper_ir.plan.instr_table import InstrTable, InstrTemplate, TableKinds
 from piper_ir.plan.plan import COMPUTE, Plan, Values
 from piper_ir.program.ops import Op, Seed
 from piper_ir.verify import Violation, check
+from tests.helpers.cases import each_case
 
 Columns = dict[str, Any]
 
@@ -86,8 +87,8 @@ def test_the_plan_is_good() -> None:
     assert len(set(table.alike)) < len(table) / 2  # type: ignore[attr-defined]  # a table, which Sequence hides
 
 
-@pytest.mark.parametrize("role", (0, 1))
-@pytest.mark.parametrize("computes", (True, False))
+@each_case("role", (0, 1))
+@each_case("computes", (True, False))
 def test_a_microbatch_that_the_plan_does_not_have_is_found(role: int, computes: bool) -> None:
     """Where values are numbers, one too far is a value of another family, which says something else."""
 
@@ -97,8 +98,8 @@ def test_a_microbatch_that_the_plan_does_not_have_is_found(role: int, computes: 
     assert seen(broken(role, change))
 
 
-@pytest.mark.parametrize("microbatches", (1, 2, 3, 5))
-@pytest.mark.parametrize("role", (0, 1))
+@each_case("microbatches", (1, 2, 3, 5))
+@each_case("role", (0, 1))
 def test_a_table_of_another_number_of_microbatches_is_found(role: int, microbatches: int) -> None:
     def change(columns: Columns) -> None:
         """Start the gradients of losses as such a plan does, so that no other rule finds it."""
@@ -148,7 +149,7 @@ def test_what_differs_between_those_that_are_alike_is_judged_for_each() -> None:
     assert "R04-allocation" in seen(broken(0, allocates))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@each_case("seed", range(30))
 def test_any_swap_is_judged_alike(seed: int) -> None:
     random = Random(seed)
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from itertools import product
 from random import Random
 
-import pytest
-
 from benchmarks.zero_bubble_search import Case
 from packages.compiler.tests.order_validator import Did, execute, peaks
+from tests.helpers.cases import each_case
 
 Row = tuple[Did, ...]
 
@@ -51,7 +50,7 @@ def best(one: Case) -> float:
     return out
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("pp", "microbatches", "chunks", "cases", "at_least"),
     [(2, 2, 1, 16, 4), (2, 1, 2, 16, 4), (3, 2, 1, 3, 0)],
 )

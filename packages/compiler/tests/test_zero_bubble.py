@@ -25,6 +25,7 @@ from piper_ir.ground.errors import DirectiveError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import Plan
 from piper_ir.verify import verify
+from tests.helpers.cases import each_case
 
 EXAMPLES = settings().max_examples // 4
 
@@ -195,8 +196,8 @@ def test_what_is_not_carried_out_would_have_changed_nothing(given: dict[str, Any
     assert searches[0].effort == searches[1].effort
 
 
-@pytest.mark.parametrize("times", [(1, 1, 1), (3, 4, 2)])
-@pytest.mark.parametrize("p", [2, 5])
+@each_case("times", [(1, 1, 1), (3, 4, 2)])
+@each_case("p", [2, 5])
 def test_as_good_as_zb_h1_and_zb_h2_in_their_memory(p: int, times: tuple[int, int, int]) -> None:
     f, i, w = times
     m, per_phase = 2 * p, {"F": f, "I": i, "W": w}
@@ -211,7 +212,7 @@ def test_as_good_as_zb_h1_and_zb_h2_in_their_memory(p: int, times: tuple[int, in
         assert max(most) <= max(allowed) == units
 
 
-@pytest.mark.parametrize("p", [2, 4, 7, 16])
+@each_case("p", [2, 4, 7, 16])
 def test_as_good_as_zbv_in_its_memory(p: int) -> None:
     run, most = ran(
         recipes.zero_bubble(pp=p, microbatches=2 * p, chunks=2, memory_limit=2 * p),
@@ -228,7 +229,7 @@ FRONTIER = {4: [11, 8, 5, 3, 0], 6: [17, 14, 11, 8, 5, 3, 0]}
 """3p - 1 - 3M + max(3p, p - 1 + 2(1 + (M + 1) // 2)) for M = p .. 2p."""
 
 
-@pytest.mark.parametrize(("p", "units"), [(p, M) for p in FRONTIER for M in range(p, 2 * p + 1)])
+@each_case(("p", "units"), [(p, M) for p in FRONTIER for M in range(p, 2 * p + 1)])
 def test_the_v_frontier(p: int, units: int) -> None:
     expected = FRONTIER[p][units - p]
     assert v_frontier(p, units) == expected
@@ -243,7 +244,7 @@ def test_the_v_frontier(p: int, units: int) -> None:
     assert max(peaks(orders)) <= units
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("p", "m", "units", "more"),
     [
         (4, 24, 4, 0),
@@ -269,11 +270,11 @@ def test_the_v_frontier_with_more_microbatches(p: int, m: int, units: int, more:
     assert max(peaks(orders)) <= units
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "share"),
     [(recipes.v_half, lambda p: 2 * ((p + 2) // 2)), (recipes.v_min, lambda p: 2 * ((p + 4) // 3))],
 )
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, 12])
+@each_case("p", [1, 2, 3, 4, 5, 8, 12])
 def test_presets(make: Any, share: Any, p: int) -> None:
     run, most = ran(make(pp=p, microbatches=2 * p), 2 * p, F=1, I=1, W=1)
     assert max(most) <= share(p)
@@ -307,7 +308,7 @@ def judge(number: int) -> bool:
     return makespan < best
 
 
-@pytest.mark.parametrize("number", [1, 3, 4, 8])
+@each_case("number", [1, 3, 4, 8])
 def test_uneven_stages(number: int) -> None:
     assert judge(number) == (number != 8), "in case 8 ZB-H1 is as good as can be"
 
@@ -356,7 +357,7 @@ def test_a_limit_per_device() -> None:
     assert [n <= limit for n, limit in zip(most, (4, 3, 1), strict=True)] == [True] * 3
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "message"),
     [
         (

@@ -24,6 +24,7 @@ from piper_ir.ground.trace import MemSample, Span, Trace
 from piper_ir.plan.plan import Plan, Values
 from piper_ir.program.ops import Collective, Op, Update
 from piper_ir.program.program import Inside, Liveness, Program
+from tests.helpers.cases import each_case
 
 PROGRAM = Program(chunks(), loss_kind="sum")
 TEXT = dumps(good_plan())
@@ -112,7 +113,7 @@ def _changed(**changes: Any) -> str:
     return json.dumps({**json.loads(TEXT), **changes})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "message"),
     [
         (
@@ -246,7 +247,7 @@ def test_a_graph_has_a_document_only_where_it_is_registered(
         loads(Graph, '{"format": "Graph", "version": 1}')
 
 
-@pytest.mark.parametrize("inside", [(), ((Inside(1),),)])
+@each_case("inside", [(), ((Inside(1),),)])
 def test_a_step_whose_entries_are_missing_says_so(inside: Any) -> None:
     consumed = (0, 1) if not inside else (0,)
     with pytest.raises(

@@ -14,6 +14,7 @@ from piper_ir.program.costs import (
     PartDuration,
     StepDuration,
 )
+from tests.helpers.cases import each_case
 
 COSTS = Costs(
     {"layer0": {"F": Duration(0.5), "I": Duration(0.25, "table")}},
@@ -131,7 +132,7 @@ def test_json_both_ways() -> None:
     )
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+@each_case("seconds", [-1.0, float("inf"), float("nan")])
 def test_a_duration_is_finite_and_not_negative(seconds: float) -> None:
     with pytest.raises(FormatError, match="a finite number that is not negative is needed"):
         Duration(seconds)

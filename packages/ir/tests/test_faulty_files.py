@@ -18,6 +18,7 @@ from piper_ir.program.costs import CommDuration, Costs, Duration, PartDuration, 
 from piper_ir.program.ops import Seed
 from piper_ir.program.program import Program
 from piper_ir.verify import check
+from tests.helpers.cases import each_case
 
 PLAN = good_plan()
 
@@ -43,7 +44,7 @@ def test_a_dtype_that_does_not_exist() -> None:
     assert any("there is no dtype foo; one of " in v.message for v in check(bad))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "costs",
     [
         {"comm": (CommDuration("p2p", -8, 2, Duration(1.0)),)},

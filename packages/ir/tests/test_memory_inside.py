@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from packages.ir.tests.plans_for_tests import good_plan
 from piper_ir.fold.memory import on_device, peak, scan
 from piper_ir.fold.memory_owners import MemoryOwner, held_at_peak, owners
@@ -15,12 +13,13 @@ from piper_ir.ground.sizes import Affine, bind
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import Compute, Update
 from piper_ir.program.program import Inside, Liveness
+from tests.helpers.cases import each_case
 
 LOSS = Liveness((0,), ((Affine(0, 10),), ()), ((Inside(Affine(2, 10), Affine(0, 4), 20),), ()))
 """A step that holds 10 bytes per row; on CUDA 2 more, and 4 for each row up to five."""
 
 
-@pytest.mark.parametrize(("rows", "wanted"), [(1, 16), (5, 72), (6, 82), (100, 1022)])
+@each_case(("rows", "wanted"), [(1, 16), (5, 72), (6, 82), (100, 1022)])
 def test_what_comes_in_slices_stops_growing(rows: int, wanted: int) -> None:
     bound = LOSS.bind(rows)
     assert (bound.peak({}), bound.peak({}, "cpu"), bound.peak({}, "cuda")) == (

@@ -11,6 +11,7 @@ from piper_ir.ground.sizes import TensorSpec
 from piper_ir.plan.plan import Category, Channel, Instr, Part, Plan, RolePlan, State, Value
 from piper_ir.program.ops import Add, Compute, Recv
 from piper_ir.program.program import Chunk, Input, Liveness, Output, Signature
+from tests.helpers.cases import each_case
 
 F = Compute("c", "F")
 
@@ -109,7 +110,7 @@ def test_an_input_that_dies_early_lowers_the_peak() -> None:
     assert sum(most.bytes.values()) == most.total
 
 
-@pytest.mark.parametrize("dies", [True, False])
+@each_case("dies", [True, False])
 def test_equal_parts_with_different_deaths_are_told_apart(dies: bool) -> None:
     """The workspace is computed once per chunk, step and set of dying inputs."""
     u, v = value("u", 100), value("v", 40)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from piper_ir.ground.errors import CompileError
 from piper_ir.ground.mesh import AXES, Mesh
+from tests.helpers.cases import each_case
 
 MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4)).map(lambda sizes: Mesh(**sizes))
 
@@ -55,7 +56,7 @@ def test_axes_of_size_one_do_not_matter() -> None:
     assert str(Mesh(dp=2, pp=4, tp=1)) == "Mesh(pp=4, dp=2)"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("axes", "message"),
     [
         ({"px": 2}, "Mesh: unknown axis 'px'; the axes are cp, dp, ep, pp, rep, tp"),

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from piper_ir.ground.errors import SelectorError
 from piper_ir.ground.select import ANY, NONE, Where, where
+from tests.helpers.cases import each_case
 
 NODE = {"stage": 1, "mb": 3, "phase": "F", "op": "compute"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("terms", "matched"),
     [
         ({}, True),
@@ -58,7 +59,7 @@ def test_selections_are_values() -> None:
     assert str(where()) == "where()"
 
 
-@pytest.mark.parametrize("value", [(), range(0), None, 1.5, True, {"a": 1}, (1, None), b"F"])
+@each_case("value", [(), range(0), None, 1.5, True, {"a": 1}, (1, None), b"F"])
 def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(
         SelectorError,

@@ -8,6 +8,7 @@ from piper_ir.fold.steady_state import period
 from piper_ir.fold.timing import Times, prepare, sweep
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Plan
+from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder, given_durations, random_plan
 
 
@@ -118,8 +119,8 @@ def test_the_period_of_nothing() -> None:
     assert period(prepare(PlanBuilder(1).plan()), []) == 0.0
 
 
-@pytest.mark.parametrize("issue", (0.0, 0.01, 0.4))
-@pytest.mark.parametrize("seed", range(30))
+@each_case("issue", (0.0, 0.01, 0.4))
+@each_case("seed", range(30))
 def test_the_period_is_what_many_steps_take(seed: int, issue: float) -> None:
     plan, durations = random_plan(seed)
     prepared = prepare(plan)
@@ -196,7 +197,7 @@ def test_an_undeclared_channel_is_refused() -> None:
         prepare(replace(build.plan(), channels=()))
 
 
-@pytest.mark.parametrize("wait", [("compute", 2), ("other", 1)])
+@each_case("wait", [("compute", 2), ("other", 1)])
 def test_a_wait_for_nothing_is_refused(wait: tuple[str, int]) -> None:
     build = PlanBuilder(1)
     build.compute(0, 1.0, waits=(wait,))

@@ -1,11 +1,10 @@
 """Seconds, bytes and FLOPs are written for people."""
 
-import pytest
-
 from piper_ir.tools import enough_text, flops_text, size_text, time_text
+from tests.helpers.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "text"),
     [
         (0, "0 s"),
@@ -24,7 +23,7 @@ def test_seconds(value: float, text: str) -> None:
     assert time_text(value) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "text"),
     [
         (0, "0 B"),
@@ -39,7 +38,7 @@ def test_sizes(value: int, text: str) -> None:
     assert size_text(value) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "text"),
     [
         (1023, "1023 B"),
@@ -53,7 +52,7 @@ def test_a_size_that_is_to_be_enough_is_rounded_up(value: int, text: str) -> Non
     assert enough_text(value) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "text"),
     [
         (0, "0 FLOP"),

@@ -28,6 +28,7 @@ from piper_ops import (
     unroute_wgrad,
 )
 from piper_ops.experts import bags, experts
+from tests.helpers.cases import each_case
 
 TOLERANCE = 1e-12
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP = 13, 6, 10, 5, 2
@@ -83,7 +84,7 @@ def difference(top: int = TOP) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("top", [1, 2, 4])
+@each_case("top", [1, 2, 4])
 def test_experts_by_ops_equal_a_loop(top: int) -> None:
     assert difference(top) < TOLERANCE
 
@@ -104,7 +105,7 @@ WRONG: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each_case("name", WRONG)
 def test_the_loop_sees(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attribute, wrong = WRONG[name]
     if attribute == "unroute":
@@ -149,7 +150,7 @@ def test_rows_behind_the_last_group_are_zero_and_give_nothing() -> None:
     assert bool(grouped_mm_wgrad(rows, counts, grad).isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each_case("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_other_dtypes_are_near_float64(dtype: torch.dtype) -> None:
     x, share, up, down = (t.detach().to(dtype) for t in inputs())
     chosen = choices()
@@ -205,8 +206,8 @@ def call(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", CALLS)
+@each_case("dtype", [torch.float64, torch.bfloat16])
+@each_case("name", CALLS)
 def test_fake_and_real_results_look_alike(name: str, dtype: torch.dtype) -> None:
     op, args = call(name, dtype)
     real = op(*args)
@@ -221,7 +222,7 @@ def test_fake_and_real_results_look_alike(name: str, dtype: torch.dtype) -> None
         ) and a.is_contiguous()
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_case("name", CALLS)
 def test_kernels_called_directly_give_what_the_ops_give(name: str) -> None:
     op, args = call(name)
     ours, theirs = (
@@ -239,15 +240,15 @@ def test_calls_cover_the_ops_of_experts() -> None:
     assert ops == {f"piper::{name}" for name in CALLS}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", CALLS)
+@each_case("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@each_case("name", CALLS)
 def test_kernels_hold_what_is_counted(name: str, dtype: torch.dtype) -> None:
     op, args = call(name, dtype)
     assert peak_bytes_inside(OP_KERNELS[op], *args) == cpu_workspace(op, args, op(*args))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", [n for n in CALLS if "route" in n])
+@each_case("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@each_case("name", [n for n in CALLS if "route" in n])
 def test_a_gpu_holds_what_its_kernel_holds_here(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,8 +259,8 @@ def test_a_gpu_holds_what_its_kernel_holds_here(
     assert found is not None and found.bytes >= held > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", [n for n in CALLS if "route" in n])
+@each_case("dtype", [torch.float32, torch.float64])
+@each_case("name", [n for n in CALLS if "route" in n])
 def test_sums_in_bags_are_those_of_rows_one_by_one(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,13 +279,13 @@ def test_sums_in_bags_are_those_of_rows_one_by_one(
     assert not torch.allclose(first, other)
 
 
-@pytest.mark.parametrize("experts_of", [3, 1 << 15, 1 << 20])
+@each_case("experts_of", [3, 1 << 15, 1 << 20])
 def test_choices_are_sorted_as_torch_sorts_them(experts_of: int) -> None:
     chosen = torch.randint(experts_of, (50, 4))
     assert torch.equal(bags.order(chosen), chosen.view(-1).sort(stable=True).indices)
 
 
-@pytest.mark.parametrize("name", [n for n in CALLS if "grouped" not in n])
+@each_case("name", [n for n in CALLS if "grouped" not in n])
 def test_what_kernels_hold_is_affine_in_the_tokens(name: str) -> None:
     one, two, three = (
         cpu_workspace(*(c := call(name, tokens=n * TOKENS)), c[0](*c[1])) for n in (1, 2, 3)
@@ -338,7 +339,7 @@ BAD: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@each_case("name", BAD)
 def test_what_does_not_fit_is_refused(name: str) -> None:
     x, share, up, _ = (t.detach() for t in inputs())
     chosen = choices()
@@ -359,7 +360,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("expert", [-1, EXPERTS])
+@each_case("expert", [-1, EXPERTS])
 def test_an_expert_that_does_not_exist_is_refused(expert: int) -> None:
     chosen = choices()
     chosen[4, 1] = expert
@@ -384,7 +385,7 @@ def test_a_wgrad_that_nobody_wants_is_not_computed() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each_case("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_cuda_computes_what_the_cpu_computes(dtype: torch.dtype) -> None:
     """Torch's grouped kernel in bfloat16, with an empty expert and rows behind the last one; else a product per
     expert."""
@@ -408,7 +409,7 @@ def test_cuda_computes_what_the_cpu_computes(dtype: torch.dtype) -> None:
     assert experts._has_kernel(rows.cuda(), weight.cuda()) is (dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each_case("dtype", [torch.float32, torch.float64])
 def test_gradients_are_added_while_they_are_made(dtype: torch.dtype) -> None:
     """An expert without rows adds nothing, and rows behind the last group neither."""
     rows, grad, counts = (

@@ -24,6 +24,7 @@ from piper_ops import (
     route,
 )
 from piper_ops.experts import rounds, trades
+from tests.helpers.cases import each_case
 
 DEVICES, EXPERTS, WIDTH, TOKENS, TOP = 3, 6, 4, 10, 2
 
@@ -46,7 +47,7 @@ def exchanged(given: list[Tensor]) -> list[Tensor]:
     return [torch.stack([g[k] for g in given]) for k in range(DEVICES)]
 
 
-@pytest.mark.parametrize("slot", [1, 3, 7, 20])
+@each_case("slot", [1, 3, 7, 20])
 def test_rows_come_back_to_where_they_were(slot: int) -> None:
     """On the way each device has all rows of its experts, each once, sorted by expert."""
     rows, table, number_of = drawn(slot)
@@ -94,7 +95,7 @@ def filled(messages: Tensor, table: Tensor, place: int, came: bool = False) -> T
     return torch.cat([m[:count] for m, count in zip(messages, counts.tolist(), strict=True)])
 
 
-@pytest.mark.parametrize("slot", [2, 9])
+@each_case("slot", [2, 9])
 def test_gradients_go_the_way_back(slot: int) -> None:
     """Those of round 0, by inner products: <send x, y> = <x, its gradient of y> where places are filled."""
     rows, table, _ = drawn(slot)
@@ -136,7 +137,7 @@ def message(counts: Tensor, first: int, places: int, dtype: torch.dtype) -> Tens
     return numbers
 
 
-@pytest.mark.parametrize("slot", [2, 9])
+@each_case("slot", [2, 9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_behind_the_last_group_and_rows_that_were_not_sent_are_zeros(
     slot: int, dtype: torch.dtype
@@ -180,7 +181,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_case("name", CALLS)
 def test_fake_results_look_like_real_ones_and_memory_is_counted(name: str) -> None:
     rows, table, _ = drawn(4)
     op, args = getattr(torch.ops.piper, name).default, CALLS[name](rows[1], table)

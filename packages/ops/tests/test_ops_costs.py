@@ -27,6 +27,7 @@ from piper_ops import (
 )
 from piper_ops.costing.few_flops import NAMES
 from piper_ops.costing.formulas import FORMULAS
+from tests.helpers.cases import each_case
 
 aten = torch.ops.aten
 piper = torch.ops.piper
@@ -42,7 +43,7 @@ def cost(op: Any, *args: Any, **kwargs: Any) -> KernelInfo:
     return kernel_of(op, args, op(*args, **kwargs), kwargs)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@each_case("causal", [False, True])
 def test_attention(causal: bool) -> None:
     q, k = meta(B, T, H, D, dtype=BF16), meta(B, 6, 2, D, dtype=BF16)
     out, lse = piper.attention(q, k, k, None, causal, None, True)
@@ -149,7 +150,7 @@ GROUPED = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@each_case("name", GROUPED)
 def test_grouped_products_are_products_whatever_the_groups_are(name: str) -> None:
     """The shapes of torch.nn.functional.grouped_mm. The groups together have all rows, columns or inner elements."""
     left, right, out, dims = GROUPED[name]
@@ -259,7 +260,7 @@ def test_an_op_that_nothing_knows_says_so() -> None:
     )
 
 
-@pytest.mark.parametrize(("groups", "transposed"), [(1, False), (2, False), (1, True), (2, True)])
+@each_case(("groups", "transposed"), [(1, False), (2, False), (1, True), (2, True)])
 def test_convolution_flops_equal_torchs_counter(groups: int, transposed: bool) -> None:
     """torch.utils.flop_counter as an independent witness."""
     x = meta(B, 4, 9, 9)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper_ops.written.examples import Examples
+from tests.helpers.cases import each_case
 
 OTHER: dict[str, tuple[Any, ...]] = {
     "a size": (torch.ones(2, 4), 1),
@@ -35,7 +35,7 @@ class Calls:
         return self.number
 
 
-@pytest.mark.parametrize("name", OTHER)
+@each_case("name", OTHER)
 def test_another_call_has_another_example(name: str) -> None:
     examples, calls = Examples(), Calls()
     assert [examples.of("f", calls, torch.ones(2, 3), 1) for _ in range(2)] == [1, 1]

@@ -16,6 +16,7 @@ from piper_ops.attention.sdpa import AttentionOptions
 from piper_ops.attention.sdpa_kernels import KERNELS
 from piper_ops.ground import library
 from piper_ops.pointwise import losses
+from tests.helpers.cases import each_case
 
 TOLERANCE = 1e-12
 
@@ -69,7 +70,7 @@ ATTENTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], d
 }
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
+@each_case("name", ATTENTIONS)
 def test_attention_equals_eager(name: str) -> None:
     q, k, v, kwargs = ATTENTIONS[name]
     ours, eager = (
@@ -86,7 +87,7 @@ def test_agree_sees_a_wrong_attention() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
+@each_case("name", ATTENTIONS)
 def test_math_lowering_equals_eager(name: str) -> None:
     """The fallback, which no CPU call above but "other_v" takes."""
     q, k, v, kwargs = ATTENTIONS[name]
@@ -128,10 +129,8 @@ def test_attention_of_strided_qkv_has_contiguous_results() -> None:
     assert all(g.is_contiguous() for g in grads)
 
 
-@pytest.mark.parametrize(
-    ("weight", "bias"), [(True, True), (True, False), (False, True), (False, False)]
-)
-@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+@each_case(("weight", "bias"), [(True, True), (True, False), (False, True), (False, False)])
+@each_case("shape", [(8,), (3, 8)])
 def test_layer_norm_equals_eager(shape: tuple[int, ...], weight: bool, bias: bool) -> None:
     w, b = (rand(*shape) if given else None for given in (weight, bias))
 
@@ -145,8 +144,8 @@ def test_layer_norm_equals_eager(shape: tuple[int, ...], weight: bool, bias: boo
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("mask", [[True, True], [True, False], [False, True]])
+@each_case("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each_case("mask", [[True, True], [True, False], [False, True]])
 def test_layer_norm_gradients_together_are_those_apart(
     dtype: torch.dtype, mask: list[bool]
 ) -> None:
@@ -171,7 +170,7 @@ OF_EXPERTS = {f.op for p in piper_ops.PORTABLE.values() if p.name in BY_EXPERTS 
 """Those of test_expert_ops and test_expert_rounds."""
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each_case("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_kernels_called_directly_give_what_the_ops_give(dtype: torch.dtype) -> None:
     x, w, stat = (
         rand(2, 5, 8, dtype=dtype),
@@ -202,8 +201,8 @@ def test_kernels_called_directly_give_what_the_ops_give(dtype: torch.dtype) -> N
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), op
 
 
-@pytest.mark.parametrize("weight", [True, False])
-@pytest.mark.parametrize("eps", [None, 1e-3])
+@each_case("weight", [True, False])
+@each_case("eps", [None, 1e-3])
 def test_rms_norm_equals_eager(weight: bool, eps: float | None) -> None:
     def ours(x: Tensor, w: Tensor | None) -> Tensor:
         out: Tensor = piper_ops.rms_norm(x, (3, 8), w, eps)[0]
@@ -213,7 +212,7 @@ def test_rms_norm_equals_eager(weight: bool, eps: float | None) -> None:
     assert agree(ours, lambda x, w: F.rms_norm(x, (3, 8), w, eps), rand(2, 5, 3, 8), w) < TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each_case("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_rms_norm_default_eps_is_torchs(dtype: torch.dtype) -> None:
     tiny = torch.full((1, 8), 1e-5, dtype=dtype)
     torch.testing.assert_close(
@@ -221,8 +220,8 @@ def test_rms_norm_default_eps_is_torchs(dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("ignore", [-100, 3])
+@each_case("reduction", ["mean", "sum", "none"])
+@each_case("ignore", [-100, 3])
 def test_cross_entropy_equals_eager(
     reduction: str, ignore: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +238,7 @@ def test_cross_entropy_equals_eager(
     assert agree(ours, eager, 3 * rand(10, 7)) < TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_case("dtype", [torch.bfloat16, torch.float16])
 def test_cross_entropy_in_slices_of_half_precision(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,8 +296,8 @@ def call_args(
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", call_args(torch.float32, grad=True))
+@each_case("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each_case("name", call_args(torch.float32, grad=True))
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     """torch's own check: schema, autograd registration, and that fake and real results agree in shape, dtype and
     strides."""
@@ -314,7 +313,7 @@ def test_opcheck_aot(name: str) -> None:
     torch.library.opcheck(op, args, test_utils=("test_aot_dispatch_static",))
 
 
-@pytest.mark.parametrize("name", call_args(torch.float32, grad=True))
+@each_case("name", call_args(torch.float32, grad=True))
 def test_gradcheck(name: str) -> None:
     op, args = call_args(torch.float64, grad=True)[name]
     leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
@@ -329,7 +328,7 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", call_args(torch.float32, grad=True))
+@each_case("name", call_args(torch.float32, grad=True))
 def test_bfloat16_close_to_float64(name: str) -> None:
     """Statistics are float32, and the gradients are those of exact arithmetic to bfloat16's 8 bits."""
     op, args = call_args(torch.bfloat16, grad=True)[name]
@@ -369,7 +368,7 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(grad.sum(), x)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("call", "words"),
     [
         (lambda: piper_ops.attention(rand(2, 5, 8), rand(2, 5, 8), rand(2, 5, 8)), "4-dimensional"),

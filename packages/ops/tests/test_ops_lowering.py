@@ -14,12 +14,13 @@ from piper_ops.attention import sdpa_kernels
 from piper_ops.attention.lowering import LoweringName
 from piper_ops.attention.sdpa import AttentionOptions
 from piper_ops.attention.sdpa_kernels import BIAS_ALIGNMENT, KERNELS, LSE_ALIGNMENT, cuda_efficient
+from tests.helpers.cases import each_case
 
 SHAPE = (2, 64, 4, 32)
 GROUPED, DEEP, ODD, ONE_KEY = (2, 64, 2, 32), (2, 64, 4, 256), (2, 64, 4, 20), (2, 1, 4, 32)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("device", "dtype", "changes", "name"),
     [
         ("cpu", torch.float64, {}, "cpu_flash"),
@@ -68,7 +69,7 @@ def test_other_devices_are_refused() -> None:
         attention_lowering("tpu", torch.float32, SHAPE, SHAPE, SHAPE)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "kv_heads", "mask"),
     [
         ("cuda_flash", 4, None),

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from piper_ops import cross_entropy, layer_norm, rms_norm
 from piper_ops.attention.lowering import LoweringName
 from piper_ops.attention.sdpa_kernels import KERNELS, AttentionOptions
+from tests.helpers.cases import each_case
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -96,8 +97,8 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", OPS)
+@each_case("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each_case("name", OPS)
 def test_norms_and_cross_entropy(name: str, dtype: torch.dtype) -> None:
     ours, torchs, count = OPS[name]
     inputs = [

@@ -25,6 +25,7 @@ from piper_ops.attention.sdpa_kernels import KERNELS
 from piper_ops.costing.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
 from piper_ops.ground.library import OP_KERNELS
 from piper_ops.pointwise import losses
+from tests.helpers.cases import each_case
 
 CLASSES, SLICE = 50, 1000
 MEASURED = (
@@ -66,9 +67,9 @@ def loss_bytes(rows: int, dtype: torch.dtype, reduction: str) -> list[tuple[int,
 
 
 @pytest.mark.usefixtures("small_slices")
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [10, 20, 40, 100])
+@each_case("reduction", ["mean", "sum"])
+@each_case("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each_case("rows", [10, 20, 40, 100])
 def test_the_loss_holds_what_its_formula_says(
     rows: int, dtype: torch.dtype, reduction: str
 ) -> None:
@@ -114,8 +115,8 @@ def shapes(
     )
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("causal", [True, False])
+@each_case("kv_heads", [4, 2])
+@each_case("causal", [True, False])
 def test_written_out_attention_holds_what_it_holds_here(kv_heads: int, causal: bool) -> None:
     """No fused kernel takes float64."""
     q, k, v = shapes(torch.float64, 8, 4, kv_heads, 6)
@@ -135,7 +136,7 @@ def test_written_out_attention_holds_what_it_holds_here(kv_heads: int, causal: b
     assert min(here) > 2 * 4 * 8 * 8 * 8, "at least a T x T matrix"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("dtype", "length", "kv_heads", "dim", "wanted"),
     [
         # 2 sequences of 4 heads; cuDNN: three gradients in float32
@@ -174,8 +175,8 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@each_case("name", MASKS)
+@each_case("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_mask_made_for_the_kernel_is_counted_on_a_cpu(name: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, 40, 4, 16).to(dtype) for _ in range(3))
     mask = MASKS[name]
@@ -196,7 +197,7 @@ def test_a_mask_made_for_the_kernel_is_counted_on_a_cpu(name: str, dtype: torch.
     )
 
 
-@pytest.mark.parametrize(("keys", "padded"), [(40, 48), (64, 64)])
+@each_case(("keys", "padded"), [(40, 48), (64, 64)])
 def test_the_efficient_kernel_on_cuda_reads_a_bias_in_rows_of_16(keys: int, padded: int) -> None:
     q, k = torch.empty(2, 8, 4, 16, device="meta"), torch.empty(2, keys, 4, 16, device="meta")
     mask = torch.ones(8, keys, dtype=torch.bool, device="meta")
@@ -212,8 +213,8 @@ def laid_out(how: str, heads: int) -> Tensor:
     return whole.permute(order).contiguous().permute([order.index(d) for d in range(4)])
 
 
-@pytest.mark.parametrize("how", ["dense", "heads", "elements"])
-@pytest.mark.parametrize("kv_heads", [2, 1])
+@each_case("how", ["dense", "heads", "elements"])
+@each_case("kv_heads", [2, 1])
 def test_copies_around_attention_are_counted_on_a_cpu(how: str, kv_heads: int) -> None:
     q, k, v = (laid_out(how, heads) for heads in (2, kv_heads, kv_heads))
     forward = (q, k, v, None, True)
@@ -238,7 +239,7 @@ def test_attention_that_a_cpu_writes_out_is_counted() -> None:
     assert own == peak_bytes_inside(OP_KERNELS[attention], q, k, v) > 2 * 2 * 8 * 8 * 4
 
 
-@pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+@each_case("norm", [layer_norm, rms_norm])
 def test_norms_copy_what_is_not_dense(norm: torch._ops.OpOverload) -> None:
     dense, apart = torch.randn(3, 5, 4), torch.randn(3, 4, 5).transpose(1, 2)
     options = ([4], None, None, 1e-5) if norm is layer_norm else ([4], None, 1e-5)

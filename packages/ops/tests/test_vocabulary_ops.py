@@ -17,6 +17,7 @@ import piper_ops
 from piper_ops import cuda_workspace, kernel_of, peak_bytes_inside
 from piper_ops.ground.library import OP_KERNELS
 from piper_ops.pointwise import losses
+from tests.helpers.cases import each_case
 
 SIZE, WIDTH, TOKENS, IGNORED = 24, 5, 40, 7
 aten = torch.ops.aten
@@ -64,9 +65,7 @@ SPLITS = {
 }
 
 
-@pytest.fixture(params=SPLITS)
-def split(request: pytest.FixtureRequest) -> Split:
-    return SPLITS[request.param]
+each_split = each_case("split", SPLITS.values(), ids=[*SPLITS])
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -90,6 +89,7 @@ def joined(
     return list(piper_ops.cross_entropy_joined(torch.stack(parts), target, reduction, ignore))
 
 
+@each_split
 def test_what_all_devices_look_up_adds_up_to_the_rows(split: Split) -> None:
     weight, indices = drawn(SIZE, WIDTH), numbers(3, TOKENS)
     found = [
@@ -100,7 +100,8 @@ def test_what_all_devices_look_up_adds_up_to_the_rows(split: Split) -> None:
     assert sum(int((f != 0).any(-1).sum()) for f in found) == indices.numel()
 
 
-@pytest.mark.parametrize("padding", [-1, 0, 13])
+@each_split
+@each_case("padding", [-1, 0, 13])
 def test_the_gradient_of_the_own_rows_is_a_part_of_the_tables(split: Split, padding: int) -> None:
     grad, indices = drawn(3, TOKENS, WIDTH), numbers(3, TOKENS)
     whole = aten.embedding_dense_backward(grad, indices, SIZE, padding, False)
@@ -112,8 +113,9 @@ def test_the_gradient_of_the_own_rows_is_a_part_of_the_tables(split: Split, padd
         )
 
 
-@pytest.mark.parametrize("ignore", [-100, IGNORED])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@each_split
+@each_case("ignore", [-100, IGNORED])
+@each_case("reduction", ["mean", "sum", "none"])
 def test_a_loss_over_parts_is_that_over_all_classes(
     split: Split, reduction: str, ignore: int
 ) -> None:
@@ -144,7 +146,7 @@ def test_a_loss_over_parts_is_that_over_all_classes(
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each_case("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_loss_in_half_precision_is_computed_in_single(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +190,7 @@ def test_ignored_targets_only_give_what_torch_gives() -> None:
     assert not joined(split, logits, target, "sum", -100)[0]
 
 
-@pytest.mark.parametrize("wrong", [-1, SIZE])
+@each_case("wrong", [-1, SIZE])
 def test_a_number_outside_of_the_vocabulary_is_refused_by_every_device(wrong: int) -> None:
     split, number = SPLITS["halves"], torch.tensor([1, wrong])
     for p in split.places:
@@ -224,18 +226,18 @@ def calls(
 NAMES = tuple(calls(torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", NAMES)
+@each_case("dtype", [torch.bfloat16, torch.float64])
+@each_case("name", NAMES)
 def test_fake_results_are_like_real_ones(name: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(
         getattr(piper_ops, name), calls(dtype)[name], test_utils=("test_schema", "test_faketensor")
     )
 
 
-@pytest.mark.parametrize("slices", [1, 4])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
+@each_case("slices", [1, 4])
+@each_case("reduction", ["mean", "sum", "none"])
+@each_case("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@each_case("name", NAMES)
 def test_kernels_hold_what_their_formulas_say(
     name: str, dtype: torch.dtype, reduction: str, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

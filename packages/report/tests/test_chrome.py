@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from packages.report.tests.chrome_documents import problems
 from piper_ir.ground.trace import MemSample, Span, Trace
 from piper_report.pages.chrome import chrome_trace, write_chrome
+from tests.helpers.cases import each_case
 
 TRACE = Trace(
     "key",
@@ -79,7 +78,7 @@ def test_an_empty_trace_is_a_good_document() -> None:
     assert problems(chrome_trace(Trace("", "executed", ()))) == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("phase", "index", "change", "found"),
     [
         ("X", 0, {"ph": "Q"}, "ph is 'Q'"),

@@ -1,7 +1,5 @@
 """Owners of the peak add up to the peak."""
 
-import pytest
-
 from packages.ir.tests.plans_for_tests import good_plan
 from packages.report.tests import samples
 from piper_ir.fold.memory import peak
@@ -11,6 +9,7 @@ from piper_ir.ground.sizes import TensorSpec
 from piper_ir.plan.plan import Instr, Part, Plan, RolePlan, Value
 from piper_ir.program.ops import Compute
 from piper_ir.program.program import Chunk, Input, Liveness, Output, Signature
+from tests.helpers.cases import each_case
 
 PLANS = {
     "by hand": good_plan(),
@@ -20,7 +19,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@each_case("plan", PLANS.values(), ids=PLANS)
 def test_they_add_up_to_the_peak_in_every_category(plan: Plan) -> None:
     for role in plan.roles:
         found, most = owners(plan, role), peak(plan, role)

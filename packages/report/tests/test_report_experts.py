@@ -32,6 +32,7 @@ from piper_report.tables.expert_tables import (
     rank_load_sheet,
     token_sheet,
 )
+from tests.helpers.cases import each_case
 
 STEPS = ([4, 4, 0, 0], [1, 1, 2, 4], [2, 2, 2, 2])
 """The tokens of four experts in three steps: the fullest has 2, 2 and 1 times the mean, with two on a rank 2, 1.5 and
@@ -209,7 +210,7 @@ def test_experts_that_never_got_a_token_have_no_figure(tmp_path: Path) -> None:
     assert drawn is not None and "of 1 layers" in drawn.alt
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("logged", "said"),
     [
         ({"a": {"tokens": [1.5, 2], "overflow": 0}}, "here.a: the tokens of each expert"),

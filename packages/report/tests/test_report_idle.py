@@ -10,6 +10,7 @@ from piper_ir.ground.trace import Span, Trace
 from piper_ir.plan.plan import Plan
 from piper_report.facts.idle import idle_ranks, makespan
 from piper_simulator import simulate
+from tests.helpers.cases import each_case
 
 PLANS = {
     "pipeline": samples.plan_of(pp=3, microbatches=4),
@@ -18,7 +19,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@each_case("plan", PLANS.values(), ids=PLANS)
 def test_of_a_simulated_trace_it_is_what_the_simulator_says(plan: Plan) -> None:
     made = simulate(plan, "h100x8", costs=samples.comm_costs(plan))
     found = idle_ranks(made.trace, plan)

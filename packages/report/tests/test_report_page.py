@@ -16,6 +16,7 @@ from piper_report import Report, write_report
 from piper_report.figures.style import house_style, new_figure, panels, picture
 from piper_report.pages.page import PageSection, page
 from piper_report.tables.tables import Column, sheet
+from tests.helpers.cases import each_case
 
 FIGURES = {"timeline", "memory", "loss", "step_time", "history", "pareto", "parameters"}
 TABLES = {
@@ -154,7 +155,7 @@ def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @needs_chromium
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@each_case("size", SIZES.values(), ids=SIZES)
 def test_a_browser_shows_the_page_without_complaint(
     size: tuple[int, int], chrome: Browser, report: Report
 ) -> None:

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-import pytest
-
 from packages.report.tests import samples
 from piper_ir.ground.trace import Span, Trace
 from piper_ir.plan.phases import instr_label
@@ -20,6 +18,7 @@ from piper_ir.program.ops import (
     Update,
 )
 from piper_report.facts.phases import kinds
+from tests.helpers.cases import each_case
 
 
 def instr(*steps: tuple[ComputeStep, int], first: Iterable[Part] = ()) -> Instr:
@@ -28,7 +27,7 @@ def instr(*steps: tuple[ComputeStep, int], first: Iterable[Part] = ()) -> Instr:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("made", "label", "phase"),
     [
         (instr(("F", 2), first=[Part("load@2", Load("x"), 2)]), "F2", "F"),
@@ -65,7 +64,7 @@ def test_of_an_instruction(made: Instr, label: str, phase: str) -> None:
     assert (instr_label(made).label, instr_label(made).phase) == (label, phase)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("made", "label", "again"),
     [
         (instr(("R", 1), ("I", 1), ("W", 1)), "B1", True),
@@ -79,7 +78,7 @@ def test_a_backward_may_begin_with_recomputation(made: Instr, label: str, again:
     assert (instr_label(made).label, instr_label(made).again) == (label, again)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("stream", "name", "phase", "mb"),
     [
         ("compute", "load.inputs@3#pp0+4", "F", 3),

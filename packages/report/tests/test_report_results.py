@@ -8,6 +8,7 @@ import pytest
 from packages.report.tests import samples
 from piper_ir.ground.errors import FormatError
 from piper_report import load
+from tests.helpers.cases import each_case
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_everything_that_is_there_is_read(folder: Path) -> None:
     assert found.costs is not None and found.params == {"m": 3}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "write",
     [samples.write_simulation, samples.write_run, samples.write_tuning, samples.write_costs],
 )
@@ -53,7 +54,7 @@ def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
         load(tmp_path / "no-such")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     ["plan.json", "strategy.json", "predicted.json", "spans-predicted.json", "measured.json", "spans-measured.json", "study.json",
      "costs.json", "metrics.jsonl"],
@@ -65,7 +66,7 @@ def test_a_file_that_is_cut_off_is_named(name: str, folder: Path, tmp_path: Path
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "text", "found"),
     [
         ("metrics.jsonl", '{"step": 0, "loss": 1, "step_s": 1}\n{"step": "x", "loss": 1, "step_s": '

@@ -22,9 +22,10 @@ from piper_report.pages.chrome import chrome_trace
 from piper_report.pages.report import _summary
 from piper_report.tables.stage_tables import stage_sheet, strategy_sheet
 from piper_simulator import simulate
+from tests.helpers.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("ranks", "text"),
     [
         ((4,), "4"), ((0, 1), "0-1"), (tuple(range(16)), "0-15"), ((0, 2), "0, 2"), ((0, 2, 4), "0, 2, 4"),
@@ -180,7 +181,7 @@ def test_lines_near_the_curve_are_drawn_and_far_ones_are_not() -> None:
     assert found == [{IN_ALL}, {IN_ALL, HAS}, set(), {IN_ALL, HAS}]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "text"),
     [(-0.5, "-50.0 %"), (8.9, "+890.0 %"), (9.0, "10 times"), (249.4, "250 times")],
 )

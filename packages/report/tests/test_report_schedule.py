@@ -20,6 +20,7 @@ from piper_report import Drawing, draw_schedule, draw_schedules, schedule_table
 from piper_report.figures.schedule_figure import PALEST
 from piper_report.figures.style import PHASE_COLOURS, tint
 from piper_simulator import simulate
+from tests.helpers.cases import each_case
 
 UNITS = {"F": 1.0, "I": 1.0, "W": 1.0}
 ONE_F_ONE_B = """\
@@ -113,9 +114,7 @@ def test_the_halves_of_a_pair_are_of_their_own_chunks() -> None:
     assert re.search(r"F\d&b\d", text) and re.search(r"f\d&B\d", text)
 
 
-@pytest.mark.parametrize(
-    ("start", "shown"), [(16.0, "rank 0  F0 .  F1="), (14.0, "rank 0  F0 F1===")]
-)
+@each_case(("start", "shown"), [(16.0, "rank 0  F0 .  F1="), (14.0, "rank 0  F0 F1===")])
 def test_a_column_shows_what_fills_most_of_it(start: float, shown: str) -> None:
     """Ten columns of 10.07 s: the second is idle for more than half of its time, or not."""
     spans = Span(0, "compute", 0, "c.F@0", 0.0, 10.0), Span(0, "compute", 1, "c.F@1", start, 100.7)

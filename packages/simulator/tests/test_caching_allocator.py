@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,11 +12,12 @@ from piper_simulator.memory.caching_allocator import (
     rounded,
     segment_size,
 )
+from tests.helpers.cases import each_case
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("nbytes", "block", "segment"),
     [
         (1, 512, 2 * MIB),

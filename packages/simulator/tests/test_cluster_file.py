@@ -14,6 +14,7 @@ from piper_simulator.cluster.checks import KeyPath
 from piper_simulator.cluster.cluster_file import SCHEMA, read_cluster
 from piper_simulator.cluster.named import DEVICES
 from piper_simulator.cluster.stacks import STACKS, Stack
+from tests.helpers.cases import each_case
 
 LAB = """
 name = "lab"
@@ -465,7 +466,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG)
+@each_case(("text", "message"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = written(
         tmp_path, text if "slow_ranks = {" not in text else 'device = "h100-80g-sxm"\n' + text
@@ -482,7 +483,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load_cluster(written(tmp_path, '{"device": "a", "device": "b"}', "c.json"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("lines", "message"),
     [
         ("", "the first line is missing; op,ranks,nodes,bytes,seconds is needed"),

@@ -6,9 +6,10 @@ from packages.simulator.tests.toys import changed
 from piper_ir.ground.errors import ClusterError
 from piper_simulator import SlowLink, cpu_local, load_cluster
 from piper_simulator.cluster.named import DEVICES, product_cluster
+from tests.helpers.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "full", "devices"),
     [
         ("h100-80g-sxm:8*4", "h100-80g-sxm:8*4", 32),
@@ -29,7 +30,7 @@ def test_names(name: str, full: str, devices: int) -> None:
     assert (cluster.device.stack is not None) == ("@" in name)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     [
         "",
@@ -96,7 +97,7 @@ def test_cpu_local_says_what_was_measured() -> None:
     assert whole.device.notes == "" and whole.warnings == ()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "bf16", "matmul", "memory", "sms", "intra", "between"),
     [
         ("a100-80g-sxm", 312, 271.2, 2.0, 108, 231, 23.5),
@@ -133,7 +134,7 @@ def test_peaks_by_dtype() -> None:
     assert a100.peak("int8") == min(a100.peak_flops.values()), "not known: the slowest"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "message"),
     [
         ({"peak_flops": {}}, "peak_flops: 0 entries stand here; at least 1 is needed"),

@@ -10,6 +10,7 @@ from piper_simulator import Cluster, SlowLink, load_cluster
 from piper_simulator.cluster import nccl
 from piper_simulator.cluster.nccl import LL, LL128, SIMPLE, Nccl, Ranks
 from piper_simulator.durations.communication import RankGroup, by_formula, duration, rank_group
+from tests.helpers.cases import each_case
 
 US, GB, MIB, GIB = 1e-6, 1e9, 1 << 20, 1 << 30
 EIGHT = Ranks(8, 1, "nvswitch", 231 * GB, 0.0)
@@ -26,7 +27,7 @@ def bus(cluster: Cluster, nbytes: int, n: int) -> float:
     return 2 * (n - 1) / n * nbytes / seconds / GB
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("protocol", "us"),
     [(LL, 6.6 + 14 * 0.6), (LL128, 14 + 14 * 1.9), (SIMPLE, 8.4 + 14 * 3.4)],
     ids=["LL", "LL128", "Simple"],
@@ -100,7 +101,7 @@ def test_the_fastest_algorithm_is_taken() -> None:
     assert nccl.seconds(Nccl(), "all_reduce", GIB, replace(EIGHT, n=1)) == 0.0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "eight", "four"),
     [("h100x8", 480, 370), ("h200x8", 473.1, 366), ("b200x8", 838, 682), ("a100x8", 231, 231)],
 )
@@ -226,7 +227,7 @@ def test_the_table_comes_before_the_formula() -> None:
     ), "8 ranks, and on two nodes"
 
 
-@pytest.mark.parametrize("sizes", [(MIB,), (MIB, 2 * MIB, 8 * MIB)])
+@each_case("sizes", [(MIB,), (MIB, 2 * MIB, 8 * MIB)])
 def test_above_the_largest_size_measured_the_formula_is_scaled_to_meet_it(
     sizes: tuple[int, ...],
 ) -> None:

@@ -25,6 +25,7 @@ from piper_simulator.contention.rates import Flow, fair_rates
 from piper_simulator.durations.communication import by_formula, rank_group
 from piper_simulator.durations.device_model import Work
 from piper_simulator.times import engine
+from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder, random_plan
 
 TOY = toy(
@@ -142,7 +143,7 @@ def with_sms(plan: Plan, *sms: int | None) -> Plan:
     return replace(plan, channels=tuple(replace(c, sms=sms) for c in plan.channels))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sms", "rate", "arrives"),
     [(20, 0.79, 10.0), (10, 0.89, 10.0), (5, 0.945, 20.0), (0, 0.99, 10.0)],
 )
@@ -423,7 +424,7 @@ def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
         assert seconds >= 1000 * wire * slowest * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "alone"),
     [
         ({}, 50.0),

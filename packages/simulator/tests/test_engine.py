@@ -3,12 +3,12 @@ only."""
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from piper_ir.fold.timing import prepare, sweep
 from piper_simulator.times.engine import run_engine
+from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder, random_plan
 
 
@@ -26,7 +26,7 @@ def test_the_engine_equals_the_sweep_exactly(seed: int, issue: float, steps: int
     assert len(found) == steps
 
 
-@pytest.mark.parametrize("what", ["latency", "issue", "duration"])
+@each_case("what", ["latency", "issue", "duration"])
 def test_negative_control_the_comparison_sees_a_difference(what: str) -> None:
     build = PlanBuilder(2, hop=1.0)
     build.compute(0, 1.0)

@@ -14,6 +14,7 @@ from piper_simulator import DeviceModel, Zipf, simulate
 from piper_simulator.durations.checked import under_load
 from piper_simulator.durations.expert_loads import Mixture, drawn, load_of, mixture_of
 from piper_simulator.durations.expert_work import EVEN
+from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder
 
 MIXTURE = Mixture(experts=8, ranks=4, choices=4096, tokens=2048, padded=True)
@@ -24,7 +25,7 @@ def mean_and_worst(zipf: Zipf, mixture: Mixture = MIXTURE) -> tuple[float, float
     return sum(loads) / len(loads), max(loads)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("mixture", "expected"),
     [
         (MIXTURE, {0.0: (1.03, 1.07), 0.3: (1.17, 1.33), 0.6: (1.38, 1.66)}),
@@ -101,7 +102,7 @@ def test_a_runs_log_has_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         )
 
 
-@pytest.mark.parametrize("load", [0.9, 4.1, float("nan"), float("inf")])
+@each_case("load", [0.9, 4.1, float("nan"), float("inf")])
 def test_a_load_lies_between_alike_and_all_at_one(
     load: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

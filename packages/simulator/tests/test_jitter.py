@@ -15,6 +15,7 @@ from piper_ir.plan.plan import Plan
 from piper_simulator import Cluster, simulate
 from piper_simulator.times import jitter
 from piper_simulator.times.jitter import Distribution
+from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder, random_plan
 
 FLAT = toy("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8)
@@ -62,7 +63,7 @@ def test_messages_vary_too_and_once_for_both_ends() -> None:
     assert found.std == pytest.approx(1.0, rel=0.2)
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(1, 0.0), (2, 1 / pi**0.5), (8, 1.4236)])
+@each_case(("ranks", "more"), [(1, 0.0), (2, 1 / pi**0.5), (8, 1.4236)])
 def test_replicas_wait_for_the_latest_of_them(ranks: int, more: float) -> None:
     """The expected largest of n normal numbers lies 0, 0.564, 1.424 standard deviations above their mean; the sum of 25
     instructions is nearly normal, with 0.02 x 5 = 0.1 s."""
@@ -119,7 +120,7 @@ def test_of_many_replicas_some_draw_and_one_of_each_sort(monkeypatch: pytest.Mon
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "message"),
     [
         ({"jitter": -0.1}, "jitter is -0.1; a coefficient of variation from 0 to 10 is needed"),

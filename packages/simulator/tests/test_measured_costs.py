@@ -23,6 +23,7 @@ from piper_ir.program.ops import Load
 from piper_ir.program.program import Cost, Kernel
 from piper_ir.tools import machine_name
 from piper_simulator import Cluster, Simulation, cpu_local, load_cluster, simulate
+from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder
 
 CPU = cpu_local(
@@ -219,7 +220,7 @@ def test_costs_of_another_machine_or_of_fewer_ranks_are_named() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("cluster", "batch_s", "first_s"),
     [(CPU, 3.0, 3.5), (load_cluster("h100x8"), 3.0, 0.5), (load_cluster("h100x8"), 20.0, 12.5)],
     ids=["a core does both", "hidden beside the device", "longer than the 8 s of compute"],

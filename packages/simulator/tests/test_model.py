@@ -17,6 +17,7 @@ from piper_simulator import Cluster, DeviceModel, SlowLink, model_for
 from piper_simulator.cluster.kernel_table import KernelDuration
 from piper_simulator.cluster.stacks import STACKS
 from piper_simulator.durations.updates import Updated, update_bytes, update_seconds
+from tests.helpers.cases import each_case
 
 MACHINE = toy(
     name="toy",
@@ -298,7 +299,7 @@ def test_given_durations_are_all_there_is_in_a_synthetic_plan() -> None:
         assert DeviceModel(given, on, None).issue_s == 0.0
 
 
-@pytest.mark.parametrize("op", [Compute("c", "F"), Send("p2p"), Add()])
+@each_case("op", [Compute("c", "F"), Send("p2p"), Add()])
 def test_without_a_cluster_a_duration_that_must_be_computed_is_refused(op: Op) -> None:
     with pytest.raises(ClusterError, match="name a cluster to simulate on"):
         seconds(CAPTURED, op, on=None)

@@ -15,6 +15,7 @@ from piper_ir.program.ops import COMM, Collective
 from piper_ir.program.program import Chunk, Cost, Kernel
 from piper_simulator import Cluster, Simulation, SlowLink, simulate, why
 from piper_simulator.times.splitting import each_rank, refined, split
+from tests.helpers.cases import each_case
 from tests.helpers.random_plans import PlanBuilder
 
 FLAT = toy(
@@ -259,7 +260,7 @@ def test_what_is_not_different_is_not_split() -> None:
     )
 
 
-@pytest.mark.parametrize("dp", [8, 64, 1024])
+@each_case("dp", [8, 64, 1024])
 def test_the_cost_is_that_of_the_classes(dp: int) -> None:
     """A slow rank is alone, and so is the stage after it; it holds up all others alike, however many they are."""
     cluster = changed(FLAT, nodes=2 * dp // 8, slow_ranks={3: 2.0})
