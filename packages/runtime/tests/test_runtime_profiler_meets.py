@@ -16,7 +16,7 @@ from packages.runtime.tests.handmade import CODE
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan_bytes import PlanBytes
 from piper_ir.program.ops import COMM
-from piper_ops.experts import packed
+from piper_ops.experts import trades
 from piper_runtime.launch import rank_job
 from piper_runtime.profile import measure_messages, profiler
 from piper_runtime.profile.device_clocks import HostClock
@@ -95,8 +95,10 @@ def test_a_profile_computes_with_numbers_whatever_tokens_choose(
     torch.use_deterministic_algorithms(True)
     try:
         table = exchange("all_gather", "ep", torch.tensor(counts))
-        there, own = packed.there(exchange, "ep", rows, table, 0, slot)
-        home = packed.back(exchange, "ep", [there], table, 0, 20)
+        came = exchange("all_to_all", "ep", trades.send(rows, table, 0, slot, 0))
+        there, own = trades.take(came, table, 0, 0, slot)
+        back = exchange("all_to_all", "ep", trades.give(there, table, 0, 0, slot))
+        home = trades.home(back, table, 0, 20, 0, slot)
     finally:
         torch.use_deterministic_algorithms(False)
     assert table.tolist() == [[5, 5, 5, 5]] * 2 and int(own.sum()) == min(20, 2 * slot)
