@@ -6,37 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from piper.cli.options import (
-    LOADER,
-    LOG,
-    RUNS,
-    TIMEOUT_S,
-    AddressOption,
-    AsJsonOption,
-    CheckpointOption,
-    CostsFileOption,
-    EmulateOption,
-    EveryOption,
-    FileArgument,
-    LauncherOption,
-    LoaderOption,
-    LogOption,
-    NodesOption,
-    OnLossOption,
-    OutOption,
-    ParamsOption,
-    PrintLaunchOption,
-    RangesOption,
-    RestartsOption,
-    ResumeOption,
-    SnapshotOption,
-    SparesOption,
-    StepsOption,
-    StrategyFileOption,
-    TimeoutOption,
-    loader_of,
-    pairs,
-)
+from piper.cli import options as flags
 from piper_ir.ground.errors import JobError
 
 if TYPE_CHECKING:
@@ -65,25 +35,25 @@ OF_EXECUTE = (
 class LaunchArguments:
     """Hold the options of `piper launch`, which `piper run` has, too."""
 
-    file: FileArgument
-    params: ParamsOption = None
-    strategy: StrategyFileOption = None
-    steps: StepsOption = None
-    costs: CostsFileOption = None
-    out: OutOption = RUNS
-    timeout_s: TimeoutOption = TIMEOUT_S
-    nodes: NodesOption = None
-    log: LogOption = LOG
-    ranges: RangesOption = False
-    checkpoint: CheckpointOption = None
-    every: EveryOption = None
-    snapshot: SnapshotOption = None
-    resume: ResumeOption = False
-    restarts: RestartsOption = 0
-    on_loss: OnLossOption = "restart"
-    spares: SparesOption = 0
-    loader: LoaderOption = LOADER
-    as_json: AsJsonOption = False
+    file: flags.FileArgument
+    params: flags.ParamsOption = None
+    strategy: flags.StrategyFileOption = None
+    steps: flags.StepsOption = None
+    costs: flags.CostsFileOption = None
+    out: flags.OutOption = flags.RUNS
+    timeout_s: flags.TimeoutOption = flags.TIMEOUT_S
+    nodes: flags.NodesOption = None
+    log: flags.LogOption = flags.LOG
+    ranges: flags.RangesOption = False
+    checkpoint: flags.CheckpointOption = None
+    every: flags.EveryOption = None
+    snapshot: flags.SnapshotOption = None
+    resume: flags.ResumeOption = False
+    restarts: flags.RestartsOption = 0
+    on_loss: flags.OnLossOption = "restart"
+    spares: flags.SparesOption = 0
+    loader: flags.LoaderOption = flags.LOADER
+    as_json: flags.AsJsonOption = False
 
     def checkpoints(self) -> Checkpoints | None:
         """Return where and how often the run is saved; raise JobError for options that need a folder."""
@@ -107,7 +77,7 @@ class LaunchArguments:
         """Run FILE.py and return its definitions."""
         from piper.cli.loading import load_file
 
-        return load_file(self.file, pairs(self.params), self.strategy)
+        return load_file(self.file, flags.pairs(self.params), self.strategy)
 
     def launch(self, world: int) -> Launch:
         """Return how command lines start the ranks of the file, with the options that were given."""
@@ -134,10 +104,10 @@ class LaunchArguments:
 class RunArguments(LaunchArguments):
     """Hold the options of `piper run`."""
 
-    launcher: LauncherOption = "ray"
-    address: AddressOption = "auto"
-    print_launch: PrintLaunchOption = False
-    emulate: EmulateOption = None
+    launcher: flags.LauncherOption = "ray"
+    address: flags.AddressOption = "auto"
+    print_launch: flags.PrintLaunchOption = False
+    emulate: flags.EmulateOption = None
 
     def options(self, steps: int) -> RunOptions:
         """Return the options of a run of so many steps; raise JobError for options that need a folder."""
@@ -151,7 +121,7 @@ class RunArguments(LaunchArguments):
             ranges=self.ranges,
             checkpoint=self.checkpoints(),
             resume="latest" if self.resume else None,
-            loader=loader_of(self.loader),
+            loader=flags.loader_of(self.loader),
             restarts=self.restarts,
             spares=self.spares,
         )
