@@ -29,17 +29,15 @@ def _gather_blocks(rows: Tensor, first: Tensor, sizes: Tensor, count: int) -> Te
 
     The sizes add up to `count`.
     """
-    shift = first - sizes.cumsum(0).sub_(sizes)
-    picked = torch.repeat_interleave(shift, sizes, output_size=count)
+    block = torch.repeat_interleave(sizes, output_size=count)
+    picked = (first - sizes.cumsum(0).sub_(sizes)).index_select(0, block)
+    bits = BITS[rows.element_size()]
+    kept = (first != ZEROS).to(bits).neg_().index_select(0, block)  # all bits of a row, or none
+    del block
     picked.add_(torch.arange(count, device=rows.device)).clamp_(0, rows.shape[0] - 1)
     blocks = rows.index_select(0, picked)
-    del picked
-    bits = BITS[blocks.element_size()]
-    kept = (first != ZEROS).to(bits).neg_()  # all bits of a row, or none
-    kept = torch.repeat_interleave(kept, sizes, output_size=count)
-    blocks.view(bits).bitwise_and_(
-        kept.unsqueeze(1)
-    )  # masked_fill_ takes seven times as long on a CPU
+    # A CPU takes seven times as long to fill by a mask.
+    blocks.view(bits).bitwise_and_(kept.unsqueeze(1))
     return blocks
 
 
