@@ -53,7 +53,7 @@ def gathered(numbers: int) -> list[tuple[torch.Tensor, set[str]]]:
         ranks._groups[key] = noting = Noting(ranks._groups[key])
         given, got = torch.full((numbers,), float(rank)), torch.empty(RANKS, numbers)
         ranks.bind(
-            BoundComm("all_gather", "0,1,2", tuple(range(RANKS)), lambda: given, lambda: got, None)
+            BoundComm("all_gather", "0,1,2", tuple(range(RANKS)), lambda: given, lambda: got)
         )()
         return got, noting.called
 

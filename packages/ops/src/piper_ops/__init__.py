@@ -30,8 +30,10 @@ from piper_ops.experts.experts import (
 )
 from piper_ops.experts.rounds import (
     ANY_ROWS,
+    BODY,
     PLACED,
     ROUNDS,
+    ExpertBody,
     experts_checked,
     experts_drop,
     experts_further_dgrad_,
@@ -111,8 +113,10 @@ __all__ = [
     "refusal_of_draw",
     "ExpertsOverflow",
     "ANY_ROWS",
+    "BODY",
     "PLACED",
     "ROUNDS",
+    "ExpertBody",
     "experts_checked",
     "experts_drop",
     "experts_further_dgrad_",

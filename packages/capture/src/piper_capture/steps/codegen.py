@@ -13,9 +13,9 @@ use:
 The text depends on the graph alone. Each op is followed by its user line in a comment, for messages. Ops are bound
 once as globals, and the device of factory ops is the global DEVICE.
 A collective is a call of the global EXCHANGE, an op with several collectives one of ROUNDS, and a device's coordinate
-along an axis is PLACE[axis]; all come from the engine that runs the step. A random operation is a call of `draw` with
-its number in the chunk. Views are printed as reshape, because strides on the running device may differ from the strides
-in the capture.
+along an axis is PLACE[axis]; all come from the engine that runs the step. The function that such an op runs in each
+round is defined before the step. A random operation is a call of `draw` with its number in the chunk. Views are printed
+as reshape, because strides on the running device may differ from the strides in the capture.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def generate(
             f"{_global(op)} = torch.ops.{op._schema.name.replace('::', '.')}.{op._overloadname}"
             for op in ops
         ),
+        *exchanges.bodies(line.node for line in lines),
         "",
         "",
         "def step(args):",
@@ -165,7 +166,7 @@ def _line(line: Line) -> str:
     if op in exchanges.KINDS:
         call = exchanges.call(op, first, node.args[1])
     elif op in ROUNDS:
-        call = exchanges.meeting(op, ", ".join([first, *rest]))
+        call = exchanges.meeting(op, [first, *rest], args)
     elif op in METHODS and isinstance(args[0], fx.Node):
         call = f"{first}.{METHODS[op]}({', '.join(rest)})"
     elif op in METHODS:  # torch.add(0.5, x) has a number as first argument

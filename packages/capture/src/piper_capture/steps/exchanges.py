@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from textwrap import indent
 from typing import Any
 
 from torch import fx
@@ -11,6 +14,8 @@ from piper_capture.torch_api._torch_joint import OpOverload
 from piper_capture.values import aliasing
 from piper_ir.program.layout import StepCollective
 from piper_ops import (
+    ANY_ROWS,
+    BODY,
     ROUNDS,
     all_gather,
     all_reduce,
@@ -87,9 +92,33 @@ def _of_further_rounds(node: fx.Node) -> list[StepCollective]:
     ]
 
 
-def meeting(op: OpOverload, arguments: str) -> str:
-    """Return the text of an op that runs several collectives: a call of a function of ROUNDS, which gets EXCHANGE."""
-    return f"ROUNDS[{op._schema.name!r}](EXCHANGE, {arguments})"
+def meeting(op: OpOverload, texts: Sequence[str], args: Sequence[Any]) -> str:
+    """Return the text of an op that runs several collectives: a call of a function of ROUNDS, which gets EXCHANGE.
+
+    `texts` are those of its arguments `args`; the body is the one that `bodies` defines.
+    """
+    given = ", ".join([*texts[:BODY], _body_name(args[BODY]), *texts[BODY + 1 :]])
+    return f"ROUNDS[{op._schema.name!r}](EXCHANGE, {given})"
+
+
+def bodies(nodes: Iterable[fx.Node]) -> list[str]:
+    """Return the lines that define the experts' computation for ops that run further rounds of it.
+
+    Its ops are bound inside of a function: autograd derives its gradients, so they stay ops where kernels are called
+    directly.
+    """
+    sources = dict.fromkeys(str(node.args[BODY]) for node in nodes if node.target in ROUNDS)
+    lines = ["", "from piper_ops import ExpertBody"] if sources else []
+    for source in sources:
+        name = _body_name(source)
+        inner = indent(source.removesuffix(ANY_ROWS), "    ").splitlines()
+        lines += ["", "", f"def _{name}():", *inner, "    return step"]
+        lines += ["", "", f"{name} = ExpertBody(_{name}(), any_rows={source.endswith(ANY_ROWS)})"]
+    return lines
+
+
+def _body_name(source: str) -> str:
+    return f"experts_{sha256(source.encode()).hexdigest()[:8]}"
 
 
 def call(op: OpOverload, source: str, axis: object) -> str:

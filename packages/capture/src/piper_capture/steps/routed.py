@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from piper_capture.graphs.stepgraph import Joint
 from piper_capture.steps import phases
 from piper_capture.steps.by_rows import takes_any_rows
-from piper_capture.steps.codegen import generate
+from piper_capture.steps.codegen import StepCode, compile_step, generate
 from piper_capture.steps.joint import Interpreter, JointInput, constants_of, trace_joint
 from piper_capture.steps.schedule import schedule
 from piper_capture.torch_api import _torch_joint
@@ -36,6 +36,7 @@ from piper_ir.program.layout import DimPart, Layout
 from piper_ops import (
     ANY_ROWS,
     PLACED,
+    ExpertBody,
     all_gather,
     all_to_all,
     experts_checked,
@@ -258,7 +259,10 @@ class _Rewriting:
         return example.new_empty((example.shape[0] // self._how.degree, *example.shape[1:]))
 
     def body_text(self) -> str:
-        """Return the source of the nodes between the two, for the number of rows of a device's buffers."""
+        """Return the source of the nodes between the two, for the number of rows of a device's buffers.
+
+        Its last line is ANY_ROWS if it takes any number of rows.
+        """
         graph = fx.Graph()
         env = {self._rows: graph.placeholder("rows"), self._counts: graph.placeholder("counts")}
         env |= {node: graph.placeholder(f"weight{k}") for k, node in enumerate(self._stacks)}
@@ -293,8 +297,9 @@ class _Rewriting:
         table = torch.empty((self._how.degree, self.experts), dtype=torch.int64, device="meta")
         back = rows.new_empty((self._how.degree, self.slot, width))
         home = rows.new_empty((count, rows.shape[1]))
+        on_meta = ExpertBody(compile_step(StepCode(body), "meta"), body.endswith(ANY_ROWS))
         return room_of_rounds(
-            home, back, table, weights, body, [self._trained(n) for n in self._stacks]
+            home, back, table, weights, on_meta, [self._trained(n) for n in self._stacks]
         )
 
     def _trained(self, node: fx.Node) -> bool:

@@ -353,7 +353,7 @@ def room_of_rounds(
     back: Tensor,
     table: Tensor,
     weights: Sequence[Tensor],
-    body: str,
+    body: rounds.ExpertBody,
     wanted: Sequence[bool],
 ) -> list[int]:
     """Return the most bytes that each op of further rounds holds at once; tensors are on meta."""

@@ -12,17 +12,18 @@ through the same places, so that memory does not depend on the tokens' choices.
     experts_return      the same, with the rows of all further rounds
 
 Between them stand all-to-alls. The devices compute the further rounds inside of `experts_return` and its gradients:
-`body` is the text of a function from [rows, counts, *weights] to the experts' result, and its gradients are made by
-autograd, anew in each of them, since nothing is kept of further rounds. All devices know the table, so all run as many
-rounds as the fullest pair of them needs. They hold `room` bytes from the start, in every step, so that a step with
-further rounds needs no more memory than one without.
+`body` is the source of a function from [rows, counts, *weights] to the experts' result. The code of a step defines that
+function and hands it over as an `ExpertBody`. Its gradients are made by autograd, anew in each of them, since nothing
+is kept of further rounds. All devices know the table, so all run as many rounds as the fullest pair of them needs. They
+hold `room` bytes from the start, in every step, so that a step with further rounds needs no more memory than one
+without.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,9 +40,22 @@ from piper_ops.ground.errors import ExpertsOverflow
 from piper_ops.ground.library import LIBRARY, contiguous_empty, define
 
 ANY_ROWS = "# any number of rows and experts\n"
-"""The last line of a body that takes any number of rows and of experts; a round then passes only its own."""
+"""The last line of the source of a body that takes any number of rows and of experts."""
 Exchanged = Callable[[str, str, Tensor], Tensor]
 """A function that runs a collective: of a kind, along an axis, with the device's operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBody:
+    """Hold the experts' computation on rows of all devices.
+
+    Attributes:
+        run: a function from [rows, counts, *weights] to a tuple of the experts' result.
+        any_rows: whether it takes any number of rows and of experts; a round then passes only its own.
+    """
+
+    run: Callable[[list[Tensor]], tuple[Tensor, ...]]
+    any_rows: bool
 
 
 def round_count(table: Tensor, slot: int) -> int:
@@ -59,23 +73,15 @@ def _most(table: Tensor) -> int:
 # --- further rounds
 
 
-@cache
-def _loaded(body: str, device: str) -> tuple[Callable[[list[Tensor]], tuple[Tensor, ...]], bool]:
-    """Return the function of a text, and whether it takes any number of rows, and of experts."""
-    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
-    exec(compile(body, "<piper experts>", "exec"), namespace)
-    return namespace["step"], body.endswith(ANY_ROWS)
-
-
 class _Rounds:
     """Run further rounds: the rows to experts, and the results back."""
 
     def __init__(
-        self, exchange: Exchanged, table: Tensor, body: str, axis: str, slot: int, place: int
+        self, exchange: Exchanged, table: Tensor, body: ExpertBody, axis: str, slot: int, place: int
     ) -> None:
         self._exchange, self._table, self._axis = exchange, table, axis
         self._slot, self._place = slot, place
-        self._body, self._any_rows = _loaded(body, str(table.device))
+        self._body = body
 
     @property
     def numbers(self) -> range:
@@ -83,7 +89,7 @@ class _Rounds:
 
     def _places(self, number: int) -> int:
         """Return how many rows the fullest pair of devices trades in a round, as far as the body can take them."""
-        if not self._any_rows or self._table.is_meta:
+        if not self._body.any_rows or self._table.is_meta:
             return self._slot
         return max(1, min(self._slot, _most(self._table) - number * self._slot))
 
@@ -106,11 +112,11 @@ class _Rounds:
         _add_home(came, self._table, self._place, total, number, self._slot)
 
     def made(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        return self._body([rows, counts, *weights])[0]
+        return self._body.run([rows, counts, *weights])[0]
 
     def busy(self, counts: Tensor) -> slice:
         """Return the range of experts with rows in a round, if the body takes any number of experts; else all."""
-        if not self._any_rows or counts.is_meta:
+        if not self._body.any_rows or counts.is_meta:
             return slice(0, counts.shape[0])
         busy = [k for k, count in enumerate(counts.tolist()) if count]
         return slice(busy[0], busy[-1] + 1) if busy else slice(0, 1)
@@ -118,7 +124,7 @@ class _Rounds:
 
 def run_return(
     exchange: Exchanged, back: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
-    body: str, axis: str, slot: int, place: int, room: Sequence[int],
+    body: ExpertBody, axis: str, slot: int, place: int, room: Sequence[int],
 ) -> Tensor:  # fmt: skip
     """Compute piper::experts_return."""
     reserved.reserve(room[0], rows.device)
@@ -128,7 +134,7 @@ def run_return(
 
 def add_further(
     exchange: Exchanged, out: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
-    body: str, axis: str, slot: int, place: int,
+    body: ExpertBody, axis: str, slot: int, place: int,
 ) -> Tensor:  # fmt: skip
     """Add the rows of further rounds to the result of round 0, at the places that they were sent from."""
     run = _Rounds(exchange, table, body, axis, slot, place)
@@ -153,7 +159,7 @@ def run_further_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: An
 
 def _add_dgrad(
     exchange: Exchanged, total: Tensor, grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
-    body: str, axis: str, slot: int, place: int,
+    body: ExpertBody, axis: str, slot: int, place: int,
 ) -> Tensor:  # fmt: skip
     run = _Rounds(exchange, table, body, axis, slot, place)
     for number in run.numbers:
@@ -189,7 +195,7 @@ def run_further_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: An
 
 def _add_wgrad(
     exchange: Exchanged, totals: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, rows: Tensor, table: Tensor,
-    weights: Sequence[Tensor], body: str, axis: str, slot: int, place: int,
+    weights: Sequence[Tensor], body: ExpertBody, axis: str, slot: int, place: int,
 ) -> None:  # fmt: skip
     if not any(wanted):  # frozen experts: all devices know it, and none exchanges anything
         return
@@ -411,6 +417,8 @@ experts_checked = define(
 `mean` is how many of the tokens of each of `rows` go to each device if experts are chosen equally often.
 """
 
+BODY = 4
+"""The number of the argument `body` of these ops."""
 ROUNDS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     experts_return: run_return,
     experts_return_dgrad: run_return_dgrad,
