@@ -17,7 +17,7 @@ from typing import Any
 
 import piper
 from benchmarks.measure import Goal, Row, extremes_row
-from benchmarks.step_model import LARGE, Regime, job
+from benchmarks.step_model import LARGE, SMALL, Regime, job
 from piper.api.running.profiling import profile
 from piper_ir.tools import usable_cores
 from piper_runtime.launch import WARMUP_STEPS, Pool
@@ -97,12 +97,11 @@ class Case:
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Return a row per strategy, then the three goals."""
+    """Return a row per strategy, then the goals; `quick`: of some strategies of a small model."""
     chosen = strategies()
     names = [*chosen][:: max(1, len(chosen) // QUICK_STRATEGIES)] if quick else [*chosen]
-    yield from predicted(
-        {n: chosen[n] for n in names}, LARGE, GLOBAL_BATCH, QUICK_ROUNDS if quick else ROUNDS
-    )
+    regime, rounds = (SMALL, QUICK_ROUNDS) if quick else (LARGE, ROUNDS)
+    yield from predicted({n: chosen[n] for n in names}, regime, GLOBAL_BATCH, rounds)
 
 
 def strategies() -> dict[str, piper.Strategy]:
