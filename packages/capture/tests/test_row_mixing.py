@@ -99,7 +99,10 @@ def test_combined_rows_are_refused_by_line(name: str) -> None:
     ) as refused:
         capture(lambda: Model({name: COMBINED[name]}), batch, F.cross_entropy)
     assert "combines rows of the batch" in str(refused.value)
-    capture(lambda: Model({name: COMBINED[name]}), batch, F.cross_entropy, whole_batch=False)
+
+
+def test_combined_rows_are_taken_where_the_loss_is_over_a_microbatch() -> None:
+    capture(lambda: Model(COMBINED), batch, F.cross_entropy, whole_batch=False)
 
 
 def test_rows_that_count_by_themselves_are_taken() -> None:
