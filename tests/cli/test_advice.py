@@ -6,10 +6,7 @@ trained in plain PyTorch, where they must be the same, and the advised one by a 
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -437,13 +434,19 @@ def test_every_refusal_of_an_operator_is_in_the_table() -> None:
     Dynamo refuses ctc_loss before we do; recurrent layers are refused only in the model's own forward, and autocast
     only in what is traced by itself.
     """
-    said = "\n".join([*map(_message, ROWS_OF_THE_TABLE.values()), *map(only_named, [_norm])])
+    said = "\n".join([*map(message_of, ROWS_OF_THE_TABLE.values()), *map(only_named, [_norm])])
     missing = {
         refusal.reason
         for target, refusal in REFUSALS.items()
         if refusal.reason not in said and target not in ELSEWHERE
     }
     assert not missing
+
+
+def message_of(row: Row) -> str:
+    with pytest.raises(CaptureError) as caught:
+        piper.compile(row.jobs()[0], SPLIT)
+    return str(caught.value)
 
 
 CELLS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell)
@@ -458,69 +461,3 @@ def _flex(net: Any, x: Tensor) -> Tensor:
     q = heads(net.linear(x))
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH, device="cpu")
     return joined(flex_attention(q, q, q, block_mask=mask))
-
-
-def _message(row: Row) -> str:
-    with pytest.raises(CaptureError) as caught:
-        piper.compile(row.jobs()[0], SPLIT)
-    return str(caught.value)
-
-
-def texts() -> Iterator[tuple[str, str]]:
-    """(place, text) of every text in the code that is not a docstring; a formatted text without what is filled in."""
-    for file in sorted([*ROOT.glob("src/**/*.py"), *ROOT.glob("packages/*/src/**/*.py")]):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and id(node) not in documentation
-            ):
-                yield f"{file.relative_to(ROOT)}:{node.lineno}", node.value
-
-
-def unknown_names(text: str) -> list[str]:
-    """Names in a message that do not exist: of `piper`, arguments of Job, Precision and region, and directives."""
-    fields = {
-        kind.__name__: {f.name for f in dataclasses.fields(kind)}
-        for kind in (piper.Job, piper.Precision)
-    }
-    fields["region"] = {"experts", "opaque", "stage"}
-    named = [
-        f"piper.{n}" for n in re.findall(r"\bpiper\.([a-zA-Z]\w*)", text) if not hasattr(piper, n)
-    ]
-    for kind, known in fields.items():
-        named += [f"{kind}({n}=" for n in re.findall(rf"\b{kind}\((\w+)=", text) if n not in known]
-        named += [
-            f"{kind}.{n}" for n in re.findall(rf"\b{kind}\.([a-z]\w*)", text) if n not in known
-        ]
-    named += [f"{n}(where(" for n in re.findall(r"\b(\w+)\(where\(", text) if not hasattr(piper, n)]
-    return named
-
-
-def test_what_messages_name_exists() -> None:
-    internal = re.compile(r"piper\.(api|views|sessions|cli|ray|worker)\b")
-    found = {
-        place: names
-        for place, text in texts()
-        if not internal.search(text) and (names := unknown_names(text))
-    }
-    assert not found
-
-
-def test_negative_control_names_that_do_not_exist_are_found() -> None:
-    assert unknown_names("Remove it and use the directive offload(where(...)).") == [
-        "offload(where("
-    ]
-    assert unknown_names("set Job(precision=Precision(master='float32'))") == ["Precision(master="]
-    assert unknown_names("piper.offload, Job(grad_clip=1), Job.clip, region(remat=True)") == [
-        "piper.offload",
-        "Job(grad_clip=",
-        "Job.clip",
-        "region(remat=",
-    ]
-    assert (
-        unknown_names("piper.region(opaque=True), Job(clip_norm=1), Job.batch, split(where())")
-        == []
-    )

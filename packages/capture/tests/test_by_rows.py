@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from piper_capture.steps.by_rows import takes_any_rows
 from piper_ops import grouped_mm
+from tests.helpers.cases import each_case
 
 
 def gated(rows: Tensor, counts: Tensor, wide: Tensor, narrow: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def of_a_fixed_size(rows: Tensor, counts: Tensor, wide: Tensor, narrow: Tensor) 
     return gated(rows.view(10, 2, 4).flatten(1), counts, wide, narrow)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "any_rows"),
     [(gated, True), (every_other, True), (joined, True)]
     + [(body, False) for body in (halves, later, turned, over_rows, of_a_fixed_size)],

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from piper_capture import capture
 from piper_ir.ground.errors import CaptureError
+from tests.helpers.cases import each_case
 
 Body = Callable[[Any, Tensor], Tensor]
 
@@ -60,7 +61,7 @@ def cached_cosine(layer: Any) -> Tensor:
     return layer.constant.cos()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "name"),
     [
         (lambda layer, x: layer.linear(x) * cached_norm(layer), "cached_norm"),

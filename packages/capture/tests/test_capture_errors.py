@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from piper_capture import capture, region
 from piper_ir.ground.errors import CaptureError, SelectorError
+from tests.helpers.cases import each_case
 
 REFUSED: dict[str, tuple[Callable[[nn.Linear, Tensor], Tensor], str]] = {}
 
@@ -211,7 +212,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
     return output.mean()
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_case("name", REFUSED)
 def test_refused_by_name(name: str) -> None:
     body, pattern = REFUSED[name]
     with pytest.raises(CaptureError, match=pattern) as caught:
@@ -250,7 +251,7 @@ def test_the_same_model_without_the_offence_is_captured() -> None:
     assert capture(lambda: Model(lambda linear, x: linear(x)), batch, mean).program.chunks
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("loss", "pattern"),
     [
         (
@@ -267,7 +268,7 @@ def test_losses_of_the_wrong_kind(loss: Any, pattern: str) -> None:
         capture(lambda: Model(lambda linear, x: linear(x)), batch, loss)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "pattern"),
     [
         (lambda rows: torch.ones(4), "must return a pair"),
@@ -313,7 +314,7 @@ def test_a_batch_of_one_row_is_asked_for_one_row() -> None:
         capture(lambda: Model(lambda linear, x: linear(x)), sliced, mean)
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyError, ImportError])
+@each_case("kind", [ValueError, KeyError, ImportError])
 def test_a_constructor_that_raises_is_named_with_its_line(kind: type[Exception]) -> None:
     def construct() -> nn.Module:
         raise kind("no such size")
@@ -352,7 +353,7 @@ class Hooked(nn.Module):
         return self.embed(x[:, 0].long()) * self.weight
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("what", "says"),
     [
         ("hook", "'weight' has a hook"),

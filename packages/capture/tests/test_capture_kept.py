@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from piper_capture import capture
 from piper_capture.trace import dynamo
 from piper_ir.ground.errors import CaptureError
+from tests.helpers.cases import each_case
 
 Body = Callable[[Any, Tensor], Tensor]
 REFUSED: dict[str, tuple[Body, str]] = {}
@@ -375,7 +376,7 @@ def test_what_the_next_call_reads_is_refused_by_name_and_line(name: str) -> None
     )
 
 
-@pytest.mark.parametrize("name", TAKEN)
+@each_case("name", TAKEN)
 def test_what_makes_no_difference_is_taken(name: str) -> None:
     assert capture(lambda: Model(TAKEN[name]), batch, squared).program.chunks
 

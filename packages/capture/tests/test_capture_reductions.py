@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from piper_capture.graphs.local_rules import REDUCED
 from piper_capture.graphs.rewrites import rewrite_joint
+from tests.helpers.cases import each_case
 
 REDUCTIONS = {"mean": 1, "sum": 2}
 
@@ -21,8 +22,8 @@ def traced(
     return make_fx(lambda x, y: op(x, y, **named), tracing_mode="fake")(*given)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("op", REDUCED, ids=str)
+@each_case("reduction", REDUCTIONS)
+@each_case("op", REDUCED, ids=str)
 def test_a_reduced_loss_owns_its_own_bytes_alone(op: torch._ops.OpOverload, reduction: str) -> None:
     given = torch.rand(6, 5), torch.rand(6, 5)
     module = traced(op, reduction, given)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from piper_capture import capture
 from piper_ir.ground.errors import CaptureError
+from tests.helpers.cases import each_case
 
 REFUSED: dict[str, tuple[Callable[[Net], None], str]] = {}
 ACCEPTED: dict[str, Callable[[Net], None]] = {}
@@ -134,14 +135,14 @@ def made(change: Callable[[Net], None], fake: bool) -> Callable[[], nn.Module] |
     return (lambda: Net(change, False)) if fake else Net(change, False)
 
 
-@pytest.mark.parametrize("fake", [True, False], ids=["made-on-fake-tensors", "made-for-real"])
-@pytest.mark.parametrize("name", REFUSED)
+@each_case("fake", [True, False], ids=["made-on-fake-tensors", "made-for-real"])
+@each_case("name", REFUSED)
 def test_refused_by_both_names(name: str, fake: bool) -> None:
     change, says = REFUSED[name]
     with pytest.raises(CaptureError, match=says):
         capture(made(change, fake), batch, nn.functional.mse_loss)
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@each_case("name", ACCEPTED)
 def test_accepted_where_nothing_is_lost(name: str) -> None:
     assert capture(made(ACCEPTED[name], True), batch, nn.functional.mse_loss).program.chunks

@@ -17,6 +17,7 @@ from piper_capture.trace import tracing
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import Affine, bind
 from piper_ir.program.program import Chunk, Cost, Kernel, Program
+from tests.helpers.cases import each_case
 from tests.helpers.models import (
     CASES,
     VOCAB,
@@ -40,7 +41,7 @@ def kernels(cost: Cost) -> Counter[Kernel]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt", "buffers", "keywords"])
+@each_case("name", ["gpt", "buffers", "keywords"])
 def test_affine_sizes_are_exact_at_other_rows(name: str) -> None:
     found = captured(name)
     for rows in (1, 7):

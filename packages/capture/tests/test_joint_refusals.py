@@ -15,6 +15,7 @@ from packages.capture.tests.joint_cases import rand
 from packages.capture.tests.joint_harness import Case, capture, trace
 from piper_capture.steps.joint import JointInput, trace_chunk
 from piper_ir.ground.errors import CaptureError
+from tests.helpers.cases import each_case
 
 
 @torch.library.custom_op("pipertest::halve_", mutates_args=("x",))
@@ -81,7 +82,7 @@ REFUSED: dict[Callable[..., Any], str] = {
 }
 
 
-@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+@each_case("function", REFUSED, ids=lambda f: f.__name__)
 def test_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(CaptureError, match=REFUSED[function]):
         trace(Case(function, ("value", "param"), (rand(4, 8), rand(8, 8))))

@@ -19,6 +19,7 @@ from packages.capture.tests.layout_graphs import (
 )
 from packages.capture.tests.test_layout_rules import CASES
 from piper_capture.layouts.indexes import LoopIndex, OverlappingCuts, indexed
+from tests.helpers.cases import each_case
 from tests.helpers.models import CASES as CAPTURED
 from tests.helpers.models import MORE, captured
 
@@ -105,7 +106,7 @@ def test_a_mixture_has_experts_and_their_hidden() -> None:
     assert layer.unknown() == set()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "weight", "sizes", "place", "others"),
     [
         ("repeated", "q", [KV, HEADS // KV, E], 0, ("k", "v", "out")),

@@ -7,6 +7,7 @@ import pytest
 from packages.capture.tests.layout_graphs import Graph, chunk_of, spelled
 from piper_capture.layouts import NamedIndexes
 from piper_capture.layouts.indexes import LoopIndex
+from tests.helpers.cases import each_case
 
 
 def named(graph: Graph) -> NamedIndexes:
@@ -70,7 +71,7 @@ def test_a_mixture_of_experts() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("spelling", "name", "where"),
     [
         ("repeated", "heads", {"q:1", "k:1", "v:1", "out:0"}),

@@ -27,6 +27,7 @@ from piper_capture.layouts.rules import rules
 from piper_capture.layouts.rules.letters import all_whole
 from piper_capture.layouts.rules.rules_elementwise import elementwise
 from piper_capture.torch_api._torch import OpOverload
+from tests.helpers.cases import each_case
 
 aten = torch.ops.aten
 piper = torch.ops.piper
@@ -58,7 +59,7 @@ def judged(table: Mapping[str, Given], seed: int) -> dict[str, list[str]]:
     return wrong | {name: found for name, call in calls.items() if (found := found_wrong(call))}
 
 
-@pytest.mark.parametrize("table", TABLES)
+@each_case("table", TABLES)
 def test_an_op_on_parts_makes_the_parts_of_its_result(table: str) -> None:
     assert judged(TABLES[table], seed=0) == {}
 
@@ -81,7 +82,7 @@ UNINITIALISED = {"aten.empty.memory_format", "aten.empty_like.default", "aten.ne
 """What these hold is nothing to compare."""
 
 
-@pytest.mark.parametrize(
+@each_case(
     "op",
     [
         aten.native_dropout.default,
@@ -113,7 +114,7 @@ def test_a_part_of_one_step_is_not_squeezed_away() -> None:
     assert marks(call) == "=- -> =-"
 
 
-@pytest.mark.parametrize("reduce", ["integers", "booleans", "cast"])
+@each_case("reduce", ["integers", "booleans", "cast"])
 def test_what_rounds_is_not_linear(reduce: str) -> None:
     d = Draw(0)
     calls = {
@@ -228,7 +229,7 @@ NEEDLESS: dict[str, tuple[str, Callable[[Rule], Rule]]] = {
 """Rules that are right and computed whole where that is not needed."""
 
 
-@pytest.mark.parametrize("what", WRONG)
+@each_case("what", WRONG)
 def test_a_wrong_rule_is_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, made = WRONG[what]
     call = CASES[case].call()
@@ -237,7 +238,7 @@ def test_a_wrong_rule_is_caught(what: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert found_wrong(call)
 
 
-@pytest.mark.parametrize("what", NEEDLESS)
+@each_case("what", NEEDLESS)
 def test_a_rule_that_is_whole_without_need_is_caught(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from packages.capture.tests.joint_harness import Case
 from packages.capture.tests.lockstep import judge
 from piper_capture.layouts import Agreed, choice, means
 from piper_ops import cross_entropy
+from tests.helpers.cases import each_case
 
 ROWS, TOKENS, WIDTH, CLASSES, IGNORED, EXACT = 2, 8, 6, 5, 3, 1e-12
 WHOLE = Agreed(whole=frozenset({1}))
@@ -68,8 +69,8 @@ def by_feature(output: Tensor, target: Tensor) -> Tensor:
 LOSSES: tuple[Loss, ...] = (squared, by_feature, F.mse_loss, F.smooth_l1_loss, F.huber_loss)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@each_case("degree", [2, 4])
+@each_case("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_a_mean_is_a_sum_of_terms(loss: Loss, degree: int) -> None:
     found = judge(case(loss), degree, stream=True, agreed=WHOLE)
     assert found.error < EXACT

@@ -15,6 +15,7 @@ from piper_capture.steps.codegen import compile_step
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Program
 from piper_ops.written.opaque import backward_step, forward_step
+from tests.helpers.cases import each_case
 from tests.helpers.models import D, captured, feature_batch, squared_error
 
 
@@ -215,7 +216,7 @@ def flat_params(shapes: tuple[tuple[int, ...], ...], seed: int) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
-@pytest.mark.parametrize("name", BODIES)
+@each_case("name", BODIES)
 def test_parameters_may_die_between_forward_and_backward(name: str) -> None:
     """And are given anew, with other values if one so wishes: the negative control."""
     body, shapes = BODIES[name]

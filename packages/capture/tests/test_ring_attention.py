@@ -21,6 +21,7 @@ from piper_ir.ground.errors import DirectiveError
 from piper_ir.program.layout import Sharding
 from piper_ops import attention, attention_dgrad
 from tests.faults.ring_faults import FAULTS
+from tests.helpers.cases import each_case
 
 ROWS, HEADS, KEYS, ELEMENTS = 2, 4, 2, 3
 WIDTH = HEADS * ELEMENTS
@@ -90,8 +91,8 @@ def test_causal_attention(degree: int, way: str, order: str) -> None:
         assert (found.forward, found.backward) == ({"shift": degree - 1}, {"shift": 2 * degree - 1})
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("way", WAYS)
+@each_case("order", ORDERS)
+@each_case("way", WAYS)
 def test_attention_to_all_tokens(way: str, order: str) -> None:
     """Which tokens a device has makes no difference to how much it computes."""
     case = layer(16, causal=False)
@@ -106,8 +107,8 @@ def test_a_mask_with_gathered_keys(order: str) -> None:
     assert shared(layer(16, masked=True), 4, "gather", order).error < EXACT
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("order", ORDERS)
+@each_case("way", WAYS)
+@each_case("order", ORDERS)
 def test_rows_in_one_sequence_are_computed_whole(way: str, order: str) -> None:
     """A device has tokens of each row, which lie apart in the sequence."""
 
@@ -121,8 +122,8 @@ def test_rows_in_one_sequence_are_computed_whole(way: str, order: str) -> None:
     assert found.error < EXACT and not found.forward["shift"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("stream", ["", "tokens"])
+@each_case("way", WAYS)
+@each_case("stream", ["", "tokens"])
 def test_with_shared_heads(way: str, stream: str) -> None:
     """Heads of keys are shared, too, and along that axis also the tokens of what passes between layers."""
     assert shared(layer(16), 4, way, "", Sharding("tp", 2, stream=stream)).error < EXACT
@@ -198,7 +199,7 @@ def test_tokens_that_an_op_takes_as_too_few_blocks_are_refused_as_such(
         shared_by(replace(plain, function=in_blocks), [asked(degree, "gather")])
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@each_case("fault", FAULTS)
 def test_a_fault_gives_wrong_numbers(fault: str) -> None:
     case = layer(16)
     with FAULTS[fault]():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from piper_capture import capture
 from piper_capture.whole_batch import row_mixing, row_trial
 from piper_ir.ground.errors import CaptureError, PiperWarning
+from tests.helpers.cases import each_case
 
 TOKENS, WIDTH = 10, 12
 Step = Callable[["Model", Tensor], Tensor]
@@ -90,7 +91,7 @@ def batch(rows: range) -> tuple[Tensor, Tensor]:
     return torch.ones(len(rows), TOKENS, WIDTH), torch.zeros(len(rows), dtype=torch.long)
 
 
-@pytest.mark.parametrize("name", COMBINED)
+@each_case("name", COMBINED)
 def test_combined_rows_are_refused_by_line(name: str) -> None:
     line = COMBINED[name].__code__.co_firstlineno
     with pytest.raises(
@@ -98,7 +99,10 @@ def test_combined_rows_are_refused_by_line(name: str) -> None:
     ) as refused:
         capture(lambda: Model({name: COMBINED[name]}), batch, F.cross_entropy)
     assert "combines rows of the batch" in str(refused.value)
-    capture(lambda: Model({name: COMBINED[name]}), batch, F.cross_entropy, whole_batch=False)
+
+
+def test_combined_rows_are_taken_where_the_loss_is_over_a_microbatch() -> None:
+    capture(lambda: Model(COMBINED), batch, F.cross_entropy, whole_batch=False)
 
 
 def test_rows_that_count_by_themselves_are_taken() -> None:

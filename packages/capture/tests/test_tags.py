@@ -11,6 +11,7 @@ from torch import nn
 from piper_capture import region, tag
 from piper_capture.module.tags import layer_indexes, module_coords
 from piper_ir.ground.errors import CaptureError, SelectorError
+from tests.helpers.cases import each_case
 from tests.helpers.models import TinyGPT
 
 
@@ -62,9 +63,7 @@ def test_a_second_call_must_agree_with_the_first() -> None:
         tag(model, {"layers.*": {"stage": 1}})
 
 
-@pytest.mark.parametrize(
-    ("pattern", "value"), [("layers.0", "a"), ("layers.0", True), ("layers.0", -1)]
-)
+@each_case(("pattern", "value"), [("layers.0", "a"), ("layers.0", True), ("layers.0", -1)])
 def test_values_are_integers(pattern: str, value: object) -> None:
     with pytest.raises(CaptureError, match="not a non-negative integer"):
         tag(TinyGPT(), {pattern: {"stage": value}})  # type: ignore[dict-item]  # on purpose

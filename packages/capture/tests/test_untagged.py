@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from piper_capture.module.untagged_experts import way_to_experts
 from piper_ir.ground.sizes import TensorSpec
 from piper_ir.program.program import Param, Program
+from tests.helpers.cases import each_case
 
 STACK, MATRIX = TensorSpec((4, 6, 8), "float32"), TensorSpec((6, 8), "float32")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("specs", "message"),
     [
         (

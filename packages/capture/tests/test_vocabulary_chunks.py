@@ -18,6 +18,7 @@ from piper_capture.layouts.decide import PARTIAL
 from piper_ops import all_gather
 from piper_ops.ground.library import OP_KERNELS
 from piper_ops.pointwise import vocabulary
+from tests.helpers.cases import each_case
 
 ROWS, TOKENS, WIDTH, VOCABULARY, IGNORED = 2, 8, 6, 24, 5
 PADDING = 11
@@ -111,10 +112,10 @@ def test_a_head_and_its_loss(reduction: str, bias: bool, degree: int, stream: bo
     )
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("padding", [None, PADDING])
-@pytest.mark.parametrize("places", [False, True])
+@each_case("stream", [False, True])
+@each_case("degree", [2, 4])
+@each_case("padding", [None, PADDING])
+@each_case("places", [False, True])
 def test_an_embedding(places: bool, padding: int | None, degree: int, stream: bool) -> None:
     assert padding is None or (numbers() == padding).any()
     found = judge(table(padding, places), degree, stream=stream)
@@ -127,8 +128,8 @@ def test_an_embedding(places: bool, padding: int | None, degree: int, stream: bo
     assert not found.backward.keys() - {"all_gather"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("degree", [2, 4])
+@each_case("stream", [False, True])
+@each_case("degree", [2, 4])
 def test_an_embedding_that_is_the_head_of_the_same_chunk(degree: int, stream: bool) -> None:
     """The gradient of its rows is not made whole to be cut into parts then."""
     found = judge(tied(), degree, stream=stream)
@@ -159,7 +160,7 @@ def test_an_embedding_along_a_split_axis() -> None:
     assert found.error < EXACT and found.forward == {"all_reduce": 1}
 
 
-@pytest.mark.parametrize(("size", "nearest"), [(25, 5), (29, 29), (26, 2)])
+@each_case(("size", "nearest"), [(25, 5), (29, 29), (26, 2)])
 def test_a_vocabulary_that_does_not_divide_stays_whole_and_says_so(size: int, nearest: int) -> None:
     found, made = shared_of(table(None, False, size), 4)
     assert not made.layout_of(1)
@@ -210,7 +211,7 @@ def sum_of_one_part(statistics: Tensor, target: Tensor, **options: Any) -> tuple
     return OP_KERNELS[vocabulary.cross_entropy_joined](one, target, **options)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("case", "op", "kernel"),
     [
         (table(None, False), vocabulary.embedding_part, no_mask),

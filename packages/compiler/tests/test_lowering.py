@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from random import Random
 
 import pytest
 
-from packages.compiler.tests.canonical import makespan
-from packages.compiler.tests.compile_cases import RandomProgram, layered, random_case
+from packages.compiler.tests.compile_cases import RandomProgram, layered
 from packages.compiler.tests.plan_walk import walk
 from piper_compiler import (
     Directive,
-    Options,
     Strategy,
     Training,
     compile_program,
@@ -30,8 +27,8 @@ from piper_ir.ground.errors import CompileError, DirectiveError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.select import where
 from piper_ir.ground.sizes import Affine, TensorSpec
-from piper_ir.plan.plan import COMPUTE, Plan
-from piper_ir.program.ops import Add, Collective, Compute, Recv, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Add, Collective, Compute, SquaredNorm, Update, Zeros
 from piper_ir.program.program import (
     BatchTensor,
     Buffer,
@@ -44,6 +41,7 @@ from piper_ir.program.program import (
     Signature,
 )
 from piper_ir.verify import verify
+from tests.helpers.cases import each_case
 
 ROW = TensorSpec((Affine(0, 8),), "float32")
 SCALAR = TensorSpec((), "float32")
@@ -67,7 +65,7 @@ def ops_of(plan: Plan, role: int, kind: type) -> list[str]:
 STAGES = (partition(stages=2), split(where(), microbatches=2))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("directives", "mesh", "says"),
     [
         (
@@ -135,7 +133,7 @@ def test_a_region_placed_twice_and_more_coordinates_than_the_mesh_has() -> None:
         compile_program(layered(4), Strategy(Mesh(pp=2), recipes.gpipe(pp=3, microbatches=2)))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("batch", "says"),
     [
         (
@@ -279,8 +277,8 @@ def test_a_model_that_trains_nothing_before_the_loss() -> None:
     } == {"F"}
 
 
-@pytest.mark.parametrize("tied", ["trained", "detached"])
-@pytest.mark.parametrize("dp", [1, 2])
+@each_case("tied", ["trained", "detached"])
+@each_case("dp", [1, 2])
 def test_a_shared_parameter_is_one_bucket_on_both_roles(tied: str, dp: int) -> None:
     """Also where one use is detached: that role adds nothing to the gradient, but must update its copy."""
     plan = planned(chain(tied=tied), *pipeline(), *recipes.data_parallel() * (dp > 1), pp=3, dp=dp)
@@ -305,9 +303,9 @@ def test_chunks_that_share_a_parameter_are_replicated_alike() -> None:
         planned(chain(tied="trained"), *directives, dp=2)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("m", [1, 3])
+@each_case("dp", [1, 2])
+@each_case("clip", [None, 1.0])
+@each_case("m", [1, 3])
 def test_the_weight_of_a_pair_loss_reaches_every_role(dp: int, clip: float | None, m: int) -> None:
     replicas = recipes.data_parallel() if dp > 1 else ()
     plan = planned(
@@ -452,106 +450,6 @@ def test_offsets_are_aligned_and_states_follow() -> None:
 
 
 # --- program order
-
-
-def test_empty_receives_are_posted_at_once_and_others_shortly_before_use() -> None:
-    def ahead(program: Program, recv_ahead: int) -> list[int]:
-        """For each receive on the last device, how many compute instructions lie between it and its first reader."""
-        options = Options(recv_ahead=recv_ahead)
-        strategy = Strategy(Mesh(pp=3), recipes.gpipe(pp=3, microbatches=6))
-        role = compile_program(program, strategy, options=options).plan.roles[2]
-        out = []
-        for k, instr in enumerate(role.program):
-            if isinstance(instr.parts[0].op, Recv):
-                value = instr.parts[0].writes[0]
-                readers = (
-                    n
-                    for n, i in enumerate(role.program)
-                    if any(value in p.reads for p in i.parts) and i.stream == COMPUTE
-                )
-                out.append(sum(i.stream == COMPUTE for i in role.program[k : next(readers)]))
-        return out
-
-    assert ahead(synthetic(stages=3, F=1, I=1, W=1), 2) == [0, 1, 2, 3, 4, 5], (
-        "nothing stands before them"
-    )
-    sized = random_sized()
-    assert ahead(sized, 2) == [0, 1, 2, 2, 2, 2]
-    assert ahead(sized, 0) == [0] * 6
-
-
-def random_sized() -> Program:
-    program = synthetic(stages=3, F=1, I=1, W=1)
-    chunks = []
-    for c in program.chunks:
-        ports = {
-            p: ROW
-            if p.startswith(("gin", "out", "tan")) and not (c.id == "stage2" and p != "gin0")
-            else s
-            for p, s in c.ports.items()
-        }
-        inputs = tuple(replace(i, spec=ROW) if i.kind == "value" else i for i in c.inputs)
-        outputs = tuple(replace(o, spec=ROW) if o.kind == "value" else o for o in c.outputs)
-        ports |= {"in0": inputs[0].spec}
-        chunks.append(replace(c, ports=ports, inputs=inputs, outputs=outputs))
-    return replace(program, chunks=tuple(chunks))
-
-
-def test_all_roles_issue_the_transfers_of_one_global_order() -> None:
-    """What NCCL needs: the k-th send of a channel and its receive stand at compatible places among all other
-    transfers."""
-    for seed in range(0, 60, 5):
-        case = random_case(seed)
-        plan = compile_program(
-            case.program, case.strategy, global_batch=case.global_batch, training=case.training
-        ).plan
-        after: dict[str, set[str]] = {}
-        for role in plan.roles:
-            names = [transfer(i.parts[0]) for i in role.program if i.comm]
-            for a, b in pairwise(names):
-                after.setdefault(a, set()).add(b)
-        seen: dict[str, int] = {}
-
-        def acyclic(
-            name: str, seen: dict[str, int] = seen, after: dict[str, set[str]] = after
-        ) -> bool:
-            if seen.get(name):
-                return seen[name] == 2
-            seen[name] = 1
-            ok = all(acyclic(n) for n in after.get(name, ()))
-            seen[name] = 2
-            return ok
-
-        assert all(acyclic(n) for n in list(after)), case.text
-
-
-def transfer(part: object) -> str:
-    """One name for both ends of a transfer, or all members of a reduction."""
-    op, node = part.op, part.node  # type: ignore[attr-defined]  # a Part
-    return node.split(".", 1)[1] if isinstance(op, Send | Recv) else node.rpartition("#")[0]
-
-
-def test_the_default_order_keeps_both_chunks_of_a_v_busy() -> None:
-    """V placement without an order: each device's two stages count as one way through the devices, not as a serial
-    loop."""
-    p, m = 4, 8
-    places = (place(where(stage=s), on=dict(pp=min(s, 2 * p - 1 - s))) for s in range(2 * p))
-    plan = planned(
-        synthetic(stages=2 * p, F=1, I=1, W=1), split(where(), microbatches=m), *places, pp=p
-    )
-    busy = m * 2 * 3
-    assert makespan(plan) < 1.5 * busy
-    assert max(r.peak_bytes for r in plan.roles) <= 2 * p
-
-
-def test_an_order_elsewhere_may_ask_for_more_in_flight_than_the_default_allows() -> None:
-    """Device 1 wants all forwards first; device 0 has no order and must give them."""
-    directives = (
-        *recipes.pipeline(pp=2, microbatches=5),
-        order(where(stage=1, phase="F"), where(stage=1, phase="B")),
-    )
-    plan = planned(synthetic(stages=2, F=1, I=1, W=1), *directives, pp=2)
-    assert [r.peak_bytes for r in plan.roles] == [5, 5]
 
 
 def test_the_log_of_the_graph_lists_the_directives() -> None:

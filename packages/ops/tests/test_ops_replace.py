@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.traceback import annotate
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import piper_ops
-from piper_ops import UnsupportedVariant, replace_portable
+from piper_ops import replace_portable
 
 TOLERANCE = 1e-12
 
@@ -415,100 +413,6 @@ def test_nested_graphs_are_rewritten(capture: Any) -> None:
     assert ops(inner) == ["layer_norm"]
 
 
-def autocast(a: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return a @ a.mT
-
-
-def lstm(a: Tensor) -> Tensor:
-    out: Tensor = LSTM(a)[0]
-    return out
-
-
-TABLE = torch.linspace(0, 1, 32, dtype=f64).view(4, 8)
-LSTM = nn.LSTM(16, 16, dtype=f64)
-MHA = nn.MultiheadAttention(16, 4, batch_first=True, dtype=f64)
-LINEAR = nn.Linear(16, 16, dtype=f64)
-ROWS = TARGET.clamp(0)
-
-REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "attention with a mask that is causal, too": (
-        lambda a: F.scaled_dot_product_attention(*[split(a)] * 3, attn_mask=MASK, is_causal=True),
-        "attn_mask together with is_causal",
-        "Put the causal part into the mask",
-    ),
-    "flex_attention that looks up a row of a table": (
-        lambda a: flex_attention(
-            *[split(a)] * 3, score_mod=lambda score, b, h, i, j: score + TABLE[h][j]
-        ),
-        "flex_attention: getitem in its score_mod or mask_mod",
-        r"table\[b, q_idx\]",
-    ),
-    "flex_attention with a sum": (
-        lambda a: flex_attention(
-            *[split(a)] * 3, score_mod=lambda score, b, h, i, j: score + score.sum()
-        ),
-        "flex_attention: sum in its score_mod or mask_mod",
-        "element-wise operations",
-    ),
-    "norm of two dtypes": (
-        lambda a: F.layer_norm(a.bfloat16(), (16,), torch.ones(16)),
-        "layer_norm: weight or bias .*float32 beside an input of torch.bfloat16",
-        "one shape and dtype",
-    ),
-    "legacy reduction": (
-        lambda a: F.cross_entropy(a.view(-1, 16), ROWS.view(-1), size_average=False),
-        "cross_entropy: the legacy arguments",
-        "reduction='mean'",
-    ),
-    "fused attention of inference": (
-        lambda a: (
-            torch._native_multi_head_attention(
-                a, a, a, 16, 4, *(p.detach() for p in MHA.parameters())
-            )[0]
-            * a
-        ),
-        "_native_multi_head_attention: ",
-        "nn.MultiheadAttention",
-    ),
-    "nn.LSTM": (lstm, "lstm: fused recurrent", r"region\(opaque=True\)"),
-    "batch norm in training": (
-        nn.BatchNorm1d(8, dtype=f64),
-        "batch_norm: batch statistics",
-        "LayerNorm",
-    ),
-    "batch norm without running statistics": (
-        nn.BatchNorm1d(8, track_running_stats=False, dtype=f64).eval(),
-        "batch_norm: batch statistics",
-        "LayerNorm",
-    ),
-    "instance norm": (
-        nn.InstanceNorm1d(8, track_running_stats=True, dtype=f64),
-        "instance_norm: ",
-        "track_running_stats=False",
-    ),
-    "native layer norm": (
-        lambda a: torch.native_layer_norm(a, (16,), None, None, 1e-5)[0],
-        "native_layer_norm: ",
-        "F.layer_norm",
-    ),
-    "autocast": (autocast, "autocast: autocast inside", "Precision"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings("ignore:size_average and reduce:UserWarning")
-def test_refused_with_op_variant_line_and_way_out(name: str, capture: Any) -> None:
-    fn, words, way_out = REFUSED[name]
-    gm, _ = capture(fn, x())
-    with pytest.raises(UnsupportedVariant, match=f"(?s){words}.*{way_out}") as caught:
-        replace_portable(gm)
-    if not isinstance(fn, nn.Module):  # a bare torch module has no line of the user's
-        lines, first = inspect.getsourcelines(fn)
-        named = [f"{__file__}:{first + i}" for i in range(len(lines))]
-        assert any(f"{line})" in str(caught.value) for line in named)
-
-
 @pytest.mark.parametrize(
     "norm",
     [
@@ -533,8 +437,3 @@ def test_eval_batch_norm_passes(capture: Any) -> None:
     gm, _ = capture(nn.BatchNorm1d(8, dtype=f64).eval(), x())
     replace_portable(gm)
     assert ops(gm) == []
-
-
-def test_every_refusal_is_a_sentence_with_a_way_out() -> None:
-    for refusal in piper_ops.REFUSALS.values():
-        assert refusal.reason and refusal.way_out.endswith(".")
