@@ -50,7 +50,7 @@ def _sent(table: Tensor, place: int, first: int, places: int) -> tuple[Tensor, T
 
 
 def _received(table: Tensor, place: int, first: int, places: int) -> tuple[Tensor, Tensor]:
-    """Return at which place of each device's message the rows for each own expert begin, and their numbers [n, E / n]."""
+    """Return where in each device's message the rows for each own expert begin, and how many there are [n, E / n]."""
     own = table.shape[1] // table.shape[0]
     counts = table[:, place * own : (place + 1) * own]
     ends = counts.cumsum(1).sub_(first)
