@@ -94,11 +94,13 @@ The plan may have more roles than the user's: ranks that differ are apart (`pipe
 """
 
 
-def work_of(model: CostModel, role: RolePlan) -> list[Work]:
-    """Return the work of each instruction of a role, asked for once for equal ones if the model is uniform."""
-    if model.uniform:
-        return role.table.each(partial(model.work, role))
-    return [model.work(role, instr) for instr in role.program]
+def work_of(model: CostModel, plan: Plan) -> list[Work]:
+    """Return the work of each instruction of a plan, asked for once for equal ones of a role if the model is uniform."""
+    done: list[Work] = []
+    for role in plan.roles:
+        work = partial(model.work, role)
+        done += role.table.each(work) if model.uniform else map(work, role.program)
+    return done
 
 
 def given_only(plan: Plan) -> bool:
