@@ -9,13 +9,12 @@ import pytest
 import piper_ir.plan.plan_file as plan_file
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.fold.memory import peak
-from piper_ir.ground.codec import dumps
+from piper_ir.ground.codec import dumps, encode
 from piper_ir.ground.errors import FormatError
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.instr_table import InstrTable
 from piper_ir.plan.plan import Plan
 from piper_ir.plan.plan_file import plan_text, read_plan
-from piper_ir.plan.plan_pieces import plan_pieces
 from piper_ir.verify import verify
 from tests.helpers.cases import each_case
 
@@ -54,16 +53,21 @@ def test_the_quick_text_of_a_plan_is_that_of_the_codec(
         *recipes.data_parallel(zero=zero, prefetch=0),
     )
     made = compile_program(program, Strategy(Mesh(pp=2, dp=2), recipe)).plan
-    pieces = plan_pieces(made)
-    assert pieces is not None and "".join(pieces) == dumps(made)
-    assert plan_pieces(program) is None
     named = replace(
         made, roles=tuple(replace(role, program=tuple(role.program)) for role in made.roles)
     )
-    assert plan_pieces(named) is None and named.key == made.key
+    assert named.key == made.key
+    first = named.roles[0]
+    waiting = replace(first.program[0], waits=(("nowhere", 2), (first.streams[0], 1000)))
+    odd = replace(first, program=(waiting, *first.program[1:], replace(waiting, parts=())))
+    wrong = replace(named, roles=(odd, *named.roles[1:]), values={})
+    for plan in (made, named, wrong):  # also one that the verifier refuses
+        encoded = json.loads(dumps(replace(plan, roles=(), values={}))) | encode(plan)
+        assert dumps(plan) == json.dumps(encoded, separators=(",", ":"))
+        assert read_plan(dumps(plan)) == plan
 
 
-def test_a_small_plan_and_one_without_tables_name_every_instruction(
+def test_a_small_plan_and_one_by_hand_name_every_instruction(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert plan_text(plan) == dumps(plan)

@@ -1,4 +1,4 @@
-"""A broken table is judged like its instructions by name: `check` may judge one of those that are alike for all."""
+"""A broken table is judged like its instructions by hand: `check` may judge one of those that are alike for all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from packages.compiler.tests.compile_cases import layered
 from piper_compiler import Strategy, Training, compile_program, recipes
-from piper_ir.fold import memory
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.plan.instr_table import InstrTable, InstrTemplate, TableKinds
+from piper_ir.plan.instr_table import InstrTable, InstrTemplate
 from piper_ir.plan.plan import COMPUTE, Plan, Values
+from piper_ir.plan.table_kinds import TableKinds
 from piper_ir.program.ops import Op, Seed
 from piper_ir.verify import Violation, check
 from tests.helpers.cases import each_case
@@ -159,14 +159,6 @@ def test_any_swap_is_judged_alike(seed: int) -> None:
         column[i], column[j] = column[j], column[i]
 
     seen(broken(seed % 2, change))
-
-
-def test_a_fault_of_the_memory_of_tables_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak is counted by names, and not by the walk over tables that stated it."""
-    size = memory._TableWalk.size
-    monkeypatch.setattr(memory._TableWalk, "size", lambda walk, value: size(walk, value) // 2)
-    monkeypatch.setattr(memory._TableWalk, "totals", memory._Walk.totals)
-    assert {v.rule for v in check(memory.with_peaks(good()))} == {"R28-peak"}
 
 
 def test_a_value_that_differs_in_one_microbatch_is_found() -> None:

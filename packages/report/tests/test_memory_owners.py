@@ -49,6 +49,7 @@ def test_an_input_given_back_before_the_peak_counts_for_what_is_left_of_it() -> 
     part = Part("y.F@0", Compute("y", "F"), 0, (x.id,), (y.id,), (x.id,))
     role = RolePlan("r", {}, (0,), (Instr("compute", (part,)),), ("compute",), allocs_first=(x.id,))
     plan = Plan("k", Mesh(), 1, 1, (), (role,), (), (), {v.id: v for v in (x, y)}, (chunk,))
+    (role,) = plan.roles
     assert peak(plan, role).total == 110
     assert [(o.name, o.bytes) for o in owners(plan, role)] == [
         ("x:out0@0", 70),

@@ -10,7 +10,7 @@ from piper_compiler.build import build_graph
 from piper_compiler.directives import Directive, asked_by_model, describe, partition
 from piper_compiler.directives.base import Settling
 from piper_compiler.directives.replicate import check_rows
-from piper_compiler.durations import InstructionSeconds
+from piper_compiler.durations import BoundChunks, InstructionSeconds
 from piper_compiler.passes.order.overlap import first_to_finish, interleavings, seconds_of_spans
 from piper_compiler.passes.order.schedule import Scheduler, overlap_seconds
 from piper_compiler.passes.program.assemble import bound_chunks, plan_of
@@ -35,7 +35,7 @@ from piper_ir.ground.errors import CompileError, DirectiveError
 from piper_ir.ground.mesh import Mesh, whole_axis
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
-from piper_ir.program.program import Chunk, Program
+from piper_ir.program.program import Program
 from piper_ir.tools import no_garbage_collection
 
 __all__ = [
@@ -135,11 +135,9 @@ def split_mesh(mesh: Mesh, program: Program) -> Mesh:
 def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
     """Make the plan of a complete graph, at `rows` rows per microbatch and rank."""
     chunks = bound_chunks(graph, rows)
-    seconds = InstructionSeconds(chunks.values(), request.costs)
-    orders = interleavings(graph, overlap_seconds(graph, chunks, rows, seconds))
-    best = first_to_finish(
-        orders, lambda order: drafted(order, chunks, rows, request.options, seconds)
-    )
+    bound = BoundChunks(chunks, rows, InstructionSeconds(chunks.values(), request.costs))
+    orders = interleavings(graph, overlap_seconds(graph, bound))
+    best = first_to_finish(orders, lambda order: drafted(order, bound, request.options))
     freed = releases(best.draft, best.uses, best.times, best.buffers())
     programs = best.programs(freed)
     plan = plan_of(best.graph, chunks, rows, programs, request)
@@ -148,19 +146,17 @@ def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
     return Lowered(best.graph, plan, lambda: best.prepared(freed))
 
 
-def drafted(
-    graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options, seconds: InstructionSeconds
-) -> Drafted:
+def drafted(graph: Graph, bound: BoundChunks, options: Options) -> Drafted:
     """Put every role's instructions in program order, and time them in a run that frees nothing."""
     deps = dependencies(graph)
-    spans = seconds_of_spans(graph, chunks, deps)
-    scheduler = Scheduler(graph, deps, chunks, rows, seconds, spans)
+    spans = seconds_of_spans(graph, bound.by_name, deps)
+    scheduler = Scheduler(graph, deps, bound, spans)
     placed = residency(graph, deps, scheduler.run(), scheduler.starts, scheduler.seconds)
     nodes = columns(placed.graph, placed.deps, placed.sequence)
     work = tasks(placed.graph, placed.deps, nodes, options.fuse)
     where = positions(placed.graph, placed.deps, nodes, work.number, options.recv_ahead)
     order = draft(placed.graph, placed.deps, nodes, work, where)
-    maker = PartMaker(placed.graph, chunks, rows, graph.microbatches * graph.replicas, seconds)
+    maker = PartMaker(placed.graph, bound, graph.microbatches * graph.replicas)
     return Drafted(placed, maker, order, spans)
 
 

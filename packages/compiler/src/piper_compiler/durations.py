@@ -5,7 +5,8 @@ They decide ties and the points at which values are freed, never results: any du
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from piper_ir.graph.graph import Graph, Node
 from piper_ir.ground.sizes import bind
@@ -105,3 +106,18 @@ class InstructionSeconds:
     def collective(self, nbytes: int) -> float:
         """Return the seconds of a collective with a message of this size."""
         return 0.0 if self._given else collective_seconds(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundChunks:
+    """Hold a program's chunks at the size at which they run.
+
+    Attributes:
+        by_name: the chunks, and their variants by the names of these.
+        rows: the rows of one microbatch on one rank.
+        seconds: the durations of their steps.
+    """
+
+    by_name: Mapping[str, Chunk]
+    rows: int
+    seconds: InstructionSeconds

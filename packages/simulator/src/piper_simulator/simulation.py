@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from piper_ir.fold.memory import Usage, peak, scan
+from piper_ir.fold.memory import Usage, scan
 from piper_ir.fold.memory_owners import owners
-from piper_ir.fold.timing import Times, prepare
+from piper_ir.fold.timing import Prepared
 from piper_ir.ground.errors import PlanError
 from piper_ir.ground.keywords import checked_call
 from piper_ir.ground.limits import MOST_STEP_INSTRUCTIONS, most
@@ -21,15 +21,13 @@ from piper_ir.program.costs import Costs
 from piper_ir.tools import Brief, no_garbage_collection, size_text, time_text
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.named import load_cluster
-from piper_simulator.durations.checked import model_for, under_load
-from piper_simulator.durations.cost_model import CostModelFactory, Work, work_of
+from piper_simulator.durations.checked import under_load
+from piper_simulator.durations.cost_model import CostModelFactory
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, load_notes, load_of
-from piper_simulator.durations.expert_work import EVEN
-from piper_simulator.memory.device_memory import DeviceMemory, device_type
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
-from piper_simulator.memory.role_devices import RoleDevices
+from piper_simulator.memory.role_devices import PeakMemory, peak_memory
 from piper_simulator.memory.snapshot import Snapshot, snapshot
 from piper_simulator.metrics import (
     flop_notes,
@@ -39,8 +37,14 @@ from piper_simulator.metrics import (
     without_formula,
 )
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
-from piper_simulator.times.splitting import split
-from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
+from piper_simulator.times.splitting import SplitPlan, split
+from piper_simulator.times.timed import (
+    Durations,
+    Timed,
+    contention_applies,
+    durations_of,
+    time_steps,
+)
 from piper_simulator.whole_work import whole_notes
 
 
@@ -151,7 +155,7 @@ class Simulation(Brief):
         negative jitter, and for no repetitions.
         """
         with no_garbage_collection():
-            return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
+            return self._run.distribution(jitter, seed=seed, repetitions=repetitions)
 
     def summary(self) -> dict[str, Any]:
         """Return the headline as plain numbers, of the worst rank if there is one per rank.
@@ -233,63 +237,43 @@ def simulate(
             f"instructions are accepted"
         )
     target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
-    tokens = tokens_per_row or plan.tokens_per_row
     with no_garbage_collection():
-        under = load_of(plan, load)
-        factory = under_load(model, EVEN if under is None else under.loads)
-        found = _simulate(
-            plan, target, costs, steps, tokens, model_flops_per_step, contention, factory
-        )
-        if under is None:
-            return found
-        worst = found.step_s
-        if under.worst > under.mean:
-            factory = under_load(model, ((under.worst, 1.0),))
-            worst = _simulate(
-                plan, target, costs, steps, tokens, model_flops_per_step, contention, factory
-            ).step_s
-        worst_step_s = worst if worst > found.step_s else None
+        experts = load_of(plan, load)
+        parts = split(plan, target, shared=contention and contention_applies(plan, target))
+        durations_by = partial(durations_of, parts.plan, target, costs, contention=contention)
+        durations = durations_by(model if experts is None else under_load(model, experts.loads))
+        timed = time_steps(durations, steps)
+        memory = peak_memory(plan, parts, target, costs)
+        run = _Run(plan, target, parts, durations, timed, memory, steps - 1)
+        simulation = _folded(run, tokens_per_row or plan.tokens_per_row, model_flops_per_step)
+        if experts is None:
+            return simulation
+        worst_s = simulation.step_s
+        if experts.worst > experts.mean:
+            worst_load = ((experts.worst, 1.0),)
+            worst_s = time_steps(durations_by(under_load(model, worst_load)), steps).first.makespan
         return replace(
-            found,
-            load=under,
-            worst_step_s=worst_step_s,
-            notes=(*found.notes, *load_notes(plan, under)),
+            simulation,
+            load=experts,
+            worst_step_s=worst_s if worst_s > simulation.step_s else None,
+            notes=(*simulation.notes, *load_notes(plan, experts)),
         )
 
 
-def _simulate(
-    plan: Plan,
-    target: Cluster | None,
-    costs: Costs | None,
-    steps: int,
-    tokens_per_row: int | None,
-    model_flops_per_step: float | None,
-    contention: bool,
-    model: CostModelFactory,
+def _folded(
+    run: _Run, tokens_per_row: int | None, model_flops_per_step: float | None
 ) -> Simulation:
-    parts = split(plan, target, shared=contention and contention_applies(plan, target))
-    costing = model_for(parts.plan, target, costs, model)
-    prepared = prepare(parts.plan)
-    work = [found for role in parts.plan.roles for found in work_of(costing, role)]
-    flows = shared_flows(parts.plan, target, prepared, work, contention=contention)
-    timed = time_steps(prepared, work, flows, latency=plan.hop, issue=costing.issue_s, steps=steps)
+    """Return the figures of a run."""
+    plan, cluster, parts, timed = run.plan, run.cluster, run.parts, run.timed
+    peaks, used = run.memory.peaks, run.memory.used
     step_s = timed.first.makespan
-    gaps = idle_times(parts.plan, prepared, timed.first, timed.durations, plan.hop)
+    gaps = idle_times(parts.plan, run.prepared, timed.first, timed.durations, plan.hop)
     order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
-    counted = plan if target is None else replace(plan, device=device_type(target))
-    fullest = [
-        max(scan(counted, role), key=lambda usage: usage.total, default=None) for role in plan.roles
-    ]
-    peaks = [usage or peak(counted, role) for usage, role in zip(fullest, plan.roles)]
-    held = TimedPlan(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
-    allocator = costs.allocator if costs is not None else None
-    devices = RoleDevices(plan, parts.plan.roles, parts.of, target, allocator)
-    memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
-    rates = rates_of(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
-    missing = without_formula(plan) if target is not None else {}
-    more = *flop_notes(missing, rates.mfu, rates.hfu), *whole_notes(plan, target, step_s)
-    notes = tuple(dict.fromkeys((*costing.notes, *rates.notes, *more)))
-    run = _Run(held, counted, timed.last, work, memory, steps - 1, _of_trace(target, notes))
+    rates = rates_of(plan, cluster, timed.period_s, tokens_per_row, model_flops_per_step)
+    missing = without_formula(plan) if cluster is not None else {}
+    more = *flop_notes(missing, rates.mfu, rates.hfu), *whole_notes(plan, cluster, step_s)
+    notes = tuple(dict.fromkeys((*run.durations.notes, *rates.notes, *more)))
+    run = replace(run, notes=_of_trace(cluster, notes))
     return Simulation(
         step_s=step_s,
         period_s=timed.period_s,
@@ -301,14 +285,14 @@ def _simulate(
         span_bubble_s=max((g.span for g in gaps), default=0.0),
         bubble_s=tuple(step_s - gaps[r].busy for r in order),
         peak_bytes=tuple(peaks[r].total for r in whole),
-        device_bytes=tuple(memory[k].total for k in order),
+        device_bytes=tuple(used[k].total for k in order),
         peak_by_category=tuple(peaks[r].bytes for r in whole),
         slowed_s=timed.slowed_s,
         without_formula=missing,
         notes=notes,
-        ooms=tuple(run.verdicts(devices, peaks, timed.first)),
-        inside_comm_s=inside_seconds(prepared, work),
-        limit_bytes=tuple(devices.limit(k) for k in order),
+        ooms=tuple(run.verdicts()),
+        inside_comm_s=inside_seconds(run.prepared, run.durations.work),
+        limit_bytes=tuple(run.memory.devices.limit(k) for k in order),
         _run=run,
     )
 
@@ -329,28 +313,40 @@ def _named(role: RolePlan, instr: int) -> str:
 
 @dataclass(frozen=True)
 class _Run:
-    """Hold everything from which a trace is made.
+    """Hold everything from which figures and traces are made.
 
     Attributes:
-        held: the plan, its split roles and their durations.
-        counted: the plan with memory counted for the cluster's devices.
-        times: of the plan of `held.parts`.
-        work: of the plan of `held.parts`.
-        memory: of the roles of `held.parts`.
+        parts: the plan with its roles split; `durations` and `timed` are of that plan.
+        step: the number of the last step.
+        notes: of the trace.
     """
 
-    held: TimedPlan
-    counted: Plan
-    times: Times
-    work: Sequence[Work]
-    memory: Sequence[DeviceMemory]
+    plan: Plan
+    cluster: Cluster | None
+    parts: SplitPlan
+    durations: Durations
+    timed: Timed
+    memory: PeakMemory
     step: int
-    notes: Mapping[str, str]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def prepared(self) -> Prepared:
+        """Return the nodes of the split plan."""
+        return self.durations.prepared
 
     @cached_property
     def usages(self) -> list[list[Usage]]:
-        """Return the memory of the roles of `held.plan` through a step, which is large, on first use."""
-        return [list(scan(self.counted, role)) for role in self.counted.roles]
+        """Return the memory of the roles of `plan` through a step, which is large, on first use."""
+        return [list(scan(self.memory.counted, role)) for role in self.memory.counted.roles]
+
+    def distribution(self, jitter: float, *, seed: int, repetitions: int) -> Distribution:
+        """Return how the step is spread when durations vary."""
+        taken = self.durations
+        varying = TimedPlan(
+            self.plan, self.parts, taken.prepared, self.timed.durations, taken.latency, taken.issue
+        )
+        return distribution(varying, jitter, seed=seed, repetitions=repetitions)
 
     def trace(self, by_role: bool = False) -> Trace:
         """Return the trace: spans and memory by rank, in program order; `by_role`: of the first of equal ranks.
@@ -358,8 +354,8 @@ class _Run:
         A memory sample stands at its instruction's start: only the stream "compute" allocates and frees, in program
         order, so the peak in program order is the peak in time.
         """
-        times, origin = self.times, min(self.times.start, default=0.0)
-        parts, roles = self.held.parts, self.held.parts.plan.roles
+        times, origin = self.timed.last, min(self.timed.last.start, default=0.0)
+        parts, roles = self.parts, self.parts.plan.roles
         names = [[instr.name for instr in role.program] for role in roles]
         spans: list[Span] = []
         memory: list[MemSample] = []
@@ -368,10 +364,10 @@ class _Run:
         for rank, r in enumerate(parts.role_of):
             if by_role and rank not in firsts:
                 continue
-            first = self.held.prepared.offsets[r]
+            first = self.prepared.offsets[r]
             for i, instr in enumerate(roles[r].program):
                 node = first + i
-                w = self.work[node]
+                w = self.durations.work[node]
                 start, end, ready = (
                     times.start[node] - origin,
                     times.end[node] - origin,
@@ -399,38 +395,36 @@ class _Run:
             )
         whole = tuple(spans), tuple(memory)
         return Trace(
-            self.held.plan.key, "simulated", *whole, step=self.step, notes=self.notes, alike=alike
+            self.plan.key, "simulated", *whole, step=self.step, notes=self.notes, alike=alike
         )
 
     def footprint(self, rank: int) -> dict[str, int]:
-        k = self.held.parts.role_of[rank]
-        return footprint(self.counted, self.counted.roles[self.held.parts.of[k]], self.memory[k])
+        k, counted = self.parts.role_of[rank], self.memory.counted
+        return footprint(counted, counted.roles[self.parts.of[k]], self.memory.used[k])
 
     def snapshot(self, rank: int) -> Snapshot:
-        held, k = self.held, self.held.parts.role_of[rank]
-        role, first = self.counted.roles[held.parts.of[k]], held.prepared.offsets[k]
-        origin = min(self.times.start, default=0.0)
+        k, counted, times = self.parts.role_of[rank], self.memory.counted, self.timed.last
+        role, first = counted.roles[self.parts.of[k]], self.prepared.offsets[k]
+        origin = min(times.start, default=0.0)
         nodes = range(first, first + len(role.program))
         return snapshot(
-            self.counted,
-            role,
-            [(self.times.start[n] - origin, self.times.end[n] - origin) for n in nodes],
+            counted, role, [(times.start[n] - origin, times.end[n] - origin) for n in nodes]
         )
 
-    def verdicts(
-        self, devices: RoleDevices, peaks: Sequence[Usage], times: Times
-    ) -> Iterator[OomVerdict]:
-        """Yield a verdict on each role that needs more than its devices have; `times` are of the first step."""
-        parts, origin = self.held.parts, min(times.start, default=0.0)
-        for k, (part, r, needs) in enumerate(zip(parts.plan.roles, parts.of, self.memory)):
+    def verdicts(self) -> Iterator[OomVerdict]:
+        """Yield a verdict on each role that needs more than its devices have, at its time in the first step."""
+        parts, times, memory = self.parts, self.timed.first, self.memory
+        counted, devices, origin = memory.counted, memory.devices, min(times.start, default=0.0)
+        roles = zip(parts.plan.roles, parts.of, memory.used, strict=True)
+        for k, (part, r, needs) in enumerate(roles):
             limit = devices.limit(k)
             if limit is None or needs.total <= limit:
                 continue
-            role, most = self.counted.roles[r], peaks[r]
+            role, most = counted.roles[r], memory.peaks[r]
             start = Usage(-1, sum(s.nbytes for s in role.states), {})
             at = next(
                 u.instr
-                for u in chain([start], scan(self.counted, role), [most])
+                for u in chain([start], scan(counted, role), [most])
                 if devices.memory(k, u.total).total > limit
             )
             yield OomVerdict(
@@ -441,16 +435,16 @@ class _Run:
                 fullest=_named(role, most.instr),
                 at=_named(role, at),
                 instr=at,
-                time_s=times.start[self.held.prepared.offsets[k] + at] - origin if at >= 0 else 0.0,
-                owners=tuple(owners(self.counted, role)[:KEPT]),
+                time_s=times.start[self.prepared.offsets[k] + at] - origin if at >= 0 else 0.0,
+                owners=tuple(owners(counted, role)[:KEPT]),
                 beside=needs.total - needs.allocated,
             )
 
     def sources(self) -> dict[str, float]:
         seconds: dict[str, float] = {}
         first = 0
-        for role in self.held.parts.plan.roles:
-            for work in self.work[first : first + len(role.program)]:
+        for role in self.parts.plan.roles:
+            for work in self.durations.work[first : first + len(role.program)]:
                 seconds[work.source] = seconds.get(work.source, 0.0) + work.seconds * len(
                     role.ranks
                 )

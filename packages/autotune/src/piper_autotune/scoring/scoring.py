@@ -16,7 +16,6 @@ from piper_autotune.space.problem import TuningProblem, Variants, Wanted, wanted
 from piper_compiler import CompileRequest, Lowered, Strategy, compiled
 from piper_ir.fold.steady_state import step_and_period
 from piper_ir.ground.errors import CaptureError, PiperError
-from piper_ir.plan.instr_table import InstrTable
 from piper_ir.plan.plan import Instr, Plan, RolePlan
 from piper_ir.program.program import Program
 from piper_ir.tools import no_garbage_collection, size_text
@@ -128,15 +127,11 @@ class _Compiling:
 
 def seconds_of(model: CostModel, plan: Plan) -> list[float]:
     """Return the duration of each instruction, found once if microbatches are alike."""
-    once = model.uniform
-    out: list[float] = []
+    seconds: list[float] = []
     for role in plan.roles:
         work = partial(_seconds, model, role)
-        program = role.program
-        out += (
-            program.each(work) if once and isinstance(program, InstrTable) else map(work, program)
-        )
-    return out
+        seconds += role.table.each(work) if model.uniform else map(work, role.program)
+    return seconds
 
 
 def _seconds(model: CostModel, role: RolePlan, instr: Instr) -> float:

@@ -1,22 +1,19 @@
-"""Yield the changes of a role's memory in program order: the one stream on which every figure of memory is based."""
+"""Yield the changes of a role's memory by name, in program order, and compute the memory use of a part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from piper_ir.fold.part_memory import PartLike, part_peak
-from piper_ir.ground.sizes import TensorSpec, bind
-from piper_ir.plan.plan import COMPUTE, Category, Instr, Part, Plan, RolePlan
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan, RolePlan
 from piper_ir.program.ops import Compute
 
 P = TypeVar("P", bound=PartLike[Any])
 V = TypeVar("V")
 """A value by name, or by number in a table."""
-Kinds = Mapping[str, tuple[TensorSpec, Category]]
-"""The size and category of each value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +63,11 @@ def _sizes(plan: Plan, part: PartLike[str]) -> dict[str, int]:
 class PartUses:
     """Compute the memory use of parts, once for each step of equal chunks in which the same inputs die."""
 
-    def __init__(self, plan: Plan, kinds: Kinds | None = None) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.kinds = plan.kinds if kinds is None else kinds
         self._known: dict[tuple[int, ...], int] = {}
         self._equal: dict[tuple[object, ...], int] = {}
         self._steps: dict[int, tuple[Compute, int]] = {}
-
-    @cached_property
-    def nbytes(self) -> dict[str, int]:
-        """Return the bytes of each value by name."""
-        specs = {
-            id(spec): spec for spec, _ in self.kinds.values()
-        }  # objects that microbatches share
-        sizes = {key: bind(spec.nbytes, 0) for key, spec in specs.items()}
-        return {value: sizes[id(spec)] for value, (spec, _) in self.kinds.items()}
 
     def of(self, part: P, sizes: Mapping[Any, int]) -> PartUse[P]:
         """Return the memory use of a part, given the bytes of the values that it reads and writes."""

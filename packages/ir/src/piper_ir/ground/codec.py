@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -48,6 +48,7 @@ class _DocumentForm:
 
 
 _DOCUMENT_FORMS: dict[type, _DocumentForm] = {}
+_PIECES: dict[type, Callable[[Any], Iterator[str]]] = {}
 
 
 def register(
@@ -60,15 +61,33 @@ def register(
     _DOCUMENT_FORMS[kind] = _DocumentForm(document, to_document, from_document)
 
 
+def register_pieces(kind: type[T], pieces: Callable[[T], Iterator[str]]) -> None:
+    """Let documents of a class be written by a function that is quicker than `encode`, and yields the same text."""
+    _PIECES[kind] = pieces
+
+
 def dumps(document: Any, indent: int | None = None) -> str:
     """Return a dataclass as a JSON document with its format and version; the same object gives the same text."""
+    if indent is None:
+        return "".join(text_pieces(document))
+    return json.dumps(_content(document), indent=indent)
+
+
+def text_pieces(document: Any) -> Iterator[str]:
+    """Return the text of `dumps` in pieces, for documents that are too large to join."""
+    pieces = _PIECES.get(type(document))
+    if pieces is not None:
+        return pieces(document)
+    return iter((json.dumps(_content(document), separators=(",", ":")),))
+
+
+def _content(document: Any) -> dict[str, Any]:
+    """Return the JSON object of a document."""
     form = _DOCUMENT_FORMS.get(type(document))
     if form is not None:
         document = form.to_document(document)
     head = {"format": _format(type(document)), "version": FORMAT_VERSION}
-    return json.dumps(
-        head | encode(document), indent=indent, separators=None if indent else (",", ":")
-    )
+    return {**head, **encode(document)}
 
 
 def loads(kind: type[T], text: str, where: str = "text") -> T:

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from piper_ir.ground.codec import dumps
-
-Pieces = Callable[[Any], Iterator[str] | None]
-"""A function that returns the text of `dumps` in pieces, if it knows a quicker way; else None."""
-_QUICKER: list[Pieces] = []
-
-
-def register_pieces(pieces: Pieces) -> None:
-    """Let `content_key` take the text of documents from a function that is quicker than `dumps`, and gives the same."""
-    _QUICKER.append(pieces)
+from piper_ir.ground.codec import text_pieces
 
 
 def content_key(document: Any) -> str:
@@ -30,8 +20,7 @@ def content_key(document: Any) -> str:
         chunks, variants = (tuple(_silent(chunk, signatures) for chunk in each) for each in parts)
         document = replace(document, chunks=chunks, variants=variants)
     digest = hashlib.sha256()
-    pieces = next((found for quicker in _QUICKER if (found := quicker(document)) is not None), None)
-    for piece in (dumps(document),) if pieces is None else pieces:
+    for piece in text_pieces(document):
         digest.update(piece.encode())
     return digest.hexdigest()[:16]
 

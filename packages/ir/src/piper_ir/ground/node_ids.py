@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 
-def named(id: str, tail: str, mb: int) -> str:
-    """Return the name of a node or value in one microbatch, as "layer0.F@2"; `tail` stays at the end of the id."""
-    if mb < 0:
+def named(id: str, tail: str | None, mb: int) -> str:
+    """Return the name of a node or value in one microbatch, as "layer0.F@2"; `tail` stays at the end of the id.
+
+    Without a tail, None, the id is the name in every microbatch.
+    """
+    if mb < 0 or tail is None:
         return id
     return f"{id[: len(id) - len(tail)]}@{mb}{tail}" if tail else f"{id}@{mb}"
 

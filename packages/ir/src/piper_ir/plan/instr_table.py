@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, overload
 
 from piper_ir.ground.node_ids import named
 from piper_ir.ground.sizes import TensorSpec, bind
-from piper_ir.plan.plan import Category, Instr, Part
+from piper_ir.plan.instructions import Category, Instr, Part
 from piper_ir.program.ops import COMM, Op
 from piper_ir.tools import no_garbage_collection
 
 T = TypeVar("T")
+Kinds = Mapping[str, tuple[TensorSpec, Category]]
+"""The size and category of each value, by its name."""
 _ValuesByInstr = Mapping[int, tuple[int, ...]]
 """The values by the instruction that frees or makes them."""
 
@@ -43,6 +45,14 @@ class ValueTable:
     kinds: tuple[tuple[TensorSpec, Category], ...]
     whole: tuple[bool, ...]
     count: int
+
+    @staticmethod
+    def of(kinds: Kinds) -> ValueTable:
+        """Return a table in which each name is a value of its own, of the whole step."""
+        n = len(kinds)
+        values = ValueTable(tuple(kinds), ("",) * n, tuple(kinds.values()), (True,) * n, 1)
+        values.known.update(zip(kinds, range(n), strict=True))
+        return values
 
     @cached_property
     def nbytes(self) -> tuple[int, ...]:
@@ -85,10 +95,11 @@ class PartTemplate:
 
     The numbers hold for an instruction in microbatch 0; a value of the whole step has the same number in all
     microbatches. `ahead` is the part's microbatch relative to the instruction's, for an instruction that joins several.
+    The tail is None if `node` is the whole name in every microbatch.
     """
 
     node: str
-    tail: str
+    tail: str | None
     op: Op
     reads: tuple[int, ...]
     writes: tuple[int, ...]
@@ -112,8 +123,14 @@ class InstrTemplate:
     @property
     def channel(self) -> str:
         """Return the channel that it uses; "" for compute."""
-        op = self.parts[0].op
+        op = self.parts[0].op if self.parts else None
         return op.channel if isinstance(op, COMM) else ""
+
+    def on_channel(self, name: str) -> InstrTemplate:
+        """Return a communication on a channel of another name."""
+        part = self.parts[0]
+        assert isinstance(part.op, COMM)
+        return replace(self, parts=(replace(part, op=replace(part.op, channel=name)),))
 
 
 class InstrTable(Sequence[Instr]):
@@ -121,7 +138,8 @@ class InstrTable(Sequence[Instr]):
 
     Instruction i is template `used[i]` in microbatch `mbs[i]` (-1: of the whole step). It waits for the instructions
     `waits[i]`, frees `early[i]` before it runs and makes `made[i]` afterwards. The values `first` are there from the
-    start.
+    start. The numbers in `waits` from the length of the program on are those of `astray`: waits, as (stream, n), that
+    lead to no instruction of the role, which the verifier refuses (R05).
     """
 
     def __init__(
@@ -134,10 +152,61 @@ class InstrTable(Sequence[Instr]):
         early: _ValuesByInstr,
         made: _ValuesByInstr,
         first: tuple[int, ...] = (),
+        astray: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.values, self.templates, self.used, self.mbs = values, templates, used, mbs
         self.waits, self.early, self.made, self.first = waits, early, made, first
+        self.astray = tuple(astray)
         self._instrs: list[Instr | None] = [None] * len(used)
+
+    @classmethod
+    def of(cls, instrs: Sequence[Instr], values: ValueTable, first: Sequence[str]) -> InstrTable:
+        """Return instructions as a table in which each has a template of its own.
+
+        `values` has all of their names, each as a value of the whole step.
+        """
+
+        def numbers(names: Sequence[str]) -> tuple[int, ...]:
+            return tuple([values.known[name] for name in names])
+
+        counts: dict[str, int] = {}
+        at: dict[tuple[str, int], int] = {}
+        for i, instr in enumerate(instrs):
+            counts[instr.stream] = counts.get(instr.stream, 0) + 1
+            at[instr.stream, counts[instr.stream]] = i
+        templates, waits = [], []
+        for i, instr in enumerate(instrs):
+            parts = [
+                PartTemplate(
+                    p.node, None, p.op, numbers(p.reads), numbers(p.writes), numbers(p.frees), p.mb + 1, numbers(p.held)
+                )
+                for p in instr.parts
+            ]  # fmt: skip
+            templates.append(InstrTemplate(instr.stream, tuple(parts), instr.seconds, i))
+            waits.append(tuple([at.setdefault(wait, len(at)) for wait in instr.waits]))
+        early = {i: numbers(x.frees_before) for i, x in enumerate(instrs) if x.frees_before}
+        made = {i: numbers(x.allocs_after) for i, x in enumerate(instrs) if x.allocs_after}
+        n = len(instrs)
+        columns = range(n), [-1] * n, waits, early, made, numbers(first), tuple(at)[n:]
+        table = cls(values, templates, *columns)
+        table.all = tuple(instrs)
+        return table
+
+    def on_channels(self, names: Mapping[str, str]) -> InstrTable:
+        """Return the program with other names of channels.
+
+        Instructions that compute stay the same objects, by which costs are found.
+        """
+        templates = [
+            t.on_channel(names[t.channel]) if t.channel in names else t for t in self.templates
+        ]
+        columns = self.waits, self.early, self.made, self.first, self.astray
+        renamed = InstrTable(self.values, templates, self.used, self.mbs, *columns)
+        renamed._instrs = [
+            None if templates[k].channel else instr
+            for k, instr in zip(self.used, self.all, strict=True)
+        ]
+        return renamed
 
     def __len__(self) -> int:
         return len(self.used)
@@ -160,7 +229,7 @@ class InstrTable(Sequence[Instr]):
         return iter(self.all)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, tuple | InstrTable):
+        if not isinstance(other, Sequence):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
@@ -174,11 +243,7 @@ class InstrTable(Sequence[Instr]):
         """Return every instruction."""
         with no_garbage_collection():  # they are many, and in no cycle
             name = self.values.names.__getitem__
-            waits = [t.stream for t in self.templates]
-            places = [(waits[k], n) for k, n in zip(self.used, self._places, strict=True)]
-            return tuple(
-                [made or self._instr(i, name, places) for i, made in enumerate(self._instrs)]
-            )
+            return tuple([made or self._instr(i, name) for i, made in enumerate(self._instrs)])
 
     @property
     def streams(self) -> list[str]:
@@ -224,27 +289,20 @@ class InstrTable(Sequence[Instr]):
         return template.stream, template.seconds, tuple(parts)
 
     @cached_property
-    def _places(self) -> list[int]:
-        """Return for each instruction its count on its stream, itself included."""
+    def places(self) -> list[tuple[str, int]]:
+        """Return for each number in `waits` the stream, and the count on it up to the instruction waited for."""
         counts: dict[str, int] = {}
-        out = []
+        places = []
         for stream in self.streams:
             counts[stream] = counts.get(stream, 0) + 1
-            out.append(counts[stream])
-        return out
+            places.append((stream, counts[stream]))
+        return [*places, *self.astray]
 
-    def _instr(
-        self, i: int, name: Callable[[int], str], places: list[tuple[str, int]] | None = None
-    ) -> Instr:
-        """Return instruction i with its waits; `places` holds the stream and the count on it of each instruction."""
+    def _instr(self, i: int, name: Callable[[int], str]) -> Instr:
+        """Return instruction i with its waits."""
         stream, parts, seconds = self._said(i, name)
         own = self.waits[i]
-        if not own:
-            waits: tuple[tuple[str, int], ...] = ()
-        elif places is not None:
-            waits = tuple([places[j] for j in own])
-        else:
-            waits = tuple([(self.templates[self.used[j]].stream, self._places[j]) for j in own])
+        waits = tuple([self.places[j] for j in own]) if own else ()
         early = tuple([name(v) for v in self.early[i]]) if i in self.early else ()
         made = tuple([name(v) for v in self.made[i]]) if i in self.made else ()
         return Instr(stream, parts, waits, early, made, seconds)
@@ -321,6 +379,7 @@ class InstrTable(Sequence[Instr]):
             tuple(self.templates),
             [_pack(c) for c in columns],
             self.first,
+            self.astray,
         )
 
     def _packed(self, numbers: _ValuesByInstr) -> list[Iterable[int]]:
@@ -354,6 +413,7 @@ def _unpacked(
     templates: tuple[InstrTemplate, ...],
     columns: list[bytes],
     first: tuple[int, ...],
+    astray: tuple[tuple[str, int], ...] = (),
 ) -> InstrTable:
     used, mbs, many, back, *rest = map(_unpack, columns)
     waits = [
@@ -361,7 +421,7 @@ def _unpacked(
         for i, (a, b) in enumerate(pairwise(accumulate(many, initial=0)))
     ]
     early, made = (_numbers(values.count, mbs, *rest[k : k + 4]) for k in (0, 4))
-    return InstrTable(values, templates, used, mbs, waits, early, made, first)
+    return InstrTable(values, templates, used, mbs, waits, early, made, first, astray)
 
 
 def _numbers(
@@ -378,52 +438,3 @@ def _numbers(
             [v * count + mb + own[i] for v, mb in zip(places[a:b], mbs[a:b], strict=True)]
         )
     return out
-
-
-class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
-    """Map every value of programs that are tables to its size and category, in the order in which they are written."""
-
-    def __init__(self, programs: Sequence[InstrTable]) -> None:
-        self._programs = programs
-
-    def are_of(self, program: object) -> bool:
-        """Return whether this map belongs to a program."""
-        return any(program is mine for mine in self._programs)
-
-    def as_dict(self) -> dict[str, tuple[TensorSpec, Category]]:
-        """Return the map as a new dict, which is large."""
-        out: dict[str, tuple[TensorSpec, Category]] = {}
-        with no_garbage_collection():
-            for program in self._programs:
-                names, kinds, count = (
-                    program.values.names,
-                    program.values.kinds,
-                    program.values.count,
-                )
-                out.update({names[v]: kinds[v // count] for v in program.written()})
-        return out
-
-    @cached_property
-    def _all(self) -> dict[str, tuple[TensorSpec, Category]]:
-        return self.as_dict()
-
-    def __getitem__(self, id: str) -> tuple[TensorSpec, Category]:
-        values = self._programs[0].values  # which all programs share
-        number = values.known.get(id)
-        return self._all[id] if number is None else values.kinds[number // values.count]
-
-    def __contains__(self, id: object) -> bool:
-        return id in self._all
-
-    def items(self) -> ItemsView[str, tuple[TensorSpec, Category]]:
-        """Return ids with their sizes and categories."""
-        return self._all.items()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TableKinds, (self._programs,)

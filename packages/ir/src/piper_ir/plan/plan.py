@@ -21,36 +21,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, cast
 
 from piper_ir.ground.content import content_key
 from piper_ir.ground.mesh import Mesh
 from piper_ir.ground.sizes import TensorSpec, bind
+from piper_ir.plan.instr_table import InstrTable, Kinds
+from piper_ir.plan.instructions import CATEGORIES as CATEGORIES
+from piper_ir.plan.instructions import COMPUTE as COMPUTE
+from piper_ir.plan.instructions import Category as Category
+from piper_ir.plan.instructions import Instr as Instr
+from piper_ir.plan.instructions import Part as Part
 from piper_ir.plan.plan_groups import Bucket as Bucket
 from piper_ir.plan.plan_groups import Channel as Channel
+from piper_ir.plan.table_kinds import TableKinds, tabulate
 from piper_ir.program.layout import Layout, whole_shape
-from piper_ir.program.ops import COMM, Op
 from piper_ir.program.program import BatchTensor, Buffer, Chunk, LossKind, Param
 from piper_ir.tools import Brief, size_text
 
 PLAN_VERSION = 1
-COMPUTE = "compute"
-"""The one stream of a role that computes, allocates and frees."""
 
 DeviceType = Literal["", "cpu", "cuda"]
 """The kind of device whose memory a plan counts: "cuda" with the workspace of kernels, the others tensors alone."""
-
-Category = Literal[
-    "param", "master", "grad", "optim", "buffer", "gathered", "reduced", "activation", "gradient", "batch", "scalar", "workspace"
-]  # fmt: skip
-"""The use of memory.
-
-States are param, master, grad (buckets), optim and buffer. Values are gathered (all parameters of a bucket that is
-sharded), reduced (gradients of such a bucket on their way to the ranks that keep them), activation (outputs and saved
-tensors of F), gradient (of activations), batch and scalar. workspace is the memory of a running instruction beyond its
-values.
-"""
-CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +68,16 @@ class Values(Mapping[str, Value]):
 
     __slots__ = ("_kinds",)
 
-    def __init__(self, kinds: Mapping[str, tuple[TensorSpec, Category]]) -> None:
+    def __init__(self, kinds: Kinds) -> None:
         self._kinds = kinds
 
+    @staticmethod
+    def of(values: Mapping[str, Value]) -> Values:
+        """Return values that are given one by one."""
+        return Values({id: (v.spec, v.category) for id, v in values.items()})
+
     @property
-    def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
+    def kinds(self) -> Kinds:
         """Return the spec and category of each id."""
         return self._kinds
 
@@ -123,66 +120,13 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Describe one op of an instruction.
-
-    Attributes:
-        node: the id of the graph's node that it comes from.
-        mb: the microbatch, -1 for ops of the whole step.
-        frees: the values that die when it is done.
-        held: the values of sharded buckets that a step uses in place of states: gathered parameters, which it reads,
-            and buffers of gradients, to which it adds.
-    """
-
-    node: str
-    op: Op
-    mb: int = -1
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    frees: tuple[str, ...] = ()
-    held: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Instr:
-    """Describe one entry of a role's program.
-
-    Attributes:
-        parts: its ops. Only the compute stream has several in one instruction: B is I and W, neighbours may be fused,
-            and an overlapped pair of a synthetic program is one instruction.
-        waits: pairs (stream, n): the first n instructions of that stream must be done.
-        frees_before: values that are freed before the parts run.
-        allocs_after: values whose memory is allocated after the parts ran.
-        seconds: the given duration of an overlapped pair, which is not the sum of its parts.
-    """
-
-    stream: str
-    parts: tuple[Part, ...]
-    waits: tuple[tuple[str, int], ...] = ()
-    frees_before: tuple[str, ...] = ()
-    allocs_after: tuple[str, ...] = ()
-    seconds: float | None = None
-
-    @property
-    def comm(self) -> bool:
-        """Return whether it is communication."""
-        return isinstance(self.parts[0].op, COMM)
-
-    @property
-    def name(self) -> str:
-        """Return the node of its first part, with the number of further parts: "layer3.B@2+1"."""
-        more = len(self.parts) - 1
-        return self.parts[0].node + (f"+{more}" if more else "")
-
-
-@dataclass(frozen=True, slots=True)
 class RolePlan:
     """Describe the program and the memory of the ranks of one role.
 
     Attributes:
         placed: the mesh coordinates that the role fixes.
         ranks: all ranks at these coordinates, ascending.
-        program: the instructions in program order.
+        program: the instructions in program order. A plan keeps them as a table, see `table`.
         streams: the streams of these instructions.
         states: the persistent bytes of the role.
         allocs_first: values whose memory is allocated before the first instruction.
@@ -201,6 +145,11 @@ class RolePlan:
     peak_bytes: int = 0
     peak_at: int = 0
     peak_by_category: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def table(self) -> InstrTable:
+        """Return the program of a role of a plan; `Plan` makes tables of programs that are given as instructions."""
+        return cast(InstrTable, self.program)
 
 
 @dataclass(frozen=True, repr=False)
@@ -248,16 +197,31 @@ class Plan(Brief):
     experts: tuple[str, ...] = ()
     constants: tuple[tuple[str, str], ...] = ()
     evaluates: bool = False
+    _kinds: TableKinds = field(init=False, repr=False, compare=False)
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)
     _channels: dict[str, Channel] = field(init=False, repr=False, compare=False)
     _buckets: dict[str, Bucket] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self._tabulate()
         object.__setattr__(self, "_chunks", {c.variant: c for c in (*self.chunks, *self.variants)})
         object.__setattr__(self, "_roles", {r.role: r for r in self.roles})
         object.__setattr__(self, "_channels", {c.id: c for c in self.channels})
         object.__setattr__(self, "_buckets", {b.id: b for b in self.buckets})
+
+    def _tabulate(self) -> None:
+        """Make tables of programs that are given as instructions, or that the plan's values are not those of."""
+        values = self.values
+        given = values if isinstance(values, Values) else Values.of(values)
+        programs = [(role.program, role.allocs_first) for role in self.roles]
+        kinds = tabulate(programs, given.kinds)
+        if kinds is not given.kinds:
+            tables = zip(self.roles, kinds.programs, strict=True)
+            roles = tuple([replace(role, program=table) for role, table in tables])
+            object.__setattr__(self, "roles", roles)
+            object.__setattr__(self, "values", Values(kinds))
+        object.__setattr__(self, "_kinds", kinds)
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -291,15 +255,10 @@ class Plan(Brief):
         """Return the bucket with an id."""
         return self._buckets[id]
 
-    @cached_property
-    def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
+    @property
+    def kinds(self) -> TableKinds:
         """Return the spec and category of every value by id, which is cheaper than to build `Value` objects."""
-        values = self.values
-        return (
-            values.kinds
-            if isinstance(values, Values)
-            else {id: (v.spec, v.category) for id, v in values.items()}
-        )
+        return self._kinds
 
     @property
     def replicas(self) -> int:

@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import piper_ir.plan.plan_pieces  # noqa: F401 - a quicker way to the key of the plans that are read here
+import piper_ir.plan.plan_pieces  # noqa: F401 - a quicker way to the text of plans
 from piper_ir.ground.codec import dumps, loads
 from piper_ir.ground.errors import FormatError
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.plan.instr_table import InstrTable, InstrTemplate, TableKinds, ValueTable
+from piper_ir.plan.instr_table import InstrTable, InstrTemplate, ValueTable
 from piper_ir.plan.plan import Category, Plan, Values
+from piper_ir.plan.table_kinds import TableKinds
 
 MOST_VALUES = 50_000
 """The most values of a plan whose file names each of them and each instruction."""
@@ -75,13 +76,10 @@ class PlanTables:
 
 def plan_text(plan: Plan) -> str:
     """Return the text of a plan's file."""
-    tables = [role.program for role in plan.roles if isinstance(role.program, InstrTable)]
-    if len(tables) < len(plan.roles) or not tables or len(plan.values) <= MOST_VALUES:
+    if plan.kinds.given is not None or len(plan.values) <= MOST_VALUES:
         return dumps(plan)
-    values = tables[0].values
-    assert all(table.values is values for table in tables), (
-        "the programs of a plan share their values"
-    )
+    tables = [role.table for role in plan.roles]
+    values = tables[0].values  # which all programs share
     kinds = {kind: n for n, kind in enumerate(dict.fromkeys(values.kinds))}
     return dumps(PlanTables(
         replace(plan, roles=tuple(replace(role, program=()) for role in plan.roles), values={}),

@@ -1,7 +1,7 @@
-"""Write the JSON text of a plan in pieces, quicker than `piper_ir.ground.codec` does, for its key.
+"""Write the JSON text of a plan in pieces, quicker than `encode` of `piper_ir.ground.codec` would.
 
-A plan of many microbatches says nearly the same very often. Here a table's programs and values are written from the
-texts of their parts, each made once. The text is that of `dumps`, to the byte.
+A plan of many microbatches says nearly the same very often. Here programs and values are written from the texts of
+their parts, each made once. The text is that of `encode`, to the byte.
 """
 
 from __future__ import annotations
@@ -12,25 +12,14 @@ from dataclasses import replace
 from json.encoder import encode_basestring_ascii as quoted  # what json.dumps writes of a text
 from typing import Any
 
-from piper_ir.ground.codec import FORMAT_VERSION, encode, tagged
-from piper_ir.ground.content import register_pieces
+from piper_ir.ground.codec import FORMAT_VERSION, encode, register_pieces, tagged
 from piper_ir.ground.node_ids import named
 from piper_ir.plan.instr_table import InstrTable, PartTemplate
 from piper_ir.plan.plan import Plan
 
 
-def plan_pieces(document: Any) -> Iterator[str] | None:
-    """Return the text of a plan whose programs are tables, in pieces; None for anything else."""
-    if not isinstance(document, Plan) or not document.roles:
-        return None
-    return (
-        _pieces(document)
-        if all(isinstance(role.program, InstrTable) for role in document.roles)
-        else None
-    )
-
-
-def _pieces(plan: Plan) -> Iterator[str]:
+def plan_pieces(plan: Plan) -> Iterator[str]:
+    """Yield the text of a plan in pieces."""
     roles = tuple(replace(role, program=()) for role in plan.roles)
     head = {"format": "Plan", "version": FORMAT_VERSION} | encode(
         replace(plan, roles=roles, values={})
@@ -48,12 +37,12 @@ def _pieces(plan: Plan) -> Iterator[str]:
 
 def _roles(plan: Plan, bare: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     known: dict[int, list[str]] = {}
+    yield "["
     for k, (role, fields) in enumerate(zip(plan.roles, bare, strict=True)):
-        assert isinstance(role.program, InstrTable)
-        yield ",{" if k else "[{"
+        yield ",{" if k else "{"
         for n, (key, value) in enumerate(fields.items()):
             yield f"{',' if n else ''}{quoted(key)}:"
-            yield _program(role.program, known) if key == "program" else _text(value)
+            yield _program(role.table, known) if key == "program" else _text(value)
         yield "}"
     yield "]"
 
@@ -81,7 +70,7 @@ def _program(table: InstrTable, known: dict[int, list[str]]) -> str:
         names = known[id(table.values)] = [quoted(name) for name in table.values.names]
     streams = [quoted(t.stream) for t in table.templates]
     ops: dict[int, str] = {}
-    places = [f"[{streams[k]},{n}]" for k, n in zip(table.used, table._places, strict=True)]
+    places = [f"[{quoted(stream)},{n}]" for stream, n in table.places]
     out = []
     for i, (k, mb) in enumerate(zip(table.used, table.mbs, strict=True)):
         template, shift = table.templates[k], max(mb, 0)
@@ -122,4 +111,4 @@ def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-register_pieces(plan_pieces)
+register_pieces(Plan, plan_pieces)

@@ -11,7 +11,6 @@ from re import compile as regex
 from typing import assert_never
 
 from piper_ir.ground.sizes import ITEM_BYTES, bind
-from piper_ir.plan.instr_table import InstrTable, TableKinds
 from piper_ir.plan.plan import COMPUTE, Category, Channel, Instr, Plan, RolePlan, Values
 from piper_ir.plan.plan_bytes import flat_bytes
 from piper_ir.program.collectives import COLLECTIVES
@@ -77,9 +76,7 @@ def check_instructions(findings: Findings) -> None:
     for role in plan.roles:
         done = dict.fromkeys(role.streams, 0)
         sound: set[int] = set()  # the same ones in other microbatches are so too
-        for index, (instr, kind) in enumerate(
-            zip(role.program, alike(plan, role.program), strict=True)
-        ):
+        for index, (instr, kind) in enumerate(zip(role.program, _alike(plan, role), strict=True)):
             judged, known = len(findings.violations), kind in sound
             problem = "" if known else _parts_problem(instr)
             if problem:
@@ -346,20 +343,13 @@ def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
             assert_never(op)
 
 
-def alike(plan: Plan, program: Sequence[Instr]) -> Sequence[int]:
-    """Return a number for each instruction of a program, equal for those alike but for their microbatch.
+def _alike(plan: Plan, role: RolePlan) -> Sequence[int]:
+    """Return a number for each instruction of a role, equal for those alike but for their microbatch.
 
-    Their values have the same sizes then, the sizes of the table, unless the plan says something else of its values.
-    Their microbatches are the plan's, unless it says another number of them than the table.
+    The microbatches of the table are the plan's, unless the plan says another number of them.
     """
-    if (
-        isinstance(program, InstrTable)
-        and isinstance(plan.kinds, TableKinds)
-        and plan.kinds.are_of(program)
-    ):
-        if program.values.count == plan.microbatches:
-            return program.alike
-    return range(len(program))
+    table = role.table
+    return table.alike if table.values.count == plan.microbatches else range(len(table))
 
 
 def _parts_problem(instr: Instr) -> str:

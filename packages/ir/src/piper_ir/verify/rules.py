@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.plan.instr_table import TableKinds
 from piper_ir.plan.plan import Category, Instr, Part, Plan, RolePlan
 from piper_ir.program.ops import Compute, op_name
 
@@ -149,8 +148,7 @@ class Findings:
     def kinds(self) -> dict[str, tuple[TensorSpec, Category]]:
         """Return the spec and category of every value, as a dict, which is the fastest to ask."""
         if self._kinds is None:
-            kinds = self.plan.kinds
-            self._kinds = kinds.as_dict() if isinstance(kinds, TableKinds) else dict(kinds.items())
+            self._kinds = self.plan.kinds.as_dict()
         return self._kinds
 
     def add(self, rule: str, message: str, role: RolePlan | None = None, index: int = -1) -> None:

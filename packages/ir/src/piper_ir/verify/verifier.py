@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from piper_ir.fold.memory import peaks_by_names
+from piper_ir.fold.memory import peak
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Plan
 from piper_ir.tools import no_garbage_collection
@@ -114,7 +114,8 @@ def _check_use(findings: Findings) -> None:
 def _check_memory(findings: Findings) -> None:
     """Check R28."""
     plan = findings.plan
-    for role, usage in zip(plan.roles, peaks_by_names(plan, findings.kinds), strict=True):
+    for role in plan.roles:
+        usage = peak(plan, role)
         stated = (role.peak_bytes, role.peak_at, dict(role.peak_by_category))
         scanned = (usage.total, usage.instr, dict(usage.bytes))
         if stated != scanned:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import ClassVar, Protocol
 
 from piper_ir.ground.trace import Source
-from piper_ir.plan.instr_table import InstrTable
 from piper_ir.plan.plan import Instr, Plan, RolePlan
 from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
@@ -95,12 +94,13 @@ The plan may have more roles than the user's: ranks that differ are apart (`pipe
 """
 
 
-def work_of(model: CostModel, role: RolePlan) -> list[Work]:
-    """Return the work of each instruction of a role, asked for once for equal ones if the model is uniform."""
-    program = role.program
-    if model.uniform and isinstance(program, InstrTable):
-        return program.each(partial(model.work, role))
-    return [model.work(role, instr) for instr in program]
+def work_of(model: CostModel, plan: Plan) -> list[Work]:
+    """Return the work of each instruction of a plan, asked for once for equal ones of a role if the model is uniform."""
+    done: list[Work] = []
+    for role in plan.roles:
+        work = partial(model.work, role)
+        done += role.table.each(work) if model.uniform else map(work, role.program)
+    return done
 
 
 def given_only(plan: Plan) -> bool:

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
-from piper_ir.fold.timing import Prepared, Times, prepare, sweep
+from piper_ir.fold.timing import Times, sweep
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.network import Links
 from piper_simulator.durations.checked import model_for
-from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work
+from piper_simulator.durations.cost_model import CostModelFactory, work_of
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.times.splitting import split
-from piper_simulator.times.timed import contention_applies, shared_flows, step_alone
+from piper_simulator.times.timed import contention_applies, durations_of, shared_flows, step_alone
 
 T = TypeVar("T")
 STEP = 0.01
@@ -69,11 +69,13 @@ class Case:
         self.plan = split(
             plan, cluster, shared=contention and contention_applies(plan, cluster)
         ).plan
-        self.prepared: Prepared = prepare(self.plan)
-        costing = model_for(self.plan, cluster, costs, model)
-        self.work: Sequence[Work] = _work(self.plan, costing)
-        self.issue = costing.issue_s
-        self.times, self.interferes = self._timed(self.work, self.issue, cluster)
+        self._taken = durations_of(self.plan, cluster, costs, model, contention=contention)
+        self.prepared, self.work, self.issue = (
+            self._taken.prepared,
+            self._taken.work,
+            self._taken.issue,
+        )
+        self.times, self.interferes = step_alone(self._taken), self._taken.flows is not None
         self.durations = [w.seconds for w in self.work]
         if self.interferes:
             self.durations = [
@@ -91,15 +93,6 @@ class Case:
             issue=issue,
         )
 
-    def _timed(
-        self, work: Sequence[Work], issue: float, cluster: Cluster | None
-    ) -> tuple[Times, bool]:
-        """Return the times of one step as `simulate` gives them, and whether anything slowed another down."""
-        flows = shared_flows(self.plan, cluster, self.prepared, work, contention=self.contention)
-        return step_alone(
-            self.prepared, work, flows, latency=self.plan.hop, issue=issue
-        ), flows is not None
-
     def on(self, cluster: Cluster) -> float:
         """Return the seconds of the step on a changed cluster.
 
@@ -107,7 +100,7 @@ class Case:
         """
         measured = self.costs is not None or any(kind.links.messages for kind in cluster.kinds)
         costing = model_for(self.plan, cluster.each_links(_without_table), None, self.model)
-        work, issue = _work(self.plan, costing), costing.issue_s
+        work, issue = work_of(costing, self.plan), costing.issue_s
         if measured:
             before, issue_before = self._before()
             scaled = [
@@ -120,14 +113,15 @@ class Case:
                 for w, s, m in zip(self.work, scaled, inside, strict=True)
             ]
             issue = _scaled(self.issue, issue, issue_before)
-        return self._timed(work, issue, cluster)[0].makespan
+        flows = shared_flows(self.plan, cluster, self.prepared, work, contention=self.contention)
+        return step_alone(replace(self._taken, work=work, flows=flows, issue=issue)).makespan
 
     def _before(self) -> tuple[list[float], float]:
         """Return the results of formulas on the unchanged cluster."""
         if self._formula is None:
             plain = None if self.cluster is None else self.cluster.each_links(_without_table)
             costing = model_for(self.plan, plain, None, self.model)
-            self._formula = [w.seconds for w in _work(self.plan, costing)], costing.issue_s
+            self._formula = [w.seconds for w in work_of(costing, self.plan)], costing.issue_s
         return self._formula
 
     def alone(self) -> float:
@@ -150,10 +144,6 @@ class Case:
 
 def _without_table(links: Links) -> Links:
     return replace(links, messages=())
-
-
-def _work(plan: Plan, model: CostModel) -> list[Work]:
-    return [model.work(role, instr) for role, _, instr in plan.instructions()]
 
 
 def _scaled(value: float, new: float, old: float) -> float:

@@ -21,7 +21,6 @@ from piper_simulator.durations.checked import under_load
 from piper_simulator.durations.cost_model import CostModelFactory
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.expert_loads import GivenLoad, load_of
-from piper_simulator.durations.expert_work import EVEN
 from piper_simulator.explanation.causes import Cause, Causes
 from piper_simulator.explanation.critical import Chains, PathPiece
 from piper_simulator.explanation.gaps import Gap, Share, idle_gaps, time_shares
@@ -225,9 +224,9 @@ def why(
         target = (
             cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
         )
-        under = load_of(plan, load)
-        factory = under_load(model, EVEN if under is None else under.loads)
-        case = Case(plan, target, costs, contention=contention, model=factory)
+        experts = load_of(plan, load)
+        loaded = model if experts is None else under_load(model, experts.loads)
+        case = Case(plan, target, costs, contention=contention, model=loaded)
         chains = Chains(case.prepared, case.times, latency=plan.hop, issue=case.issue)
         gaps = idle_gaps(case.prepared, case.times, chains)
         counted = plan if case.cluster is None else replace(plan, device=device_type(case.cluster))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from piper_ir.fold.memory import Usage, peak, scan
 from piper_ir.plan.plan import Plan, RolePlan
-from piper_ir.program.costs import AllocatorCosts
+from piper_ir.program.costs import AllocatorCosts, Costs
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
-from piper_simulator.memory.device_memory import DeviceMemory, device_memory
+from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
+from piper_simulator.times.splitting import SplitPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,34 @@ class RoleDevices:
         return device_memory(
             self.plan, self.plan.roles[self.of[k]], nbytes, self._of(k), self.allocator
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """Hold the memory of a plan's roles at their fullest moments.
+
+    Attributes:
+        counted: the plan with memory counted for the cluster's devices.
+        peaks: of the roles of the plan.
+        used: of the split roles, on their devices.
+    """
+
+    counted: Plan
+    peaks: Sequence[Usage]
+    devices: RoleDevices
+    used: Sequence[DeviceMemory]
+
+
+def peak_memory(
+    plan: Plan, split: SplitPlan, cluster: Cluster | None, costs: Costs | None
+) -> PeakMemory:
+    """Return the peaks of a plan's roles, and the bytes that these use on their devices."""
+    allocator = None if costs is None else costs.allocator
+    devices = RoleDevices(plan, split.plan.roles, split.of, cluster, allocator)
+    counted = plan if cluster is None else replace(plan, device=device_type(cluster))
+    peaks = [
+        max(scan(counted, role), key=lambda usage: usage.total, default=None) or peak(counted, role)
+        for role in counted.roles
+    ]
+    used = [devices.memory(k, peaks[r].total) for k, r in enumerate(split.of)]
+    return PeakMemory(counted, peaks, devices, used)

@@ -21,8 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from piper_ir.plan.plan import Channel, Instr, Part, Plan, RolePlan
-from piper_ir.program.ops import COMM
+from piper_ir.plan.plan import Channel, Plan, RolePlan
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.flows import Resource, Wiring, passes, wiring
 from piper_simulator.durations.communication import rank_group
@@ -294,16 +293,5 @@ def _channels(
 def _part(role: RolePlan, name: str, ranks: tuple[int, ...], channels: dict[str, str]) -> RolePlan:
     """Return a role of some of the ranks, with new names of channels."""
     renamed = any(old != new for old, new in channels.items())
-    program = tuple([_on(instr, channels) for instr in role.program]) if renamed else role.program
+    program = role.table.on_channels(channels) if renamed else role.program
     return replace(role, role=name, ranks=ranks, program=program)
-
-
-def _on(instr: Instr, channels: dict[str, str]) -> Instr:
-    """Return an instruction with its channel's new name; compute stays the same object, by which costs are found."""
-    part = instr.parts[0]
-    if not isinstance(part.op, COMM):
-        return instr
-    op = replace(part.op, channel=channels[part.op.channel])
-    return replace(
-        instr, parts=(Part(part.node, op, part.mb, part.reads, part.writes, part.frees),)
-    )

@@ -6,14 +6,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from piper_ir.fold import steady_state, timing
-from piper_ir.fold.timing import Prepared, Times
+from piper_ir.fold import steady_state
+from piper_ir.fold.timing import Prepared, Times, prepare, sweep
 from piper_ir.plan.plan import Plan
+from piper_ir.program.costs import Costs
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.contention.flows import named_sms, wiring
 from piper_simulator.contention.loads import SharedFlows, all_loads
-from piper_simulator.durations.cost_model import Work, given_only
+from piper_simulator.durations.checked import model_for
+from piper_simulator.durations.cost_model import CostModelFactory, Work, given_only, work_of
 from piper_simulator.times import engine
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Hold the durations of a plan's instructions.
+
+    Attributes:
+        prepared: the nodes of the plan, one per instruction, and what they wait for.
+        work: by node, its work if nothing runs beside it.
+        flows: the loads of messages, as `shared_flows` gives them.
+        latency: seconds between devices, of a synthetic plan.
+        issue: host seconds per instruction.
+        notes: of the cost model.
+    """
+
+    prepared: Prepared
+    work: Sequence[Work]
+    flows: SharedFlows | None
+    latency: float
+    issue: float
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,46 +88,45 @@ def shared_flows(
     return found if found.slow_anything else None
 
 
-def step_alone(
-    prepared: Prepared,
-    work: Sequence[Work],
-    flows: SharedFlows | None,
+def durations_of(
+    plan: Plan,
+    cluster: Cluster | None,
+    costs: Costs | None,
+    model: CostModelFactory,
     *,
-    latency: float,
-    issue: float,
-) -> Times:
-    """Return the times of one step from a common start, given `flows` of `shared_flows`; without them by the sweep."""
-    durations = _alone(prepared, work, flows)
-    if flows is None:
-        return timing.sweep(prepared, durations, latency=latency, issue=issue)
-    return _run(prepared, durations, flows, latency=latency, issue=issue)[0]
+    contention: bool,
+) -> Durations:
+    """Return the durations that a cost model gives the instructions of a plan.
+
+    It raises the errors of `piper_simulator.durations.checked.model_for` and of `shared_flows`.
+    """
+    costing = model_for(plan, cluster, costs, model)
+    prepared, work = prepare(plan), work_of(costing, plan)
+    flows = shared_flows(plan, cluster, prepared, work, contention=contention)
+    return Durations(prepared, work, flows, plan.hop, costing.issue_s, costing.notes)
 
 
-def time_steps(
-    prepared: Prepared,
-    work: Sequence[Work],
-    flows: SharedFlows | None,
-    *,
-    latency: float,
-    issue: float,
-    steps: int = 1,
-) -> Timed:
+def step_alone(taken: Durations) -> Times:
+    """Return the times of one step from a common start, without shared flows by the sweep."""
+    if taken.flows is None:
+        seconds = _alone(taken)
+        return sweep(taken.prepared, seconds, latency=taken.latency, issue=taken.issue)
+    return _run(taken)[0]
+
+
+def time_steps(taken: Durations, steps: int = 1) -> Timed:
     """Return the times of several steps and of a step alone, and the period under contention.
 
-    A step is run alone, too, because a next step would slow down its end. `flows` are as in `shared_flows`; the rest is
-    as in `run_engine`.
+    A step is run alone, too, because a next step would slow down its end.
     """
-    durations = _alone(prepared, work, flows)
+    prepared, durations, flows = taken.prepared, _alone(taken), taken.flows
+    latency, issue = taken.latency, taken.issue
     if flows is None:
-        times = engine.run_engine(prepared, durations, latency=latency, issue=issue, steps=steps)
+        times = _run(taken, steps)
         period_s = steady_state.period(prepared, durations, latency=latency, issue=issue)
         return Timed(times[0], times[-1], durations, period_s, None)
-    first = step_alone(prepared, work, flows, latency=latency, issue=issue)
-    last = (
-        _run(prepared, durations, flows, latency=latency, issue=issue, steps=steps)[-1]
-        if steps > 1
-        else first
-    )
+    first = step_alone(taken)
+    last = _run(taken, steps)[-1] if steps > 1 else first
     lasted = [end - start for start, end in zip(first.start, first.end, strict=True)]
     slowed = [
         sum(lasted[node] - durations[node] for node in range(a, b) if prepared.group_of[node] < 0)
@@ -116,24 +138,23 @@ def time_steps(
     return Timed(first, last, lasted, period_s, max(0.0, *slowed))
 
 
-def _run(
-    prepared: Prepared,
-    durations: Sequence[float],
-    flows: SharedFlows,
-    *,
-    latency: float,
-    issue: float,
-    steps: int = 1,
-) -> list[Times]:
-    loads, inside = flows.messages, flows.inside
+def _run(taken: Durations, steps: int = 1) -> list[Times]:
+    flows = taken.flows
     return engine.run_engine(
-        prepared, durations, latency=latency, issue=issue, steps=steps, flows=loads, inside=inside
+        taken.prepared,
+        _alone(taken),
+        latency=taken.latency,
+        issue=taken.issue,
+        steps=steps,
+        flows=None if flows is None else flows.messages,
+        inside=None if flows is None else flows.inside,
     )
 
 
-def _alone(prepared: Prepared, work: Sequence[Work], flows: SharedFlows | None) -> list[float]:
+def _alone(taken: Durations) -> list[float]:
     """Return the uncontended duration per node, which for messages limited to few SMs is that of their flow."""
-    durations = [w.seconds for w in work]
-    for members, flow in zip(prepared.groups, flows.messages if flows is not None else ()):
+    durations = [w.seconds for w in taken.work]
+    flows = taken.flows.messages if taken.flows is not None else ()
+    for members, flow in zip(taken.prepared.groups, flows):
         durations[members[0]] = flow.seconds
     return durations

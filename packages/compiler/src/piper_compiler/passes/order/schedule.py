@@ -19,14 +19,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from piper_compiler.durations import LINK, InstructionSeconds, collective_bytes, collective_seconds
+from piper_compiler.durations import LINK, BoundChunks, collective_bytes, collective_seconds
 from piper_compiler.passes.order.hiding import messages_to
 from piper_compiler.passes.steps.dependencies import Dependencies, cycle_error, meeting
 from piper_compiler.ports import signatures, steps_of
 from piper_ir.graph.graph import At, Coord, Graph, Node
 from piper_ir.ground.sizes import bind
 from piper_ir.program.ops import Collective, Compute, Recv
-from piper_ir.program.program import Chunk
 
 BACKWARD, FORWARD, WEIGHT, UPDATE = 0, 1, 2, 3
 """The priorities of the phases: a lower one goes first if there is a choice."""
@@ -73,12 +72,10 @@ class Scheduler:
         self,
         graph: Graph,
         deps: Dependencies,
-        bound: dict[str, Chunk],
-        rows: int,
-        seconds: InstructionSeconds,
+        bound: BoundChunks,
         given: Mapping[int, float],
     ) -> None:
-        assert all(signatures(c, "F") for c in bound.values()), "every chunk has a forward"
+        assert all(signatures(c, "F") for c in bound.by_name.values()), "every chunk has a forward"
         nodes = deps.nodes
         self.graph, self.deps = graph, deps
         names = {name: r for r, name in enumerate(sorted(graph.roles))}
@@ -86,7 +83,7 @@ class Scheduler:
             _Role() for _ in names
         ]  # by name, the order of roles that can start at the same time
         self.role_of = deps.column([names[n.role] for n in nodes])
-        self.seconds = deps.column(node_seconds(graph, nodes, bound, rows, seconds))
+        self.seconds = deps.column(node_seconds(graph, nodes, bound))
         for i, taken in given.items():
             self.seconds[i] = taken
         kinds = _kinds(nodes)
@@ -318,14 +315,8 @@ def _along(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) 
     ]
 
 
-def node_seconds(
-    graph: Graph,
-    nodes: tuple[Node, ...],
-    bound: dict[str, Chunk],
-    rows: int,
-    known: InstructionSeconds,
-) -> list[float]:
-    """Return the canonical seconds of nodes, given the chunks bound at `rows` and the durations of their steps."""
+def node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: BoundChunks) -> list[float]:
+    """Return the canonical seconds of nodes."""
     steps: dict[int, float] = {}  # by the id of an op, which microbatches share
     sizes: dict[int, float] = {}  # by the id of a spec
     out: list[float] = []
@@ -337,33 +328,31 @@ def node_seconds(
             if seconds is None:
                 seconds = steps[id(op)] = sum(
                     [
-                        known.step(op.variant, s)
-                        for s in steps_of(bound[op.variant], op.step, op.apart)
+                        bound.seconds.step(op.variant, s)
+                        for s in steps_of(bound.by_name[op.variant], op.step, op.apart)
                     ]
                 )
         elif isinstance(op, Recv):
             spec = graph.values[node.writes[0]].spec
             seconds = sizes.get(id(spec))
             if seconds is None:
-                seconds = sizes[id(spec)] = graph.program.hop + bind(spec.nbytes, rows) / LINK
+                seconds = sizes[id(spec)] = graph.program.hop + bind(spec.nbytes, bound.rows) / LINK
         elif isinstance(op, Collective) and graph.program.source != "synthetic":
-            seconds = collective_seconds(collective_bytes(graph, node, op, rows))
+            seconds = collective_seconds(collective_bytes(graph, node, op, bound.rows))
         else:
             seconds = 0.0
         out.append(seconds)
     return out
 
 
-def overlap_seconds(
-    graph: Graph, bound: dict[str, Chunk], rows: int, known: InstructionSeconds
-) -> dict[At, float]:
+def overlap_seconds(graph: Graph, bound: BoundChunks) -> dict[At, float]:
     """Return the canonical seconds of the nodes of overlaps, and of the collectives whose results they read."""
     members = [at for group in graph.overlaps for at in group.nodes]
     places = list(
         dict.fromkeys([*members, *(sent for at in members for sent, _ in messages_to(graph, at))])
     )
     nodes = tuple([node for at in places if (node := graph.at(at)) is not None])
-    return dict(zip(places, node_seconds(graph, nodes, bound, rows, known), strict=True))
+    return dict(zip(places, node_seconds(graph, nodes, bound), strict=True))
 
 
 def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> dict[int, int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-import piper_ir.plan.plan_pieces  # noqa: F401 - a quicker way to the key of the plans that are made here
+import piper_ir.plan.plan_pieces  # noqa: F401 - a quicker way to the text of plans
 from piper_compiler.request import CompileRequest, Training
 from piper_ir.graph.graph import Graph
 from piper_ir.ground.sizes import bind
-from piper_ir.plan.instr_table import InstrTable, TableKinds
+from piper_ir.plan.instr_table import InstrTable
 from piper_ir.plan.plan import COMPUTE, Plan, RolePlan, State, Values
 from piper_ir.plan.plan_bytes import flat_bytes
+from piper_ir.plan.table_kinds import TableKinds
 from piper_ir.program.ops import KEEP_ALL, Compute
 from piper_ir.program.program import Chunk
 

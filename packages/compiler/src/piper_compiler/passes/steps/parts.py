@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from piper_compiler.durations import InstructionSeconds, collective_bytes
+from piper_compiler.durations import BoundChunks, collective_bytes
 from piper_compiler.passes.steps.residency import HeldValues
 from piper_compiler.ports import (
     BACKWARD,
@@ -81,19 +81,12 @@ class Made:
 class PartMaker:
     """Make parts and the table of bound values, and say how long instructions take.
 
-    `rows` is the number of rows of one microbatch on one rank. `shares` is the number of such microbatches in a batch:
-    microbatches times data-parallel width.
+    `shares` is the number of microbatches in a batch: microbatches times data-parallel width.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        chunks: dict[str, Chunk],
-        rows: int,
-        shares: int,
-        seconds: InstructionSeconds,
-    ) -> None:
-        self.graph, self.chunks, self.rows, self.seconds = graph, chunks, rows, seconds
+    def __init__(self, graph: Graph, bound: BoundChunks, shares: int) -> None:
+        self.graph, self.chunks = graph, bound.by_name
+        self.rows, self.seconds = bound.rows, bound.seconds
         self.count = graph.microbatches
         self.seed = 1.0 / shares if graph.program.loss_kind == "mean" else 1.0
         self.places: dict[str, int] = {}
