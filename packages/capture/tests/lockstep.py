@@ -23,12 +23,12 @@ from piper_capture.layouts.decide import PARTIAL
 from piper_capture.layouts.indexes import LoopIndex, key_of
 from piper_capture.layouts.local import Placements, sharded
 from piper_capture.layouts.loops import place_of
-from piper_capture.steps.exchanges import KINDS
 from piper_capture.steps.joint import trace_joint
 from piper_capture.steps.phases import backward_nodes
 from piper_capture.values.coordinate import Coordinate
 from piper_ir.ground.mesh import Mesh
 from piper_ir.program.layout import Sharding
+from piper_ops import COLLECTIVE_KINDS
 
 Values = dict[fx.Node, Any]
 ONE = Mesh(tp=1)
@@ -132,7 +132,11 @@ def judged(
         for rank in range(mesh.world)
     )
     late = backward_nodes(made.joint)
-    sent = [(n in late, KINDS[n.target]) for n in made.joint.graph.nodes if n.target in KINDS]
+    sent = [
+        (n in late, COLLECTIVE_KINDS[n.target])
+        for n in made.joint.graph.nodes
+        if n.target in COLLECTIVE_KINDS
+    ]
     return Judged(
         made,
         error,
@@ -231,12 +235,12 @@ def _run(
 def _results(
     node: fx.Node, envs: Sequence[Values], mesh: Mesh, instead: Mapping[Any, Any]
 ) -> list[Any]:
-    if node.target in KINDS:
+    if node.target in COLLECTIVE_KINDS:
         source, axis, _ = node.args
         assert isinstance(source, fx.Node) and isinstance(axis, str)
         groups = [[envs[r][source] for r in _group(mesh, axis, rank)] for rank in range(mesh.world)]
         return [
-            _exchanged(KINDS[node.target], group, _place(mesh, axis, rank))
+            _exchanged(COLLECTIVE_KINDS[node.target], group, _place(mesh, axis, rank))
             for rank, group in enumerate(groups)
         ]
     op = (

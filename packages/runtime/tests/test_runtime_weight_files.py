@@ -165,30 +165,31 @@ def entry(**fields: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: header["a"].update(fields)
 
 
+FIT, PARSED = "invalid shape, data type, or offset", "invalid JSON in header"
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no object": (lambda h: [h], "no JSON object"),
-    "unknown dtype": (entry(dtype="F31"), "dtype 'F31'"),
-    "dtype no text": (entry(dtype=["F32"]), "dtype .'F32'."),
-    "other width": (entry(dtype="F64"), "96 bytes; torch.float64 of shape .4, 6. needs 192"),
-    "other shape": (entry(shape=[4, 7]), "needs 112"),
-    "negative shape": (entry(shape=[-4, -6]), "a list of integers"),
-    "shape of floats": (entry(shape=[4.0, 6]), "a list of integers"),
-    "shape of bools": (entry(shape=[True, 24]), "a list of integers"),
-    "no shape": (
-        lambda h: h["a"].pop("shape") and None,
-        "something else than dtype, shape and data_offsets",
+    "no object": (lambda h: [h], f"{PARSED}: invalid type: sequence"),
+    "unknown dtype": (entry(dtype="F31"), "unknown variant `F31`, expected one of"),
+    "dtype no text": (entry(dtype=["F32"]), f"{PARSED}: invalid type: sequence, expected string"),
+    "other width": (entry(dtype="F64"), FIT),
+    "other shape": (entry(shape=[4, 7]), FIT),
+    "negative shape": (entry(shape=[-4, -6]), "invalid value: integer `-4`"),
+    "shape of floats": (entry(shape=[4.0, 6]), "invalid type: floating point `4.0`"),
+    "shape of bools": (entry(shape=[True, 24]), "invalid type: boolean `true`"),
+    "no shape": (lambda h: h["a"].pop("shape") and None, "missing field `shape`"),
+    "no entry": (lambda h: h.update(a=None), "invalid type: null"),
+    "offsets reversed": (entry(data_offsets=[96, 0]), "invalid offset for tensor `a`"),
+    "three offsets": (entry(data_offsets=[0, 96, 96]), "invalid length 3, expected 2 elements"),
+    "huge offsets": (entry(data_offsets=[0, 10**30]), "invalid type: floating point"),
+    "beyond the file": (entry(data_offsets=[10**9, 10**9 + 96]), "invalid offset for tensor"),
+    "overlap": (entry(data_offsets=[8, 104]), "invalid offset for tensor `a`"),
+    "left out": (lambda h: h.pop("a") and None, "invalid offset for tensor `b.weight`"),
+    "last left out": (lambda h: h.pop("mask") and None, "file not fully covered"),
+    "metadata of numbers": (lambda h: h.update(__metadata__={"format": 1}), "expected a string"),
+    "metadata a text": (lambda h: h.update(__metadata__="pt"), "expected a map"),
+    "other dtype than torch's": (
+        lambda h: h["a"].update(dtype="F8_E8M0", shape=[4, 24]),
+        "has 'a' in dtype F8_E8M0; known are F64, F32",
     ),
-    "more fields": (entry(strides=[6, 1]), "something else than"),
-    "no entry": (lambda h: h.update(a=None), "something else than"),
-    "offsets reversed": (entry(data_offsets=[96, 0]), "begin and end"),
-    "three offsets": (entry(data_offsets=[0, 96, 96]), "begin and end"),
-    "huge offsets": (entry(data_offsets=[0, 10**30]), "needs 96"),
-    "beyond the file": (entry(data_offsets=[10**9, 10**9 + 96]), "a gap"),
-    "overlap": (entry(data_offsets=[8, 104]), "overlap, or a gap"),
-    "left out": (lambda h: h.pop("a") and None, "a gap"),
-    "last left out": (lambda h: h.pop("mask") and None, "or something follows"),
-    "metadata of numbers": (lambda h: h.update(__metadata__={"format": 1}), "no object of texts"),
-    "metadata a text": (lambda h: h.update(__metadata__="pt"), "no object of texts"),
 }
 
 
@@ -206,18 +207,14 @@ def test_damaged_headers_are_refused_by_name(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "has 0 bytes"),
-        (b"1234567", "has 7 bytes"),
-        (b"\xff" * 8, "says that its header has 18446744073709551615 bytes"),
-        ((2).to_bytes(8, "little") + b"{", "says that its header has 2 bytes; the file has 9"),
-        ((4).to_bytes(8, "little") + b"\xff\xfe{}", "no JSON .UnicodeDecodeError"),
-        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "no JSON .RecursionError"),
-        ((12).to_bytes(8, "little") + b'{"a":1,"a":2}'[:12], "no JSON"),
-        ((13).to_bytes(8, "little") + b'{"a":1,"a":2}', "a name twice"),
-        (
-            (2).to_bytes(8, "little") + b"{}more",
-            "has 4 bytes of tensors, and its header describes 0",
-        ),
+        (b"", "header too small"),
+        (b"1234567", "header too small"),
+        (b"\xff" * 8, "header too large"),
+        ((2).to_bytes(8, "little") + b"{", "invalid header length"),
+        ((4).to_bytes(8, "little") + b"\xff\xfe{}", "invalid UTF-8 in header"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "invalid JSON in header"),
+        ((12).to_bytes(8, "little") + b'{"a":1,"a":2}'[:12], "invalid JSON in header: EOF"),
+        ((2).to_bytes(8, "little") + b"{}more", "file not fully covered"),
     ],
 )
 def test_other_files_are_refused_by_name(content: bytes, says: str, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ from piper_ops.ground.errors import ExpertsOverflow, UnsupportedVariant, WrongCo
 from piper_ops.ground.library import DIRECT, OP_KERNELS, dtype_name
 from piper_ops.pointwise.batches import Constant, batch_leaves, batch_pair, is_shared, shared
 from piper_ops.pointwise.collectives import (
+    COLLECTIVE_KINDS,
     all_gather,
     all_reduce,
     all_reduce_,
@@ -132,6 +133,7 @@ __all__ = [
     "OP_KERNELS",
     "PORTABLE",
     "BATCH_NORMS",
+    "COLLECTIVE_KINDS",
     "STATISTICS",
     "BatchNorm",
     "REFUSALS",

@@ -15,18 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "BOOL": "bool",
-}
 
 
 def constructed(job: Any) -> nn.Module:
@@ -125,7 +116,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if (path / ".metadata").is_file():
         return _checkpoint(path)
     files = _shards(path) if path.is_dir() else [path]
-    return {name: tensor for file in files for name, tensor in _read(file)}
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _checkpoint(folder: Path) -> dict[str, Tensor]:
@@ -151,22 +142,6 @@ def _shards(folder: Path) -> list[Path]:
     return [
         folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
     ]
-
-
-def _read(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a safetensors file."""
-    content = file.read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    for name, entry in json.loads(content[8:begin]).items():
-        if name != "__metadata__":
-            first, last = (begin + offset for offset in entry["data_offsets"])
-            dtype = getattr(torch, _DTYPES[entry["dtype"]])
-            flat = (
-                torch.frombuffer(bytearray(content[first:last]), dtype=dtype)
-                if last > first
-                else torch.empty(0, dtype=dtype)
-            )
-            yield name, flat.reshape(entry["shape"])
 
 
 def _renamed(state: Mapping[str, Tensor], rename: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ from piper_capture.values.concrete import frame_of
 from piper_capture.values.coordinate import Coordinate
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Step
-from piper_ops import ROUNDS, is_model_code
+from piper_ops import COLLECTIVE_KINDS, ROUNDS, is_model_code
 
 aten = torch.ops.aten
 METHODS: Mapping[OpOverload, str] = {
@@ -163,7 +163,7 @@ def _line(line: Line) -> str:
     if METHODS.get(op) in SPREAD and isinstance(args[1], list | tuple) and args[1]:
         args[1:2] = args[1]
     first, *rest = [*map(_literal, args), *keywords] or [""]
-    if op in exchanges.KINDS:
+    if op in COLLECTIVE_KINDS:
         call = exchanges.call(op, first, node.args[1])
     elif op in ROUNDS:
         call = exchanges.meeting(op, [first, *rest], args)
@@ -196,7 +196,7 @@ def _draws(line: Line) -> bool:
 
 def _bound(op: OpOverload) -> bool:
     """Return whether the text calls an op without a global of its own."""
-    return op in METHODS or op in FUNCTIONS or op in exchanges.KINDS or op in ROUNDS
+    return op in METHODS or op in FUNCTIONS or op in COLLECTIVE_KINDS or op in ROUNDS
 
 
 def _op(line: Line) -> OpOverload:

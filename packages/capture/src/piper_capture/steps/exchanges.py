@@ -16,36 +16,23 @@ from piper_ir.program.layout import StepCollective
 from piper_ops import (
     ANY_ROWS,
     BODY,
+    COLLECTIVE_KINDS,
     ROUNDS,
-    all_gather,
     all_reduce,
-    all_reduce_,
     all_to_all,
     experts_further_dgrad_,
     experts_home,
     experts_return,
     experts_return_dgrad,
     experts_send,
-    reduce_scatter,
-    shift,
 )
-
-KINDS: dict[Any, str] = {
-    all_reduce: "all_reduce",
-    all_reduce_: "all_reduce",
-    all_gather: "all_gather",
-    reduce_scatter: "reduce_scatter",
-    all_to_all: "all_to_all",
-    shift: "shift",
-}
-"""The ops that stand for collectives, each with its kind."""
 
 
 def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
     """Return the collectives of a step in order, with the bytes of the unsharded tensor."""
     found: list[StepCollective] = []
     for node in graph.graph.nodes:
-        if node.target in KINDS:
+        if node.target in COLLECTIVE_KINDS:
             found.append(_described(node))
         elif node.target in ROUNDS:
             found += _of_further_rounds(node)
@@ -55,13 +42,9 @@ def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
 def _described(node: fx.Node) -> StepCollective:
     given, axis = node.args[0], node.args[1]
     assert isinstance(given, fx.Node) and isinstance(axis, str)
-    whole, why = (
-        node if KINDS[node.target] == "all_gather" else given,
-        str(node.meta.get("exchange_for", "")),
-    )
-    return StepCollective(
-        KINDS[node.target], axis, aliasing.tensor(whole).nbytes, why, _rows_of_experts(node, given)
-    )
+    kind, why = COLLECTIVE_KINDS[node.target], str(node.meta.get("exchange_for", ""))
+    nbytes = aliasing.tensor(node if kind == "all_gather" else given).nbytes
+    return StepCollective(kind, axis, nbytes, why, _rows_of_experts(node, given))
 
 
 def _rows_of_experts(node: fx.Node, given: fx.Node) -> int:
@@ -125,4 +108,4 @@ def call(op: OpOverload, source: str, axis: object) -> str:
     """Return the text of a collective: a call of the engine's function EXCHANGE, which all-reduces in place."""
     if op is all_reduce:
         source = f"{source}.clone(memory_format=torch.contiguous_format)"
-    return f"EXCHANGE({KINDS[op]!r}, {axis!r}, {source})"
+    return f"EXCHANGE({COLLECTIVE_KINDS[op]!r}, {axis!r}, {source})"

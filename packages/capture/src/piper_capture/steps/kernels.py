@@ -11,11 +11,10 @@ from typing import Any
 from torch import fx
 
 from piper_capture.graphs.stepgraph import StepGraph
-from piper_capture.steps import exchanges
 from piper_capture.values import aliasing
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Cost, Kernel
-from piper_ops import KernelInfo, WrongCost, kernel_of
+from piper_ops import COLLECTIVE_KINDS, KernelInfo, WrongCost, kernel_of
 
 SHARED = "shared_by"
 """The key of a node's meta for the number of devices that share its work."""
@@ -67,7 +66,7 @@ def counted(cost: Cost) -> Cost:
 
 def _launches(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    if node.target in exchanges.KINDS:
+    if node.target in COLLECTIVE_KINDS:
         return False
     return node.target is not operator.getitem and (
         not aliasing.is_view(node) or (schema is not None and schema.is_mutable)

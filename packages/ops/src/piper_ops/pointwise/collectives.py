@@ -77,3 +77,9 @@ Its gradient is sent back in the same way.
 
 shift = define("shift", _SCHEMA, _same, _elsewhere)
 """An op that sends a tensor to the next device of an axis, from the last to the first, and returns the received one."""
+
+COLLECTIVE_KINDS = {
+    op: op._schema.name.removeprefix("piper::").removesuffix("_")
+    for op in (all_reduce, all_reduce_, all_gather, reduce_scatter, all_to_all, shift)
+}
+"""The ops of this module, each with its kind: a collective of `piper_ir.program.collectives`."""

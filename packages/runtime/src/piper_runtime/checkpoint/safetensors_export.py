@@ -1,4 +1,7 @@
-"""Write safetensors files, a tensor at a time; `piper_runtime.weights.safetensors_file` reads them."""
+"""Write safetensors files, a tensor at a time; `piper_runtime.weights.safetensors_file` reads them.
+
+The format's library writes only files whose tensors are all in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ from typing import Any
 import torch
 
 from piper_ir.ground.errors import JobError
-from piper_runtime.weights.safetensors_file import FREE_TEXT, LENGTH, STORED_DTYPES
+from piper_runtime.weights.safetensors_file import LENGTH, STORED_DTYPES
 
 ALIGNMENT = 8
 """The multiple of bytes that a header is padded to."""
+FREE_TEXT = "__metadata__"
+"""The name in a header that is no tensor's."""
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 

@@ -1,21 +1,21 @@
 """Read safetensors files, a box of a tensor at a time.
 
-A file is 8 bytes with the length of the header (little-endian), the header (JSON: for each name dtype, shape, and begin
-and end of its bytes), and the bytes of all tensors, row-major and without gaps:
-https://github.com/huggingface/safetensors. Nothing but the header and the boxes that are asked for is read.
+A file is 8 bytes with the length of the header (little-endian), the header, and the bytes of all tensors, row-major and
+without gaps: https://github.com/huggingface/safetensors. The format's library reads and checks the header. Boxes are
+read here, since the library reads whole tensors, or maps the file: if a mapped file is cut off, its readers are killed
+(decision 36).
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from piper_ir.ground.errors import JobError
@@ -28,10 +28,6 @@ STORED_DTYPES = {
 """The dtypes of safetensors files by their names there."""
 LENGTH = 8
 """The bytes of the length of the header, at the beginning of a file."""
-LONGEST_HEADER = 100_000_000
-"""The most bytes of a header, as the format has it."""
-FREE_TEXT = "__metadata__"
-"""The name in a header that is no tensor's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,101 +109,21 @@ def read_headers(path: str | Path) -> tuple[dict[str, StoredTensor], dict[str, s
     """Return the tensors and the texts of a safetensors file, each by name; raise JobError as `read_header`."""
     path = str(path)
     try:
-        size = Path(path).stat().st_size
-        if size < LENGTH:
-            raise _Broken(f"has {size} bytes, and the length of its header alone takes {LENGTH}")
-        first = bytearray(LENGTH)
-        read_bytes(path, [(0, LENGTH)], memoryview(first))
-        length = int.from_bytes(first, "little")
-        if length > min(size - LENGTH, LONGEST_HEADER):
-            raise _Broken(
-                f"says that its header has {length} bytes; the file has {size}, and a header at "
-                f"most {LONGEST_HEADER}"
-            )
-        raw = bytearray(length)
-        read_bytes(path, [(LENGTH, length)], memoryview(raw))
-        header = _parsed(bytes(raw))
-        texts = _texts(header.pop(FREE_TEXT, {}))
-        return _tensors(path, header, LENGTH + length, size), texts
+        with open(path, "rb") as file:
+            start = LENGTH + int.from_bytes(file.read(LENGTH), "little")
+        with safe_open(path, framework="pt", backend="pread") as header:
+            described = [(name, header.get_slice(name)) for name in header.offset_keys()]
+            texts: dict[str, str] = header.metadata() or {}
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}") from error
-    except _Broken as error:
-        raise JobError(f"{path} is no safetensors file: it {error}") from None
-
-
-class _Broken(Exception):
-    """Report the problem of a broken file, as the end of a sentence."""
-
-
-def _parsed(header: bytes) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise _Broken("has a name twice in its header")
-        return found
-
-    try:
-        found = json.loads(header.decode("utf-8"), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise _Broken(f"has a header that is no JSON ({type(error).__name__}: {error})") from None
-    if not isinstance(found, dict):
-        raise _Broken("has a header that is no JSON object")
-    return found
-
-
-def _tensors(path: str, header: dict[str, Any], begin: int, size: int) -> dict[str, StoredTensor]:
-    spans: list[tuple[int, int, str]] = []
-    found: dict[str, StoredTensor] = {}
-    for name, entry in header.items():
-        dtype, shape, start, stop = _entry(name, entry)
-        bytes_needed = math.prod(shape) * dtype.itemsize
-        if stop - start != bytes_needed:
-            raise _Broken(
-                f"gives {name!r} {stop - start} bytes; {dtype} of shape {list(shape)} needs "
-                f"{bytes_needed}"
-            )
-        found[name] = StoredTensor(path, dtype, shape, begin + start)
-        spans.append((start, stop, name))
-    end = 0
-    for start, stop, name in sorted(spans):
-        if start != end:
-            raise _Broken(
-                f"has its tensors overlap, or a gap: {name!r} begins at byte {start}, and the one "
-                f"before it ends at "
-                f"{end}"
-            )
-        end = stop
-    if begin + end != size:
-        raise _Broken(
-            f"has {size - begin} bytes of tensors, and its header describes {end}: it was cut off, "
-            f"or something follows"
-        )
-    return found
-
-
-def _texts(entry: Any) -> dict[str, str]:
-    if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
-        raise _Broken(f"has {FREE_TEXT} that is no object of texts")
-    return entry
-
-
-def _entry(name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """Return dtype, shape, begin and end of one tensor of a header."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _Broken(f"describes {name!r} by something else than dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
-        raise _Broken(f"has {name!r} in dtype {dtype!r}; known are {', '.join(STORED_DTYPES)}")
-    if not _are_sizes(shape):
-        raise _Broken(
-            f"gives {name!r} the shape {shape!r}; a list of integers of at least 0 is needed"
-        )
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _Broken(
-            f"gives {name!r} the data_offsets {offsets!r}; begin and end of its bytes are needed"
-        )
-    return STORED_DTYPES[dtype], tuple(shape), offsets[0], offsets[1]
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    except SafetensorError as error:
+        raise JobError(f"{path} is no safetensors file: {error}") from None
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in described:  # in the order of their bytes, which have no gaps
+        dtype, shape = STORED_DTYPES.get(entry.get_dtype()), tuple(entry.get_shape())
+        if dtype is None:
+            known = ", ".join(STORED_DTYPES)
+            raise JobError(f"{path} has {name!r} in dtype {entry.get_dtype()}; known are {known}")
+        tensors[name] = StoredTensor(path, dtype, shape, start)
+        start += math.prod(shape) * dtype.itemsize
+    return tensors, texts
