@@ -51,14 +51,14 @@ class InstalledState:
         if any(os.environ.get(name) != value for name, value in self.environment.items()):
             return False
         now = _places()
-        found = {name: now.get(name) or _place(origin_of(name) or "") for name in self.places}
-        if any(found[name] not in (place, "") for name, place in self.places.items()):
+        present = {name: now.get(name) or _place(origin_of(name) or "") for name in self.places}
+        if any(present[name] not in (place, "") for name, place in self.places.items()):
             return False
         if any(_files(place)[0] != digest for place, digest in self.files.items()):
             return False
         ours = settings({name for name in self.settings if name in sys.modules})
         return ours is not None and not any(
-            changed(name, self.settings[name], found) for name, found in ours.items()
+            changed(name, self.settings[name], values) for name, values in ours.items()
         )
 
 
@@ -103,8 +103,8 @@ def _files(place: str) -> tuple[str, float]:
         if not folder.endswith("__pycache__")
         for name in sorted(names)
     ]
-    found = [(path, _stat(path)) for path in paths]
-    stats = [(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in found if s is not None]
+    entries = [(path, _stat(path)) for path in paths]
+    stats = [(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in entries if s is not None]
     newest = max((max(modified, changed) for _, _, modified, changed in stats), default=0)
     return digest_of(repr(stats).encode()), newest / 1e9
 
