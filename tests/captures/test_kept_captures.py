@@ -207,11 +207,11 @@ def test_another_model_or_version_is_captured(
 
 def test_a_function_on_another_line_is_captured(counted: Mock, again: Callable[[], None]) -> None:
     """Messages and the code of steps name the user's lines."""
-    source = "def model():\n    return Net(2)\n"
+    source = "class Moved(Net):\n    def forward(self, x):\n        return super().forward(x)\n"
     for text in (source, source, "\n" + source):
         space = {"Net": Net, "__name__": __name__}
         exec(compile(text, __file__, "exec"), space)
-        piper.compile(job(space["model"]), ONE)  # type: ignore[arg-type]  # a function
+        piper.compile(job(functools.partial(space["Moved"], 2)), ONE)
         again()
     assert counted.call_count == 2
 

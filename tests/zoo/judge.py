@@ -35,7 +35,7 @@ def tried(entry: Entry, replicas: Sequence[int]) -> Iterator[dict[str, Any]]:
     where two jobs of one model cannot be told to be alike.
     """
     warnings.simplefilter("ignore")
-    same = CaptureKey(entry.name, "", "", "", "", ())
+    same = CaptureKey(entry.name)
     found = capturing.capture_key
     with mock.patch.object(
         capturing, "capture_key", lambda job, **given: found(job, **given) or same

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from piper.api.captures.kept_captures import forget, kept_folder, kept_or_made, write_first
+from piper.api.captures.kept_captures import forget, kept_or_made, write_first
 from piper_compiler import ASKED_FOR, CaptureRequest
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.ops import CHECKPOINT
@@ -32,28 +33,18 @@ _HELD: list[dict[tuple[object, ...], tuple[Job, Traced | Captured]]] = []
 """The captures by the objects of their jobs, while `captured_once` holds them, with the jobs that have these ids."""
 
 
-_BATCHES: dict[str, str] = {}
-
-
 @dataclass(frozen=True)
 class CaptureKey:
-    """Hold everything that a capture depends on; jobs with equal keys share one capture.
+    """Hold a digest of everything that a capture depends on; jobs with equal keys share one capture.
 
     Attributes:
-        model: Code and values of the model function, or of the module that it makes if that may depend on more.
-        loss: Code and values of the loss, and of replacements of torch's functions and settings.
-        batch: Structure, shapes and dtypes of a batch.
-        precision: The dtypes of parameters, batch and gradient accumulators.
-        costs: Code and values of the costs of operators that `piper.op_cost` has set.
-        settings: torch's settings that operations depend on.
+        content: a digest of the module that the model function makes, of the loss, the batch and torch's settings.
+        file: the name of the capture's file, which depends on the places of the user's code, too; None if another
+            process may take the same code for something else.
     """
 
-    model: str
-    loss: str
-    batch: str
-    precision: str
-    costs: str
-    settings: tuple[str, ...]
+    content: str
+    file: str | None = field(default=None, compare=False)
 
 
 def program_at(captured: Captured, rows: int) -> Program:
@@ -157,80 +148,60 @@ def _traced_anew(job: Job, evaluating: bool) -> Traced | Captured:
         if len(_CAPTURES) == MOST_CAPTURES:
             forget(_CAPTURES.pop(next(iter(_CAPTURES))))
         _CAPTURES[key] = kept_or_made(
-            partial(_content_on_disk, job, evaluating), partial(_capture, job, evaluating)
+            key.file, partial(_file_of, job, evaluating), partial(_capture, job, evaluating)
         )
     return _CAPTURES[key]
 
 
-def _content_on_disk(job: Job, evaluating: bool) -> str | None:
-    """Return the content that a capture's file depends on: its messages name the user's lines, so these count too."""
-    if kept_folder() is None:
-        return None
-    key = capture_key(job, lines=True, evaluating=evaluating)
-    return None if key is None else repr(key)
+def _file_of(job: Job, evaluating: bool) -> str | None:
+    key = capture_key(job, evaluating=evaluating)
+    return None if key is None else key.file
 
 
-def capture_key(job: Job, lines: bool = False, evaluating: bool = False) -> CaptureKey | None:
+def capture_key(job: Job, evaluating: bool = False) -> CaptureKey | None:
     """Return the key of a job's capture; None if it cannot be told.
 
-    The model counts by its function, if that depends on nothing else, such as a file; otherwise it is made, without
-    bytes, and counts by the module made. A batch counts by the structure and shapes of two of its rows; if the batch
-    function depends on nothing else, it is called once.
+    The model counts by the module that its function makes, without bytes, whatever the function reads. A preset of
+    `piper.models` counts by its sizes. A batch counts by the structure and shapes of two of its rows.
     """
     import torch
 
-    from piper.api.content.content import content_of
+    from piper.api.content.content import contents_of
     from piper.api.content.replaced_functions import replaced_in_torch
     from piper_capture import built_model, own_replacements, tracer_settings
     from piper_ops import own_costs
     from piper_runtime.rank import of_outputs
 
-    model = content_of(job.model, runs=True, lines=lines)
-    if (
-        model is None
-    ):  # made before anything else is looked at: that may import what replaces functions of torch
-        made = content_of(built_model(job.model), lines=lines)
-        if made is None:
-            return None
-        model = f"made {made}"
+    # The model is made before anything else is looked at: that may import packages that replace functions of torch.
+    model = contents_of(job.model if _is_preset(job.model) else built_model(job.model))
     measured = dict(of_outputs(job.metrics))
-    said = (
-        job.loss,
-        own_replacements(),
-        replaced_in_torch(),
-        tracer_settings(),
-        *([measured] if measured else []),
-    )
-    loss, costs = content_of(*said, lines=lines, tensors=True), content_of(own_costs(), runs=True)
-    if loss is None or costs is None:
+    said = job.loss, own_replacements(), replaced_in_torch(), tracer_settings(), measured
+    loss, costs = contents_of(*said, tensors=True), contents_of(own_costs(), runs=True)
+    if model is None or loss is None or costs is None:
         return None
-    settings = (
+    facts = (
+        *(part.digest for part in (model, loss, costs)),
+        *(evaluating, _looks(job), job.shared_names, job.batch_norm, job.loss_over),
+        job.precision.key,
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
     )
-    return CaptureKey(
-        f"evaluated {model}" if evaluating else model,
-        loss,
-        f"{_batch_of(job)} {job.shared_names} {job.batch_norm} {job.loss_over}",
-        job.precision.key,
-        costs,
-        tuple(map(str, settings)),
+    content = _digest(facts)
+    kept = not (model.elsewhere or loss.elsewhere)
+    return CaptureKey(content, _digest((content, model.lines, loss.lines)) if kept else None)
+
+
+def _digest(facts: tuple[object, ...]) -> str:
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _is_preset(model: object) -> bool:
+    """Return whether a model function is that of a preset's sizes: a large one takes seconds to be made."""
+    function = getattr(model, "__func__", None), type(getattr(model, "__self__", None))
+    return all(
+        str(getattr(part, "__module__", "")).startswith("piper.models.") for part in function
     )
-
-
-def _batch_of(job: Job) -> str:
-    """Return the structure, shapes and dtypes of rows of the batch, as text."""
-    from piper.api.content.content import content_of
-
-    content = content_of(job.batch, runs=True)
-    if content is None:
-        return _looks(job)
-    if content not in _BATCHES:
-        if len(_BATCHES) == MOST_CAPTURES:
-            _BATCHES.pop(next(iter(_BATCHES)))
-        _BATCHES[content] = _looks(job)
-    return _BATCHES[content]
 
 
 def _looks(job: Job) -> str:

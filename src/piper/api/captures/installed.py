@@ -26,23 +26,8 @@ from piper.api.captures.package_settings import (
 )
 from piper_runtime.rank import origin_of
 
-_ENVIRONMENT = re.compile(
-    rb"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\(|_is_true\()\s*["'](\w+)["']"""
-)
-_NAME = re.compile(rb"""["']([A-Z][A-Z0-9]*_[A-Z0-9_]+)["']""")
-_FILE = re.compile(rb"""["']([\w./ -]{1,200}\.[A-Za-z]\w{0,11})["']""")
-_LISTS = (
-    b"glob(",
-    b"iterdir(",
-    b"listdir(",
-    b"scandir(",
-    b".walk(",
-    b"importlib.resources",
-    b"importlib_resources",
-)
-_CODE = frozenset([".py", ".pyc", ".pyi", ".so", ".pyd"])
-MOST_DATA = 2**20
-"""The most bytes of a data file that counts although no source names it; larger ones are data sets and weights."""
+_NAME = re.compile(rb"""["']([A-Za-z_]\w*)["']""")
+_SITES = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
@@ -50,15 +35,14 @@ class InstalledState:
     """Hold the state of installed packages that a capture in a file depends on.
 
     Attributes:
-        files: path of each loaded file, and of each that its source names -> digest of its content; sizes and times say
-            nothing, since package managers set them.
-        places: module -> its file.
+        places: the first part of a module's name -> the package's folder, or its file.
+        files: such a folder or file -> a digest of the sizes and times of all files in it.
         settings: the settings before the capture.
         environment: variable -> its value.
     """
 
-    files: Mapping[str, str]
     places: Mapping[str, str]
+    files: Mapping[str, str]
     settings: PackageSettings
     environment: Mapping[str, str | None]
 
@@ -66,13 +50,15 @@ class InstalledState:
         """Return whether all is as it was."""
         if any(os.environ.get(name) != value for name, value in self.environment.items()):
             return False
-        if any(digest_of(_content(path)) != digest for path, digest in self.files.items()):
+        now = _places()
+        present = {name: now.get(name) or _place(origin_of(name) or "") for name in self.places}
+        if any(present[name] not in (place, "") for name, place in self.places.items()):
             return False
-        if any(_place(name, path) != path for name, path in self.places.items()):
+        if any(_files(place)[0] != digest for place, digest in self.files.items()):
             return False
-        now = settings({name for name in self.settings if name in sys.modules})
-        return now is not None and not any(
-            changed(name, self.settings[name], found) for name, found in now.items()
+        ours = settings({name for name in self.settings if name in sys.modules})
+        return ours is not None and not any(
+            changed(name, self.settings[name], values) for name, values in ours.items()
         )
 
 
@@ -81,68 +67,53 @@ def installed_state(before: PackageSettings) -> InstalledState | None:
 
     None if a file has changed since this process began, so that its loaded content may be another.
     """
+    places = _places()
     files: dict[str, str] = {}
-    environment: set[str] = set()
-    places = dict(installed_modules())
-    for path in places.values():
-        found = _stat(path)
-        if found is None or max(found.st_mtime, found.st_ctime) > started():
+    for place in {_place(path) for _, path in installed_modules()}:
+        files[place], newest = _files(place)
+        if newest > started():
             return None
-        content = _content(path)
-        files[path] = digest_of(content)
-        if path.endswith(".py"):
-            environment |= _variables(content)
-            files |= {name: digest_of(_content(name)) for name in _data(content, Path(path).parent)}
+    names = {name for _, path in installed_modules() for name in _variables(path)}
     return InstalledState(
-        files, places, dict(before), {name: os.environ.get(name) for name in sorted(environment)}
+        places, files, dict(before), {name: os.environ.get(name) for name in sorted(names)}
     )
 
 
-def _place(name: str, path: str) -> str:
-    """Return the file from which a module is or would be loaded; `path` if none is found."""
-    if name in sys.modules:
-        return str(getattr(sys.modules[name], "__file__", ""))
-    return origin_of(name) or path
+def _places() -> dict[str, str]:
+    return {name.partition(".")[0]: _place(path) for name, path in sorted(installed_modules())}
 
 
-def _variables(source: bytes) -> set[str]:
-    """Return the variables of the environment that a source names."""
-    if b"environ" not in source and b"getenv" not in source:
-        return set()
-    return {name.decode() for pattern in (_ENVIRONMENT, _NAME) for name in pattern.findall(source)}
+def _place(path: str) -> str:
+    """Return the folder or file that a module's file belongs to among the installed packages; else the file."""
+    parts = Path(path).parts
+    sites = [number for number, part in enumerate(parts) if part in _SITES]
+    return str(Path(*parts[: sites[-1] + 2])) if sites else path
 
 
-def _data(source: bytes, folder: Path) -> set[str]:
-    """Return the files below a module's folder that its source names; all data there of a source that lists files."""
-    if any(call in source for call in _LISTS) and folder.name not in (
-        "site-packages",
-        "dist-packages",
-    ):
-        return {
-            path
-            for path in _below(folder)
-            if Path(path).suffix not in _CODE and os.path.getsize(path) <= MOST_DATA
-        }
-    names = {name.decode() for name in _FILE.findall(source)}
-    return {
-        str(path)
-        for name in names
-        if not name.endswith(".py") and (path := folder / name).is_file()
-    }
+def _files(place: str) -> tuple[str, float]:
+    """Return a digest of the files in a folder, or of one file, and the last time when one was changed.
+
+    The system sets the time of a change (`st_ctime`) itself, while `cp -p`, conda and nix give other content the same
+    size and time of modification. What Python has compiled does not count.
+    """
+    folders = sorted(os.walk(place)) or [("", [], [place])]
+    paths = [
+        os.path.join(folder, name)
+        for folder, _, names in folders
+        if not folder.endswith("__pycache__")
+        for name in sorted(names)
+    ]
+    entries = [(path, _stat(path)) for path in paths]
+    stats = [(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in entries if s is not None]
+    newest = max((max(modified, changed) for _, _, modified, changed in stats), default=0)
+    return digest_of(repr(stats).encode()), newest / 1e9
 
 
-@functools.cache
-def _below(folder: Path) -> tuple[str, ...]:
-    """Return the paths of all files below a folder."""
-    return tuple(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names)
-
-
-def _content(path: str) -> bytes:
-    """Return the content of a file; nothing of a file that is gone."""
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        return b""
+def _variables(path: str) -> set[str]:
+    """Return the texts that may name variables of the environment in a source that reads it."""
+    source = Path(path).read_bytes() if path.endswith(".py") else b""
+    reads = b"environ" in source or b"getenv" in source
+    return {name.decode() for name in _NAME.findall(source)} if reads else set()
 
 
 def _stat(path: str) -> os.stat_result | None:

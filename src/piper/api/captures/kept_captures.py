@@ -24,7 +24,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,20 +77,31 @@ class KeptFile:
 _FILES: dict[int, KeptFile] = {}
 
 
-def kept_or_made(content: Callable[[], str | None], make: Callable[[], Traced]) -> Traced:
-    """Return the capture with this content from its file, or else a new one, which is kept.
+def kept_or_made(
+    name: str | None, name_now: Callable[[], str | None], make: Callable[[], Traced]
+) -> Traced:
+    """Return the capture from the file of this name, or else a new one, which is kept.
 
-    Without a content nothing is kept.
+    Without a name nothing is kept. `name_now` tells the name again, when something is asked for that the file does not
+    hold: it is another one if the model has changed.
     """
     from piper.api.captures.installed import installed_state
     from piper.api.captures.package_settings import settings
 
-    found = content()
-    folder = kept_folder() if found is not None else None
-    if folder is None or found is None:
+    folder = kept_folder() if name is not None else None
+    if folder is None:
         return make()
-    path = folder / f"{hashlib.blake2b(found.encode(), digest_size=16).hexdigest()}.pickle"
-    file = _read(path, partial(_made_again, content, found, make))
+    path = folder / f"{name}.pickle"
+
+    def made_again() -> Traced:
+        if name_now() != name:
+            raise CaptureError(
+                "the model, its loss, or something that they read has changed since this was compiled; "
+                "call piper.compile again"
+            )
+        return make()
+
+    file = _read(path, made_again)
     if file is None:
         before = settings()
         captured = make()
@@ -103,19 +113,6 @@ def kept_or_made(content: Callable[[], str | None], make: Callable[[], Traced]) 
         atexit.register(write_grown)
     _FILES[id(file.captured)] = file
     return file.captured
-
-
-def _made_again(
-    content: Callable[[], str | None], found: str, make: Callable[[], Traced]
-) -> Traced:
-    """Return a new capture in place of a file's; raise CaptureError if the content has changed since."""
-    if content() != found:
-        raise CaptureError(
-            "the model, its loss, or something that they read has changed since this was compiled; "
-            "call piper.compile "
-            "again"
-        )
-    return make()
 
 
 def write_first(captured: Traced | Captured) -> None:

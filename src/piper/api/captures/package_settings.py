@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import torch
 
-from piper.api.content.content import content_of
+from piper.api.content.content import bytes_of, contents_of
 from piper.api.content.objects_in_packages import PLAIN, of_the_user
 from piper.api.content.read_variables import Unseen
 from piper_runtime.rank import home_of, names_of_the_process
@@ -53,10 +53,10 @@ def settings(names: Iterable[str] | None = None) -> PackageSettings | None:
                 if not key.startswith("__")
             }
             given = [part for value in values.values() for part in of_the_user(value, seen)]
-            content = content_of(given, lines=True) if given else ""
-            if content is None:
+            content = contents_of(given)
+            if content is None or content.elsewhere:
                 return None
-            found[name][""] = content
+            found[name][""] = content.digest + content.lines
     except Unseen:
         return None
     return found
@@ -144,20 +144,11 @@ def _text(value: object, ordered: Set[type], depth: int = 4, objects: bool = Fal
 
 def _bytes(value: object) -> str | None:
     """Return the look of an array or a tensor with a digest of its bytes; None for another value."""
-    array = value
+    array: object = value
     if isinstance(value, torch.Tensor):
         if type(value) is not torch.Tensor or value.is_meta or value.layout is not torch.strided:
             return None
-        array = (
-            value.detach()
-            .resolve_conj()
-            .resolve_neg()
-            .cpu()
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-            .numpy()
-        )
+        array = bytes_of(value)
     elif type(value).__module__ != "numpy":
         return None
     with suppress(TypeError, ValueError, BufferError):  # what has no bytes

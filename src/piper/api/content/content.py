@@ -12,10 +12,10 @@ object that these lead to. All of that is part of the digest, with these limits:
 - Nothing counts by which object it is: a value that cannot be looked into (an open file), or that is too large, has no
   content, and neither has an object that leads to it.
 
-Code that Dynamo traces cannot read files, clocks or random numbers, or it is refused. Code that runs, such as a
-constructor, can: it is looked into with `runs=True`, and has a content only if all that it calls is its own code or
-a part of torch and Python that is known to depend on its arguments alone. A function that a trace calls instead of
-looking into it, such as one with `torch.compiler.assume_constant_result`, is code that runs.
+Code that Dynamo traces cannot read files, clocks or random numbers, or it is refused. Code that runs, such as the
+gradient of a custom operator, can: it is looked into with `runs=True`, and has a content only if all that it calls is
+its own code or a part of torch and Python that is known to depend on its arguments alone. A function that a trace calls
+instead of looking into it, such as one with `torch.compiler.assume_constant_result`, is code that runs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -46,7 +47,7 @@ from piper_runtime.rank import Home, cells, home_of, is_foreign
 
 MOST_BYTES = 2**20
 """The most bytes of one tensor, array or other buffer that are looked into."""
-MOST_VALUES = 200_000
+MOST_VALUES = 1_000_000
 """The most values in all that are looked into."""
 
 LEAST_HASH = 2**32
@@ -56,21 +57,9 @@ CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
 OPS = ("torch._ops", "torch.library")
 """The modules of the types around registered operators, which count by name: all else in them is torch's caches."""
-OWN_OPS = frozenset(
-    [
-        "aten",
-        "prim",
-        "prims",
-        "piper",
-        "c10d",
-        "_c10d_functional",
-        "higher_order",
-        "inductor",
-        "mkldnn",
-        "profiler",
-        "quantized",
-    ]
-)
+OWN_OPS = frozenset({
+    "aten", "prim", "prims", "piper", "c10d", "_c10d_functional", "higher_order", "inductor", "mkldnn", "profiler", "quantized",
+})  # fmt: skip
 """The namespaces of torch's and Piper's own operators."""
 _INERT = (logging.Logger, type(threading.Lock()), type(threading.RLock()))
 """The types of objects that traced code cannot ask for anything."""
@@ -81,31 +70,55 @@ _PYTHONS_OWN = frozenset({
 """The attributes that Python puts into each class."""
 
 
-def content_of(
-    *values: object, runs: bool = False, lines: bool = False, tensors: bool = False
-) -> str | None:
-    """Return the content of some values: equal contents mean equal values, unequal ones may do so too.
+@dataclass(frozen=True)
+class Content:
+    """Hold the content of some values.
+
+    Attributes:
+        digest: equal digests mean equal values; unequal ones may do so too.
+        lines: a digest of the places of their code, by file and line.
+        elsewhere: whether another process may take them for something else, for their code asks how a process or
+            machine is set up.
+    """
+
+    digest: str
+    lines: str
+    elsewhere: bool
+
+
+_OF_MODULES = frozenset(name for name, value in vars(torch.nn.Module()).items() if value == {})
+"""The attributes of torch's modules that hold submodules, tensors and hooks, and are mostly empty."""
+
+
+def content_of(*values: object, runs: bool = False) -> str | None:
+    """Return the digest of some values; None if it is not known. See `contents_of`."""
+    content = contents_of(*values, runs=runs)
+    return None if content is None else content.digest
+
+
+def contents_of(*values: object, runs: bool = False, tensors: bool = False) -> Content | None:
+    """Return the content of some values.
 
     None says that it is not known: something cannot be looked into, or with `runs`, calling the values may give other
-    results for reasons that lie elsewhere. With `lines`, the lines of the code count as well, and with `tensors` the
-    values of tensors, even if nothing runs.
+    results for reasons that lie elsewhere. With `tensors` the values of tensors count, even if nothing runs.
     """
-    walk = _Walk(runs, lines, tensors)
+    walk = _Walk(runs, tensors)
     try:
         for value in values:
             walk.add(value)
         walk.finish()
     except Unseen:
         return None
-    return walk.digest.hexdigest()
+    return Content(walk.digest.hexdigest(), walk.lines.hexdigest(), walk.elsewhere)
 
 
 class _Walk:
     """Visit values and everything that they lead to, breadth first, each object once."""
 
-    def __init__(self, runs: bool, lines: bool = False, tensors: bool = False) -> None:
-        self.digest = hashlib.blake2b(digest_size=16)
-        self._runs, self._lines, self._tensors = runs, lines, tensors
+    def __init__(self, runs: bool, tensors: bool) -> None:
+        self.digest, self.lines = (hashlib.blake2b(digest_size=16) for _ in range(2))
+        self.elsewhere = False
+        self._runs, self._tensors = runs, tensors
         self._seen: set[int] = set()
         self._storages: dict[int, int] = {}
         self._number: dict[tuple[int, bool], int] = {}
@@ -144,7 +157,7 @@ class _Walk:
             case types.MethodType():
                 self._all("method", (value.__func__, value.__self__))
             case types.BuiltinFunctionType():
-                self._check_pure(value.__module__ or _module_of(value.__self__))
+                self._check_known(value.__module__ or _module_of(value.__self__), value.__name__)
                 bound = None if isinstance(value.__self__, types.ModuleType) else value.__self__
                 self._all(f"builtin {value.__module__} {value.__qualname__}", (bound,))
             case functools.partial():
@@ -156,7 +169,7 @@ class _Walk:
             case types.ModuleType():  # what code reads of it is seen where the code names the module, and not here
                 if home_of(value.__name__) != "known":
                     raise Unseen
-                self._check_pure(value.__name__)
+                self._check_known(value.__name__)
                 self._token("module", value.__name__)
             case contextlib._GeneratorContextManager():  # a decorator makes a new one of these in every call
                 self._all("context", (value.func, value.args, value.kwds))
@@ -193,17 +206,15 @@ class _Walk:
         if home == "known":
             if function is os.getenv:
                 self.add(os.environ)
-            if self._lines and function.__name__ in OF_THE_PROCESS:
-                raise Unseen
             self._all("cells", cells(function))
-            return self._check_pure(function.__globals__.get("__name__"))
+            return self._check_known(function.__globals__.get("__name__"), function.__name__)
         self._runs |= home == "user" and _is_called_by_a_trace(
             function
         )  # transformers has such functions, too
         if self._runs and home == "installed":
             raise Unseen
         self.add(function.__code__)
-        for name, value in read_by(function, self._runs, self._lines):
+        for name, value in read_by(function, self._runs):
             self._token("name", name)
             self.add(value, home)
 
@@ -241,15 +252,14 @@ class _Walk:
         self._token("code", code.co_code, code.co_exceptiontable, code.co_names, code.co_flags)
         self._token(code.co_varnames, code.co_cellvars, code.co_freevars)
         self._token(code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
-        if self._lines:
-            self._token("lines", code.co_filename, code.co_firstlineno, code.co_linetable)
+        self.lines.update(repr((code.co_filename, code.co_firstlineno, code.co_linetable)).encode())
         self._all("constants", code.co_consts)
 
     def _class(self, kind: type) -> None:
         home = home_of(kind.__module__)
         self._token("class", home, kind.__module__, kind.__qualname__)
         if home == "known":
-            self._check_pure(kind.__module__)
+            self._check_known(kind.__module__)
             return self._all(
                 "replaced",
                 (part for pair in vars(kind).items() if is_foreign(pair[1]) for part in pair),
@@ -293,16 +303,7 @@ class _Walk:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
         if not plain or tensor.numel() * tensor.element_size() > MOST_BYTES:
             raise Unseen
-        raw = (
-            tensor.detach()
-            .resolve_conj()
-            .resolve_neg()
-            .cpu()
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-        )
-        self._token(bytes(raw.tolist()))
+        self._token(bytes_of(tensor))
 
     def _instance(self, value: Any, home: Home) -> None:
         """Add an object by its type, its items, and its attributes."""
@@ -312,6 +313,7 @@ class _Walk:
             name: part
             for name, part in _attributes(value)
             if not (installed and _is_hash(name, part))
+            and not (name in _OF_MODULES and isinstance(value, torch.nn.Module) and not part)
         }
         contains = isinstance(value, CONTAINERS)
         if contains:
@@ -336,13 +338,13 @@ class _Walk:
         if len(value) > MOST_VALUES:
             raise Unseen
         if isinstance(value, set | frozenset):
-            items = [
-                content_of(item, runs=self._runs, lines=self._lines, tensors=self._tensors)
-                for item in value
-            ]
-            if None in items:
+            items = [contents_of(i, runs=self._runs, tensors=self._tensors) for i in value]
+            contents = [content for content in items if content is not None]
+            if len(contents) < len(items):
                 raise Unseen
-            self._token(*sorted(filter(None, items)))
+            self._token(*sorted(content.digest for content in contents))
+            self.lines.update("".join(sorted(content.lines for content in contents)).encode())
+            self.elsewhere |= any(content.elsewhere for content in contents)
         elif isinstance(value, list | tuple):
             for item in value:
                 self.add(item, home)
@@ -358,8 +360,9 @@ class _Walk:
             raise Unseen
         self._token(view.format, view.shape, view.tobytes())
 
-    def _check_pure(self, module: str | None) -> None:
-        """Raise Unseen if code runs that may depend on more than its arguments."""
+    def _check_known(self, module: str | None, name: str = "") -> None:
+        """Note that a known function asks the process; raise Unseen if it runs and depends on more than arguments."""
+        self.elsewhere |= name in OF_THE_PROCESS
         if self._runs and not is_pure(module or "builtins"):
             raise Unseen
 
@@ -372,6 +375,12 @@ class _Walk:
     def _token(self, *parts: object) -> None:
         text = repr(parts).encode("utf-8", "surrogatepass")
         self.digest.update(len(text).to_bytes(8, "big") + text)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the values of a tensor that has some, in the order of its indexes."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _is_called_by_a_trace(function: types.FunctionType) -> bool:

@@ -23,56 +23,16 @@ PURE = PACKAGES | {
     "_functools", "_operator",
 }  # fmt: skip
 """The packages whose functions depend on nothing but their arguments; `IMPURE` lists exceptions."""
-IMPURE = (
-    "torch.serialization",
-    "torch.hub",
-    "torch.distributed",
-    "torch.cuda",
-    "torch.storage",
-    "torch.jit",
-)
-READERS = frozenset(
-    {
-        "open",
-        "input",
-        "globals",
-        "locals",
-        "vars",
-        "eval",
-        "exec",
-        "compile",
-        "__import__",
-        "id",
-        "hash",
-    }
-)
-"""The built-in functions whose result depends on more than their arguments."""
+IMPURE = ("torch.serialization", "torch.hub", "torch.distributed", "torch.cuda", "torch.storage", "torch.jit")  # fmt: skip
 ANYTHING = frozenset({"eval", "exec", "globals"})
 """The built-in functions through which traced code may read variables that it does not name."""
+READERS = ANYTHING | {"open", "input", "locals", "vars", "compile", "__import__", "id", "hash"}
+"""The built-in functions whose result depends on more than their arguments."""
 OF_THE_PROCESS = frozenset({
     "find_spec", "get_device_capability", "get_device_name", "getrecursionlimit", "hash", "id", "is_available", "is_initialized",
     "libc_ver", "mac_ver", "machine", "node", "platform", "processor", "release", "system", "uname", "win32_ver",
 })  # fmt: skip
 """The functions of Python and torch that a trace follows, and that say something else in another process or machine."""
-DRAWS = frozenset(
-    {
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "poisson",
-        "rand_like",
-        "randn_like",
-    }
-)
-"""The functions of torch that draw random numbers, and not into a tensor that is there."""
-TAKES = frozenset({"item", "tolist", "numpy", "int", "float", "bool"})
-"""The names by which code takes values out of tensors; a constructor that does so may depend on random numbers."""
-ASKS = ("get_", "is_", "are_", "has_", "current_", "initial_seed", "device_count", "cpu_count")
-"""The beginnings of the names of torch's functions that say how a process or machine is set up, such as its threads."""
 REFLECTIVE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 """The names in code that may read attributes whose names it does not say."""
 
@@ -81,47 +41,39 @@ class Unseen(Exception):
     """Report that a value may depend on something that cannot be looked into."""
 
 
-def read_by(
-    function: types.FunctionType, runs: bool, elsewhere: bool = False
-) -> Iterator[tuple[str, object]]:
+def read_by(function: types.FunctionType, runs: bool) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of the variables that a function reads, and of the attributes of modules that it reads.
 
-    Raises Unseen if it may read more; with `elsewhere`, also if it may read something else in another process.
+    Raises Unseen if it may read more.
     """
     read, imported, names = names_in(function.__code__)
     space = function.__globals__
+    home = home_of(space.get("__name__"))
     values = list(zip(function.__code__.co_freevars, cells(function), strict=True))
     values += [(name, space[name]) for name in read if name in space]
-    unbound = {name for name in read if name not in space}
-    if home_of(space.get("__name__")) == "user" and unbound & (
-        ANYTHING | OF_THE_PROCESS if elsewhere else ANYTHING
-    ):
+    unbound = [name for name in read if name not in space]
+    if home == "user" and not (READERS if runs else ANYTHING).isdisjoint(unbound):
         raise Unseen
-    if runs and ("from_file" in names or unbound & READERS or (names & DRAWS and names & TAKES)):
-        raise Unseen
-    values += [
-        (name, vars(builtins)[name]) for name in read if name not in space and _is_added(name)
-    ]
+    asked = OF_THE_PROCESS if home == "user" else frozenset()
+    known = vars(builtins)
+    values += [(n, known[n]) for n in unbound if n in known and (n in asked or _is_added(n))]
     for request in imported:
         values += _imported(request, space, runs)
     done: set[int] = set()
-    if not runs and "modules" in names and home_of(space.get("__name__")) == "installed":
+    if not runs and "modules" in names and home == "installed":
         done.add(
             id(sys)
         )  # the modules that a package finds there are the rest of the package behind it
-    elsewhere &= (
-        home_of(space.get("__name__")) == "user"
-    )  # what packages ask of a machine is in the name of the folder
     for name, value in values:
         if isinstance(value, types.ModuleType):
-            yield from _read_of(name, value, names, done, runs, elsewhere)
+            yield from _read_of(name, value, names, done, runs, asked)
         else:
             yield name, value
 
 
 def _is_added(name: str) -> bool:
     """Return whether someone has put a name among the built-in ones, or another value in the place of one."""
-    value = vars(builtins).get(name, Ellipsis)
+    value = vars(builtins)[name]
     if value is Ellipsis or value is NotImplemented:
         return False
     return not callable(value) or home_of(getattr(value, "__module__", None)) != "known"
@@ -159,9 +111,13 @@ def _read_of(
     names: frozenset[str],
     done: set[int],
     runs: bool,
-    elsewhere: bool,
+    asked: frozenset[str],
 ) -> Iterator[tuple[str, object]]:
-    """Yield the attributes of a module that code with these names may read. Raises Unseen if they are not known."""
+    """Yield the attributes of a module that code with these names may read.
+
+    Of known modules these are data, classes, functions of others, and functions with the names in `asked`. Raises
+    Unseen if the attributes are not known.
+    """
     if id(module) in done:
         return
     done.add(id(module))
@@ -184,23 +140,20 @@ def _read_of(
         read |= {name for name in vars(module) if not name.startswith("__")}
     for name in sorted(read):
         value = getattr(module, name, None)
-        if runs and home == "known" and callable(value) and name.startswith(ASKS):
-            raise Unseen
         if isinstance(value, types.ModuleType):
             if name in names:
-                yield from _read_of(f"{path}.{name}", value, names, done, runs, elsewhere)
+                yield from _read_of(f"{path}.{name}", value, names, done, runs, asked)
         elif (
             home != "known"
             or runs
             or isinstance(value, type)
             or not callable(value)
             or is_foreign(value)
+            or name in asked
         ):
             yield f"{path}.{name}", value
         elif value is os.getenv:
             yield "os.environ", os.environ
-        elif elsewhere and name in OF_THE_PROCESS:
-            raise Unseen
 
 
 def is_pure(module: str) -> bool:
