@@ -103,7 +103,6 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "tests/predictions/test_memory_truth.py",
         "tests/faults/test_mutants.py",
         "tests/parity/test_compositions.py",
-        "tests/parity/test_parity_processes.py",
         "tests/parity/test_schedules.py",
         "tests/runs/test_resume_strategies.py",
         "tests/parity/test_collectives.py",
@@ -128,7 +127,6 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "packages/capture/tests/test_tags.py",
     ),
     "captures that devices share": (
-        "tests/parity/test_shared_compositions.py",
         "tests/parity/test_tensor_parallel.py",
         "tests/parity/test_context_parallel.py",
         "tests/parity/test_tensor_parallel_vocabulary.py",
@@ -171,14 +169,6 @@ SAMPLED: dict[str, int] = {
     "tests/captures/test_captures_context.py::test_a_mode_that_changes_traces_is_refused_by_name": 3,
     "tests/captures/test_captures_context.py::test_a_mode_that_is_not_counted_changes_no_capture": 3,
     "tests/captures/test_captures_unseen.py::test_a_model_that_is_made_otherwise_is_captured_again": 3,
-    "tests/parity/test_context_parallel.py::test_shared_tokens_are_one_device": 2,
-    "tests/parity/test_mixed_precision.py::test_the_mixed_path_is_the_plain_loop_with_the_same_casts": 2,
-    "tests/parity/test_parity.py::test_adamw_with_groups_clipping_and_a_schedule": 6,
-    "tests/parity/test_parity.py::test_sgd_with_momentum": 6,
-    "tests/parity/test_parity_processes.py::test_pairwise_cover": 3,
-    "tests/parity/test_schedules.py::test_over_gloo": 2,
-    "tests/parity/test_tensor_parallel.py::test_it_composes": 2,
-    "tests/parity/test_tensor_parallel.py::test_two_devices_are_one": 2,
 }
 """Tests of which `make test` runs about one case in n, spread over all of them; `make test-long` runs them all."""
 _UNIT_OF_FILE = {file: unit for unit, files in TOGETHER.items() for file in files}
