@@ -1,4 +1,4 @@
-"""Every seeded fault is caught by `verify` or by the parity suite, and nothing is caught where there is no fault."""
+"""Protect that every seeded fault is caught by `verify` or by the parity suite, and nothing without a fault."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from piper_ir.verify import check
 from tests.faults import dropless_faults, mutants, ring_faults
 from tests.faults.mutants import CASES, MUTANTS, Mutant, Result
 from tests.helpers import compositions, parity
+from tests.helpers.rows import rows
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@rows("case", CASES)
 def test_without_a_fault_nothing_is_caught(case: compositions.Composition) -> None:
     plan = mutants.plan_of(case)
     assert check(plan) == []
@@ -24,17 +25,31 @@ def test_without_a_fault_nothing_is_caught(case: compositions.Composition) -> No
 OFTEN = ("counts_transposed", "a_round_lost", "combined_without_shares")
 """Of the faults of dropless mixtures."""
 SELDOM = ring_faults.FAULTS.keys() | (dropless_faults.FAULTS.keys() - set(OFTEN))
+"""What packages/capture/tests/test_ring_attention.py shows of a chunk takes longer here."""
+TOGETHER = 10
+"""The number of faults that one case tries."""
 
 
-def marked(mutant: Mutant) -> Any:
-    """What packages/capture/tests/test_ring_attention.py shows of a chunk takes longer here."""
-    return pytest.param(mutant, marks=[pytest.mark.long] * (mutant.name in SELDOM))
+def grouped() -> list[Any]:
+    """Return faults of one kind in groups, each named by its first; the seldom ones are in the long suite."""
+    groups = []
+    for where in ("compiler", "runtime", "job"):
+        for seldom in (False, True):
+            kind = [m for m in MUTANTS if m.where == where and (m.name in SELDOM) == seldom]
+            for k in range(0, len(kind), TOGETHER):
+                group, marks = kind[k : k + TOGETHER], [pytest.mark.long] * seldom
+                groups.append(pytest.param(group, marks=marks, id=f"{where}-{group[0].name}"))
+    return groups
 
 
-@pytest.mark.parametrize("mutant", map(marked, MUTANTS), ids=lambda m: f"{m.where}-{m.name}")
-def test_the_fault_is_caught(mutant: Mutant) -> None:
-    result = mutants.judge(mutant, by_all=False)
-    assert result.caught, f"{mutant.about} (nothing notices)"
+@pytest.mark.parametrize("group", grouped())
+def test_the_faults_are_caught(group: list[Mutant]) -> None:
+    results = [mutants.judge(mutant, by_all=False) for mutant in group]
+    assert all(result.caught for result in results), "\n" + mutants.table(results)
+
+
+def test_each_fault_is_in_one_group() -> None:
+    assert sorted(m.name for p in grouped() for m in p.values[0]) == sorted(m.name for m in MUTANTS)
 
 
 def test_there_are_twenty_of_each() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import piper
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CompileError, PiperWarning
+from tests.helpers.rows import one_in
 
 WIDTH, MICROBATCHES = 8, 4
 Body = Callable[[Any, nn.Module, Tensor], Tensor]
@@ -132,7 +133,7 @@ def sends(compiled: piper.Compiled) -> int:
     return sum(i.name.startswith("send") for role in compiled.plan.roles for i in role.program)
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", one_in(3, BODIES))
 def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> None:
     work = job(lambda: Model(BODIES[name]))
     compiled = piper.compile(work, strategy("1f1b"))
@@ -143,7 +144,8 @@ def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["scattered", "projected_residual", "scaled_residual", "written_into_a_copy"]
+    "name",
+    one_in(3, ["scattered", "projected_residual", "scaled_residual", "written_into_a_copy"]),
 )
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_schedules_that_come_back_to_a_device(name: str, schedule: str) -> None:

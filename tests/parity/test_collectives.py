@@ -42,6 +42,7 @@ from piper_simulator import (
 )
 from tests.helpers.collective_model import code, job
 from tests.helpers.collective_plans import plan
+from tests.helpers.rows import rows
 
 SIZES = (2, 4)
 PLANS = {n: plan(n) for n in SIZES}
@@ -116,9 +117,9 @@ TRANSPORTS: dict[str, Callable[[str, Sequence[torch.Tensor]], list[torch.Tensor]
 }
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("kind", COLLECTIVES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@rows("n", SIZES)
+@rows("kind", COLLECTIVES)
+@rows("transport", TRANSPORTS)
 def test_the_numbers_are_those_of_a_plain_computation(transport: str, kind: str, n: int) -> None:
     tensors = given(n)
     found = TRANSPORTS[transport](kind, tensors)
@@ -126,8 +127,8 @@ def test_the_numbers_are_those_of_a_plain_computation(transport: str, kind: str,
         assert torch.equal(found[k], PLAIN[kind](tensors, k)), f"rank {k}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+@rows("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@rows("kind", ["all_gather", "reduce_scatter"])
 def test_over_gloo_in_other_dtypes_and_shapes(kind: str, dtype: torch.dtype) -> None:
     tensors = given(2, dtype, (4,))
     for k, found in enumerate(TRANSPORTS["gloo"](kind, tensors)):
@@ -278,7 +279,7 @@ def swapped_for_broadcast(made: Plan) -> Plan:
 
 
 @pytest.mark.usefixtures("broadcast")
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@rows("transport", TRANSPORTS)
 def test_one_more_collective_is_a_row_and_a_binding(transport: str) -> None:
     tensors = given(4)
     assert all(

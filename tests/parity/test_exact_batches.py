@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import piper
 from piper import Job, Mesh, Precision, Strategy, recipes
 from piper_ir.ground.errors import CaptureError
-from tests.predictions.test_memory_truth import lies
+from tests.helpers.memory_judge import lies
 
 ONE = Strategy(Mesh(), [piper.split(piper.where(), microbatches=2)])
 STAGES = Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2))

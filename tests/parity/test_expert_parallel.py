@@ -1,4 +1,6 @@
-"""Devices that share the experts of a mixture compute what one device computes, under any schedule."""
+"""Protect devices that share the experts of a mixture beside other axes, groups and levels, and what they exchange.
+
+Under any schedule they are in test_compositions.py (ep)."""
 
 from __future__ import annotations
 
@@ -14,9 +16,8 @@ from piper_compiler import Strategy
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Collective
 from piper_runtime import Job
-from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import compositions, parity, shared_jobs
-from tests.predictions.test_memory_truth import lies
+from tests.helpers.memory_judge import lies
 
 EXPERTS = piper.shard(
     where(experts=ANY), over="ep", index="experts", stream="rows", channel="ep", sms=0
@@ -31,20 +32,7 @@ def rows(zero: int = 0) -> tuple[Any, ...]:
 
 
 CASES: dict[str, tuple[Mesh, list[Any]]] = {
-    "two": (Mesh(ep=2), [rows()]),
     "four, zero 3": (Mesh(ep=4), [rows(zero=3)]),
-    "dp, zero 1": (Mesh(dp=2, ep=2), [rows(zero=1)]),
-    "two stages": (Mesh(ep=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=2), rows()]),
-    "1f1b, dp, recompute": (
-        Mesh(dp=2, ep=2, pp=2),
-        [recipes.one_f_one_b(pp=2, microbatches=2), rows(), INPUTS],
-    ),
-    "zbv, zero 3": (Mesh(ep=2, pp=2), [recipes.zbv(pp=2, microbatches=4), rows(zero=3)]),
-    "dualpipe, four": (Mesh(ep=4, pp=2), [recipes.dualpipe(pp=2, microbatches=2), rows()]),
-    "dualpipe_v, recompute": (
-        Mesh(ep=2, pp=2),
-        [recipes.dualpipe_v(pp=2, microbatches=4), rows(zero=1), INPUTS],
-    ),
     "heads": (Mesh(ep=2, tp=2), [HEADS, rows()]),
     "tokens over cp": (Mesh(ep=2, cp=2), [piper.shard(where(), over="cp", index="tokens"), rows()]),
     "groups of layers made again": (
@@ -171,11 +159,6 @@ def test_what_crosses_is_not_repeated() -> None:
     assert [
         o.spec.shape for o in home.outputs if o.kind == "value" and o.spec.dtype == "int64"
     ] == [(4, 16)]
-
-
-@pytest.mark.parametrize("case", ["dp, zero 1", "two stages"])
-def test_in_processes(case: str, pool: Pool) -> None:
-    assert_right(compiled(*CASES[case]), launcher="processes", pool=pool)
 
 
 def test_the_recipe_is_the_directive() -> None:

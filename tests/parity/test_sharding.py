@@ -1,5 +1,7 @@
-"""Plans whose ranks share parameters, gradients and optimizer states, against one device, and their memory to the
-byte."""
+"""Protect what stands in plans whose ranks share states: gathers, scatters, windows, refusals and their texts.
+
+And that the judge of tests/parity/test_compositions.py sees a rank that is left out. That they train what one device
+trains is checked there."""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -32,70 +33,9 @@ from piper_ops.written import opaque
 from piper_runtime.rank.binding import rank as ranks
 from tests.faults.sharding_faults import SHARDING
 from tests.helpers import compositions, parity
-from tests.helpers.compositions import PIPELINES, Composition, fitted
-from tests.predictions.test_memory_truth import lies
-
-MODELS = ("gpt", "skip", "keywords", "gpt_dropout", "frozen", "opaque", "llama", "moe")
-"""Tied weights, values that skip stages, masked losses, dropout, frozen and opaque parts, and other families."""
-MORE_MODELS = ("slices", "branches", "custom_op", "gpt_untied", "deep")
-ROOMS = (0, 0.003, "step")
-"""The MiB that may stay gathered: nothing, some of a model's 30 KiB, or all."""
-SCHEDULES = ("default", "1f1b", "gpipe", "random", "random", *PIPELINES)
-QUICK, PROCESSES = 600, 14
-"""The cases that `make test` runs, of which the first have two rows per microbatch and few policies of recomputation:
-to capture all models anew for other rows and policies takes 17 s, and what remains of a case 0.1 s."""
-MEASURED = 200
-"""Of the quick cases, these train for three steps and their memory is measured, and every fourth of the others; the
-rest train for two, with an update between their gradients and one after them."""
-
-
-def drawn(seed: int, rep: int = 1) -> Composition:
-    """Draw a composition whose ranks share states. All pairs of models and schedules come in turn."""
-    rng, plain = Random(seed), seed < QUICK
-    models = MODELS if plain else MODELS + MORE_MODELS
-    model, schedule = models[seed % len(models)], SCHEDULES[seed // len(models) % len(SCHEDULES)]
-    dp = 4 if rep > 1 else rng.choice((2, 2, 2, 4))
-    optimizer = rng.choice(("sgd", "adamw"))
-    policies = ("all", "inputs") if model in ("gpt_dropout", "opaque") else ("all",)
-    policies = policies if plain or model == "custom_op" else ("all", "all", "inputs", "products")
-    return fitted(
-        Composition(
-            model, pp=rng.choice((1, 2, 2)), dp=dp, microbatches=rng.choice((2, 4)), schedule=schedule,
-            placement=rng.choice(("recipe", "v", "shared", "random")) if schedule == "random" else "recipe",
-            backward=rng.choice(("whole", "split", "mixed")) if schedule == "random" else "whole",
-            overlap=schedule == "random" and rng.random() < 0.5, rows=2 if plain else rng.choice((1, 2)), optimizer=optimizer,
-            clip=0.05 if optimizer == "adamw" else None, bucket_mb=rng.choice((0.002, 0.01, 25)), seed=seed,
-            zero=rng.choice((1, 2, 3, 3, 3) if rep > 1 else (0, 1, 1, 2, 2, 3, 3, 3)),
-            resident_mb=rng.choice(ROOMS), reduced_mb=rng.choice(ROOMS), keep=rng.choice(policies),
-            prefetch=rng.choice((0, 1, 1, 2)), fuse=rng.random() < 0.8, rep=rep,
-        )
-    )  # fmt: skip
-
-
-def judge(c: Composition, memory: bool = True, **options: Any) -> None:
-    """Compile, verify, run for three steps, with its memory measured in the second unless told otherwise, and
-    compare."""
-    plan = compositions.compiled(c).plan
-    verify(plan)
-    run = compositions.run(c, plan, memory=memory, **options)
-    parity.assert_parity(run, compositions.expected(c), label=repr(c))
-    found = lies(plan, dict(run.memory))
-    assert not found, "\n".join([repr(c), *found[:6]])
-
-
-def numbers(seeds: range, quick: int) -> list[Any]:
-    return [pytest.param(seed, marks=[pytest.mark.long] * (seed >= quick)) for seed in seeds]
-
-
-@pytest.mark.parametrize("seed", numbers(range(2000), QUICK))
-def test_shared_states_train_what_one_device_trains(seed: int) -> None:
-    judge(drawn(seed), memory=not MEASURED <= seed < QUICK or seed % 4 == 0)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_replicas_of_sharers_train_what_one_device_trains(seed: int) -> None:
-    """Two axes: states are shared along one, and what is kept is summed along the other."""
-    judge(drawn(seed, rep=2))
+from tests.helpers.compositions import Composition
+from tests.helpers.judged import judge
+from tests.helpers.memory_judge import lies
 
 
 @pytest.mark.parametrize("keep", ["all", "inputs"])
@@ -133,19 +73,6 @@ CASE = Composition(
     bucket_mb=0.002,
     zero=3,
 )
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_processes_compute_and_hold_the_same(zero: int, schedule: str, pool: Any) -> None:
-    judge(
-        replace(CASE, model="deep", zero=zero, schedule=schedule), launcher="processes", pool=pool
-    )
-
-
-@pytest.mark.parametrize("seed", numbers(range(20), PROCESSES))
-def test_more_processes_compute_and_hold_the_same(seed: int, pool: Any) -> None:
-    judge(replace(drawn(7 * seed), dp=2), launcher="processes", pool=pool)
 
 
 def test_the_text_of_a_plan_names_what_ranks_share() -> None:

@@ -18,7 +18,7 @@ from piper_compiler import Strategy
 from piper_ir.ground.select import where
 from piper_runtime.rank.job.job import Job
 from tests.helpers import parity, shared_jobs
-from tests.predictions.test_memory_truth import lies
+from tests.helpers.memory_judge import lies
 
 IGNORED, LENGTH, VOCAB = -100, 8, 64
 CONFIG = LlamaConfig(layers=1, width=32, heads=8, kv_heads=4, hidden=48, vocab=VOCAB, length=LENGTH)

@@ -1,5 +1,6 @@
-"""Chunks that are cut where devices share work: sums between them, equal to one device, hidden behind another
-microbatch."""
+"""Protect sums between chunks that are cut where devices share work: where they are, their axes, that they are hidden.
+
+Under any schedule they are in test_compositions.py (shard with cut=True)."""
 
 from __future__ import annotations
 
@@ -21,11 +22,9 @@ from piper_ir.plan.plan import Part, Plan, RolePlan
 from piper_ir.program.layout import SHARED
 from piper_ir.program.ops import Collective
 from piper_ir.verify import check
-from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import shared_jobs
+from tests.helpers.memory_judge import lies
 from tests.helpers.plan_edits import every_part, with_program
-from tests.parity.test_tensor_parallel import COMPOSED
-from tests.predictions.test_memory_truth import lies
 
 
 def cut(name: str, mesh: Mesh, *directives: Any) -> Any:
@@ -38,7 +37,7 @@ def assert_right(name: str, made: Any, **more: Any) -> None:
     assert not lies(made.plan, found.memory)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "branches", "experts", "dropless"])
+@pytest.mark.parametrize("name", ["branches", "experts", "dropless"])
 def test_two_devices_are_one(name: str) -> None:
     assert_right(name, cut(name, Mesh(tp=2)))
 
@@ -48,17 +47,6 @@ def test_axes_that_are_split() -> None:
     made = cut("few_kv_heads", Mesh(tp=8))
     assert_right("few_kv_heads", made)
     assert ("tp.0", "tp.1") in {over for c in made.plan.chunks for _, over in c.terms}
-
-
-@pytest.mark.parametrize("composed", ["zbv", "dualpipe_v", "zero3", "recompute", "all"])
-def test_it_composes(composed: str) -> None:
-    mesh, directives = COMPOSED[composed]
-    assert_right("llama", cut("llama", mesh, *directives))
-
-
-def test_in_processes(pool: Pool) -> None:
-    made = cut("gpt", Mesh(tp=2, pp=2), recipes.dualpipe_v(pp=2, microbatches=4))
-    assert_right("gpt", made, launcher="processes", pool=pool)
 
 
 def test_a_layer_has_the_sums_of_megatron_between_its_chunks() -> None:

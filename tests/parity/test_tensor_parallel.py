@@ -1,9 +1,10 @@
-"""Devices that share the work of chunks compute what one device computes: tensor and sequence parallelism."""
+"""Protect what is special to devices that share the work of chunks: few heads, layouts, collectives, checkpoints.
+
+And what is refused. That such plans train what one device trains is checked in test_compositions.py."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,50 +13,15 @@ import pytest
 
 import piper
 from piper import Mesh, recipes
-from piper.api.compiling.compiling import Compiled
 from piper_compiler import Strategy
 from piper_ir.ground.errors import DirectiveError, PlanError
 from piper_ir.ground.select import where
 from piper_ir.program.layout import DimPart
 from piper_ir.verify import verify
 from piper_runtime import Checkpoints
-from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import parity, shared_jobs
-from tests.predictions.test_memory_truth import lies
-
-STREAMS = ("", "tokens")
-COMPOSED: dict[str, tuple[Mesh, list[Any]]] = {
-    "1f1b": (Mesh(tp=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=4)]),
-    "zbv": (Mesh(tp=2, pp=2), [recipes.zbv(pp=2, microbatches=4)]),
-    "dualpipe_v": (Mesh(tp=2, pp=2), [recipes.dualpipe_v(pp=2, microbatches=4)]),
-    "zero1": (Mesh(tp=2, dp=2), [recipes.data_parallel(zero=1)]),
-    "zero3": (Mesh(tp=2, dp=2), [recipes.data_parallel(zero=3)]),
-    "recompute": (Mesh(tp=2), [piper.recompute(where(layer=piper.ANY), keep="inputs")]),
-    "all": (
-        Mesh(tp=2, pp=2, dp=2),
-        [
-            recipes.zbv(pp=2, microbatches=2),
-            recipes.data_parallel(zero=3),
-            piper.recompute(where(layer=1), keep="products"),
-        ],
-    ),
-}
-
-
-def in_twos(name: str, mesh: Mesh, stream: str, directives: Sequence[Any] = ()) -> Compiled:
-    return shared_jobs.in_twos(name, mesh, [piper.shard(where(), stream=stream), *directives])
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize(
-    "name", ["llama", "gpt", "gpt_dropout", "frozen", "keywords", "branches", "slices", "buffers"]
-)
-def test_two_devices_are_one(name: str, stream: str) -> None:
-    """Weights follow the heads and hidden elements that are shared; what has none is computed whole."""
-    made = in_twos(name, Mesh(tp=2), stream)
-    found = shared_jobs.run(made)
-    shared_jobs.assert_equal(name, made, found)
-    assert not lies(made.plan, found.memory)
+from tests.helpers.memory_judge import lies
+from tests.helpers.rows import rows
 
 
 @pytest.mark.parametrize(
@@ -69,32 +35,11 @@ def test_two_devices_are_one(name: str, stream: str) -> None:
 )
 def test_fewer_heads_of_keys_than_devices(tp: int, stream: str) -> None:
     """Two heads of keys on eight devices: four devices share each, with the groups of its queries."""
-    made = in_twos("few_kv_heads", Mesh(tp=tp), stream)
+    made = shared_jobs.in_twos("few_kv_heads", Mesh(tp=tp), [piper.shard(where(), stream=stream)])
     found = shared_jobs.run(made)
     shared_jobs.assert_equal("few_kv_heads", made, found)
     assert not lies(made.plan, found.memory)
     assert [n for _, n in made.program.axes] == [2, tp // 2]
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("composed", COMPOSED)
-def test_it_composes(composed: str, stream: str) -> None:
-    mesh, directives = COMPOSED[composed]
-    made = in_twos("llama", mesh, stream, directives)
-    found = shared_jobs.run(made)
-    shared_jobs.assert_equal("llama", made, found)
-    assert not lies(made.plan, found.memory)
-
-
-@pytest.mark.parametrize("stream", STREAMS)
-def test_in_processes(pool: Pool, stream: str) -> None:
-    """The collectives inside of steps go over gloo, beside the messages of a pipeline."""
-    made = shared_jobs.compiled(
-        "gpt", Mesh(tp=2, pp=2), [recipes.one_f_one_b(pp=2, microbatches=4)], stream=stream
-    )
-    found = shared_jobs.run(made, launcher="processes", pool=pool)
-    shared_jobs.assert_equal("gpt", made, found)
-    assert not lies(made.plan, found.memory)
 
 
 def counted(made: Any) -> dict[str, Counter[str]]:
@@ -137,7 +82,9 @@ def broken(made: Any, **changes: Any) -> Any:
 
 def test_a_wrong_layout_is_seen() -> None:
     """Without the outer factor the first device would have queries and half of the keys."""
-    made = broken(in_twos("gpt", Mesh(tp=2), ""), layout=(DimPart("tp", 0),))
+    made = broken(
+        shared_jobs.in_twos("gpt", Mesh(tp=2), [piper.shard(where())]), layout=(DimPart("tp", 0),)
+    )
     found = shared_jobs.run(made)
     wrong = parity.differences(parity.RunOutcome.of(found), shared_jobs.expected("gpt", 1, 1, 2))
     assert any("qkv" in d.name for d in wrong)
@@ -151,7 +98,7 @@ def test_a_sum_that_nobody_adds_is_refused() -> None:
         verify(replace(made.plan, buckets=buckets))
 
 
-@pytest.mark.parametrize(
+@rows(
     ("directives", "message"),
     [
         (
@@ -179,7 +126,7 @@ def test_tokens_that_do_not_divide_are_named() -> None:
 
 def test_an_opaque_region_is_computed_whole() -> None:
     """With shared tokens it would lack some of them, and says so."""
-    made = in_twos("opaque", Mesh(tp=2), "")
+    made = shared_jobs.in_twos("opaque", Mesh(tp=2), [piper.shard(where())])
     shared_jobs.assert_equal("opaque", made, shared_jobs.run(made))
     with pytest.raises(
         DirectiveError, match="'layer0_opaque1' has an opaque region, which needs all tokens"

@@ -18,9 +18,9 @@ from piper.api.captures import capturing
 from piper_compiler import Strategy, capture_request
 from piper_ir.program.layout import DimPart
 from piper_runtime.rank.job.job import Job
-from tests.helpers import models, parity, shared_jobs
+from tests.helpers import models, parity, shared_jobs, small_transformers
 from tests.helpers.compositions import adamw
-from tests.predictions.test_memory_truth import lies
+from tests.helpers.memory_judge import lies
 
 STREAMS = ("", "tokens")
 ODD = 33
@@ -42,7 +42,7 @@ class Pooled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(models.GPTBlock() for _ in range(1))
+        self.layers = nn.ModuleList(small_transformers.GPTBlock() for _ in range(1))
         self.norm, self.head = nn.LayerNorm(models.D), nn.Linear(models.D, models.D)
         for layer in self.layers:
             layer.norm2 = self.norm

@@ -21,6 +21,7 @@ from piper_ir.ground.errors import DirectiveError
 from piper_ir.program.layout import DimPart
 from tests.helpers import published_llama, shared_jobs
 from tests.helpers.models import feature_batch, squared_error
+from tests.helpers.rows import rows
 from tests.helpers.source_tree import ROOT
 from tests.predictions.test_explain import Products
 
@@ -158,7 +159,7 @@ def test_named_indexes_are_one_device() -> None:
     shared_jobs.assert_equal("llama", made, shared_jobs.run(made))
 
 
-@pytest.mark.parametrize(
+@rows(
     ("tp", "index", "message"),
     [
         (

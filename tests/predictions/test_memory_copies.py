@@ -16,7 +16,8 @@ from piper_ops import layer_norm_backward
 from piper_ops.attention import sdpa
 from piper_ops.costing import workspace
 from tests.helpers import compositions
-from tests.predictions.test_memory_truth import lies, planned
+from tests.helpers.memory_judge import lies, planned
+from tests.helpers.rows import rows
 
 TOKENS, HEADS, HEAD = 12, 2, 4
 ONE: tuple[dict[str, int], tuple[Any, ...]] = ({"dp": 1}, ())
@@ -103,7 +104,7 @@ def measured(
     return lies(plan, records), short
 
 
-@pytest.mark.parametrize("how", ["elements", "heads", "norm", "windows"])
+@rows("how", ["elements", "heads", "norm", "windows"])
 def test_what_lies_in_another_way_is_counted_with_its_copy(how: str) -> None:
     found, short = measured(how, 8, *ONE)
     assert not found and set(short) == {0}, (found[:6], short)

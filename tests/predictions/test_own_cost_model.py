@@ -23,6 +23,7 @@ from piper_ir.program.ops import Compute
 from piper_ir.program.program import Cost, Kernel, Program
 from piper_runtime.launch.processes.processes import Pool
 from piper_simulator import DeviceModel, model_for
+from tests.helpers.rows import rows
 
 CLUSTER = "h100x4"
 LINK = 1e9
@@ -258,7 +259,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "says"), BAD)
+@rows(("values", "says"), BAD)
 def test_what_a_model_gives_is_checked(values: dict[str, Any], says: str) -> None:
     plan, bad = compiled().plan, type("Bad", (Given,), values)
     calls: list[Callable[[], Any]] = [

@@ -17,6 +17,7 @@ from piper_autotune import TuningProblem
 from piper_autotune import tune as search
 from piper_ir.ground.errors import TuneError
 from piper_ir.plan.plan import Instr, RolePlan
+from tests.helpers.rows import one_in
 
 PROGRAM = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0, params=64)
 SECONDS = 1.0
@@ -82,7 +83,7 @@ def storage(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/study.db"
 
 
-@pytest.mark.parametrize("made", [Factory, by_closure, by_partial])
+@pytest.mark.parametrize("made", one_in(3, [Factory, by_closure, by_partial]))
 def test_another_model_begins_anew(made: Callable[..., Any], storage: str, tmp_path: Path) -> None:
     constant, shrinking = made(a=1.0, b=0.0), made(a=0.0, b=10.0)
     first = best(constant, storage)

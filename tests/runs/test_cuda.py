@@ -21,7 +21,8 @@ from piper_runtime.launch.processes.processes import Pool
 from piper_runtime.rank.values.device import NO_CUDA, using
 from tests.helpers import compositions, parity
 from tests.helpers.compositions import Composition, fitted
-from tests.predictions.test_memory_truth import asked_for, lies, measure
+from tests.helpers.memory_judge import lies
+from tests.predictions.test_memory_truth import asked_for, measure
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA),

@@ -34,6 +34,7 @@ from tests.helpers.evaluated_jobs import (
     rows_of,
     summed_loss,
 )
+from tests.helpers.rows import rows
 
 recipes = piper.recipes
 TP = piper.shard(piper.where(), over="tp")
@@ -308,7 +309,7 @@ def test_models_whose_eval_mode_does_not_fit_are_refused(model: Any, said: str) 
 DATA = torch.utils.data.TensorDataset(*rows_of(7, range(8)))
 
 
-@pytest.mark.parametrize(
+@rows(
     ("fields", "said"),
     [
         (dict(eval_every=None), "when to evaluate is not known; give eval_every"),
@@ -342,7 +343,7 @@ def test_a_dataset_is_evaluated_whole_or_refused() -> None:
         _ = job(eval_data=DATA, eval_batches=None, global_batch=16).evaluated
 
 
-@pytest.mark.parametrize(
+@rows(
     ("metric", "said"),
     [
         (

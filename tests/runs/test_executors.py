@@ -121,38 +121,11 @@ RUNS: dict[str, Callable[[Runs, Pool], Executed]] = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*(n for n in RUNS if n != "ray"), pytest.param("ray", marks=pytest.mark.long)],
-)
-def ran(request: pytest.FixtureRequest, run: Runs, pool: Pool) -> Executed:
-    return RUNS[request.param](run, pool)
-
-
 def by_rank(trace: Trace) -> dict[int, list[Span]]:
     out: dict[int, list[Span]] = defaultdict(list)
     for span in trace.spans:
         out[span.rank].append(span)
     return out
-
-
-def test_it_is_the_trace_of_this_plan(ran: Executed) -> None:
-    plan, trace = ran
-    assert trace.plan_key == plan.key
-    assert trace.kind in ("simulated", "executed")
-
-
-def test_every_instruction_runs_once_on_every_rank(ran: Executed) -> None:
-    plan, trace = ran
-    ranks = by_rank(trace)
-    assert sorted(ranks) == list(range(plan.mesh.world))
-    for rank, spans in ranks.items():
-        program = plan.role_of(rank).program
-        assert sorted(s.instr for s in spans) == list(range(len(program)))
-        assert all(
-            s.name == program[s.instr].name and s.stream == program[s.instr].stream for s in spans
-        )
-        assert all(s.start <= s.end for s in spans)
 
 
 def violations(plan: Plan, trace: Trace) -> list[str]:
@@ -175,25 +148,32 @@ def violations(plan: Plan, trace: Trace) -> list[str]:
     return out
 
 
-def test_streams_run_in_order_and_waits_hold(ran: Executed) -> None:
-    assert violations(*ran) == []
-
-
-def test_members_of_a_communication_carry_the_bytes_of_its_message(ran: Executed) -> None:
-    plan, trace = ran
+@pytest.mark.parametrize(
+    "name", [*(n for n in RUNS if n != "ray"), pytest.param("ray", marks=pytest.mark.long)]
+)
+def test_whoever_runs_a_plan_keeps_the_contract(name: str, run: Runs, pool: Pool) -> None:
+    """Every instruction runs once on every rank, in the order of its stream and after what it waits for; the members of
+    a communication carry the bytes of its message."""
+    plan, trace = RUNS[name](run, pool)
+    assert trace.plan_key == plan.key and trace.kind in ("simulated", "executed")
+    ranks = by_rank(trace)
+    assert sorted(ranks) == list(range(plan.mesh.world))
     traffic = PlanBytes(plan)
-    for span in trace.spans:
-        part = plan.role_of(span.rank).program[span.instr].parts[0]
-        if isinstance(part.op, COMM):
-            assert span.bytes == traffic.message_bytes(part.op, part), span.name
-
-
-def test_negative_control_a_span_moved_early_is_noticed(ran: Executed) -> None:
-    plan, trace = ran
+    for rank, spans in ranks.items():
+        program = plan.role_of(rank).program
+        assert sorted(s.instr for s in spans) == list(range(len(program)))
+        for span in spans:
+            instr = program[span.instr]
+            assert (span.name, span.stream) == (instr.name, instr.stream)
+            assert span.start <= span.end
+            if isinstance(instr.parts[0].op, COMM):
+                message = traffic.message_bytes(instr.parts[0].op, instr.parts[0])
+                assert span.bytes == message, span.name
+    assert violations(plan, trace) == []
+    # the negative control: a span that is moved early is noticed
     late = max(trace.spans, key=lambda s: s.start)
-    moved = tuple(
-        replace(s, start=s.start - 1e3, end=s.end - 1e3) if s is late else s for s in trace.spans
-    )
+    early = replace(late, start=late.start - 1e3, end=late.end - 1e3)
+    moved = tuple(early if s is late else s for s in trace.spans)
     assert violations(plan, replace(trace, spans=moved))
 
 

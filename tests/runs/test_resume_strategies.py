@@ -17,6 +17,7 @@ from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import compositions, parity
 from tests.helpers.compositions import Composition
 from tests.helpers.parity import FLOAT64
+from tests.helpers.rows import one_in
 
 SAVED, STEPS = 2, 3
 """The steps after which a run is saved, and after which it ends."""
@@ -75,7 +76,7 @@ def distance(found: Run, wanted: Run) -> float:
     return max([*losses, *(float((a[n] - b[n]).norm() / (a[n].norm() + 1e-30)) for n in a)])
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", one_in(3, STRATEGIES))
 def test_each_strategy_goes_on_from_the_checkpoints_of_all_others(
     name: str, whole: dict[str, tuple[Run, Path]]
 ) -> None:

@@ -1,12 +1,10 @@
-"""Compositions that a seed names: a model with dropout, auxiliary gradients or a mixture, a loss, a mesh, directives.
+"""Transformers with dropout in every kind of container, auxiliary gradients, a mixture, and any loss of losses.py.
 
-A failing composition prints itself in plain fields, and can be pasted into a test. Jobs are few, so that each is
-captured once.
+A few of them have names (`NAMED`); `drawn` makes any other one from a number.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -16,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import piper
-from piper import Job, Mesh, Precision, Strategy, recipes
 from piper_capture import region
 from piper_ops import grouped_mm, route, unroute
 from tests.helpers import losses
@@ -31,9 +27,6 @@ AUXILIARY: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": mean_square,
     "sum": sum_of_squares,
 }
-
-BUILT_IN = sorted(n for n, r in recipes.RECIPES.items() if r.make.__module__.startswith("piper"))
-"""The names of Piper's own recipes; another test in this process may have defined one of its own."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +154,6 @@ def labelled(step: int, rows: range) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": t["y"]}
 
 
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
-
-
 LOSSES = (
     "cross_entropy with ignore_index",
     "cross_entropy of shifted labels",
@@ -180,18 +169,19 @@ LOSSES = (
     "mean over each row's own tokens, then over rows",
 )
 
-QUICK: tuple[tuple[Recipe, str], ...] = (
-    (Recipe("sequential", 0.2), "cross_entropy with ignore_index"),
-    (Recipe("dict", 0.5, "mean"), "(loss * mask).sum() / mask.sum().clamp(min=1)"),
-    (Recipe("list", 0.1), "a list of pairs"),
-    (Recipe(mixture=True), "cross_entropy with class weights"),
-    (Recipe("function", 0.3, own_loss=True), ""),
-)
-"""The models and losses of the seeds in `make test`."""
+NAMED: dict[str, tuple[Recipe, str]] = {
+    "sequential": (Recipe("sequential", 0.2), "cross_entropy with ignore_index"),
+    "dict": (Recipe("dict", 0.5, "mean"), "(loss * mask).sum() / mask.sum().clamp(min=1)"),
+    "pairs": (Recipe("list", 0.1), "a list of pairs"),
+    "mixture": (Recipe(mixture=True), "cross_entropy with class weights"),
+    "own_loss": (Recipe("function", 0.3, own_loss=True), ""),
+}
+"""The models and losses of `make test`."""
 
 
-def any_job(rng: Random) -> tuple[Recipe, str]:
+def drawn(seed: int) -> tuple[Recipe, str]:
     """Return one of some hundred models and losses."""
+    rng = Random(seed)
     mixture = rng.random() < 0.25
     dropout = 0.0 if mixture else rng.choice((0.0, 0.1, 0.5))
     of = Recipe(
@@ -202,89 +192,3 @@ def any_job(rng: Random) -> tuple[Recipe, str]:
         rng.random() < 0.1,
     )
     return of, "" if of.own_loss else rng.choice(LOSSES)
-
-
-@functools.cache
-def job_of(of: Recipe, loss: str) -> Job:
-    """Return the job that trains a model on a loss; the same one for the same names, so that it is captured once."""
-    rows, function = (labelled, None) if of.own_loss else (batch, losses.LOSSES[loss][1])
-    return Job(
-        functools.partial(Transformer, of),
-        rows,
-        function,
-        sgd,
-        global_batch=ROWS,
-        precision=Precision("float64"),
-    )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Say in plain fields how a job is trained; `repr` can be pasted into a test."""
-
-    of: Recipe
-    loss: str
-    schedule: str
-    pp: int
-    microbatches: int
-    at: tuple[int, ...] = ()
-    dp: int = 1
-    ep: int = 1
-    zero: int = 0
-    tp: int = 1
-    stream: str = ""
-    cut: bool = False
-    cp: int = 1
-    attention: str = "heads"
-    keep: str = "all"
-
-    def strategy(self) -> Strategy:
-        """Return the mesh and directives."""
-        sharers: list[Any] = []
-        if self.ep > 1:
-            sharers += recipes.expert_parallel()
-        if self.tp > 1:
-            sharers.append(piper.shard(piper.where(), stream=self.stream, cut=self.cut))
-        if self.cp > 1:
-            sharers += recipes.context_parallel(attention=self.attention)
-        at = {"at": self.at} if self.at else {}
-        pipeline = recipes.RECIPES[self.schedule].make(
-            pp=self.pp, microbatches=self.microbatches, **at
-        )
-        over = ("dp", "ep") if self.ep > 1 else ("dp",)
-        data = recipes.data_parallel(over=over, zero=self.zero) if self.dp * self.ep > 1 else ()
-        again = (piper.recompute(piper.where(), keep=self.keep),) if self.keep != "all" else ()
-        return Strategy(
-            Mesh(pp=self.pp, dp=self.dp, ep=self.ep, tp=self.tp, cp=self.cp),
-            (*sharers, *pipeline, *data, *again),
-        )
-
-
-V_SHAPED = ("zbv", "dualpipe_v", "v_half", "v_min", "interleaved", "looped_bfs", "interleaved_zb")
-"""The recipes with two stages on a device."""
-
-
-def case(seed: int, quick: bool) -> Plan:
-    """Return the composition of a seed: at most two axes that share a chunk, and at most 8 devices."""
-    rng = Random(seed)
-    of, loss = QUICK[seed % len(QUICK)] if quick else any_job(rng)
-    schedule = rng.choice(BUILT_IN)
-    pp = rng.choice((1, 2, 2, 2, 4))
-    pp = 2 if schedule in V_SHAPED or schedule == "dualpipe" else pp
-    replicas = rng.choice((1, 2, 2, 4)) if pp < 4 else rng.choice((1, 2))
-    microbatches = rng.choice([m for m in (1, 2, 4, 8) if m * replicas <= ROWS])
-    if schedule in V_SHAPED or schedule.startswith(("zb", "dualpipe")):
-        replicas, microbatches = min(replicas, 2), max(4, min(microbatches, 4))
-    ep = 2 if of.mixture and replicas > 1 and rng.random() < 0.7 else 1
-    shares = rng.choice(("", "", "tp", "tp", "cp", "both")) if pp * replicas <= 4 else ""
-    stages = 2 * pp if schedule in V_SHAPED else pp
-    firsts = sorted(rng.sample(range(1, LAYERS), stages - 1)) if rng.random() < 0.3 else []
-    tp = 2 if shares in ("tp", "both") else 1
-    stream = rng.choice(("", "tokens")) if tp > 1 else ""
-    cut = shares == "tp" and not stream and ep == 1 and rng.random() < 0.3
-    return Plan(
-        of, loss, schedule, pp, microbatches, tuple(firsts), replicas // ep, ep,
-        zero=rng.choice((0, 1, 2, 3)) if replicas > 1 else 0, tp=tp,
-        stream=stream, cut=cut, cp=2 if shares in ("cp", "both") else 1, attention=rng.choice(("heads", "ring", "gather")),
-        keep=rng.choice(("all", "all", "inputs", "products", "attention")),
-    )  # fmt: skip

@@ -1,0 +1,40 @@
+"""One way to judge a composition: its plan breaks no rule, trains what one device trains, and says its memory to the
+byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from piper_ir.verify import verify
+from piper_runtime.launch.ground.result import Run
+from tests.helpers import compositions, parity
+from tests.helpers.compositions import MIXED, Composition
+from tests.helpers.memory_judge import lies
+
+
+def judge(c: Composition, memory: bool = True, **options: Any) -> Run:
+    """Compile, verify, run for three steps and compare with plain PyTorch on the whole batch; memory is measured in the
+    second step (not that of Adafactor).
+
+    Raises AssertionError with the composition and the first differences.
+    """
+    plan = compositions.compiled(c).plan
+    verify(plan)
+    assert plan.shared or c.tp == c.cp == 1, f"{c!r}: no device shares a chunk"
+    if c.precision in MIXED:
+        assert all(b.mastered for b in plan.buckets), f"{c!r}: parameters without a master"
+    # An update of Adafactor is planned with the temporaries of its largest parameter, and holds fewer.
+    memory = memory and c.optimizer != "adafactor"
+    run = compositions.run(c, plan, memory=memory, **options)
+    exact = c.precision == "float64"
+    parity.assert_parity(
+        run,
+        compositions.expected(c),
+        parity.FLOAT64 if exact else parity.FLOAT32,
+        # others make steps of rounding where a true gradient is zero
+        parameters=exact or (c.precision in MIXED and c.optimizer == "sgd"),
+        label=repr(c),
+    )
+    differing = lies(plan, dict(run.memory))
+    assert not differing, "\n".join([repr(c), *differing[:6]])
+    return run
