@@ -285,7 +285,7 @@ def test_strategies_are_saved_with_their_policies() -> None:
         ),
     )
     again = Strategy.loads(strategy.dumps())
-    policies = [d.policies() for d in again.directives if isinstance(d, Recompute)]
+    policies = [d.policies() for d in again.directives if isinstance(d, piper.recompute)]
     assert again == strategy and policies == [("addmm+mm",)]
 
 
