@@ -259,7 +259,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@rows(("values", "says"), BAD)
+@rows(("values", "says"), BAD, ids=[says for _, says in BAD])
 def test_what_a_model_gives_is_checked(values: dict[str, Any], says: str) -> None:
     plan, bad = compiled().plan, type("Bad", (Given,), values)
     calls: list[Callable[[], Any]] = [
