@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import piper
 from piper.api.reference.verification import verify_strategy
 from piper_ops.rewriting import attention_calls
+from tests.helpers.capture_jobs import sgd
 
 WIDTH, HEADS, LENGTH, ROWS = 8, 2, 5, 8
 attend = F.scaled_dot_product_attention
@@ -162,10 +163,6 @@ def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     )
     x = drawn[rows.start : rows.stop]
     return x, x.roll(1, 1)
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 def job(model: Callable[[], nn.Module]) -> piper.Job:

@@ -17,6 +17,7 @@ from piper.api.reference.verification import verify_strategy
 from piper.views.explain import explain
 from piper_capture.trace import autocast
 from piper_ir.ground.errors import CaptureError
+from tests.helpers.capture_jobs import sgd
 
 ROWS, LENGTH, WIDTH = 8, 3, 8
 
@@ -72,10 +73,6 @@ def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
         rows.start : rows.stop
     ]
     return x, (x[:, 0, 0] * 10).long() % 3
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 def job(block: Callable[[], nn.Module]) -> piper.Job:

@@ -20,6 +20,7 @@ from piper_capture.chunks import opaque as opaque_steps
 from piper_capture.trace import written_modules
 from piper_ir.ground.errors import CaptureError, PiperWarning
 from tests.helpers.block_nets import LENGTH, ROWS, WIDTH, BlockNet, batch
+from tests.helpers.cases import each_case
 from tests.predictions.test_memory_truth import lies
 
 EXPERTS = 3
@@ -300,7 +301,7 @@ class Conditional(Branch):
 OUTSIDE = [torch.ones(WIDTH, dtype=torch.float64)]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "says"),
     [
         (Keeping, r"module 'layers.0.special' .*keeps something in self.last"),

@@ -23,6 +23,8 @@ from piper.views.explain import explain
 from piper_compiler import compile as compiler
 from piper_ir.ground.errors import CaptureError
 from tests.helpers.block_nets import LENGTH, ROWS, WIDTH, BlockNet, batch
+from tests.helpers.capture_jobs import sgd
+from tests.helpers.cases import each_case
 from tests.predictions.test_memory_truth import lies
 
 PIPELINE = piper.recipes.one_f_one_b(pp=2, microbatches=2)
@@ -132,10 +134,6 @@ class CountingInAView(Counting):
         return torch.tanh(self.up(x))[..., :WIDTH]
 
 
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
-
-
 def job(*blocks: Callable[[], nn.Module], embed: bool = True) -> piper.Job:
     def model() -> BlockNet:
         return BlockNet((block() for block in blocks), embed)
@@ -236,7 +234,7 @@ def test_running_averages_move_twice_as_in_plain_pytorch() -> None:
     assert report.equal, report.text()
 
 
-@pytest.mark.parametrize(("layer", "below"), [(Averaging, 1), (Counting, 2), (CountingInAView, 1)])
+@each_case(("layer", "below"), [(Averaging, 1), (Counting, 2), (CountingInAView, 1)])
 def test_other_changes_of_buffers_are_refused_with_their_line(layer: type[Any], below: int) -> None:
     line = layer.inside.__code__.co_firstlineno + below
     with pytest.raises(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import piper
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CaptureError, RankError
+from tests.helpers.capture_jobs import sgd
 
 WIDTH, LENGTH, HEADS, VOCAB = 8, 4, 2, 11
 RECIPE = (*piper.recipes.one_f_one_b(pp=2, microbatches=2), *piper.recipes.data_parallel())
@@ -109,10 +110,6 @@ def points(step: int, rows: range) -> tuple[Tensor, Tensor]:
 
 def of_tokens(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 def job(model: Callable[[], nn.Module], batch: Any = points, loss: Any = F.mse_loss) -> piper.Job:

@@ -18,16 +18,14 @@ from piper_capture import Traced
 from piper_capture.steps import joint
 from piper_capture.store import codestore
 from piper_ir.ground.errors import DirectiveError, SelectorError
+from tests.helpers.capture_jobs import sgd
+from tests.helpers.cases import each_case
 from tests.helpers.layered_models import FOUND, WIDTH, Block, Listed, Stage, Whole
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     x = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)[rows.start : rows.stop] + step
     return x, x.sin()
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 def job(model: Callable[[], nn.Module]) -> piper.Job:
@@ -181,7 +179,7 @@ def test_a_program_has_the_layers_that_it_was_captured_with() -> None:
         piper.compile(program, pipelined(2, piper.partition(2, layers="blocks.*")), global_batch=8)
 
 
-@pytest.mark.parametrize("layers", [3, "", ("blocks.*", 1)])
+@each_case("layers", [3, "", ("blocks.*", 1)])
 def test_layers_are_patterns(layers: object) -> None:
     with pytest.raises(
         DirectiveError,
@@ -213,7 +211,7 @@ def test_two_layers_make_four_chunks_of_an_interleaved_schedule() -> None:
     assert report.equal, report.text()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("units", "at", "stages"),
     [
         ("embedding", (1,), [0, 1, 1, 1, 1]),

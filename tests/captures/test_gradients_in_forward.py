@@ -13,6 +13,7 @@ import piper
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CaptureError
 from tests.helpers.capture_jobs import ONE, WIDTH, job
+from tests.helpers.cases import each_case
 
 Step = Callable[[nn.Linear, Tensor], Tensor]
 BOTH = piper.Strategy(
@@ -137,9 +138,7 @@ REFUSED: list[tuple[Step, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("step", "line", "says"), REFUSED, ids=lambda one: getattr(one, "__name__", "")
-)
+@each_case(("step", "line", "says"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
 def test_refused_with_the_line_and_the_way_out(step: Step, line: int, says: str) -> None:
     said = f"(?s)test_gradients_in_forward.py:{step.__code__.co_firstlineno + line} .*{says}"
     with pytest.raises(CaptureError, match=said):

@@ -15,6 +15,7 @@ import piper
 from piper.api.reference.verification import verify_strategy
 from piper_capture.module import model as capture_model
 from piper_ir.ground.errors import CaptureError
+from tests.helpers.capture_jobs import sgd
 
 WIDTH = 8
 
@@ -85,10 +86,6 @@ def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
         rows.start : rows.stop
     ]
     return x, x.sin()
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 TWO = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=3))

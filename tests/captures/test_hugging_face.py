@@ -21,6 +21,7 @@ from piper.api.reference.verification import verify_strategy
 from piper.models.presets import Config
 from piper_ir.ground.errors import JobError
 from piper_runtime.rank import materialize
+from tests.helpers.cases import each_case
 from tests.helpers.safetensors_writer import write_folder, write_safetensors
 
 WIDTH, HEADS, KV, HIDDEN, VOCAB, LENGTH, LAYERS = 16, 4, 2, 24, 40, 6, 2
@@ -188,7 +189,7 @@ def job_of(config: Config, path: Path) -> Job:
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_case("name", FAMILIES)
 def test_a_family_is_read_into_the_model_here(name: str, tmp_path: Path) -> None:
     config, published = FAMILIES[name]
     state = numbers(config)
@@ -202,7 +203,7 @@ def test_a_family_is_read_into_the_model_here(name: str, tmp_path: Path) -> None
         assert [n for n, t in state.items() if not torch.equal(found[n], t)] == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("config", "published", "says"),
     [
         (

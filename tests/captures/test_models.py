@@ -17,6 +17,7 @@ from piper_ir.ground.sizes import bind
 from piper_ir.verify import verify
 from piper_simulator.metrics import model_flops
 from tests.helpers import parity
+from tests.helpers.cases import each_case
 
 SMALL: dict[str, models.GPTConfig | models.LlamaConfig] = {
     "gpt": models.GPTConfig(layers=4, width=16, heads=2, vocab=32, length=8),
@@ -44,7 +45,7 @@ def rounded(count: int, digits: str) -> str:
     return f"{count / 1e9:.{len(digits.partition('.')[2])}f}"
 
 
-@pytest.mark.parametrize("name", models.PRESETS)
+@each_case("name", models.PRESETS)
 def test_a_preset_has_as_many_parameters_as_was_published(name: str) -> None:
     assert rounded(models.parameter_count(models.preset(name)), PUBLISHED[name]) == PUBLISHED[name]
 
@@ -252,7 +253,7 @@ def test_rows_never_compete_for_an_expert() -> None:
     torch.testing.assert_close(experts(x)[1:2], experts(x[1:2]), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "message"),
     [
         (lambda: models.preset("gpt5"), "unknown model 'gpt5'; known are gpt3-175b"),

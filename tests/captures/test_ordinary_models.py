@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import piper
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CaptureError, PiperWarning
+from tests.helpers.capture_jobs import sgd
 
 WIDTH, LENGTH = 8, 5
 
@@ -93,10 +94,6 @@ def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
     size = 8 * LENGTH * WIDTH
     x = torch.linspace(-1, 1, size).view(8, LENGTH, WIDTH)[rows.start : rows.stop] + step
     return x, x.sin()
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 def job(model: Callable[[], nn.Module]) -> piper.Job:

@@ -19,6 +19,7 @@ from piper_ir.ground.errors import CompileError, DirectiveError
 from piper_ir.ground.select import where
 from piper_runtime.launch.ground.result import Run
 from tests.helpers import parity
+from tests.helpers.cases import each_case
 
 WIDTH, WORDS, LENGTH, ROWS = 8, 12, 8, 4
 HALF = piper.split(where(), microbatches=2)
@@ -128,9 +129,7 @@ def assert_right(job: piper.Job, mesh: Mesh, *directives: Any) -> Any:
     return made
 
 
-@pytest.mark.parametrize(
-    ("kind", "attention"), [("tril", "heads"), ("square", "gather"), ("learned", "heads")]
-)
+@each_case(("kind", "attention"), [("tril", "heads"), ("square", "gather"), ("learned", "heads")])
 def test_a_mask_is_cut_along_its_queries(kind: str, attention: str) -> None:
     """Both dimensions of a mask are the tokens of layers, and two loops where the mask is made. Heads need all of
     it."""

@@ -27,6 +27,7 @@ from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.rank import materialize
 from piper_runtime.rank.values.store import Store
 from piper_runtime.weights import LazyTensors, recorder, recording
+from tests.helpers.cases import each_case
 from tests.helpers.models import CASES
 from tests.helpers.parity import assert_parity
 from tests.helpers.seeded_models import Foreign, Shuffled, seeded_job, unusual_job
@@ -69,13 +70,13 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_case("name", CASES)
 def test_each_tensor_alone_equals_that_of_the_whole_model(name: str) -> None:
     job = seeded_job(name)
     assert differing(each_alone(job), whole(job)) == set()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@each_case("dtype", ["float64", "float32", "bfloat16"])
 def test_unusual_constructors_are_recorded_exactly(dtype: str) -> None:
     job = unusual_job(precision=Precision(params=dtype))
     made = each_alone(job)
@@ -277,7 +278,7 @@ def gives_none() -> None:
     return None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("model", "says"),
     [
         (
@@ -317,7 +318,7 @@ def test_a_constructor_that_sets_torchs_default_dtype_makes_the_same_elsewhere()
     assert torch.get_default_dtype() is torch.float32
 
 
-@pytest.mark.parametrize("start", range(0, 48, 16))
+@each_case("start", range(0, 48, 16))
 def test_random_constructors_are_recorded_exactly(start: int) -> None:
     for program in range(start, start + 16):
         job = unusual_job(partial(Shuffled, program))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from piper.api.reference.reference_weights import constructed
 from piper_ir.ground.errors import JobError
 from piper_runtime.rank import materialize
+from tests.helpers.cases import each_case
 from tests.helpers.seeded_models import unusual_job
 
 OUTER = nn.Linear(4, 4)
@@ -119,7 +120,7 @@ RECORDED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", RECORDED)
+@each_case("model", RECORDED)
 def test_an_ordinary_constructor_is_recorded_exactly(model: Callable[[], nn.Module]) -> None:
     job = unusual_job(model)
     state, whole = materialize(job), constructed(job)
@@ -169,7 +170,7 @@ def test_what_needs_numbers_is_refused(model: Callable[[], nn.Module], says: str
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"mmap": True}, {"assign": True}])
+@each_case("options", [{}, {"mmap": True}, {"assign": True}])
 def test_weights_that_the_constructor_loads_are_refused_and_not_lost(
     options: dict[str, bool], tmp_path: Path
 ) -> None:

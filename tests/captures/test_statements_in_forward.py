@@ -19,6 +19,7 @@ from piper.api.reference.verification import verify_strategy
 from piper.views.explain import explain
 from piper_capture.torch_api import _torch_said
 from piper_ir.ground.errors import CaptureError
+from tests.helpers.capture_jobs import sgd
 
 ROWS, LENGTH, WIDTH = 4, 3, 8
 SPLIT = piper.Strategy(piper.Mesh(), (piper.split(where(), microbatches=2),))
@@ -51,10 +52,6 @@ def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
         + step
     )
     return x, (x[:, 0, 0] * 10).long() % 3
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
 def job(quiet: bool = False, batch: Any = batch) -> piper.Job:

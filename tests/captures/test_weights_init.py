@@ -24,6 +24,7 @@ from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.rank import materialize
 from piper_runtime.rank.values.store import Store
 from piper_runtime.weights import LazyTensors, flat_range, safetensors_file
+from tests.helpers.cases import each_case
 from tests.helpers.models import CASES
 from tests.helpers.parity import assert_parity
 from tests.helpers.safetensors_writer import write_folder, write_safetensors
@@ -46,9 +47,7 @@ def differing(job: Job, expected: dict[str, Tensor]) -> set[str]:
     return {n for n, t in expected.items() if not torch.equal(both[n], t.to(both[n].dtype))}
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "gpt_untied", "llama", "buffers", "frozen", "opaque", "deep"]
-)
+@each_case("name", ["gpt", "gpt_untied", "llama", "buffers", "frozen", "opaque", "deep"])
 def test_files_and_folders_give_their_tensors(name: str, tmp_path: Path) -> None:
     state = state_of(name)
     for path in (
@@ -63,7 +62,7 @@ def test_files_and_folders_give_their_tensors(name: str, tmp_path: Path) -> None
         )  # what files do not hold is as the constructor makes it
 
 
-@pytest.mark.parametrize("kind", ["file", "folder", "torch"])
+@each_case("kind", ["file", "folder", "torch"])
 def test_names_are_changed_by_patterns(kind: str, tmp_path: Path) -> None:
     state = state_of("llama")
     theirs = {f"model.{n}": t for n, t in state.items()} | {"model.rotary": torch.zeros(3)}
@@ -211,7 +210,7 @@ def test_the_state_dict_of_a_run_from_files_is_whole(tmp_path: Path) -> None:
     assert not torch.equal(found["head.weight"], state["head.weight"].double())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "says"),
     [
         (lambda s: s.pop("norm.bias"), r"the files lack 'norm\.bias' of the model"),

@@ -15,6 +15,7 @@ import piper
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CaptureError
 from tests.helpers.capture_jobs import ONE, WIDTH, job
+from tests.helpers.cases import each_case
 
 BOTH = piper.Strategy(
     piper.Mesh(pp=2, dp=2),
@@ -101,7 +102,7 @@ class Observed(nn.Module):
         return self.quantize(self.linear(x))  # type: ignore[no-any-return]  # modules have no types
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("model", "says"),
     [
         (
