@@ -270,6 +270,12 @@ RULES: tuple[Rule, ...] = (
     lambda ep, model: ep < 4 or model == "steered",
     lambda ep, dp: dp % ep == 0,
     lambda ep, rep: ep == 1 or rep == 1,
+    lambda ep, written: (
+        ep == 1 or not written
+    ),  # chunks that are cut at experts have no place there
+    lambda ep, schedule: ep == 1 or schedule != "random",
+    lambda ep, model, pp: ep == 1 or pp in _size(model)[1],
+    lambda ep, optimizer: ep == 1 or optimizer != "adafactor",
     lambda ep, sharing: ep == 1 or sharing in ("", "tp"),
     lambda ep, model, sharing: ep == 1 or not sharing or model == "mixture",
     # devices, two by two as well, so that a cover does not try what three exclude
@@ -309,13 +315,12 @@ def _shares(which: Mapping[str, tuple[str, ...]]) -> Rule:
 FEW: tuple[Rule, ...] = (
     lambda model, schedule: (
         schedule in BASIC
-        or model in (*EVERY_SCHEDULE, *OF_TRANSFORMERS[:1])
+        or model in EVERY_SCHEDULE
         or (model == "gpt_refilled" and schedule in SOME)
     ),
     lambda model, written: model in EVERY_SCHEDULE[:2] or written in FEW_WRITTEN,
     lambda written, pp: written != "v, mixed" or pp <= 2,
     lambda written, sharing: written in FEW_WRITTEN or "gpt" in SHARED.get(sharing, ("gpt",)),
-    lambda written, ep: written in FEW_WRITTEN or ep == 1,
     lambda ep, schedule: ep < 4 or schedule in BASIC,
     lambda ep, keep: ep == 1 or keep == "all" or (ep == 2 and keep == "inputs"),
     lambda ep, precision: ep == 1 or precision == "float64",
