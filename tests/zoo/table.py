@@ -15,7 +15,6 @@ EQUAL, NARROW = 1e-9, 2e-5
 """The largest error of a model that is equal, and of one that computes in float32 whatever its parameters are."""
 MOST_OF_A_REASON, MOST_OF_A_LINE = 900, 160
 """The most characters that are shown of why a model is refused, whose end is the way out, and of a line of code."""
-"""The letters of a refusal that are shown, and of a line that computes in less than float64."""
 
 
 def write_table(lines: Sequence[dict[str, Any]], path: Path) -> None:
@@ -26,7 +25,7 @@ def write_table(lines: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Return counts, and a row for each model; equal ones first, by library."""
+    """Return counts, the equal models of each library in a row, and a row for each other model."""
     tried = [line for line in lines if line["outcome"] != "not made"]
     models = {line["model"]: line for line in tried if line["dp"] == 1}
     counts = Counter(outcome(line) for line in models.values())
@@ -39,16 +38,37 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         f"two replicas as well, "
         f"{sum(outcome(line) == 'equal' for line in twice)} equal.",
         f"By commit of Piper: {by_commit}.",
+        "A model with * computes in float32 whatever its parameters are.",
         "",
-        "| model | outcome | largest error, or the reason |",
-        "|---|---|---|",
     ]
     ordered = sorted(
         models.values(), key=lambda line: (OUTCOMES.index(outcome(line)), line["model"])
     )
+    others = [
+        f"| {line['model']} | {outcome(line)} | {reason(line)} |"
+        for line in ordered
+        if outcome(line) != "equal"
+    ]
     return "\n".join(
-        [*head, *(f"| {line['model']} | {outcome(line)} | {reason(line)} |" for line in ordered)]
+        [
+            *head,
+            *equal_models([line for line in ordered if outcome(line) == "equal"]),
+            "",
+            "| model | outcome | largest error, or the reason |",
+            "|---|---|---|",
+            *others,
+        ]
     )
+
+
+def equal_models(ordered: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a row for each library with the names of its models."""
+    names: dict[str, list[str]] = {}
+    for line in ordered:
+        library, name = line["model"].split("/", 1)
+        names.setdefault(library, []).append(f"{name}*" if line.get("narrow") else name)
+    rows = (f"| {library} | {'; '.join(models)} |" for library, models in names.items())
+    return ["| library | equal |", "|---|---|", *rows]
 
 
 def outcome(line: dict[str, Any]) -> str:
