@@ -32,6 +32,7 @@ from piper_runtime.launch.ground.report import StepRecord
 from piper_runtime.launch.processes.processes import Pool
 from piper_runtime.launch.running.attempts import workers_of
 from piper_runtime.launch.running.beginning import under_torchrun
+from tests.helpers.cases import each_case
 
 AGAIN = r"the run goes on with step"
 
@@ -359,7 +360,7 @@ def test_torchrun_starts_ranks_again_by_itself(
         under_torchrun(RecoveryOptions(3, lambda n: (plan, CODE)), saved, None, None, 6)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "says"),
     [
         (dict(restarts=-1), "restarts=-1: an integer of at least 0 is needed"),

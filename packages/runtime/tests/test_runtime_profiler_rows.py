@@ -5,15 +5,15 @@ from __future__ import annotations
 from math import nan
 from typing import cast
 
-import pytest
 import torch
 
 from piper_ir.plan.plan import Plan
 from piper_ops.experts.packed import Cuts
 from piper_runtime.profile.profiler import _copied
+from tests.helpers.cases import each_case
 
 
-@pytest.mark.parametrize(("sent", "got"), [([0, 2], [0, 3]), ([0, 3], [0, 2]), ([1, 1], [0, 0])])
+@each_case(("sent", "got"), [([0, 2], [0, 3]), ([0, 3], [0, 2]), ([1, 1], [0, 0])])
 def test_no_row_that_is_read_is_what_memory_held(sent: list[int], got: list[int]) -> None:
     """Rows of messages that nobody reads are not filled, and may hold anything."""
     given, into = torch.full((4, 2), nan), torch.full((4, 2), nan)
