@@ -10,10 +10,10 @@ from piper_ir.verify import check
 from tests.faults import dropless_faults, mutants, ring_faults
 from tests.faults.mutants import CASES, MUTANTS, Mutant, Result
 from tests.helpers import compositions, parity
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 
-@rows("case", CASES)
+@each_case("case", CASES)
 def test_without_a_fault_nothing_is_caught(case: compositions.Composition) -> None:
     plan = mutants.plan_of(case)
     assert check(plan) == []

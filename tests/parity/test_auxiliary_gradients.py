@@ -14,7 +14,7 @@ import piper
 from piper import Job, Mesh, Strategy, recipes
 from piper_ir.ground.errors import CompileError
 from tests.helpers import parity
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 ROWS, WIDTH, STEPS = 8, 6, 2
 
@@ -161,7 +161,7 @@ def job(treat: Callable[[Tensor], Tensor], loss: Callable[..., object]) -> Job:
     )
 
 
-@rows(("treat", "loss"), TRAINED)
+@each_case(("treat", "loss"), TRAINED)
 def test_what_the_whole_batch_trains(
     treat: Callable[[Tensor], Tensor], loss: Callable[..., object]
 ) -> None:
@@ -181,7 +181,7 @@ REFUSED = [
 ]
 
 
-@rows(("treat", "loss", "said"), REFUSED)
+@each_case(("treat", "loss", "said"), REFUSED)
 def test_what_parts_do_not_tell_is_refused(
     treat: Callable[[Tensor], Tensor], loss: Callable[..., object], said: str
 ) -> None:

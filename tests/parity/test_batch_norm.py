@@ -18,7 +18,7 @@ from piper.api.reference.reference import reference
 from piper.api.reference.reference_differences import RunOutcome, differences
 from piper.views.explain import explain
 from piper_ir.ground.errors import CaptureError, CompileError, JobError, PiperWarning
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 ROWS, STEPS, SIZE = 16, 3, 3
 Named = list[tuple[str, nn.Parameter]]
@@ -297,7 +297,7 @@ def cumulative() -> nn.Module:
     return Synchronised(nn.BatchNorm1d(3, momentum=None))
 
 
-@rows(
+@each_case(
     ("model", "says"),
     [
         (

@@ -18,7 +18,7 @@ from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.codec import dumps, loads
 from piper_ir.ground.errors import CaptureError, JobError, PiperError
 from piper_ir.plan.plan import Plan
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 WIDTH, VOCAB, LENGTH = 8, 11, 5
 RECIPE = (*piper.recipes.one_f_one_b(pp=2, microbatches=2), *piper.recipes.data_parallel())
@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[type[PiperError], Callable[[], piper.Job], str]] = {
 }
 
 
-@rows("name", REFUSED)
+@each_case("name", REFUSED)
 def test_refused_with_the_way_out(name: str) -> None:
     kind, made, said = REFUSED[name]
     with pytest.raises(kind, match=said):
@@ -323,7 +323,7 @@ def test_a_constant_that_changes_is_refused_where_it_does() -> None:
         piper.execute(compiled, steps=2, launcher="inline", memory=False)
 
 
-@rows("name", [3, "", ("x", None)])
+@each_case("name", [3, "", ("x", None)])
 def test_names_of_shared_tensors_are_texts(name: Any) -> None:
     with pytest.raises(
         JobError,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import piper
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CompileError, PiperWarning
-from tests.helpers.rows import one_in
+from tests.helpers.cases import one_in
 
 WIDTH, MICROBATCHES = 8, 4
 Body = Callable[[Any, nn.Module, Tensor], Tensor]

@@ -40,9 +40,9 @@ from piper_simulator import (
     route,
     wiring,
 )
+from tests.helpers.cases import each_case
 from tests.helpers.collective_model import code, job
 from tests.helpers.collective_plans import plan
-from tests.helpers.rows import rows
 
 SIZES = (2, 4)
 PLANS = {n: plan(n) for n in SIZES}
@@ -117,9 +117,9 @@ TRANSPORTS: dict[str, Callable[[str, Sequence[torch.Tensor]], list[torch.Tensor]
 }
 
 
-@rows("n", SIZES)
-@rows("kind", COLLECTIVES)
-@rows("transport", TRANSPORTS)
+@each_case("n", SIZES)
+@each_case("kind", COLLECTIVES)
+@each_case("transport", TRANSPORTS)
 def test_the_numbers_are_those_of_a_plain_computation(transport: str, kind: str, n: int) -> None:
     tensors = given(n)
     found = TRANSPORTS[transport](kind, tensors)
@@ -127,8 +127,8 @@ def test_the_numbers_are_those_of_a_plain_computation(transport: str, kind: str,
         assert torch.equal(found[k], PLAIN[kind](tensors, k)), f"rank {k}"
 
 
-@rows("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@rows("kind", ["all_gather", "reduce_scatter"])
+@each_case("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@each_case("kind", ["all_gather", "reduce_scatter"])
 def test_over_gloo_in_other_dtypes_and_shapes(kind: str, dtype: torch.dtype) -> None:
     tensors = given(2, dtype, (4,))
     for k, found in enumerate(TRANSPORTS["gloo"](kind, tensors)):
@@ -279,7 +279,7 @@ def swapped_for_broadcast(made: Plan) -> Plan:
 
 
 @pytest.mark.usefixtures("broadcast")
-@rows("transport", TRANSPORTS)
+@each_case("transport", TRANSPORTS)
 def test_one_more_collective_is_a_row_and_a_binding(transport: str) -> None:
     tensors = given(4)
     assert all(

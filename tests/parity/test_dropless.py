@@ -23,8 +23,8 @@ from piper_ir.ground.sizes import bind
 from piper_ir.verify import verify
 from piper_simulator.metrics import model_flops
 from tests.helpers import expert_loops, parity
+from tests.helpers.cases import each_case
 from tests.helpers.memory_judge import lies
-from tests.helpers.rows import rows
 
 CONFIG = models.MoEConfig(
     layers=4, width=16, heads=4, kv_heads=2, head_dim=6, hidden=24, vocab=32, length=8, qk_norm=True,
@@ -293,7 +293,7 @@ def test_a_function_of_the_user_is_registered_by_name() -> None:
     assert parity.differences(parity.RunOutcome.of(other), expected)
 
 
-@rows(
+@each_case(
     ("pattern", "name", "message"),
     [
         ("layers.0.experts", "nothing", "no replacement 'nothing'; known are 'gated_experts'"),
@@ -310,7 +310,7 @@ def test_a_replacement_that_cannot_be_is_refused(pattern: str, name: Any, messag
         piper.tag(expert_loops.LoopedMixture(), {pattern: dict(replace=name)})
 
 
-@rows(
+@each_case(
     ("attribute", "value", "message"),
     [
         ("has_bias", True, "its experts have biases"),

@@ -20,8 +20,8 @@ from piper_ir.verify import verify
 from piper_ops.experts import reserved, rounds
 from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import expert_loops, parity
+from tests.helpers.cases import each_case
 from tests.helpers.memory_judge import lies
-from tests.helpers.rows import rows
 from tests.helpers.steered import (
     DEVICES,
     EXPERTS,
@@ -294,7 +294,7 @@ def test_what_is_dropped_is_the_end_of_a_row_and_the_same_each_time() -> None:
         )
 
 
-@rows(
+@each_case(
     ("load", "directive", "message"),
     [
         ("2", dict(bound=0), r"bound=0; a positive number"),

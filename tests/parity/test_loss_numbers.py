@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import piper
 from tests.helpers import losses
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 ROWS, TOKENS, CLASSES = 4, 259, 5
 
@@ -71,7 +71,7 @@ def by_class_weights(scores: Tensor, y: Tensor) -> Tensor:
 LOG = math.log(CLASSES)
 
 
-@rows(("loss", "right", "close"), [
+@each_case(("loss", "right", "close"), [
     (by_count, LOG, 1e-6), (by_rounded_count, LOG, 1e-6), (by_multiple, LOG, 1e-6), (by_clamped, LOG, 1e-6),
     (beside_penalty, CLASSES + 2.0, 1e-3), (by_class_weights, LOG, 1e-6),
 ])  # fmt: skip

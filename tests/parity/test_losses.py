@@ -18,7 +18,7 @@ from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CaptureError
 from tests.faults import backward_faults, loss_faults
 from tests.helpers import losses, parity
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 STRATEGIES: dict[str, tuple[dict[str, int], tuple[Any, ...]]] = {
     "pp": ({"pp": 2}, piper.recipes.one_f_one_b(pp=2, microbatches=4)),
@@ -69,7 +69,7 @@ def check(made: piper.Job, name: str) -> str:
     return compiled.plan.loss_kind
 
 
-@rows("name", [n for n in NAMES if losses.LOSSES[n][0] == "refused"])
+@each_case("name", [n for n in NAMES if losses.LOSSES[n][0] == "refused"])
 def test_a_loss_that_does_not_add_up_is_refused(name: str) -> None:
     with pytest.raises(CaptureError, match=r'losses.py:\d+.*Job\(loss_over="microbatch"\)'):
         check(job(losses.LOSSES[name][1]), "pp")
@@ -80,7 +80,7 @@ def test_losses_train_the_whole_batch(way: str) -> None:
     """Each under one kind of plan, in turn."""
     mine = [n for k, n in enumerate(NAMES) if list(STRATEGIES)[k % len(STRATEGIES)] == way]
 
-    @rows("name", [n for n in mine if losses.LOSSES[n][0] != "refused"])
+    @each_case("name", [n for n in mine if losses.LOSSES[n][0] != "refused"])
     def each(name: str) -> None:
         assert check(job(losses.LOSSES[name][1]), way) == losses.LOSSES[name][0]
 
@@ -127,7 +127,7 @@ def test_the_table_of_losses_is_this_one() -> None:
     }
 
 
-@rows("name", ["dice", "sqrt(mse_loss)", "rows compared with each other"])
+@each_case("name", ["dice", "sqrt(mse_loss)", "rows compared with each other"])
 def test_a_refused_loss_is_accumulated_where_the_job_says_so(name: str) -> None:
     made = job(losses.LOSSES[name][1], loss_over="microbatch")
     mesh, directives = STRATEGIES["pp"]
@@ -159,7 +159,7 @@ def labelled(step: int, rows: range) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": t["y"]}
 
 
-@rows("name", STRATEGIES)
+@each_case("name", STRATEGIES)
 def test_a_model_with_its_own_loss(name: str) -> None:
     made = piper.Job(
         WithLoss, labelled, None, lambda named: torch.optim.SGD([p for _, p in named], 0.1), global_batch=losses.ROWS,
@@ -194,7 +194,7 @@ class Flat(losses.Tagger):
         return super().forward(tokens).flatten(0, 1) * self.head.bias
 
 
-@rows(("loss", "model", "precision"), [
+@each_case(("loss", "model", "precision"), [
     (lambda o, t: (o[1:] - o[:-1]).pow(2).mean(), Flat, "float64"),
     (lambda o, t: (o.softmax(0) * t["f"].flatten(0, 1)).mean(), Flat, "float64"),
     (lambda o, t: F.mse_loss(o, t["f"]) + 1e-5 * o.var(), losses.Tagger, "float32"),
@@ -235,7 +235,7 @@ MEETINGS: dict[str, Any] = {
 }
 
 
-@rows("name", MEETINGS)
+@each_case("name", MEETINGS)
 def test_rows_that_meet_are_found_without_numbers(name: str) -> None:
     with pytest.raises(
         CaptureError,
@@ -244,7 +244,7 @@ def test_rows_that_meet_are_found_without_numbers(name: str) -> None:
         piper.compile(job(MEETINGS[name], Wide), piper.Strategy(piper.Mesh(), ()))
 
 
-@rows("loss", [
+@each_case("loss", [
     lambda o, t: losses.ce(o[:, :-1], t["y"][:, 1:]),
     lambda o, t: -(o.log_softmax(-1)[torch.arange(len(o)), 0, t["length"]] * t["mask"][:, 0]).sum() / t["mask"][:, 0].sum(),
 ], ids=["shifted", "an index that counts rows up"])  # fmt: skip
@@ -330,7 +330,7 @@ def labelled_pair(step: int, rows: range) -> tuple[dict[str, Tensor], dict[str, 
     return labelled(step, rows), losses.batch(step, rows)[1]
 
 
-@rows(
+@each_case(
     ("loss", "kind"),
     [
         (lambda out, t: out[0]["own"], "sum"),

@@ -18,7 +18,7 @@ from piper import Job, Mesh, Precision, Strategy
 from piper.api.reference.reference import reference
 from piper_ir.ground.errors import JobError, PiperWarning
 from piper_runtime.rank.optimizers import fused
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 Named = list[tuple[str, nn.Parameter]]
 WIDTH, ROWS, STEPS = 32, 4, 3
@@ -167,7 +167,7 @@ def resumed(kind: type[Optimizer]) -> Callable[[Named], Optimizer]:
     return function
 
 
-@rows("kind", [Adam, AdamW])
+@each_case("kind", [Adam, AdamW])
 def test_loaded_state_that_would_be_dropped_is_refused(kind: type[Optimizer]) -> None:
     with pytest.raises(
         JobError, match=f"Job.optimizer returned {kind.__name__} with state that it has loaded"

@@ -21,7 +21,7 @@ from piper_runtime.rank import pack, with_declarations
 from piper_runtime.rank.optimizers import optimizer as rank_optimizer
 from piper_runtime.rank.optimizers import optimizer_groups, optimizer_kinds
 from piper_runtime.rank.sending import shipping
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 Named = list[tuple[str, nn.Parameter]]
 WIDTH, STEPS, M = 8, 3, 2
@@ -246,7 +246,7 @@ def test_a_declared_whole_optimizer_runs_over_stages() -> None:
         compiled(of, zero=1)
 
 
-@rows(
+@each_case(
     ("declare", "kind", "says"),
     [
         (
@@ -378,7 +378,7 @@ def test_what_needs_matrices_does_not_share_states() -> None:
         compiled(job(MIXED), zero=1)
 
 
-@rows(
+@each_case(
     ("optimizer", "says"),
     [
         ({}, "is empty: a mapping from patterns"),
@@ -391,7 +391,7 @@ def test_mappings_that_are_none(optimizer: Any, says: str) -> None:
         job(optimizer)
 
 
-@rows(
+@each_case(
     ("optimizer", "says"),
     [
         (

@@ -13,8 +13,8 @@ import torch
 
 from piper.api.reference import reference, reference_random, reference_weights
 from tests.helpers import compositions, parity
+from tests.helpers.cases import each_case
 from tests.helpers.compositions import Composition
-from tests.helpers.rows import rows
 
 GPT = Composition("gpt", microbatches=2)
 
@@ -222,7 +222,7 @@ def test_the_reference_draws_by_row_step_and_layer() -> None:
 PARTS = (reference_random, reference_weights)
 
 
-@rows(
+@each_case(
     ("module", "beside"),
     [(reference, {part.__name__ for part in PARTS}), *((p, set()) for p in PARTS)],
 )

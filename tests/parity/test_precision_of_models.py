@@ -20,7 +20,7 @@ from piper_ir.ground.errors import CaptureError, JobError
 from piper_ir.plan.plan import Plan
 from piper_ir.verify import check
 from tests.helpers import parity
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 BF16 = Precision(params="float32", compute="bfloat16")
 ROWS, WIDTH, CLASSES = 8, 16, 5
@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@rows("name", REFUSED)
+@each_case("name", REFUSED)
 def test_what_is_refused_by_name(name: str) -> None:
     make, error, text = REFUSED[name]
     with pytest.raises(error, match=text):

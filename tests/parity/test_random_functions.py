@@ -14,7 +14,7 @@ import piper
 from piper.api.reference.verification import VerificationReport, verify_strategy
 from piper_ir.ground.errors import CaptureError, JobError
 from piper_ops.random import draws as rules
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 WIDTH, ROWS = 8, 8
 
@@ -240,7 +240,7 @@ COMBINED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@rows("name", COMBINED)
+@each_case("name", COMBINED)
 def test_draws_whose_rows_are_combined_are_refused_by_line(name: str) -> None:
     with pytest.raises(
         CaptureError,
@@ -262,7 +262,7 @@ def test_a_loss_may_not_read_a_mean_of_draws_beside_what_the_model_computes() ->
         drawn(weighed)
 
 
-@rows("name", REFUSED)
+@each_case("name", REFUSED)
 def test_what_depends_on_the_plan_is_refused_by_its_line(name: str) -> None:
     draw, reason = REFUSED[name]
     with pytest.raises(

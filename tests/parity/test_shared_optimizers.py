@@ -19,7 +19,7 @@ from piper_ir.ground.errors import CompileError
 from piper_runtime.rank.optimizers import optimizer_kinds
 from piper_runtime.rank.optimizers.optimizer_trials import by_elements
 from tests.helpers import shared_jobs
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 from tests.parity.test_own_optimizers import AdamW, Lion, Trust, batch, made
 
 HEADS = piper.shard(where(), over="tp")
@@ -83,8 +83,8 @@ def check(of: piper.Job, mesh: Mesh, *directives: Any) -> None:
     }
 
 
-@rows("zero", [0, 1, 3])
-@rows("optimizer", [made(Lion), LION_AND_ADAMW], ids=["Lion", "Lion and AdamW"])
+@each_case("zero", [0, 1, 3])
+@each_case("optimizer", [made(Lion), LION_AND_ADAMW], ids=["Lion", "Lion and AdamW"])
 def test_elementwise_optimizers_take_parts_of_parameters(optimizer: Any, zero: int) -> None:
     replicas = recipes.data_parallel(zero=zero) if zero else ()
     mesh = Mesh(pp=2, dp=2, tp=2) if zero else Mesh(pp=2, tp=2)
@@ -124,7 +124,7 @@ def test_what_torch_updates_element_by_element_takes_parts(zero: int, tmp_path: 
     assert resumed.losses == pytest.approx(expected.losses[2:], rel=1e-9)
 
 
-@rows(
+@each_case(
     ("kind", "settings", "each"),
     [
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, True),

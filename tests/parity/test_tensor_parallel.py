@@ -20,8 +20,8 @@ from piper_ir.program.layout import DimPart
 from piper_ir.verify import verify
 from piper_runtime import Checkpoints
 from tests.helpers import parity, shared_jobs
+from tests.helpers.cases import each_case
 from tests.helpers.memory_judge import lies
-from tests.helpers.rows import rows
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_sum_that_nobody_adds_is_refused() -> None:
         verify(replace(made.plan, buckets=buckets))
 
 
-@rows(
+@each_case(
     ("directives", "message"),
     [
         (

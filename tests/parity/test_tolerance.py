@@ -16,8 +16,8 @@ from piper.api.reference.reference import reference
 from piper.api.reference.reference_differences import FLOAT32
 from piper.api.reference.tolerance import BY_DTYPE, tolerances
 from piper.api.reference.verification import compared, verify_strategy
+from tests.helpers.cases import one_in
 from tests.helpers.parity import outcome_of
-from tests.helpers.rows import one_in
 
 WIDTH = 16
 

@@ -12,7 +12,7 @@ import pytest
 
 import piper
 from benchmarks.gathers import order_of, plan_of
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "torch_pipeline.py"
 RECIPES = {
@@ -87,8 +87,8 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[floa
     return found
 
 
-@rows("name", RECIPES)
-@rows("kind", ["", "-lowered", "-plan-lowered"])
+@each_case("name", RECIPES)
+@each_case("kind", ["", "-lowered", "-plan-lowered"])
 def test_gradients_are_those_of_one_device(
     differences: dict[str, list[float]], name: str, kind: str
 ) -> None:

@@ -15,7 +15,7 @@ import piper
 from piper.api.reference.reference_differences import Difference
 from piper.api.reference.verification import VerificationReport, WholeBatch, verify_strategy
 from piper_ir.ground.errors import JobError
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 WIDTH = 4
 
@@ -197,7 +197,7 @@ def test_a_job_of_one_row_compiles() -> None:
     assert piper.compile(trained, one).plan.rows == 1
 
 
-@rows(
+@each_case(
     ("meant", "different", "equal"),
     [(True, True, True), (False, True, False), (False, False, True)],
 )

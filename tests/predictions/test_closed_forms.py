@@ -21,7 +21,7 @@ from piper_ir.program.costs import CommDuration, Costs, Duration
 from piper_ir.verify import verify
 from piper_simulator import simulate
 from piper_simulator.times.engine import run_engine
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 EXAMPLES = settings().max_examples // 4
 Recipe = Callable[..., tuple[Directive, ...]]
@@ -57,7 +57,7 @@ def activations(plan: Plan) -> list[int]:
 
 
 @BOTH
-@rows("dp", [1, 2])
+@each_case("dp", [1, 2])
 def test_the_table(recipe: Recipe, dp: int) -> None:
     """4 devices, 8 microbatches, F = 3, I = 4, W = 2."""
     s = simulate(pipeline(recipe, 4, 8, (3, 4, 2), dp=dp))
@@ -69,7 +69,7 @@ def test_the_table(recipe: Recipe, dp: int) -> None:
     ]
 
 
-@rows(("hop", "makespan"), [(0.0, 99.0), (1.0, 115.0), (2.5, 139.0)])
+@each_case(("hop", "makespan"), [(0.0, 99.0), (1.0, 115.0), (2.5, 139.0)])
 def test_1f1b_with_latency(hop: float, makespan: float) -> None:
     """Pure latency, receives posted early: transfers overlap with compute and with each other."""
     s = simulate(one_f_one_b(4, 8, (3, 4, 2), hop))
@@ -176,7 +176,7 @@ def test_recomputation_is_a_longer_backward_and_one_microbatch_in_memory(
 
 
 @BOTH
-@rows("zero", [1, 2, 3])
+@each_case("zero", [1, 2, 3])
 def test_states_that_replicas_share_cost_a_gather_before_and_a_scatter_behind(
     recipe: Recipe, zero: int
 ) -> None:

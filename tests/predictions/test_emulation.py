@@ -26,8 +26,8 @@ from piper_runtime import Run
 from piper_runtime.launch.processes.emulation import emulate as run
 from piper_runtime.launch.processes.processes import Pool
 from piper_simulator import Cluster
+from tests.helpers.cases import one_in
 from tests.helpers.plan_edits import inserted, with_program, without
-from tests.helpers.rows import one_in
 
 TOLERANCE = 0.04
 ATTEMPTS = 3

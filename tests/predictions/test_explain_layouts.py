@@ -20,8 +20,8 @@ from piper_compiler import Strategy
 from piper_ir.ground.errors import DirectiveError
 from piper_ir.program.layout import DimPart
 from tests.helpers import published_llama, shared_jobs
+from tests.helpers.cases import each_case
 from tests.helpers.models import feature_batch, squared_error
-from tests.helpers.rows import rows
 from tests.helpers.source_tree import ROOT
 from tests.predictions.test_explain import Products
 
@@ -159,7 +159,7 @@ def test_named_indexes_are_one_device() -> None:
     shared_jobs.assert_equal("llama", made, shared_jobs.run(made))
 
 
-@rows(
+@each_case(
     ("tp", "index", "message"),
     [
         (

@@ -19,7 +19,7 @@ from benchmarks.gathers import (
 )
 from piper_compiler.passes.steps import residency
 from piper_compiler.passes.steps.windows import windows
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 P, M, LAYERS = 4, 8, 3
 """Devices, microbatches, layers per stage. A bucket is a layer; two uses of a layer that follow each other share a
@@ -55,7 +55,7 @@ FORMS = {
 }
 
 
-@rows("title", FORMS)
+@each_case("title", FORMS)
 def test_gathers_without_room_have_a_closed_form(title: str) -> None:
     plan = plan_of(order_of(title, P, M), LAYERS, 0)
     assert [gathered(plan, role) for role in plan.roles] == [
@@ -63,21 +63,21 @@ def test_gathers_without_room_have_a_closed_form(title: str) -> None:
     ]
 
 
-@rows("title", FORMS)
+@each_case("title", FORMS)
 def test_what_is_kept_for_the_step_is_gathered_once(title: str) -> None:
     order = order_of(title, P, M)
     plan = plan_of(order, LAYERS, None)
     assert [gathered(plan, role) for role in plan.roles] == [order.held * LAYERS] * P
 
 
-@rows("title", ["ZB-H1", "ZBV", "DualPipe"])
+@each_case("title", ["ZB-H1", "ZBV", "DualPipe"])
 def test_no_weight_gradient_holds_parameters(title: str) -> None:
     order = order_of(title, P, M)
     held = steps_that_hold(plan_of(order, LAYERS, 0))
     assert held == {"F": held["F"], "I": held["F"]} and held["F"] == order.stages * LAYERS * M
 
 
-@rows("title", SCHEDULES)
+@each_case("title", SCHEDULES)
 def test_never_more_than_torch_gathers_for_as_many_bytes(title: str) -> None:
     for held in range(1, order_of(title, P, M).held + 1):
         found = counted(title, P, M, 2, held)

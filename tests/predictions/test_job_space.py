@@ -16,7 +16,7 @@ from piper.cli.loading import load_file
 from piper_autotune.space.objective import value_text, weight
 from piper_ir.ground.errors import JobError, TuneError
 from piper_simulator import Cluster, load_cluster
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 LENGTH = 8
 DOLLARS: Any = "dollars_per_token"
@@ -146,7 +146,7 @@ def test_a_cluster_file_may_have_prices(tmp_path: Path) -> None:
         load_cluster(str(file))
 
 
-@rows(
+@each_case(
     ("more", "message"),
     [
         ({"objective": "period"}, "the steps of different jobs hold different numbers of tokens"),

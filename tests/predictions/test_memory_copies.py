@@ -16,8 +16,8 @@ from piper_ops import layer_norm_backward
 from piper_ops.attention import sdpa
 from piper_ops.costing import workspace
 from tests.helpers import compositions
+from tests.helpers.cases import each_case
 from tests.helpers.memory_judge import lies, planned
-from tests.helpers.rows import rows
 
 TOKENS, HEADS, HEAD = 12, 2, 4
 ONE: tuple[dict[str, int], tuple[Any, ...]] = ({"dp": 1}, ())
@@ -104,7 +104,7 @@ def measured(
     return lies(plan, records), short
 
 
-@rows("how", ["elements", "heads", "norm", "windows"])
+@each_case("how", ["elements", "heads", "norm", "windows"])
 def test_what_lies_in_another_way_is_counted_with_its_copy(how: str) -> None:
     found, short = measured(how, 8, *ONE)
     assert not found and set(short) == {0}, (found[:6], short)

@@ -23,7 +23,7 @@ from piper_ir.program.ops import Compute
 from piper_ir.program.program import Cost, Kernel, Program
 from piper_runtime.launch.processes.processes import Pool
 from piper_simulator import DeviceModel, model_for
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 CLUSTER = "h100x4"
 LINK = 1e9
@@ -259,7 +259,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@rows(("values", "says"), BAD, ids=[says for _, says in BAD])
+@each_case(("values", "says"), BAD, ids=[says for _, says in BAD])
 def test_what_a_model_gives_is_checked(values: dict[str, Any], says: str) -> None:
     plan, bad = compiled().plan, type("Bad", (Given,), values)
     calls: list[Callable[[], Any]] = [

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.paper import figures
 from benchmarks.paper.stage import MIB, OPTIONS, Option, Setting, pair, step
 from piper_ir.ground.errors import ClusterError
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 SMALL = replace(figures.setting("h100x2*2"), layers=3, microbatches=2, bucket_mb=4)
 ISSUE = 3 * SMALL.cluster.device.host_issue_s
@@ -57,7 +57,7 @@ def test_pieces_on_a_stream_of_their_own_meet_an_exchange_part_of_the_time() -> 
     assert longest < pair(s, "separate streams").exchange_s("B")
 
 
-@rows("option", OPTIONS)
+@each_case("option", OPTIONS)
 def test_every_option_moves_the_same_bytes_in_a_possible_order(option: Option) -> None:
     s, ran = SMALL, step(SMALL, option)
     reduced = sum(x.nbytes for x in ran.items if x.kind == "reduce")

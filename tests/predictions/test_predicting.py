@@ -16,7 +16,7 @@ from piper.views.why_tables import MOST, comparison_tables, why_tables
 from piper_ir.ground.errors import JobError
 from piper_simulator import Zipf, compare, simulate, why
 from tests.cli.test_cli import RECIPE, fails, piper
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 ON = ("--cluster", "h100x8")
 FUNCTION = """
@@ -149,7 +149,7 @@ def test_two_files_and_a_saved_strategy(file: Path, tmp_path: Path) -> None:
     )
 
 
-@rows(
+@each_case(
     ("args", "words"),
     [
         (("--versus", "microbatches=3"), ("--versus microbatches=3", "2, 4")),
@@ -208,7 +208,7 @@ def test_jitter_prints_percentiles(file: Path) -> None:
     assert json.loads(piper(*args, "--json").stdout)["distribution"] == found
 
 
-@rows(
+@each_case(
     ("args", "words"),
     [
         (("--jitter", "-0.1"), ("jitter is -0.1", "from 0 to 10")),
@@ -272,7 +272,7 @@ def test_the_page_is_of_today() -> None:
     assert all(f"```\n{title}" in page for title in script["SHOWN"])
 
 
-@rows(
+@each_case(
     ("text", "problem"),
     [
         (

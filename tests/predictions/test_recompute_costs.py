@@ -27,7 +27,7 @@ from piper_ir.program.ops import Compute
 from piper_ir.tools import size_text
 from piper_simulator import load_cluster, simulate
 from piper_simulator.metrics import executed_flops
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 from tests.parity.test_recompute import PIPELINES, dropout_job
 
 
@@ -140,7 +140,7 @@ def read_by_w(plan: Plan, role: str) -> set[str]:
     }
 
 
-@rows("keep", ["inputs", "products", "attention"])
+@each_case("keep", ["inputs", "products", "attention"])
 def test_what_explain_says_of_a_policy_is_what_the_values_of_the_plan_are(keep: str) -> None:
     under = (*PIPELINES["zb_h1"](), piper.recompute(where(stage=0), keep=keep))
     made, whole = (

@@ -17,7 +17,7 @@ from piper_autotune import TuningProblem
 from piper_autotune import tune as search
 from piper_ir.ground.errors import TuneError
 from piper_ir.plan.plan import Instr, RolePlan
-from tests.helpers.rows import one_in
+from tests.helpers.cases import one_in
 
 PROGRAM = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0, params=64)
 SECONDS = 1.0

@@ -8,7 +8,7 @@ from packages.compiler.tests.recipe_forms import FORMS, Case
 from piper_compiler import Strategy, compile_program, synthetic
 from piper_ir.ground.mesh import Mesh
 from piper_simulator import Simulation, simulate
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 CASES = settings().max_examples // 25
 
@@ -33,7 +33,7 @@ def test_the_simulation_has_the_closed_form(name: str, data: st.DataObject) -> N
     ]
 
 
-@rows(
+@each_case(
     ("name", "c", "step_s", "bubble"),
     [
         ("interleaved", Case(4, 8, 3, 4, 2, v=2), 171, 27),

@@ -39,7 +39,7 @@ from piper_simulator.durations.instances import axes_inside, instances
 from piper_simulator.durations.kernels import step_seconds
 from piper_simulator.metrics import executed_flops, model_flops, repeated_share
 from piper_simulator.times.splitting import each_rank, split
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 H100 = load_cluster("h100x8")
 SIZES = models.LlamaConfig(layers=2, width=64, heads=4, kv_heads=2, hidden=96, vocab=64, length=16)
@@ -244,7 +244,7 @@ def test_throughput_counts_the_rows_of_replicas_and_flops_those_of_all_devices()
     assert repeated_share(one) == 0.0
 
 
-@rows(
+@each_case(
     ("axes", "sequence"),
     [({"tp": 2}, False), ({"cp": 2}, False), ({"cp": 2, "tp": 2}, True), ({"tp": 4}, True)],
 )

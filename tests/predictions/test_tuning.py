@@ -27,7 +27,7 @@ from piper_ir.ground.errors import CompileError, JobError, TuneError
 from piper_ir.study.study import Row, limit_text
 from piper_ir.tools import size_text
 from piper_simulator import cpu_local, load_cluster
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 ROWS = 8
 
@@ -152,7 +152,7 @@ def test_a_program_of_given_durations_needs_no_cluster() -> None:
     assert study.best is not None and study.best.params == {"m": 1} and study.memory_limit is None
 
 
-@rows(
+@each_case(
     ("text", "number"),
     [
         ("20GiB", 20 << 30),
@@ -167,7 +167,7 @@ def test_sizes_are_read(text: int | str, number: int) -> None:
     assert tuning._limit(text, None) == number
 
 
-@rows("text", ["much", "", "-1GiB", 0, -5, True, "1 gallon"])
+@each_case("text", ["much", "", "-1GiB", 0, -5, True, "1 gallon"])
 def test_what_is_no_size_is_named(text: Any) -> None:
     with pytest.raises(
         TuneError,

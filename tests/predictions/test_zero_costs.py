@@ -11,7 +11,7 @@ from piper_ir.program.ops import Fold, Fresh, Op, SquaredNorm, Update
 from piper_simulator import load_cluster, simulate
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.updates import Updated, updated
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 SIZES = GPTConfig(layers=2, width=16, heads=2, vocab=32, length=8)
 WIDE = piper.Precision(params="float64", compute="float32", reduce="float32")
@@ -38,7 +38,7 @@ def total(plan: Plan) -> int:
     return sum(b.numel for b in plan.buckets)
 
 
-@rows("zero", [0, 1, 2, 3])
+@each_case("zero", [0, 1, 2, 3])
 def test_a_rank_updates_its_part_and_zeroes_what_it_keeps(zero: int) -> None:
     """float32 with bfloat16 copies: masters 4, gradients 4, two states 8 and copies 2 bytes per parameter of its
     own."""
@@ -64,7 +64,7 @@ def test_gradients_of_another_dtype_are_cast_where_they_are_updated() -> None:
     )
 
 
-@rows("zero", [0, 1, 2, 3])
+@each_case("zero", [0, 1, 2, 3])
 def test_the_bytes_by_which_measured_updates_are_known(zero: int) -> None:
     plan = plan_of(zero)
     n, own = total(plan), total(plan) // (RANKS if zero else 1)

@@ -23,6 +23,7 @@ from piper_runtime.launch import RunOptions
 from piper_runtime.launch.ground.report import measured_counter
 from piper_runtime.launch.running import inline_run
 from piper_runtime.rank.binding.evaluation import evaluate
+from tests.helpers.cases import each_case
 from tests.helpers.evaluated_jobs import (
     CLASSES,
     Net,
@@ -34,7 +35,6 @@ from tests.helpers.evaluated_jobs import (
     rows_of,
     summed_loss,
 )
-from tests.helpers.rows import rows
 
 recipes = piper.recipes
 TP = piper.shard(piper.where(), over="tp")
@@ -309,7 +309,7 @@ def test_models_whose_eval_mode_does_not_fit_are_refused(model: Any, said: str) 
 DATA = torch.utils.data.TensorDataset(*rows_of(7, range(8)))
 
 
-@rows(
+@each_case(
     ("fields", "said"),
     [
         (dict(eval_every=None), "when to evaluate is not known; give eval_every"),
@@ -343,7 +343,7 @@ def test_a_dataset_is_evaluated_whole_or_refused() -> None:
         _ = job(eval_data=DATA, eval_batches=None, global_batch=16).evaluated
 
 
-@rows(
+@each_case(
     ("metric", "said"),
     [
         (

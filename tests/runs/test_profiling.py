@@ -31,7 +31,7 @@ from piper_runtime.launch.processes.processes import Pool
 from piper_runtime.profile import MessageSample, ProfileReport
 from piper_simulator import cpu_local, simulate
 from tests.helpers import models
-from tests.helpers.rows import rows
+from tests.helpers.cases import each_case
 
 NAP_S = 0.01
 CASE = models.CASES["gpt"]
@@ -148,7 +148,7 @@ def test_it_says_where_it_comes_from(costs: Costs) -> None:
     assert costs.allocator is None or costs.allocator.factor >= 1
 
 
-@rows("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@each_case("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_a_simulation_finds_all_of_it(costs: Costs, strategy: piper.Strategy) -> None:
     """Nothing is computed by formula, of another strategy either; with the sleeps the batch function dominates."""
     prediction = simulate(compile(JOB, strategy, costs=costs).plan, cpu_local(), costs=costs)
@@ -274,7 +274,7 @@ def test_from_the_command_line(
     assert "none of the 3 chunks has a cost" in " ".join(found.output.split())
 
 
-@rows(
+@each_case(
     ("batch", "own", "rows"),
     [
         (32, 4, [1, 2, 4, 8, 16]),
@@ -302,7 +302,7 @@ def test_the_same_over_ray(costs: Costs) -> None:
     ]
 
 
-@rows("rows", [[0], [9], [True], ["2"]])
+@each_case("rows", [[0], [9], [True], ["2"]])
 def test_rows_that_no_strategy_uses_are_refused(rows: list[int]) -> None:
     with pytest.raises(JobError, match="is no number of rows of a batch of 8"):
         profile(JOB, PIPELINE, rows=rows)

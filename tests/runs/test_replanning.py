@@ -20,8 +20,8 @@ from piper.api.running.replanning import Replanner
 from piper_compiler import Strategy
 from piper_ir.ground.errors import JobError, MissingPackageError, PiperWarning
 from piper_report import write_report
+from tests.helpers.cases import each_case
 from tests.helpers.parity import FLOAT64
-from tests.helpers.rows import rows
 
 ROWS = 24
 
@@ -191,7 +191,7 @@ def test_a_search_without_a_tuner_is_refused_before_the_run(
     assert Replanner(compiled, JOB, [strategy(2, 1)])(2)[0].mesh.world == 2
 
 
-@rows(
+@each_case(
     ("options", "says"),
     [
         (dict(on_loss="ignore"), 'on_loss=\'ignore\': "restart" or "replan" is accepted'),

@@ -15,9 +15,9 @@ from piper_runtime.checkpoint import restoring
 from piper_runtime.checkpoint.rank_tensors import rank_tensors
 from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import compositions, parity
+from tests.helpers.cases import one_in
 from tests.helpers.compositions import Composition
 from tests.helpers.parity import FLOAT64
-from tests.helpers.rows import one_in
 
 SAVED, STEPS = 2, 3
 """The steps after which a run is saved, and after which it ends."""

@@ -18,8 +18,8 @@ from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Update
 from piper_ir.program.program import Chunk
 from piper_ir.verify import check
+from tests.helpers.cases import each_case
 from tests.helpers.plan_edits import every_part, with_op
-from tests.helpers.rows import rows
 
 WIDTH, ROWS = 4, 4
 
@@ -147,7 +147,7 @@ EDITS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
 }
 
 
-@rows("what", EDITS)
+@each_case("what", EDITS)
 def test_a_plan_that_is_not_of_its_program_is_refused(what: str, compiled: Compiled) -> None:
     says, edit = EDITS[what]
     with pytest.raises(PlanError, match=f"the plan's {says}"):
@@ -199,7 +199,7 @@ class Changing:
         return made
 
 
-@rows(
+@each_case(
     ("options", "says"),
     [
         (

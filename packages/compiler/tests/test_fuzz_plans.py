@@ -28,9 +28,9 @@ from piper_ir.plan.plan import COMPUTE, Part, Plan
 from piper_ir.plan.text import format_plan
 from piper_ir.program.ops import Compute
 from piper_ir.verify import verify
+from tests.helpers.cases import each_case
 
 CASES = 240
-PER_TEST = 20
 NOTHING = Releases(*[int_array(())] * 4, WaitEdges(int_array(()), int_array(())))
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -55,31 +55,28 @@ def parts_in_order(plan: Plan) -> list[list[Part]]:
     ]
 
 
-@pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
-def test_random_plans_are_legal_run_and_peak_where_they_say(first: int) -> None:
-    for seed in range(first, first + PER_TEST):
-        case = random_case(seed)
-        plan = compiled(case)
-        verify(plan)
-        prepare(plan)
-        assert walk(plan, seed) == {r.role: r.peak_bytes for r in plan.roles}, case.text
+@each_case("seed", range(CASES))
+def test_random_plans_are_legal_run_and_peak_where_they_say(seed: int) -> None:
+    case = random_case(seed)
+    plan = compiled(case)
+    verify(plan)
+    prepare(plan)
+    assert walk(plan, seed) == {r.role: r.peak_bytes for r in plan.roles}, case.text
 
 
-@pytest.mark.parametrize("first", range(0, CASES, 3 * PER_TEST))
+@each_case("seed", range(0, CASES, 3))
 def test_fusion_changes_no_part_and_frees_cost_no_time(
-    first: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in range(first, first + PER_TEST):
-        case = random_case(seed)
-        plan, single = compiled(case), compiled(case, fuse=False, recv_ahead=seed % 4)
-        verify(single)
-        assert walk(single, seed) == {r.role: r.peak_bytes for r in single.roles}, case.text
-        assert parts_in_order(plan) == parts_in_order(single), case.text
-        with monkeypatch.context() as patch:
-            patch.setattr(passes, "releases", lambda *given: NOTHING)
-            bare = compiled(case)
-        assert not any(i.frees_before for r in bare.roles for i in r.program)
-        assert makespan(plan) == pytest.approx(makespan(bare), rel=1e-12), case.text
+    case = random_case(seed)
+    plan, single = compiled(case), compiled(case, fuse=False, recv_ahead=seed % 4)
+    verify(single)
+    assert walk(single, seed) == {r.role: r.peak_bytes for r in single.roles}, case.text
+    assert parts_in_order(plan) == parts_in_order(single), case.text
+    monkeypatch.setattr(passes, "releases", lambda *given: NOTHING)
+    bare = compiled(case)
+    assert not any(i.frees_before for r in bare.roles for i in r.program)
+    assert makespan(plan) == pytest.approx(makespan(bare), rel=1e-12), case.text
 
 
 def test_a_plan_is_byte_identical_in_every_process() -> None:
@@ -156,11 +153,10 @@ def test_negative_control_the_walk_finds_a_leak_a_misuse_and_a_deadlock() -> Non
         walk(changed(waits=((role.streams[-1], 1000),)))
 
 
-@pytest.mark.parametrize("first", range(0, 60, PER_TEST))
-def test_random_cyclic_orders_are_refused_with_the_cycle_and_both_directives(first: int) -> None:
+def test_random_cyclic_orders_are_refused_with_the_cycle_and_both_directives() -> None:
     """Take a legal order of one device and another `order` that asks for two of its neighbours the other way round."""
     tried = 0
-    for seed in range(first, first + PER_TEST):
+    for seed in range(CASES // 4):
         case = random_case(1000 + seed, orders=("total",))
         for chosen in (d for d in case.strategy.directives if isinstance(d, order)):
             pairs = [
@@ -184,7 +180,7 @@ def test_random_cyclic_orders_are_refused_with_the_cycle_and_both_directives(fir
             }
             assert len(reasons) >= 2, message
             tried += 1
-    assert tried >= PER_TEST
+    assert tried >= CASES // 4
 
 
 def test_an_order_against_the_data_is_refused_with_the_reason() -> None:

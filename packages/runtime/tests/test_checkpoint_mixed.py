@@ -18,6 +18,7 @@ from piper_runtime.checkpoint.saved_run import open_checkpoint
 from piper_runtime.launch.processes.processes import Pool
 from piper_runtime.weights.dcp_tensors import DCP_METADATA, read_range
 from piper_runtime.weights.marker import MARKER, META
+from tests.helpers.cases import each_case
 
 STEP, EARLIER = "step-00000004", "step-00000002"
 RANK, OTHER_RANK = "__1_0.distcp", "__2_0.distcp"
@@ -130,7 +131,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@each_case("name", DAMAGE)
 def test_what_does_not_belong_is_named(name: str, runs: tuple[Path, Path], tmp_path: Path) -> None:
     here = Path(shutil.copytree(runs[0] / STEP, tmp_path / STEP))
     damage, says = DAMAGE[name]

@@ -34,6 +34,7 @@ from piper_runtime.launch.ground.run_options import RunOptions
 from piper_runtime.launch.processes.processes import Pool
 from piper_runtime.launch.running.beginning import under_torchrun
 from piper_runtime.launch.running.launchers import workers_of
+from tests.helpers.cases import each_case
 
 AGAIN = r"the run goes on with step"
 
@@ -361,7 +362,7 @@ def test_torchrun_starts_ranks_again_by_itself(
         under_torchrun(replace(options, replan=lambda n: (plan, CODE)))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("options", "says"),
     [
         (dict(restarts=-1), "restarts=-1: an integer of at least 0 is needed"),

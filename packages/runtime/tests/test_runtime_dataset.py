@@ -18,6 +18,7 @@ from packages.runtime.tests.handmade import WIDTH
 from piper_ir.ground.errors import JobError
 from piper_runtime.data import DatasetBatch, Permutation, from_dataset
 from piper_runtime.rank.batches.batches import microbatch_rows
+from tests.helpers.cases import each_case
 
 N, ROWS = 21, 8
 """Samples, and rows per step: neither divides the other, so that two of three steps lie in two epochs or more."""
@@ -52,8 +53,8 @@ def test_every_epoch_goes_once_through_all_samples(
         assert sorted(found) == list(range(n)) and (shuffle or found == list(range(n)))
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
+@each_case("dp", [1, 2, 4])
+@each_case("microbatches", [1, 2, 4, 8])
 def test_replicas_and_microbatches_share_the_same_rows(dp: int, microbatches: int) -> None:
     """The rows are equal in 3 epochs, boundaries included, with 32 rows per step that are cut in every way."""
     rows = 32
@@ -65,7 +66,7 @@ def test_replicas_and_microbatches_share_the_same_rows(dp: int, microbatches: in
         assert read == numbers(batch, step, range(rows))
 
 
-@pytest.mark.parametrize(("dp", "microbatches"), [(1, 4), (2, 2), (4, 1)])
+@each_case(("dp", "microbatches"), [(1, 4), (2, 2), (4, 1)])
 def test_a_run_trains_as_one_device(dp: int, microbatches: int) -> None:
     samples = TensorDataset(
         *torch.randn(2, N, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -181,7 +182,7 @@ class Endless(Dataset[int]):
         return i
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("dataset", "options", "says"),
     [
         (Stream(), {}, "got a Stream.*from_stream"),

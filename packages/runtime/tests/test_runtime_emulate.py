@@ -27,6 +27,7 @@ from piper_runtime.launch.worker.timed_rank import (
     TimedRank,
 )
 from piper_runtime.rank.binding.rank import Rank
+from tests.helpers.cases import each_case
 
 
 @dataclass
@@ -140,7 +141,7 @@ def test_durations_are_scaled_with_latency_and_issue() -> None:
     )
 
 
-@pytest.mark.parametrize("numbers", [{"steps": 0}, {"steps": True}, {"steps": 1, "timeout_s": 0}])
+@each_case("numbers", [{"steps": 0}, {"steps": True}, {"steps": 1, "timeout_s": 0}])
 def test_numbers_that_no_run_can_have(numbers: dict[str, Any]) -> None:
     plan = single()
     with pytest.raises(JobError, match="is needed"):

@@ -15,6 +15,7 @@ from piper_runtime import execute
 from piper_runtime.launch.ground.report import StepRecord
 from piper_runtime.rank.binding.rank import Binder, Rank
 from tests.faults import runtime_faults as faults
+from tests.helpers.cases import each_case
 
 CASES: dict[str, dict[str, Any]] = {
     "one rank": dict(pp=1, microbatches=1),
@@ -166,7 +167,7 @@ def test_a_batch_whose_weights_are_all_zero_is_refused() -> None:
         run(plan, job)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("result", "says"),
     [
         (lambda x, t: x, "a pair"),
@@ -214,7 +215,7 @@ NEEDS_MORE = (
 dtype, no states are shared and nothing is recomputed; tests/faults/mutants.py tries these."""
 
 
-@pytest.mark.parametrize("fault", [f for f in faults.FAULTS if f not in NEEDS_MORE])
+@each_case("fault", [f for f in faults.FAULTS if f not in NEEDS_MORE])
 def test_every_fault_is_noticed(fault: str) -> None:
     plan, job = chain(**NOTICED_BY.get(fault, dict(dp=2)))
     assert distance(run(plan, job), plan, job) < TOLERANCE

@@ -14,9 +14,10 @@ from piper_ir.ground.errors import JobError, SelectorError
 from piper_runtime.rank.batches.batches import call_batch, flatten_batch, microbatch_rows
 from piper_runtime.rank.job.job import Job, initial_state, materialize
 from piper_runtime.rank.job.precision import Precision
+from tests.helpers.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "value", "says"),
     [
         ("model", Chain(2), "got a module"),

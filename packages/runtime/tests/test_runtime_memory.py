@@ -13,6 +13,7 @@ from piper_ir.plan.plan import COMPUTE, Plan, RolePlan
 from piper_runtime import execute
 from piper_runtime.engine.memory import MemoryCounter
 from piper_runtime.rank.values.code import ShippedCode
+from tests.helpers.cases import each_case
 
 
 def test_the_counter_sees_what_lives_and_forgets_what_died() -> None:
@@ -50,7 +51,7 @@ def planned_after(plan: Plan, role: RolePlan) -> Iterator[tuple[int, int]]:
         yield index, live
 
 
-@pytest.mark.parametrize(
+@each_case(
     "case",
     [
         dict(),

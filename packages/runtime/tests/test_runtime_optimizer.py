@@ -15,6 +15,7 @@ from piper_runtime.rank.binding.rank_state import RankJob
 from piper_runtime.rank.binding.update_scale import gradient_scale
 from piper_runtime.rank.job.job import materialize
 from piper_runtime.rank.optimizers.optimizer_groups import optimizer_spec
+from tests.helpers.cases import each_case
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -84,7 +85,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each_case("name", OPTIMIZERS)
 def test_a_step_is_that_of_one_device_and_holds_the_state_that_was_planned(name: str) -> None:
     plan, job = chain(dp=2, optimizer=OPTIMIZERS[name])
     assert distance(run(plan, job), plan, job) < TOLERANCE
@@ -124,7 +125,7 @@ def foreign(named: Named) -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.zeros(2)], lr=0.1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("function", "says"),
     [
         (incomplete, r"layers\.1 in no parameter group"),
@@ -166,7 +167,7 @@ def test_the_scale_is_torchs_clipping_after_division() -> None:
     assert gradient_scale(Update((), False, 100.0), [25.0], "") == 1.0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("function", "says"),
     [
         (

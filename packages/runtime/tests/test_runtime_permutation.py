@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piper_runtime.data import Permutation
+from tests.helpers.cases import each_case
 
 
 def is_bijection(n: int, image: Callable[[int], int]) -> bool:
@@ -54,7 +55,7 @@ def test_neighbours_do_not_stay_neighbours() -> None:
     assert sum(abs(a - b) == 1 for a, b in pairwise(images)) < 12
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@each_case("n", [2, 3, 4])
 def test_all_orders_come_equally_often(n: int) -> None:
     """The chi-squared statistic stays below the value that a fair choice exceeds once in 10,000 times."""
     limit = {2: 15.1, 3: 25.7, 4: 59.1}[n]  # 1, 5 and 23 degrees of freedom
@@ -67,7 +68,7 @@ def test_all_orders_come_equally_often(n: int) -> None:
     )
 
 
-@pytest.mark.parametrize("n", [4, 9, 25])
+@each_case("n", [4, 9, 25])
 def test_odd_permutations_are_reached_too(n: int) -> None:
     """All would be even, were there rounds over an odd number of pairs of odd size."""
     parities = Counter(parity([Permutation(n, 3, e)(k) for k in range(n)]) for e in range(200))

@@ -25,6 +25,7 @@ from piper_runtime.profile.device_clocks import CYCLES_PER_S, DeviceClock, HostC
 from piper_runtime.profile.measure_messages import BLOCK_BYTES, ISSUE_S, Messages, block_length
 from piper_runtime.rank.values.device import CPU
 from piper_runtime.transport.gloo import GlooCommunicators
+from tests.helpers.cases import each_case
 
 
 class Device:
@@ -90,7 +91,7 @@ def whole(nbytes: int, blocks: int) -> int:
     return 4 * blocks * -(-nbytes // (4 * blocks))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@each_case("world", [1, 2, 3])
 def test_messages_between_all_ranks_are_measured(world: int) -> None:
     """Without a partner for the last rank too, which meets the others all the same. Here between threads."""
     store, found, sizes = dist.HashStore(), {}, [4, 1 << 20, 1 << 21]

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ from piper_runtime.profile.measure_messages import MOST_BETWEEN, Messages
 from piper_runtime.rank import Rank, materialize
 from piper_runtime.rank.values.device import CPU
 from piper_runtime.transport.gloo import GlooCommunicators
+from tests.helpers.cases import each_case
 
 BYTES = (256, 4 * MOST_BETWEEN, 256, MOST_BETWEEN)
 
@@ -70,7 +70,7 @@ def test_passes_exchange_as_many_bytes_as_the_run_wherever_it_communicates() -> 
     )
 
 
-@pytest.mark.parametrize("total", [16, 18, 21])
+@each_case("total", [16, 18, 21])
 def test_experts_are_measured_with_as_many_rows_as_on_average(total: int) -> None:
     counts = torch.tensor([total, 0, 0, 0, 0, 0, 0, 0])
     even = profiler._evenly(counts, 4)
@@ -83,8 +83,8 @@ def test_experts_are_measured_with_as_many_rows_as_on_average(total: int) -> Non
     assert int(by_device.max() - by_device.min()) <= 1
 
 
-@pytest.mark.parametrize("counts", [[20, 0, 0, 0], [0, 0, 0, 20], [5, 4, 1, 10], [0, 0, 10, 10]])
-@pytest.mark.parametrize("further", [False, True])
+@each_case("counts", [[20, 0, 0, 0], [0, 0, 0, 20], [5, 4, 1, 10], [0, 0, 10, 10]])
+@each_case("further", [False, True])
 def test_a_profile_computes_with_numbers_whatever_tokens_choose(
     counts: list[int], further: bool
 ) -> None:

@@ -21,6 +21,7 @@ from piper_runtime.weights import (
     rename_problem,
 )
 from piper_runtime.weights.renaming import PlacedTensor
+from tests.helpers.cases import each_case
 
 
 def given(renames: dict[str, RenameTarget], **tensors: Tensor) -> dict[str, PlacedTensor]:
@@ -69,7 +70,7 @@ def test_parts_transposed_and_stacked_tensors_and_every_range_of_them() -> None:
                 )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("renames", "tensors", "says"),
     [
         (
@@ -104,7 +105,7 @@ def test_renames_that_do_not_fit_the_file_are_named(renames: Any, tensors: Any, 
         given(renames, **tensors)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("renames", "says"),
     [
         (3, "a mapping"),

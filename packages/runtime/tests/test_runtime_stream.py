@@ -21,6 +21,7 @@ from packages.runtime.tests.handmade import WIDTH
 from piper_ir.ground.errors import JobError
 from piper_runtime.data import StreamBatch, from_stream
 from piper_runtime.data.from_stream import ShardLayout
+from tests.helpers.cases import each_case
 
 Sample = tuple[int, int]
 SIZES = st.tuples(st.integers(1, 24), st.integers(1, 24))
@@ -84,7 +85,7 @@ def test_where_rows_divide_shards_the_shards_take_turns(rows: int, times: int) -
         ]
 
 
-@pytest.mark.parametrize("rows", [4, 6, 8, 16, 32])
+@each_case("rows", [4, 6, 8, 16, 32])
 def test_a_resume_at_every_step_reads_what_comes_next(rows: int) -> None:
     steps = range(9)
     whole_batch = from_stream(numbered, shards=8).bound(rows)
@@ -124,8 +125,8 @@ def test_negative_control_without_the_state_samples_are_left_out() -> None:
     assert {(k, n) for k in range(6) for n in range(8)} - before - after
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
-@pytest.mark.parametrize("each", [1, 2, 4])
+@each_case("dp", [1, 2, 4])
+@each_case("each", [1, 2, 4])
 def test_replicas_and_microbatches_share_the_same_rows(dp: int, each: int) -> None:
     """Microbatches may be loaded in any order, and no stream is opened again for it."""
     opened: list[int] = []

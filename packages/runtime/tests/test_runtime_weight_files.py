@@ -17,6 +17,7 @@ from piper_ir.ground.errors import JobError
 from piper_runtime.weights import safetensors_file as module
 from piper_runtime.weights import stored_tensors
 from piper_runtime.weights.safetensors_file import STORED_DTYPES, read_header, runs
+from tests.helpers.cases import each_case
 from tests.helpers.safetensors_writer import header_of, write_folder, write_safetensors
 
 
@@ -78,7 +79,7 @@ def test_only_the_bytes_of_a_box_are_read(tmp_path: Path, count: list[int]) -> N
     assert sum(count) == 8 * (640 + 5 * 8)
 
 
-@pytest.mark.parametrize("name", STORED_DTYPES)
+@each_case("name", STORED_DTYPES)
 def test_every_dtype_of_the_format(name: str, tmp_path: Path) -> None:
     dtype = STORED_DTYPES[name]
     tensor = torch.tensor([0, 1, 2, 3]).to(dtype)
@@ -108,7 +109,7 @@ def change_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], No
     return damage
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("damage", "says"),
     [
         (
@@ -193,7 +194,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@each_case("name", DAMAGES)
 def test_damaged_headers_are_refused_by_name(name: str, tmp_path: Path) -> None:
     change, says = DAMAGES[name]
     path = write_safetensors(tmp_path / "x.safetensors", tensors())
@@ -204,7 +205,7 @@ def test_damaged_headers_are_refused_by_name(name: str, tmp_path: Path) -> None:
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("content", "says"),
     [
         (b"", "header too small"),

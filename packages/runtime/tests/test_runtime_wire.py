@@ -29,6 +29,7 @@ from piper_runtime.launch.worker.timed_rank import EmulationReport
 from piper_runtime.profile.measure_messages import MessageSample
 from piper_runtime.profile.profiler import ProfileReport
 from piper_runtime.weights.dcp_tensors import SavedBox
+from tests.helpers.cases import each_case
 
 STEP = StepDone(3, 0.1, 1 / 3, {"loss": {0: 0.1, 7: -0.0}, "weight": {}}, 0.25)
 MESSAGES: list[Any] = [
@@ -60,7 +61,7 @@ MESSAGES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+@each_case("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_a_message_comes_back_as_it_was(message: Any) -> None:
     assert wire.decode(wire.encode(message)) == message
 
@@ -110,7 +111,7 @@ def framed(text: str, rest: bytes = b"") -> bytes:
     return len(text).to_bytes(wire.LENGTH, "big") + text.encode() + rest
 
 
-@pytest.mark.parametrize("how", ["alone", "as tensors", "in a file of torch"])
+@each_case("how", ["alone", "as tensors", "in a file of torch"])
 def test_a_pickle_is_no_message_and_runs_nothing(how: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     blob = pickle.dumps(Evil(mark))
@@ -132,7 +133,7 @@ def test_a_pickle_is_no_message_and_runs_nothing(how: str, tmp_path: Path) -> No
     assert mark.exists(), "the control: read as a pickle it does run"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     ['{"record": ["Popen", {"args": '
      '"true"}]}', '{"record": ["StepDone", {"path": 1}]}', '{"tensor": 0}', "[1]", "{}", "nul",
