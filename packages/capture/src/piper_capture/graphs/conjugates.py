@@ -29,6 +29,7 @@ def compute_bits(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         values = new_node(graph, node, COMPUTED[node.target], (number,))
         values.meta["val"] = _alone(aliasing.tensor(node))
         return values
+    assert isinstance(number, int | float | complex)
     value = complex(number).conjugate() if node.target is aten._conj.default else -number
     for user in list(node.users):
         _give(user, node, value)

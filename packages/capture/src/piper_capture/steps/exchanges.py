@@ -42,6 +42,7 @@ def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
 def _described(node: fx.Node) -> StepCollective:
     given, axis = node.args[0], node.args[1]
     assert isinstance(given, fx.Node) and isinstance(axis, str)
+    assert isinstance(node.target, OpOverload)
     kind, why = COLLECTIVE_KINDS[node.target], str(node.meta.get("exchange_for", ""))
     nbytes = aliasing.tensor(node if kind == "all_gather" else given).nbytes
     return StepCollective(kind, axis, nbytes, why, _rows_of_experts(node, given))

@@ -95,8 +95,10 @@ The plan may have more roles than the user's: ranks that differ are apart (`pipe
 
 
 def work_of(model: CostModel, plan: Plan) -> list[Work]:
-    """Return the work of each instruction of a plan, asked for once for equal ones of a role if the model is
-    uniform."""
+    """Return the work of each instruction of a plan.
+
+    A uniform model is asked once for equal instructions of a role.
+    """
     done: list[Work] = []
     for role in plan.roles:
         work = partial(model.work, role)
