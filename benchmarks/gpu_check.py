@@ -150,8 +150,7 @@ def table(here: dict[str, object], rows: Sequence[Row], failed: Sequence[str]) -
     for r in rows:
         verdict = "" if r.met is None else "met" if r.met else "**missed**"
         lines.append(
-            f"| {r.section}: {r.name} | {r.value:.4g} | {r.unit} | {r.goal or ''} | {verdict} | "
-            f"{r.note} |"
+            f"| {r.section}: {r.name} | {r.value:.4g} | {r.unit} | {r.goal or ''} | {verdict} | {r.note} |"
         )
     return "\n".join([*lines, *(f"\n**failed**: {f}" for f in failed)])
 

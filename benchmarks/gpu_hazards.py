@@ -163,10 +163,7 @@ def rows() -> Iterator[Row]:
     for name, (check, engines) in HAZARDS.items():
         for staged in engines:
             with_wait, without = check(device, True, staged), check(device, False, staged)
-            found = (
-                f"with the wait {'right' if with_wait else 'WRONG'}, without it "
-                f"{'RIGHT' if without else 'wrong'}"
-            )
+            found = f"with the wait {'right' if with_wait else 'WRONG'}, without it {'RIGHT' if without else 'wrong'}"
             title = name + (", communication staged on the host" if staged else "")
             yield Row(
                 "streams",

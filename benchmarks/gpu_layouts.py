@@ -140,10 +140,7 @@ def cosine_row(title: str, found: Mapping[str, Tensor], wanted: Mapping[str, Ten
         for n, t in wanted.items()
     }
     worst = min(cosines, key=lambda n: cosines[n])
-    note = (
-        f"{worst}; in the middle {sorted(cosines.values())[len(cosines) // 2]:.6f}, of "
-        f"{len(cosines)} parameters"
-    )
+    note = f"{worst}; in the middle {sorted(cosines.values())[len(cosines) // 2]:.6f}, of {len(cosines)} parameters"
     name = f"bfloat16, {title}: gradients against one rank"
     return Row("layouts", name, cosines[worst], "cosine", goal=COSINE, note=note)
 

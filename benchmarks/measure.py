@@ -78,9 +78,8 @@ class Machine:
 
     def __str__(self) -> str:
         return (
-            f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, {self.system}; "
-            f"{self.threads} thread per process; Python {self.python}, torch {self.torch}; "
-            f"load {self.load:.2f} before; {self.date}"
+            f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, {self.system}; {self.threads} thread per "
+            f"process; Python {self.python}, torch {self.torch}; load {self.load:.2f} before; {self.date}"
         )
 
 

@@ -99,10 +99,7 @@ def cell_rows(
     total, wall = (
         sum(of[p] for p in PHASES if p != "import") for of in (facts["cpu_s"], facts["wall_s"])
     )
-    note = (
-        f"{size}; {wall:.1f} s of wall time; step of {facts['step_s']:.1f} s, MFU "
-        f"{facts['mfu'] or 0:.1%}"
-    )
+    note = f"{size}; {wall:.1f} s of wall time; step of {facts['step_s']:.1f} s, MFU {facts['mfu'] or 0:.1%}"
     return [
         Row(
             "scale",

@@ -154,6 +154,5 @@ def check_same_training(a: Side, b: Side, tolerance: float) -> None:
     ):
         if abs(x - y) > tolerance * abs(y):
             raise RuntimeError(
-                f"the two sides do not train the same: the loss of step {step} is {x} (ours) and "
-                f"{y} (torch)"
+                f"the two sides do not train the same: the loss of step {step} is {x} (ours) and {y} (torch)"
             )

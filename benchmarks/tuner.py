@@ -217,10 +217,7 @@ def regrets(
         f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, "
         f"{mean(map(scored_count, studies)):.0f} compiled"
     )
-    note = (
-        f"{seeds} seeds, {TRIALS} trials in {len(outcomes):,} strategies that the sampler has not "
-        f"seen; {looked}"
-    )
+    note = f"{seeds} seeds, {TRIALS} trials in {len(outcomes):,} strategies that the sampler has not seen; {looked}"
     yield extremes_row("tune", "regret, median", ends, "", MEDIAN_GOAL, note)
     tail = ends[ceil(0.95 * len(ends)) - 1]
     yield Row("tune", "regret, 95th percentile", tail, "", goal=TAIL_GOAL, note=note)

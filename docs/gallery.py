@@ -80,10 +80,7 @@ def section(name: str) -> str:
     ]
     facts += [("Legal", recipe.rule), ("Source", recipe.source)]
     lines = "\n".join(fill(f"- {k}: {v}", 118, subsequent_indent="  ") for k, v in facts if v)
-    picture = (
-        f"![The schedule {name} on {PP} devices with {MICROBATCHES} "
-        f"microbatches](schedules/{name}.png)"
-    )
+    picture = f"![The schedule {name} on {PP} devices with {MICROBATCHES} microbatches](schedules/{name}.png)"
     return f"### {name}\n\n{picture}\n\n{lines}\n"
 
 

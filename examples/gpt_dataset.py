@@ -106,9 +106,8 @@ def main() -> None:
     )
     (inputs, _), *_ = DataLoader(dataset, batch_size=8, collate_fn=collate)
     print(
-        f"a DataLoader's first batch: {tuple(inputs.shape)}; loss {run.losses[0]:.3f} -> "
-        f"{run.losses[-1]:.3f} nats per "
-        f"byte"
+        f"a DataLoader's first batch: {tuple(inputs.shape)}; loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} nats "
+        f"per byte"
     )
 
 

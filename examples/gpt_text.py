@@ -165,13 +165,11 @@ def outlive_a_kill(compiled: piper.Compiled, losses: list[float]) -> None:
     far = max(abs(a - b) / abs(b) for a, b in zip(run.losses, losses[:KILLED_STEPS], strict=True))
     for r in run.restarts:
         print(
-            f"killed in step {r.step}: the run went on from step {r.resumed}; its next step was "
-            f"done after "
+            f"killed in step {r.step}: the run went on from step {r.resumed}; its next step was done after "
             f"{r.seconds or 0:.1f} s"
         )
     print(
-        f"losses of its {KILLED_STEPS} steps and of the run before differ by at most {far:.0e} of "
-        f"their size"
+        f"losses of its {KILLED_STEPS} steps and of the run before differ by at most {far:.0e} of their size"
     )
     if len(run.restarts) != 1 or not far < 1e-4:
         raise SystemExit("a run that lost a worker is not equal to one that did not")
@@ -187,13 +185,11 @@ def main() -> None:
     run = done.run
     entropy = unigram_entropy()
     print(
-        f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} nats per byte; unigram entropy of the "
-        f"text {entropy:.3f}"
+        f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} nats per byte; unigram entropy of the text {entropy:.3f}"
     )
     if not math.isfinite(run.losses[-1]) or run.losses[-1] > 0.95 * entropy:
         raise SystemExit(
-            f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): "
-            f"training went wrong"
+            f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): training went wrong"
         )
     if "--no-kill" not in sys.argv[1:]:
         outlive_a_kill(done.compiled, run.losses)

@@ -109,13 +109,11 @@ def main(launcher: Literal["ray", "processes"] = "ray") -> None:
     done = loop(job, options, Settings(name="moe_text", out=Path("runs")))
     entropy, last = unigram_entropy(), sum(done.run.losses[-10:]) / 10
     print(
-        f"loss {done.run.losses[0]:.3f} -> {last:.3f} nats per byte; unigram entropy of the text "
-        f"{entropy:.3f}"
+        f"loss {done.run.losses[0]:.3f} -> {last:.3f} nats per byte; unigram entropy of the text {entropy:.3f}"
     )
     if not last <= 0.95 * entropy:
         raise SystemExit(
-            f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): "
-            f"training went wrong"
+            f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): training went wrong"
         )
 
 

@@ -57,8 +57,7 @@ def main() -> None:
     plan = piper.compile(job, strategy, costs=mine).plan  # they also weigh layers and decide ties
     found = piper.simulate(plan, "h100x8", costs=mine)
     print(
-        f"a step takes {found.step_s * 1e3:.1f} ms, of which {found.global_bubble_s * 1e3:.1f} ms "
-        f"are bubble"
+        f"a step takes {found.step_s * 1e3:.1f} ms, of which {found.global_bubble_s * 1e3:.1f} ms are bubble"
     )
     piper.save_costs(Path("own_costs.json"), mine)
 

@@ -61,6 +61,5 @@ if __name__ == "__main__":
     plan = piper.compile(job, strategy).plan
     own, ours = piper.simulate(plan, "h100x2", model=ConstantRates), piper.simulate(plan, "h100x2")
     print(
-        f"a step takes {own.step_s * 1e6:.1f} us at constant rates, {ours.step_s * 1e6:.1f} us by "
-        f"Piper's formulas"
+        f"a step takes {own.step_s * 1e6:.1f} us at constant rates, {ours.step_s * 1e6:.1f} us by Piper's formulas"
     )

@@ -51,8 +51,7 @@ def setting(cluster: str) -> Setting:
     loaded = load_cluster(cluster)
     if loaded.devices < 2 or loaded.synchronous:
         raise ClusterError(
-            f"{loaded.name} has no two devices with links between them; give one such as "
-            f"{CLUSTERS[0]}"
+            f"{loaded.name} has no two devices with links between them; give one such as {CLUSTERS[0]}"
         )
     apart = loaded.per_node if loaded.node_count > 1 else max(1, loaded.devices // 2)
     return Setting(loaded, (0, apart))

@@ -50,19 +50,16 @@ class System:
 SYSTEMS = (
     System(
         "pipeline x ZeRO-1", 1, {}, "all", 0, 2.0,
-        "bf16 parameters, float32 sums of gradients and bf16 gradients whole; master and AdamW's "
-        "states shared",
+        "bf16 parameters, float32 sums of gradients and bf16 gradients whole; master and AdamW's states shared",
     ),
     System(
         "best other, ZeRO-2", 3, {"resident_mb": STEP, "reduced_mb": STEP}, "products", 4, -1.5,
-        "FSDP2, reshard never: bf16 parameters gathered and float32 gradients whole all step long; "
-        "masters, AdamW's "
-        "shared",
+        "FSDP2, reshard never: bf16 parameters gathered and float32 gradients whole all step long; masters, "
+        "AdamW's shared",
     ),
     System(
         "best other, ZeRO-3", 3, {"reduced_mb": STEP}, "products", 12, -1.5,
-        "FSDP2, reshard always: a bucket of parameters gathered at a time; float32 gradients whole "
-        "all step long",
+        "FSDP2, reshard always: a bucket of parameters gathered at a time; float32 gradients whole all step long",
     ),
     System(
         "Piper, ZeRO-2", 2, {}, "inputs", 32, 0.0,

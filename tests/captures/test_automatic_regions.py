@@ -207,8 +207,7 @@ def test_each_is_said_with_module_line_cause_and_cost(
     line = Mixture.forward.__code__.co_firstlineno + 6
     assert f"test_automatic_regions.py:{line} (for expert in" in said[0]
     assert said[0].startswith(
-        "module 'layers.0.special' (Mixture): opaque, run by autograd as it is, since how often it "
-        "runs"
+        "module 'layers.0.special' (Mixture): opaque, run by autograd as it is, since how often it runs"
     )
     assert (
         "module 'layers.1.special' (Branch): opaque" in said[1]

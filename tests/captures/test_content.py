@@ -237,11 +237,9 @@ def test_of_installed_packages_the_plain_globals_of_the_code_count(
         "import sys, threading\nDEPTH = 2\nLOCK = threading.Lock()\nMISSING = object()\n"
         # A registry of transformers imports all of its models when it is listed, and some need packages that are not
         # there.
-        "class Registry(dict):\n    def items(self):\n        raise ValueError\nKNOWN = "
-        "Registry(depth=1)\n"
-        "class Net:\n    def __init__(self, width=MISSING, *, scale=1.0):\n"
-        "        with LOCK:\n            self.depth = DEPTH + KNOWN.get('depth')\n"
-        "    def home(self):\n        return sys.modules.get(type(self).__module__)\n"
+        "class Registry(dict):\n    def items(self):\n        raise ValueError\nKNOWN = Registry(depth=1)\nclass "
+        "Net:\n    def __init__(self, width=MISSING, *, scale=1.0):\n        with LOCK:\n            self.depth = "
+        "DEPTH + KNOWN.get('depth')\n    def home(self):\n        return sys.modules.get(type(self).__module__)\n"
     )
     spec = spec_from_file_location("piper_test_installed", home / "piper_test_installed.py")
     assert spec is not None and spec.loader is not None

@@ -122,8 +122,7 @@ REFUSED: list[tuple[Step, int, str]] = [
     (
         frozen,
         1,
-        "tensor of the model is trained is changed in forward.*in the function that makes the "
-        "model",
+        "tensor of the model is trained is changed in forward.*in the function that makes the model",
     ),
     (attribute, 1, "set as an attribute.*where the model is made"),
     (created, 1, r"made with requires_grad=True.*torch\.zeros\(8\)\.requires_grad_\(\)"),

@@ -73,24 +73,20 @@ CASES: dict[str, dict[str, str]] = {
     },
     "a relative import": {
         **INSIDE,
-        "stale_model.py": "import stale_package.helper\nfrom stale_package.inner.model import "
-                          "Net\n",
+        "stale_model.py": "import stale_package.helper\nfrom stale_package.inner.model import Net\n",
         "stale_package/inner/model.py": net("f(x)", imports="from ..helper import f"),
     },
     "a relative import of a module": {
         **INSIDE,
-        "stale_model.py": "import stale_package.helper\nfrom stale_package.inner.model import "
-                          "Net\n",
+        "stale_model.py": "import stale_package.helper\nfrom stale_package.inner.model import Net\n",
         "stale_package/inner/model.py": net("helper.f(x)", imports="from .. import helper"),
     },
     "a module that makes its attributes": {
         "stale_model.py": net("x * helper.scale", "import stale_helper as helper"),
-        "stale_helper.py": "_kept = {'scale': NUMBER}\ndef __getattr__(name):\n    return "
-                           "_kept[name]\n",
+        "stale_helper.py": "_kept = {'scale': NUMBER}\ndef __getattr__(name):\n    return _kept[name]\n",
     },
     "a closure": {
-        "stale_model.py": net("f(x)", "def make(k):\n    def f(x):\n        return x * k\n    "
-                                      "return f\nf = "
+        "stale_model.py": net("f(x)", "def make(k):\n    def f(x):\n        return x * k\n    return f\nf = "
                                       "make(NUMBER)"),
     },
     "a global constant": {"stale_model.py": net("x * SCALE['a'][0]", "SCALE = {'a': [NUMBER]}")},
@@ -118,8 +114,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     "a decorator of an installed package": {
         "stale_model.py": net("f(x)", DECORATED),
-        "site-packages/installed_of_test.py": "def wrap(f):\n    def g(x):\n        return f(x)\n  "
-                                              "  return g\n",
+        "site-packages/installed_of_test.py": "def wrap(f):\n    def g(x):\n        return f(x)\n    return g\n",
     },
     "a function of an installed package that a trace only calls": {
         "stale_model.py": net("installed_of_test.run(x)", "import installed_of_test"),
@@ -133,8 +128,7 @@ CASES: dict[str, dict[str, str]] = {
     },
     "a registry that is an object": {
         "stale_model.py": net("installed_of_test.run(x)", ENTERED.format(how=".add(f)")),
-        "site-packages/installed_of_test.py": f"{REGISTRY}def run(x):\n    return "
-                                              f"TABLE.known['f'](x)\n",
+        "site-packages/installed_of_test.py": f"{REGISTRY}def run(x):\n    return TABLE.known['f'](x)\n",
     },
     "a function in place of an installed one": {
         "stale_model.py": net("installed_of_test.run(x)", "import installed_of_test\ninstalled_of_test.g = lambda x: x "

@@ -101,8 +101,8 @@ def test_they_run_once_with_what_a_capture_knows(
     )
     line = Net.forward.__code__.co_firstlineno + 3
     assert (
-        f"ran once, when the model was captured, and do not run in training: {__file__}:{line} "
-        f"(print(" in said
+        f"ran once, when the model was captured, and do not run in training: {__file__}:{line} (print("
+        in said
     )
 
 

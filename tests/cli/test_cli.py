@@ -161,9 +161,8 @@ def test_verify_ends_with_1_where_a_plan_trains_something_else(
 def test_parameters_of_a_strategy_function(tmp_path: Path) -> None:
     path = with_strategy(
         tmp_path / "f.py",
-        "def strategy(trial):\n"
-        "    m = trial.suggest_int('m', 1, 8)\n"
-        "    return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=m))\n",
+        "def strategy(trial):\n    m = trial.suggest_int('m', 1, 8)\n    return piper.Strategy(piper.Mesh(pp=2), "
+        "piper.recipes.gpipe(pp=2, microbatches=m))\n",
     )
     assert "microbatches=4" in piper("explain", path, "-p", "m=4").stdout
     fails(piper("explain", path), "'m'", "-p m=VALUE", "1..8")
@@ -220,15 +219,13 @@ def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
             ["is not placed", "layer1"],
         ),
         (
-            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), "
-            "piper.place(where(stage=(0, 1)), "
+            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), piper.place(where(stage=(0, 1)), "
             "dict(pp=1))]",
             "pp=2",
             ["placed on pp0 already", "f.py:"],
         ),
         (
-            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), "
-            "piper.place(where(stage=1), dict(pp=2))]",
+            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), piper.place(where(stage=1), dict(pp=2))]",
             "pp=2",
             ["pp=2 is outside"],
         ),
@@ -342,11 +339,8 @@ def test_an_output_folder_that_cannot_be(recipe: Path, tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     text = GOOD + (
-        "def bad(step, rows):\n"
-        "    x, y = batch(step, rows)\n"
-        "    return (x, y * float('nan')) if step == 1 and rows.start == 4 else (x, y)\n"
-        "from dataclasses import replace\n"
-        "job = replace(job, batch=bad)\n"
+        "def bad(step, rows):\n    x, y = batch(step, rows)\n    return (x, y * float('nan')) if step == 1 and "
+        "rows.start == 4 else (x, y)\nfrom dataclasses import replace\njob = replace(job, batch=bad)\n"
     )
     result = piper(
         "run",

@@ -277,8 +277,7 @@ def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Pat
     path.write_text(
         RECIPE.replace("range(2)", "range(5)")
         + "def strategy(trial):\n    m = trial.suggest_categorical('m', (2,))\n"
-        + "    parts = (piper.partition(2, at='cost'), *piper.recipes.gpipe(pp=2, "
-        "microbatches=m)[1:])\n"
+        + "    parts = (piper.partition(2, at='cost'), *piper.recipes.gpipe(pp=2, microbatches=m)[1:])\n"
         + "    return piper.Strategy(piper.Mesh(pp=2), parts)\nparams = {'m': 2}\n"
     )
     dear = tmp_path / "costs.json"

@@ -149,8 +149,7 @@ REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
     (
         lambda: compiled("bias by Fourier"),
         DirectiveError,
-        "parameter 'layers.0.bias' of layer0_experts0 has no dimension of experts, and its "
-        "gradient is no sum over "
+        "parameter 'layers.0.bias' of layer0_experts0 has no dimension of experts, and its gradient is no sum over "
         "them",
     ),
     (
@@ -290,8 +289,7 @@ REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
     (
         lambda: piper.compile(compiled("").program, Strategy(PAIR, ROWS)),
         CompileError,
-        "the program was made for devices that share experts over ep; compile its job, or keep "
-        "shard",
+        "the program was made for devices that share experts over ep; compile its job, or keep shard",
     ),
     (
         lambda: piper.compile(
@@ -299,8 +297,7 @@ REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
             Strategy(PAIR, [recipes.expert_parallel(), ROWS]),
         ),
         DirectiveError,
-        "the program has no code that could be rewritten; compile a job, not a program .* "
-        "condition 4",
+        "the program has no code that could be rewritten; compile a job, not a program .* condition 4",
     ),
     (
         lambda: piper.compile(

@@ -69,12 +69,10 @@ def test_a_request_to_end_unwinds_and_says_so(tmp_path: Path) -> None:
 def test_a_main_thread_in_native_code_is_ended_all_the_same(tmp_path: Path) -> None:
     """pthread_mutex_lock, unlike sleep, goes on waiting after a signal, as reads of torch's store do."""
     held = (
-        "import ctypes, threading, piper.cli.interrupts as interrupts\ninterrupts.END_S = 0.2\nlib "
-        "= "
-        "ctypes.CDLL(None)\n"
-        "lock = ctypes.create_string_buffer(64)\nlib.pthread_mutex_lock(lock)\n"
-        "threading.Timer(0.2, os.kill, (os.getpid(), "
-        "signal.SIGTERM)).start()\nlib.pthread_mutex_lock(lock)\nprint('went on')\n"
+        "import ctypes, threading, piper.cli.interrupts as interrupts\ninterrupts.END_S = 0.2\nlib = "
+        "ctypes.CDLL(None)\nlock = "
+        "ctypes.create_string_buffer(64)\nlib.pthread_mutex_lock(lock)\nthreading.Timer(0.2, os.kill, "
+        "(os.getpid(), signal.SIGTERM)).start()\nlib.pthread_mutex_lock(lock)\nprint('went on')\n"
     )
     assert ran(held, tmp_path, "hear()")[:2] == (143, "")
 

@@ -151,8 +151,8 @@ def test_a_large_seed_searches(space: Path) -> None:
 @pytest.mark.parametrize("size", ["float('inf')", "float('nan')", "-1", "0", "'25'", "True"])
 def test_a_bucket_has_a_size(recipe: Path, size: str) -> None:
     recipe.write_text(
-        RECIPE + f"strategy = piper.Strategy(piper.Mesh(dp=2), "
-        f"piper.recipes.data_parallel(bucket_mb={size}))\n"
+        RECIPE
+        + f"strategy = piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(bucket_mb={size}))\n"
     )
     fails(
         command("simulate", recipe),
@@ -163,8 +163,8 @@ def test_a_bucket_has_a_size(recipe: Path, size: str) -> None:
 
 def test_a_bucket_larger_than_any_model_holds_all_of_it(recipe: Path) -> None:
     recipe.write_text(
-        RECIPE + "strategy = piper.Strategy(piper.Mesh(dp=2), "
-        "piper.recipes.data_parallel(bucket_mb=1e308))\n"
+        RECIPE
+        + "strategy = piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(bucket_mb=1e308))\n"
     )
     assert command("simulate", recipe, "--cluster", "h100x8").exit_code == 0
 

@@ -159,10 +159,7 @@ def test_what_only_prints_ends_quietly(tmp_path: Path) -> None:
 
 def test_closed_streams_are_no_error(tmp_path: Path) -> None:
     """No stdout at all; a file that is written meanwhile does not take its place."""
-    line = (
-        f"{sys.executable} -m piper show --recipe gpipe --pp 2 --microbatches 2 --csv out.csv >&- "
-        f"2>&-"
-    )
+    line = f"{sys.executable} -m piper show --recipe gpipe --pp 2 --microbatches 2 --csv out.csv >&- 2>&-"
     assert subprocess.run(["bash", "-c", line], cwd=tmp_path).returncode == 0
     assert "gpipe" not in (tmp_path / "out.csv").read_text()
 

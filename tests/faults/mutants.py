@@ -213,8 +213,7 @@ def main() -> int:
     caught = sum(r.caught for r in results)
     print(table(results))
     print(
-        f"\n{caught} of {len(results)} faults are caught ({sum(bool(r.verify) for r in results)} "
-        f"of them by verify)"
+        f"\n{caught} of {len(results)} faults are caught ({sum(bool(r.verify) for r in results)} of them by verify)"
     )
     return 0 if caught == len(results) else 1
 

@@ -119,9 +119,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "sequential with dropout": (
         lambda: Whole(nn.Sequential(*(Block(0.3) for _ in range(3)))),
-        "3, layers.0, layers.1, layers.2 (the longest chain of like modules, Block); others: "
-        "head.0, head.2, head.3 (3 "
-        "Linear)",
+        "3, layers.0, layers.1, layers.2 (the longest chain of like modules, Block); others: head.0, head.2, "
+        "head.3 (3 Linear)",
     ),
     "dict": (
         lambda: Whole(nn.ModuleDict({name: Block() for name in ("low", "high")})),
@@ -129,9 +128,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "stages of stages": (
         lambda: Whole(nn.Sequential(Stage(1), Stage(2), Stage(2))),
-        "5, layers.0.blocks.0, layers.1.blocks.0, ... layers.2.blocks.1 (the longest chain of like "
-        "modules, Block); "
-        "others: layers.0, layers.1, layers.2 (3 Stage)",
+        "5, layers.0.blocks.0, layers.1.blocks.0, ... layers.2.blocks.1 (the longest chain of like modules, "
+        "Block); others: layers.0, layers.1, layers.2 (3 Stage)",
     ),
     "heads in lists": (
         lambda: Whole(nn.Sequential(*(Heads() for _ in range(3)))),
@@ -139,8 +137,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "numbered": (
         Numbered,
-        "6, layer1.0, layer1.1, ... layer3.1 (the longest chain of like modules, Block); others: "
-        "layer1",
+        "6, layer1.0, layer1.1, ... layer3.1 (the longest chain of like modules, Block); others: layer1",
     ),
     "reused with dropout": (
         Reused,

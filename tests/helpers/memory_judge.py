@@ -71,7 +71,6 @@ def lies(plan: Plan, records: Mapping[int, MemoryRecord]) -> list[str]:
             or record.peak_at != role.peak_at
         ):
             out.append(
-                f"rank {rank}: peak {record.peak} at {record.peak_at}, planned {role.peak_bytes} "
-                f"at {role.peak_at}"
+                f"rank {rank}: peak {record.peak} at {record.peak_at}, planned {role.peak_bytes} at {role.peak_at}"
             )
     return out

@@ -25,8 +25,7 @@ def test_a_name_stands_for_one_thing() -> None:
 
 def test_negative_control_a_shared_name_is_found(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text(
-        "from typing import Literal\nclass Kind: ...\nWay = Literal['a']\nLIMIT = 3\n_Own = int | "
-        "str\n"
+        "from typing import Literal\nclass Kind: ...\nWay = Literal['a']\nLIMIT = 3\n_Own = int | str\n"
     )
     (tmp_path / "two.py").write_text(
         "class Kind: ...\nWay = int | str\nLIMIT = 4\n_Own = int | str\nmade = [1]\n"

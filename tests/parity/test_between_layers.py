@@ -186,8 +186,8 @@ def test_a_block_that_runs_again_is_named_with_its_line_and_the_way_out_is_one(
     said = str(caught.value)
     line = Again.forward.__code__.co_firstlineno + 6
     assert (
-        f"layer0.1 is visit 2 of layer0: {__file__}:{line} (return self.layers[0](x)) runs again, "
-        f"after layer3" in said
+        f"layer0.1 is visit 2 of layer0: {__file__}:{line} (return self.layers[0](x)) runs again, after layer3"
+        in said
     )
     assert "`with piper.region(layer=4):`" in said
     assert verify_strategy(job(lambda: Again(True)), strategy(schedule), steps=2).equal

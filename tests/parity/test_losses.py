@@ -101,8 +101,7 @@ def test_a_part_of_a_transposed_tensor_is_viewed() -> None:
 
 
 @pytest.mark.parametrize(("name", "fault"), [
-    ("cross_entropy with "
-     "ignore_index", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -1, None))),
+    ("cross_entropy with ignore_index", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -1, None))),
     ("cross_entropy with class "
      "weights", loss_faults.miscounted(lambda right, build, y, *_: right(build, y, -100, None))),
     ("cross_entropy plus a mean over "

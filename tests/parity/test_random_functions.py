@@ -195,34 +195,24 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "poisson": (lambda y: y * torch.poisson(torch.full((y.shape[0], WIDTH), 4.0)), "torch's poisson is not among"),
     "order of rows": (lambda y: y + torch.randperm(y.shape[0])[:, None], "an order of the rows"),
     "tokens around rows": (
-        lambda y: F.dropout(y.t().reshape(-1), 0.5).view(WIDTH, -1).t(), "a dimension of what is "
-                                                                         "drawn has the rows "
-                                                                         "inside"
+        lambda y: F.dropout(y.t().reshape(-1), 0.5).view(WIDTH, -1).t(), "a dimension of what is drawn has the "
+                                                                         "rows inside"
     ),
     "rows read otherwise": (
-        lambda y: y * torch.rand(y.shape[0] * WIDTH).view(WIDTH, -1).t(), "a dimension of what is "
-                                                                          "drawn has the rows "
-                                                                          "inside"
+        lambda y: y * torch.rand(y.shape[0] * WIDTH).view(WIDTH, -1).t(), "a dimension of what is drawn has the "
+                                                                          "rows inside"
     ),
-    "rows joined to "
-    "themselves": (lambda y: sum(F.dropout(torch.cat([y, y]), 0.5).chunk(2)), "a dimension of what "
-                                                                              "is drawn has"),
-    "rows repeated": (lambda y: sum(F.dropout(y.repeat(2, 1), 0.5).chunk(2)), "a dimension of what "
-                                                                              "is drawn has the "
-                                                                              "rows"),
-    "halves of what is "
-    "drawn": (lambda y: y * sum(torch.rand(2 * len(y)).chunk(2))[:, None], "a dimension of what is "
-                                                                           "drawn has"),
-    "its first half": (lambda y: y * torch.rand(2 * len(y))[: len(y), None], "a dimension of what "
-                                                                             "is drawn has the "
+    "rows joined to themselves": (lambda y: sum(F.dropout(torch.cat([y, y]), 0.5).chunk(2)), "a dimension of what is drawn has"),
+    "rows repeated": (lambda y: sum(F.dropout(y.repeat(2, 1), 0.5).chunk(2)), "a dimension of what is drawn has "
+                                                                              "the rows"),
+    "halves of what is drawn": (lambda y: y * sum(torch.rand(2 * len(y)).chunk(2))[:, None], "a dimension of what is drawn has"),
+    "its first half": (lambda y: y * torch.rand(2 * len(y))[: len(y), None], "a dimension of what is drawn has the "
                                                                              "rows"),
     "rows read otherwise, later": (
-        lambda y: y * (torch.rand(y.shape[0] * WIDTH) * 2 + 1).view(WIDTH, -1).t(), "a dimension "
-                                                                                    "of what is drawn has "
-                                                                                    "the rows"
+        lambda y: y * (torch.rand(y.shape[0] * WIDTH) * 2 + 1).view(WIDTH, -1).t(), "a dimension of what is drawn "
+                                                                                    "has the rows"
     ),
-    "one more than the "
-    "rows": (lambda y: y * torch.rand(y.shape[0] + 1)[:-1, None], "is no multiple of the rows"),
+    "one more than the rows": (lambda y: y * torch.rand(y.shape[0] + 1)[:-1, None], "is no multiple of the rows"),
 }  # fmt: skip
 
 

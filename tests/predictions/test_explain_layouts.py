@@ -165,8 +165,7 @@ def test_named_indexes_are_one_device() -> None:
         (
             2,
             "headz",
-            "index='headz'.: there is no such index; there is vocab, heads, hidden; a dimension of "
-            "a parameter",
+            "index='headz'.: there is no such index; there is vocab, heads, hidden; a dimension of a parameter",
         ),
         (2, "layers.9.up:0", "there is no such index"),
         (3, "hidden", None),

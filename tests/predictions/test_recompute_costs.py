@@ -160,8 +160,8 @@ def test_what_explain_says_of_a_policy_is_what_the_values_of_the_plan_are(keep: 
     assert f"in place of {held(whole.plan, before)}" in text
     waiting, as_before = (read_by_w(found, "pp0") for found in (plan, whole.plan))
     assert (
-        f"a split backward keeps {held(plan, waiting)} from I to W, which recomputation does not "
-        f"change" in text
+        f"a split backward keeps {held(plan, waiting)} from I to W, which recomputation does not change"
+        in text
     )
     assert waiting == as_before, "zero bubble keeps from I to W what it kept without a policy"
 

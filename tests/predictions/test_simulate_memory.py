@@ -20,8 +20,8 @@ from tests.cli.test_cli import RECIPE, fails, piper
 
 SMALL = 'name = "small"\nnodes = { count = 1, devices = 2 }\n[device]\nbase = "h100-80g-sxm"\nmemory_bytes = %d\n'
 DEEP = (
-    RECIPE + "strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, "
-    "microbatches=4))\n"
+    RECIPE
+    + "strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4))\n"
 )
 
 

@@ -35,14 +35,11 @@ def test_a_recipe_is_drawn_with_its_numbers(tmp_path: Path) -> None:
         "rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3 .",
         "rank 1  .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3",
         "",
-        "F forward; I input gradient; W weight gradient; the number is the microbatch; lower case: "
-        "the device's second "
-        "chunk; "
-        "= goes on; . idle",
+        "F forward; I input gradient; W weight gradient; the number is the microbatch; lower case: the device's "
+        "second chunk; = goes on; . idle",
         "a column is 1 s",
         "",
-        "zbv: makespan 25 s, bubble 1 s (4.0%), 0 s of it between a device's first and last "
-        "instruction",
+        "zbv: makespan 25 s, bubble 1 s (4.0%), 0 s of it between a device's first and last instruction",
         "peak 4 activations of a chunk on every device",
         f"{RECIPES['zbv'].formula}; peak 2p on device r",
     ]

@@ -208,8 +208,7 @@ class Changing:
         ),
         (
             {"frozen": True},
-            "'layers.1.0.bias' with requires_grad=False; in the compiled one it has "
-            "requires_grad=True",
+            "'layers.1.0.bias' with requires_grad=False; in the compiled one it has requires_grad=True",
         ),
         ({"extra": True}, "'extra', which the compiled one has not"),
     ],

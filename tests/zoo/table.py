@@ -34,9 +34,8 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
     by_commit = ", ".join(f"{count} at {commit}" for commit, count in commits.most_common())
     said = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
     head = [
-        f"{datetime.now(UTC):%d %B %Y}: {len(models)} models, {said}. {len(twice)} of them with "
-        f"two replicas as well, "
-        f"{sum(outcome(line) == 'equal' for line in twice)} equal.",
+        f"{datetime.now(UTC):%d %B %Y}: {len(models)} models, {said}. {len(twice)} of them with two replicas as "
+        f"well, {sum(outcome(line) == 'equal' for line in twice)} equal.",
         f"By commit of Piper: {by_commit}.",
         "A model with * computes in float32 whatever its parameters are.",
         "",

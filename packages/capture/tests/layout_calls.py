@@ -137,20 +137,15 @@ PRODUCTS = cases({
                                                                                "==", {"beta": 2, "alpha": 3}),
     "addmm, column": (aten.addmm, lambda d: (d.f("m1"), d.f("mk"), d.f("kn")), "=1 =- -= -> =="),
     "addmv": (aten.addmv, lambda d: (d.f("m"), d.f("mk"), d.f("k")), "= =- - -> ="),
-    "baddbmm": (aten.baddbmm, lambda d: (d.f("bmn"), d.f("bmk"), d.f("bkn")), "=== ==- =-= -> "
-                                                                              "===", {"alpha": 0.5}),
-    "baddbmm, row": (aten.baddbmm, lambda d: (d.f("1n"), d.f("bmk"), d.f("bkn")), "1= ==- =-= -> "
-                                                                                  "==="),
+    "baddbmm": (aten.baddbmm, lambda d: (d.f("bmn"), d.f("bmk"), d.f("bkn")), "=== ==- =-= -> ===", {"alpha": 0.5}),
+    "baddbmm, row": (aten.baddbmm, lambda d: (d.f("1n"), d.f("bmk"), d.f("bkn")), "1= ==- =-= -> ==="),
     "convolution": (aten.convolution, convolved, "=+-- =+-- -> ==--"),
-    "convolution, "
-    "bias": (aten.convolution, lambda d: convolved(d, bias=True), "=--- =--- = -> ==--"),
+    "convolution, bias": (aten.convolution, lambda d: convolved(d, bias=True), "=--- =--- = -> ==--"),
     "convolution, "
     "transposed": (aten.convolution, lambda d: convolved(d, bias=True, transposed=True), "=--- -=-- = -> ==--"),
     "convolution, "
     "depthwise": (aten.convolution, lambda d: convolved(d, bias=True, channels="g11"), "==-- =1-- = -> ==--"),
-    "convolution, "
-    "groups": (aten.convolution, lambda d: convolved(d, channels="gIO"), "=(=-)-- (=-)--- -> "
-                                                                         "=(=-)--"),
+    "convolution, groups": (aten.convolution, lambda d: convolved(d, channels="gIO"), "=(=-)-- (=-)--- -> =(=-)--"),
     "convolution, transposed groups": (
         aten.convolution, lambda d: convolved(d, transposed=True, channels="gIO"), "=(=-)-- (=-)--- -> =(=-)--",
     ),
@@ -189,45 +184,33 @@ PRODUCTS = cases({
 })  # fmt: skip
 
 ATTENTION = cases({
-    "attention": (piper.attention, lambda d: (*gqa(d), None, False, None, True), "==(==)- =-=- "
-                                                                                 "=-=- -> ==(==)- "
+    "attention": (piper.attention, lambda d: (*gqa(d), None, False, None, True), "==(==)- =-=- =-=- -> ==(==)- "
                                                                                  "=(==)="),
     "attention, one token": (
-        piper.attention, lambda d: (*gqa(d, "1S"), None, False, None, True), "=1(==)- =-=- =-=- -> "
-                                                                             "=1(==)- =(==)1",
+        piper.attention, lambda d: (*gqa(d, "1S"), None, False, None, True), "=1(==)- =-=- =-=- -> =1(==)- =(==)1",
     ),
     "attention, queries": (
-        piper.attention, lambda d: (*gqa(d, "tS"), None, False, None, True), "==(==)- =-=- =-=- -> "
-                                                                             "==(==)- =(==)=",
+        piper.attention, lambda d: (*gqa(d, "tS"), None, False, None, True), "==(==)- =-=- =-=- -> ==(==)- =(==)=",
     ),
     "attention, causal": (
-        piper.attention, lambda d: (*gqa(d, "tt"), None, True, None, True), "=-(==)- =-=- =-=- -> "
-                                                                            "=-(==)- =(==)-",
+        piper.attention, lambda d: (*gqa(d, "tt"), None, True, None, True), "=-(==)- =-=- =-=- -> =-(==)- =(==)-",
     ),
-    "attention, mask": (piper.attention, lambda d: masked(d, "TS"), "==(==)- =-=- =-=- =- -> "
-                                                                    "==(==)- =(==)="),
+    "attention, mask": (piper.attention, lambda d: masked(d, "TS"), "==(==)- =-=- =-=- =- -> ==(==)- =(==)="),
     "attention, additive mask": (
-        piper.attention, lambda d: masked(d, "b11S", additive=True), "==(==)- =-=- =-=- =11- -> "
-                                                                     "==(==)- =(==)=",
+        piper.attention, lambda d: masked(d, "b11S", additive=True), "==(==)- =-=- =-=- =11- -> ==(==)- =(==)=",
     ),
-    "attention, mask of "
-    "rows": (piper.attention, lambda d: masked(d, "b1TS"), "==(==)- =-=- =-=- =1=- -> ==(==)- "
-                                                           "=(==)="),
+    "attention, mask of rows": (piper.attention, lambda d: masked(d, "b1TS"), "==(==)- =-=- =-=- =1=- -> ==(==)- =(==)="),
     "attention, mask of heads": (
-        piper.attention, lambda d: masked(d, "HTS", additive=True), "==(==)- =-=- =-=- (==)=- -> "
-                                                                    "==(==)- =(==)=",
+        piper.attention, lambda d: masked(d, "HTS", additive=True), "==(==)- =-=- =-=- (==)=- -> ==(==)- =(==)=",
     ),
     "attention, full mask": (
-        piper.attention, lambda d: masked(d, "bHtS", tokens="tS"), "==(==)- =-=- =-=- =(==)=- -> "
-                                                                   "==(==)- =(==)=",
+        piper.attention, lambda d: masked(d, "bHtS", tokens="tS"), "==(==)- =-=- =-=- =(==)=- -> ==(==)- =(==)=",
     ),
-    "attention gradient": (piper.attention_dgrad, gqa_gradient, "=+(=+)- =+(=+)- =-=- =-=- =+(=+)- "
-                                                                "=(=+)+ -> =+(=+)- "
-                                                                "=-=- =-=-"),
+    "attention gradient": (piper.attention_dgrad, gqa_gradient, "=+(=+)- =+(=+)- =-=- =-=- =+(=+)- =(=+)+ -> "
+                                                                "=+(=+)- =-=- =-=-"),
     "attention gradient, queries": (
-        piper.attention_dgrad, lambda d: gqa_gradient(d, "tS"), "=+(=+)- =+(=+)- =-=- =-=- =+(=+)- "
-                                                                "=(=+)+ -> =+(=+)- "
-                                                                "=-=- =-=-",
+        piper.attention_dgrad, lambda d: gqa_gradient(d, "tS"), "=+(=+)- =+(=+)- =-=- =-=- =+(=+)- =(=+)+ -> "
+                                                                "=+(=+)- =-=- =-=-",
     ),
     "attention gradient, causal": (
         piper.attention_dgrad, lambda d: gqa_gradient(d, "tt", causal=True),
@@ -247,8 +230,7 @@ NORMS = cases({
     "layer_norm": (piper.layer_norm, lambda d: (d.f("rtw"), d.shape("w"), d.f("w"), d.f("w"), 1e-5), "==- - - -> ==- "
                                                                                                      "==1 ==1"),
     "layer_norm, two dimensions": (
-        piper.layer_norm, lambda d: (d.f("rVW"), d.shape("VW"), None, None, 1e-5), "=-- -> =-- =11 "
-                                                                                   "=11",
+        piper.layer_norm, lambda d: (d.f("rVW"), d.shape("VW"), None, None, 1e-5), "=-- -> =-- =11 =11",
     ),
     "layer_norm_dgrad": (piper.layer_norm_dgrad, lambda d: (*layer_norm(d, "rtW", "W"), d.f("W")), "==- ==- ==1 ==1 - "
                                                                                                    "-> ==-"),
@@ -322,32 +304,23 @@ LOSSES = cases({
     "cross_entropy": (piper.cross_entropy, lambda d: loss(d, "none"), "=- = -> = ="),
     "cross_entropy, mean": (piper.cross_entropy, lambda d: loss(d, "mean"), "-- - -> . -"),
     "cross_entropy, sum": (piper.cross_entropy, lambda d: loss(d, "sum"), "+- + -> . +"),
-    "cross_entropy "
-    "gradient": (piper.cross_entropy_dgrad, lambda d: loss_gradient(d, "none"), "= =- = = -> =-"),
-    "cross_entropy gradient, "
-    "mean": (piper.cross_entropy_dgrad, lambda d: loss_gradient(d, "mean"), ". -- - - -> --"),
-    "cross_entropy gradient, "
-    "sum": (piper.cross_entropy_dgrad, lambda d: loss_gradient(d, "sum"), ". =- = = -> =-"),
+    "cross_entropy gradient": (piper.cross_entropy_dgrad, lambda d: loss_gradient(d, "none"), "= =- = = -> =-"),
+    "cross_entropy gradient, mean": (piper.cross_entropy_dgrad, lambda d: loss_gradient(d, "mean"), ". -- - - -> --"),
+    "cross_entropy gradient, sum": (piper.cross_entropy_dgrad, lambda d: loss_gradient(d, "sum"), ". =- = = -> =-"),
     "nll_loss": (aten.nll_loss_forward, lambda d: nll(d, 0), "+- + - -> + ."),
     "nll_loss, mean": (aten.nll_loss_forward, lambda d: nll(d, 1), "-- - - -> . ."),
     "nll_loss, sum": (aten.nll_loss_forward, lambda d: nll(d, 2), "+- + - -> . ."),
-    "nll_loss of one "
-    "row": (aten.nll_loss_forward, lambda d: (d.f("C"), d.i("", 2), None, 1, -100), "- . -> . ."),
+    "nll_loss of one row": (aten.nll_loss_forward, lambda d: (d.f("C"), d.i("", 2), None, 1, -100), "- . -> . ."),
     "nll_loss gradient": (aten.nll_loss_backward, lambda d: nll_gradient(d, 0), "= =- = - . -> =-"),
-    "nll_loss gradient, "
-    "mean": (aten.nll_loss_backward, lambda d: nll_gradient(d, 1), ". -- - - . -> --"),
-    "nll_loss gradient, "
-    "sum": (aten.nll_loss_backward, lambda d: nll_gradient(d, 2), ". =- = - . -> =-"),
+    "nll_loss gradient, mean": (aten.nll_loss_backward, lambda d: nll_gradient(d, 1), ". -- - - . -> --"),
+    "nll_loss gradient, sum": (aten.nll_loss_backward, lambda d: nll_gradient(d, 2), ". =- = - . -> =-"),
     "mse_loss": (aten.mse_loss, lambda d: (d.f("rc"), d.f("rc"), 0), "== == -> =="),
     "mse_loss, mean": (aten.mse_loss, lambda d: (d.f("rc"), d.f("rc")), "-- -- -> ."),
     "mse_loss, sum": (aten.mse_loss, lambda d: (d.f("rc"), d.f("c"), 2), "++ + -> ."),
     "mse_loss gradient": (aten.mse_loss_backward, lambda d: (d.f("rc"), d.f("rc"), d.f("rc"), 0), "== == == -> =="),
-    "mse_loss gradient, "
-    "mean": (aten.mse_loss_backward, lambda d: (d.f(""), d.f("rc"), d.f("rc"), 1), ". -- -- -> --"),
-    "mse_loss gradient, "
-    "sum": (aten.mse_loss_backward, lambda d: (d.f(""), d.f("rc"), d.f("rc"), 2), ". == == -> =="),
-    "smooth_l1_loss, "
-    "sum": (aten.smooth_l1_loss, lambda d: (d.f("rc"), d.f("rc"), 2, 0.5), "++ ++ -> ."),
+    "mse_loss gradient, mean": (aten.mse_loss_backward, lambda d: (d.f(""), d.f("rc"), d.f("rc"), 1), ". -- -- -> --"),
+    "mse_loss gradient, sum": (aten.mse_loss_backward, lambda d: (d.f(""), d.f("rc"), d.f("rc"), 2), ". == == -> =="),
+    "smooth_l1_loss, sum": (aten.smooth_l1_loss, lambda d: (d.f("rc"), d.f("rc"), 2, 0.5), "++ ++ -> ."),
     "smooth_l1_loss gradient, sum": (
         aten.smooth_l1_loss_backward, lambda d: (d.f(""), d.f("rc"), d.f("rc"), 2, 0.5), ". == == -> ==",
     ),
@@ -369,8 +342,7 @@ EXPERTS = cases({
     "grouped_mm": (piper.grouped_mm, lambda d: (*grouped(d, "k", "k")[:2], d.f("4kn")), "-+ - -+= -> -="),
     "grouped_mm gradient": (piper.grouped_mm_dgrad, lambda d: (*grouped(d, "n", "n")[:2], d.f("4kn")), "-+ - -=+ -> "
                                                                                                        "-="),
-    "grouped_mm gradient of "
-    "matrices": (piper.grouped_mm_wgrad, lambda d: grouped(d, "k", "n"), "-= - -= -> -=="),
+    "grouped_mm gradient of matrices": (piper.grouped_mm_wgrad, lambda d: grouped(d, "k", "n"), "-= - -= -> -=="),
     "unroute": (piper.unroute, lambda d: (d.f("62w").flatten(0, 1), choices(d), d.f("62")), "-= -- -- -> -="),
     "unroute gradient": (piper.unroute_dgrad, lambda d: (d.f("6w"), choices(d), d.f("62")), "-= -- -- -> -="),
     "unroute gradient of shares": (

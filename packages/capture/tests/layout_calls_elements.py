@@ -16,22 +16,17 @@ def _words(text: str) -> list[str]:
 
 
 ONE = _words(
-    "abs acos acosh asin asinh atan atanh ceil celu clone cos cosh elu erf erfc erfinv exp exp2 "
-    "expm1 floor frac gelu "
-    "hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 "
-    "log1p log2 logical_not "
-    "logit mish nan_to_num neg reciprocal relu relu6 round rsqrt selu sigmoid sign signbit silu "
-    "sin sinh softplus "
-    "softshrink sqrt square tan tanh trunc detach alias lift_fresh lift_fresh_copy zeros_like "
+    "abs acos acosh asin asinh atan atanh ceil celu clone cos cosh elu erf erfc erfinv exp exp2 expm1 floor frac "
+    "gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2 "
+    "logical_not logit mish nan_to_num neg reciprocal relu relu6 round rsqrt selu sigmoid sign signbit silu sin "
+    "sinh softplus softshrink sqrt square tan tanh trunc detach alias lift_fresh lift_fresh_copy zeros_like "
     "ones_like positive"
 )
 TWO = _words(
-    "atan2 fmax fmin hypot maximum minimum logaddexp logical_and logical_or logical_xor nextafter "
-    "copy"
+    "atan2 fmax fmin hypot maximum minimum logaddexp logical_and logical_or logical_xor nextafter copy"
 )
 PAIRS = _words(
-    "add sub mul div true_divide fmod remainder eq ne lt le gt ge copysign xlogy heaviside "
-    "clamp_min clamp_max"
+    "add sub mul div true_divide fmod remainder eq ne lt le gt ge copysign xlogy heaviside clamp_min clamp_max"
 )
 GRADIENTS = _words("gelu silu sigmoid tanh hardswish hardsigmoid mish")
 INTEGERS = _words(
@@ -72,18 +67,14 @@ SINGLE = cases({
     "pow of a number": (aten.pow.Scalar, lambda d: (2, d.p("rt")), "== -> =="),
     "bitwise_not": (aten.bitwise_not, lambda d: (d.b("rt"),), "== -> =="),
     "where": (aten.where.self, lambda d: (d.b("t1"), d.f("rtw"), d.f("")), "=1 === . -> ==="),
-    "where, two": (aten.where.self, lambda d: (d.b("rtw"), d.f("rtw"), d.f("w")), "=== === = -> "
-                                                                                  "==="),
+    "where, two": (aten.where.self, lambda d: (d.b("rtw"), d.f("rtw"), d.f("w")), "=== === = -> ==="),
     "where, number": (aten.where.ScalarOther, lambda d: (d.b("rt"), d.f("rt"), 1.5), "== == -> =="),
     "where, zero": (aten.where.ScalarOther, lambda d: (d.b("rt"), d.f("rt"), 0.0), "== == -> =="),
-    "where, zero "
-    "first": (aten.where.ScalarSelf, lambda d: (d.b("rt"), 0.0, d.f("t")), "== = -> =="),
+    "where, zero first": (aten.where.ScalarSelf, lambda d: (d.b("rt"), 0.0, d.f("t")), "== = -> =="),
     "where, numbers": (aten.where.Scalar, lambda d: (d.b("rt"), 1.0, 0.0), "== -> =="),
     "masked_fill": (aten.masked_fill.Scalar, lambda d: (d.f("rhts"), d.b("ts"), -1e9), "==== == -> ===="),
-    "masked_fill, "
-    "zero": (aten.masked_fill.Scalar, lambda d: (d.f("rt"), d.b("r1"), 0), "== =1 -> =="),
-    "masked_fill, "
-    "tensor": (aten.masked_fill.Tensor, lambda d: (d.f("rt"), d.b("t"), d.f("")), "== = . -> =="),
+    "masked_fill, zero": (aten.masked_fill.Scalar, lambda d: (d.f("rt"), d.b("r1"), 0), "== =1 -> =="),
+    "masked_fill, tensor": (aten.masked_fill.Tensor, lambda d: (d.f("rt"), d.b("t"), d.f("")), "== = . -> =="),
     "clamp": (aten.clamp, lambda d: (d.f("rt"), -0.5, 0.5), "== -> =="),
     "clamp by tensors": (aten.clamp.Tensor, lambda d: (d.f("rt"), d.f("t"), None), "== = -> =="),
     "lerp": (aten.lerp.Scalar, lambda d: (d.f("rt"), d.f("rt"), 0.3), "== == -> =="),
@@ -91,8 +82,7 @@ SINGLE = cases({
     "addcmul": (aten.addcmul, lambda d: (d.f("rt"), d.f("t"), d.f("r1")), "== = =1 -> ==", {"value": 2}),
     "addcdiv": (aten.addcdiv, lambda d: (d.f("rt"), d.f("t"), d.p("r1")), "== = =1 -> =="),
     "_to_copy": (aten._to_copy, lambda d: (d.f("rt"),), "== -> ==", {"dtype": torch.float32}),
-    "_to_copy, equal "
-    "dtype": (aten._to_copy, lambda d: (d.f("rt"),), "== -> ==", {"dtype": torch.float64}),
+    "_to_copy, equal dtype": (aten._to_copy, lambda d: (d.f("rt"),), "== -> ==", {"dtype": torch.float64}),
     "full_like": (aten.full_like, lambda d: (d.f("rt"), 2.0), "== -> =="),
     "fill": (aten.fill.Scalar, lambda d: (d.f("rt"), 2.0), "== -> =="),
     "fill by a tensor": (aten.fill.Tensor, lambda d: (d.f("rt"), d.f("")), "== . -> =="),

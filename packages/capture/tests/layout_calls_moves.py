@@ -45,15 +45,13 @@ VIEWS = cases({
     "unbind": (aten.unbind.int, lambda d: (d.f("a3c"), 1), "=-= -> == == =="),
     "slice, all": (aten.slice.Tensor, lambda d: (d.f("ab"), 1, 0, 2**63 - 1), "== -> =="),
     "slice, block": (aten.slice.Tensor, lambda d: (d.f("a3b").flatten(1), -1, d.n("b"), 2 * d.n("b")), "=(-=) -> =="),
-    "slice, last "
-    "block": (aten.slice.Tensor, lambda d: (d.f("3ba").flatten(0, 1), 0, -d.n("b")), "(-=)= -> =="),
+    "slice, last block": (aten.slice.Tensor, lambda d: (d.f("3ba").flatten(0, 1), 0, -d.n("b")), "(-=)= -> =="),
     "slice, part": (aten.slice.Tensor, lambda d: (d.f("ab"), 1, 1, 4), "=- -> =-"),
     "slice, steps": (aten.slice.Tensor, lambda d: (d.f("ab"), 1, 0, 6, 2), "=- -> =-"),
     "slice_backward, block": (
         aten.slice_backward, lambda d: (d.f("ab"), [d.n("a"), 2 * d.n("b")], 1, d.n("b"), 2 * d.n("b"), 1), "== -> =(-=)",
     ),
-    "slice_backward, "
-    "all": (aten.slice_backward, lambda d: (d.f("ab"), d.shape("ab"), 1, 0, 2**63 - 1, 1), "== -> =="),
+    "slice_backward, all": (aten.slice_backward, lambda d: (d.f("ab"), d.shape("ab"), 1, 0, 2**63 - 1, 1), "== -> =="),
     "slice_backward, "
     "part": (aten.slice_backward, lambda d: (d.f("aB"), d.shape("a7"), 1, 1, 1 + d.n("B"), 1), "=- -> =-"),
     "diagonal": (aten.diagonal, lambda d: (d.f("a3c4"), 1, -3, -1), "=-=- -> ==-"),
@@ -66,12 +64,10 @@ VIEWS = cases({
 })  # fmt: skip
 
 PARTS = cases({
-    "split": (aten.split.Tensor, lambda d: (d.f("a3b").flatten(1), d.n("b"), -1), "=(-=) -> == == "
-                                                                                  "=="),
+    "split": (aten.split.Tensor, lambda d: (d.f("a3b").flatten(1), d.n("b"), -1), "=(-=) -> == == =="),
     "split, uneven": (aten.split.Tensor, lambda d: (d.f("a7"), 3, 1), "=- -> =- =- =1"),
     "split_with_sizes": (aten.split_with_sizes, lambda d: (d.f("2ba").flatten(0, 1), [d.n("b")] * 2), "(-=)= -> == =="),
-    "split_with_sizes, "
-    "uneven": (aten.split_with_sizes, lambda d: (d.f("6a"), [2, 4]), "-= -> -= -="),
+    "split_with_sizes, uneven": (aten.split_with_sizes, lambda d: (d.f("6a"), [2, 4]), "-= -> -= -="),
     "cat": (aten.cat, lambda d: ([d.f("ab"), d.f("ab"), d.f("ab")], -1), "== == == -> =(-=)"),
     "cat, uneven": (aten.cat, lambda d: ([d.f("a4"), d.f("a2")], 1), "=- =- -> =-"),
     "cat, an empty vector": (aten.cat, lambda d: ([d.f("ab"), d.f("0")], 0), "== 0 -> =="),
@@ -80,12 +76,10 @@ PARTS = cases({
         aten.slice_scatter, lambda d: (d.f("a2b").flatten(1), d.f("ab"), 1, d.n("b"), 2 * d.n("b")), "=(-=) == -> "
                                                                                                      "=(-=)",
     ),
-    "slice_scatter, "
-    "part": (aten.slice_scatter, lambda d: (d.f("a7"), d.f("a3"), -1, 2, 5), "=- =- -> =-"),
+    "slice_scatter, part": (aten.slice_scatter, lambda d: (d.f("a7"), d.f("a3"), -1, 2, 5), "=- =- -> =-"),
     "select_scatter": (aten.select_scatter, lambda d: (d.f("aBc"), d.f("ac"), 1, 1), "=-= == -> =-="),
     "constant_pad_nd": (aten.constant_pad_nd, lambda d: (d.f("abC"), [1, 2, 0, 0]), "==- -> ==-"),
-    "constant_pad_nd, "
-    "ones": (aten.constant_pad_nd, lambda d: (d.f("aBc"), [0, 0, 0, 1], 1.0), "=-= -> =-="),
+    "constant_pad_nd, ones": (aten.constant_pad_nd, lambda d: (d.f("aBc"), [0, 0, 0, 1], 1.0), "=-= -> =-="),
     "repeat": (aten.repeat, lambda d: (d.f("1b"), [3, d.n("a"), 2]), "1= -> ==(-=)"),
     "repeat of a number": (aten.repeat, lambda d: (d.f(""), d.shape("ab")), ". -> =="),
     "flip": (aten.flip, lambda d: (d.f("aBc"), [-2]), "=-= -> =-="),
@@ -131,8 +125,7 @@ REDUCTIONS = cases({
     "mode": (aten.mode, lambda d: (d.i("ab", 3), 1), "=- -> = ="),
     "kthvalue": (aten.kthvalue, lambda d: (d.f("ab"), 2, 0), "-= -> = ="),
     "softmax": (aten._softmax, lambda d: (d.f("abc"), -1, False), "==- -> ==-"),
-    "softmax of rows that may be "
-    "masked": (aten._safe_softmax, lambda d: (d.f("abc"), 1), "=-= -> =-="),
+    "softmax of rows that may be masked": (aten._safe_softmax, lambda d: (d.f("abc"), 1), "=-= -> =-="),
     "softmax of a number": (aten._softmax, lambda d: (d.f(""), 0, False), ". -> ."),
     "log_softmax": (aten._log_softmax, lambda d: (d.f("ab"), 0, False), "-= -> -="),
     "softmax gradient": (aten._softmax_backward_data, lambda d: (d.f("ab"), d.p("ab"), -1, torch.float64), "=- =- -> =-"),
@@ -153,8 +146,7 @@ REDUCTIONS = cases({
 LOOKUPS = cases({
     "embedding": (aten.embedding, lambda d: (d.f("Vw"), d.i("rt", d.n("V"))), "-= == -> ==="),
     "embedding gradient": (aten.embedding_dense_backward, embedding_gradient, "++= ++ -> -="),
-    "embedding gradient, "
-    "padding": (aten.embedding_dense_backward, lambda d: embedding_gradient(d, 1), "++= ++ -> -="),
+    "embedding gradient, padding": (aten.embedding_dense_backward, lambda d: embedding_gradient(d, 1), "++= ++ -> -="),
     "embedding gradient, by count": (
         aten.embedding_dense_backward, lambda d: embedding_gradient(d, by_count=True), "--= -- -> -=",
     ),
@@ -162,8 +154,7 @@ LOOKUPS = cases({
     "gather of fewer": (aten.gather, lambda d: (d.f("9Pw"), -2, d.i("akw", d.n("P"))[:6]), "--= -== -> -=="),
     "gather of numbers": (aten.gather, lambda d: (d.i("rtE", 9).int(), -1, d.i("rt1", d.n("E"))), "==- ==1 -> ==1"),
     "scatter": (aten.scatter.src, scattered, "=-= =-= =-= -> =-="),
-    "scatter, one "
-    "value": (aten.scatter.value, lambda d: (d.f("rP"), 1, d.i("rk", d.n("P")), 1.0), "=- =- -> =-"),
+    "scatter, one value": (aten.scatter.value, lambda d: (d.f("rP"), 1, d.i("rk", d.n("P")), 1.0), "=- =- -> =-"),
     "scatter, zero": (aten.scatter.value, lambda d: (d.f("rP"), -1, d.i("rk", d.n("P")), 0.0), "=- =- -> =-"),
     "scatter_add": (aten.scatter_add, lambda d: (d.f("rPw"), 1, d.i("rkw", d.n("P")), d.f("rkw")), "=-= =-= =-= -> "
                                                                                                    "=-="),

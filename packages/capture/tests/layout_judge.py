@@ -163,8 +163,7 @@ def _differences(call: OpCall, found: OpIndexes, cuts: Cuts) -> Iterator[str]:
         )
         if not alike(part, whole):
             yield (
-                f"result {k}, part {places}: {list(part.shape)} {_distance(part, whole)}, not "
-                f"{list(whole.shape)}"
+                f"result {k}, part {places}: {list(part.shape)} {_distance(part, whole)}, not {list(whole.shape)}"
             )
 
 

@@ -169,8 +169,7 @@ CONVOLUTION_SUMS = Loops(
     summed=frozenset({DimOf(0, 1)}), whole=frozenset(DimOf(k, d) for k in (0, 1, -1) for d in (2, 3)),
 )  # fmt: skip
 WRONG: dict[str, tuple[str, Callable[[Rule], Rule]]] = {
-    "mm's inner dimension is one of the "
-    "result": ("mm, square", _of(Loops(_same((DimOf(0, 1), DimOf(-1, 1)))))),
+    "mm's inner dimension is one of the result": ("mm, square", _of(Loops(_same((DimOf(0, 1), DimOf(-1, 1)))))),
     "a bias is added with each term": ("addmm", _summed()),
     "a convolution's bias is added with each term": ("convolution, bias", _of(CONVOLUTION_SUMS)),
     "heads lie in groups": ("attention", _edited(_swapped)),
@@ -193,10 +192,8 @@ WRONG: dict[str, tuple[str, Callable[[Rule], Rule]]] = {
     "the shape of the whole weight": ("layer_norm_wgrad", _unmoved),
     "a table in parts": ("embedding", _summed()),
     "rows of experts are apart": ("grouped_mm", _of(Loops(_same((DimOf(0, 0), DimOf(-1, 0)))))),
-    "experts are "
-    "apart": ("grouped_mm", _of(Loops(_same((DimOf(1, 0), DimOf(2, 0))), summed=frozenset({DimOf(1, 0)})))),
-    "a share's gradient of its own "
-    "part": ("unroute gradient of shares", _of(Loops(linear=(frozenset({0, 2}),)))),
+    "experts are apart": ("grouped_mm", _of(Loops(_same((DimOf(1, 0), DimOf(2, 0))), summed=frozenset({DimOf(1, 0)})))),
+    "a share's gradient of its own part": ("unroute gradient of shares", _of(Loops(linear=(frozenset({0, 2}),)))),
     "counts of parts": ("embedding gradient, by count", _summed()),
     "an added tensor with each term": ("scatter_add", _summed()),
     "a repeated part": ("repeat", _freed()),

@@ -191,10 +191,7 @@ def test_tokens_that_an_op_takes_as_too_few_blocks_are_refused_as_such(
             *weights,
         )
 
-    said = (
-        f"16 tokens as 2 blocks, which {degree} devices cannot share, two each in zigzag order; "
-        f"{way_out}"
-    )
+    said = f"16 tokens as 2 blocks, which {degree} devices cannot share, two each in zigzag order; {way_out}"
     with pytest.raises(DirectiveError, match=said):
         shared_by(replace(plain, function=in_blocks), [asked(degree, "gather")])
 

@@ -85,8 +85,7 @@ STAGES = (partition(stages=2), split(where(), microbatches=2))
         (
             STAGES,
             dict(pp=2),
-            "the mesh has pp=2 but no directive uses pp; shard or replicate over it, place on it, "
-            "or take it out",
+            "the mesh has pp=2 but no directive uses pp; shard or replicate over it, place on it, or take it out",
         ),
         (
             recipes.gpipe(pp=2, microbatches=2),
@@ -101,8 +100,7 @@ STAGES = (partition(stages=2), split(where(), microbatches=2))
         (
             (*recipes.gpipe(pp=2, microbatches=2), *recipes.data_parallel()),
             dict(pp=3, dp=2),
-            "nothing is placed on rank 4 (dp=0, pp=2) of Mesh(pp=3, dp=2); place a stage there or "
-            "make the mesh "
+            "nothing is placed on rank 4 (dp=0, pp=2) of Mesh(pp=3, dp=2); place a stage there or make the mesh "
             "smaller",
         ),
         (
@@ -138,8 +136,7 @@ def test_a_region_placed_twice_and_more_coordinates_than_the_mesh_has() -> None:
     [
         (
             7,
-            "7 rows does not divide into 4 microbatches x 3 data-parallel replicas; use a multiple "
-            "of 12, e.g. 12",
+            "7 rows does not divide into 4 microbatches x 3 data-parallel replicas; use a multiple of 12, e.g. 12",
         ),
         (100, "use a multiple of 12, e.g. 96"),
         (103, "e.g. 108"),

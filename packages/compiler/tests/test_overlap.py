@@ -175,8 +175,7 @@ def test_an_overlap_has_two_members_inside_of_an_order() -> None:
 
 def test_an_order_with_overlaps_says_itself_and_comes_back_from_json() -> None:
     assert describe(PAIRED[0]).startswith(
-        "order(where(mb=0, phase='F', stage=0), where(mb=1, phase='F', stage=0), "
-        "overlap(where(mb=0, phase='B', "
+        "order(where(mb=0, phase='F', stage=0), where(mb=1, phase='F', stage=0), overlap(where(mb=0, phase='B', "
         "stage=0), where("
     )
     strategy = Strategy(Mesh(pp=2), (*PIPELINE, *PAIRED))

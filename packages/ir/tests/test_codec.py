@@ -158,8 +158,7 @@ def _changed(**changes: Any) -> str:
         ("", "p.json: not JSON: Expecting value at line 1 column 1 (is the file truncated?)"),
         (
             "{'format': 1}",
-            "p.json: not JSON: Expecting property name enclosed in double quotes at line 1 column "
-            "2",
+            "p.json: not JSON: Expecting property name enclosed in double quotes at line 1 column 2",
         ),
         ("[" * 100_000, "p.json: not JSON that this Piper writes"),
         ("9" * 10_000, "p.json: not JSON that this Piper writes"),

@@ -112,8 +112,7 @@ def everywhere(made: Plan, node: str, op: Collective) -> Plan:
 
 breaks(
     "R06-names",
-    "there is no collective gossip (known are all_reduce, all_gather, reduce_scatter, all_to_all, "
-    "shift)",
+    "there is no collective gossip (known are all_reduce, all_gather, reduce_scatter, all_to_all, shift)",
 )(lambda made: everywhere(made, "all_to_all.held@0#{}", Collective("gossip", "swap")))
 breaks("R07-signature", "AllToAll works on values, and it names the bucket b0")(
     lambda made: change_part(
@@ -209,8 +208,7 @@ def _crossed(made: Plan) -> Plan:
 
 breaks(
     "R27-dataflow",
-    "branch0.F@0 reads swapped@0#r0 as in0: missing stem:out0@0; not asked for blocks of AllToAll "
-    "of stem:out0@0",
+    "branch0.F@0 reads swapped@0#r0 as in0: missing stem:out0@0; not asked for blocks of AllToAll of stem:out0@0",
 )(lambda made: change_part(made, "r0", "branch0.F@0", reads=("swapped@0#r0",)))
 
 

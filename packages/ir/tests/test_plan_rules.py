@@ -285,8 +285,7 @@ def _wrong_shape_sent(plan: Plan) -> Plan:
 
 breaks(
     "R18-group-match",
-    "number 0 on channel tied is AllReduce of bucket tied on role pp0, AllReduce of bucket own on "
-    "role pp1",
+    "number 0 on channel tied is AllReduce of bucket tied on role pp0, AllReduce of bucket own on role pp1",
 )(lambda plan: change_part(plan, "pp1", "reduce.tied", op=Collective("all_reduce", "tied", "own")))
 
 
@@ -377,8 +376,8 @@ def test_verify_names_rule_role_ranks_instruction_and_stream() -> None:
         verify(_read_too_early(GOOD))
     text = str(error.value)
     assert (
-        "R13-read-after-write: role pp1 (ranks 2, 3), instruction 2 on compute: head.F@0+1: it "
-        "reads a@0#pp1" in text
+        "R13-read-after-write: role pp1 (ranks 2, 3), instruction 2 on compute: head.F@0+1: it reads a@0#pp1"
+        in text
     )
     assert "instruction 0 (recv: recv.a@0)" in text
     assert RULES["R13-read-after-write"] in text

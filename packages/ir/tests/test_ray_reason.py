@@ -26,8 +26,7 @@ def test_a_worker_that_was_killed_for_memory_is_said_to_be() -> None:
     assert ray_reason(RuntimeError(LOW)).startswith(told)
     assert ray_reason(RuntimeError(DEAD + LOW)).startswith(told)
     worker = (
-        "The actor is dead because its worker process has died. Worker exit type: "
-        "NODE_OUT_OF_MEMORY Worker exit "
+        "The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit "
         "detail: " + LOW
     )
     assert ray_reason(RuntimeError(DEAD + worker)).startswith(f"NODE_OUT_OF_MEMORY: {told}")

@@ -115,8 +115,7 @@ breaks(
 )(lambda plan: change_channel(plan, "tp.pp1", over=("dp",)))
 breaks(
     "R36-inside",
-    "channel tp.pp1 is for steps, and joins pp0, pp1 on compute, compute; one role on compute is "
-    "needed",
+    "channel tp.pp1 is for steps, and joins pp0, pp1 on compute, compute; one role on compute is needed",
 )(lambda plan: change_channel(plan, "tp.pp1", roles=("pp0", "pp1"), streams=("compute", "compute")))
 breaks(
     "R36-inside", "F of chunk head exchanges something else than in embed, which has the same code"

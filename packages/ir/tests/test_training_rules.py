@@ -207,8 +207,8 @@ def test_a_buffer_is_read_after_its_update_of_the_microbatch_before() -> None:
     assert found(uses) == []
     (early,) = found({**uses, ("embed", 1): 0, ("embed", 0): -1, ("head", 0): 1})
     assert (
-        "F of chunk embed, which reads the buffer scale, which others update, for microbatch 1: "
-        "runs before" in early
+        "F of chunk embed, which reads the buffer scale, which others update, for microbatch 1: runs before"
+        in early
     )
     (late,) = found({**uses, ("embed", 0): 1, ("head", 0): 0})
     assert (

@@ -288,10 +288,8 @@ def reported(folder: Path) -> tuple[Report, str]:
 def test_a_report_says_what_was_assumed_beside_what_was_measured(tmp_path: Path) -> None:
     made, text = reported(folder_of(tmp_path, [STEPS, STEPS], of_two()))
     said = (
-        "Load of experts on the fullest rank: predicted for 1 (assumed), measured 1.5 over 3 "
-        "steps, at most 2 in step "
-        "0; "
-        "experts with a capacity compute all their places, so that no time depends on it"
+        "Load of experts on the fullest rank: predicted for 1 (assumed), measured 1.5 over 3 steps, at most 2 in "
+        "step 0; experts with a capacity compute all their places, so that no time depends on it"
     )
     assert load_note(load(tmp_path)) == (said,) and said in text and made.experts is not None
     assert made.experts.notes[-1] == said, "on a terminal, too"
@@ -325,8 +323,7 @@ def test_a_load_that_decides_times_is_for_the_next_prediction(tmp_path: Path) ->
 
 def test_where_each_device_has_all_experts_no_load_matters(tmp_path: Path) -> None:
     assert load_note(load(folder_of(tmp_path, [STEPS], samples.plan_of(pp=1, dp=2)))) == (
-        "Each device has all experts of its layers, so that no predicted time depends on their "
-        "load.",
+        "Each device has all experts of its layers, so that no predicted time depends on their load.",
     )
 
 

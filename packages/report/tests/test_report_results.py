@@ -73,8 +73,7 @@ def test_a_file_that_is_cut_off_is_named(name: str, folder: Path, tmp_path: Path
                           '1}', "line 2.step: an int"),
         ("metrics.jsonl", '{"step": 0}', "line 1: lacks loss, step_s"),
         ("measured.json", "[]", "a JSON object is expected"),
-        ("measured.json", '{"losses": [], "step_s": '
-                          '[null]}', r"measured.json.step_s\[0\]: a number is expected"),
+        ("measured.json", '{"losses": [], "step_s": [null]}', r"measured.json.step_s\[0\]: a number is expected"),
         ("predicted.json", "{}", "lacks step_s, period_s"),
         ("strategy.json", '{"params": 3}', "a JSON object of a Strategy"),
         ("study.json", '{"format": "Study", "version": 2}', '"version" is 2'),

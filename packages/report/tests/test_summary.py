@@ -113,10 +113,7 @@ def test_compute_seconds_counts_the_compute_stream_only() -> None:
 
 
 def test_a_text_summary_needs_no_drawing() -> None:
-    script = (
-        "import sys, piper_report, piper_report.facts.summary, piper_report.pages.chrome; "
-        "print(*sys.modules)"
-    )
+    script = "import sys, piper_report, piper_report.facts.summary, piper_report.pages.chrome; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
@@ -130,8 +127,8 @@ def test_a_prediction_that_is_far_off_and_not_measured_says_what_to_do() -> None
 
     text = beside_table(Formula(period_s=0.022), Run(), title="t").plain()
     assert (
-        "warning: predicted / measured is 0.11, and 100% of the predicted durations were not "
-        "measured" in text
+        "warning: predicted / measured is 0.11, and 100% of the predicted durations were not measured"
+        in text
     )
     assert "piper profile FILE.py --out costs.json" in text
     for fine in (

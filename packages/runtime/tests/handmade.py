@@ -208,8 +208,7 @@ def step(args):
 """
 _SOURCES: dict[str, dict[str, str]] = {
     "plain": {
-        "F": "def step(args):\n    x, w = args\n    args.clear()\n    y = torch.mm(x, w); del x\n  "
-        "  return "
+        "F": "def step(args):\n    x, w = args\n    args.clear()\n    y = torch.mm(x, w); del x\n    return "
         "(y.tanh_(),)",
         "I": """
 def step(args):
@@ -218,8 +217,7 @@ def step(args):
     dz = torch.ops.aten.tanh_backward(g, y); del g, y
     return (torch.mm(dz, w.t()), dz)
 """,
-        "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), "
-        "dz)\n    return ()",
+        "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), dz)\n    return ()",
     },
     "plain.first": {
         "F": """
@@ -254,8 +252,7 @@ def step(args):
     dz = torch.ops.aten.tanh_backward(g * mask, y)
     return (torch.mm(dz, w.t()), dz)
 """,
-        "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), "
-        "dz)\n    return ()",
+        "W": "def step(args):\n    x, dz, acc = args\n    args.clear()\n    acc.addmm_(x.t(), dz)\n    return ()",
     },
     "drop.first": {
         "F": f"""
@@ -284,8 +281,7 @@ def step(args):
     d = diff * (2 * g / diff.numel()); del diff
     return (torch.mm(d, w.t()), d)
 """,
-        "W": "def step(args):\n    x, d, acc = args\n    args.clear()\n    acc.addmm_(x.t(), d)\n  "
-        "  return ()",
+        "W": "def step(args):\n    x, d, acc = args\n    args.clear()\n    acc.addmm_(x.t(), d)\n    return ()",
     },
     "head.sum": {
         "F": _HEAD
@@ -302,8 +298,7 @@ def step(args):
     d = diff * (2 * g); del diff
     return (torch.mm(d, w.t()), d)
 """,
-        "W": "def step(args):\n    x, d, acc = args\n    args.clear()\n    acc.addmm_(x.t(), d)\n  "
-        "  return ()",
+        "W": "def step(args):\n    x, d, acc = args\n    args.clear()\n    acc.addmm_(x.t(), d)\n    return ()",
     },
 }
 

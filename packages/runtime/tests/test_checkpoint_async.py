@@ -221,9 +221,7 @@ def test_on_a_device_only_the_next_update_waits_for_the_copies(
     assert log == []
     copies.copy([FlatState(torch.zeros(1), ()), FlatState(torch.zeros(1), (), early=True)])
     assert log == [
-        "copy buffer "
-        "beside", "copies waits for "
-                  "compute", "on copies", "copy weight beside", "copies records", "back",
+        "copy buffer beside", "copies waits for compute", "on copies", "copy weight beside", "copies records", "back",
     ]  # fmt: skip
     log.clear()
     copies.hold()

@@ -97,8 +97,7 @@ def test_settings_for_which_an_optimizer_keeps_more_are_named(tmp_path: Path) ->
     )
     with pytest.raises(
         JobError,
-        match="the optimizer kept square_avg, step, with this job's settings it keeps grad_avg, "
-        "square_avg",
+        match="the optimizer kept square_avg, step, with this job's settings it keeps grad_avg, square_avg",
     ):
         run(plan, job, resume=tmp_path / "step-00000002")
 

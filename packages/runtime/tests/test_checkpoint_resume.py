@@ -302,8 +302,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_not_a_new_one_that_is_not_w
     with pytest.warns(PiperWarning) as caught:
         run(plan, job, steps=2, checkpoint=Checkpoints(tmp_path, every=1, keep=1))
     assert [str(w.message) for w in caught] == [
-        "the checkpoint of step 2 is complete, but an older one could not be deleted: "
-        "step-00000001 is in use; "
+        "the checkpoint of step 2 is complete, but an older one could not be deleted: step-00000001 is in use; "
         "training goes on"
     ]
     assert list(complete_checkpoints(tmp_path)) == [1, 2]

@@ -153,7 +153,6 @@ def test_kills_at_random_instants_of_ranks_that_copy_their_state(
     )
     sources = [r.source.partition(" of ")[0] for r in found.restarts]
     print(
-        f"{name}: {len(kills)} kills, steps done again "
-        f"{[r.step - r.resumed for r in found.restarts]}, {sources}"
+        f"{name}: {len(kills)} kills, steps done again {[r.step - r.resumed for r in found.restarts]}, {sources}"
     )
     assert sum(source.startswith("the host snapshot") for source in sources) > len(kills) // 2

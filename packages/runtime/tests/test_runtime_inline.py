@@ -120,8 +120,7 @@ def test_a_loss_that_is_not_finite_names_step_rank_and_microbatch() -> None:
     plan, job = chain(batch=poisoned)
     with pytest.raises(
         NonFiniteLossError,
-        match="the loss is nan in step 1 on rank 1, microbatch 2; check the batch and the learning "
-        "rate",
+        match="the loss is nan in step 1 on rank 1, microbatch 2; check the batch and the learning rate",
     ):
         run(plan, job)
 

@@ -313,8 +313,7 @@ def test_functions_of_a_file_travel_by_its_path_if_it_is_marked_and_else_by_valu
 ) -> None:
     file = tmp_path / "my_recipe.py"
     file.write_text(
-        "DATA = list(range(10_000))\nLOADED = []\ndef batch(step, rows):\n    return "
-        "DATA[rows.start], step\n"
+        "DATA = list(range(10_000))\nLOADED = []\ndef batch(step, rows):\n    return DATA[rows.start], step\n"
     )
     module = load(file, "recipe_of_test", **({RECIPE_MARK: str(file)} if marked else {}))
     parcel = pack(module.batch)

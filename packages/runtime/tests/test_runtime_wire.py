@@ -137,8 +137,7 @@ def test_a_pickle_is_no_message_and_runs_nothing(how: str, tmp_path: Path) -> No
     "text",
     ['{"record": ["Popen", {"args": '
      '"true"}]}', '{"record": ["StepDone", {"path": 1}]}', '{"tensor": 0}', "[1]", "{}", "nul",
-     json.dumps({"a": 1, "b": 2}), '{"object": 1}', '{"dict": [[{"list": []}, '
-                                                    '1]]}', '{"list": ' * 5000],
+     json.dumps({"a": 1, "b": 2}), '{"object": 1}', '{"dict": [[{"list": []}, 1]]}', '{"list": ' * 5000],
 )  # fmt: skip
 def test_what_is_not_known_is_refused(text: str) -> None:
     with pytest.raises(ExecutionError, match="not one of Piper's"):

@@ -130,8 +130,7 @@ def test_a_verdict_says_where_when_and_how_much() -> None:
         and sum(o.bytes for o in verdict.owners) == s.peak_bytes[1]
     )
     assert verdict.text.startswith(
-        f"out of memory {verdict.time_s:g} s into the step, in instruction {verdict.instr} "
-        f"{span.name}"
+        f"out of memory {verdict.time_s:g} s into the step, in instruction {verdict.instr} {span.name}"
     )
     assert (
         "rank 1" in verdict.text

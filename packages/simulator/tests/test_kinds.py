@@ -127,10 +127,9 @@ def test_a_stack_without_a_number_for_a_device_says_so(tmp_path: Path) -> None:
     )
     file = tmp_path / "own.toml"
     file.write_text(
-        'device = "a100-80g-sxm"\nstack = "liger"\nnodes = { devices = 8 }\n'
-        '[attention.flash-3]\nsource = "arXiv 2407.08608"\nhopper = [0.75, 0.6]\n'
-        '[stacks.liger]\nattention = "flash-3"\nlowering = "one kernel"\noptimizer = "fused"\n'
-        'fused = []\nsaved = "all"\noverlap = []\nsource = "here"\n'
+        'device = "a100-80g-sxm"\nstack = "liger"\nnodes = { devices = 8 }\n[attention.flash-3]\nsource = "arXiv '
+        '2407.08608"\nhopper = [0.75, 0.6]\n[stacks.liger]\nattention = "flash-3"\nlowering = "one '
+        'kernel"\noptimizer = "fused"\nfused = []\nsaved = "all"\noverlap = []\nsource = "here"\n'
     )
     assert [n for n in simulate(asked, load_cluster(file)).notes if "no number" in n] == [
         "a100-80g-sxm: the stack liger has no number for its attention kernel flash-3 on ampere "

@@ -185,10 +185,8 @@ def test_many_chunks_without_cost_are_counted() -> None:
 def test_costs_of_another_model_are_named_with_the_chunks_that_have_none() -> None:
     s = simulate(two_stages(), CPU, costs=measured("x"))
     assert s.notes[-1] == (
-        "the costs (program key, 2026-01-01) are of another model: none of the 2 chunks has a "
-        "cost, all are computed "
-        "by formula: "
-        "c0, c1; profile this model, or leave the costs out"
+        "the costs (program key, 2026-01-01) are of another model: none of the 2 chunks has a cost, all are "
+        "computed by formula: c0, c1; profile this model, or leave the costs out"
     )
     assert {x.source for x in s.trace.spans if x.stream == "compute"} == {"formula"}
     s = simulate(two_stages(), CPU, costs=Costs(comm=COMM))

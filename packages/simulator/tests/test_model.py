@@ -153,8 +153,7 @@ def test_measured_kernels_label_a_step_and_are_said() -> None:
     assert (found.seconds, found.source) == (pytest.approx(7.0 + 3 * 1.0), "formula")
     (note,) = [n for n in model.notes if "kernels" in n]
     assert note.startswith(
-        f"{some.name}: of the time of kernels 70% as measured, 30% up to 2 times outside of them, "
-        f"by formula"
+        f"{some.name}: of the time of kernels 70% as measured, 30% up to 2 times outside of them, by formula"
     )
     twice = plan(chunk("c", MATMUL, ADD), chunk("d", MATMUL))
     model = DeviceModel(twice, some, None)

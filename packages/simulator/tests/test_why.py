@@ -131,8 +131,7 @@ def test_one_f_one_b_pays_its_hops_in_between() -> None:
         "communication: activation": 0.5, "communication: gradient": 0.5
     }  # fmt: skip
     assert {d.name: d.change for d in result.device if d.change} == {
-        "bubble, waiting for "
-        "B": 0.5, "bubble, waiting for F": -0.25, "exposed communication: activation": 0.25,
+        "bubble, waiting for B": 0.5, "bubble, waiting for F": -0.25, "exposed communication: activation": 0.25,
         "exposed communication: gradient": 0.5,
     }  # fmt: skip
 

@@ -13,8 +13,7 @@ from piper.cli.options import AsJsonOption
 
 checkpoint = typer.Typer(
     name="checkpoint", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="Look at the checkpoints of `piper run --checkpoint DIR`; convert them from and to "
-         "safetensors.",
+    help="Look at the checkpoints of `piper run --checkpoint DIR`; convert them from and to safetensors.",
 )  # fmt: skip
 
 

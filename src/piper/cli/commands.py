@@ -205,8 +205,7 @@ def show(arguments: ShowArguments) -> None:
         return show_recipe(shown(a.recipe, pipeline, ChunkTimes.parse(a.times), own), what)
     if a.file is None:
         raise JobError(
-            "give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper "
-            "recipes` lists them)"
+            "give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper recipes` lists them)"
         )
     job_file = load_file(a.file, pairs(a.params), a.strategy)
     costs = load_costs(a.costs) if a.costs else None

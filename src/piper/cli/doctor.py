@@ -75,18 +75,14 @@ def _names() -> Finding:
     if others := others - {DISTRIBUTION}:
         listed = " ".join(sorted(others))
         return Finding(
-            "names", "missing", f"{listed} has the import name or the command piper, too: pip "
-                                f"uninstall {listed}, then "
-                                f"install "
-            f"{DISTRIBUTION} again"
+            "names", "missing", f"{listed} has the import name or the command piper, too: pip uninstall {listed}, "
+                                f"then install {DISTRIBUTION} again"
         )  # fmt: skip
     found, ours = shutil.which("piper"), Path(sys.executable).with_name("piper")
     if found is not None and not (ours.exists() and ours.samefile(found)):
         return Finding(
-            "names", "missing", f"the command piper on PATH is {found}, not of this Python "
-                                f"({sys.executable}): "
-                                f"activate its "
-            "environment, or use python -m piper"
+            "names", "missing", f"the command piper on PATH is {found}, not of this Python ({sys.executable}): "
+                                f"activate its environment, or use python -m piper"
         )  # fmt: skip
     return Finding("names", "ok", "the import name piper and the command are Piper's alone")
 
@@ -124,8 +120,7 @@ def _torch() -> list[Finding]:
                 Finding(
                     f"cuda:{i}",
                     "ok",
-                    f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA "
-                    f"{torch.version.cuda}",
+                    f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}",
                 )
             )
     else:

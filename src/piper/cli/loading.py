@@ -57,8 +57,7 @@ class JobFile:
         """
         if self.function is None:
             raise JobError(
-                f"{self.path}: `strategy` is not a function of a trial, so that it has no "
-                f"parameters to change"
+                f"{self.path}: `strategy` is not a function of a trial, so that it has no parameters to change"
             )
         trial = FixedTrial({**self.params, **params}, params if any_value else (), flag)
         return _answered(self.path, self.function, trial, params)
@@ -87,9 +86,7 @@ def load_space(path: str | Path) -> SearchFile:
         )
         raise JobError(
             f"{path} defines {found}; to search, define `def strategy(trial)` that calls "
-            f"trial.suggest_categorical, "
-            f"suggest_int "
-            "or suggest_float and returns a piper.Strategy"
+            f"trial.suggest_categorical, suggest_int or suggest_float and returns a piper.Strategy"
         )
     job = getattr(module, "job", None)
     return SearchFile(
@@ -114,8 +111,7 @@ def load_file(
     module = _run(path)
     if strategy is not None and params:
         raise JobError(
-            "-p gives parameters to the file's strategy, but --strategy replaces it; use one of "
-            "the two"
+            "-p gives parameters to the file's strategy, but --strategy replaces it; use one of the two"
         )
     function, texts = _function(module), _params(path, module)
     if strategy is not None:
@@ -174,8 +170,7 @@ def _run(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         table = path.suffix.lower() == ".csv"
         hint = (
-            f"; `piper show {path}` draws a schedule, and recipes.from_csv({str(path)!r}) is its "
-            f"directives"
+            f"; `piper show {path}` draws a schedule, and recipes.from_csv({str(path)!r}) is its directives"
             if table
             else ""
         )
@@ -225,8 +220,7 @@ def _params(path: Path, module: ModuleType) -> dict[str, str]:
         return {}
     if not isinstance(own, Mapping):
         raise JobError(
-            f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's "
-            f"parameters is needed"
+            f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's parameters is needed"
         )
     return {name: str(value) for name, value in own.items()}
 
@@ -263,7 +257,6 @@ def _checked(path: Path, strategy: Any) -> Strategy:
             else f"a `strategy` that is a {type(strategy).__name__}"
         )
         raise JobError(
-            f"{path} defines {found}; it must be a piper.Strategy, or a function of a trial that "
-            f"returns one"
+            f"{path} defines {found}; it must be a piper.Strategy, or a function of a trial that returns one"
         )
     return strategy

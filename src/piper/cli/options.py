@@ -34,8 +34,7 @@ FileArgument = Annotated[
     Path,
     typer.Argument(
         metavar="FILE.py",
-        help="defines `job` (a piper.Job) and `strategy` (a piper.Strategy or a function of a "
-        "trial)",
+        help="defines `job` (a piper.Job) and `strategy` (a piper.Strategy or a function of a trial)",
     ),
 ]
 ParamsOption = Annotated[
@@ -51,8 +50,7 @@ OtherArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="OTHER",
-        help="compare with the strategy of this FILE.py (-p holds for both), or with a saved one "
-        "of the same job "
+        help="compare with the strategy of this FILE.py (-p holds for both), or with a saved one of the same job "
         "(.json)",
     ),
 ]
@@ -97,9 +95,8 @@ LoadOption = Annotated[
     str | None,
     typer.Option(
         "--load",
-        help="of the fullest rank's experts over the mean: 1.3, zipf:0.3 (drawn), or a run's "
-        "folder or metrics.jsonl "
-        "(measured)",
+        help="of the fullest rank's experts over the mean: 1.3, zipf:0.3 (drawn), or a run's folder or "
+        "metrics.jsonl (measured)",
     ),
 ]
 JitterOption = Annotated[
@@ -170,12 +167,9 @@ ProfileLauncherOption = Annotated[
     typer.Option(
         "--launcher",
         autocompletion=one_of("processes", "ray"),
-        help="processes or ray: ranks measure at once, as in a run. Unlike elsewhere processes are "
-        "the default: a rank "
-        "does the "
-        "same in both, they start sooner, and nothing of Ray's runs beside what is measured; ray "
-        "measures between "
-        "nodes",
+        help="processes or ray: ranks measure at once, as in a run. Unlike elsewhere processes are the default: a "
+        "rank does the same in both, they start sooner, and nothing of Ray's runs beside what is measured; "
+        "ray measures between nodes",
     ),
 ]
 CostsOutOption = Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")]
@@ -207,8 +201,7 @@ SeedOption = Annotated[int, typer.Option(help="of the search; the same seed find
 StorageOption = Annotated[
     str | None,
     typer.Option(
-        help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it "
-        "ended"
+        help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it ended"
     ),
 ]
 ObjectiveOption = Annotated[
@@ -216,9 +209,8 @@ ObjectiveOption = Annotated[
     typer.Option(
         metavar="period|tokens_per_s_per_device|dollars_per_token",
         autocompletion=one_of("period", "tokens_per_s_per_device", "dollars_per_token"),
-        help="what the best is (default: the least period; for a file whose `job` is a function of "
-        "a trial the most "
-        "tokens)",
+        help="what the best is (default: the least period; for a file whose `job` is a function of a trial the "
+        "most tokens)",
     ),
 ]
 SearchersOption = Annotated[
@@ -269,8 +261,7 @@ RecipeFileArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="FILE.py",
-        help="defines `job` and `strategy` (with --recipe: your own recipes); or FILE.csv, a "
-        "schedule of torch's",
+        help="defines `job` and `strategy` (with --recipe: your own recipes); or FILE.csv, a schedule of torch's",
     ),
 ]
 OwnRecipesArgument = Annotated[
@@ -328,9 +319,8 @@ LoaderOption = Annotated[
     str,
     typer.Option(
         metavar="thread|processes|none|N",
-        help="who calls the batch function, a step ahead: a thread where it is worth it, so many "
-        "processes per rank, "
-        "or nobody",
+        help="who calls the batch function, a step ahead: a thread where it is worth it, so many processes per "
+        "rank, or nobody",
     ),
 ]
 RangesOption = Annotated[
@@ -362,9 +352,8 @@ ResumeOption = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="go on from the newest checkpoint of --checkpoint, with any strategy; without --steps "
-        "up to the file's "
-        "steps",
+        help="go on from the newest checkpoint of --checkpoint, with any strategy; without --steps up to the "
+        "file's steps",
     ),
 ]
 RestartsOption = Annotated[
@@ -379,8 +368,7 @@ OnLossOption = Annotated[
     typer.Option(
         autocompletion=one_of(*LOSSES),
         metavar="restart|replan",
-        help="with --restarts: a worker that died is replaced, or its device is gone and a "
-        "strategy for fewer is "
+        help="with --restarts: a worker that died is replaced, or its device is gone and a strategy for fewer is "
         "chosen",
     ),
 ]
@@ -403,8 +391,7 @@ def searchers(workers: str) -> int | str:
     if workers in ("ray", "local") or ":" in workers:
         return workers
     raise JobError(
-        f"--workers {workers}: a number of processes, ray, local or the HOST:PORT of a Ray cluster "
-        f"is expected"
+        f"--workers {workers}: a number of processes, ray, local or the HOST:PORT of a Ray cluster is expected"
     )
 
 
@@ -419,13 +406,11 @@ def check_drawn(
     """Raise JobError for options of `piper show` without effect on its drawing: a recipe, or a file's strategy."""
     if recipe is not None and any(option is not None for option in of_files):
         raise JobError(
-            "--recipe is drawn with the durations of --times: leave out --strategy, --costs and "
-            "--cluster"
+            "--recipe is drawn with the durations of --times: leave out --strategy, --costs and --cluster"
         )
     if recipe is None and any(option is not None for option in of_recipes):
         raise JobError(
-            "--pp, --microbatches, --chunks and --times belong to --recipe; a file's strategy has "
-            "-p NAME=VALUE"
+            "--pp, --microbatches, --chunks and --times belong to --recipe; a file's strategy has -p NAME=VALUE"
         )
 
 

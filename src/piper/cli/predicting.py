@@ -99,10 +99,7 @@ def load_named(text: str | None) -> GivenLoad | None:
             ) from None
         if not os.path.exists(text):
             problem = "there is no such file or folder" if text.strip() else "it is empty"
-            accepted = (
-                "a number such as 1.3, zipf:0.3, or the metrics.jsonl of a run or its folder is "
-                "accepted"
-            )
+            accepted = "a number such as 1.3, zipf:0.3, or the metrics.jsonl of a run or its folder is accepted"
             raise JobError(f"--load {text!r}: {problem}; {accepted}") from None
         return Path(text)
     return Zipf(number) if zipf else number
@@ -126,8 +123,7 @@ class Noise:
             return Noise(jitter, 200 if repetitions is None else repetitions, seed or 0)
         if repetitions is not None or seed is not None:
             raise JobError(
-                "--repetitions and --seed belong to --jitter: say how much durations vary, e.g. "
-                "--jitter 0.05"
+                "--repetitions and --seed belong to --jitter: say how much durations vary, e.g. --jitter 0.05"
             )
         return None
 
@@ -361,7 +357,6 @@ def _second(
         )
     if changes:
         raise JobError(
-            f"--versus changes parameters of a FILE.py; {other} is a saved strategy: leave one of "
-            f"them out"
+            f"--versus changes parameters of a FILE.py; {other} is a saved strategy: leave one of them out"
         )
     return replace(job_file, strategy=load_strategy(other)), (name, other.name)

@@ -46,8 +46,7 @@ def run(arguments: RunArguments) -> None:
         _emulate(arguments, job_file, arguments.emulate)
     elif arguments.nodes is not None:
         raise JobError(
-            "--nodes belongs to --print-launch; a run takes its nodes from --address or from "
-            "torchrun"
+            "--nodes belongs to --print-launch; a run takes its nodes from --address or from torchrun"
         )
     else:
         _train(arguments, job_file, logs, first)

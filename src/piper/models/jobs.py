@@ -50,8 +50,7 @@ def job(
     config = preset(model) if isinstance(model, str) else model
     if not isinstance(config, GPTConfig | LlamaConfig):
         raise JobError(
-            f"models.job({model!r}): a preset's name or a GPTConfig, LlamaConfig or MoEConfig is "
-            f"needed"
+            f"models.job({model!r}): a preset's name or a GPTConfig, LlamaConfig or MoEConfig is needed"
         )
     config = config if length is None else replace(config, length=length)
     return Job(

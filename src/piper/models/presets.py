@@ -42,7 +42,6 @@ def preset(name: str) -> Config:
     """Return the sizes of a published model; raise JobError, with all known names, for an unknown one."""
     if name not in PRESETS:
         raise JobError(
-            f"unknown model {name!r}; known are {', '.join(PRESETS)}, and any GPTConfig, "
-            f"LlamaConfig or MoEConfig"
+            f"unknown model {name!r}; known are {', '.join(PRESETS)}, and any GPTConfig, LlamaConfig or MoEConfig"
         )
     return PRESETS[name]

@@ -121,10 +121,8 @@ def session(
             save_plan(folder, compiled.plan, strategy)
             save_origin(folder, job.seed)
         print(
-            f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} "
-            f"rows, "
-            f"{options.steps} steps{f' from step {begin} on' if begin else ''}, launcher "
-            f"{options.launcher}"
+            f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
+            f"{options.steps} steps{f' from step {begin} on' if begin else ''}, launcher {options.launcher}"
         )
         if compiled.evaluation is not None:
             print(_evaluation_text(job, compiled, compiled.evaluation))
@@ -169,8 +167,7 @@ def _evaluation_text(job: Job, compiled: Compiled, evaluation: Compiled) -> str:
     beside, count = "below" if most <= of_training else "ABOVE", job.evaluated.eval_batches
     batches = f"{count} {'batch' if count == 1 else 'batches'} of {job.global_batch} rows"
     return (
-        f"evaluation every {job.eval_every} steps: {batches}, at most {size_text(most)} of a "
-        f"device, {beside} the "
+        f"evaluation every {job.eval_every} steps: {batches}, at most {size_text(most)} of a device, {beside} the "
         f"{size_text(of_training)} of training"
     )
 
@@ -197,9 +194,8 @@ def _replanned(
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
     print(
-        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
-        f"since devices were "
-        f"lost"
+        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, since devices "
+        f"were lost"
     )
     return compiled, prediction
 

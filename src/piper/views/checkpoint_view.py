@@ -20,8 +20,7 @@ def opened(path: Path) -> list[SavedRun]:
     inside = complete_checkpoints(path) if path.is_dir() else {}
     if path.is_dir() and not inside and any(p.name.startswith("step-") for p in path.iterdir()):
         raise JobError(
-            f"{path} holds no complete checkpoint, only what killed runs have left; give another "
-            f"folder"
+            f"{path} holds no complete checkpoint, only what killed runs have left; give another folder"
         )
     return [open_checkpoint(p) for p in inside.values()] or [open_checkpoint(path)]
 
@@ -86,8 +85,7 @@ def checkpoint_table(saved: SavedRun) -> Table:
 def _about(saved: SavedRun) -> list[str]:
     meta = saved.meta
     lines = [
-        f"{size_text(disk_bytes(saved))} on disk; saved by {_strategy(saved)}; "
-        f"{_versions(meta.versions)}"
+        f"{size_text(disk_bytes(saved))} on disk; saved by {_strategy(saved)}; {_versions(meta.versions)}"
     ]
     if meta.seed is not None:
         rates = ", ".join(

@@ -28,10 +28,8 @@ def costs_table(costs: Costs, *, title: str) -> Table:
         )
     if (o := costs.origin) is not None:
         notes.append(
-            f"{o.device}; {o.ranks} ranks at once over {o.backend}, {o.threads} thread each; "
-            f"Python {o.python}, torch "
-            f"{o.torch}; "
-            f"{o.date}; median of {o.repeats} repeats, spread: median absolute deviation"
+            f"{o.device}; {o.ranks} ranks at once over {o.backend}, {o.threads} thread each; Python {o.python}, "
+            f"torch {o.torch}; {o.date}; median of {o.repeats} repeats, spread: median absolute deviation"
         )
     return Table(title, ("", "time", "spread"), tuple(rows), tuple(notes))
 

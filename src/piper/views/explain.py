@@ -111,8 +111,7 @@ def _costs(plan: Plan) -> str:
     if empty := [c.id for c in plan.chunks if _empty_weight_gradient(c)]:
         lines.append(
             f"warning: W is empty, up to adding what I has computed, in chunks with parameters: "
-            f"{', '.join(empty)};\n"
-            "  an operator that returns the gradients of input and weight together runs in I"
+            f"{', '.join(empty)};\n  an operator that returns the gradients of input and weight together runs in I"
         )
     return "\n".join(lines)
 
@@ -150,10 +149,9 @@ def _order(compiled: Compiled) -> str:
     if not free:
         return "order: given by the strategy for all compute"
     return (
-        f"order: the default for {free} compute nodes that no order directive mentions: go on with "
-        f"the stage and\n"
-        "  microbatch at hand, else backward before forward, else the lowest microbatch;\n"
-        "  at most 1 + (stages after it) microbatches of a stage in flight (1F1B on a chain)"
+        f"order: the default for {free} compute nodes that no order directive mentions: go on with the stage "
+        f"and\n  microbatch at hand, else backward before forward, else the lowest microbatch;\n  at most 1 + "
+        f"(stages after it) microbatches of a stage in flight (1F1B on a chain)"
     )
 
 
@@ -241,10 +239,9 @@ def _roles(plan: Plan) -> str:
     for role in plan.roles:
         compute = sum(i.stream == "compute" for i in role.program)
         lines.append(
-            f"  {role.role:10} ranks {_ranks(role.ranks)}: {compute} compute and "
-            f"{len(role.program) - compute} "
-            f"communication instructions on {len(role.streams)} streams; "
-            f"peak {size_text(role.peak_bytes)} at instruction {role.peak_at}"
+            f"  {role.role:10} ranks {_ranks(role.ranks)}: {compute} compute and {len(role.program) - compute} "
+            f"communication instructions on {len(role.streams)} streams; peak {size_text(role.peak_bytes)} at "
+            f"instruction {role.peak_at}"
         )
         split = sorted(role.peak_by_category.items(), key=lambda x: -x[1])
         lines.append(
@@ -263,8 +260,7 @@ def _communication(plan: Plan) -> str:
         arrow = " > ".join(channel.roles) if channel.kind == "p2p" else "+".join(channel.roles)
         over = f" over {', '.join(channel.over)}" if channel.over else ""
         lines.append(
-            f"  {channel.id:24} {channel.kind:5} {arrow}{over}: "
-            f"{PURPOSES.get(channel.purpose, channel.purpose)}"
+            f"  {channel.id:24} {channel.kind:5} {arrow}{over}: {PURPOSES.get(channel.purpose, channel.purpose)}"
         )
     for bucket in plan.buckets:
         if bucket.channel:
@@ -295,8 +291,6 @@ def _random_note(compiled: Compiled) -> str:
         )
     rows = compiled.plan.rows
     return (
-        f"{random[0]} draws random numbers (dropout) by torch's own generator; strategies with "
-        f"{rows} rows per "
-        f"microbatch draw "
-        "equal masks, others do not"
+        f"{random[0]} draws random numbers (dropout) by torch's own generator; strategies with {rows} rows per "
+        f"microbatch draw equal masks, others do not"
     )

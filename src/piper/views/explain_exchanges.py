@@ -27,8 +27,7 @@ def exchanges(plan: Plan) -> str:
     lines.append(f"  a device keeps {size_text(kept)} of {size_text(whole)} of parameters")
     if plan.shared:
         lines.append(
-            f"  {repeated_share(plan):.1%} of the FLOPs repeat what another of these devices "
-            f"computes"
+            f"  {repeated_share(plan):.1%} of the FLOPs repeat what another of these devices computes"
         )
     return "\n".join(lines)
 

@@ -177,8 +177,7 @@ def _shared(plan: Plan, facts: ChunkFacts, total: int) -> Iterator[str]:
         )
         yield f"    not shared: {_listed(names)}: {why}"
     yield (
-        f"    computed whole on each device: "
-        f"{_work(facts.work, len(facts.ids) / total if total else 0.0)}"
+        f"    computed whole on each device: {_work(facts.work, len(facts.ids) / total if total else 0.0)}"
     )
     yield from _attention(plan.chunk(facts.ids[0]), facts.shardings)
     yield from _collectives(plan.chunk(facts.ids[0]))
@@ -198,10 +197,7 @@ def _work(work: WorkFacts, each: float) -> str:
     """Return the work that every device computes whole; `each` FLOP is that share of all."""
     if not work.whole:
         return "nothing that counts FLOPs"
-    return (
-        f"{work.share:.2%} of its FLOPs, {sum(work.whole.values()) * each:.2%} of all: "
-        f"{_listed(work.whole)}"
-    )
+    return f"{work.share:.2%} of its FLOPs, {sum(work.whole.values()) * each:.2%} of all: {_listed(work.whole)}"
 
 
 def _attention(chunk: Chunk, shardings: Sequence[Sharding]) -> Iterator[str]:

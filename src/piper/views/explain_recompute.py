@@ -23,9 +23,8 @@ def recomputation(plan: Plan) -> str:
             lines.append(f"  {role.role:10} {_cost(plan, keep, list(variants.values()))}")
         if by_policy and (waiting := _waiting(role, by_policy)):
             lines.append(
-                f"             a split backward keeps {size_text(waiting)} from I to W, which "
-                f"recomputation does not "
-                f"change"
+                f"             a split backward keeps {size_text(waiting)} from I to W, which recomputation does "
+                f"not change"
             )
     return (
         "\n".join(["recomputation: what one microbatch keeps from F to its backward", *lines])
@@ -49,9 +48,8 @@ def _cost(plan: Plan, keep: str, variants: Sequence[Chunk]) -> str:
     rest = sum(v.steps[s].cost.flops for v in variants for s in v.steps if s != "R")
     share = f"{again / rest:.1%}" if rest else "none"
     return (
-        f"{keep}: {len(variants)} chunks keep {size_text(kept)} and {size_text(_inputs(variants))} "
-        f"of inputs "
-        f"in place of {size_text(whole)}; R is {share} of the FLOPs of F, I and W"
+        f"{keep}: {len(variants)} chunks keep {size_text(kept)} and {size_text(_inputs(variants))} of inputs in "
+        f"place of {size_text(whole)}; R is {share} of the FLOPs of F, I and W"
     )
 
 

@@ -50,10 +50,8 @@ class ChunkTimes:
             numbers = []
         if len(numbers) not in (3, 4) or not all(0 <= x <= MOST_SECONDS for x in numbers):
             expected = (
-                f"seconds of F, I, W and perhaps of an overlapped pair, from 0 to "
-                f"{MOST_SECONDS:g}, are expected, e.g. "
-                f"3,4,2 or "
-                "1,1,1,2.5"
+                f"seconds of F, I, W and perhaps of an overlapped pair, from 0 to {MOST_SECONDS:g}, are expected, "
+                f"e.g. 3,4,2 or 1,1,1,2.5"
             )
             raise JobError(f"--times {text}: {expected}")
         return ChunkTimes(*numbers)
@@ -96,16 +94,11 @@ class SimulatedRecipe:
             str(distinct_peaks[0]) if len(distinct_peaks) == 1 else ", ".join(map(str, self.peaks))
         )
         within = time_text(simulation.span_bubble_s)
-        bubble = (
-            f"bubble {time_text(simulation.global_bubble_s)} ({self.idle:.1%}), {within} of it "
-            f"between a device's"
-        )
+        bubble = f"bubble {time_text(simulation.global_bubble_s)} ({self.idle:.1%}), {within} of it between a device's"
         return (
             f"{self.recipe.name}: makespan {time_text(simulation.step_s)}, {bubble} first and last "
-            f"instruction\n"
-            f"peak {peaks} activations of a chunk on "
-            f"{'every device' if len(distinct_peaks) == 1 else 'devices 0, 1, ...'}\n"
-            f"{self.recipe.formula}"
+            f"instruction\npeak {peaks} activations of a chunk on "
+            f"{'every device' if len(distinct_peaks) == 1 else 'devices 0, 1, ...'}\n{self.recipe.formula}"
             + f"; peak {self.recipe.peak} on device r"
             * bool(self.recipe.peak)
         )
@@ -149,8 +142,7 @@ def shown_table(file: Path, times: str | None, *others: object) -> SimulatedReci
     """
     if any(option is not None for option in others):
         raise JobError(
-            f"{file} is drawn with the durations of --times; leave out options of strategies and "
-            f"of recipes"
+            f"{file} is drawn with the durations of --times; leave out options of strategies and of recipes"
         )
     table = read_schedule_csv(file)
     facts = f"{len(table.rows)} devices, {table.stages} stages, {table.microbatches} microbatches"
@@ -189,8 +181,7 @@ def find(name: str) -> Recipe:
     """Return a recipe by name; raise JobError, which lists all names."""
     if name not in RECIPES:
         raise JobError(
-            f"--recipe {name}: no such recipe; there are {', '.join(sorted(RECIPES))}. Yours comes "
-            f"with its FILE.py"
+            f"--recipe {name}: no such recipe; there are {', '.join(sorted(RECIPES))}. Yours comes with its FILE.py"
         )
     return RECIPES[name]
 
@@ -246,11 +237,8 @@ def listing() -> str:
         ]
         blocks.append("\n".join([recipe.name, *(f"  {k.ljust(8)} {v}" for k, v in rows if v)]))
     note = (
-        "p devices, m microbatches, v chunks per device; F, I, W, B = I + W, O (an overlapped "
-        "pair): seconds of one "
-        "chunk;\n"
-        "peak: activations of one chunk and microbatch on device r. piper show --recipe NAME draws "
-        "one."
+        "p devices, m microbatches, v chunks per device; F, I, W, B = I + W, O (an overlapped pair): seconds of "
+        "one chunk;\npeak: activations of one chunk and microbatch on device r. piper show --recipe NAME draws one."
     )
     return "\n\n".join([*blocks, note])
 

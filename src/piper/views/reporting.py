@@ -32,9 +32,8 @@ def report(
         if table is not None:
             show(table)
     print(
-        f"the report is {made.html}, with {len(made.figures)} figures (PNG) and {len(made.tables)} "
-        f"tables (CSV) beside "
-        f"it"
+        f"the report is {made.html}, with {len(made.figures)} figures (PNG) and {len(made.tables)} tables (CSV) "
+        f"beside it"
     )
     return made
 

@@ -101,13 +101,10 @@ def _far(shown: list[dict[str, Any]], profiled: bool) -> list[str]:
         return []
     worst = max(errors, key=lambda error: abs(log(max(1 + error, 1e-9))))
     hint = (
-        "the costs were measured on this machine, which may have had other work then, or while the "
-        "candidate ran; "
-        "repeat both "
-        "when it has none"
+        "the costs were measured on this machine, which may have had other work then, or while the candidate ran; "
+        "repeat both when it has none"
         if profiled
-        else "run `piper profile FILE.py --out costs.json` on this machine, then search with "
-        "--costs costs.json"
+        else "run `piper profile FILE.py --out costs.json` on this machine, then search with --costs costs.json"
     )
     return [f"warning: predicted / measured is {1 + worst:.2f}: {hint}"]
 
@@ -202,8 +199,7 @@ def bar(trials: int) -> Iterator[Callable[[SearchProgress], None]]:
     if not sys.stderr.isatty():
         with working(f"searching {trials} candidates") as name:
             yield lambda now: name(
-                f"candidate {now.done} of {now.trials}; {_best_text(now.best)}; {now.rejected} "
-                f"rejected"
+                f"candidate {now.done} of {now.trials}; {_best_text(now.best)}; {now.rejected} rejected"
             )
         return
     columns = (

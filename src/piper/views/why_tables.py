@@ -163,13 +163,9 @@ def _interval(why: Why) -> tuple[str, ...]:
     if interval is None:
         return ("no interval: no duration has a spread (piper profile measures it)",)
     return (
-        f"interval by the spread of the costs: {time_text(interval.low)} to "
-        f"{time_text(interval.high)} (5 to 95 %, "
-        f"median "
-        f"{time_text(interval.median)}; {interval.draws} draws, seed {interval.seed}); all one "
-        f"spread faster or slower "
-        f"at once: "
-        f"{time_text(interval.fast)} to {time_text(interval.slow)}",
+        f"interval by the spread of the costs: {time_text(interval.low)} to {time_text(interval.high)} (5 to 95 %, "
+        f"median {time_text(interval.median)}; {interval.draws} draws, seed {interval.seed}); all one spread "
+        f"faster or slower at once: {time_text(interval.fast)} to {time_text(interval.slow)}",
         f"{_share(interval.covered, 1)} of all seconds have a spread; the others are held fixed",
     )
 

@@ -105,8 +105,7 @@ def compiled(request: CompileRequest) -> Lowered:
             and not request.evaluates
         ):
             raise CompileError(
-                f"{graph.microbatches} microbatches x {graph.replicas} replicas: "
-                f"{request.training.undivided}"
+                f"{graph.microbatches} microbatches x {graph.replicas} replicas: {request.training.undivided}"
             )
         if request.at_rows is not None and (exact := request.at_rows(rows)) is not request.program:
             graph = step_graph(request, exact)
@@ -213,9 +212,7 @@ def rows_per_microbatch(parts: int, replicas: int, global_batch: int | None) -> 
     if rest or rows < 1:
         good = max(1, round(global_batch / (parts * replicas))) * parts * replicas
         raise CompileError(
-            f"a global batch of {global_batch} rows does not divide into {parts} microbatches x "
-            f"{replicas} "
-            f"data-parallel "
-            f"replicas; use a multiple of {parts * replicas}, e.g. {good}"
+            f"a global batch of {global_batch} rows does not divide into {parts} microbatches x {replicas} "
+            f"data-parallel replicas; use a multiple of {parts * replicas}, e.g. {good}"
         )
     return rows

@@ -40,8 +40,7 @@ class Strategy:
     ) -> None:
         if not isinstance(mesh, Mesh):
             raise DirectiveError(
-                f"Strategy: the first argument is {type(mesh).__name__}; a Mesh is expected, e.g. "
-                f"Mesh(pp=2)"
+                f"Strategy: the first argument is {type(mesh).__name__}; a Mesh is expected, e.g. Mesh(pp=2)"
             )
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(
@@ -56,8 +55,7 @@ class Strategy:
         for name, value in params.items():
             if not isinstance(value, bool | int | float | str | None):
                 raise DirectiveError(
-                    f"Strategy.params[{name!r}] is {value!r}; JSON holds numbers, text, true, "
-                    f"false and null"
+                    f"Strategy.params[{name!r}] is {value!r}; JSON holds numbers, text, true, false and null"
                 )
         return Strategy(self.mesh, self.directives, params=params)
 
@@ -66,9 +64,8 @@ class Strategy:
         for item in self.directives:
             if REGISTRY.get(type(item).__name__) is not type(item):
                 raise DirectiveError(
-                    f"{describe(item)}: {type(item).__name__} is not registered, so it could not "
-                    f"be read back; "
-                    "write @directive above its class"
+                    f"{describe(item)}: {type(item).__name__} is not registered, so it could not be read back; "
+                    f"write @directive above its class"
                 )
         head: dict[str, Any] = {
             "format": "Strategy",
@@ -117,10 +114,8 @@ def _flatten(items: Iterable[Any]) -> Iterable[Directive]:
             yield item
         else:
             raise DirectiveError(
-                f"Strategy: {item!r} is no directive; it needs to be a frozen dataclass with the "
-                f"methods check(graph) "
-                f"and "
-                "apply(graph)"
+                f"Strategy: {item!r} is no directive; it needs to be a frozen dataclass with the methods "
+                f"check(graph) and apply(graph)"
             )
 
 
@@ -142,8 +137,7 @@ def _directive(data: Any, where: str) -> Directive:
     name = data.get("is") if isinstance(data, dict) else data
     if not isinstance(data, dict) or not isinstance(name, str) or name not in REGISTRY:
         raise FormatError(
-            f"{where}: unknown directive {name!r}; known are {', '.join(sorted(REGISTRY))}. Import "
-            f"the file that "
+            f"{where}: unknown directive {name!r}; known are {', '.join(sorted(REGISTRY))}. Import the file that "
             f"defines yours."
         )
     item: Directive = decode(REGISTRY[name], {k: v for k, v in data.items() if k != "is"}, where)
@@ -160,8 +154,7 @@ def save_strategy(strategy: Strategy, path: str | Path) -> None:
         write_whole(Path(path), strategy.dumps())
     except OSError as e:
         raise OutputError(
-            f"cannot write the strategy to {path}: {e.strerror}; choose a folder that exists and "
-            f"is writable"
+            f"cannot write the strategy to {path}: {e.strerror}; choose a folder that exists and is writable"
         ) from None
 
 

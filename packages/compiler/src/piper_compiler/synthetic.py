@@ -103,8 +103,7 @@ def _check_seconds(**given: Sequence[float]) -> None:
         if not all(0 <= v <= MOST_SECONDS for v in values):
             bad = next(v for v in values if not 0 <= v <= MOST_SECONDS)
             raise CompileError(
-                f"synthetic({name}={bad}): seconds are a finite number that is not negative, and "
-                f"at most "
+                f"synthetic({name}={bad}): seconds are a finite number that is not negative, and at most "
                 f"{MOST_SECONDS:g}"
             )
 
@@ -123,8 +122,7 @@ def _per_stage(name: str, value: PhaseSeconds | Sequence[int], stages: int) -> l
         ) from None
     if len(values) != stages:
         raise CompileError(
-            f"synthetic({name}=...): {len(values)} values for {stages} stages; give one number, or "
-            f"one per stage"
+            f"synthetic({name}=...): {len(values)} values for {stages} stages; give one number, or one per stage"
         )
     if not all(0 <= v < float("inf") for v in values):
         raise CompileError(

@@ -144,12 +144,9 @@ def flop_notes(missing: Mapping[str, float], mfu: float | None, hfu: float | Non
         )
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         notes.append(
-            f"no formula says how many FLOPs these operators do: {names}{more}; one per element is "
-            f"counted, so a "
-            f"predicted time "
-            "may be far too short. piper.op_cost(NAME, flops=...) gives an operator of yours one, "
-            "`piper profile` "
-            "measures"
+            f"no formula says how many FLOPs these operators do: {names}{more}; one per element is counted, so a "
+            f"predicted time may be far too short. piper.op_cost(NAME, flops=...) gives an operator of yours one, "
+            f"`piper profile` measures"
         )
     for name, value in (("model", mfu), ("hardware", hfu)):
         if value is not None and value > 1:
@@ -168,15 +165,10 @@ def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
             "the cluster's peak is too low"
         )
     if missing:
-        return (
-            "The step is predicted too short: FLOPs of operators without a formula are missing "
-            "from it"
-        )
+        return "The step is predicted too short: FLOPs of operators without a formula are missing from it"
     return (
-        "The model has more FLOPs by 6 N per token than its kernels run: some parameters are not "
-        "used for every token "
-        "(experts, "
-        "embeddings of a small model); give simulate(model_flops_per_step=...)"
+        "The model has more FLOPs by 6 N per token than its kernels run: some parameters are not used for every "
+        "token (experts, embeddings of a small model); give simulate(model_flops_per_step=...)"
     )
 
 

@@ -233,8 +233,7 @@ def simulate(
     if steps * instructions > MOST_STEP_INSTRUCTIONS:
         least = most(MOST_STEP_INSTRUCTIONS, instructions)
         raise PlanError(
-            f"simulate(steps={steps}): at most {least} steps of a plan of {instructions} "
-            f"instructions are accepted"
+            f"simulate(steps={steps}): at most {least} steps of a plan of {instructions} instructions are accepted"
         )
     target = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(cluster)
     with no_garbage_collection():

@@ -68,11 +68,9 @@ def whole_notes(plan: Plan, target: Cluster | None, step_s: float) -> list[str]:
     more = f" and {len(ops) - len(named)} more" if len(ops) > len(named) else ""
     along = " and ".join(f"{axis}={plan.mesh.size(axis)}" for axis in plan.shared)
     return [
-        f"`shard` leaves operators whole, which each of the devices along {along} computes: "
-        f"sharing them would save "
-        f"{time_text(most.total_s)} of the step ({most.total_s / step_s:.1%}): "
-        f"{', '.join(_cost(op, most.saved_s[op] / step_s, large) for op in named)}{more}. `piper "
-        f"explain` says why"
+        f"`shard` leaves operators whole, which each of the devices along {along} computes: sharing them would "
+        f"save {time_text(most.total_s)} of the step ({most.total_s / step_s:.1%}): "
+        f"{', '.join(_cost(op, most.saved_s[op] / step_s, large) for op in named)}{more}. `piper explain` says why"
     ]
 
 

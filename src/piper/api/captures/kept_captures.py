@@ -147,8 +147,7 @@ def kept_folder() -> Path | None:
             part.mkdir(mode=0o700, parents=part is base, exist_ok=True)
             if not _is_private(part):
                 _say(
-                    f"{part} is not used to keep captures: it must be a folder of yours that "
-                    f"nobody else can open "
+                    f"{part} is not used to keep captures: it must be a folder of yours that nobody else can open "
                     f"(chmod 700)"
                 )
                 return None
@@ -238,8 +237,7 @@ def _read(path: Path, make: Callable[[], Traced]) -> KeptFile | None:
         return None
     except Exception as error:  # of whatever kind: bytes that are broken may raise anything
         _say(
-            f"a capture could not be read and is made anew ({path}: {type(error).__name__}: "
-            f"{error})"
+            f"a capture could not be read and is made anew ({path}: {type(error).__name__}: {error})"
         )
         return None
     if not around.hold():

@@ -155,10 +155,7 @@ def _bytes(value: object) -> str | None:
         view = memoryview(array)  # type: ignore[arg-type]  # what has none raises
         if view.nbytes > MOST_BYTES:
             raise Unseen
-        return (
-            f"{getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))} "
-            f"{digest_of(view.tobytes())}"
-        )
+        return f"{getattr(value, 'dtype', '')} {tuple(getattr(value, 'shape', ()))} {digest_of(view.tobytes())}"
     return None
 
 

@@ -8,10 +8,8 @@ if TYPE_CHECKING:
     from piper_capture import Captured
 
 IN_THE_LOSS = (
-    "Add the auxiliary loss to the loss of the job instead (let the model return it, and Job.loss "
-    "take it from the "
-    "output), or "
-    "use one microbatch on one replica"
+    "Add the auxiliary loss to the loss of the job instead (let the model return it, and Job.loss take it from the "
+    "output), or use one microbatch on one replica"
 )
 
 
@@ -25,32 +23,22 @@ def undivided(captured: Captured) -> str:
     if wrong is None:
         return ""
     said = (
-        f"{wrong.line}: the backward is not linear in the gradient that comes in (a "
-        f"torch.autograd.Function, a hook or "
-        f"an "
-        "operator that adds a gradient of its own, or bounds one)"
+        f"{wrong.line}: the backward is not linear in the gradient that comes in (a torch.autograd.Function, a "
+        f"hook or an operator that adds a gradient of its own, or bounds one)"
     )
     if wrong.kind == "mean":
         return (
-            f"{said}. What it adds is a mean over the rows of a microbatch, while gradients are "
-            f"divided by the weight "
-            f"of a loss "
-            "(sum, weight), or beside others that are sums. Multiply it by the rows, so that it is "
-            "a sum over them, or "
-            "let the "
-            f"loss be a mean. {IN_THE_LOSS}"
+            f"{said}. What it adds is a mean over the rows of a microbatch, while gradients are divided by the "
+            f"weight of a loss (sum, weight), or beside others that are sums. Multiply it by the rows, so that it "
+            f"is a sum over them, or let the loss be a mean. {IN_THE_LOSS}"
         )
     if wrong.kind == "sum":
         return (
-            f"{said}. What it adds is a sum over rows, while others of the model are means over "
-            f"them: make all of them "
-            f"sums, or "
-            f"means. {IN_THE_LOSS}"
+            f"{said}. What it adds is a sum over rows, while others of the model are means over them: make all of "
+            f"them sums, or means. {IN_THE_LOSS}"
         )
     return (
-        f"{said}, and its parts do not tell what the whole batch gives: what it adds is neither a "
-        f"sum over rows nor a "
-        f"mean over "
-        f"all of them, or has been made in another chunk, or the chunk is too large to be tried. "
+        f"{said}, and its parts do not tell what the whole batch gives: what it adds is neither a sum over rows "
+        f"nor a mean over all of them, or has been made in another chunk, or the chunk is too large to be tried. "
         f"{IN_THE_LOSS}"
     )

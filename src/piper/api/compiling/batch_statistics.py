@@ -29,10 +29,8 @@ def check_shared_norms(norms: Sequence[BatchNorm], shardings: Sequence[Sharding]
     """Raise CompileError if devices would share the rows, tokens or channels of batch statistics."""
     if norms and shardings:
         raise CompileError(
-            f"shard: the model takes batch statistics ({norms[0].line}), which devices that share "
-            f"its chunks cannot "
-            f"add up; "
-            "leave shard out, or use LayerNorm, RMSNorm or GroupNorm"
+            f"shard: the model takes batch statistics ({norms[0].line}), which devices that share its chunks "
+            f"cannot add up; leave shard out, or use LayerNorm, RMSNorm or GroupNorm"
         )
 
 
@@ -41,10 +39,8 @@ def check_rows(norms: Sequence[BatchNorm], plan: Plan) -> None:
     single = next((norm for norm in norms if norm.single), None)
     if single is not None and plan.rows == 1:
         raise CompileError(
-            f"batch statistics of one value per channel ({single.line}): a microbatch has 1 row, "
-            f"and plain PyTorch "
-            f"refuses that "
-            "as well; use fewer microbatches or replicas, or a larger global batch"
+            f"batch statistics of one value per channel ({single.line}): a microbatch has 1 row, and plain PyTorch "
+            f"refuses that as well; use fewer microbatches or replicas, or a larger global batch"
         )
 
 
@@ -56,9 +52,7 @@ def statistics_note(norms: Sequence[BatchNorm], plan: Plan) -> str:
     more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
     copies = f"of replica 0 of {plan.replicas}" if plan.replicas > 1 else "the only ones"
     return (
-        f"batch statistics ({', '.join(lines[:3])}{more}) are those of each microbatch of "
-        f"{plan.rows} rows on its "
-        f"replica, as "
-        f"gradient accumulation in plain PyTorch has them; running averages are {copies}, in the "
-        f"order of microbatches"
+        f"batch statistics ({', '.join(lines[:3])}{more}) are those of each microbatch of {plan.rows} rows on its "
+        f"replica, as gradient accumulation in plain PyTorch has them; running averages are {copies}, in the order "
+        f"of microbatches"
     )

@@ -141,9 +141,8 @@ def compile(
     """
     if not isinstance(strategy, Strategy):
         raise CompileError(
-            f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed "
-            f"(call a function of a "
-            f"trial first)"
+            f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed (call a function of "
+            f"a trial first)"
         )
     if isinstance(source, Program):
         lowered = compile_program(
@@ -250,14 +249,10 @@ def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
 
     if len(plan.roles) > 1 and not spec.separable:
         raise JobError(
-            f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by "
-            f"itself, while "
+            f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while "
             f"this strategy puts parameters on {len(plan.roles)} roles; declare it with "
-            f"piper.per_parameter({spec.kind}), or "
-            f"piper.elementwise({spec.kind}) if it updates each element by itself, where "
-            f"{KEEPS_TO}; or use an "
-            f"optimizer of "
-            "torch.optim, or a strategy without place"
+            f"piper.per_parameter({spec.kind}), or piper.elementwise({spec.kind}) if it updates each element by "
+            f"itself, where {KEEPS_TO}; or use an optimizer of torch.optim, or a strategy without place"
         )
 
 
@@ -276,13 +271,10 @@ def advancing_notice(compiled: Compiled) -> str:
     shown = ", ".join(f"{a.name!r} ({a.line})" for a in compiled.advancing[:3])
     more = f" and {len(compiled.advancing) - 3} more" if len(compiled.advancing) > 3 else ""
     return (
-        f"forward changes buffers from their own content or from the batch: {shown}{more}. They "
-        f"advance once per "
-        f"microbatch, "
-        f"{compiled.plan.microbatches} times in a step, while the whole batch in one forward "
-        f"advances them once. If it "
-        f"matters, "
-        "update them outside of forward, or use one microbatch; `piper verify` compares with both. "
+        f"forward changes buffers from their own content or from the batch: {shown}{more}. They advance once per "
+        f"microbatch, {compiled.plan.microbatches} times in a step, while the whole batch in one forward advances "
+        f"them once. If it matters, update them outside of forward, or use one microbatch; `piper verify` compares "
+        f"with both. "
         'Job(batch_norm="microbatch") says that it is meant'
     )
 

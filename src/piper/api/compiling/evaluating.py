@@ -56,10 +56,8 @@ def evaluation_notice(job: Job | None) -> str:
     batches = job.evaluated.eval_batches
     many = f"{batches} global batch{'es' if batches != 1 else ''} of {job.global_batch} rows"
     return (
-        f"every {job.eval_every} steps an evaluation of {many}, as in training: forwards in eval "
-        f"mode by this "
-        f"strategy, on the "
-        "ranks that train. Predictions of a step are without it"
+        f"every {job.eval_every} steps an evaluation of {many}, as in training: forwards in eval mode by this "
+        f"strategy, on the ranks that train. Predictions of a step are without it"
     )
 
 
@@ -77,10 +75,8 @@ def _captured(job: Job, strategy: Strategy) -> Captured:
     ]
     if changed:
         raise JobError(
-            f"Job(eval_data=...): in eval mode forward still changes the buffer {changed[0]!r}, so "
-            f"that an evaluation "
-            f"would "
-            "change the training; update it in training mode alone: `if self.training:`"
+            f"Job(eval_data=...): in eval mode forward still changes the buffer {changed[0]!r}, so that an "
+            f"evaluation would change the training; update it in training mode alone: `if self.training:`"
         )
     return captured
 
@@ -93,18 +89,14 @@ def check_alike(training: Plan, evaluation: Plan) -> None:
         )
         other = ", ".join(sorted(ours ^ theirs)[:3]) or "none, but in other groups"
         raise JobError(
-            "Job(eval_data=...): in eval mode the loss depends on other parameters than in "
-            "training mode, or their "
-            "layout is "
-            f"another ({other}); let both modes use the same, or evaluate with a job of its own"
+            f"Job(eval_data=...): in eval mode the loss depends on other parameters than in training mode, or "
+            f"their layout is another ({other}); let both modes use the same, or evaluate with a job of its own"
         )
     for role, other_role in zip(training.roles, evaluation.roles, strict=True):
         held = {s.id for s in role.states}
         missing = [s.id for s in other_role.states if s.id not in held]
         if missing or other_role.ranks != role.ranks:
             raise JobError(
-                f"Job(eval_data=...): the evaluation needs {', '.join(missing) or 'other ranks'} "
-                f"on {role.role}, where "
-                f"training "
-                "has none; let both modes use the same parameters and buffers"
+                f"Job(eval_data=...): the evaluation needs {', '.join(missing) or 'other ranks'} on {role.role}, "
+                f"where training has none; let both modes use the same parameters and buffers"
             )

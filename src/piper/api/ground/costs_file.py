@@ -73,8 +73,7 @@ def load_costs(path: str | Path) -> Costs:
         raise FormatError(f"{e}; {MADE}") from None
     if not all(map(isfinite, _numbers(encode(costs)))):
         raise FormatError(
-            f"{path}: NaN or Infinity among the durations; finite numbers are expected: measure "
-            f"again"
+            f"{path}: NaN or Infinity among the durations; finite numbers are expected: measure again"
         )
     return costs
 

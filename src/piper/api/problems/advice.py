@@ -236,11 +236,9 @@ def _told(found: WayOut, period_s: float) -> list[str]:
     nearest = (
         ""
         if least is None
-        else f"; {least.words} holds least: {size_text(least.after.device_bytes)} on the fullest "
-        f"device"
+        else f"; {least.words} holds least: {size_text(least.after.device_bytes)} on the fullest device"
     )
     return [
-        f"none of {found.tried} changes of {kinds} makes it fit{nearest}. Take more devices per "
-        f"replica, or `piper "
+        f"none of {found.tried} changes of {kinds} makes it fit{nearest}. Take more devices per replica, or `piper "
         f"tune` a space"
     ]

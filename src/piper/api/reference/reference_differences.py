@@ -194,10 +194,7 @@ class _OneDevice:
         """Return how a tensor differs; None if it does not."""
         want, norm = self.tensors[name], self.norms[name]
         if tensor.shape != want.shape or tensor.dtype != want.dtype:
-            return (
-                f"{tensor.dtype} {tuple(tensor.shape)}, one device has {want.dtype} "
-                f"{tuple(want.shape)}"
-            )
+            return f"{tensor.dtype} {tuple(tensor.shape)}, one device has {want.dtype} {tuple(want.shape)}"
         error, allowed = (
             _norm(_wide(tensor) - _wide(want)),
             self.tolerance * (norm + FLOOR * typical),

@@ -46,10 +46,7 @@ class WholeBatch:
         if self.advancing:
             why = f"buffers that advance once per microbatch: {', '.join(self.advancing)}"
         else:
-            why = (
-                "the model or the loss combines rows, so it matters which of them are in a "
-                "microbatch"
-            )
+            why = "the model or the loss combines rows, so it matters which of them are in a microbatch"
         return f"the whole batch in one forward: NOT equal ({why}); the first difference:\n    {self.differences[0]}"
 
 
@@ -95,16 +92,13 @@ class VerificationReport:
     def _same_microbatches(self) -> str:
         if not self.differences:
             return (
-                f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: "
-                f"losses, gradients "
-                f"before each "
-                f"update and parameters after, {self.tensors} tensors, {self.tolerance}"
+                f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: losses, gradients "
+                f"before each update and parameters after, {self.tensors} tensors, {self.tolerance}"
             )
         count = len(self.differences)
         return (
-            f"{self.strategy.mesh}: NOT what one device computes, {self.tolerance}; the first of "
-            f"{count} differences:\n"
-            f"  {self.differences[0]}"
+            f"{self.strategy.mesh}: NOT what one device computes, {self.tolerance}; the first of {count} "
+            f"differences:\n  {self.differences[0]}"
         )
 
 

@@ -82,9 +82,8 @@ def check_same_job(compiled: Compiled, job: Job) -> None:
         ours, theirs = getattr(compiled.job, name), getattr(job, name)
         if ours is not theirs and ours != theirs:
             raise JobError(
-                f"execute: the job's {name} is {theirs!r}, but the strategy was compiled for "
-                f"{ours!r}; compile it with "
-                f"this job"
+                f"execute: the job's {name} is {theirs!r}, but the strategy was compiled for {ours!r}; compile it "
+                f"with this job"
             )
     if job is not compiled.job:
         from piper_runtime.rank import optimizer_spec
@@ -122,8 +121,7 @@ def check_same_program(compiled: Compiled) -> None:
     for name, (ours, theirs) in tables.items():
         if ours != theirs:
             raise PlanError(
-                f"execute: the plan's {name} {_difference(ours, theirs)}; compile the strategy "
-                f"with this job"
+                f"execute: the plan's {name} {_difference(ours, theirs)}; compile the strategy with this job"
             )
 
 
@@ -210,9 +208,7 @@ def execute(
         if trains or log or restarts or on_loss != "restart":
             raise JobError(
                 'execute(launcher="emulated"): nothing is trained, so there is nothing for log, '
-                "on_step, checkpoint "
-                "and resume, "
-                "nor for restarts"
+                "on_step, checkpoint and resume, nor for restarts"
             )
         return emulate(
             compiled,

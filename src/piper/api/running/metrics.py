@@ -197,8 +197,7 @@ def _library(package: str) -> ModuleType:
     except ImportError as e:
         raise MissingPackageError(
             f'the log "{package}" needs the package {package}, which cannot be imported ({e}); '
-            f"install it with "
-            f"`pip install {package}`, or leave it out of --log"
+            f"install it with `pip install {package}`, or leave it out of --log"
         ) from e
 
 
@@ -376,8 +375,7 @@ def recorded(
     if folder is None:
         if names:
             raise JobError(
-                f"log={','.join(names)!r} needs a folder: give out=DIR (at the command line --out "
-                f"DIR)"
+                f"log={','.join(names)!r} needs a folder: give out=DIR (at the command line --out DIR)"
             )
         yield on_step
         return

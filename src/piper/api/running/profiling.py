@@ -134,8 +134,7 @@ def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]
         for r in asked:
             if isinstance(r, bool) or not isinstance(r, int) or not 1 <= r <= global_batch:
                 raise JobError(
-                    f"profile(rows={list(asked)}): {r!r} is no number of rows of a batch of "
-                    f"{global_batch}"
+                    f"profile(rows={list(asked)}): {r!r} is no number of rows of a batch of {global_batch}"
                 )
         return sorted({*asked, own})
     least, most = max(1, global_batch // FEWEST_OF_BATCH), max(1, global_batch // MOST_OF_BATCH)

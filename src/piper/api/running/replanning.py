@@ -49,8 +49,7 @@ def check_on_loss(on_loss: object, strategy: object, options: RunOptions) -> Non
     )
     if strategy is not None and not callable(strategy) and not listed:
         raise JobError(
-            f"execute(strategy={strategy!r:.80}): a function of a trial, or a list of "
-            f"piper.Strategy for fewer "
+            f"execute(strategy={strategy!r:.80}): a function of a trial, or a list of piper.Strategy for fewer "
             f"devices, is needed"
         )
 
@@ -116,18 +115,15 @@ class Replanner:
             if timed:
                 return min(timed)[2:]
         raise JobError(
-            f"the strategy of this run, on {self._first.mesh}, is not legal on {_counted(devices)} "
-            f"or fewer{why}; give "
-            f"strategy="
-            "[...] with others, or a function of a trial"
+            f"the strategy of this run, on {self._first.mesh}, is not legal on {_counted(devices)} or fewer{why}; "
+            f"give strategy=[...] with others, or a function of a trial"
         )
 
     def _first_legal(self, devices: int, listed: Iterable[Strategy]) -> tuple[Strategy, Compiled]:
         for found in self._legal(s for s in listed if s.mesh.world <= devices):
             return found
         raise JobError(
-            f"execute(strategy=[...]): none of the strategies is legal for this job on "
-            f"{_counted(devices)}"
+            f"execute(strategy=[...]): none of the strategies is legal for this job on {_counted(devices)}"
         )
 
     def _searched(
@@ -141,8 +137,7 @@ class Replanner:
             strategy = function(trial)
             if isinstance(strategy, Strategy) and strategy.mesh.world > devices:
                 raise JobError(
-                    f"{strategy.mesh} has {strategy.mesh.world} ranks, and {_counted(devices)} are "
-                    f"left"
+                    f"{strategy.mesh} has {strategy.mesh.world} ranks, and {_counted(devices)} are left"
                 )
             return strategy
 
@@ -174,9 +169,7 @@ def _check_tuner() -> None:
     except ImportError as e:
         raise MissingPackageError(
             f'on_loss="replan" searches the function of a trial with the tuner, which cannot be '
-            f"imported ({e}); "
-            f"install what is "
-            "missing (`pip install optuna`), or give a list of strategies"
+            f"imported ({e}); install what is missing (`pip install optuna`), or give a list of strategies"
         ) from e
 
 

@@ -127,8 +127,7 @@ def tune(
     conditions = Conditions(device, costs, _limit(memory_limit, device), model)
     if load is not None and model is not DeviceModel:
         raise TuneError(
-            "tune(load=...): a cost model of your own decides itself how long experts take; leave "
-            "the load out"
+            "tune(load=...): a cost model of your own decides itself how long experts take; leave the load out"
         )
     if load is not None:
         load_text(load)  # a log that cannot be read is no reason to refuse each candidate
@@ -226,8 +225,7 @@ def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
         number = float(match[1]) * unit if match and unit else 0
     if not 1 <= number < MOST_BYTES:
         raise TuneError(
-            f"memory_limit={given!r}: a positive number of bytes, or text such as '20GiB' or "
-            f"'512MiB', is accepted"
+            f"memory_limit={given!r}: a positive number of bytes, or text such as '20GiB' or '512MiB', is accepted"
         )
     return int(number)
 
@@ -247,8 +245,7 @@ def _check_local(cluster: Cluster | None) -> None:
     here = torch.cuda.get_device_name(0)
     if cluster is None or cluster.device.name.partition("-")[0] not in here.lower():
         raise TuneError(
-            f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: "
-            f"leave confirm out"
+            f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: leave confirm out"
         )
 
 
@@ -262,13 +259,11 @@ def _goal_of_jobs(objective: Objective | None, storage: Any, global_batch: int |
     if objective == "period":
         others = " or ".join(f"objective={name!r}" for name in OBJECTIVES if name != "period")
         raise TuneError(
-            f"tune(objective='period'): the steps of different jobs hold different numbers of "
-            f"tokens; use {others}"
+            f"tune(objective='period'): the steps of different jobs hold different numbers of tokens; use {others}"
         )
     if storage is not None:
         raise TuneError(
-            "tune(storage=...): a search over jobs is kept in memory only; leave storage out, or "
-            "give one job"
+            "tune(storage=...): a search over jobs is kept in memory only; leave storage out, or give one job"
         )
     if global_batch is not None:
         raise TuneError("tune(global_batch=...): a job has its own; choose it in job(trial)")

@@ -45,13 +45,11 @@ class OnRay:
             import ray
         except ImportError as e:
             raise TuneError(
-                f"scoring on Ray needs it: {e}; install ray, or give workers as a number of "
-                f"processes"
+                f"scoring on Ray needs it: {e}; install ray, or give workers as a number of processes"
             ) from None
         if not ray.is_initialized():
             raise TuneError(
-                "this process is not connected to a Ray cluster; call ray.init() first, or use "
-                "piper.tune"
+                "this process is not connected to a Ray cluster; call ray.init() first, or use piper.tune"
             )
         self._ray: Any = ray
         self._programs, self._timeout_s = programs, timeout_s

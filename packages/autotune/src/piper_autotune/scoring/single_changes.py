@@ -87,9 +87,7 @@ class OneWord:
         sign = "+" if self.bytes_change > 0 else ""
         return (
             f"{self.words}: {time_text(period_s * (1 + self.period_change))} per step "
-            f"({self.period_change * 100:+.1f} "
-            f"%), "
-            f"{size_text(self.after.device_bytes)} on the fullest device "
+            f"({self.period_change * 100:+.1f} %), {size_text(self.after.device_bytes)} on the fullest device "
             f"({sign}{size_text(self.bytes_change)}){fits}"
         )
 

@@ -19,10 +19,7 @@ def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
     """Return the message for the user."""
     rows = list(search.rows.values())
     if not rows:
-        return (
-            "the search ended without a candidate: the sampler proposed nothing that could be "
-            "scored"
-        )
+        return "the search ended without a candidate: the sampler proposed nothing that could be scored"
     too_much = [r for r in rows if r.kind in MEMORY_KINDS]
     least = _smallest(search, too_much) if problem.memory_limit is not None else None
     if least is not None and problem.memory_limit is not None:
@@ -35,10 +32,7 @@ def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
         )
     kind, count = Counter(str(r.kind) for r in rows).most_common(1)[0]
     first = next(r for r in rows if r.kind == kind)
-    return (
-        f"all {len(rows)} candidates were rejected, {count} of them as {kind!r}; the first: "
-        f"{first.reason}"
-    )
+    return f"all {len(rows)} candidates were rejected, {count} of them as {kind!r}; the first: {first.reason}"
 
 
 def _counted(search: StrategySearch, count: int) -> str:

@@ -87,8 +87,6 @@ def unusable(storage: object, error: BaseException) -> TuneError:
     if _made_meanwhile(error):
         what = "is being set up by another search at this moment; start this one again"
     return TuneError(
-        f"the storage {storage} {what}: {text}; give an Optuna storage URL such as "
-        f"sqlite:///study.db, in a folder "
-        f"that exists, "
-        "or leave storage out to search in memory"
+        f"the storage {storage} {what}: {text}; give an Optuna storage URL such as sqlite:///study.db, in a folder "
+        f"that exists, or leave storage out to search in memory"
     )

@@ -120,8 +120,7 @@ class Study(Brief):
             write_whole(Path(folder) / "study.json", document.dumps())
         except OSError as e:
             raise OutputError(
-                f"cannot write the study to {folder}: {e.strerror}; choose a folder that is "
-                f"writable"
+                f"cannot write the study to {folder}: {e.strerror}; choose a folder that is writable"
             ) from None
         if self.best is not None:
             save_strategy(self.best, Path(folder) / "best.json")

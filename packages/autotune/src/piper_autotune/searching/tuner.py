@@ -145,8 +145,7 @@ def _check_trials(strategy: Any, trials: int, confirm: int, measure: object) -> 
     """Raise TuneError when no search can try and confirm candidates so."""
     if not callable(strategy):
         raise TuneError(
-            f"tune: the strategy is a {type(strategy).__name__}; a function of a trial is needed "
-            f"that returns a "
+            f"tune: the strategy is a {type(strategy).__name__}; a function of a trial is needed that returns a "
             f"piper.Strategy"
         )
     for name, value, least in (("trials", trials, 1), ("confirm", confirm, 0)):
@@ -154,8 +153,7 @@ def _check_trials(strategy: Any, trials: int, confirm: int, measure: object) -> 
             raise TuneError(f"tune({name}={value!r}): an integer of at least {least} is needed")
     if confirm and measure is None:
         raise TuneError(
-            f"tune(confirm={confirm}): only a piper.Job can be run; a Program has no code and no "
-            f"data"
+            f"tune(confirm={confirm}): only a piper.Job can be run; a Program has no code and no data"
         )
 
 
@@ -163,8 +161,7 @@ def _check_workers(workers: int | str, timeout_s: float) -> None:
     """Raise TuneError for workers that cannot be started, and for no time to score a candidate."""
     if type(workers) is int and workers > most_workers():
         raise TuneError(
-            f"tune(workers={workers!r}): at most {most_workers()} processes are started on this "
-            f"machine, which has "
+            f"tune(workers={workers!r}): at most {most_workers()} processes are started on this machine, which has "
             f'{os.cpu_count()} cores; workers="ray" uses a cluster'
         )
     if workers != "ray" and (type(workers) is not int or workers < 0):

@@ -27,8 +27,7 @@ def check_objective(objective: str, cluster: Cluster | None, tokens: int | None)
         return
     if tokens is None:
         raise TuneError(
-            f"tune(objective={objective!r}): the tokens of a row are not known; give "
-            f"Job(tokens_per_row=...)"
+            f"tune(objective={objective!r}): the tokens of a row are not known; give Job(tokens_per_row=...)"
         )
     if objective == "dollars_per_token":
         kinds = () if cluster is None else cluster.kinds

@@ -159,15 +159,10 @@ class TuningProblem:
             return
         name = getattr(self._factory, "__qualname__", type(self._factory).__qualname__)
         raise TuneError(
-            f"tune(storage=..., model={name}): it cannot be told whether the storage has scores of "
-            f"this model or of "
-            f"another, for "
-            "the model depends on more than its own code and plain values, such as a file, an "
-            "installed package, or an "
-            "object "
-            "that cannot be looked into. Give it what it needs as numbers, texts, lists or dicts "
-            "(functools.partial(model, "
-            "table=...)), or leave storage out"
+            f"tune(storage=..., model={name}): it cannot be told whether the storage has scores of this model or "
+            f"of another, for the model depends on more than its own code and plain values, such as a file, an "
+            f"installed package, or an object that cannot be looked into. Give it what it needs as numbers, texts, "
+            f"lists or dicts (functools.partial(model, table=...)), or leave storage out"
         )
 
 
@@ -274,10 +269,8 @@ def packed(item: Any, modules: Iterable[ModuleType] = ()) -> bytes:
             return out
     except (TypeError, AttributeError, pickle.PicklingError) as e:
         raise TuneError(
-            f"cannot send a {type(item).__name__} to worker processes: {e}; keep open files, locks "
-            f"and generators out "
-            f"of "
-            "directives, or search in this process (workers=0)"
+            f"cannot send a {type(item).__name__} to worker processes: {e}; keep open files, locks and generators "
+            f"out of directives, or search in this process (workers=0)"
         ) from e
 
 

@@ -18,22 +18,14 @@ from piper_ir.tools import size_text, time_text
 RULES: Mapping[str, str] = {
     "devices": "the mesh has more ranks than the cluster has devices",
     "rows": "the global batch does not divide into the microbatches and data-parallel replicas",
-    "states": "parameters, gradients and optimizer state of a role alone exceed the memory limit: "
-    "with this placement "
-    "no "
-    "schedule or number of microbatches fits",
-    "buckets": "the state and the buckets that one instruction needs whole exceed the memory "
-    "limit: no schedule and no "
-    "number of "
-    "microbatches fits with buckets as large as these",
-    "activations": "the state and what the microbatches in flight keep for backward exceed the "
-    "memory limit: no plan "
-    "with "
-    "this order holds less",
-    "slower": "the compute of the busiest device alone, or the messages of the busiest stream, "
-    "take longer than the "
-    "steps of the "
-    "best candidates known",
+    "states": "parameters, gradients and optimizer state of a role alone exceed the memory limit: with this "
+    "placement no schedule or number of microbatches fits",
+    "buckets": "the state and the buckets that one instruction needs whole exceed the memory limit: no schedule "
+    "and no number of microbatches fits with buckets as large as these",
+    "activations": "the state and what the microbatches in flight keep for backward exceed the memory limit: no "
+    "plan with this order holds less",
+    "slower": "the compute of the busiest device alone, or the messages of the busiest stream, take longer than "
+    "the steps of the best candidates known",
 }
 """The meaning of each rule, by name, in the order in which they are tried."""
 TOO_MUCH = ("states", "buckets", "activations")
@@ -127,10 +119,7 @@ class PruningRules:
         least, what = self._sketches.period_s(strategy, sketch, rows)
         if least <= known_s:
             return None
-        text = (
-            f"its busiest {what} for {time_text(least)} per step; steps of {time_text(known_s)} "
-            f"are known"
-        )
+        text = f"its busiest {what} for {time_text(least)} per step; steps of {time_text(known_s)} are known"
         return _pruned("slower", text, period_s=least)
 
 

@@ -80,10 +80,8 @@ class Space:
         if not same:
             where = "in one trial" if own is not None else "in two trials"
             raise SpaceError(
-                f"strategy(trial) uses the name {name!r} for two things {where}: {_text(before)} "
-                f"and "
-                f"{_text(distribution)}; give "
-                "each a name of its own"
+                f"strategy(trial) uses the name {name!r} for two things {where}: {_text(before)} and "
+                f"{_text(distribution)}; give each a name of its own"
             )
 
 
@@ -117,11 +115,8 @@ class Trial:
         if bad:
             raise SpaceError(
                 f"strategy(trial): suggest_categorical({name!r}) has the choice {bad[0]!r}, a "
-                f"{type(bad[0]).__name__}; "
-                f"choices "
-                "are numbers, text, booleans or None, since they are saved: use a name or an "
-                "index, and look the rest "
-                "up"
+                f"{type(bad[0]).__name__}; choices are numbers, text, booleans or None, since they are saved: use "
+                f"a name or an index, and look the rest up"
             )
         self._note(name, CategoricalDistribution(tuple(choices)))
         return self._trial.suggest_categorical(name, tuple(choices))

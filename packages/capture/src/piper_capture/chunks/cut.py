@@ -278,17 +278,13 @@ class _Wiring:
             for node in changed:
                 if provider[node].kind == "param":
                     raise CaptureError(
-                        f"{self._writer(region, node)}: parameter {provider[node].name!r} is "
-                        f"changed in place in "
-                        f"forward; "
-                        "keep values that change in a buffer (register_buffer)"
+                        f"{self._writer(region, node)}: parameter {provider[node].name!r} is changed in place in "
+                        f"forward; keep values that change in a buffer (register_buffer)"
                     )
                 if provider[node].kind == "buffer" and piece.opaque:
                     raise CaptureError(
-                        f"{self._writer(region, node)}: an opaque region changes buffer "
-                        f"{provider[node].name!r} in "
-                        f"place; update "
-                        "buffers outside of it, or remove opaque=True"
+                        f"{self._writer(region, node)}: an opaque region changes buffer {provider[node].name!r} in "
+                        f"place; update buffers outside of it, or remove opaque=True"
                     )
                 (
                     piece.changed_buffers.append
@@ -345,12 +341,9 @@ class _Wiring:
             ]
             if len(outside) > 1:
                 raise CaptureError(
-                    f"{self._writer(region, outside[0])}: changes a tensor in place that other "
-                    f"regions see through a "
-                    f"view "
-                    f"({', '.join(line_of(n) for n in outside)}); keep the view and the change in "
-                    f"one region, "
-                    "or make the view again after the change"
+                    f"{self._writer(region, outside[0])}: changes a tensor in place that other regions see through "
+                    f"a view ({', '.join(line_of(n) for n in outside)}); keep the view and the change in one "
+                    f"region, or make the view again after the change"
                 )
             changed += [n for n in outside if n not in changed]
         return sorted(changed, key=self._reads[region.number].index)
@@ -413,8 +406,7 @@ class _Wiring:
         for name, node in self._forward.rewrites.items():
             if node not in self._home:
                 raise CaptureError(
-                    f"buffer {name!r} is replaced in forward by a view or constant; assign a "
-                    f"computed tensor"
+                    f"buffer {name!r} is replaced in forward by a view or constant; assign a computed tensor"
                 )
             own = placeholders.get(name)
             in_place = (

@@ -59,18 +59,14 @@ class Places:
         )  # dropout of all elements draws nothing in plain PyTorch
         refused = draw.refused
         if node.target is as_written:
-            refused = (
-                "a module that runs as it is draws numbers for as many elements as values of "
-                "tensors say"
-            )
+            refused = "a module that runs as it is draws numbers for as many elements as values of tensors say"
             return Draw(f"{path}{ANY_NUMBER}", (), f"{line_of(node)}: {refused}")
         if self._tangled.keys() & {node, *node.all_input_nodes} or _read_otherwise(
             node, self._tangled
         ):
             refused = (
                 refused
-                or "a dimension of what is drawn has the rows inside of another one, [tokens * "
-                "rows, ...]"
+                or "a dimension of what is drawn has the rows inside of another one, [tokens * rows, ...]"
             )
         return Draw(
             f"{path}#{first + number}", draw.rows, f"{line_of(node)}: {refused}" if refused else ""
@@ -97,10 +93,8 @@ def _tangled(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 
 UNSHOWN = (
-    "an operation within another one, such as a torch.autograd.Function, draws, where the graph "
-    "does not show its "
-    "module (draw "
-    "the numbers before it, and pass them to it)"
+    "an operation within another one, such as a torch.autograd.Function, draws, where the graph does not show its "
+    "module (draw the numbers before it, and pass them to it)"
 )
 RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten"})
 JOINS = frozenset({"cat", "concat", "concatenate", "hstack", "vstack", "repeat", "tile"})

@@ -142,8 +142,7 @@ def _named(visits: Visits, patterns: Sequence[str], written: str) -> tuple[Visit
         if not found:
             raise SelectorError(
                 f"partition(layers={written}): no module matches {pattern!r}; the model has "
-                f"{examples(list(every))}. "
-                f"Names are "
+                f"{examples(list(every))}. Names are "
                 'matched as those of files: "blocks.*" means blocks.0, blocks.1 and so on'
             )
         entries |= found
@@ -155,10 +154,8 @@ def _named(visits: Visits, patterns: Sequence[str], written: str) -> tuple[Visit
     runs = in_order(visits.numbered(outermost))
     if not runs:
         raise SelectorError(
-            f"partition(layers={written}): none of the modules that match runs any operation on "
-            f"the way to the loss; "
-            f"name "
-            f"modules that do: "
+            f"partition(layers={written}): none of the modules that match runs any operation on the way to the "
+            f"loss; name modules that do: "
             f"{', '.join(c.text for c in chains(visits)) or 'there is no chain of like modules'}"
         )
     return runs

@@ -102,9 +102,8 @@ def trace_opaque(
         steps["I"] = Signature(reads, made, (), trial.backward.cost(), trial.backward.liveness())
         used = [k in trial.used for k, i in enumerate(inputs) if i.needs_grad]
         code["I"] = StepCode(
-            "# step I\nfrom piper_ops.written.opaque import backward_step\n\n"
-            f"step = backward_step({sum(comes)}, {used}, "
-            f"{trial.params}{', zeros=True' if trial.real else ''})\n",
+            f"# step I\nfrom piper_ops.written.opaque import backward_step\n\nstep = backward_step({sum(comes)}, "
+            f"{used}, {trial.params}{', zeros=True' if trial.real else ''})\n",
             {},
         )
         if params:
@@ -143,11 +142,9 @@ def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
         if node.op == "get_attr":
             if str(node.target) not in given:
                 raise CaptureError(
-                    f"{line_of(node)}: a function that is traced by itself "
-                    f"(torch.autograd.Function, checkpoint, "
-                    f"control flow) "
-                    "is not accepted in an opaque region; register it with torch.library, or "
-                    "remove opaque=True"
+                    f"{line_of(node)}: a function that is traced by itself (torch.autograd.Function, checkpoint, "
+                    f"control flow) is not accepted in an opaque region; register it with torch.library, or remove "
+                    f"opaque=True"
                 )
             env[node] = given[str(node.target)]
         elif node.op != "placeholder":
@@ -177,9 +174,8 @@ def _import(name: str, value: Any, module: fx.GraphModule) -> str:
     if isinstance(home, str) and inner.isidentifier():
         return f"from {home} import {inner} as {name}"
     raise CaptureError(
-        f"an opaque region calls {name}, which cannot be imported by name in another process; "
-        f"define it at the top of "
-        f"a module"
+        f"an opaque region calls {name}, which cannot be imported by name in another process; define it at the top "
+        f"of a module"
     )
 
 
@@ -333,8 +329,7 @@ class _Trial:
             outputs = self._body(*leaves)
         if len(outputs) != len(mask):
             raise CaptureError(
-                f"the opaque chunk has {len(outputs)} outputs but tangent_mask has {len(mask)} "
-                f"entries"
+                f"the opaque chunk has {len(outputs)} outputs but tangent_mask has {len(mask)} entries"
             )
         comes = [m and o.requires_grad for m, o in zip(mask, outputs)]
         ends = [o for o, c in zip(outputs, comes) if c]
@@ -418,10 +413,8 @@ class _Trial:
 
 
 GRADIENTS = (
-    "Ask for them by torch.autograd.grad(y.sum(), x, create_graph=True) of an x that requires "
-    "gradients "
-    "(x.requires_grad_() of a "
-    "copy), which runs as it is in a module of its own"
+    "Ask for them by torch.autograd.grad(y.sum(), x, create_graph=True) of an x that requires gradients "
+    "(x.requires_grad_() of a copy), which runs as it is in a module of its own"
 )
 
 

@@ -39,13 +39,8 @@ def check_rows(forward: Forward, rows: int) -> None:
     for guard in forward.guards:
         if not guard.holds(rows):
             raise CaptureError(
-                f"{guard.line or 'the model'}: the model behaves differently with {rows} rows than "
-                f"it did in capture, "
-                f"where "
-                f"{guard.text}. Piper chooses the rows of a microbatch, so that what is computed "
-                f"may not depend on "
-                f"their number: "
-                "leave the comparison out, or hide it in an operator of your own "
-                "(torch.library.custom_op, "
-                "register_fake)"
+                f"{guard.line or 'the model'}: the model behaves differently with {rows} rows than it did in "
+                f"capture, where {guard.text}. Piper chooses the rows of a microbatch, so that what is computed "
+                f"may not depend on their number: leave the comparison out, or hide it in an operator of your own "
+                f"(torch.library.custom_op, register_fake)"
             )

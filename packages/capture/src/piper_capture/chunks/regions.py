@@ -100,21 +100,16 @@ def operations(graph: fx.Graph) -> Operations:
         name = getattr(node.target, "__name__", str(node.target))
         if name in TRITON:
             raise CaptureError(
-                f"{line_of(node)}: an unregistered Triton kernel; wrap it with "
-                f"torch.library.triton_op"
+                f"{line_of(node)}: an unregistered Triton kernel; wrap it with torch.library.triton_op"
             )
         if _torch.is_transform(node.target):
             if "in create_block_mask" in (node.stack_trace or ""):
                 raise CaptureError(f"{_line_near(node)}: {BLOCK_MASK[0]}. {BLOCK_MASK[1]}")
             raise CaptureError(
-                f"{_line_near(node)}: a transform of torch.func (vmap, grad, jvp, ...) inside a "
-                f"model cannot be cut "
-                f"into chunks; "
-                "put it into a small nn.Module, which then runs by autograd as it is (with "
-                "torch.autograd.grad in the "
-                "place of "
-                "torch.func.grad), write it with batched operations, or wrap it as an operator "
-                "(torch.library.custom_op)"
+                f"{_line_near(node)}: a transform of torch.func (vmap, grad, jvp, ...) inside a model cannot be "
+                f"cut into chunks; put it into a small nn.Module, which then runs by autograd as it is (with "
+                f"torch.autograd.grad in the place of torch.func.grad), write it with batched operations, or wrap "
+                f"it as an operator (torch.library.custom_op)"
             )
         if node.target is _torch.SET_GRAD:
             enabled = bool(node.args[0])
@@ -180,9 +175,8 @@ def own_coords(
             check_coordinate(name, value, line_of(node))
             if tagged.get(name, value) != value:
                 raise CaptureError(
-                    f"{line_of(node)}: region says {name}={value}, tag says {name}={tagged[name]}; "
-                    f"give the coordinate "
-                    f"once"
+                    f"{line_of(node)}: region says {name}={value}, tag says {name}={tagged[name]}; give the "
+                    f"coordinate once"
                 )
         coords = rest | tagged | written
         layer = None if node in elsewhere else layers.of(node, stack)
@@ -426,7 +420,6 @@ def assign(
         other = seen.setdefault(region.id, region)
         if other is not region:
             raise CaptureError(
-                f"coordinates {other.coords} and {region.coords} give the same chunk name "
-                f"{region.id!r}; rename one"
+                f"coordinates {other.coords} and {region.coords} give the same chunk name {region.id!r}; rename one"
             )
     return assigner.regions

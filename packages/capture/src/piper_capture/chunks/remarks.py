@@ -41,14 +41,10 @@ def _visits(cut: Cut) -> dict[str, str]:
             continue
         own = f"layer={max(layers) + 1}" if LAYER in coords else "part=1"
         found[piece.region.id] = (
-            f"{piece.region.id} is visit {piece.region.visit + 1} of {base}: "
-            f"{line_of(piece.region.nodes[0])} runs "
-            f"again, after "
-            f"{cut.pieces[k - 1].region.id}. Give this visit coordinates of its own (`with "
-            f"piper.region({own}):`), or "
-            f"put "
-            "what runs in between on the same device, or leave the order of compute open (no order "
-            "directive)"
+            f"{piece.region.id} is visit {piece.region.visit + 1} of {base}: {line_of(piece.region.nodes[0])} runs "
+            f"again, after {cut.pieces[k - 1].region.id}. Give this visit coordinates of its own (`with "
+            f"piper.region({own}):`), or put what runs in between on the same device, or leave the order of "
+            f"compute open (no order directive)"
         )
     return found
 
@@ -66,9 +62,8 @@ def _updates(cut: Cut) -> dict[str, str]:
                     written.setdefault(name, {})[piece.region.id] = line_of(node)
     said = {
         name: f"buffer {name!r} is updated by {', '.join(lines)} in one microbatch: "
-        f"{', '.join(dict.fromkeys(lines.values()))}. "
-        "Give each layer a buffer of its own, update it in one place, or put all of these on one "
-        "device"
+        f"{', '.join(dict.fromkeys(lines.values()))}. Give each layer a buffer of its own, update it in one "
+        f"place, or put all of these on one device"
         for name, lines in written.items()
         if len(lines) > 1
     }

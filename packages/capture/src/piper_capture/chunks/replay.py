@@ -116,13 +116,9 @@ def _run(
             0
         ]  # behind it is a traceback of fx's interpreter
         raise CaptureError(
-            f"{line_of(node)}: this operation cannot run on meta tensors: {said}; it must have "
-            f"static shapes, tensors "
-            f"that "
-            "forward makes must be on the device of the others (device=x.device), and a custom op "
-            "must be registered "
-            "with "
-            "torch.library (register_fake, register_autograd)"
+            f"{line_of(node)}: this operation cannot run on meta tensors: {said}; it must have static shapes, "
+            f"tensors that forward makes must be on the device of the others (device=x.device), and a custom op "
+            f"must be registered with torch.library (register_fake, register_autograd)"
         ) from error
     facts.storages[node] = _storages(env[node])
     facts.writes[node] = frozenset().union(

@@ -26,31 +26,21 @@ def compares_rows(nodes: Iterable[fx.Node]) -> CaptureError | None:
         return None
     if _attends(node):
         return CaptureError(
-            f"{line_of(node)}: attends to other rows of the batch, where tokens of the same row "
-            f"are meant. {FIRST}"
+            f"{line_of(node)}: attends to other rows of the batch, where tokens of the same row are meant. {FIRST}"
         )
     return CaptureError(
-        f"{line_of(node)}: compares the rows of a batch with each other: its result has rows x "
-        f"rows numbers, so that "
-        f"the chunk "
-        "is not affine in the rows. A loss over all rows at once (contrastive, in-batch negatives) "
-        "changes with the "
-        "number of "
-        "rows, and a microbatch has only some of them. Accepted is a loss in which each row counts "
-        "by itself. Give the "
-        "other "
-        "side of each comparison as a tensor of the batch, [rows, ...], or let one row of "
-        "Job.batch hold the whole set "
-        "that is "
-        f"compared, [rows, set, ...], and compare within it. {FIRST}"
+        f"{line_of(node)}: compares the rows of a batch with each other: its result has rows x rows numbers, so "
+        f"that the chunk is not affine in the rows. A loss over all rows at once (contrastive, in-batch negatives) "
+        f"changes with the number of rows, and a microbatch has only some of them. Accepted is a loss in which "
+        f"each row counts by itself. Give the other side of each comparison as a tensor of the batch, [rows, ...], "
+        f"or let one row of Job.batch hold the whole set that is compared, [rows, set, ...], and compare within "
+        f"it. {FIRST}"
     )
 
 
 FIRST = (
-    "Attention modules of torch.nn take [T, rows, width], and [rows, T, width] if they are made "
-    "with batch_first=True: "
-    "make them "
-    "so, or transpose their inputs in forward"
+    "Attention modules of torch.nn take [T, rows, width], and [rows, T, width] if they are made with "
+    "batch_first=True: make them so, or transpose their inputs in forward"
 )
 """The way out for attention over the rows."""
 

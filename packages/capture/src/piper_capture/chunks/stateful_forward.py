@@ -28,8 +28,7 @@ from piper_capture.values.varying_values import UnknownRead
 from piper_ir.ground.errors import CaptureError
 
 ADVICE = (
-    "A model is captured once, so every step would compute what the first one did. Make it a "
-    "buffer of fixed size "
+    "A model is captured once, so every step would compute what the first one did. Make it a buffer of fixed size "
     "(register_buffer) that forward updates, or compute it anew in every forward"
 )
 
@@ -68,13 +67,10 @@ def _check_cached(changing: Sequence[fx.Node]) -> None:
     for node in changing:
         name, line = node.meta[_torch.CACHED]
         raise CaptureError(
-            f"{line}: {name} is under functools.lru_cache, and what it returns is made of "
-            f"parameters, of the batch, of "
-            f"buffers "
-            "that change or of random numbers. In plain PyTorch the cache returns the first call's "
-            "result again and "
-            "again, in "
-            "a plan it is computed in every step. Take lru_cache away; it may stay for constants"
+            f"{line}: {name} is under functools.lru_cache, and what it returns is made of parameters, of the "
+            f"batch, of buffers that change or of random numbers. In plain PyTorch the cache returns the first "
+            f"call's result again and again, in a plan it is computed in every step. Take lru_cache away; it may "
+            f"stay for constants"
         )
 
 
@@ -88,12 +84,9 @@ def _check_rows(first: Forward, repeat: Repeat) -> None:
     if not all(map(_torch.is_symbolic, rows)):
         changes = list(repeat.state.changes.values())
         raise CaptureError(
-            f"{_subject(changes, [])}, and its next call compares the number of rows with that of "
-            f"the call before, "
-            f"while "
-            "microbatches may differ in it. Keep nothing of the size of a batch between calls, or "
-            "make it anew in "
-            "every forward"
+            f"{_subject(changes, [])}, and its next call compares the number of rows with that of the call before, "
+            f"while microbatches may differ in it. Keep nothing of the size of a batch between calls, or make it "
+            f"anew in every forward"
         )
 
 
@@ -106,8 +99,7 @@ def _compare_calls(wanted: Transcript, repeat: Repeat) -> None:
         except (CaptureError, UnknownRead) as error:
             if unknown:
                 raise CaptureError(
-                    f"{_subject(unknown, [])} in every call and computes with it{_where(error)}. "
-                    f"{ADVICE}"
+                    f"{_subject(unknown, [])} in every call and computes with it{_where(error)}. {ADVICE}"
                 ) from error
             changes = list(state.changes.values())
             raise CaptureError(
@@ -130,8 +122,7 @@ def _compare_calls(wanted: Transcript, repeat: Repeat) -> None:
             return
         if fixed := [change for change in moving if not state.forget(change)]:
             raise CaptureError(
-                f"{_subject(fixed, [])} in every call, and whether it computes with it is not "
-                f"known. {ADVICE}"
+                f"{_subject(fixed, [])} in every call, and whether it computes with it is not known. {ADVICE}"
             )
         unknown += moving
     raise CaptureError(f"{_subject(unknown, [])} and something else in every call. {ADVICE}")

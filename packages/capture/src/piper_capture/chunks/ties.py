@@ -41,8 +41,7 @@ class Ties:
                 return
             for param in apart.keys() & self._terms:
                 raise DirectiveError(
-                    f"the gradient of parameter {param!r} is a sum over {_listed(apart[param])}; "
-                    f"untie it"
+                    f"the gradient of parameter {param!r} is a sum over {_listed(apart[param])}; untie it"
                 )
             self._terms |= set(apart)
 

@@ -259,8 +259,7 @@ def _check_tokens(chosen: _Chosen) -> None:
         elif steps_of(nest, degree) is None:
             axes = ", ".join(f"{c.asked.over}={c.asked.degree}" for c in claims)
             raise DirectiveError(
-                f"shard: {tokens_text(nest)} cannot be shared by {degree} devices "
-                f"({axes}){instead(nest, degree)}"
+                f"shard: {tokens_text(nest)} cannot be shared by {degree} devices ({axes}){instead(nest, degree)}"
             )
         for claim in claims:
             around = claim.asked.attention == HEADS_AROUND
@@ -271,9 +270,8 @@ def _check_tokens(chosen: _Chosen) -> None:
                 ways += ['attention="heads"' + ', order="blocks"' * (halves > 1)] * (not around)
                 raise DirectiveError(
                     f'attention="{claim.asked.attention}" over {claim.asked.over}: an op takes the '
-                    f"{size} tokens as "
-                    f"{nest[0].size} blocks, which {claim.asked.degree} devices cannot share"
-                    f"{', two each in zigzag order' * (halves > 1)}; use {' or '.join(ways)}"
+                    f"{size} tokens as {nest[0].size} blocks, which {claim.asked.degree} devices cannot "
+                    f"share{', two each in zigzag order' * (halves > 1)}; use {' or '.join(ways)}"
                 )
 
 
@@ -295,10 +293,8 @@ def _check_zigzag(nest: Nested, claims: Sequence[_Claim], size: int) -> None:
         steps_of(nest, context.degree * others) is not None
     )
     raise DirectiveError(
-        f"{size} tokens cannot be shared by {context.degree} devices along {context.over}{beside} "
-        f"in zigzag order, of "
-        f"which each "
-        f"has two blocks; {', '.join(instead)}"
+        f"{size} tokens cannot be shared by {context.degree} devices along {context.over}{beside} in zigzag order, "
+        f"of which each has two blocks; {', '.join(instead)}"
     )
 
 
@@ -390,9 +386,8 @@ def _overlapping(nests: Sequence[Nested]) -> DirectiveError:
     within = [n for n in nests if any(n != other and set(n) & set(other) for other in nests)]
     listed = " and of ".join(sorted(" x ".join(str(i.size) for i in nest) for nest in within))
     return DirectiveError(
-        f"shard: devices cannot share dimensions of {listed} elements, one of which is within the "
-        f"other; fewer devices "
-        f"can"
+        f"shard: devices cannot share dimensions of {listed} elements, one of which is within the other; fewer "
+        f"devices can"
     )
 
 

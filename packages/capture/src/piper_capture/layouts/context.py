@@ -51,16 +51,14 @@ def ordered(one: Sharding, joints: Iterable[Joint]) -> Sharding:
     ops = [n for joint in joints for n in joint.graph.nodes if n.target is piper.attention.default]
     if not ops:
         raise DirectiveError(
-            f"attention={one.attention!r}: the model has no attention that could be computed so; "
-            f"write it as "
+            f"attention={one.attention!r}: the model has no attention that could be computed so; write it as "
             'F.scaled_dot_product_attention, or use attention="heads"'
         )
     masked = next((n for n in ops if _named(n).get("mask") is not None), None)
     if one.attention == RING and masked is not None:
         raise DirectiveError(
             f'attention="ring": {title(masked)} has a mask, of which each device would need other '
-            f"columns in each "
-            f"step; "
+            f"columns in each step; "
             'use attention="gather" or "heads"'
         )
     causal = any(_named(n).get("is_causal") for n in ops)

@@ -14,13 +14,10 @@ def check_batch_norms(model: nn.Module, *, statistics: bool) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise CaptureError(
-                f"{name or 'the model'} is SyncBatchNorm, whose statistics are those of all "
-                f"replicas, which no plan "
-                f"takes; "
+                f"{name or 'the model'} is SyncBatchNorm, whose statistics are those of all replicas, which no "
+                f"plan takes; "
                 'use nn.BatchNorm2d (or 1d, 3d) with Job(batch_norm="microbatch"), which takes '
-                "those of each "
-                "microbatch on its "
-                "replica, or GroupNorm"
+                "those of each microbatch on its replica, or GroupNorm"
             )
         average = (
             isinstance(module, BATCH_NORMS)
@@ -29,9 +26,7 @@ def check_batch_norms(model: nn.Module, *, statistics: bool) -> None:
         )
         if statistics and average and module.training:
             raise CaptureError(
-                f"{name or 'the model'} is {type(module).__name__}(momentum=None), whose averages "
-                f"weigh by the number "
-                f"of batches "
-                "that it reads while it runs; give it a momentum, such as momentum=0.1, or set "
-                "track_running_stats=False"
+                f"{name or 'the model'} is {type(module).__name__}(momentum=None), whose averages weigh by the "
+                f"number of batches that it reads while it runs; give it a momentum, such as momentum=0.1, or set "
+                f"track_running_stats=False"
             )

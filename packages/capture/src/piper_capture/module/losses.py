@@ -21,12 +21,9 @@ from piper_ir.ground.errors import CaptureError
 MOST = 2**17
 """The largest number of elements of a tensor that becomes a literal."""
 TRAINED = (
-    "the loss has {what}, which is trained, and the optimizer of a job has the model's parameters "
-    "alone. Let the model "
-    "hold it: "
-    "make the loss a part of the model, which then gets the labels among its inputs and returns "
-    "its own loss (Job "
-    "without loss)"
+    "the loss has {what}, which is trained, and the optimizer of a job has the model's parameters alone. Let the "
+    "model hold it: make the loss a part of the model, which then gets the labels among its inputs and returns its "
+    "own loss (Job without loss)"
 )
 
 
@@ -51,16 +48,13 @@ def take_constant(graph: fx.Graph, node: fx.Node, value: Tensor) -> bool:
         raise CaptureError(TRAINED.format(what=f"a tensor of shape {shape}"))
     if value.numel() > MOST:
         raise CaptureError(
-            f"the loss or a metric holds a tensor of shape {tuple(value.shape)}; give it as a "
-            f"tensor of the batch: "
+            f"the loss or a metric holds a tensor of shape {tuple(value.shape)}; give it as a tensor of the batch: "
             f"piper.shared"
         )
     if node.meta["example_value"]._version:
         raise CaptureError(
-            f"the loss or a metric changes a tensor of its own, of shape {shape}, in place: the "
-            f"next call would be "
-            f"another loss. "
-            "Copy it first, .clone(), or let it come with the batch: piper.shared(tensor)"
+            f"the loss or a metric changes a tensor of its own, of shape {shape}, in place: the next call would be "
+            f"another loss. Copy it first, .clone(), or let it come with the batch: piper.shared(tensor)"
         )
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         constant = graph.call_function(torch.tensor, (value.tolist(),), {"dtype": value.dtype})

@@ -14,10 +14,7 @@ from piper_ir.ground.errors import CaptureError
 OutputMetrics = Mapping[str, Callable[[Any, Any], Any]]
 """The functions of (output, targets), by the name of their metric."""
 
-NEEDED = (
-    "a scalar is needed, the mean over rows; a pair (sum, weight) of scalars; or a dict of those "
-    "by name"
-)
+NEEDED = "a scalar is needed, the mean over rows; a pair (sum, weight) of scalars; or a dict of those by name"
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,7 @@ def metric_nodes(
         scalars = [isinstance(value, Tensor) and value.dim() == 0 for value in values]
         if len(values) not in (1, 2) or not all(scalars) or None in nodes:
             raise CaptureError(
-                f"Job(metrics=...): {name!r} returned "
-                f"{', '.join(map(_shown, values)) or 'nothing'}; {NEEDED}"
+                f"Job(metrics=...): {name!r} returned {', '.join(map(_shown, values)) or 'nothing'}; {NEEDED}"
             )
         kinds: tuple[Literal["metric", "metric_weight"], ...] = ("metric", "metric_weight")
         out += [

@@ -35,21 +35,16 @@ ASKED_ROWS = 2
 """The number of rows of the example batch: with two, a function that ignores its argument shows."""
 
 DEVICES = (
-    "Model, loss and batch are written for the CPU, and a run moves them to the devices of its "
-    "ranks: leave .cuda(), "
-    ".to('cuda') and device='cuda' out. A tensor that forward makes takes the device of another "
-    "one: device=x.device"
+    "Model, loss and batch are written for the CPU, and a run moves them to the devices of its ranks: leave "
+    ".cuda(), .to('cuda') and device='cuda' out. A tensor that forward makes takes the device of another one: "
+    "device=x.device"
 )
 
 
 OWN_LOSS = (
-    "Without Job(loss=...) the model's output is the loss: a floating-point scalar, a tuple that "
-    "begins with one, or "
-    "an output "
-    "with `loss`. Models of transformers compute it when they get labels: let batch return them "
-    "among the inputs. Or "
-    "give "
-    "a function of (output, targets), such as `lambda out, _: out.loss`"
+    "Without Job(loss=...) the model's output is the loss: a floating-point scalar, a tuple that begins with one, "
+    "or an output with `loss`. Models of transformers compute it when they get labels: let batch return them among "
+    "the inputs. Or give a function of (output, targets), such as `lambda out, _: out.loss`"
 )
 
 
@@ -109,44 +104,33 @@ def _check(model: nn.Module) -> None:
     for name, tensor, _ in named_tensors(model):
         if is_lazy(tensor):
             raise CaptureError(
-                f"{name!r} has no shape yet: a lazy module gets its sizes from its first batch. "
-                f"Give them in the "
-                f"constructor, "
-                "such as nn.Linear(inputs, outputs) in place of nn.LazyLinear(outputs)"
+                f"{name!r} has no shape yet: a lazy module gets its sizes from its first batch. Give them in the "
+                f"constructor, such as nn.Linear(inputs, outputs) in place of nn.LazyLinear(outputs)"
             )
     for name, p in model.named_parameters():
         if p.is_complex():
             raise CaptureError(
-                f"parameter {name!r} is {p.dtype}; parameters are floating-point here. Keep real "
-                f"and imaginary parts "
-                f"as two "
-                "parameters, and make torch.complex(real, imaginary) of them in forward"
+                f"parameter {name!r} is {p.dtype}; parameters are floating-point here. Keep real and imaginary "
+                f"parts as two parameters, and make torch.complex(real, imaginary) of them in forward"
             )
         if p._backward_hooks:
             raise CaptureError(
-                f"parameter {name!r} has a hook on its gradient, which a plan would not run. To "
-                f"change a gradient, "
-                f"write "
-                "a torch.autograd.Function whose backward is the hook, and use its "
-                "Function.apply(parameter) in forward"
+                f"parameter {name!r} has a hook on its gradient, which a plan would not run. To change a gradient, "
+                f"write a torch.autograd.Function whose backward is the hook, and use its "
+                f"Function.apply(parameter) in forward"
             )
         if getattr(p, "_post_accumulate_grad_hooks", None):
             raise CaptureError(
-                f"parameter {name!r} has a hook on its accumulated gradient, which a plan would "
-                f"not run. Change "
-                "accumulated gradients in the optimizer, Job(optimizer=...), and clip them with "
-                "Job(clip_norm=...)"
+                f"parameter {name!r} has a hook on its accumulated gradient, which a plan would not run. Change "
+                f"accumulated gradients in the optimizer, Job(optimizer=...), and clip them with Job(clip_norm=...)"
             )
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
-                f"module {name!r} has a hook on its backward, which a plan would not run. To "
-                f"change a gradient, write "
-                "a torch.autograd.Function whose forward returns its input and whose backward is "
-                "the hook, and call "
-                "its apply "
-                "on the module's input or output in forward; what only looks at gradients is left "
-                "out"
+                f"module {name!r} has a hook on its backward, which a plan would not run. To change a gradient, "
+                f"write a torch.autograd.Function whose forward returns its input and whose backward is the hook, "
+                f"and call its apply on the module's input or output in forward; what only looks at gradients is "
+                f"left out"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise CaptureError(
@@ -199,11 +183,9 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             "an attribute",
         )
         raise CaptureError(
-            f"the model cannot be copied, as capture does: {name}: {error}. Keep open files, locks "
-            f"and the like in a "
-            f"global "
-            "variable of the model's module, or give their class a __deepcopy__ that returns the "
-            "object itself"
+            f"the model cannot be copied, as capture does: {name}: {error}. Keep open files, locks and the like in "
+            f"a global variable of the model's module, or give their class a __deepcopy__ that returns the object "
+            f"itself"
         ) from error
 
 
@@ -245,13 +227,9 @@ def flatten_batch(inputs: Any, targets: Any) -> dict[str, Tensor]:
             found[name] = leaf
         elif not isinstance(leaf, Constant):
             raise CaptureError(
-                f"batch: {name} is a {type(leaf).__name__}; a batch holds tensors, and numbers, "
-                f"bools, texts and None, "
-                f"which are "
-                "constants of the model (torch.from_numpy makes tensors of arrays), in tuples, "
-                "lists, dicts, and "
-                "dataclasses "
-                "whose constructor takes all fields"
+                f"batch: {name} is a {type(leaf).__name__}; a batch holds tensors, and numbers, bools, texts and "
+                f"None, which are constants of the model (torch.from_numpy makes tensors of arrays), in tuples, "
+                f"lists, dicts, and dataclasses whose constructor takes all fields"
             )
     return found
 
@@ -347,17 +325,13 @@ def _called(batch: BatchMaker, asked: range) -> Example:
     pair = batch_pair(result)
     if pair is None:
         raise CaptureError(
-            f"batch returned {type(result).__name__}; it must return a pair (inputs, targets), or "
-            f"a dict of inputs "
-            f"alone, labels "
-            "among them, where the model computes its loss itself"
+            f"batch returned {type(result).__name__}; it must return a pair (inputs, targets), or a dict of inputs "
+            f"alone, labels among them, where the model computes its loss itself"
         )
     if not isinstance(pair[0], Tensor | tuple | Mapping) and not is_dataclass(pair[0]):
         raise CaptureError(
-            f"batch returned inputs of type {type(pair[0]).__name__}; inputs: a Tensor, tuple "
-            f"(positional), dict "
-            f"(keyword) or "
-            "dataclass is accepted (torch.from_numpy makes tensors of arrays)"
+            f"batch returned inputs of type {type(pair[0]).__name__}; inputs: a Tensor, tuple (positional), dict "
+            f"(keyword) or dataclass is accepted (torch.from_numpy makes tensors of arrays)"
         )
     return Example(*pair)
 
@@ -366,8 +340,7 @@ def _check_patterns(shared: tuple[str, ...], tensors: Mapping[str, Tensor]) -> N
     for pattern in shared:
         if not any(is_shared(torch.empty(0), name, (pattern,)) for name in tensors):
             raise CaptureError(
-                f"Job(shared={pattern!r}): no tensor of the batch has this name; it has "
-                f"{', '.join(tensors)}"
+                f"Job(shared={pattern!r}): no tensor of the batch has this name; it has {', '.join(tensors)}"
             )
 
 
@@ -382,18 +355,11 @@ def _parts_of_rows(batch: BatchMaker, asked: range, name: str, tensor: Tensor) -
 
 def _without_rows(name: str, tensor: Tensor, asked: int) -> str:
     return (
-        f"batch: {name} has shape {tuple(tensor.shape)} for {asked} rows; the first dimension must "
-        f"be the rows, or as "
-        f"many "
-        "entries for each row: batch(step, rows) returns these rows of the global batch, such as "
-        "x[rows.start : "
-        "rows.stop], and "
-        "not all of it. A tensor without rows (positions, offsets of fields) is declared: "
-        "piper.shared(tensor), or "
-        f"Job(shared={name!r}). Bags of different lengths (nn.EmbeddingBag) are padded to one: "
-        f"[rows, length], with "
-        f"padding_idx"
-        f"{_behind(tensor, asked)}"
+        f"batch: {name} has shape {tuple(tensor.shape)} for {asked} rows; the first dimension must be the rows, or "
+        f"as many entries for each row: batch(step, rows) returns these rows of the global batch, such as "
+        f"x[rows.start : rows.stop], and not all of it. A tensor without rows (positions, offsets of fields) is "
+        f"declared: piper.shared(tensor), or Job(shared={name!r}). Bags of different lengths (nn.EmbeddingBag) are "
+        f"padded to one: [rows, length], with padding_idx{_behind(tensor, asked)}"
     )
 
 

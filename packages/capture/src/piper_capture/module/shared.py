@@ -99,16 +99,10 @@ def check_shared(model: nn.Module, trainable: Collection[str], changed: Collecti
         other = pair.second if writer == pair.first else pair.first
         how = "is trained" if writer in trainable else "is changed in forward"
         raise CaptureError(
-            f"{pair.first!r} and {pair.second!r} share memory without being one tensor, and "
-            f"{writer!r} {how}: on one "
-            f"device "
-            f"{other!r} changes, too, but a plan keeps the two apart. Give both names the same "
-            f"object (`b.weight = "
-            f"a.weight` "
-            "ties parameters), make the view in forward, or copy it in the constructor: .clone(). "
-            "Of the two "
-            "spectral_norm of "
-            "torch take that of torch.nn.utils.parametrizations"
+            f"{pair.first!r} and {pair.second!r} share memory without being one tensor, and {writer!r} {how}: on "
+            f"one device {other!r} changes, too, but a plan keeps the two apart. Give both names the same object "
+            f"(`b.weight = a.weight` ties parameters), make the view in forward, or copy it in the constructor: "
+            f".clone(). Of the two spectral_norm of torch take that of torch.nn.utils.parametrizations"
         )
 
 
@@ -123,11 +117,7 @@ def check_batch(sharing: Collection[tuple[str, str]], changed: Mapping[str, str]
             continue
         other = pair[0] if name == pair[1] else pair[1]
         raise CaptureError(
-            f"{changed[name]}: changes {name} of the batch in place, and {other} lies in the same "
-            f"memory: on one "
-            f"device it "
-            f"changes, too, but a plan loads the two apart. Let forward change a copy "
-            f"({name.split('.')[0]}.clone()), "
-            f"or let "
-            "batch return two tensors: .clone() of one of them"
+            f"{changed[name]}: changes {name} of the batch in place, and {other} lies in the same memory: on one "
+            f"device it changes, too, but a plan loads the two apart. Let forward change a copy "
+            f"({name.split('.')[0]}.clone()), or let batch return two tensors: .clone() of one of them"
         )

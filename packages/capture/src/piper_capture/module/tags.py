@@ -106,9 +106,8 @@ def _stamp(name: str, module: nn.Module, pattern: str, coords: Mapping[str, int]
         before, by = given.setdefault(key, (value, pattern))
         if before != value:
             raise SelectorError(
-                f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: "
-                f"{key}={before} and {key}={value}; "
-                "make them match different modules"
+                f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: {key}={before} and "
+                f"{key}={value}; make them match different modules"
             )
 
 
@@ -127,10 +126,8 @@ def check_coordinate(name: str, value: object, where: str) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CaptureError(
-            f"{where}: coordinate {name}={value!r} is not a non-negative integer; region and tag "
-            f"take coordinates, "
-            f"each a name "
-            "of your choice with an integer, such as stage=0, and the option opaque=True"
+            f"{where}: coordinate {name}={value!r} is not a non-negative integer; region and tag take coordinates, "
+            f"each a name of your choice with an integer, such as stage=0, and the option opaque=True"
         )
 
 
@@ -145,8 +142,7 @@ def _compile(pattern: str) -> tuple[re.Pattern[str], tuple[range, ...]]:
             low, high = int(bounds[1]), int(bounds[2])
             if low > high:
                 raise SelectorError(
-                    f"tag: the range {component!r} in {pattern!r} is empty; the smaller index "
-                    f"comes first"
+                    f"tag: the range {component!r} in {pattern!r} is empty; the smaller index comes first"
                 )
             ranges.append(range(low, high + 1))
             parts.append(r"(\d+)")

@@ -21,10 +21,7 @@ def way_to_experts(program: Program) -> str:
     region = "put the experts' products into `with piper.region(experts=0)`"
     stacks = dict(_stacks(program))
     if not stacks:
-        return (
-            f"{region}, or tag their module: piper.tag(model, {{'layers.*.experts': "
-            f"dict(experts=0)}})"
-        )
+        return f"{region}, or tag their module: piper.tag(model, {{'layers.*.experts': dict(experts=0)}})"
     first, matrices = next(iter(stacks.items()))
     more = f" and {len(stacks) - 1} more" if len(stacks) > 1 else ""
     pattern = ".".join("*" if part.isdigit() else part for part in first.split("."))
@@ -32,10 +29,8 @@ def way_to_experts(program: Program) -> str:
     if matrices >= GATED:
         return f"tag module {first!r}{more} {tag}: dict(experts=0, replace='gated_experts')}})"
     return (
-        f"if the matrices of module {first!r}{more} are experts, tag it {tag}: dict(experts=0)}}), "
-        f"with replace=... "
-        f"where it "
-        f"loops over them (@piper.replacement); or {region}"
+        f"if the matrices of module {first!r}{more} are experts, tag it {tag}: dict(experts=0)}}), with "
+        f"replace=... where it loops over them (@piper.replacement); or {region}"
     )
 
 

@@ -121,10 +121,7 @@ def compile_step(
     It must be called under `torch.no_grad()`. Tracebacks show the generated lines. Raises CaptureError when an op of
     the code is not registered in this process.
     """
-    filename = (
-        f"<piper {code.source.splitlines()[0][2:]} "
-        f"{hashlib.sha256(code.source.encode()).hexdigest()[:8]}>"
-    )
+    filename = f"<piper {code.source.splitlines()[0][2:]} {hashlib.sha256(code.source.encode()).hexdigest()[:8]}>"
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
     namespace |= {name: value.to(device) for name, value in code.constants.items()}
     linecache.cache[filename] = (

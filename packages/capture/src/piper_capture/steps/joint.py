@@ -149,9 +149,7 @@ def _traced_joint(
         if len(tangent_mask) != own + len(values):
             raise CaptureError(
                 f"the chunk changes {len(values)} of its inputs in place, so tangent_mask needs "
-                f"{own + len(values)} "
-                f"entries, "
-                f"one per output and one per changed value, not {len(tangent_mask)}"
+                f"{own + len(values)} entries, one per output and one per changed value, not {len(tangent_mask)}"
             )
         rest = iter(tangent_mask[own:])
         mask = (*tangent_mask[:own], *(inputs[k].kind != "buffer" and next(rest) for k in mutated))
@@ -159,13 +157,11 @@ def _traced_joint(
         raw = _export(wrapper, module, inputs, constants)
         if raw.mutated:
             raise CaptureError(
-                f"an in-place change of input {raw.mutated[0]} cannot be made "
-                f"functional{_where(wrapper.node)}"
+                f"an in-place change of input {raw.mutated[0]} cannot be made functional{_where(wrapper.node)}"
             )
     elif len(tangent_mask) != wrapper.outputs:
         raise CaptureError(
-            f"the chunk has {wrapper.outputs} outputs but tangent_mask has {len(tangent_mask)} "
-            f"entries"
+            f"the chunk has {wrapper.outputs} outputs but tangent_mask has {len(tangent_mask)} entries"
         )
     return _joint(raw, inputs, constants, mutated)
 
@@ -189,8 +185,7 @@ def _joint(
         value = getattr(raw.module, str(node.target))
         if not isinstance(value, torch.Tensor) or _torch_joint.is_fake(value):
             raise CaptureError(
-                f"a constant of type {type(value).__name__} cannot be kept{_where(node)}; pass it "
-                f"as an input"
+                f"a constant of type {type(value).__name__} cannot be kept{_where(node)}; pass it as an input"
             )
         names[node] = f"constant{len(values)}"
         values[names[node]] = value
@@ -247,8 +242,7 @@ class _Wrapper(torch.nn.Module):
         for k, out in enumerate(outputs):
             if not isinstance(out, torch.Tensor):
                 raise CaptureError(
-                    f"output {k} of a chunk is {type(out).__name__}; only tensors cross from chunk "
-                    f"to chunk"
+                    f"output {k} of a chunk is {type(out).__name__}; only tensors cross from chunk to chunk"
                 )
         return tuple(
             out.clone(memory_format=torch.contiguous_format)
@@ -321,8 +315,7 @@ def constants_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
                 )
             if value.is_meta or _torch_joint.is_fake(value):
                 raise CaptureError(
-                    f"a constant tensor has no content{_where(node)}; register it as a buffer of "
-                    f"the model"
+                    f"a constant tensor has no content{_where(node)}; register it as a buffer of the model"
                 )
             found[str(node.target)] = value
     return found
@@ -372,8 +365,7 @@ def _refuse_changed_parameters(
         if inputs[k].kind == "param":
             name = module.graph.find_nodes(op="placeholder")[k].name
             raise CaptureError(
-                f"the model changes its parameter {name} in place while it runs; only an optimizer "
-                f"may do that"
+                f"the model changes its parameter {name} in place while it runs; only an optimizer may do that"
             )
 
 
@@ -385,9 +377,8 @@ def _check(graph: fx.Graph) -> None:
         target, name = node.target, str(node.target)
         if node.meta.get("recompute") is not None:
             raise CaptureError(
-                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; call the "
-                f"function "
-                "directly, which trains the same model"
+                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; call the function "
+                f"directly, which trains the same model"
             )
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
@@ -398,16 +389,13 @@ def _check(graph: fx.Graph) -> None:
                 _check_product(node)
             if "mkldnn" in name or "for_cpu" in name or "_scaled_dot_product" in name:
                 raise CaptureError(
-                    f"{name} exists on one kind of device only and has no portable "
-                    f"form{_where(node)}"
+                    f"{name} exists on one kind of device only and has no portable form{_where(node)}"
                 )
         elif target.__module__ != "_operator":
             raise CaptureError(
-                f"{name} cannot be cut into forward and backward steps{_where(node)}; custom ops "
-                f"must be functional "
-                "(torch.library, mutates_args=()), and a choice between values is written with "
-                "torch.where, not as "
-                "control flow"
+                f"{name} cannot be cut into forward and backward steps{_where(node)}; custom ops must be "
+                f"functional (torch.library, mutates_args=()), and a choice between values is written with "
+                f"torch.where, not as control flow"
             )
 
 

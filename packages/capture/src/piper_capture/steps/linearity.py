@@ -60,24 +60,14 @@ ZERO, CONSTANT, LINEAR, AFFINE, UNKNOWN, OTHER = Linearity
 
 ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero"})
 _ADDED = (
-    "add sub rsub neg cat stack sum mean cumsum clone _to_copy to flip roll repeat constant_pad_nd "
-    "tril triu trace "
-    "real imag "
-    "conj _conj conj_physical view_as_real view_as_complex complex _fft_r2c _fft_c2r _fft_c2c "
-    "slice_scatter "
-    "select_scatter "
-    "diagonal_scatter as_strided_scatter scatter_add index_add scatter scatter_reduce index_copy "
-    "index_put "
-    "_unsafe_index_put "
-    "masked_scatter masked_fill where gather index index_select _unsafe_index take embedding "
-    "lift_fresh_copy "
-    "diag_embed "
-    "unfold_backward im2col col2im pixel_shuffle pixel_unshuffle new_empty_strided block_diag"
+    "add sub rsub neg cat stack sum mean cumsum clone _to_copy to flip roll repeat constant_pad_nd tril triu trace "
+    "real imag conj _conj conj_physical view_as_real view_as_complex complex _fft_r2c _fft_c2r _fft_c2c "
+    "slice_scatter select_scatter diagonal_scatter as_strided_scatter scatter_add index_add scatter scatter_reduce "
+    "index_copy index_put _unsafe_index_put masked_scatter masked_fill where gather index index_select "
+    "_unsafe_index take embedding lift_fresh_copy diag_embed unfold_backward im2col col2im pixel_shuffle "
+    "pixel_unshuffle new_empty_strided block_diag"
 )
-_PRODUCTS = (
-    "mul mm bmm mv dot vdot outer ger matmul _grouped_mm grouped_mm _trilinear linalg_cross kron "
-    "convolution"
-)
+_PRODUCTS = "mul mm bmm mv dot vdot outer ger matmul _grouped_mm grouped_mm _trilinear linalg_cross kron convolution"
 _SUMMED = "addmm baddbmm addmv addr addbmm addcmul"
 ADDED = frozenset(_ADDED.split())
 """The operators whose result is linear in all their floating-point tensors together."""

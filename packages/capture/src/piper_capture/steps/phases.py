@@ -196,8 +196,7 @@ def _refuse_late_randomness(forward: set[fx.Node], later: set[fx.Node]) -> None:
     for node in later - forward:
         if is_random(node):
             raise CaptureError(
-                f"{node.target} draws random numbers in the backward; draw them in the forward and "
-                f"save them"
+                f"{node.target} draws random numbers in the backward; draw them in the forward and save them"
             )
 
 
@@ -205,9 +204,7 @@ def _refuse_changed_buffers(joint: Joint, needs: set[fx.Node]) -> None:
     for k in joint.mutated:
         if joint.kinds[k] == "buffer" and joint.inputs[k] in needs:
             raise CaptureError(
-                f"the backward of a chunk reads buffer input {k}, which the chunk changes in "
-                f"place; the next "
-                f"microbatch "
-                "would have overwritten it by then. Read a copy of the buffer (buffer.clone()) in "
-                "the forward"
+                f"the backward of a chunk reads buffer input {k}, which the chunk changes in place; the next "
+                f"microbatch would have overwritten it by then. Read a copy of the buffer (buffer.clone()) in the "
+                f"forward"
             )

@@ -199,8 +199,7 @@ class _Rewriting:
         found = [n for n in nodes if n.target in ops]
         if len(found) != 1:
             raise self._fail(
-                f"its region calls {name} {len(found)} times; one region holds one route and one "
-                f"unroute"
+                f"its region calls {name} {len(found)} times; one region holds one route and one unroute"
             )
         return found[0]
 
@@ -224,8 +223,7 @@ class _Rewriting:
         ]
         if outside or self._route in body or self._rows not in leaves:
             raise self._fail(
-                "what stands between route and unroute is used elsewhere, too; leave that out of "
-                "the region"
+                "what stands between route and unroute is used elsewhere, too; leave that out of the region"
             )
         order = list(self._module.graph.nodes)
         return sorted(body, key=order.index), sorted(leaves, key=order.index)
@@ -240,8 +238,7 @@ class _Rewriting:
             or given.example.shape[0] != self.experts
         ):
             raise self._fail(
-                f"{node.name} is read between route and unroute, and is no parameter "
-                f"[{self.experts}, ...] of the "
+                f"{node.name} is read between route and unroute, and is no parameter [{self.experts}, ...] of the "
                 f"experts"
             )
         if any(u not in self._body for u in node.users):

@@ -292,8 +292,7 @@ class _Assembly:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError(
-                "the loss does not depend on any parameter with requires_grad=True; there is "
-                "nothing to train"
+                "the loss does not depend on any parameter with requires_grad=True; there is nothing to train"
             )
         if new:
             self._check_rows_apart()

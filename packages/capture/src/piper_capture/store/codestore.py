@@ -287,23 +287,17 @@ def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
             made.accumulates,
         ):
             raise CaptureError(
-                f"step {step} of a chunk reads {made.reads} and writes {made.writes} at {rows} "
-                f"rows, but reads "
-                f"{signature.reads} "
-                f"and writes {signature.writes} at fewer rows; write the model so that its "
-                f"operations do not depend on "
-                f"the rows"
+                f"step {step} of a chunk reads {made.reads} and writes {made.writes} at {rows} rows, but reads "
+                f"{signature.reads} and writes {signature.writes} at fewer rows; write the model so that its "
+                f"operations do not depend on the rows"
             )
     for port, spec in planned.ports.items():
         if spec != traced.ports[port]:
             raise CaptureError(
-                f"{port} of a chunk is {traced.ports[port]} at {rows} rows; {spec} follows from "
-                f"other numbers of rows. "
-                f"A size "
-                "does not grow by the same with each row, as where k of topk or a slice x[:k] is "
-                "more than the rows. "
-                "Take "
-                "microbatches of more rows, or write it with sizes that follow from the rows"
+                f"{port} of a chunk is {traced.ports[port]} at {rows} rows; {spec} follows from other numbers of "
+                f"rows. A size does not grow by the same with each row, as where k of topk or a slice x[:k] is "
+                f"more than the rows. Take microbatches of more rows, or write it with sizes that follow from the "
+                f"rows"
             )
 
 

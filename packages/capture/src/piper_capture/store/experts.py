@@ -65,8 +65,7 @@ class ExpertChunks:
 
     def _fail(self, message: str) -> DirectiveError:
         return DirectiveError(
-            f"shard(over={self.axis!r}, index={', '.join(self._asked.index)!r}, stream='rows'): "
-            f"{message}"
+            f"shard(over={self.axis!r}, index={', '.join(self._asked.index)!r}, stream='rows'): {message}"
         )
 
     @cached_property
@@ -109,8 +108,7 @@ class ExpertChunks:
         if not any(own.values()):
             named = ", ".join(i.ref for i in chunk.inputs if i.kind == "param")
             raise self._fail(
-                f"no device could have its own part of {named} in {chunk.id}: chunks outside use "
-                f"them, too"
+                f"no device could have its own part of {named} in {chunk.id}: chunks outside use them, too"
             )
         for k, given in enumerate(chunk.inputs):
             if (
@@ -120,10 +118,8 @@ class ExpertChunks:
                 and self.axis not in made.summed(k)
             ):
                 raise self._fail(
-                    f"parameter {given.ref!r} of {chunk.id} has no dimension of experts, and its "
-                    f"gradient is no sum "
-                    f"over them; "
-                    "leave it out of the region, or give each expert its own"
+                    f"parameter {given.ref!r} of {chunk.id} has no dimension of experts, and its gradient is no "
+                    f"sum over them; leave it out of the region, or give each expert its own"
                 )
 
     def check_steps(self, chunk: Chunk, body: Chunk) -> None:
@@ -164,8 +160,7 @@ class ExpertChunks:
         """Raise DirectiveError for arguments that dropless mixtures do not take, or that only they take."""
         if self._routing and self._asked.index != (EXPERTS,):
             raise self._fail(
-                f"devices share the experts of a dropless mixture ({min(self._routing)}); write "
-                f"index={EXPERTS!r}"
+                f"devices share the experts of a dropless mixture ({min(self._routing)}); write index={EXPERTS!r}"
             )
         given = (
             ("bound", self._asked.bound, BOUND),
@@ -174,13 +169,9 @@ class ExpertChunks:
         named = [f"{name}={value!r}" for name, value, usual in given if value != usual]
         if named and not self._routing:
             raise self._fail(
-                f"{' and '.join(named)}: only dropless mixtures take that, and {min(self._inside)} "
-                f"has places for so "
-                f"many tokens "
-                "as its capacity says; leave it out, or let the mixture drop none: "
-                "MoEConfig(capacity_factor=None), or "
-                "route and "
-                "unroute of piper_ops in a model of your own"
+                f"{' and '.join(named)}: only dropless mixtures take that, and {min(self._inside)} has places for "
+                f"so many tokens as its capacity says; leave it out, or let the mixture drop none: "
+                f"MoEConfig(capacity_factor=None), or route and unroute of piper_ops in a model of your own"
             )
 
     def _experts(self, chunk: Chunk) -> tuple[list[DimNests], list[DimNests], Nested]:
@@ -205,11 +196,9 @@ class ExpertChunks:
             )
         found = "several indexes are" if nests else "no index is"
         raise self._fail(
-            f"{found} called {', '.join(self._asked.index)!r} in {chunk.id}; experts are the first "
-            f"dimension of a "
-            f"stack of "
-            f"weights [experts, m, n], in products with one matrix each (torch.bmm); "
-            f"index={EXPERTS!r} names them"
+            f"{found} called {', '.join(self._asked.index)!r} in {chunk.id}; experts are the first dimension of a "
+            f"stack of weights [experts, m, n], in products with one matrix each (torch.bmm); index={EXPERTS!r} "
+            f"names them"
         )
 
     def _crossings(self, chunk: Chunk) -> Iterator[tuple[str, Dispatched]]:
@@ -236,16 +225,12 @@ class ExpertChunks:
         rows = [d for d, size in enumerate(spec.shape) if isinstance(size, Affine)]
         if len(experts) != 1 or tuple(dims[experts[0]]) != nest:
             raise self._fail(
-                f"{ref} ({spec}) passes between experts and the rest, and no dimension of it is "
-                f"that of the experts; "
-                f"let "
-                "tokens pass as [rows, experts, places, width]"
+                f"{ref} ({spec}) passes between experts and the rest, and no dimension of it is that of the "
+                f"experts; let tokens pass as [rows, experts, places, width]"
             )
         if len(rows) != 1 or spec.shape[rows[0]] != ROW:
             raise self._fail(
-                f"{ref} ({spec}) passes between experts and the rest, and no dimension of it is "
-                f"that of the rows "
-                f"alone; let "
-                "tokens pass as [rows, experts, places, width]"
+                f"{ref} ({spec}) passes between experts and the rest, and no dimension of it is that of the rows "
+                f"alone; let tokens pass as [rows, experts, places, width]"
             )
         return Dispatched(experts[0], rows[0])

@@ -138,11 +138,9 @@ class _Shared:
         for chunk in self._captured.program.chunks:
             if chunk.opaque and self._shares_tokens:
                 raise DirectiveError(
-                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each "
-                    f"device, and "
-                    f"{self._shares_tokens} "
-                    f"shares them; leave the region out (piper.tag without opaque=True), or leave "
-                    f"{self._shares_tokens} out"
+                    f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and "
+                    f"{self._shares_tokens} shares them; leave the region out (piper.tag without opaque=True), or "
+                    f"leave {self._shares_tokens} out"
                 )
 
     @cached_property
@@ -167,11 +165,8 @@ class _Shared:
             ):
                 raise DirectiveError(
                     f"chunk {chunk.id!r} is a dropless mixture whose experts devices share over "
-                    f"{self._experts.axis}; "
-                    f"it needs "
-                    f"all tokens of a row on each device, and {tokens} shares them. Leave that "
-                    f"out, or give it a "
-                    f"capacity"
+                    f"{self._experts.axis}; it needs all tokens of a row on each device, and {tokens} shares them. "
+                    f"Leave that out, or give it a capacity"
                 )
 
     def _routes(self, chunk: Chunk) -> bool:

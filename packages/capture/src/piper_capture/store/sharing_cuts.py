@@ -34,10 +34,8 @@ def with_seams(
     """
     if random := next((c.id for c in captured.program.chunks if c.random), ""):
         raise DirectiveError(
-            f"shard(over={asked[0].over!r}, cut=True): {random} draws random numbers, in the order "
-            f"of the whole chunk; "
-            f"leave "
-            "cut=True out, or train without dropout"
+            f"shard(over={asked[0].over!r}, cut=True): {random} draws random numbers, in the order of the whole "
+            f"chunk; leave cut=True out, or train without dropout"
         )
     layers = captured.program.layers
     with _torch.CAPTURING:

@@ -183,13 +183,8 @@ def explain(error: NotAffine, chunk: str, traces: Mapping[int, TracedChunk]) -> 
     """Return the user's error for a chunk that does not fit; `traces` are by rows."""
     return CaptureError(
         f"chunk {chunk!r} is not affine in the rows of a microbatch: {error} (traced at "
-        f"{', '.join(map(str, traces))} "
-        f"rows); "
-        "every size must be a + b * rows: no rows-by-rows products, and the rows stay in the first "
-        "dimension. A model "
-        "that "
-        "compares the rows of a batch with each other (in-batch negatives) changes with the number "
-        "of rows; give it "
-        "the other "
-        "side of each comparison as a tensor of the batch, [rows, ...]"
+        f"{', '.join(map(str, traces))} rows); every size must be a + b * rows: no rows-by-rows products, and the "
+        f"rows stay in the first dimension. A model that compares the rows of a batch with each other (in-batch "
+        f"negatives) changes with the number of rows; give it the other side of each comparison as a tensor of the "
+        f"batch, [rows, ...]"
     )

@@ -223,8 +223,7 @@ class _ForwardAgain:
 
 def _not_here() -> Captured:
     raise CaptureError(
-        "this was compiled in another process and holds the code of its own plan only; call "
-        "piper.compile here for "
+        "this was compiled in another process and holds the code of its own plan only; call piper.compile here for "
         "anything else"
     )
 

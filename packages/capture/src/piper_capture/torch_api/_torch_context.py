@@ -22,10 +22,8 @@ def _autocast() -> Iterator[str]:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             yield (
-                f"torch.autocast({device!r}) is active around this call, and a plan computes in "
-                f"the one dtype of "
-                f"Job.precision. "
-                f"{_LEAVE.capitalize()}; Precision(params='bfloat16') trains in bfloat16"
+                f"torch.autocast({device!r}) is active around this call, and a plan computes in the one dtype of "
+                f"Job.precision. {_LEAVE.capitalize()}; Precision(params='bfloat16') trains in bfloat16"
             )
 
 
@@ -34,36 +32,30 @@ def _global_hooks() -> Iterator[str]:
         if name.startswith("_global_") and name.endswith("_hooks") and found:
             register = f"register_module_{name.removeprefix('_global_').removesuffix('s')}"
             yield (
-                f"a hook for all modules is registered (torch.nn.modules.module.{register}), which "
-                f"a plan would not "
-                f"run as torch "
-                "does. Remove it, or register it on the modules of the model, in its constructor"
+                f"a hook for all modules is registered (torch.nn.modules.module.{register}), which a plan would "
+                f"not run as torch does. Remove it, or register it on the modules of the model, in its constructor"
             )
 
 
 def _modes() -> Iterator[str]:
     if torch.is_inference_mode_enabled():
         yield (
-            f"torch.inference_mode is active, in which nothing can be trained. "
-            f"{_LEAVE.capitalize()}"
+            f"torch.inference_mode is active, in which nothing can be trained. {_LEAVE.capitalize()}"
         )
     functions = [
         mode for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext
     ]
     for mode in [*functions, *_get_current_dispatch_mode_stack()]:
         yield (
-            f"the mode {type(mode).__name__} is active, which changes torch's operations. "
-            f"{_LEAVE.capitalize()}"
+            f"the mode {type(mode).__name__} is active, which changes torch's operations. {_LEAVE.capitalize()}"
         )
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         yield (
-            "a transform of torch.func or of forward-mode gradients is active. Call Piper outside "
-            "of it"
+            "a transform of torch.func or of forward-mode gradients is active. Call Piper outside of it"
         )
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         yield (
-            f"torch.autograd.graph.saved_tensors_hooks (or save_on_cpu) is active. "
-            f"{_LEAVE.capitalize()}"
+            f"torch.autograd.graph.saved_tensors_hooks (or save_on_cpu) is active. {_LEAVE.capitalize()}"
         )
 
 

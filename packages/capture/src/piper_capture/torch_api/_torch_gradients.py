@@ -26,34 +26,26 @@ BATCH = ("L['inputs']", "L['targets']")
 REFUSED = {
     "requires_grad_() call": (
         "whether a tensor of the model is trained is changed in forward",
-        "It is decided once, before the first step: call requires_grad_(...) in the function that "
-        "makes the model; a "
-        "tensor "
-        "that is no parameter needs none.",
+        "It is decided once, before the first step: call requires_grad_(...) in the function that makes the model; "
+        "a tensor that is no parameter needs none.",
     ),
     "setattr() on Tensor.requires_grad": (
         "requires_grad is set as an attribute to something else than True",
-        "Write x.detach() for a tensor that shall have no gradient. Parameters get it where the "
-        "model is made.",
+        "Write x.detach() for a tensor that shall have no gradient. Parameters get it where the model is made.",
     ),
     "creation function with requires_grad=True": (
         "a tensor is made with requires_grad=True",
-        "Leave requires_grad=True out, or write .requires_grad_() behind it: "
-        "torch.zeros(8).requires_grad_().",
+        "Leave requires_grad=True out, or write .requires_grad_() behind it: torch.zeros(8).requires_grad_().",
     ),
     "Tensor.retain_grad()": (
         "a plan keeps no gradients of activations",
-        "Leave retain_grad() out. What forward itself does with gradients comes from "
-        "torch.autograd.grad(y.sum(), x, "
-        "create_graph=True), in a small nn.Module of its own, which runs by autograd as it is.",
+        "Leave retain_grad() out. What forward itself does with gradients comes from torch.autograd.grad(y.sum(), "
+        "x, create_graph=True), in a small nn.Module of its own, which runs by autograd as it is.",
     ),
     "Tensor.backward()": (
-        "backward() in forward adds to the gradients of parameters, which in a plan is done by W "
-        "alone",
-        "Ask for gradients by torch.autograd.grad(y.sum(), x, create_graph=True) in a small "
-        "nn.Module of its own, "
-        "which then "
-        "runs by autograd as it is; a further loss is added to the loss of the job.",
+        "backward() in forward adds to the gradients of parameters, which in a plan is done by W alone",
+        "Ask for gradients by torch.autograd.grad(y.sum(), x, create_graph=True) in a small nn.Module of its own, "
+        "which then runs by autograd as it is; a further loss is added to the loss of the job.",
     ),
 }
 """A part of Dynamo's error text -> (the problem, the way out)."""

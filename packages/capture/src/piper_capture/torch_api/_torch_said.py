@@ -46,10 +46,8 @@ class Statements:
             return ()
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         return (
-            f"print, logging and warnings in forward ran once, when the model was captured, and do "
-            f"not run in "
-            f"training: "
-            f"{', '.join(lines[:3])}{more}",
+            f"print, logging and warnings in forward ran once, when the model was captured, and do not run in "
+            f"training: {', '.join(lines[:3])}{more}",
         )
 
     @contextmanager

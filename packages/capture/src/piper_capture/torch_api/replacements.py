@@ -29,14 +29,10 @@ REPLACE = "replace"
 ATTRIBUTE = "_piper_replacement"
 """The attribute of a tagged module that holds (name, pattern)."""
 WAY_OUT = (
-    "A loop over the experts that tokens chose, or over each expert's tokens, has sizes that only "
-    "a run knows. Experts "
-    "in "
-    "Hugging Face's form become static by the tag replace='gated_experts', in the function that "
-    "makes the model: "
-    "piper.tag(model, {'*.experts': dict(replace='gated_experts')}); others by a function of your "
-    "own, registered with "
-    "@piper.replacement('name'), that calls route, grouped_mm and unroute of piper_ops."
+    "A loop over the experts that tokens chose, or over each expert's tokens, has sizes that only a run knows. "
+    "Experts in Hugging Face's form become static by the tag replace='gated_experts', in the function that makes "
+    "the model: piper.tag(model, {'*.experts': dict(replace='gated_experts')}); others by a function of your own, "
+    "registered with @piper.replacement('name'), that calls route, grouped_mm and unroute of piper_ops."
 )
 """The way out for code with sizes that depend on the number of tokens of an expert."""
 
@@ -80,25 +76,20 @@ def mark(name: str, module: nn.Module, pattern: str, wanted: object) -> None:
     if found is None or not isinstance(wanted, str):
         known = ", ".join(repr(n) for n, _ in own_replacements())
         raise SelectorError(
-            f"tag {pattern!r}: there is no replacement {wanted!r}; known are {known}. Register a "
-            f"function with "
+            f"tag {pattern!r}: there is no replacement {wanted!r}; known are {known}. Register a function with "
             f"@piper.replacement({wanted!r})"
         )
     reason = found[1](module)
     if reason:
         raise SelectorError(
-            f"tag {pattern!r}: {wanted!r} cannot stand in the place of module {name!r} "
-            f"({type(module).__name__}): "
-            f"{reason}. "
-            "Register a function that can with @piper.replacement('name')"
+            f"tag {pattern!r}: {wanted!r} cannot stand in the place of module {name!r} ({type(module).__name__}): "
+            f"{reason}. Register a function that can with @piper.replacement('name')"
         )
     before, by = module.__dict__.setdefault(ATTRIBUTE, (wanted, pattern))
     if before != wanted:
         raise SelectorError(
-            f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: "
-            f"replace={before!r} and "
-            f"replace={wanted!r}; make "
-            "them match different modules"
+            f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: replace={before!r} and "
+            f"replace={wanted!r}; make them match different modules"
         )
 
 
@@ -143,8 +134,7 @@ def _not_gated(module: Any) -> str:
         or wide.shape[1] != narrow.shape[2]
     ):
         reasons.append(
-            f"gate_up_proj {tuple(weights[0].shape)} and down_proj {tuple(weights[1].shape)} do "
-            f"not fit together"
+            f"gate_up_proj {tuple(weights[0].shape)} and down_proj {tuple(weights[1].shape)} do not fit together"
         )
     return " and ".join(reasons)
 

@@ -20,10 +20,7 @@ from piper_ir.ground.errors import CaptureError
 from piper_ops import as_written, user_line
 
 DEVICE = "cpu"
-PRECISION = (
-    "Job(precision=Precision(params='float32', compute='bfloat16')) computes the whole model in "
-    "bfloat16"
-)
+PRECISION = "Job(precision=Precision(params='float32', compute='bfloat16')) computes the whole model in bfloat16"
 
 
 def write_casts(graph: fx.Graph) -> tuple[str, ...]:
@@ -52,10 +49,8 @@ def write_casts(graph: fx.Graph) -> tuple[str, ...]:
         if node.target in (_torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST):
             graph.erase_node(node)
     return tuple(
-        f"torch.autocast ({line}): its casts are part of what is captured, the same on every "
-        f"device: those of a CPU. A "
-        f"cast of a "
-        "weight is made in every microbatch. In float64 (`piper verify`) autocast casts nothing"
+        f"torch.autocast ({line}): its casts are part of what is captured, the same on every device: those of a "
+        f"CPU. A cast of a weight is made in every microbatch. In float64 (`piper verify`) autocast casts nothing"
         for line in lines
     )
 
@@ -75,12 +70,9 @@ def _check_device(node: fx.Node) -> None:
     device = str(_options(node)["device_type"])
     if device != DEVICE:
         raise CaptureError(
-            f"{user_line(node)}: torch.autocast({device!r}) inside the model casts on this device "
-            f"only, so that each "
-            f"device "
-            f"would train another model. Write torch.autocast(x.device.type, ...), whose casts are "
-            f"captured. "
-            f"{PRECISION}"
+            f"{user_line(node)}: torch.autocast({device!r}) inside the model casts on this device only, so that "
+            f"each device would train another model. Write torch.autocast(x.device.type, ...), whose casts are "
+            f"captured. {PRECISION}"
         )
 
 
@@ -89,8 +81,7 @@ def _write(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
     name = str(getattr(node.target, "__name__", node.target))
     if isinstance(node.target, _torch.HigherOrderOperator) or node.target is as_written:
         raise CaptureError(
-            f"{line_of(node)}: this runs as it is, in the middle of torch.autocast. Leave it out "
-            f"of the block. "
+            f"{line_of(node)}: this runs as it is, in the middle of torch.autocast. Leave it out of the block. "
             f"{PRECISION}"
         )
     if name == "setitem" or (name.endswith("_") and not name.endswith("__")):
@@ -112,10 +103,8 @@ def _write(graph: fx.Graph, node: fx.Node, options: dict[str, Any]) -> None:
     )
     if alone.ops != cast.ops:
         raise CaptureError(
-            f"{line_of(node)}: {name} casts inside of itself under torch.autocast, which a plan "
-            f"cannot write out. "
-            f"Leave it out "
-            f"of the block, or call its parts. {PRECISION}"
+            f"{line_of(node)}: {name} casts inside of itself under torch.autocast, which a plan cannot write out. "
+            f"Leave it out of the block, or call its parts. {PRECISION}"
         )
     node.args = fx.map_arg(node.args, lambda n: copies.get(n, n))
     node.kwargs = fx.map_arg(node.kwargs, lambda n: copies.get(n, n))

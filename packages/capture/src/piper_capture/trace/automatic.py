@@ -43,29 +43,21 @@ OF_FUNCTIONS = frozenset({"associative_scan", "scan", "cond", "while_loop", "map
 COMPILED_ONLY = frozenset({"cond"})
 """The operators among them that torch compiles even in code that runs as it is written."""
 AS_PYTHON = (
-    "torch compiles them when it runs, which no plan holds. Write `if` in place of it, in a small "
-    "nn.Module of its "
-    "own, which "
-    "becomes an opaque region by itself; or compute both ways and choose with torch.where"
+    "torch compiles them when it runs, which no plan holds. Write `if` in place of it, in a small nn.Module of its "
+    "own, which becomes an opaque region by itself; or compute both ways and choose with torch.where"
 )
 MOST = 0.5
 """The largest part of a model's weights, or of its layers, in a module that becomes opaque automatically."""
 
 OUT_OF_PLACE = (
-    "It stands in no module of its own, but in {place}. Put it into a small nn.Module, which then "
-    "runs by autograd as "
-    "it is "
-    "(`piper explain` says so), or write it with operations of static shapes (torch.where, masks)."
+    "It stands in no module of its own, but in {place}. Put it into a small nn.Module, which then runs by autograd "
+    "as it is (`piper explain` says so), or write it with operations of static shapes (torch.where, masks)."
 )
 
 OF_LOSS = (
-    "It stands in the loss. Let the model compute it in a small nn.Module that gets the labels, "
-    "which then runs by "
-    "autograd as "
-    "it is (`piper explain` says so): batch returns labels among the inputs, and Job has no loss. "
-    "Or write it with "
-    "operations of "
-    "static shapes (torch.where, masks)."
+    "It stands in the loss. Let the model compute it in a small nn.Module that gets the labels, which then runs by "
+    "autograd as it is (`piper explain` says so): batch returns labels among the inputs, and Job has no loss. Or "
+    "write it with operations of static shapes (torch.where, masks)."
 )
 
 

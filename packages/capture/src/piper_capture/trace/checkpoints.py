@@ -74,13 +74,9 @@ def checkpoint_note(lines: Sequence[str]) -> tuple[str, ...]:
         return ()
     more = f" and {len(lines) - 2} more" if len(lines) > 2 else ""
     return (
-        f"torch.utils.checkpoint ({', '.join(lines[:2])}{more}): these regions have the coordinate "
-        f"checkpoint=1, and "
-        f"are made "
-        "again in the backward as by recompute(where(checkpoint=1), keep='inputs'), unless the "
-        "strategy has a "
-        "recompute for them "
-        "(keep='all' keeps everything)",
+        f"torch.utils.checkpoint ({', '.join(lines[:2])}{more}): these regions have the coordinate checkpoint=1, "
+        f"and are made again in the backward as by recompute(where(checkpoint=1), keep='inputs'), unless the "
+        f"strategy has a recompute for them (keep='all' keeps everything)",
     )
 
 
@@ -166,13 +162,9 @@ def _update_twice(node: fx.Node, held: Set[int], before_norm: bool) -> None:
         return
     raise CaptureError(
         f"{line_of(node)}: a tensor of the model or the batch is changed in place inside of "
-        f"torch.utils.checkpoint, "
-        f"which plain "
-        "PyTorch does twice: in the forward, and in the backward, when it makes the region again "
-        "and comes so far. "
-        "Change it "
-        "outside of the checkpointed function, or leave checkpoint out and write piper.recompute "
-        "in the strategy"
+        f"torch.utils.checkpoint, which plain PyTorch does twice: in the forward, and in the backward, when it "
+        f"makes the region again and comes so far. Change it outside of the checkpointed function, or leave "
+        f"checkpoint out and write piper.recompute in the strategy"
     )
 
 
@@ -192,11 +184,9 @@ def _check(call: fx.Node, given: list[Any], body: fx.GraphModule) -> None:
     where = line_of(call)
     if body.meta.get("_checkpoint_context_fn") is not None:
         raise CaptureError(
-            f"{where}: torch.utils.checkpoint with a context_fn chooses which operations are kept. "
-            f"Leave context_fn "
-            f"out, and say "
-            "so in the strategy: piper.recompute(where(checkpoint=1), keep='products'), or names "
-            "of ops"
+            f"{where}: torch.utils.checkpoint with a context_fn chooses which operations are kept. Leave "
+            f"context_fn out, and say so in the strategy: piper.recompute(where(checkpoint=1), keep='products'), "
+            f"or names of ops"
         )
     values = [
         n.meta["example_value"] for n in given if isinstance(n, fx.Node) and n.op != "placeholder"
@@ -204,8 +194,6 @@ def _check(call: fx.Node, given: list[Any], body: fx.GraphModule) -> None:
     reached = any(v.requires_grad for v in values if isinstance(v, Tensor))
     if call.kwargs.get("use_reentrant") and not reached:
         raise CaptureError(
-            f"{where}: torch.utils.checkpoint(use_reentrant=True) of inputs that need no gradient "
-            f"trains none of the "
-            f"weights "
-            "inside, in plain PyTorch too. Write use_reentrant=False"
+            f"{where}: torch.utils.checkpoint(use_reentrant=True) of inputs that need no gradient trains none of "
+            f"the weights inside, in plain PyTorch too. Write use_reentrant=False"
         )

@@ -19,10 +19,8 @@ def drop_kernel_choices(module: fx.GraphModule) -> None:
         if isinstance(part, fx.GraphModule):
             for line in _drop(part.graph):
                 warnings.warn(
-                    f"sdpa_kernel ({line}) is left out: attention is one operation of a plan, "
-                    f"whose kernel each device "
-                    f"chooses "
-                    "for itself. The result is the same up to rounding",
+                    f"sdpa_kernel ({line}) is left out: attention is one operation of a plan, whose kernel each "
+                    f"device chooses for itself. The result is the same up to rounding",
                     PiperWarning,
                     stacklevel=2,
                 )

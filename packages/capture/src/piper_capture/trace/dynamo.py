@@ -199,10 +199,7 @@ def capture_forward(
         try:
             first, regions = made(replace(casts, exact=exact), how)
         except CaptureError as error:  # two dtypes where one is needed
-            said = (
-                f"{', '.join(sorted(exact))} of the batch are rounded for computing: as they are, "
-                f"{error}"
-            )
+            said = f"{', '.join(sorted(exact))} of the batch are rounded for computing: as they are, {error}"
             first = replace(first, notes=(*first.notes, said))
         regions.said()
         return first
@@ -392,8 +389,7 @@ def _check_loss(result: Sequence[Any], nodes: Sequence[fx.Node | None], own: boo
         if own:
             raise CaptureError(f"the model's own loss is {what}. {OWN_LOSS}")
         raise CaptureError(
-            f"loss returned {what}; it must return a floating-point scalar, or a pair (sum, "
-            f"weight) of scalars"
+            f"loss returned {what}; it must return a floating-point scalar, or a pair (sum, weight) of scalars"
         )
     if len(result) == 2 and (result[1].dim() != 0 or nodes[1] is None):
         raise CaptureError(
@@ -415,16 +411,14 @@ def _rewrites(
             node = recorder.node_of(tensor)
             if node is None:
                 raise CaptureError(
-                    f"buffer {name!r} is replaced in forward by a tensor from elsewhere; assign "
-                    f"one that forward "
+                    f"buffer {name!r} is replaced in forward by a tensor from elsewhere; assign one that forward "
                     f"computes"
                 )
             old = before[name]
             if tensor.shape != old.shape or tensor.dtype != old.dtype:
                 raise CaptureError(
-                    f"{line_of(node)}: buffer {name!r}, {old.dtype} of shape {_shape(old)}, is "
-                    f"replaced in forward by "
-                    f"{tensor.dtype} of shape {_shape(tensor)}; a buffer keeps its shape and dtype"
+                    f"{line_of(node)}: buffer {name!r}, {old.dtype} of shape {_shape(old)}, is replaced in forward "
+                    f"by {tensor.dtype} of shape {_shape(tensor)}; a buffer keeps its shape and dtype"
                 )
             found[name] = node
     return found

@@ -30,21 +30,17 @@ DTYPES_DIFFER = re.compile(
 )
 """A pattern for torch's errors for an operator whose tensors have different floating-point dtypes."""
 CUSTOM_OP = (
-    "A custom op needs an implementation of its shapes and a gradient:\n"
-    "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
-    "    my_op.register_autograd(backward, setup_context=setup_context)"
+    "A custom op needs an implementation of its shapes and a gradient:\n    @my_op.register_fake\n    def _(x): "
+    "return torch.empty_like(x)\n    my_op.register_autograd(backward, setup_context=setup_context)"
 )
 ONE_GRAPH = (
-    "Model and loss must be one graph, without Python side effects and without values read from "
-    "tensors. A custom "
-    "kernel "
-    "must be registered: @torch.library.custom_op('ns::name', mutates_args=()), register_fake, "
+    "Model and loss must be one graph, without Python side effects and without values read from tensors. A custom "
+    "kernel must be registered: @torch.library.custom_op('ns::name', mutates_args=()), register_fake, "
     "register_autograd."
 )
 LOSS = (
-    "A loss is called as loss(output, targets); for a model that computes its loss itself, take it "
-    "from the output: "
-    "`lambda out, _: out.loss`."
+    "A loss is called as loss(output, targets); for a model that computes its loss itself, take it from the "
+    "output: `lambda out, _: out.loss`."
 )
 PYTHON_RANDOM = re.compile(
     r"\bRandom\.\w+|Dynamo does not know how to trace .*\brandom\b|torch\._numpy\.random"
@@ -52,52 +48,39 @@ PYTHON_RANDOM = re.compile(
 """A pattern for Dynamo's text about a call of Python's module `random`, or of numpy's."""
 NUMBERS_OF_PYTHON = "Python or numpy draws a random number, for which a graph has no place"
 RANDOM = (
-    "Draw it with torch (torch.rand(())), and choose by torch.where; or branch on it in a small "
-    "nn.Module of its own, "
-    "which then "
-    "runs by autograd as it is."
+    "Draw it with torch (torch.rand(())), and choose by torch.where; or branch on it in a small nn.Module of its "
+    "own, which then runs by autograd as it is."
 )
 NESTED_BATCHES = (
-    "nn.TransformerEncoder in eval mode without gradients gives 0 at padding if "
-    "src_key_padding_mask leaves out the "
-    "end of each "
-    "row, and else what its layers compute there, so that the result depends on values of the mask",
-    "Make it with enable_nested_tensor=False, or put a loss on tokens that are no padding and call "
-    "it in training mode "
-    "with "
-    "dropout=0.",
+    "nn.TransformerEncoder in eval mode without gradients gives 0 at padding if src_key_padding_mask leaves out "
+    "the end of each row, and else what its layers compute there, so that the result depends on values of the mask",
+    "Make it with enable_nested_tensor=False, or put a loss on tokens that are no padding and call it in training "
+    "mode with dropout=0.",
 )
 """The reason and the way out for an encoder that may take nested tensors."""
 OBSERVERS = (
-    "modules of torch.ao.quantization keep ranges of values from call to call, and Dynamo does not "
-    "trace them",
-    "Quantize in a small nn.Module of your own, by torch.fake_quantize_per_tensor_affine or "
-    "per_channel_affine with a "
-    "scale that "
-    "is fixed or comes from the tensor: it then runs by autograd as it is (`piper explain` says "
+    "modules of torch.ao.quantization keep ranges of values from call to call, and Dynamo does not trace them",
+    "Quantize in a small nn.Module of your own, by torch.fake_quantize_per_tensor_affine or per_channel_affine "
+    "with a scale that is fixed or comes from the tensor: it then runs by autograd as it is (`piper explain` says "
     "so).",
 )
 """The reason and the way out for FakeQuantize and observers."""
 RAISED = re.compile(r"raised exception (.{1,300})")
 """A pattern for Dynamo's text about an exception: its class and arguments."""
 OTHERWISE = (
-    "Where they do, Dynamo runs this line otherwise than Python does: say it with less of Python, "
-    "such as a plain "
-    "dict, an "
-    "attribute that is set in the constructor, or an operation of torch."
+    "Where they do, Dynamo runs this line otherwise than Python does: say it with less of Python, such as a plain "
+    "dict, an attribute that is set in the constructor, or an operation of torch."
 )
 """The way out if a line raises an exception under Dynamo, but not in Python."""
 SPARSE = (
     "a sparse tensor is made, and a plan has dense ones alone",
-    "Multiply by a dense matrix (register_buffer), or add by index: "
-    "torch.zeros_like(x).index_add(1, to, x[:, of] * "
-    "weight).",
+    "Multiply by a dense matrix (register_buffer), or add by index: torch.zeros_like(x).index_add(1, to, x[:, of] "
+    "* weight).",
 )
 """The reason and the way out for sparse tensors."""
 BLOCK_MASK = (
     "a block mask is made in forward",
-    "Make it once, by create_block_mask in the constructor of the model or outside of it: what it "
-    "attends to is a "
+    "Make it once, by create_block_mask in the constructor of the model or outside of it: what it attends to is a "
     "constant.",
 )
 """The reason and the way out for masks of FlexAttention."""
@@ -120,10 +103,8 @@ CAUSES = {
 CHOSEN = "Compute both ways and choose by torch.where."
 """The way out for a branch."""
 DRAWN = (
-    "A layer that is left out at random is computed and multiplied: x = x + (torch.rand(()) >= p) "
-    "* layer(x). Its "
-    "parameters "
-    "then get gradients of zeros."
+    "A layer that is left out at random is computed and multiplied: x = x + (torch.rand(()) >= p) * layer(x). Its "
+    "parameters then get gradients of zeros."
 )
 """The way out for a branch on a random number."""
 
@@ -171,10 +152,7 @@ def as_capture_error(
         )
     failed = FAILED.search(reason) if isinstance(error, _torch.RuntimeFailure) else None
     if failed is not None:
-        reason = (
-            f"{failed[1] or failed[2]} fails: "
-            f"{re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
-        )
+        reason = f"{failed[1] or failed[2]} fails: {re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
     if "fake impl" in text:
         advice = CUSTOM_OP
     elif "FakeQuant" in reason or (
@@ -205,10 +183,7 @@ def as_capture_error(
     ):
         advice = LOSS
     elif isinstance(error, _torch.RuntimeFailure) or raised:
-        advice = (
-            f"The batch has {_shapes(batch)}. Check that the model and the loss run on such a "
-            f"batch without Piper."
-        )
+        advice = f"The batch has {_shapes(batch)}. Check that the model and the loss run on such a batch without Piper."
         advice += f" {OTHERWISE}" if raised else ""
     else:
         advice = ONE_GRAPH
@@ -234,8 +209,6 @@ def unknown_tensor(line: str, name: str, tensor: Tensor) -> CaptureError:
     if name.startswith("random_value"):  # Dynamo's name for a number from Python's `random`
         return CaptureError(f"{line}: {NUMBERS_OF_PYTHON}. {RANDOM}")
     return CaptureError(
-        f"{line}: the model uses a tensor of shape {tuple(tensor.shape)} ({name}) that is neither "
-        f"a parameter, a "
-        f"buffer nor part "
-        "of the batch; register it with register_buffer"
+        f"{line}: the model uses a tensor of shape {tuple(tensor.shape)} ({name}) that is neither a parameter, a "
+        f"buffer nor part of the batch; register it with register_buffer"
     )

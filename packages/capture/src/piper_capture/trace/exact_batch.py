@@ -20,10 +20,8 @@ from piper_capture.torch_api import _torch
 from piper_capture.values.concrete import tensors_of
 
 _MOVES = (
-    "view reshape flatten unflatten unsqueeze squeeze permute transpose swapaxes movedim t mT "
-    "expand expand_as repeat "
-    "getitem "
-    "select narrow chunk split unbind contiguous clone detach cat stack flip roll pad index_select "
+    "view reshape flatten unflatten unsqueeze squeeze permute transpose swapaxes movedim t mT expand expand_as "
+    "repeat getitem select narrow chunk split unbind contiguous clone detach cat stack flip roll pad index_select "
     "getattr"
 )
 MOVES = frozenset(_MOVES.split())
@@ -33,22 +31,16 @@ CONVERSIONS = frozenset({"type", "type_as", "float", "double", "half", "bfloat16
 LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 """The functions that cast their input to the dtype of their weight, see `layers_cast_inputs`."""
 _LOSSES = (
-    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss "
-    "binary_cross_entropy "
+    "mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss kl_div poisson_nll_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits"
 )
 LOSSES = frozenset(_LOSSES.split())
 """The losses whose forward or backward kernels take tensors of one dtype only."""
 _PRODUCTS = (
-    "matmul mm bmm einsum baddbmm addmm addbmm mv dot outer tensordot bilinear conv_transpose1d "
-    "conv_transpose2d "
-    "conv_transpose3d scaled_dot_product_attention attention multi_head_attention_forward "
-    "layer_norm rms_norm "
-    "group_norm "
-    "batch_norm instance_norm local_response_norm grouped_mm lstm gru rnn_tanh rnn_relu "
-    "embedding_bag embedding "
-    "cross_entropy "
-    "nll_loss prelu cdist"
+    "matmul mm bmm einsum baddbmm addmm addbmm mv dot outer tensordot bilinear conv_transpose1d conv_transpose2d "
+    "conv_transpose3d scaled_dot_product_attention attention multi_head_attention_forward layer_norm rms_norm "
+    "group_norm batch_norm instance_norm local_response_norm grouped_mm lstm gru rnn_tanh rnn_relu embedding_bag "
+    "embedding cross_entropy nll_loss prelu cdist"
 )
 PRODUCTS = frozenset(_PRODUCTS.split())
 """The other operators that take tensors of one dtype only."""

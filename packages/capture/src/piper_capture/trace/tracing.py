@@ -134,8 +134,7 @@ class Recorder:
         """Return the traced graph; raise CaptureError if Dynamo made none."""
         if self.module is None:
             raise CaptureError(
-                "the loss does not depend on any tensor operation; compute it from the output of "
-                "the model"
+                "the loss does not depend on any tensor operation; compute it from the output of the model"
             )
         return self.module
 
@@ -278,8 +277,7 @@ def _run(
         except NotFlat as error:
             raise CaptureError(
                 f"a nested compile region of the model's cannot be captured: {error}; remove "
-                f"torch.compiler.nested_compile_region"
-                ", or use it only around code that calls no other region"
+                f"torch.compiler.nested_compile_region, or use it only around code that calls no other region"
             ) from error
 
 
@@ -313,17 +311,9 @@ def _specialised(
     ]
     lines += [line_of(node) for node in module.graph.nodes if _torch.is_transform(node.target)]
     return CaptureError(
-        f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or "
-        f"combined with a "
-        f"constant; remove "
-        f"the constant, because Piper chooses the rows of each microbatch (capture used "
-        f"{EXAMPLE_ROWS}). A loop over "
-        f"the rows "
-        "(list(x), x.unbind(0)) and torch.vmap over them fix their number, too: compute on all "
-        "rows at once, or leave "
-        "out what "
-        "makes the model do so. An operator that does so inside, such as torch.kron, is written "
-        "with others "
-        "(torch.einsum, "
-        "reshape)"
+        f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a "
+        f"constant; remove the constant, because Piper chooses the rows of each microbatch (capture used "
+        f"{EXAMPLE_ROWS}). A loop over the rows (list(x), x.unbind(0)) and torch.vmap over them fix their number, "
+        f"too: compute on all rows at once, or leave out what makes the model do so. An operator that does so "
+        f"inside, such as torch.kron, is written with others (torch.einsum, reshape)"
     )

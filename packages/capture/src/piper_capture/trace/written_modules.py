@@ -41,10 +41,7 @@ WAY_OUT = (
     "shapes (torch.where, masks)"
 )
 
-ASKED = (
-    "A gradient is asked for of a tensor that has none, as the batch: call x.requires_grad_() "
-    "before x is used"
-)
+ASKED = "A gradient is asked for of a tensor that has none, as the batch: call x.requires_grad_() before x is used"
 
 
 def filled(
@@ -98,10 +95,8 @@ def pickled(name: str, module: nn.Module) -> bytes:
                 return None
             if id(value) not in numbers:
                 raise CaptureError(
-                    f"module {name!r} runs as it is, and holds a tensor of shape "
-                    f"{tuple(value.shape)} that is no "
-                    f"parameter, "
-                    "buffer or attribute of a module inside; register it with register_buffer"
+                    f"module {name!r} runs as it is, and holds a tensor of shape {tuple(value.shape)} that is no "
+                    f"parameter, buffer or attribute of a module inside; register it with register_buffer"
                 )
             return numbers[id(value)], isinstance(value, nn.Parameter)
 
@@ -172,10 +167,8 @@ class Planned:
         size = sum(t.element_size() * _product(_torch.size_at(tuple(t.shape), 5)) for t in tensors)
         if size > LARGEST:
             raise CaptureError(
-                f"module {self.name!r} depends on values of tensors, so that a capture must run it "
-                f"for real, which "
-                f"would take "
-                f"{size / 2**30:.1f} GiB for its weights and arguments. {EXPERTS_WAY_OUT}"
+                f"module {self.name!r} depends on values of tensors, so that a capture must run it for real, which "
+                f"would take {size / 2**30:.1f} GiB for its weights and arguments. {EXPERTS_WAY_OUT}"
             )
         integers = self._integers(own, args, kwargs)
         trials = [
@@ -216,14 +209,12 @@ class Planned:
         wrong = next((kind for t in trials for kind in _unfit(t.results)), "")
         if wrong:
             raise self._leaves(
-                f"it returns a {wrong}; a tensor, or a tuple or list of tensors and None, can "
-                f"leave it"
+                f"it returns a {wrong}; a tensor, or a tuple or list of tensors and None, can leave it"
             )
         made, forms = zip(*(_torch.pytree.tree_flatten(t.results) for t in trials))
         if any(form != forms[0] for form in forms):
             raise self._leaves(
-                f"it returns {forms[0]} for some values of its arguments, and {forms[-1]} for "
-                f"others"
+                f"it returns {forms[0]} for some values of its arguments, and {forms[-1]} for others"
             )
         return _torch.pytree.tree_unflatten([self._made(leaves) for leaves in zip(*made)], forms[0])
 
@@ -243,10 +234,8 @@ class Planned:
                     leaves[0].dtype,
                 )
         raise self._leaves(
-            f"the shape of what it returns depends on values of tensors ({list(at2)} and "
-            f"{list(other)} for the same "
-            f"shapes of "
-            "its arguments), and sizes that only a run knows cannot leave it"
+            f"the shape of what it returns depends on values of tensors ({list(at2)} and {list(other)} for the "
+            f"same shapes of its arguments), and sizes that only a run knows cannot leave it"
         )
 
     def _leaves(self, what: str) -> Leaves:
@@ -255,8 +244,7 @@ class Planned:
     def refused(self, what: str, way_out: str = WAY_OUT) -> CaptureError:
         """Return the error for a module that cannot run as it is."""
         return CaptureError(
-            f"module {self.name!r} depends on values of tensors, and cannot run as it is: {what}. "
-            f"{way_out}"
+            f"module {self.name!r} depends on values of tensors, and cannot run as it is: {what}. {way_out}"
         )
 
 
@@ -304,10 +292,7 @@ class _Trial:
                 with watch:
                     self.results = module(*args, **kwargs)
             except _torch.RUN_ERRORS as error:
-                said = (
-                    f"on random numbers it fails: "
-                    f"{str(error).partition(chr(10))[0]}{_line_of(error)}"
-                )
+                said = f"on random numbers it fails: {str(error).partition(chr(10))[0]}{_line_of(error)}"
                 raise self._planned.refused(
                     said, ASKED if "not require grad" in said else WAY_OUT
                 ) from error

@@ -12,13 +12,9 @@ from torch import Tensor
 from piper_ir.ground.errors import CaptureError
 
 CASTS = (
-    "Parameters and floating-point inputs of products have the dtype of Job.precision, and buffers "
-    "the one that the "
-    "model "
-    "gave them (all are float64 in `piper verify`). Cast where they meet: self.table.to(x.dtype), "
-    "or the result "
-    ".to(x.dtype); "
-    "before a layer that is kept in another dtype, x.to(self.router.weight.dtype)."
+    "Parameters and floating-point inputs of products have the dtype of Job.precision, and buffers the one that "
+    "the model gave them (all are float64 in `piper verify`). Cast where they meet: self.table.to(x.dtype), or the "
+    "result .to(x.dtype); before a layer that is kept in another dtype, x.to(self.router.weight.dtype)."
 )
 """The advice if an operator gets floating-point tensors of different dtypes."""
 
@@ -76,7 +72,6 @@ class Casts:
             if not any(fnmatchcase(name, pattern) for name in names):
                 some = ", ".join(list(names)[:3])
                 raise CaptureError(
-                    f"Precision(keep={{{pattern!r}: ...}}): no parameter has such a name; they are "
-                    f"called {some}"
-                    f"{', ...' if len(names) > 3 else ''}"
+                    f"Precision(keep={{{pattern!r}: ...}}): no parameter has such a name; they are called "
+                    f"{some}{', ...' if len(names) > 3 else ''}"
                 )

@@ -71,10 +71,8 @@ def concrete_size(node: fx.Node, rows: int) -> Any:
         return _torch.size_at(node.meta["example_value"], rows)
     except LookupError as error:
         raise CaptureError(
-            f"{line_of(node)}: a size or Python number depends on values of tensors ({error}); "
-            f"sizes may depend on the "
-            f"number of "
-            "rows only: use operations with static shapes, such as torch.where or masks"
+            f"{line_of(node)}: a size or Python number depends on values of tensors ({error}); sizes may depend on "
+            f"the number of rows only: use operations with static shapes, such as torch.where or masks"
         ) from error
 
 
@@ -82,10 +80,8 @@ def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
     """Return the shape of a node's tensor at this number of rows; raise CaptureError if it depends on values."""
     if _torch.data_dependent(tensor):
         raise CaptureError(
-            f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use "
-            f"operations with static "
-            f"shapes, such "
-            f"as torch.where, masks, or a fixed capacity. {WAY_OUT}"
+            f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use operations with static "
+            f"shapes, such as torch.where, masks, or a fixed capacity. {WAY_OUT}"
         )
     return tuple(int(_torch.size_at(s, rows)) for s in tensor.shape)
 

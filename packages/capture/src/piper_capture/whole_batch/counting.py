@@ -41,13 +41,10 @@ class CounterSpec:
         if made.draws:
             drawn = next(n for n in self.forward.graph.nodes if n.name == made.draws[0].origin)
             raise CaptureError(
-                f"{line_of(drawn)}: the loss reads a sum or a mean over rows of what is drawn "
-                f"here, beside what the "
-                f"model "
-                "computes. Numbers of the whole batch are counted before a step, where nothing is "
-                "drawn: draw what all "
-                "rows "
-                "share without them, such as torch.rand(()), or return a pair (sum, weight)"
+                f"{line_of(drawn)}: the loss reads a sum or a mean over rows of what is drawn here, beside what "
+                f"the model computes. Numbers of the whole batch are counted before a step, where nothing is "
+                f"drawn: draw what all rows share without them, such as torch.rand(()), or return a pair (sum, "
+                f"weight)"
             )
         return made
 

@@ -149,13 +149,9 @@ def _say_believed(nodes: Sequence[fx.Node]) -> None:
     """Warn of operations that may combine rows in a chunk that is too large, or cannot run, on numbers."""
     if nodes:
         warnings.warn(
-            f"{line_of(nodes[0])}: whether this keeps the rows of the batch apart is neither known "
-            f"by rule nor could "
-            f"it be tried "
-            "on numbers at this size; it is taken to do so. If it does not, microbatches train "
-            "other numbers than the "
-            "whole "
-            "batch: `piper verify` on the same code with smaller sizes tells",
+            f"{line_of(nodes[0])}: whether this keeps the rows of the batch apart is neither known by rule nor "
+            f"could it be tried on numbers at this size; it is taken to do so. If it does not, microbatches train "
+            f"other numbers than the whole batch: `piper verify` on the same code with smaller sizes tells",
             PiperWarning,
             stacklevel=2,
         )
@@ -171,17 +167,12 @@ def _refused(
     node: fx.Node, how: str = "combines rows of the batch, or numbers them"
 ) -> CaptureError:
     return CaptureError(
-        f"{line_of(node)}: {how}: a microbatch has only some of the rows, so that the "
-        "model would compute other values for each plan. Accepted are operations in which each row "
-        "counts by itself; "
-        "let one "
-        "row of Job.batch hold all that is combined, [rows, set, ...], or give each row's number "
-        "as a tensor of the "
-        "batch. "
+        f"{line_of(node)}: {how}: a microbatch has only some of the rows, so that the model would compute other "
+        f"values for each plan. Accepted are operations in which each row counts by itself; let one row of "
+        f"Job.batch hold all that is combined, [rows, set, ...], or give each row's number as a tensor of the "
+        f"batch. "
         'Job(loss_over="microbatch") trains what gradient accumulation in plain PyTorch trains, '
-        "where rows are "
-        "combined within "
-        "each microbatch"
+        "where rows are combined within each microbatch"
     )
 
 

@@ -66,8 +66,7 @@ def directive(cls: C) -> C:
     known = REGISTRY.get(cls.__name__)
     if known is not None and known.__module__ != cls.__module__:
         raise DirectiveError(
-            f"two directives are called {cls.__name__}: in {known.__module__} and "
-            f"{cls.__module__}; rename one"
+            f"two directives are called {cls.__name__}: in {known.__module__} and {cls.__module__}; rename one"
         )
     REGISTRY[cls.__name__] = cls
     return cls

@@ -166,8 +166,7 @@ class Order:
                 raise fail(
                     self,
                     5,
-                    f"the overlap of {number} selections from number {first} is not inside of the "
-                    f"order",
+                    f"the overlap of {number} selections from number {first} is not inside of the order",
                 )
             end = first + number
 

@@ -128,22 +128,17 @@ class Partition:
             raise fail(
                 self,
                 7,
-                f"layers are chosen when a model is captured, and {text}; compile a job, with one "
-                f"partition",
+                f"layers are chosen when a model is captured, and {text}; compile a job, with one partition",
             )
         if not layers_of(program):
             way_out = (
-                "name modules that run one after another with partition(layers=...), or tag stages "
-                "with "
-                "`with piper.region(stage=...)` or piper.tag(model, ...)"
+                "name modules that run one after another with partition(layers=...), or tag stages with `with "
+                "piper.region(stage=...)` or piper.tag(model, ...)"
             )
             text = (
-                "layers are entries of an nn.ModuleList that forward calls, or a chain of like "
-                "modules in "
-                "nn.Sequential, "
-                "nn.ModuleDict or numbered attributes; an entry of which forward only reads "
-                "parameters, as in "
-                "F.linear(x, entry.weight), is not called"
+                "layers are entries of an nn.ModuleList that forward calls, or a chain of like modules in "
+                "nn.Sequential, nn.ModuleDict or numbered attributes; an entry of which forward only reads "
+                "parameters, as in F.linear(x, entry.weight), is not called"
             )
             raise fail(self, 3, f"the model has no layers ({text}); {way_out}")
         ends = _ends(program)
@@ -154,8 +149,7 @@ class Partition:
                 raise fail(
                     self,
                     6,
-                    f"nothing stands {what} layer, so units={self.units!r} has no unit for it; "
-                    f"leave it out",
+                    f"nothing stands {what} layer, so units={self.units!r} has no unit for it; leave it out",
                 )
 
     def _too_few(self, program: Program, found: list[Unit]) -> str:
@@ -182,13 +176,10 @@ class Partition:
             raise fail(
                 self,
                 4,
-                f"some regions have a stage already, {_some(having)}, but {without[0]}.F has "
-                f"none{others}; give these "
-                f"one, too: "
+                f"some regions have a stage already, {_some(having)}, but {without[0]}.F has none{others}; give "
+                f"these one, too: "
                 'piper.tag(model, {"...": dict(stage=0)}) means all the rest, and what runs in no '
-                "module of the model "
-                "takes "
-                "the stage of what it reads",
+                "module of the model takes the stage of what it reads",
                 tuple(without),
             )
         if present != list(range(self.stages)):
@@ -201,8 +192,7 @@ class Partition:
             raise fail(
                 self,
                 4,
-                f"the model is tagged with stages, so at={self.at!r} would have no effect; leave "
-                f"it out",
+                f"the model is tagged with stages, so at={self.at!r} would have no effect; leave it out",
             )
 
     def _check_boundaries(self, at: tuple[int, ...], units: list[Unit]) -> None:

@@ -75,16 +75,12 @@ class Place:
             raise fail(
                 self,
                 2,
-                f"{names(graph, placed)} is placed on {placed[0].role} already; a node runs in one "
-                f"place",
+                f"{names(graph, placed)} is placed on {placed[0].role} already; a node runs in one place",
             )
         fixed = dict(self.on)
         for role, other in graph.roles.items():
             if set(other) != set(fixed):
-                message = (
-                    f"it fixes {sorted(fixed)} but {role} fixes {sorted(other)}; give every "
-                    f"placement the same axes"
-                )
+                message = f"it fixes {sorted(fixed)} but {role} fixes {sorted(other)}; give every placement the same axes"
                 raise fail(self, 3, message)
         for node in nodes:
             over = graph.replication.get(str(node.coords["chunk"]))
@@ -118,8 +114,7 @@ class Place:
                 raise fail(
                     self,
                     7,
-                    f"devices share the chunks over {axis} (by shard), so all of them run each; "
-                    f"use another axis",
+                    f"devices share the chunks over {axis} (by shard), so all of them run each; use another axis",
                 )
             if axis in dict(graph.program.experts):
                 text = (
@@ -128,16 +123,14 @@ class Place:
                 raise fail(
                     self,
                     7,
-                    f"{text}; give stages and experts an axis each, as pp and ep of Mesh(pp=2, "
-                    f"ep=2)",
+                    f"{text}; give stages and experts an axis each, as pp and ep of Mesh(pp=2, ep=2)",
                 )
             if not 0 <= at < graph.mesh.size(axis):
                 size = graph.mesh.size(axis)
                 raise fail(
                     self,
                     1,
-                    f"{axis}={at} is outside of {graph.mesh}, where {axis} has {size} "
-                    f"coordinate{'s' * (size > 1)}",
+                    f"{axis}={at} is outside of {graph.mesh}, where {axis} has {size} coordinate{'s' * (size > 1)}",
                 )
 
     def _check_streams(self, graph: Graph, role: str) -> None:
@@ -148,8 +141,7 @@ class Place:
             raise fail(
                 self,
                 5,
-                f"{role} sends on {known.send!r} and receives on {known.recv!r} by an earlier "
-                f"place; use the same "
+                f"{role} sends on {known.send!r} and receives on {known.recv!r} by an earlier place; use the same "
                 f"names",
             )
 

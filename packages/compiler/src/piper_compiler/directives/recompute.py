@@ -148,8 +148,7 @@ class Recompute:
             raise fail(
                 self,
                 7,
-                f"a group runs on one device, and {names(graph, nodes)} is not placed; write "
-                f"recompute after place",
+                f"a group runs on one device, and {names(graph, nodes)} is not placed; write recompute after place",
             )
         _check_policy(self, graph.program, nodes)
         self._check_halves(graph, nodes)
@@ -179,8 +178,7 @@ class Recompute:
             raise fail(
                 self,
                 6,
-                f"backward needs nothing of {', '.join(chunks[:4])} that F would not keep; leave "
-                f"recompute out",
+                f"backward needs nothing of {', '.join(chunks[:4])} that F would not keep; leave recompute out",
             )
         self._check_buffers(
             graph.program,
@@ -335,10 +333,8 @@ def _check_policy(item: Recompute, program: Program, nodes: list[Node]) -> None:
     unknown = [name for name in item.keep.split("+") if name not in ops]
     if unknown:
         raise fail(
-            item, 2, f"keep has {unknown[0]!r}, which is no op of the selected chunks; {accepted} "
-                     f"or names of these "
-                     f"are "
-            f"accepted: {', '.join(ops) or 'there are none'}"
+            item, 2, f"keep has {unknown[0]!r}, which is no op of the selected chunks; {accepted} or names of "
+                     f"these are accepted: {', '.join(ops) or 'there are none'}"
         )  # fmt: skip
 
 

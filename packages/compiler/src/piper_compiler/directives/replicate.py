@@ -104,15 +104,13 @@ class Replicate:
             raise fail(
                 self,
                 1,
-                f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a "
-                f"tuple",
+                f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a tuple",
             )
         if taken := shared_axes(graph, self.over):
             raise fail(
                 self,
                 9,
-                f"devices share the chunks over {taken} (by shard), so they have the same rows; "
-                f"use another axis",
+                f"devices share the chunks over {taken} (by shard), so they have the same rows; use another axis",
             )
         if type(self.zero) is not int or not 0 <= self.zero <= len(STATES):
             raise fail(self, 5, f"zero={self.zero!r}; 0, 1, 2 or 3 is accepted")
@@ -139,8 +137,7 @@ class Replicate:
             raise fail(
                 self,
                 7,
-                f"zero={self.zero} and shard={dict(self.shard)} say the same; leave one of them "
-                f"out",
+                f"zero={self.zero} and shard={dict(self.shard)} say the same; leave one of them out",
             )
         axes = {state: tuple(self.shard.get(state, ())) for state in STATES}
         wrong = [s for s in self.shard if s not in STATES] + [
@@ -151,8 +148,7 @@ class Replicate:
             raise fail(
                 self,
                 7,
-                f"shard={dict(self.shard)} names {', '.join(map(str, wrong))}; accepted are "
-                f"{accepted}",
+                f"shard={dict(self.shard)} names {', '.join(map(str, wrong))}; accepted are {accepted}",
             )
         for inner, outer in pairwise(reversed(STATES)):
             if axes[outer] and set(axes[outer]) != set(axes[inner]):
@@ -178,8 +174,7 @@ class Replicate:
                 raise fail(
                     self,
                     3,
-                    f"{chunk} is replicated by {graph.log[graph.replication[chunk].applied]} "
-                    f"already",
+                    f"{chunk} is replicated by {graph.log[graph.replication[chunk].applied]} already",
                 )
             if node.role and set(graph.roles[node.role]) & over:
                 raise fail(
@@ -195,8 +190,7 @@ class Replicate:
                 raise fail(
                     self,
                     2,
-                    f"{count} of {there} nodes of {chunk} are selected; select by region, not by "
-                    f"phase or mb",
+                    f"{count} of {there} nodes of {chunk} are selected; select by region, not by phase or mb",
                 )
 
     def decided(self) -> Decided | None:
@@ -265,10 +259,7 @@ def check_rows(graph: Graph, directives: Iterable[Directive]) -> None:
                 f"{graph.mesh} has no {item.over}, so nothing would be shared; give it that axis, "
                 f"as in Mesh({item.over}=2), "
             )
-            text += (
-                f"and name it in replicate, as in data_parallel(over={named!r}); or leave the "
-                f"experts' shard out"
-            )
+            text += f"and name it in replicate, as in data_parallel(over={named!r}); or leave the experts' shard out"
             raise fail(item, 2, text)
 
 

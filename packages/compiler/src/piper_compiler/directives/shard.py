@@ -151,8 +151,7 @@ class Shard:
             raise fail(
                 self,
                 1,
-                f"{chosen} of {every} nodes are selected; devices share all chunks or none, so "
-                f"write where()",
+                f"{chosen} of {every} nodes are selected; devices share all chunks or none, so write where()",
             )
         if graph.mesh.along(self.over) and not set(graph.mesh.along(self.over)) <= set(
             dict(graph.program.axes)
@@ -226,8 +225,7 @@ class Shard:
             raise fail(
                 self,
                 11,
-                f"sms={self.sms!r}; a number from 0 (copy engines) to {MOST_SMS}, or None, is "
-                f"accepted",
+                f"sms={self.sms!r}; a number from 0 (copy engines) to {MOST_SMS}, or None, is accepted",
             )
         self._check_bound()
         self._check_cut()
@@ -259,8 +257,7 @@ class Shard:
             raise fail(
                 self,
                 14,
-                f"cut=True and {other}: only sums are made between chunks; leave one of the two "
-                f"out",
+                f"cut=True and {other}: only sums are made between chunks; leave one of the two out",
             )
 
     def _check_experts(self, graph: Graph) -> None:
@@ -278,8 +275,7 @@ class Shard:
                 raise fail(
                     self,
                     1,
-                    f"{node.id} computes no experts; select whole chunks by their regions: "
-                    f"where(experts=ANY)",
+                    f"{node.id} computes no experts; select whole chunks by their regions: where(experts=ANY)",
                 )
         if (self.channel or self.sms is not None) and not any(
             chunk.trades for chunk in graph.program.chunks

@@ -61,8 +61,7 @@ class Split:
             raise fail(
                 self,
                 5,
-                f"the graph has {everything} nodes in each microbatch; use at most {least} "
-                f"microbatches",
+                f"the graph has {everything} nodes in each microbatch; use at most {least} microbatches",
             )
 
     def decided(self) -> Decided | None:

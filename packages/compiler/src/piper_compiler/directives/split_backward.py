@@ -44,8 +44,7 @@ class SplitBackward:
             raise fail(
                 self,
                 2,
-                f"{names(graph, split)} belongs to a backward that is split already; select each "
-                f"once",
+                f"{names(graph, split)} belongs to a backward that is split already; select each once",
             )
         backwards = [n for n in nodes if n.coords["phase"] == "B"]
         if not backwards and any(
@@ -70,8 +69,7 @@ class SplitBackward:
                     raise fail(
                         self,
                         3,
-                        f"{backwards[at]} is ordered already{by}; write split_backward before "
-                        f"order",
+                        f"{backwards[at]} is ordered already{by}; write split_backward before order",
                     )
         for group in graph.overlaps:
             for at in group.nodes:
@@ -79,8 +77,7 @@ class SplitBackward:
                     raise fail(
                         self,
                         3,
-                        f"{backwards[at]} is in an overlap already; write split_backward before "
-                        f"order",
+                        f"{backwards[at]} is in an overlap already; write split_backward before order",
                     )
 
     def decided(self) -> Decided | None:

@@ -50,17 +50,13 @@ class Stream:
             raise fail(
                 self,
                 4,
-                f"sms is {self.sms!r}; a whole number from 0 (copy engines) to {MOST_SMS} is "
-                f"expected",
+                f"sms is {self.sms!r}; a whole number from 0 (copy engines) to {MOST_SMS} is expected",
             )
         nodes = compute_nodes(self, graph, self.selection)
         other = [n for n in nodes if not isinstance(n.op, Send | Recv)]
         if other:
             name = other[0].name(other[0].each[0])
-            message = (
-                f"{name} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' "
-                f"or op='recv'"
-            )
+            message = f"{name} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' or op='recv'"
             raise fail(self, 2, message)
         selected = {(n.id, mb) for n in nodes for mb in n.each}
         touched = {(channel_of(n), type(n.op)) for n in nodes}
@@ -95,8 +91,7 @@ class Stream:
                     raise fail(
                         self,
                         5,
-                        f"stream {stream} of {role} has {sms} SMs, by channel {channel.id}; give "
-                        f"both the same",
+                        f"stream {stream} of {role} has {sms} SMs, by channel {channel.id}; give both the same",
                     )
 
     def decided(self) -> Decided | None:

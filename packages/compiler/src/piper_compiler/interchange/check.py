@@ -30,10 +30,8 @@ Event = Action | CommCell
 PHASES: tuple[ActionPhase, ...] = get_args(ActionPhase)
 
 NO_MAP = (
-    "the format has no map of stages to devices, so each stage is on one device: a two-way "
-    "pipeline (DualPipe) cannot "
-    "be "
-    "expressed in it; dualpipe_v can"
+    "the format has no map of stages to devices, so each stage is on one device: a two-way pipeline (DualPipe) "
+    "cannot be expressed in it; dualpipe_v can"
 )
 
 
@@ -132,8 +130,7 @@ def _collected(rows: Rows) -> TableFacts:
             raise CellFault(
                 r,
                 0,
-                f"device {r} computes nothing; a row holds the actions of one device, so remove an "
-                f"empty line",
+                f"device {r} computes nothing; a row holds the actions of one device, so remove an empty line",
             )
     computed = [e for e in at if isinstance(e, Action)]
     return TableFacts(at, home, 1 + max((a.mb for a in computed), default=-1), lowered)
@@ -170,9 +167,8 @@ def _check_complete(facts: TableFacts) -> None:
                 names = ", ".join(f"{stage}{p}{mb}" for p in PHASES if p in has) or "nothing"
                 raise CellFault(
                     *there,
-                    f"stage {stage} has {names} for microbatch {mb}; it needs one F and either one "
-                    f"B or one I and one "
-                    f"W",
+                    f"stage {stage} has {names} for microbatch {mb}; it needs one F and either one B or one I and "
+                    f"one W",
                 )
 
 
@@ -197,8 +193,7 @@ def _check_transfers(facts: TableFacts) -> None:
         if receive not in facts.at:
             raise CellFault(
                 *place,
-                f"{action} needs {receive}, which this device does not have; {source} is on "
-                f"another device",
+                f"{action} needs {receive}, which this device does not have; {source} is on another device",
             )
         if facts.at[receive] > place:
             raise CellFault(*place, f"{action} stands before {receive}, which brings its input")
@@ -233,8 +228,7 @@ def _check_order_of_messages(facts: TableFacts) -> None:
                 message = f"{late} stands before {name}, whose message device {source} sends first"
                 raise CellFault(
                     *second,
-                    f"{message}; messages between two devices arrive in the order in which they "
-                    f"are sent",
+                    f"{message}; messages between two devices arrive in the order in which they are sent",
                 )
 
 
@@ -254,8 +248,7 @@ def _check_parameters(rows: Rows) -> None:
                     raise CellFault(
                         r,
                         c,
-                        f"{event} computes with parameters that are not gathered here; UNSHARD "
-                        f"comes first",
+                        f"{event} computes with parameters that are not gathered here; UNSHARD comes first",
                     )
             elif event.kind == "UNSHARD":
                 if event.stage in whole:
@@ -286,8 +279,7 @@ def _check_reductions(rows: Rows, facts: TableFacts) -> None:
                     raise CellFault(
                         r,
                         c,
-                        f"{event} reduces gradients that cell {reduced[event.stage][1] + 1} has "
-                        f"reduced already; "
+                        f"{event} reduces gradients that cell {reduced[event.stage][1] + 1} has reduced already; "
                         f"remove it",
                     )
                 if (r, c) < last[event.stage]:
@@ -299,8 +291,7 @@ def _check_reductions(rows: Rows, facts: TableFacts) -> None:
         if reduced and stage not in reduced:
             raise CellFault(
                 *place,
-                f"stage {stage} has no REDUCE_GRAD after this, its last action, while other stages "
-                f"have one",
+                f"stage {stage} has no REDUCE_GRAD after this, its last action, while other stages have one",
             )
 
 

@@ -81,6 +81,5 @@ def write_schedule_csv(
         write_whole(Path(path), schedule.dumps())
     except OSError as e:
         raise OutputError(
-            f"cannot write the schedule to {path}: {e.strerror}; choose a folder that exists and "
-            f"is writable"
+            f"cannot write the schedule to {path}: {e.strerror}; choose a folder that exists and is writable"
         ) from None

@@ -29,8 +29,7 @@ def _stage_of(plan: Plan, chunk: str) -> int:
     stage = plan.chunk(chunk).coords.get("stage")
     if not isinstance(stage, int):
         raise FormatError(
-            f"chunk {chunk} has no stage, and a table of a schedule is made of stages; use "
-            f"partition or a recipe"
+            f"chunk {chunk} has no stage, and a table of a schedule is made of stages; use partition or a recipe"
         )
     return stage
 
@@ -42,8 +41,7 @@ def _devices(plan: Plan) -> list[RolePlan]:
     other = {axis for role in plan.roles for axis in role.placed} - {"pp"}
     if other:
         raise FormatError(
-            f"the plan places stages on {sorted(other)}, but the rows of a table are devices of "
-            f"the axis pp alone"
+            f"the plan places stages on {sorted(other)}, but the rows of a table are devices of the axis pp alone"
         )
     return sorted(plan.roles, key=lambda role: role.placed["pp"])
 
@@ -111,8 +109,7 @@ class _Row:
         found: dict[Action, None] = {}
         if {part.op.step for part in instr.parts if isinstance(part.op, Compute)} == {"R"}:
             raise FormatError(
-                f"{instr.name} is recomputation alone, which the format cannot say; use recompute "
-                f"without apart"
+                f"{instr.name} is recomputation alone, which the format cannot say; use recompute without apart"
             )
         for part in instr.parts:
             if isinstance(part.op, Compute) and part.op.step != "B" and part.op.step != "R":
@@ -131,10 +128,8 @@ class _Row:
         if len(slot) > 1 and [a.phase == "F" for a in slot] != [True, False]:
             names = ", ".join(map(str, slot))
             raise FormatError(
-                f"{self.role.role} computes {names} in alternating pieces; the format has only "
-                f"whole stages, and pairs "
-                f"of one "
-                "forward and one backward"
+                f"{self.role.role} computes {names} in alternating pieces; the format has only whole stages, and "
+                f"pairs of one forward and one backward"
             )
         return slot
 
@@ -170,10 +165,8 @@ class _Row:
         target = source + 1 if forward else source - 1
         if not sends and self.readers.get(value, {target}) != {target}:
             raise FormatError(
-                f"{value} of stage {source} is read by stages {sorted(self.readers[value])}; the "
-                f"format has only "
-                f"transfers to "
-                "neighbouring stages. Write the compute-only table"
+                f"{value} of stage {source} is read by stages {sorted(self.readers[value])}; the format has only "
+                f"transfers to neighbouring stages. Write the compute-only table"
             )
         if sends:
             return CommCell(source, "SEND_F" if forward else "SEND_B", part.mb)

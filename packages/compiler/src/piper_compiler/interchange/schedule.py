@@ -132,8 +132,7 @@ def plan_of(strategy: Strategy) -> Plan:
     stages = stages_of(strategy.directives)
     if stages is None:
         raise FormatError(
-            "the strategy has no partition, so its stages are not known; compile it, and write the "
-            "plan"
+            "the strategy has no partition, so its stages are not known; compile it, and write the plan"
         )
     return compile_program(synthetic(stages=stages, F=1, I=1, W=1), strategy).plan
 

@@ -69,9 +69,8 @@ def check_scatters(role: RolePlan) -> None:
     bucket, times = max(made.items(), key=lambda item: item[1], default=("", 0))
     if times > 1:
         raise FormatError(
-            f"{role.role} scatters the gradients of {bucket} {times} times in a step; the format "
-            f"has one REDUCE_GRAD "
-            f"per "
+            f"{role.role} scatters the gradients of {bucket} {times} times in a step; the format has one "
+            f"REDUCE_GRAD per "
             f'stage, after its last backward. Use reduced_mb="step", {WAY_OUT}'
         )
 
@@ -107,10 +106,8 @@ def _windows(
         if len(stages) > 1:
             several = ", ".join(map(str, sorted(stages)))
             raise FormatError(
-                f"{role.role} gathers {bucket} for stages {several}; the format gathers each stage "
-                f"by itself. Untie "
-                f"them, "
-                f"{WAY_OUT}"
+                f"{role.role} gathers {bucket} for stages {several}; the format gathers each stage by itself. "
+                f"Untie them, {WAY_OUT}"
             )
     return {b: found[b] for b in used_by}, {b: next(iter(stages)) for b, stages in used_by.items()}
 
@@ -168,8 +165,7 @@ def _stage_cells(
 
 def _refuse(role: RolePlan, stage: int, what: str) -> None:
     raise FormatError(
-        f"{role.role} does not gather stage {stage} as a whole: {what}; the format has UNSHARD and "
-        f"RESHARD of whole "
-        f"stages. Use "
+        f"{role.role} does not gather stage {stage} as a whole: {what}; the format has UNSHARD and RESHARD of "
+        f"whole stages. Use "
         f'one bucket per stage (bucket_mb) or resident_mb="step", {WAY_OUT}'
     )

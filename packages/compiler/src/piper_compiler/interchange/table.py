@@ -39,10 +39,7 @@ Cell = Slot | CommCell | None
 Rows = tuple[tuple[Cell, ...], ...]
 
 PAIR = "OVERLAP_F_B"
-ACCEPTED = (
-    f"2F0, 3I1, 0W4, 1B2, (0F7;7B3){PAIR}, 3SEND_F1, 3RECV_B1, 1UNSHARD, 1RESHARD, 1REDUCE_GRAD, "
-    f"or nothing"
-)
+ACCEPTED = f"2F0, 3I1, 0W4, 1B2, (0F7;7B3){PAIR}, 3SEND_F1, 3RECV_B1, 1UNSHARD, 1RESHARD, 1REDUCE_GRAD, or nothing"
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _TRANSFER = re.compile(rf"(\d{{1,9}})({'|'.join(TRANSFERS)})(\d{{1,9}})")
 _OF_STAGE = re.compile(rf"(\d{{1,9}})({'|'.join(OF_STAGE)})")
@@ -85,8 +82,7 @@ def check_pair(slot: Slot) -> None:
     """Raise ValueError for an overlapped group that the format does not have."""
     if len(slot) != 2 or slot[0].phase != "F" or slot[1].phase == "F":
         raise ValueError(
-            f"{PAIR} holds one forward and then one backward, not "
-            f"{'; '.join(map(str, slot)) or 'nothing'}"
+            f"{PAIR} holds one forward and then one backward, not {'; '.join(map(str, slot)) or 'nothing'}"
         )
 
 

@@ -98,8 +98,7 @@ def recomputation(*, keep: Sequence[str], group: int = 1) -> tuple[Directive, ..
     """
     if isinstance(keep, str):
         raise DirectiveError(
-            f"recomputation(keep={keep!r}): a policy for each stage is needed, such as "
-            f"keep=[{keep!r}] * 4"
+            f"recomputation(keep={keep!r}): a policy for each stage is needed, such as keep=[{keep!r}] * 4"
         )
     stages_by_policy: dict[str, list[int]] = {}
     for stage, policy in enumerate(keep):

@@ -17,11 +17,9 @@ _Move = tuple[int, ActionPhase, int]
 
 @recipe(
     source="DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe",
-    formula="bubble (p - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, m "
-    ">= 2p",
+    formula="bubble (p - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, m >= 2p",
     peak="2p + 1",
-    use="expert parallelism: a forward's communication hides behind a backward's compute, with one "
-    "copy of the "
+    use="expert parallelism: a forward's communication hides behind a backward's compute, with one copy of the "
     "parameters",
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
@@ -54,11 +52,9 @@ def dualpipe_v_orders(pp: int, microbatches: int) -> Orders:
 
 @recipe(
     source="DeepSeek-AI 2024, arXiv 2412.19437",
-    formula="bubble (p/2 - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, "
-    "m >= 2p and even",
+    formula="bubble (p/2 - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, m >= 2p and even",
     peak="p + 1",
-    use="as DualPipeV, with half as many stages per device and every stage's parameters on two "
-    "devices",
+    use="as DualPipeV, with half as many stages per device and every stage's parameters on two devices",
     rule="pp even; any microbatches >= 1",
 )
 def dualpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:

@@ -18,11 +18,9 @@ from piper_ir.ground.errors import DirectiveError
 
 @recipe(
     source="Narayanan et al. 2021, arXiv 2104.04473",
-    formula="bubble (p - 1)(F + B), which is 1/v of that of 1F1B on the same model; m a multiple "
-    "of g",
+    formula="bubble (p - 1)(F + B), which is 1/v of that of 1F1B on the same model; m a multiple of g",
     peak="min(v m, 2(p - 1 - r) + (v - 1) g + 1)",
-    use="few microbatches per device and a fast network: a smaller bubble for v times the "
-    "communication",
+    use="few microbatches per device and a fast network: a smaller bubble for v times the communication",
     rule="any pp, microbatches, chunks >= 1; group >= pp",
 )
 def interleaved(
@@ -47,10 +45,8 @@ def interleaved(
     check_numbers("interleaved", pp=pp, microbatches=microbatches, chunks=chunks, group=size)
     if size < pp:
         raise DirectiveError(
-            f"interleaved(pp={pp}, group={group}): with a group smaller than pp the first device "
-            f"would be idle until "
-            f"the "
-            f"last one is done with the group; use group={pp} or more"
+            f"interleaved(pp={pp}, group={group}): with a group smaller than pp the first device would be idle "
+            f"until the last one is done with the group; use group={pp} or more"
         )
     return scheduled(
         interleaved_orders(pp, microbatches, chunks, size), microbatches=microbatches, at=at
@@ -79,8 +75,7 @@ def interleaved_orders(pp: int, microbatches: int, chunks: int, group: int) -> O
     source="Lamy-Poirier 2023, arXiv 2211.05953",
     formula="bubble (p - 1)(F + B), as interleaved; m >= p",
     peak="v m",
-    use="few microbatches: each chunk's parameters are used once per phase, so that its reductions "
-    "overlap best",
+    use="few microbatches: each chunk's parameters are used once per phase, so that its reductions overlap best",
     rule="any pp, microbatches, chunks >= 1",
 )
 def looped_bfs(

@@ -21,18 +21,15 @@ def check_numbers(name: str, **given: int) -> None:
     if any(type(n) is not int or n < 1 for n in given.values()):
         shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
         raise DirectiveError(
-            f"{name}({shown}): {'both' if len(given) == 2 else 'all'} must be integers of at least "
-            f"1"
+            f"{name}({shown}): {'both' if len(given) == 2 else 'all'} must be integers of at least 1"
         )
     forwards = prod(given.get(factor, 1) for factor in FACTORS)
     if forwards > MOST_NODES:
         shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
         most = max(1, MOST_NODES * given.get("microbatches", 1) // forwards)
         raise DirectiveError(
-            f"{name}({shown}): its order would have {forwards} forwards; at most {MOST_NODES} are "
-            f"accepted, that is "
-            f"{most} "
-            "microbatches with these stages"
+            f"{name}({shown}): its order would have {forwards} forwards; at most {MOST_NODES} are accepted, that "
+            f"is {most} microbatches with these stages"
         )
 
 

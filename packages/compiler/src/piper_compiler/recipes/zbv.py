@@ -14,9 +14,8 @@ from piper_compiler.recipes.stages import check_numbers, first_microbatches, slo
     formula="F = I = W: span bubble 0, global (p - 1) F; I >= F, I >= W: global (p - 1) max(I, 2(I "
     "- W)); m >= 2p - 1",
     peak="2p",
-    use="no bubble in steady state where F = I = W, for the memory of 1F1B's first device; loss "
-    "and first stage on one "
-    "device",
+    use="no bubble in steady state where F = I = W, for the memory of 1F1B's first device; loss and first stage on "
+    "one device",
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
 def zbv(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:

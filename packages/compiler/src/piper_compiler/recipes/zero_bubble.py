@@ -23,10 +23,8 @@ ROUNDING = 1e-9
     source="search; Qi et al. 2023 (arXiv 2401.10241), Qi et al. 2024 (arXiv 2405.15362)",
     formula="none in general; equal to ZB-H1, ZB-H2 and ZBV, or better, at their memory",
     peak="at most memory_limit",
-    use="stages of different cost, slow links, or a memory limit between those of the named "
-    "schedules",
-    rule="chunks 1, or 2 (V placement); memory_limit holds one microbatch of all stages of a "
-    "device",
+    use="stages of different cost, slow links, or a memory limit between those of the named schedules",
+    rule="chunks 1, or 2 (V placement); memory_limit holds one microbatch of all stages of a device",
 )
 def zero_bubble(
     *,
@@ -149,10 +147,8 @@ def _stages(
     for s in range(n):
         if after[s] > keeps[s]:
             raise DirectiveError(
-                f"zero_bubble(kept_after_I=...): stage {s} keeps {after[s]:g} after I and "
-                f"{keeps[s]:g} before it; W "
-                f"cannot need "
-                "more than F saved"
+                f"zero_bubble(kept_after_I=...): stage {s} keeps {after[s]:g} after I and {keeps[s]:g} before it; "
+                f"W cannot need more than F saved"
             )
     (latency,) = _each("hop", hop, 1, "pipeline")
     return Stages(pp, chunks, tuple(zip(forward, back, weight, strict=True)), keeps, after, latency)
@@ -170,10 +166,8 @@ def _limit(given: _PerStage | None, stages: Stages) -> tuple[float, ...]:
             own = " and ".join(str(s) for s, home in enumerate(stages.home) if home == r)
             smallest = max(least) if isinstance(given, int | float) else need
             raise DirectiveError(
-                f"zero_bubble(memory_limit={given!r}): no schedule fits. Device {r} keeps {need:g} "
-                f"for one microbatch "
-                f"of stage "
-                f"{own}, and may keep {limit:g}; the smallest limit that fits is {smallest:g}"
+                f"zero_bubble(memory_limit={given!r}): no schedule fits. Device {r} keeps {need:g} for one "
+                f"microbatch of stage {own}, and may keep {limit:g}; the smallest limit that fits is {smallest:g}"
             )
     return tuple([x * (1 + ROUNDING) for x in limits])
 
@@ -191,12 +185,10 @@ def _each(name: str, value: _PerStage, count: int, of: str) -> tuple[float, ...]
         values = (inf,) * count
     if len(values) != count:
         raise DirectiveError(
-            f"zero_bubble({name}=...): {len(values)} values for {count} {of}s; give one number, or "
-            f"one per {of}"
+            f"zero_bubble({name}=...): {len(values)} values for {count} {of}s; give one number, or one per {of}"
         )
     if not all(isfinite(x) and x >= 0 for x in values):
         raise DirectiveError(
-            f"zero_bubble({name}={value!r}): every value must be a finite number that is not "
-            f"negative"
+            f"zero_bubble({name}={value!r}): every value must be a finite number that is not negative"
         )
     return values

@@ -30,8 +30,7 @@ def zb_h1(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
 
 @recipe(
     source=_QI,
-    formula="span bubble (p - 1)(F + I - 2W), global (p - 1) max(F, F + I - 2W); W <= F, W <= I, m "
-    ">= 2p - 1",
+    formula="span bubble (p - 1)(F + I - 2W), global (p - 1) max(F, F + I - 2W); W <= F, W <= I, m >= 2p - 1",
     peak="min(m, 2p - 1)",
     use="no bubble in steady state where F = I = W, for twice the memory of ZB-H1",
     rule="any pp, microbatches >= 1",
@@ -51,9 +50,8 @@ def zb_h2(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
 
 @recipe(
     source=f"{_QI}, over the chunks of arXiv 2104.04473",
-    formula="bubble (p - 1)(F + I - W), which is 1/v of that of ZB-H1 on the same model; W <= F, W "
-    "<= I, m a multiple "
-    "of p",
+    formula="bubble (p - 1)(F + I - W), which is 1/v of that of ZB-H1 on the same model; W <= F, W <= I, m a "
+    "multiple of p",
     peak="min(v m, v p)",
     use="as interleaved, with a third of its bubble and less memory on the first device",
     rule="any pp, microbatches, chunks >= 1",

@@ -332,16 +332,14 @@ def _groups(
                     f"{len(e)} on {role}" for e, role in zip(ends, channel.roles, strict=True)
                 )
                 raise PlanError(
-                    f"channel {channel.id}: use {k + 1} has no counterpart; the channel is used "
-                    f"{counts} times"
+                    f"channel {channel.id}: use {k + 1} has no counterpart; the channel is used {counts} times"
                 )
             groups.append(members)
             p2p.append(channel.kind == "p2p")
     for name in uses:
         if name not in known:
             raise PlanError(
-                f"channel {name!r} is used by {', '.join(sorted(uses[name]))} and not declared in "
-                f"the plan"
+                f"channel {name!r} is used by {', '.join(sorted(uses[name]))} and not declared in the plan"
             )
     return tuple(groups), tuple(p2p)
 
@@ -458,7 +456,4 @@ def _cycle(
 def _where(orders: Sequence[IssueOrder], offsets: Sequence[int], node: int) -> str:
     r = next(r for r in range(len(orders)) if node < offsets[r + 1])
     order, index = orders[r], node - offsets[r]
-    return (
-        f"role {order.role}, stream {order.streams[index]!r}, instruction {index} "
-        f"{order.label(index)}"
-    )
+    return f"role {order.role}, stream {order.streams[index]!r}, instruction {index} {order.label(index)}"

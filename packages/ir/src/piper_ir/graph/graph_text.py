@@ -24,8 +24,7 @@ def format_graph(graph: Graph, *, log: bool = True) -> str:
     they were written.
     """
     head = [
-        f"graph on {graph.mesh}, {graph.microbatches or 'no'} "
-        f"microbatch{'es' * (graph.microbatches != 1)}"
+        f"graph on {graph.mesh}, {graph.microbatches or 'no'} microbatch{'es' * (graph.microbatches != 1)}"
     ]
     if log:
         head += [f"  {k}. {applied}" for k, applied in enumerate(graph.log, start=1)]
@@ -100,6 +99,5 @@ def _buckets(graph: Graph) -> Iterable[str]:
         size = bucket_bytes(bucket)
         reduced = f", reduced by {bucket.channel}" if bucket.channel else ""
         yield (
-            f"{bucket.id}: {' '.join(bucket.params)}, {size} bytes on "
-            f"{' '.join(bucket.roles)}{reduced}"
+            f"{bucket.id}: {' '.join(bucket.params)}, {size} bytes on {' '.join(bucket.roles)}{reduced}"
         )

@@ -211,10 +211,8 @@ def _written_fields(kind: type, hints: Mapping[str, Any]) -> list[Field[Any]]:
         for option in _options(hints[f.name]):
             if _is_mapping(option) and not _is_text(get_args(option)[0]):
                 raise TypeError(
-                    f"no JSON form for {kind.__name__}: the keys of its field {f.name} are no "
-                    f"strings; "
-                    f"import the module that registers a document for {kind.__name__} "
-                    f"(piper_ir.ground.codec.register)"
+                    f"no JSON form for {kind.__name__}: the keys of its field {f.name} are no strings; import the "
+                    f"module that registers a document for {kind.__name__} (piper_ir.ground.codec.register)"
                 )
     return written
 

@@ -81,6 +81,5 @@ def _match(name: str, value: Any) -> Match:
     if isinstance(value, tuple | list) and value and all(isinstance(v, int | str) for v in value):
         return tuple(value)
     raise SelectorError(
-        f"where({name}={value!r}): a value is an int, a name, a non-empty tuple or range of them, "
-        f"ANY or NONE"
+        f"where({name}={value!r}): a value is an int, a name, a non-empty tuple or range of them, ANY or NONE"
     )

@@ -30,8 +30,7 @@ class Affine:
     def __mul__(self, other: Dim) -> Dim:
         if isinstance(other, Affine):
             raise CaptureError(
-                f"({self}) * ({other}) is quadratic in the rows of a microbatch; sizes must be "
-                f"affine"
+                f"({self}) * ({other}) is quadratic in the rows of a microbatch; sizes must be affine"
             )
         return affine(self.a * other, self.b * other)
 

@@ -94,10 +94,7 @@ def _instruction_lines(role: RolePlan) -> Iterator[str]:
             *_clause("allocs", instr.allocs_after),
             *([] if instr.seconds is None else ["takes", written_word(json.dumps(instr.seconds))]),
         ]
-        line = (
-            f"{index:>{digits}} {written_word(instr.stream):<{width}} "
-            f"{' + '.join(map(_part, instr.parts))}"
-        )
+        line = f"{index:>{digits}} {written_word(instr.stream):<{width}} {' + '.join(map(_part, instr.parts))}"
         yield line + (f" | {' '.join(tail)}" if tail else "")
 
 

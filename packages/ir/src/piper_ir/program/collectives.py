@@ -104,8 +104,7 @@ class Law:
             return rows * n
         if not isinstance(rows, int) or rows % n:
             raise PlanError(
-                f"{self.name} of {n} members needs a first dimension that divides by {n}, found "
-                f"{rows}"
+                f"{self.name} of {n} members needs a first dimension that divides by {n}, found {rows}"
             )
         return rows // n if self.writes == "part" else rows
 

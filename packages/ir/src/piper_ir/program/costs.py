@@ -40,8 +40,7 @@ class Duration:
         for seconds in (self.seconds, self.spread):
             if not 0 <= seconds < float("inf"):
                 raise FormatError(
-                    f"a duration is {seconds!r} seconds; a finite number that is not negative is "
-                    f"needed"
+                    f"a duration is {seconds!r} seconds; a finite number that is not negative is needed"
                 )
 
 
@@ -190,8 +189,7 @@ class Costs:
             for step in by_step:
                 if step not in STEPS:
                     raise FormatError(
-                        f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are "
-                        f"F, R, I and W"
+                        f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are F, R, I and W"
                     )
         self._check_sizes()
         steps = (((s.code, s.step), s.rows, s.duration) for s in self.steps)
@@ -212,8 +210,7 @@ class Costs:
         for what, name, size, least in sizes:
             if size < least:
                 raise FormatError(
-                    f"Costs: the duration of {what} has {name} {size}; a number from {least} is "
-                    f"expected"
+                    f"Costs: the duration of {what} has {name} {size}; a number from {least} is expected"
                 )
 
     def of_compute(

@@ -67,12 +67,9 @@ class Liveness:
             len(self.segments),
         ):
             raise PlanError(
-                f"a step's liveness has {len(self.segments)} segments and {len(self.inside)} "
-                f"entries of inside, and "
-                f"{len(self.consumed)} inputs consumed; one segment more than these is needed, and "
-                f"inside for each or "
-                f"for none. "
-                "Compile the plan again, or restore its file"
+                f"a step's liveness has {len(self.segments)} segments and {len(self.inside)} entries of inside, "
+                f"and {len(self.consumed)} inputs consumed; one segment more than these is needed, and inside for "
+                f"each or for none. Compile the plan again, or restore its file"
             )
         freed = 0
         peak = 0

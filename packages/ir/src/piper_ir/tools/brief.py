@@ -17,10 +17,7 @@ class Brief:
         """Yield names and values, the most telling first; each value is short as a text."""
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__}: "
-            f"{', '.join(f'{name} {value}' for name, value in self.facts())}>"
-        )
+        return f"<{type(self).__name__}: {', '.join(f'{name} {value}' for name, value in self.facts())}>"
 
     def _repr_html_(self) -> str:
         rows = "".join(

@@ -36,8 +36,6 @@ def ray_reason(error: BaseException) -> str:
         return reason
     used = re.search(r"was running was ([^,]*\))", text)
     return (
-        f"{reason.rstrip('.')}{f' ({used[1]})' if used else ''}; put fewer ranks on a node, or use "
-        f"a strategy that "
-        f"keeps less "
-        "(more microbatches, recompute, zero)"
+        f"{reason.rstrip('.')}{f' ({used[1]})' if used else ''}; put fewer ranks on a node, or use a strategy that "
+        f"keeps less (more microbatches, recompute, zero)"
     )

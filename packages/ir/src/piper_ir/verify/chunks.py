@@ -19,10 +19,7 @@ def check_chunks(findings: Findings) -> None:
         for k, entry in enumerate(chunk.inputs):
             spec = given[entry.kind, entry.ref]
             if entry.spec != spec:
-                text = (
-                    f"input {k} of {where} is the {entry.kind} {entry.ref} as a {entry.spec}; it "
-                    f"is a {spec}"
-                )
+                text = f"input {k} of {where} is the {entry.kind} {entry.ref} as a {entry.spec}; it is a {spec}"
                 findings.add("R07-signature", text)
         for text in _accumulation_problems(chunk):
             findings.add("R34-accumulation", f"{where} {text}")
@@ -45,7 +42,6 @@ def _accumulation_problems(chunk: Chunk) -> list[str]:
         wanted = int(entry.kind == "param" and entry.needs_grad)
         if added[k] != wanted:
             out.append(
-                f"adds {added[k]} times to the gradient of {entry.ref} in a microbatch; {wanted} "
-                f"is expected"
+                f"adds {added[k]} times to the gradient of {entry.ref} in a microbatch; {wanted} is expected"
             )
     return out

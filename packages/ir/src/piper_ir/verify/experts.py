@@ -90,6 +90,5 @@ def _use_problems(plan: Plan, role: RolePlan) -> Iterator[tuple[int, str]]:
             ):
                 yield (
                     index,
-                    f"it is an {op.law.name} on {op.channel}, where tokens go to experts and back "
-                    f"by AllToAll",
+                    f"it is an {op.law.name} on {op.channel}, where tokens go to experts and back by AllToAll",
                 )

@@ -166,8 +166,7 @@ def _chunks(findings: Findings) -> None:
             if (entry.kind, entry.ref) not in known:
                 findings.add(
                     "R06-names",
-                    f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does "
-                    f"not have",
+                    f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does not have",
                 )
         for step, sig in chunk.steps.items():
             unknown = [p for p in (*sig.reads, *sig.writes) if not _is_port(chunk, p)]
@@ -243,8 +242,7 @@ def _ranks(findings: Findings) -> None:
     if idle:
         findings.add(
             "R01-ranks",
-            f"no role has rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of "
-            f"{plan.mesh}",
+            f"no role has rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of {plan.mesh}",
         )
 
 
@@ -253,10 +251,7 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     if unknown:
         return f"there is no role {', '.join(unknown)}"
     if len(channel.streams) != len(channel.roles):
-        return (
-            f"it has {len(channel.roles)} roles and {len(channel.streams)} streams; one stream per "
-            f"role is expected"
-        )
+        return f"it has {len(channel.roles)} roles and {len(channel.streams)} streams; one stream per role is expected"
     if channel.sms and (
         len(channel.sms) != len(channel.roles) or any(n is not None and n < 0 for n in channel.sms)
     ):

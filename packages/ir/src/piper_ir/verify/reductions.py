@@ -193,8 +193,7 @@ class _BucketOnRole:
             if op.kind != "all_gather" or op.channel != channel:
                 self.add(
                     "R31-gathered",
-                    f"is gathered by {op.law.name} on channel {op.channel}; its channel is "
-                    f"{channel}",
+                    f"is gathered by {op.law.name} on channel {op.channel}; its channel is {channel}",
                     place[0],
                 )
         if self.bucket.shard.params:
@@ -262,8 +261,7 @@ class _BucketOnRole:
             if reduction is not None and not self.order.precedes(reduction, place[0]):
                 self.add(
                     "R25-update",
-                    f"has its {what} here, without waiting for its reduction by instruction "
-                    f"{reduction}",
+                    f"has its {what} here, without waiting for its reduction by instruction {reduction}",
                     place[0],
                 )
             last = max(

@@ -13,104 +13,75 @@ RULES: dict[str, str] = {
     "R01-ranks": "the roles' ranks are those at their placed coordinates and divide the mesh: each "
     "rank has one role",
     "R02-streams": 'a role lists each of its streams once, "compute" among them, and every '
-    "instruction stands on one "
-    "of them",
+    "instruction stands on one of them",
     "R03-parts": "a communication is one part alone, on a stream other than compute; everything "
     "else stands on compute",
     "R04-allocation": "only instructions of the compute stream allocate and free",
-    "R05-waits": "a wait names a stream of the role, and instructions that stand earlier in "
-    "program order",
+    "R05-waits": "a wait names a stream of the role, and instructions that stand earlier in program order",
     "R06-names": "ids are unique, and every value, chunk, channel, bucket, parameter and tensor "
     "that is named exists",
-    "R07-signature": "what a part reads and writes agrees in number, shape and dtype with its op "
-    "or chunk, "
-    "and a chunk's inputs with what they name; mb is in range, and ops of the whole step have none",
+    "R07-signature": "what a part reads and writes agrees in number, shape and dtype with its op or chunk, and a "
+    "chunk's inputs with what they name; mb is in range, and ops of the whole step have none",
     "R08-states": "a role owns the state of each parameter, buffer and bucket that it uses, once, "
     "with the right bytes",
-    "R09-channels": "p2p joins two roles that place the same axes, a group joins different roles; "
-    "compute is for steps "
-    "alone",
-    "R10-channel-use": "an op suits its channel's kind and its role's side of it, and stands on "
-    "the channel's one "
+    "R09-channels": "p2p joins two roles that place the same axes, a group joins different roles; compute is for "
+    "steps alone",
+    "R10-channel-use": "an op suits its channel's kind and its role's side of it, and stands on the channel's one "
     "stream there",
     # values
     "R11-written-once": "a value is written exactly once, and used on the role that writes it only",
-    "R12-allocated": "what a communication writes is allocated once, before it, by an instruction "
-    "that it waits for",
-    "R13-read-after-write": "a value is read after it is written; on another stream, waits "
-    "guarantee it",
-    "R14-freed-once": "a value is freed exactly once: no leak at the end of the step, no double "
-    "free",
-    "R15-use-after-free": "no instruction reads or writes a value that an instruction before it "
-    "freed",
+    "R12-allocated": "what a communication writes is allocated once, before it, by an instruction that it waits for",
+    "R13-read-after-write": "a value is read after it is written; on another stream, waits guarantee it",
+    "R14-freed-once": "a value is freed exactly once: no leak at the end of the step, no double free",
+    "R15-use-after-free": "no instruction reads or writes a value that an instruction before it freed",
     "R16-free-covered": "who frees a value has waited for every communication that uses it",
-    "R29-spoiled": "what a collective leaves undefined (COLLECTIVES) is read by nothing else that "
-    "does not come before "
-    "it",
+    "R29-spoiled": "what a collective leaves undefined (COLLECTIVES) is read by nothing else that does not come "
+    "before it",
     # communication
     "R17-p2p-match": "on each p2p channel the n-th send and the n-th receive exist and carry the "
     "same shape and dtype",
-    "R18-group-match": "on each group channel all members run the same collectives (kind; bucket "
-    "or shape, dtype) in "
-    "one order",
-    "R19-deadlock": "the plan runs to its end: streams in order, waits, rendezvous, one issuing "
-    "thread per role that "
-    "computes",
-    "R20-issue-order": "the plan also runs to its end with each rank's communications one by one "
-    "in program order, as "
-    "on NCCL",
+    "R18-group-match": "on each group channel all members run the same collectives (kind; bucket or shape, dtype) "
+    "in one order",
+    "R19-deadlock": "the plan runs to its end: streams in order, waits, rendezvous, one issuing thread per role "
+    "that computes",
+    "R20-issue-order": "the plan also runs to its end with each rank's communications one by one in program order, "
+    "as on NCCL",
     # training
-    "R21-steps": "each non-empty F, I, W of a chunk runs once per microbatch on one role, in this "
-    "order; buffers "
+    "R21-steps": "each non-empty F, I, W of a chunk runs once per microbatch on one role, in this order; buffers "
     "change in order",
-    "R22-buckets": "parameters of a bucket have its dtype; gradients start at multiples of 256 "
-    "bytes, in order, apart, "
-    "inside",
-    "R23-holders": "a trained parameter is in one bucket, held by just the roles that use it, "
-    "reduced over all their "
-    "ranks",
-    "R24-reduction": "a bucket that several ranks hold is all-reduced once per step on each, after "
-    "its last "
+    "R22-buckets": "parameters of a bucket have its dtype; gradients start at multiples of 256 bytes, in order, "
+    "apart, inside",
+    "R23-holders": "a trained parameter is in one bucket, held by just the roles that use it, reduced over all "
+    "their ranks",
+    "R24-reduction": "a bucket that several ranks hold is all-reduced once per step on each, after its last "
     "accumulation",
-    "R25-update": "a bucket is updated once on each role that holds it, after its reduction and "
-    "the last use of its "
-    "params",
-    "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, else 1; a sum "
-    "has weighted updates; "
-    "one clip",
-    "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch, exchanged "
-    "once between experts "
-    "and the "
-    "rest, and summed up once where devices hold terms; a tangent sums its consumers' gradients",
-    "R30-shards": "ranks share a bucket's states along axes of its replication, in equal parts of "
-    "whole 256 bytes; "
-    "each role has "
-    "channels among just the sharers",
-    "R31-gathered": "who reads a parameter that ranks share holds a value gathered from its "
-    "bucket, or follows its "
+    "R25-update": "a bucket is updated once on each role that holds it, after its reduction and the last use of "
+    "its params",
+    "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, else 1; a sum has weighted "
+    "updates; one clip",
+    "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch, exchanged once between "
+    "experts and the rest, and summed up once where devices hold terms; a tangent sums its "
+    "consumers' gradients",
+    "R30-shards": "ranks share a bucket's states along axes of its replication, in equal parts of whole 256 bytes; "
+    "each role has channels among just the sharers",
+    "R31-gathered": "who reads a parameter that ranks share holds a value gathered from its bucket, or follows its "
     "gather",
-    "R32-contributions": "who adds to gradients that ranks share adds to one buffer, which is "
-    "scattered after the last "
-    "who adds, "
-    "and folded once",
-    "R33-recompute": "a chunk follows one policy in a microbatch; R reads what its F read; one of "
-    "the two writes each "
-    "saved port",
+    "R32-contributions": "who adds to gradients that ranks share adds to one buffer, which is scattered after the "
+    "last who adds, and folded once",
+    "R33-recompute": "a chunk follows one policy in a microbatch; R reads what its F read; one of the two writes "
+    "each saved port",
     "R34-accumulation": "in a microbatch, a chunk adds once to the gradient of each of its "
     "parameters that wants one",
     # devices that share chunks
-    "R35-parts": "sharers of a chunk run one role with the same rows; parameters have equal parts "
-    "along axes of "
-    "sharers alone, "
-    "and those of a bucket along the same, with gradients that are terms of a sum along the same",
-    "R36-inside": "steps meet along axes of sharers, on a channel of their role that joins just "
-    "the ranks there; a "
-    "forward that "
-    "reads parts meets along their axes or hands on terms of sums, and equal code in the same way",
-    "R37-experts": "devices with different experts have rows of their own; chunks of experts alone "
-    "have parts of "
-    "parameters "
-    "there, and tokens go to them and back by an all-to-all among just those devices of a role",
+    "R35-parts": "sharers of a chunk run one role with the same rows; parameters have equal parts along axes of "
+    "sharers alone, and those of a bucket along the same, with gradients that are terms of a sum "
+    "along the same",
+    "R36-inside": "steps meet along axes of sharers, on a channel of their role that joins just the ranks there; a "
+    "forward that reads parts meets along their axes or hands on terms of sums, and equal code in "
+    "the same way",
+    "R37-experts": "devices with different experts have rows of their own; chunks of experts alone have parts of "
+    "parameters there, and tokens go to them and back by an all-to-all among just those devices of "
+    "a role",
     # memory
     "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",
 }

@@ -52,10 +52,7 @@ class Events:
     def says(self, i: int) -> str:
         """Return the name of an instruction in messages."""
         role, index = self.at[i]
-        return (
-            f"{role.role}[{index}] {instr_title(role.program[index])} on "
-            f"{role.program[index].stream}"
-        )
+        return f"{role.role}[{index}] {instr_title(role.program[index])} on {role.program[index].stream}"
 
 
 def meetings(findings: Findings) -> list[list[int]]:

@@ -32,21 +32,12 @@ def _shard_problem(plan: Plan, bucket: Bucket) -> str:
             else ""
         )
     if not set(shard.params) <= set(shard.grads) <= axes <= set(bucket.over):
-        return (
-            f"is replicated along {bucket.over} and shared along {shard}; each must be among the "
-            f"one before"
-        )
+        return f"is replicated along {bucket.over} and shared along {shard}; each must be among the one before"
     if any(kept and set(kept) != axes for kept in (shard.params, shard.grads)):
-        return (
-            f"is shared along {shard}; the axes of parameters and gradients are all of the "
-            f"optimizer's, or none"
-        )
+        return f"is shared along {shard}; the axes of parameters and gradients are all of the optimizer's, or none"
     parts = plan.mesh.degree(shard.optim)
     if bucket.numel % parts or bucket.numel // parts * bucket.narrowest % ALIGNMENT:
-        return (
-            f"has {bucket.numel} elements, which {parts} ranks cannot share in whole {ALIGNMENT} "
-            f"bytes"
-        )
+        return f"has {bucket.numel} elements, which {parts} ranks cannot share in whole {ALIGNMENT} bytes"
     for what, channels in (("gather", bucket.gather), ("scatter", bucket.scatter)):
         if len(channels) != len(bucket.roles):
             return f"has {len(channels)} channels to {what} for {len(bucket.roles)} roles"
@@ -147,10 +138,7 @@ class _SharedValues:
             else ""
         )
         if op.kind != "reduce_scatter" or op.channel != channel:
-            text = (
-                f"{value} is given to {op.law.name} on channel {op.channel}; ReduceScatter on "
-                f"{channel} is expected"
-            )
+            text = f"{value} is given to {op.law.name} on channel {op.channel}; ReduceScatter on {channel} is expected"
             self.findings.add("R32-contributions", text, self.role, index)
         self.buffers[value].scatters.append(index)
         self.sums[result] = value
@@ -177,10 +165,7 @@ class _SharedValues:
         gathered = [self.gathered[v] for v in held if v in self.gathered]
         added = [self.buffers[v].bucket for v in held if v in self.buffers]
         if sorted(gathered) != sorted(reads):
-            text = (
-                f"it holds gathered parameters of {gathered}, and reads parameters of "
-                f"{sorted(reads)}"
-            )
+            text = f"it holds gathered parameters of {gathered}, and reads parameters of {sorted(reads)}"
             self.findings.add("R31-gathered", text, self.role, index)
         if sorted(added) != sorted(adds) or len(gathered) + len(added) < len(held):
             self.findings.add(
@@ -201,8 +186,7 @@ class _SharedValues:
             problem = f"the sum of {value} is folded {len(buffer.folds)} times; once is expected"
         elif late := [i for i in buffer.adds if not self.order.precedes(i, buffer.scatters[0])]:
             problem, index = (
-                f"it adds to {value}, which instruction {buffer.scatters[0]} scatters without "
-                f"waiting for it",
+                f"it adds to {value}, which instruction {buffer.scatters[0]} scatters without waiting for it",
                 late[0],
             )
         if problem:

@@ -61,8 +61,7 @@ def _param_problems(plan: Plan, param: Param) -> Iterator[str]:
             )
     if both := sorted(set(axes) & set(param.summed)):
         yield (
-            f"is in parts along {', '.join(both)}, and gradients of parts are no terms of a sum "
-            f"there"
+            f"is in parts along {', '.join(both)}, and gradients of parts are no terms of a sum there"
         )
     shape = param.spec.shape
     for part in param.layout:
@@ -70,8 +69,7 @@ def _param_problems(plan: Plan, param: Param) -> Iterator[str]:
             yield f"is in parts of dimension {part.dim}, and has {len(shape)} dimensions"
         elif part.outer < 1 or bind(shape[part.dim], 0) % part.outer:
             yield (
-                f"has {shape[part.dim]} elements in dimension {part.dim}, which are not "
-                f"{part.outer} equal parts"
+                f"has {shape[part.dim]} elements in dimension {part.dim}, which are not {part.outer} equal parts"
             )
 
 
@@ -80,10 +78,7 @@ def _bucket_problem(bucket: Bucket, members: Iterable[Param]) -> str:
         axes = {part.axis for part in param.layout}
         if axes != set(bucket.parts):
             text = f"has other parts along {', '.join(bucket.parts) or 'no axis'}"
-            return (
-                f"{text}, and its parameter {param.name} along "
-                f"{', '.join(sorted(axes)) or 'no axis'}"
-            )
+            return f"{text}, and its parameter {param.name} along {', '.join(sorted(axes)) or 'no axis'}"
     sums = {frozenset(p.summed): p.name for p in members}
     if len(sums) > 1:
         one, other = list(sums.values())[:2]
@@ -117,8 +112,7 @@ def _step_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Iterat
         }
         if alone := sorted(parts - met - set(plan.experts)):
             yield (
-                f"F of chunk {chunk.variant} reads parts along {', '.join(alone)}, and exchanges "
-                f"nothing along it"
+                f"F of chunk {chunk.variant} reads parts along {', '.join(alone)}, and exchanges nothing along it"
             )
 
 
@@ -127,10 +121,7 @@ def _collective_problem(plan: Plan, one: StepCollective) -> str:
         return f"asks for the collective {one.kind}; known are {', '.join(COLLECTIVES)}"
     along = plan.mesh.along(one.axis)
     if not along or not set(along) <= {*plan.shared, *plan.experts}:
-        return (
-            f"has an {one.kind} along {one.axis}; devices share chunks along "
-            f"{', '.join(plan.shared) or 'no axis'}"
-        )
+        return f"has an {one.kind} along {one.axis}; devices share chunks along {', '.join(plan.shared) or 'no axis'}"
     degree = plan.mesh.degree(along)
     if law_of(one.kind).blocks and bind(one.nbytes, 0) % degree:
         return (
@@ -147,8 +138,7 @@ def _alike_problems(
         other, collectives = known.setdefault((chunk.code, step), (chunk.variant, sig.collectives))
         if collectives != sig.collectives:
             yield (
-                f"{step} of chunk {chunk.variant} exchanges something else than in {other}, which "
-                f"has the same code"
+                f"{step} of chunk {chunk.variant} exchanges something else than in {other}, which has the same code"
             )
 
 
@@ -166,10 +156,7 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
         )
     if not channel.over or not set(channel.over) <= {*plan.shared, *plan.experts}:
         along = ", ".join(plan.shared) or "no axis"
-        return (
-            f"is for {what}, and joins ranks along {', '.join(channel.over)}; devices share chunks "
-            f"along {along}"
-        )
+        return f"is for {what}, and joins ranks along {', '.join(channel.over)}; devices share chunks along {along}"
     return ""
 
 
@@ -197,8 +184,5 @@ def _missing(plan: Plan, role: RolePlan) -> Iterator[str]:
             (role.role,),
             set(plan.mesh.along(axis)),
         ):
-            joins = (
-                f"{', '.join(channel.roles)} over ({', '.join(channel.over)}) for purpose "
-                f"{channel.purpose}"
-            )
+            joins = f"{', '.join(channel.roles)} over ({', '.join(channel.over)}) for purpose {channel.purpose}"
             yield f"its steps meet along {axis} on channel {id}, which joins {joins}"

@@ -52,8 +52,7 @@ class Signatures:
             if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.variant).steps:
                 steps = ", ".join(self._plan.chunk(part.op.variant).steps)
                 yield (
-                    f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has "
-                    f"{steps}"
+                    f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has {steps}"
                 )
                 return
             reads, writes = self._step(part.op)

@@ -72,8 +72,7 @@ def check_steps(findings: Findings) -> None:
                     roles = f" (on {', '.join(role.role for role, _ in runs)})" if runs else ""
                     findings.add(
                         "R21-steps",
-                        f"{step} of chunk {chunk.id} runs {len(runs)} times{roles} for microbatch "
-                        f"{mb}; {times} "
+                        f"{step} of chunk {chunk.id} runs {len(runs)} times{roles} for microbatch {mb}; {times} "
                         f"expected",
                     )
                 elif runs:
@@ -166,20 +165,17 @@ def check_layout(findings: Findings) -> None:
             if params[name].spec.dtype != bucket.compute_dtype:
                 findings.add(
                     "R22-buckets",
-                    f"{where} has {name} in {bucket.compute_dtype}; chunks read "
-                    f"{params[name].spec.dtype}",
+                    f"{where} has {name} in {bucket.compute_dtype}; chunks read {params[name].spec.dtype}",
                 )
             if offset * item % ALIGNMENT:
                 findings.add(
                     "R22-buckets",
-                    f"{where}: {name} starts at byte {offset * item}, which is no multiple of "
-                    f"{ALIGNMENT}",
+                    f"{where}: {name} starts at byte {offset * item}, which is no multiple of {ALIGNMENT}",
                 )
             if offset < end:
                 findings.add(
                     "R22-buckets",
-                    f"{where}: {name} starts at element {offset}, inside of {last}, which ends at "
-                    f"{end}",
+                    f"{where}: {name} starts at element {offset}, inside of {last}, which ends at {end}",
                 )
             end, last = offset + bind(params[name].spec.numel, 0), name
         if end > bucket.numel:
@@ -229,8 +225,7 @@ def check_holders(findings: Findings) -> None:
             )
             findings.add(
                 "R23-holders",
-                f"parameter {param.name} is used by {uses}; its bucket {held.id} is held by "
-                f"{holds}",
+                f"parameter {param.name} is used by {uses}; its bucket {held.id} is held by {holds}",
             )
     for bucket in plan.buckets:
         problem = _members_problem(plan, bucket)
@@ -256,10 +251,7 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
             )
     summed = {a for p in plan.params if p.name in bucket.params for a in p.summed}
     if lost := [a for a in summed if a not in bucket.over]:
-        return (
-            f"the devices along {', '.join(lost)} make terms of its gradients, and it does not add "
-            f"them"
-        )
+        return f"the devices along {', '.join(lost)} make terms of its gradients, and it does not add them"
     alone = [
         a for a in bucket.over if plan.mesh.size(a) > 1 and a not in (*plan.replicated, *summed)
     ]
@@ -267,10 +259,7 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
         along = ", ".join(plan.replicated) or "none"
         return f"it adds gradients along {', '.join(alone)}, and rows are shared out along {along}"
     if mixed := [a for a in bucket.over if a in bucket.parts]:
-        return (
-            f"it adds gradients along {', '.join(mixed)}, where each rank has another part of its "
-            f"parameters"
-        )
+        return f"it adds gradients along {', '.join(mixed)}, where each rank has another part of its parameters"
     over = tuple(a for a in bucket.over if a not in bucket.shard.optim)
     several = len(bucket.roles) > 1 or any(plan.mesh.size(a) > 1 for a in over)
     if not bucket.channel:

@@ -174,8 +174,7 @@ class _Lifetime:
             if allocs:
                 self.add(
                     "R12-allocated",
-                    f"{self.value} is allocated by the part that writes it, and by "
-                    f"{self.says(allocs[0])} too",
+                    f"{self.value} is allocated by the part that writes it, and by {self.says(allocs[0])} too",
                     index,
                 )
             return
@@ -218,10 +217,7 @@ class _Lifetime:
                     None,
                 )
                 if late is not None:
-                    message = (
-                        f"{self.value} is undefined after {op.law.name}, and {self.says(late)} may "
-                        f"read it then"
-                    )
+                    message = f"{self.value} is undefined after {op.law.name}, and {self.says(late)} may read it then"
                     self.add("R29-spoiled", message, place[0])
 
     def _check_use_before_free(self, use: UsePosition, free: UsePosition) -> bool:

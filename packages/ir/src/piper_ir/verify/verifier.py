@@ -37,8 +37,7 @@ def verify(plan: Plan) -> None:
     if violations:
         more = len(violations) - 1
         rest = (
-            f"\n({more} more violation{'s' if more > 1 else ''}; piper_ir.verify.check(plan) lists "
-            f"all)"
+            f"\n({more} more violation{'s' if more > 1 else ''}; piper_ir.verify.check(plan) lists all)"
             if more
             else ""
         )

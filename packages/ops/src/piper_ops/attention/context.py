@@ -197,8 +197,7 @@ context_add_ = torch.ops.piper.context_add_.default
 
 context_merge = define(
     "context_merge",
-    "(Tensor out, Tensor logsumexp, Tensor more, Tensor more_logsumexp, int place, int step, str "
-    "order, bool last) "
+    "(Tensor out, Tensor logsumexp, Tensor more, Tensor more_logsumexp, int place, int step, str order, bool last) "
     "-> (Tensor, Tensor)",
     _merge_fake,
     _merge_kernel,

@@ -47,8 +47,7 @@ def _check(
         )
     if q.shape[2] != k.shape[2] and (not gqa or q.shape[2] % k.shape[2]):
         raise UnsupportedVariant(
-            f"attention: {q.shape[2]} query heads and {k.shape[2]} key heads need enable_gqa and a "
-            f"whole ratio"
+            f"attention: {q.shape[2]} query heads and {k.shape[2]} key heads need enable_gqa and a whole ratio"
         )
     if mask is not None:
         _check_mask(q, k, mask, is_causal)
@@ -68,8 +67,7 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> None:
         m not in (1, f) for m, f in zip(mask.shape[::-1], full[::-1], strict=False)
     ):
         raise UnsupportedVariant(
-            f"attention: attn_mask {tuple(mask.shape)} does not broadcast to (B, H, T_q, T_k) = "
-            f"{full}"
+            f"attention: attn_mask {tuple(mask.shape)} does not broadcast to (B, H, T_q, T_k) = {full}"
         )
 
 
@@ -203,9 +201,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     q, k, v, mask, ctx.is_causal, ctx.scale, _ = inputs
     if mask is not None and mask.requires_grad:
         raise UnsupportedVariant(
-            "attention: attn_mask requires a gradient, which no fused kernel gives on every "
-            "device; "
-            "write this attention out with matmul and softmax"
+            "attention: attn_mask requires a gradient, which no fused kernel gives on every device; write this "
+            "attention out with matmul and softmax"
         )
     out, lse = output
     ctx.mark_non_differentiable(lse)
@@ -225,10 +222,8 @@ def _backward(
 
 attention_dgrad = define(
     "attention_dgrad",
-    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? "
-    "mask=None, bool "
-    "is_causal=False, "
-    "float? scale=None) -> (Tensor, Tensor, Tensor)",
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? mask=None, bool "
+    "is_causal=False, float? scale=None) -> (Tensor, Tensor, Tensor)",
     _dgrad_fake,
     _dgrad_kernel,
     direct=True,
@@ -237,9 +232,8 @@ attention_dgrad = define(
 
 attention = define(
     "attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask=None, bool is_causal=False, float? scale=None, "
-    "bool enable_gqa=False) "
-    "-> (Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask=None, bool is_causal=False, float? scale=None, bool "
+    "enable_gqa=False) -> (Tensor, Tensor)",
     _attention_fake,
     _attention_kernel,
     check=_check,

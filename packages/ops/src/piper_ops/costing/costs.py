@@ -70,8 +70,7 @@ def kernel_of(
         return KernelInfo("other", (), 0, 0, _dtype([*_tensors(out_meta)]))
     if not isinstance(op, torch._ops.OpOverload):
         raise TypeError(
-            f"{op!r} is no OpOverload; trace the function with AOTAutograd first and pass the "
-            f"node's target"
+            f"{op!r} is no OpOverload; trace the function with AOTAutograd first and pass the node's target"
         )
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
     dtype, name = _dtype([*call.outs, *call.operands]), _name(op)
@@ -121,8 +120,7 @@ def op_cost(
     packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
     if packet is None:
         raise ValueError(
-            f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, "
-            f"mutates_args=())"
+            f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, mutates_args=())"
         )
     _OWN[packet.default.name()] = CostFormula(flops, bytes=bytes, kind=kind)
 
@@ -133,15 +131,12 @@ def _whole_number(op: str, name: str, formula: Callable[[Call], float], call: Ca
         value = formula(call)
     except Exception as error:  # whatever the user's formula raises
         raise WrongCost(
-            f"op_cost({op!r}): the formula of {name} fails: {type(error).__name__}: {error}. It "
-            f"gets the call: "
-            f"call.tensor(NAME) "
-            f"for {', '.join(call.args)}, and call.outs"
+            f"op_cost({op!r}): the formula of {name} fails: {type(error).__name__}: {error}. It gets the call: "
+            f"call.tensor(NAME) for {', '.join(call.args)}, and call.outs"
         ) from error
     if not isinstance(value, Real) or not isfinite(value) or value < 0:
         raise WrongCost(
-            f"op_cost({op!r}): the formula of {name} gives {value!r}; a number of at least 0 is "
-            f"needed"
+            f"op_cost({op!r}): the formula of {name} gives {value!r}; a number of at least 0 is needed"
         )
     return int(value) if isinstance(value, int) else round(float(value))
 

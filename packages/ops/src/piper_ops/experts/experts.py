@@ -41,9 +41,8 @@ ALIGNED = 8
 def _check_choices(op: str, tokens: int | torch.SymInt, chosen: Tensor) -> None:
     if chosen.dim() != 2 or chosen.shape[0] != tokens or chosen.dtype != torch.int64:
         raise UnsupportedVariant(
-            f"{op}: chosen {tuple(chosen.shape)} of {chosen.dtype} is not (N, k) of int64 with a "
-            f"row for each of the "
-            f"tokens"
+            f"{op}: chosen {tuple(chosen.shape)} of {chosen.dtype} is not (N, k) of int64 with a row for each of "
+            f"the tokens"
         )
 
 
@@ -60,8 +59,7 @@ def _check_route(x: Tensor, chosen: Tensor, experts: int) -> None:
 def _check_unroute(rows: Tensor, chosen: Tensor, share: Tensor) -> None:
     if rows.dim() != 2 or rows.dtype not in FLOATS:
         raise UnsupportedVariant(
-            f"unroute: rows {tuple(rows.shape)} of {rows.dtype} are not (N k, W) of a "
-            f"floating-point dtype"
+            f"unroute: rows {tuple(rows.shape)} of {rows.dtype} are not (N k, W) of a floating-point dtype"
         )
     _check_choices("unroute", share.shape[0], chosen)
     if (
@@ -71,8 +69,7 @@ def _check_unroute(rows: Tensor, chosen: Tensor, share: Tensor) -> None:
     ):
         raise UnsupportedVariant(
             f"unroute: rows {tuple(rows.shape)} and share {tuple(share.shape)} do not fit chosen "
-            f"{tuple(chosen.shape)}: there is "
-            "a row and a share for each choice"
+            f"{tuple(chosen.shape)}: there is a row and a share for each choice"
         )
 
 
@@ -80,17 +77,13 @@ def _check_grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> None:
     fits = rows.dim() == 2 and weight.dim() == 3 and rows.shape[1] == weight.shape[1]
     if not fits or rows.dtype not in FLOATS or rows.dtype != weight.dtype:
         raise UnsupportedVariant(
-            f"grouped_mm: rows {tuple(rows.shape)} of {rows.dtype} and weight "
-            f"{tuple(weight.shape)} of {weight.dtype} "
-            f"are not "
-            "(M, K) and (E, K, N) of one floating-point dtype"
+            f"grouped_mm: rows {tuple(rows.shape)} of {rows.dtype} and weight {tuple(weight.shape)} of "
+            f"{weight.dtype} are not (M, K) and (E, K, N) of one floating-point dtype"
         )
     if counts.dim() != 1 or counts.shape[0] != weight.shape[0] or counts.dtype != torch.int64:
         raise UnsupportedVariant(
-            f"grouped_mm: counts {tuple(counts.shape)} of {counts.dtype} are not int64, one for "
-            f"each of the "
-            f"{weight.shape[0]} "
-            "experts"
+            f"grouped_mm: counts {tuple(counts.shape)} of {counts.dtype} are not int64, one for each of the "
+            f"{weight.shape[0]} experts"
         )
 
 

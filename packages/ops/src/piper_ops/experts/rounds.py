@@ -234,8 +234,7 @@ def _checked_kernel(table: Tensor, slot: int, bound: float, rows: int, mean: flo
         most = _most(table)
         enough = math.ceil(-(-most // rows) / mean * 100) / 100
         raise ExpertsOverflow(
-            f"a device has {most} rows for the experts of another, and bound={bound:g} has places "
-            f"for {slot}; "
+            f"a device has {most} rows for the experts of another, and bound={bound:g} has places for {slot}; "
             f"bound={enough:g} would do in this step, and overflow='rounds' in every one"
         )
     return table.clone()
@@ -350,10 +349,7 @@ def _return_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return of_back, of_rows, None, of_weights, None, None, None, None, None
 
 
-_SCHEMA = (
-    "Tensor rows, Tensor table, Tensor[] weights, str body, str axis, int slot, int place, int[] "
-    "room"
-)
+_SCHEMA = "Tensor rows, Tensor table, Tensor[] weights, str body, str axis, int slot, int place, int[] room"
 
 experts_home = define(
     "experts_home", "(Tensor back, Tensor table, int place, int rows) -> Tensor", _home_fake,

@@ -30,13 +30,11 @@ _softmax = torch.ops.aten._softmax.out
 def _check(logits: Tensor, target: Tensor, reduction: str = "mean", *_: object) -> None:
     if logits.dim() != 2 or tuple(target.shape) != tuple(logits.shape[:1]):
         raise UnsupportedVariant(
-            f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} are not "
-            f"(N, C) and (N,)"
+            f"cross_entropy: logits {tuple(logits.shape)} and target {tuple(target.shape)} are not (N, C) and (N,)"
         )
     if logits.dtype not in FLOATS or target.dtype != torch.int64:
         raise UnsupportedVariant(
-            f"cross_entropy: logits of {logits.dtype} and target of {target.dtype} are not "
-            f"floating-point and int64"
+            f"cross_entropy: logits of {logits.dtype} and target of {target.dtype} are not floating-point and int64"
         )
     if reduction not in REDUCTIONS:
         raise UnsupportedVariant(
@@ -168,8 +166,7 @@ def _backward(
 cross_entropy_dgrad = define(
     "cross_entropy_dgrad",
     '(Tensor grad_loss, Tensor logits, Tensor target, Tensor logsumexp, str reduction="mean", int '
-    "ignore_index=-100) "
-    "-> Tensor",
+    "ignore_index=-100) -> Tensor",
     _dgrad_fake,
     _dgrad_kernel,
     direct="unseen",

@@ -27,16 +27,13 @@ def _check(op: str, x: Tensor, shape: Sequence[int], *params: Tensor | None) -> 
         )
     if not shape or tuple(x.shape[x.dim() - len(shape) :]) != tuple(shape):
         raise UnsupportedVariant(
-            f"{op}: normalized_shape {tuple(shape)} is not the end of the input's shape "
-            f"{tuple(x.shape)}"
+            f"{op}: normalized_shape {tuple(shape)} is not the end of the input's shape {tuple(x.shape)}"
         )
     for param in params:
         if param is not None and (tuple(param.shape) != tuple(shape) or param.dtype != x.dtype):
             raise UnsupportedVariant(
-                f"{op}: weight or bias {tuple(param.shape)} of {param.dtype} beside an input of "
-                f"{x.dtype} and "
-                f"normalized_shape "
-                f"{tuple(shape)}; CUDA has no such kernel: give both one shape and dtype"
+                f"{op}: weight or bias {tuple(param.shape)} of {param.dtype} beside an input of {x.dtype} and "
+                f"normalized_shape {tuple(shape)}; CUDA has no such kernel: give both one shape and dtype"
             )
 
 
@@ -223,28 +220,23 @@ def _layer_norm_backward(
 
 layer_norm_dgrad = define(
     "layer_norm_dgrad",
-    "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? "
-    "weight) -> Tensor",
+    "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight) -> Tensor",
     _dgrad_fake,
     _layer_norm_dgrad_kernel,
     direct=True,
 )
 layer_norm_wgrad = define(
     "layer_norm_wgrad",
-    "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, ScalarType "
-    "dtype, bool[2] "
-    "output_mask) "
-    "-> (Tensor, Tensor)",
+    "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, ScalarType dtype, bool[2] "
+    "output_mask) -> (Tensor, Tensor)",
     _layer_norm_wgrad_fake,
     _layer_norm_wgrad_kernel,
 )
 """An op that returns (grad_weight, grad_bias) in `dtype`; one that output_mask leaves out has 0 elements."""
 layer_norm_backward = define(
     "layer_norm_backward",
-    "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? "
-    "weight, bool[2] "
-    "output_mask) "
-    "-> (Tensor, Tensor, Tensor)",
+    "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[2] "
+    "output_mask) -> (Tensor, Tensor, Tensor)",
     _layer_norm_backward_fake,
     _layer_norm_backward_kernel,
     direct=True,
@@ -256,8 +248,7 @@ former and hands on the gradients of the parameters, which are small.
 """
 layer_norm = define(
     "layer_norm",
-    "(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, "
-    "Tensor, Tensor)",
+    "(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     _layer_norm_fake,
     _layer_norm_kernel,
     check=lambda x, shape, weight, bias, eps: _check("layer_norm", x, shape, weight, bias),
@@ -371,8 +362,7 @@ rms_norm_dgrad = define(
 )
 rms_norm_wgrad = define(
     "rms_norm_wgrad",
-    "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, ScalarType dtype) -> "
-    "Tensor",
+    "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor rstd, ScalarType dtype) -> Tensor",
     _rms_norm_wgrad_fake,
     _rms_norm_wgrad_kernel,
     direct="unseen",

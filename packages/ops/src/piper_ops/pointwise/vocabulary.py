@@ -231,8 +231,7 @@ embedding_part = define(
 
 embedding_part_dgrad = define(
     "embedding_part_dgrad",
-    "(Tensor grad, Tensor indices, int rows, int[] place, int[] degree, int[] rest, int "
-    "padding_idx=-1) -> Tensor",
+    "(Tensor grad, Tensor indices, int rows, int[] place, int[] degree, int[] rest, int padding_idx=-1) -> Tensor",
     _embedding_dgrad_fake,
     _embedding_dgrad_kernel,
 )
@@ -240,8 +239,7 @@ embedding_part_dgrad = define(
 
 cross_entropy_part_dgrad = define(
     "cross_entropy_part_dgrad",
-    "(Tensor grad_loss, Tensor logits, Tensor target, Tensor logsumexp, int[] place, int[] degree, "
-    "int[] rest, "
+    "(Tensor grad_loss, Tensor logits, Tensor target, Tensor logsumexp, int[] place, int[] degree, int[] rest, "
     'str reduction="mean", int ignore_index=-100) -> Tensor',
     _part_dgrad_fake,
     _part_dgrad_kernel,
@@ -250,8 +248,7 @@ cross_entropy_part_dgrad = define(
 
 cross_entropy_part = define(
     "cross_entropy_part",
-    "(Tensor logits, Tensor target, int[] place, int[] degree, int[] rest, int ignore_index=-100) "
-    "-> Tensor",
+    "(Tensor logits, Tensor target, int[] place, int[] degree, int[] rest, int ignore_index=-100) -> Tensor",
     _part_fake,
     _part_kernel,
 )

@@ -204,10 +204,7 @@ def refusal_of_draw(
     ):
         return f"torch's {name.strip('_')} is not among the operations that Piper can draw by row"
     if op is torch.ops.aten.randint_like.Tensor:
-        return (
-            "torch's randint_like with a tensor of bounds is not among the operations that Piper "
-            "can draw by row"
-        )
+        return "torch's randint_like with a tensor of bounds is not among the operations that Piper can draw by row"
     if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
         return "a torch.Generator of one's own goes on from microbatch to microbatch"
     if not (

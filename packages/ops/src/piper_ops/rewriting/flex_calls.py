@@ -174,10 +174,8 @@ class _Places:
     def _refused(self, node: fx.Node, why: str) -> UnsupportedVariant:
         return self._build.refuse(
             f"{getattr(node.target, '__name__', node.target)} in its score_mod or mask_mod {why}",
-            "Use element-wise operations of scores and places, and look up a table with all of its "
-            "indexes at once, "
-            "such as "
-            "table[b, q_idx].",
+            "Use element-wise operations of scores and places, and look up a table with all of its indexes at "
+            "once, such as table[b, q_idx].",
         )
 
 

@@ -48,20 +48,14 @@ _ATTENTION_BLOCK = Refusal(
 )
 _RNN = Refusal(
     "fused recurrent layers are one cuDNN kernel on CUDA and a loop on CPU",
-    "Make it a module of its own (nn.LSTM), which then runs by autograd as it is, or call it "
-    "inside "
-    "`with piper.region(opaque=True):`.",
+    "Make it a module of its own (nn.LSTM), which then runs by autograd as it is, or call it inside `with "
+    "piper.region(opaque=True):`.",
 )
 _STATISTICS = Refusal(
-    "batch statistics make every row depend on the whole microbatch, so that a split batch trains "
-    "another model",
+    "batch statistics make every row depend on the whole microbatch, so that a split batch trains another model",
     'Job(batch_norm="microbatch") takes the statistics of each microbatch on its replica, as '
-    "gradient accumulation in "
-    "plain "
-    "PyTorch does. Other models that a plan trains as one device does: LayerNorm, RMSNorm or "
-    "GroupNorm in its place, "
-    "or the "
-    "module in eval mode, with its running statistics.",
+    "gradient accumulation in plain PyTorch does. Other models that a plan trains as one device does: LayerNorm, "
+    "RMSNorm or GroupNorm in its place, or the module in eval mode, with its running statistics.",
 )
 _BATCH_NORM = Refusal(
     _STATISTICS.reason,
@@ -79,8 +73,7 @@ _TORCH_BATCH_NORM = Refusal(
 )
 _INSTANCE_NORM = Refusal(
     "running averages of an instance norm make every row depend on the rows before it",
-    "Leave them out, as nn.InstanceNorm2d does unless it is told otherwise: "
-    "track_running_stats=False.",
+    "Leave them out, as nn.InstanceNorm2d does unless it is told otherwise: track_running_stats=False.",
     ("input", "running_mean"),
     lambda bound: bound.get("running_mean") is not None,
 )
@@ -91,22 +84,18 @@ _TORCH_INSTANCE_NORM = Refusal(
     _INSTANCE_NORM.applies,
 )
 _NATIVE_NORM = Refusal(
-    "its statistics have another dtype on every device, and its backward gives input and weight "
-    "gradients in one "
+    "its statistics have another dtype on every device, and its backward gives input and weight gradients in one "
     "kernel",
     "Call F.layer_norm.",
 )
 _CTC = Refusal(
     "ctc_loss is a cuDNN kernel on CUDA for some inputs only",
-    "Let the model compute it, in a small nn.Module that gets the labels and the lengths as "
-    "tensors: this module then "
-    "runs by "
-    "autograd as it is.",
+    "Let the model compute it, in a small nn.Module that gets the labels and the lengths as tensors: this module "
+    "then runs by autograd as it is.",
 )
 _AUTOCAST = Refusal(
     "autocast inside the model: its casts of parameters would be saved for every microbatch",
-    "Remove it and say so in the job: Job(precision=Precision(params='float32', "
-    "compute='bfloat16')); "
+    "Remove it and say so in the job: Job(precision=Precision(params='float32', compute='bfloat16')); "
     "autocast(enabled=False) may stay.",
     ("device_type", "dtype", "enabled", "cache_enabled"),
     lambda bound: bound.get("enabled", True) is not False,

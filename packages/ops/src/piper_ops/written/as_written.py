@@ -102,10 +102,8 @@ class ModuleCall:
         actual = [(tuple(f.shape), f.dtype) if isinstance(f, Tensor) else f for f in found]
         if form != other or planned != actual:
             raise RuntimeError(
-                f"{self.kind} returned {actual}, and {planned} in capture: what leaves a module "
-                f"that runs as it is "
-                f"must "
-                "have sizes that do not depend on values of tensors"
+                f"{self.kind} returned {actual}, and {planned} in capture: what leaves a module that runs as it is "
+                f"must have sizes that do not depend on values of tensors"
             )
         return reached(results, source)
 

@@ -153,9 +153,8 @@ class ExpertHistory:
                 layer = self.layers[module] = self._new(module, len(tokens), where)
             if len(tokens) != len(layer.tokens):
                 raise FormatError(
-                    f"{where}.{module}: it has {len(tokens)} experts, and had {len(layer.tokens)} "
-                    f"before; "
-                    "put the metrics of different models into different folders"
+                    f"{where}.{module}: it has {len(tokens)} experts, and had {len(layer.tokens)} before; put the "
+                    f"metrics of different models into different folders"
                 )
             layer.add(tokens)
             layer.overflow += overflow
@@ -176,8 +175,7 @@ class ExpertHistory:
         )
         if experts % ranks:
             raise FormatError(
-                f"{where}.{module}: its {experts} experts cannot be those of {ranks} ranks, as "
-                f"plan.json says"
+                f"{where}.{module}: its {experts} experts cannot be those of {ranks} ranks, as plan.json says"
             )
         layer = LayerLoad(
             module, ranks, [0] * experts, RankTally([0.0] * ranks, [0.0] * ranks, [0] * ranks)
@@ -204,8 +202,7 @@ def _logged(of: Any, where: str) -> tuple[list[int], int, int | None]:
     tokens, overflow, dropped = found.get("tokens"), found.get("overflow"), found.get("dropped")
     if not isinstance(tokens, list) or not _counts(tokens) or not _counts([overflow, dropped or 0]):
         raise FormatError(
-            f"{where}: the tokens of each expert, overflow and dropped are expected, as integers "
-            f"from 0 on"
+            f"{where}: the tokens of each expert, overflow and dropped are expected, as integers from 0 on"
         )
     return tokens, int(found["overflow"]), dropped
 

@@ -259,8 +259,7 @@ def load(folder: str | Path, plan: Plan | None = None) -> Results:
         found = False
     if not found:
         raise FormatError(
-            f"{folder} is not a folder; the folder of a run, simulation, tuning or profile is "
-            f"expected"
+            f"{folder} is not a folder; the folder of a run, simulation, tuning or profile is expected"
         )
     if not any((folder / name).is_file() for name in FILES):
         known = "\n".join(f"  {name:22} {command}" for name, command in FILES.items())
@@ -340,7 +339,6 @@ def _check_together(results: Results) -> None:
     ):
         if plan is not None and trace is not None and trace.plan_key != plan.key:
             raise FormatError(
-                f"{results.folder / name} is of plan {trace.plan_key}, but plan.json there is plan "
-                f"{plan.key}; "
-                "put the files of different runs into different folders"
+                f"{results.folder / name} is of plan {trace.plan_key}, but plan.json there is plan {plan.key}; put "
+                f"the files of different runs into different folders"
             )

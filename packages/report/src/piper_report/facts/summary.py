@@ -26,8 +26,7 @@ COUNTED = {
 CATEGORY_NAMES = {
     "param": "parameters", "master": "master parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers",
     "gathered": "gathered parameters", "reduced": "gradient buffers", "activation": "activations",
-    "gradient": "gradients of "
-                "activations", "scalar": "scalars", "measured": "measured", "workspace": "kernels",
+    "gradient": "gradients of activations", "scalar": "scalars", "measured": "measured", "workspace": "kernels",
 }  # fmt: skip
 """The names of categories of memory for people, if they differ from the plan's."""
 WIDEST = 8
@@ -210,12 +209,9 @@ def far_from_measured(
     if not measured or not predicted or known > 0.5 or 1 / FAR <= predicted / measured <= FAR:
         return ()
     return (
-        f"warning: predicted / measured is {predicted / measured:.2f}, and {1 - known:.0%} of the "
-        f"predicted durations "
-        f"were not "
-        "measured on this machine: run `piper profile FILE.py --out costs.json` once, then predict "
-        "with --costs "
-        "costs.json",
+        f"warning: predicted / measured is {predicted / measured:.2f}, and {1 - known:.0%} of the predicted "
+        f"durations were not measured on this machine: run `piper profile FILE.py --out costs.json` once, then "
+        f"predict with --costs costs.json",
     )
 
 
@@ -224,8 +220,7 @@ def _traced(measured: MeasuredRun, traced: bool) -> tuple[str, ...]:
     if not traced or not measured.step_s:
         return ()
     return (
-        f"compute is of the last step, the one that was traced, which took "
-        f"{time_text(measured.step_s[-1])}",
+        f"compute is of the last step, the one that was traced, which took {time_text(measured.step_s[-1])}",
     )
 
 

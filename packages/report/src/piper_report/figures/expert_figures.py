@@ -145,10 +145,7 @@ def _curves(ax: Axes, history: ExpertHistory, loads: Sequence[tuple[str, Sequenc
 
 def _ends(drawn: Curve) -> str:
     known = [v for v in drawn.mean if not isnan(v)]
-    return (
-        f"from {known[0]:.2f} to {known[-1]:.2f}, at most "
-        f"{max(v for v in drawn.high if not isnan(v)):.2f}"
-    )
+    return f"from {known[0]:.2f} to {known[-1]:.2f}, at most {max(v for v in drawn.high if not isnan(v)):.2f}"
 
 
 def layer_names(modules: Sequence[str]) -> list[str]:
@@ -203,10 +200,7 @@ def token_figure(history: ExpertHistory) -> Picture | None:
         f"steps: up to {most:.2f}"
     )
     caption = f"In the last {steps} steps; white is even, orange more, purple less."
-    caption += (
-        " An expert that is full in one step and empty in the next looks even here, and not in the "
-        "figure above."
-    )
+    caption += " An expert that is full in one step and empty in the next looks even here, and not in the figure above."
     caption += " A line is between ranks." if any(layer.ranks > 1 for layer in layers) else ""
     caption += f" Experts without a token: {unused}." if unused else ""
     return picture(

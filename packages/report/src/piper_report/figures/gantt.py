@@ -148,9 +148,8 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
         | {rank for t in line.traces for rank in t.shown_as()}
     )
     alt = (
-        f"Gantt chart of one step, {both}: {len(rows)} rows for {everyone} ranks, each with its "
-        f"streams, "
-        f"from {time_text(window.start)} to {time_text(window.end)} after the step began."
+        f"Gantt chart of one step, {both}: {len(rows)} rows for {everyone} ranks, each with its streams, from "
+        f"{time_text(window.start)} to {time_text(window.end)} after the step began."
     )
     shared = any(k.phase in ("gather", "scatter") for k in labels)
     caption = _caption(
@@ -299,15 +298,13 @@ def _caption(traces: Sequence[Trace], shown: int, everyone: int, hidden: int, sh
     ]
     if shared:
         parts.append(
-            "Gathers and reduce-scatters of shared buckets have the colours that their buffers "
-            "have in the memory "
+            "Gathers and reduce-scatters of shared buckets have the colours that their buffers have in the memory "
             "figure."
         )
     if any(t.kind == "executed" for t in traces):
         parts.append(
-            "A measured communication is hollow while its rank waits for the other side, and "
-            "filled from when all were "
-            "there."
+            "A measured communication is hollow while its rank waits for the other side, and filled from when all "
+            "were there."
         )
     if shown < everyone:
         parts.append(

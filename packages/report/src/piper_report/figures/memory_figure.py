@@ -101,15 +101,12 @@ def memory_figure(
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False)
     return picture(
         figure, "memory", "Memory over the step",
-        "Stacked areas of the bytes that each rank holds over one step, by category, with the peak "
-        "marked: "
+        "Stacked areas of the bytes that each rank holds over one step, by category, with the peak marked: "
         + "; ".join(ax.get_title(loc="left") for ax in axes),
         "Each instruction stands at its start with the most bytes that are held while it runs."
-        + (f" Of the states that ranks share this rank keeps a part: "
-           f"{_words(shares)}." if shares else "")
+        + (f" Of the states that ranks share this rank keeps a part: {_words(shares)}." if shares else "")
         + (f" {BESIDE}" if any(devices or {}) else "")
-        + (" Measured bytes stand at the predicted time of their "
-           "instruction." if predicted and measured else ""),
+        + (" Measured bytes stand at the predicted time of their instruction." if predicted and measured else ""),
         marks=marks,
     )  # fmt: skip
 

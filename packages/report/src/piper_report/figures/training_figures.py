@@ -49,10 +49,7 @@ def loss_figure(results: Results) -> Picture | None:
         markersize=3,
     )
     first, last = points[0][1], points[-1][1]
-    alt = (
-        f"Loss by step, from {first:.4g} at step {points[0][0]} to {last:.4g} at step "
-        f"{points[-1][0]}."
-    )
+    alt = f"Loss by step, from {first:.4g} at step {points[0][0]} to {last:.4g} at step {points[-1][0]}."
     note = "Over the global batch of each step."
     evaluated = [
         (m.step, m.evaluation["loss"])
@@ -96,10 +93,7 @@ def gradient_figure(results: Results) -> Picture | None:
         markersize=3,
     )
     first, last = points[0], points[-1]
-    alt = (
-        f"Norm of the gradient by step, from {first[1]:.4g} at step {first[0]} to {last[1]:.4g} at "
-        f"step {last[0]}."
-    )
+    alt = f"Norm of the gradient by step, from {first[1]:.4g} at step {first[0]} to {last[1]:.4g} at step {last[0]}."
     return picture(
         figure, "gradient_norm", "Gradient norm", alt, "Before it was clipped.", marks=len(points)
     )

@@ -64,10 +64,9 @@ def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[PageSe
     """Return the whole document; `facts` are names and values below the title."""
     shown = [s for s in sections if s.items or s.folded or s.warnings]
     head = (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<link rel="icon" '
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta '
+        f'http-equiv="Content-Security-Policy" content="{POLICY}">\n<meta name="viewport" '
+        f'content="width=device-width, initial-scale=1">\n<link rel="icon" '
         f'href="data:,">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>'
     )
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)

@@ -42,20 +42,14 @@ from piper_report.tables.tables import (
 from piper_report.tables.tuning_tables import trial_text, tuning_sheets
 
 DEFINITIONS = (
-    "Exposed communication: a rank computes nothing while one of its transfers is under way. "
-    "Bubble, global: the "
-    "step's length "
-    "less the rank's compute; span: from the rank's first to its last compute, less its compute. "
-    "Each is that of the "
-    "worst "
-    "rank. Utilisation: FLOPs over the peak of the devices; N are the parameters, of experts as "
-    "many as a token visits."
+    "Exposed communication: a rank computes nothing while one of its transfers is under way. Bubble, global: the "
+    "step's length less the rank's compute; span: from the rank's first to its last compute, less its compute. "
+    "Each is that of the worst rank. Utilisation: FLOPs over the peak of the devices; N are the parameters, of "
+    "experts as many as a token visits."
 )
 OF_MEASURED = (
-    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that "
-    "was traced. Step in "
-    "steady "
-    "state, measured: the median without the first 3 steps."
+    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that was traced. Step "
+    "in steady state, measured: the median without the first 3 steps."
 )
 
 
@@ -177,10 +171,7 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
         )
         tokens = f", {plan.tokens_per_step:,} tokens" if plan.tokens_per_step else ""
         rows = "1 row" if plan.rows == 1 else f"{plan.rows} rows"
-        batch = (
-            f"{plan.global_batch:,} rows{tokens} per step; {plan.microbatches} microbatches of "
-            f"{rows}"
-        )
+        batch = f"{plan.global_batch:,} rows{tokens} per step; {plan.microbatches} microbatches of {rows}"
         facts.append(("batch", batch))
     if results.params:
         facts.append(("parameters", ", ".join(f"{k}={v}" for k, v in results.params.items())))
@@ -192,10 +183,7 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
     if study is not None:
         limit = limit_text(study.memory_limit, study.device_limits) or "none"
         ended = "; interrupted, this is what was found until then" if study.interrupted else ""
-        text = (
-            f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit "
-            f"{limit}{ended}"
-        )
+        text = f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit {limit}{ended}"
         facts.append(("tuned for", text))
         best = next((t for t in study.trials if t.number == study.best), None)
         facts.append(("best candidate", "none was found" if best is None else _told(best)))

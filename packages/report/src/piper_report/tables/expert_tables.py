@@ -190,16 +190,13 @@ def load_note(results: Results) -> tuple[str, ...]:
     mean, worst = history.rank_of_step.mean, history.rank_of_step.worst()
     if mean is None or worst is None:
         return (
-            "Each device has all experts of its layers, so that no predicted time depends on their "
-            "load.",
+            "Each device has all experts of its layers, so that no predicted time depends on their load.",
         )
     capacity = "experts with a capacity compute all their places, so that no time depends on it"
     dropless = f"predict with that by piper simulate FILE.py --load {results.folder}"
     return (
-        f"Load of experts on the fullest rank: predicted for {predicted.mean:.3g} "
-        f"({predicted.source}), measured "
-        f"{mean:.3g} over "
-        f"{_steps(len(history.steps))}, at most {worst[0]:.3g} in step {history.steps[worst[1]]}; "
+        f"Load of experts on the fullest rank: predicted for {predicted.mean:.3g} ({predicted.source}), measured "
+        f"{mean:.3g} over {_steps(len(history.steps))}, at most {worst[0]:.3g} in step {history.steps[worst[1]]}; "
         f"{dropless if _trades_rows(results.plan) else capacity}",
     )
 

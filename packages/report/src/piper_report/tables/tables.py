@@ -298,8 +298,7 @@ def owner_sheet(results: Results) -> Sheet | None:
         if len(found) > TOP_OWNERS:
             rest = sum(o.bytes for o in found[TOP_OWNERS:])
             notes.append(
-                f"{role.role}: {len(found) - TOP_OWNERS} further owners hold {size_text(rest)} "
-                f"together."
+                f"{role.role}: {len(found) - TOP_OWNERS} further owners hold {size_text(rest)} together."
             )
     if not rows:
         return None
@@ -364,10 +363,8 @@ def _logged(results: Results) -> dict[str, dict[int, float]]:
 def restart_sheet(results: Results) -> Sheet | None:
     """Return the failures after which a run went on, and how it went on each time; None without any."""
     found = results.measured.restarts if results.measured is not None else ()
-    columns = [Column("step", "in step"), Column("resumed", "went on with "
-                                                            "step"), Column("ranks", "ranks"),
-               Column("lost", "ranks that died"), Column("seconds", "to the next finished "
-                                                                    "step", time_text),
+    columns = [Column("step", "in step"), Column("resumed", "went on with step"), Column("ranks", "ranks"),
+               Column("lost", "ranks that died"), Column("seconds", "to the next finished step", time_text),
                Column("source", "from"), Column("message", "failure")]  # fmt: skip
     rows = [
         (

@@ -83,9 +83,8 @@ class CheckpointCommits:
             prune(self._checkpoint)
         except (OSError, JobError) as e:
             warnings.warn(
-                f"the checkpoint of step {step} is complete, but an older one could not be "
-                f"deleted: {e}; training goes "
-                f"on",
+                f"the checkpoint of step {step} is complete, but an older one could not be deleted: {e}; training "
+                f"goes on",
                 PiperWarning,
                 stacklevel=2,
             )
@@ -99,8 +98,7 @@ class CheckpointCommits:
         boxes += write_boxes(partial / rank_file("unused"), unheld)[0]
         if key := unwritten(boxes, self._names):
             raise ExecutionError(
-                f"the ranks together have not written all of {key} after step {step}: a mistake of "
-                f"Piper's"
+                f"the ranks together have not written all of {key} after step {step}: a mistake of Piper's"
             )
         complete(
             partial,
@@ -129,10 +127,7 @@ def _invisible(partial: Path, reports: list[SaveDone]) -> str:
     for report in reports:
         path = partial / rank_file(report.rank)
         if report.nbytes and (not path.is_file() or path.stat().st_size != report.nbytes):
-            return (
-                f"the file of rank {report.rank} is not in {partial} here; all machines must share "
-                f"the folder"
-            )
+            return f"the file of rank {report.rank} is not in {partial} here; all machines must share the folder"
     return ""
 
 

@@ -35,8 +35,7 @@ def checkpoint_at(path: Path) -> Path:
     if path.is_dir() and not (path / MARKER).is_file() and (inside := complete_checkpoints(path)):
         if len(inside) > 1:
             raise JobError(
-                f"{path} holds {len(inside)} checkpoints; give one of them, such as "
-                f"{inside[max(inside)]}"
+                f"{path} holds {len(inside)} checkpoints; give one of them, such as {inside[max(inside)]}"
             )
         return inside[max(inside)]
     return path
@@ -49,8 +48,7 @@ def convert(source: Path, target: Path) -> str:
     """
     if source.suffix == target.suffix == SUFFIX or SUFFIX not in (source.suffix, target.suffix):
         raise JobError(
-            f"{source} and {target}: one of them is a checkpoint, the other one a file whose name "
-            f"ends in {SUFFIX}"
+            f"{source} and {target}: one of them is a checkpoint, the other one a file whose name ends in {SUFFIX}"
         )
     try:
         return (
@@ -109,10 +107,7 @@ def import_weights(source: Path, target: Path) -> str:
     finally:
         if unfinished.exists():
             shutil.rmtree(unfinished)
-    return (
-        f"{len(parts)} tensors "
-        f"({', '.join(sorted({dtype_name(p.dtype) for p in parts.values()}))}) are in {folder}"
-    )
+    return f"{len(parts)} tensors ({', '.join(sorted({dtype_name(p.dtype) for p in parts.values()}))}) are in {folder}"
 
 
 def _tied(source: Path, texts: Mapping[str, str], parts: Mapping[str, Any]) -> dict[str, str]:

@@ -84,10 +84,8 @@ def data_of(job: Job, step: int) -> dict[str, Any]:
         return dict(json.loads(json.dumps(found, allow_nan=False)))
     except (TypeError, ValueError) as e:
         raise JobError(
-            f"what Job.batch says of its data cannot be saved ({e}); give texts, numbers, lists or "
-            f"dicts as its "
-            f"fingerprint and "
-            "state_dict"
+            f"what Job.batch says of its data cannot be saved ({e}); give texts, numbers, lists or dicts as its "
+            f"fingerprint and state_dict"
         ) from e
 
 

@@ -292,10 +292,8 @@ def _number(value: Any, what: str) -> Number:
     if value is None or isinstance(value, int | float | bool | str):
         return value
     raise JobError(
-        f"the optimizer keeps a {type(value).__name__} as {what}, which a checkpoint cannot hold; "
-        f"keep tensors and "
-        f"numbers in "
-        "Optimizer.state, or run without checkpoints"
+        f"the optimizer keeps a {type(value).__name__} as {what}, which a checkpoint cannot hold; keep tensors and "
+        f"numbers in Optimizer.state, or run without checkpoints"
     )
 
 

@@ -127,11 +127,9 @@ def _fill(state: FlatState, saved: Restore) -> None:
         values = _fitting(found, saved).flats([part.span for part in together])
         if state.shared and before is not None and not torch.equal(values, before):
             raise JobError(
-                f"{folder}: the optimizer has made {values.item():g} steps on {found.key} and "
-                f"{before.item():g} on "
-                f"{state.ranges[0].key}, which this run would keep in one bucket; give them "
-                f"parameter groups of their "
-                f"own"
+                f"{folder}: the optimizer has made {values.item():g} steps on {found.key} and {before.item():g} on "
+                f"{state.ranges[0].key}, which this run would keep in one bucket; give them parameter groups of "
+                f"their own"
             )
         before = values
         state.tensor[found.offset : found.offset + values.numel()].copy_(values)
@@ -141,8 +139,7 @@ def _fitting(found: NamedRange, saved: Restore) -> DcpTensor | CopiedTensor:
     tensor = saved.tensors[found.key]
     if tensor.shape != found.shape:
         raise JobError(
-            f"{saved.folder}: {found.key} has shape {list(tensor.shape)}, here it has "
-            f"{list(found.shape)}"
+            f"{saved.folder}: {found.key} has shape {list(tensor.shape)}, here it has {list(found.shape)}"
         )
     return tensor
 

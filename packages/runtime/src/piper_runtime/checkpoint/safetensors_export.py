@@ -45,8 +45,7 @@ def write_safetensors(path: Path, tensors: Sequence[ToWrite], texts: Mapping[str
     for t in ordered:
         if t.dtype not in _NAMES:
             raise JobError(
-                f"{t.name} is {t.dtype}, which safetensors files do not know; known are "
-                f"{', '.join(STORED_DTYPES)}"
+                f"{t.name} is {t.dtype}, which safetensors files do not know; known are {', '.join(STORED_DTYPES)}"
             )
         begin, end = end, end + math.prod(t.shape) * t.dtype.itemsize
         header[t.name] = {

@@ -69,8 +69,7 @@ def open_checkpoint(path: Path) -> SavedRun:
         )
     if (named := step_of(path)) is not None and named != meta.step:
         raise FormatError(
-            f"{path} holds step {meta.step}, and not the one of its name; rename the folder, or "
-            f"take another one"
+            f"{path} holds step {meta.step}, and not the one of its name; rename the folder, or take another one"
         )
     return SavedRun(path, meta, tensors)
 
@@ -85,10 +84,8 @@ def check_resumable(saved: SavedRun, plan: Plan, job: Job) -> None:
     made = saved.meta.program_key
     if made and made != plan.program_key:
         warnings.warn(
-            f"the checkpoint {saved.path} was made with another program of a model with the same "
-            f"parameters; the run "
-            f"goes on "
-            "with this one",
+            f"the checkpoint {saved.path} was made with another program of a model with the same parameters; the "
+            f"run goes on with this one",
             PiperWarning,
             stacklevel=2,
         )
@@ -109,8 +106,7 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
             and name not in getattr(job.batch, "follows_state", ())
         ):
             yield (
-                f"was made with {name}={theirs}, the job has {ours}; use the same, or "
-                f"{WEIGHTS_FROM}"
+                f"was made with {name}={theirs}, the job has {ours}; use the same, or {WEIGHTS_FROM}"
             )
     if meta.seed is not None and (changes := data_changes(job, meta.data)):
         yield f"was made with other data ({changes}); use the same, or {WEIGHTS_FROM}"
@@ -127,8 +123,7 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
     for name in sorted(trained ^ before):
         then, now = ("frozen", "trained") if name in trained else ("trained", "frozen")
         yield (
-            f"was made with parameter {name!r} {then}, which is {now} in the job; use the same, or "
-            f"{WEIGHTS_FROM}"
+            f"was made with parameter {name!r} {then}, which is {now} in the job; use the same, or {WEIGHTS_FROM}"
         )
     if spec.separable:
         yield from _other_keys(saved, state_keys(job, plan.whole_params))
@@ -143,10 +138,8 @@ def _other_keys(saved: SavedRun, needed: Mapping[str, set[str]]) -> Iterator[str
                 ", ".join(sorted(kept)) or "nothing" for kept in (found.get(name, set()), keys)
             )
             yield (
-                f"was made when the optimizer kept {then}, with this job's settings it keeps {now} "
-                f"of parameter "
-                f"{name!r}; use "
-                "the settings of then (momentum, amsgrad, centered, ...)"
+                f"was made when the optimizer kept {then}, with this job's settings it keeps {now} of parameter "
+                f"{name!r}; use the settings of then (momentum, amsgrad, centered, ...)"
             )
 
 
@@ -174,8 +167,7 @@ def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
             saved.weights_only and _are_floats(found.dtype, spec.dtype)
         ):
             yield (
-                f"has {kind} {name!r} in {found.dtype}, the model in {spec.dtype}; use the same "
-                f"precision"
+                f"has {kind} {name!r} in {found.dtype}, the model in {spec.dtype}; use the same precision"
             )
     names = {model_key(n) for n in wanted} | {model_key(n) for n in saved.meta.tied}
     more = [key for key in saved.tensors if key.startswith("model.") and key not in names]
@@ -224,10 +216,8 @@ def _compare(what: str, now: Mapping[str, Any], then: Mapping[str, Any], saved: 
     if changed:
         values = ", ".join(f"{k}={now[k]!r} for {then[k]!r}" for k in changed)
         warnings.warn(
-            f"the optimizer's {what} goes on with other settings than the checkpoint {saved.path} "
-            f"has in step "
-            f"{saved.meta.step}: "
-            f"{values}",
+            f"the optimizer's {what} goes on with other settings than the checkpoint {saved.path} has in step "
+            f"{saved.meta.step}: {values}",
             PiperWarning,
             stacklevel=4,
         )

@@ -126,8 +126,7 @@ def chosen_checkpoint(resume: str | Path, checkpoint: Checkpoints | None) -> Pat
     path = Path(resume).expanduser().absolute()
     if not path.is_dir():
         raise JobError(
-            f"resume={str(resume)!r}: there is no such folder; give the path of a checkpoint, or "
-            f"'latest'"
+            f"resume={str(resume)!r}: there is no such folder; give the path of a checkpoint, or 'latest'"
         )
     if not (path / MARKER).is_file() and (inside := complete_checkpoints(path)):
         raise JobError(
@@ -153,10 +152,8 @@ def prepare_folder(checkpoint: Checkpoints, first_step: int, *, first: bool) -> 
     later = [step for step in complete_checkpoints(folder) if step > first_step]
     if later:
         raise JobError(
-            f"{folder} holds a checkpoint of step {max(later)}, and this run begins with step "
-            f"{first_step}: give a "
-            f"folder of its "
-            "own, or go on from there with resume='latest'"
+            f"{folder} holds a checkpoint of step {max(later)}, and this run begins with step {first_step}: give a "
+            f"folder of its own, or go on from there with resume='latest'"
         )
     if not first:
         return

@@ -144,10 +144,7 @@ class HostSnapshot:
     def text(self) -> str:
         """Return whose copies they are, for people."""
         several = "s" * (len(self.ranks) > 1)
-        return (
-            f"the host snapshot{several} of rank{several} {', '.join(map(str, self.ranks))} after "
-            f"{self.step} steps"
-        )
+        return f"the host snapshot{several} of rank{several} {', '.join(map(str, self.ranks))} after {self.step} steps"
 
 
 def place_name(rank: int, turn: int) -> str:

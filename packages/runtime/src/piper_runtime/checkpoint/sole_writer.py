@@ -25,9 +25,8 @@ def sole_writer(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise JobError(
-            f"another run is writing its checkpoints to {folder}; give each run a folder of its "
-            f"own, or wait for its "
-            f"end"
+            f"another run is writing its checkpoints to {folder}; give each run a folder of its own, or wait for "
+            f"its end"
         ) from None
     except OSError:  # the file system has no locks
         pass

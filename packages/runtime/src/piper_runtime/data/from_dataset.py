@@ -91,10 +91,8 @@ def from_dataset(
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise JobError(
-            f"from_dataset got a {type(dataset).__name__}, which has no samples by number; give a "
-            f"dataset with "
-            f"len(dataset) and "
-            "dataset[i], or use from_stream"
+            f"from_dataset got a {type(dataset).__name__}, which has no samples by number; give a dataset with "
+            f"len(dataset) and dataset[i], or use from_stream"
         )
     try:
         samples = len(dataset)
@@ -127,10 +125,8 @@ def bound_rows(global_batch: int | None, name: str) -> int:
     """Return the rows per step; raise JobError while they are not known."""
     if global_batch is None:
         raise JobError(
-            f"{name}: the rows per step are not known yet; call the `batch` of a piper.Job that "
-            f"was made with it, or "
-            f"the result "
-            f"of bound(global_batch)"
+            f"{name}: the rows per step are not known yet; call the `batch` of a piper.Job that was made with it, "
+            f"or the result of bound(global_batch)"
         )
     return global_batch
 
@@ -144,12 +140,9 @@ def pair_of(collated: Any, name: str) -> tuple[Any, Any]:
         return collated, None
     if not isinstance(collated, Sequence) or isinstance(collated, str) or len(collated) != 2:
         raise JobError(
-            f"{name}: a batch of samples was collated to a {type(collated).__name__}; a pair "
-            f"(inputs, targets) is "
-            f"needed, or a "
-            "dict of inputs. Let the dataset return pairs, or give collate=, a function of a list "
-            "of samples that "
-            "returns a pair"
+            f"{name}: a batch of samples was collated to a {type(collated).__name__}; a pair (inputs, targets) is "
+            f"needed, or a dict of inputs. Let the dataset return pairs, or give collate=, a function of a list of "
+            f"samples that returns a pair"
         )
     inputs, targets = collated
     return tuple(inputs) if isinstance(inputs, list) else inputs, targets

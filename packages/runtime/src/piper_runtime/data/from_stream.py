@@ -140,10 +140,8 @@ class StreamBatch(BatchSource):
         offset = self._given[shard] - layout.consumed(self._start, shard)
         if number + offset < 0:
             raise JobError(
-                f"from_stream: step {step} lies before step {self._start}, from which this stream "
-                f"was resumed with "
-                f"another "
-                f"global batch; its rows are not known"
+                f"from_stream: step {step} lies before step {self._start}, from which this stream was resumed with "
+                f"another global batch; its rows are not known"
             )
         stream = self._open.setdefault(shard, StreamShard(self.make, shard))
         return stream.take(number + offset, layout.consumed(step, shard) + offset)
@@ -159,12 +157,9 @@ class StreamBatch(BatchSource):
     def check_replicas(self, replicas: int) -> None:
         if self.shards % replicas:
             raise JobError(
-                f"from_stream(shards={self.shards}): the {replicas} data-parallel replicas of this "
-                f"strategy do not "
-                f"divide the "
-                f"shards, so that two replicas would read one stream; give a multiple of "
-                f"{replicas} as shards, or "
-                f"another mesh"
+                f"from_stream(shards={self.shards}): the {replicas} data-parallel replicas of this strategy do not "
+                f"divide the shards, so that two replicas would read one stream; give a multiple of {replicas} as "
+                f"shards, or another mesh"
             )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -185,10 +180,8 @@ class StreamBatch(BatchSource):
         step, consumed = state["step"], list(state["consumed"])
         if len(consumed) != self.shards or min(step, *consumed) < 0:
             raise JobError(
-                f"from_stream(shards={self.shards}): the state is that of {len(consumed)} shards "
-                f"at step {step}; give "
-                f"the "
-                "shards with which it was written"
+                f"from_stream(shards={self.shards}): the state is that of {len(consumed)} shards at step {step}; "
+                f"give the shards with which it was written"
             )
         self._start, self._given = step, consumed
         self._open.clear()
@@ -215,9 +208,8 @@ def from_stream(make: MakeStream, shards: int = 64, collate: Collate | None = No
     """
     if not callable(make):
         raise JobError(
-            f"from_stream got a {type(make).__name__}; give a function of a shard's number that "
-            f"returns the shard's "
-            f"samples"
+            f"from_stream got a {type(make).__name__}; give a function of a shard's number that returns the "
+            f"shard's samples"
         )
     if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
         raise JobError(f"from_stream(shards={shards!r}): an integer of at least 1 is needed")

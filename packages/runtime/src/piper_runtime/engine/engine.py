@@ -137,10 +137,7 @@ class Engine:
     ) -> ExecutionError:
         entry = self._rank.entries[index]
         found = raised_in_step(error)
-        place = (
-            f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on "
-            f"{entry.stream})"
-        )
+        place = f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on {entry.stream})"
         if comm is None:
             return ExecutionError(f"{place}: {found}")
         peers = ", ".join(str(p) for p in comm.peers if p != self._rank.rank)

@@ -196,8 +196,7 @@ class InlineEngine:
         if len(kinds) > 1:
             channel = inside_channel(asked.axis, state.rank.role.role)
             raise ExecutionError(
-                f"collectives that do not fit together meet inside of steps on channel {channel}: "
-                f"{kinds}"
+                f"collectives that do not fit together meet inside of steps on channel {channel}: {kinds}"
             )
         results = stacked_collective(asked.kind, [r.given for r in requests])
         if law_of(asked.kind).spoils:
@@ -343,8 +342,7 @@ def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> RankError:
     """Return the exception of a part as an error that names its rank, step and instruction."""
     found = raised_in_step(error)
     return RankError(
-        f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on "
-        f"{entry.stream}): {found}"
+        f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}"
     )
 
 

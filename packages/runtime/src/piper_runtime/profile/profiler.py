@@ -142,11 +142,9 @@ def profile(
     transport = agreed_transport(rank, plan.mesh.world, device, local_world, communicators)
     if transport == "staged" and shared(local_world):
         raise ExecutionError(
-            f"profile: {local_world} ranks of a node share {torch.cuda.device_count()} CUDA "
-            f"device, and what they take "
-            f"from each "
-            "other is not simulated; profile a strategy of at most as many ranks as there are "
-            "devices"
+            f"profile: {local_world} ranks of a node share {torch.cuda.device_count()} CUDA device, and what they "
+            f"take from each other is not simulated; profile a strategy of at most as many ranks as there are "
+            f"devices"
         )
     nccl = nccl_of(communicators, device) if transport == "nccl" else None
     with core_share(device, *on_cores(plan.mesh.world)) as own_core, torch.no_grad():

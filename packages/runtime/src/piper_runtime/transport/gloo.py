@@ -304,8 +304,7 @@ def _check_dense(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ExecutionError(
-                f"a collective was given a tensor of shape {tuple(tensor.shape)} that is not "
-                f"contiguous"
+                f"a collective was given a tensor of shape {tuple(tensor.shape)} that is not contiguous"
             )
 
 

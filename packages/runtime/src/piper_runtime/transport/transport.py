@@ -72,10 +72,8 @@ def agreed_transport(
     theirs = gloo.store.compare_set(f"transport/{world}/{calls[world]}", "", mine).decode()
     if theirs != mine:
         raise ExecutionError(
-            f"rank {rank} would communicate over {mine}, another rank over {theirs}: every node of "
-            f"a run needs a CUDA "
-            f"device for "
-            f"each of its ranks, or none does, and {SHARED_DEVICE} must be the same everywhere"
+            f"rank {rank} would communicate over {mine}, another rank over {theirs}: every node of a run needs a "
+            f"CUDA device for each of its ranks, or none does, and {SHARED_DEVICE} must be the same everywhere"
         )
     return mine
 

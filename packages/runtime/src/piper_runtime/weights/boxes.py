@@ -74,8 +74,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """
     if not 0 <= start <= stop <= prod(shape):
         raise ValueError(
-            f"[{start}, {stop}) is no range of the {prod(shape)} elements of a tensor of shape "
-            f"{list(shape)}"
+            f"[{start}, {stop}) is no range of the {prod(shape)} elements of a tensor of shape {list(shape)}"
         )
     return _boxes((), shape, start, stop) if start < stop else []
 

@@ -230,14 +230,12 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
         found = torch.load(data, map_location="cpu", weights_only=True)
     except OSError as e:
         raise JobError(
-            f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the "
-            f"checkpoint"
+            f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the checkpoint"
         ) from None
     except (*BROKEN, RuntimeError, BadZipFile) as e:
         said = next(iter(str(e).splitlines()), type(e).__name__)
         raise FormatError(
-            f"{path} does not hold {piece.key} as it was written ({said:.200}); take another "
-            f"checkpoint"
+            f"{path} does not hold {piece.key} as it was written ({said:.200}); take another checkpoint"
         ) from None
     if (
         not isinstance(found, torch.Tensor)
@@ -268,8 +266,7 @@ def _check_sums(data: io.BytesIO, expected: int | None) -> None:
                 ),
             ):
                 raise ValueError(
-                    "the file is of another step, rank or run than complete.json; copy the whole "
-                    "folder again"
+                    "the file is of another step, rank or run than complete.json; copy the whole folder again"
                 )
     data.seek(0)
 

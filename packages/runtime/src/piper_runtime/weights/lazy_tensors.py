@@ -91,9 +91,8 @@ def matched(
     names = {name: name for name in wanted}
     names |= {other: first for other, first in aliases.items() if first in names}
     unequal = [
-        f"{first!r} is tied to {name!r} in the model, and they differ in the files; untie them, or "
-        f"leave one out by "
-        f"rename"
+        f"{first!r} is tied to {name!r} in the model, and they differ in the files; untie them, or leave one out "
+        f"by rename"
         for name, first in names.items()
         if name in files and not _alike(found.setdefault(first, files[name]), files[name])
     ]
@@ -132,8 +131,7 @@ def _unlike(name: str, placed: PlacedTensor, form: TensorForm) -> Iterator[str]:
     origin = placed.pieces[0].origin
     if placed.shape != form.shape:
         yield (
-            f"{name!r} has shape {list(form.shape)}, and {origin!r} of the files has "
-            f"{list(placed.shape)}"
+            f"{name!r} has shape {list(form.shape)}, and {origin!r} of the files has {list(placed.shape)}"
         )
     elif placed.dtype != form.dtype and not (
         placed.dtype.is_floating_point and form.dtype.is_floating_point

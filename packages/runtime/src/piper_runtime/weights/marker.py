@@ -79,10 +79,8 @@ def _does_not_belong(marker: Marker, described: bytes) -> str:
     if (step, run) == (marker.step, marker.run):
         return f"was changed, or is not the one of step {marker.step} to which {MARKER} belongs"
     return (
-        f"does not belong to {MARKER}: that is of step {marker.step} of run {marker.run:.8}, and "
-        f"{META} of step {step} "
-        f"of run "
-        f"{run:.8}"
+        f"does not belong to {MARKER}: that is of step {marker.step} of run {marker.run:.8}, and {META} of step "
+        f"{step} of run {run:.8}"
     )
 
 
@@ -100,8 +98,7 @@ def _with_checksums(
         expected = marker.checksums.get(name, [])
         if len(expected) != len(found):
             raise FormatError(
-                f"{path / MARKER} has {len(expected)} checksums of {name}, which holds "
-                f"{len(found)} boxes; {AGAIN}"
+                f"{path / MARKER} has {len(expected)} checksums of {name}, which holds {len(found)} boxes; {AGAIN}"
             )
         sums |= {(name, at): sum for at, sum in zip(sorted(found), expected, strict=True)}
     return {
@@ -124,8 +121,7 @@ def read_marker(path: Path) -> Marker:
             else "is no checkpoint of Piper's"
         )
         raise JobError(
-            f"{path} {kind}: it has no {MARKER}; give another one, or resume='latest' for the "
-            f"newest complete one"
+            f"{path} {kind}: it has no {MARKER}; give another one, or resume='latest' for the newest complete one"
         )
     where = str(path / MARKER)
     found = read_document(

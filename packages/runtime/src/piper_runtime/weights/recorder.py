@@ -32,12 +32,9 @@ from piper_runtime.weights.recording import TRUNCATED, RecordedCall, Recording, 
 from piper_runtime.weights.shared_memory import check_separate
 
 ADVICE = (
-    "The constructor runs once without numbers, so that each tensor can be made by itself: compute "
-    "numbers that it "
-    "reads "
-    "(.item(), .tolist(), numpy, `if tensor`) with Python's math, or use init='model', which makes "
-    "the whole model at "
-    "once"
+    "The constructor runs once without numbers, so that each tensor can be made by itself: compute numbers that it "
+    "reads (.item(), .tolist(), numpy, `if tensor`) with Python's math, or use init='model', which makes the whole "
+    "model at once"
 )
 TensorsByName = Mapping[str, Tensor]
 """A model's tensors by name."""
@@ -127,8 +124,7 @@ def _explained(error: JobError, asked: str) -> JobError:
     cause = error.__cause__
     if isinstance(cause, DataDependentOutputException | DynamicOutputShapeException):
         return JobError(
-            f"{asked}: Job.model() reads values of a tensor ({cause.func}){user_line(cause)}. "
-            f"{ADVICE}"
+            f"{asked}: Job.model() reads values of a tensor ({cause.func}){user_line(cause)}. {ADVICE}"
         )
     if isinstance(
         cause, RuntimeError | TypeError | ValueError
@@ -215,11 +211,9 @@ class _ConstructorLog(TorchDispatchMode):
         """Return a tensor of the finished model as a view of its storage."""
         if tensor.device.type != "cpu":
             raise JobError(
-                f"Job.model() makes {name!r} on device {tensor.device}, where {self._asked} gives "
-                f"it no values. Make "
-                f"the model "
-                "on the CPU, without torch.device(...) or .to(...): a run moves it to the devices "
-                "of its ranks"
+                f"Job.model() makes {name!r} on device {tensor.device}, where {self._asked} gives it no values. "
+                f"Make the model on the CPU, without torch.device(...) or .to(...): a run moves it to the devices "
+                f"of its ranks"
             )
         return self._view(self._faked(tensor))
 
@@ -282,18 +276,14 @@ class _ConstructorLog(TorchDispatchMode):
         """Return an argument with fake tensors only; refuse generators and storages, which cannot be written down."""
         if isinstance(leaf, torch.Generator):
             raise JobError(
-                f"{self._asked}: Job.model() draws from a torch.Generator of its own; leave "
-                f"generator= out, since "
-                f"every draw "
-                "has a seed of its own, made of Job.seed and the number of the draw, or use "
-                "init='model'"
+                f"{self._asked}: Job.model() draws from a torch.Generator of its own; leave generator= out, since "
+                f"every draw has a seed of its own, made of Job.seed and the number of the draw, or use "
+                f"init='model'"
             )
         if isinstance(leaf, torch.UntypedStorage):
             raise JobError(
-                f"{self._asked}: Job.model() works on a storage (torch.load, Tensor.set_). Give "
-                f"the path of weights as "
-                f"init=, "
-                "or use init='model'"
+                f"{self._asked}: Job.model() works on a storage (torch.load, Tensor.set_). Give the path of "
+                f"weights as init=, or use init='model'"
             )
         return self._faked(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -335,8 +325,7 @@ class _ConstructorLog(TorchDispatchMode):
         found = self._numbers.get(tensor.untyped_storage()._cdata)
         if found is None:
             raise JobError(
-                f"{self._asked}: Job.model() uses a tensor whose making torch does not show; use "
-                f"init='model'"
+                f"{self._asked}: Job.model() uses a tensor whose making torch does not show; use init='model'"
             )
         return found
 

@@ -225,8 +225,7 @@ def _function(op: str) -> Callable[..., Any]:
         )
     except AttributeError as error:
         raise JobError(
-            f"the model's constructor calls the operator {op}, which this process does not have: "
-            f"{error}"
+            f"the model's constructor calls the operator {op}, which this process does not have: {error}"
         ) from error
     return found
 

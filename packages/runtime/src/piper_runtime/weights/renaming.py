@@ -155,10 +155,7 @@ def rename_problem(renames: object) -> str | None:
             return f"the pattern {pattern!r} is no text"
         targets = target if isinstance(target, tuple) else (target,)
         if not all(t is None or isinstance(t, str | Into) for t in targets):
-            return (
-                f"{pattern!r} goes to {target!r}; a name of the model, or None to leave it out, is "
-                f"needed"
-            )
+            return f"{pattern!r} goes to {target!r}; a name of the model, or None to leave it out, is needed"
         for name in (t.name if isinstance(t, Into) else t for t in targets if t is not None):
             if name.count("*") > pattern.count("*"):
                 return f"{name!r} has more `*` than {pattern!r}, which is to fill them"
@@ -210,8 +207,7 @@ def _checked(piece: WeightPiece) -> WeightPiece:
     shape, rows = piece.stored.shape, piece.into.rows
     if rows is not None and not (shape and 0 <= rows[0] < rows[1] <= shape[0]):
         raise JobError(
-            f"{piece.origin!r} has shape {list(shape)}; rename takes rows {rows[0]} to {rows[1]} "
-            f"of it"
+            f"{piece.origin!r} has shape {list(shape)}; rename takes rows {rows[0]} to {rows[1]} of it"
         )
     if piece.into.transposed and len(shape) != 2:
         raise JobError(
@@ -229,15 +225,13 @@ def _joined(name: str, pieces: list[WeightPiece]) -> PlacedTensor:
         if piece.entry is None or (k and piece.entry == ordered[k - 1].entry):
             other = ordered[1 if k == 0 else k - 1]
             raise JobError(
-                f"{piece.origin!r} and {other.origin!r} both go to {name!r} of the model; see "
-                f"Job(rename={{...}})"
+                f"{piece.origin!r} and {other.origin!r} both go to {name!r} of the model; see Job(rename={{...}})"
             )
         if piece.entry != k:
             raise JobError(f"nothing in the file goes to entry {k} of {name!r} of the model")
         if (piece.stored.dtype, piece.shape) != (ordered[0].stored.dtype, ordered[0].shape):
             raise JobError(
-                f"{ordered[0].origin!r} and {piece.origin!r}, entries of {name!r}, differ in shape "
-                f"or dtype"
+                f"{ordered[0].origin!r} and {piece.origin!r}, entries of {name!r}, differ in shape or dtype"
             )
     return PlacedTensor(tuple(ordered))
 

@@ -95,8 +95,7 @@ def read_bytes(path: str, spans: Iterable[tuple[int, int]], into: memoryview) ->
                     done += count
     except OSError as error:
         raise JobError(
-            f"{path} cannot be read: {error.strerror}; every machine of a run needs it under this "
-            f"path"
+            f"{path} cannot be read: {error.strerror}; every machine of a run needs it under this path"
         ) from error
 
 

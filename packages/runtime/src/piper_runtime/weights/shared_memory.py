@@ -14,11 +14,9 @@ def check_separate(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise JobError for two tensors that training would separate."""
     if shared := shared_memory(tensors):
         raise JobError(
-            f"Job.model() makes {shared[0]!r} and {shared[1]!r} of the same memory, from arrays of "
-            f"another library, "
-            f"and training "
-            "would separate them. Use one Parameter under both names, or copy one of them "
-            "(torch.tensor)"
+            f"Job.model() makes {shared[0]!r} and {shared[1]!r} of the same memory, from arrays of another "
+            f"library, and training would separate them. Use one Parameter under both names, or copy one of them "
+            f"(torch.tensor)"
         )
 
 

@@ -47,8 +47,7 @@ def stored_tensors(path: Path) -> Mapping[str, FileTensor]:
         return read_header(path / WHOLE)
     present = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
     raise JobError(
-        f"{path} has neither {INDEX}, {WHOLE} nor the {DCP_METADATA} of a checkpoint; it has "
-        f"{present}"
+        f"{path} has neither {INDEX}, {WHOLE} nor the {DCP_METADATA} of a checkpoint; it has {present}"
     )
 
 

@@ -81,9 +81,8 @@ class Cluster:
             raise where.at("nodes").error(f"{total}; at most {MOST_RANKS} devices are accepted")
         if len(self.network.links) not in (1, len(self.nodes)):
             raise where.at("network.links").error(
-                f"{len(self.network.links)} of them for {len(self.nodes)} runs of nodes; one for "
-                f"all, or one for each, "
-                f"is needed"
+                f"{len(self.network.links)} of them for {len(self.nodes)} runs of nodes; one for all, or one for "
+                f"each, is needed"
             )
         self._check_slow(where)
 
@@ -216,10 +215,9 @@ class Cluster:
         for part in parts:
             if part.per_node != first.per_node:
                 raise ClusterError(
-                    f"cluster {first.label or first.device.name}: {part.per_node} devices per node "
-                    f"of "
-                    f"{part.device.name} and "
-                    f"{first.per_node} of {first.device.name}; the same number is needed everywhere"
+                    f"cluster {first.label or first.device.name}: {part.per_node} devices per node of "
+                    f"{part.device.name} and {first.per_node} of {first.device.name}; the same number is needed "
+                    f"everywhere"
                 )
             every += [part.kinds[kind] for kind in part._kinds_and_nodes[1]]
         runs = [(len(list(nodes)), kind) for kind, nodes in groupby(every)]

@@ -372,8 +372,7 @@ def read_messages(path: Path, where: KeyPath) -> tuple[CommDuration, ...]:
     ]
     if not rows or tuple(rows[0][1].split(",")) != COLUMNS:
         raise where.error(
-            f"{path}: the first line is {rows[0][1] if rows else 'missing'}; {','.join(COLUMNS)} "
-            f"is needed"
+            f"{path}: the first line is {rows[0][1] if rows else 'missing'}; {','.join(COLUMNS)} is needed"
         )
     found: dict[tuple[str, int, int, int], CommDuration] = {}
     for n, line in rows[1:]:

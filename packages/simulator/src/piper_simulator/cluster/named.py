@@ -143,13 +143,9 @@ def load_cluster(name: str | Path) -> Cluster:
         return Cluster.joined([part for part in parts if part is not None])
     short = ", ".join([*(f"{a}x8" for a in ALIASES), "h100x8*4"])
     raise ClusterError(
-        f"unknown cluster {name!r}; a cluster is <device>:<per node>[*<nodes>][@<stack>] with a "
-        f"device of "
-        f"{', '.join(DEVICES)} "
-        f"(short: {short}; of two kinds: a100x8*2+h100x8*2) and a stack of {', '.join(STACKS)}; or "
-        f"{CPU}, or a file "
-        f"that ends in "
-        f"{' or '.join(FILES)}"
+        f"unknown cluster {name!r}; a cluster is <device>:<per node>[*<nodes>][@<stack>] with a device of "
+        f"{', '.join(DEVICES)} (short: {short}; of two kinds: a100x8*2+h100x8*2) and a stack of "
+        f"{', '.join(STACKS)}; or {CPU}, or a file that ends in {' or '.join(FILES)}"
     )
 
 

@@ -52,9 +52,8 @@ def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
         first = of.setdefault(m.channel, m)
         if (first.op, first.instances) != (m.op, m.instances):
             raise ClusterError(
-                f"channel {m.channel!r} has {first.op} of {first.instances} and {m.op} of "
-                f"{m.instances}; "
-                "messages that differ in op or members need channels of their own"
+                f"channel {m.channel!r} has {first.op} of {first.instances} and {m.op} of {m.instances}; messages "
+                f"that differ in op or members need channels of their own"
             )
     routes = {name: route(m.op, m.instances, wires) for name, m in of.items()}
     shared = shared_resources(routes, wires)

@@ -280,8 +280,7 @@ def named_sms(plan: Plan, cluster: Cluster) -> dict[tuple[str, str], int]:
                     else "does not say how many a device has"
                 )
                 raise ClusterError(
-                    f"stream {stream} of role {role} takes {n} SMs; {name} {has}; name fewer, or "
-                    f"none"
+                    f"stream {stream} of role {role} takes {n} SMs; {name} {has}; name fewer, or none"
                 )
     return out
 
@@ -294,8 +293,7 @@ def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
     sizes = {len(members) for members in groups}
     if len(sizes) != 1 or sizes == {0}:
         raise ClusterError(
-            f"{op} of groups of {sorted(sizes)} ranks; instances of one group have the same "
-            f"number, at least 1"
+            f"{op} of groups of {sorted(sizes)} ranks; instances of one group have the same number, at least 1"
         )
     n = sizes.pop()
     if op == "p2p":

@@ -32,9 +32,8 @@ def model_for(
     if cluster is not None and plan.mesh.world > cluster.devices:
         world = plan.mesh.world
         raise ClusterError(
-            f"the plan runs on {world} ranks; {cluster.name} has {cluster.devices} devices; name a "
-            f"cluster of at least "
-            f"{world}, or use a smaller mesh"
+            f"the plan runs on {world} ranks; {cluster.name} has {cluster.devices} devices; name a cluster of at "
+            f"least {world}, or use a smaller mesh"
         )
     if factory is DeviceModel:
         return factory(plan, cluster, costs)
@@ -45,9 +44,8 @@ def model_for(
     )
     if not callable(factory):
         raise CostModelError(
-            f"model={name}: a class that inherits from piper.CostModel is needed, or a function, "
-            f"called as "
-            "model(plan, cluster, costs)"
+            f"model={name}: a class that inherits from piper.CostModel is needed, or a function, called as "
+            f"model(plan, cluster, costs)"
         )
     with user_code(f"model={name}: {name}(plan, cluster, costs)", CostModelError):
         made: CostModel = factory(plan, cluster, costs)
@@ -66,8 +64,7 @@ def under_load(model: CostModelFactory, loads: Loads) -> CostModelFactory:
     if model is not DeviceModel:
         mean = sum(load * share for load, share in loads)
         raise PlanError(
-            f"load={mean:g}: a cost model of your own decides itself how long experts take; leave "
-            f"the load out"
+            f"load={mean:g}: a cost model of your own decides itself how long experts take; leave the load out"
         )
     return partial(DeviceModel, loads=loads)
 
@@ -79,17 +76,14 @@ class _CheckedModel(CostModel):
         missing = [member for member in _MEMBERS if not hasattr(model, member)]
         if missing:
             raise CostModelError(
-                f"model={name} made a {type(model).__name__}, which has no {', '.join(missing)}; "
-                f"inherit from "
-                f"piper.CostModel, "
-                "which has the defaults"
+                f"model={name} made a {type(model).__name__}, which has no {', '.join(missing)}; inherit from "
+                f"piper.CostModel, which has the defaults"
             )
         self._model, self._name = model, name
         self.issue_s, self.uniform = model.issue_s, bool(model.uniform)
         if not _is_amount(self.issue_s):
             raise CostModelError(
-                f"model={name}: issue_s is {shown(self.issue_s)}; finite seconds from 0 on are "
-                f"needed"
+                f"model={name}: issue_s is {shown(self.issue_s)}; finite seconds from 0 on are needed"
             )
 
     def work(self, role: RolePlan, instr: Instr) -> Work:

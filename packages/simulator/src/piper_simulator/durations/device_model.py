@@ -67,9 +67,8 @@ class DeviceModel(CostModel):
         self.given = given_only(plan)
         if self.costs.compute and self.costs.rows not in (None, plan.rows):
             raise ClusterError(
-                f"the costs hold for {self.costs.rows} rows per microbatch; the plan has "
-                f"{plan.rows}: measure them at "
-                f"{plan.rows}"
+                f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them "
+                f"at {plan.rows}"
             )
         self._devices: Sequence[Device | None] = (
             [k.device for k in cluster.kinds] if cluster is not None else (None,)
@@ -369,8 +368,7 @@ class DeviceModel(CostModel):
         device = self._devices[kind]
         if device is None:
             raise ClusterError(
-                f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, "
-                f"'h100x8')"
+                f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, 'h100x8')"
             )
         return device
 

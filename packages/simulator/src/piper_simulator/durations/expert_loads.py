@@ -178,8 +178,7 @@ def load_of(plan: Plan, load: GivenLoad | None) -> ExpertLoad | None:
     most = found.ranks if found.ranks > 1 else found.experts
     if not 1 <= load <= most:
         raise PlanError(
-            f"load={load:g}: from 1 (all ranks have equally many tokens) to {most} (one of {most} "
-            f"has them all) is "
+            f"load={load:g}: from 1 (all ranks have equally many tokens) to {most} (one of {most} has them all) is "
             f"accepted"
         )
     if found.ranks == 1:
@@ -284,8 +283,7 @@ def _measured(path: Path, mixture: Mixture) -> ExpertLoad:
 
 def _no_load(path: Path, problem: str) -> PlanError:
     return PlanError(
-        f"load={str(path)!r}: {problem}; the {METRICS} of a run of this model, or the run's "
-        f"folder, is accepted"
+        f"load={str(path)!r}: {problem}; the {METRICS} of a run of this model, or the run's folder, is accepted"
     )
 
 
@@ -323,8 +321,7 @@ def _of_step(file: Path, number: int, line: str, mixture: Mixture) -> list[float
     if by_layer is None:
         raise _no_load(
             file,
-            f"line {number} is no line of a run's metrics: it has no numbers of tokens by layer of "
-            f"experts",
+            f"line {number} is no line of a run's metrics: it has no numbers of tokens by layer of experts",
         )
     for name, tokens in by_layer.items():
         if len(tokens) != mixture.experts:
@@ -361,10 +358,8 @@ def load_notes(plan: Plan, load: ExpertLoad | None) -> tuple[str, ...]:
         return ()
     if found.bound is None and found.ranks > 1 and not found.padded:
         return (
-            "this plan does not say how many rows come to its dropless experts, as those of "
-            "earlier versions: its "
-            "times are "
-            "of all their places, whatever the load; compile it again",
+            "this plan does not say how many rows come to its dropless experts, as those of earlier versions: its "
+            "times are of all their places, whatever the load; compile it again",
         )
     said = _above_places(found, load)
     if load.source == "measured":
@@ -392,11 +387,9 @@ def _above_places(mixture: Mixture, load: ExpertLoad) -> tuple[str, ...]:
     )
     if not mixture.rounds:
         return (
-            f"{above}: times are of rows with a place; overflow='drop' leaves others out, 'error' "
-            f"ends the run",
+            f"{above}: times are of rows with a place; overflow='drop' leaves others out, 'error' ends the run",
         )
     most = further_rounds(load.loads[-1][0], bound)
     return (
-        f"{above}: a layer then takes "
-        f"{'1 further round' if most == 1 else f'up to {most} further rounds'}",
+        f"{above}: a layer then takes {'1 further round' if most == 1 else f'up to {most} further rounds'}",
     )

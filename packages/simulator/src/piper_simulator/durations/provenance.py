@@ -16,8 +16,7 @@ from piper_simulator.cluster.network import SlowLink
 _KERNELS: Mapping[How, str] = {
     "table": "as measured",
     "interpolated": "between measured sizes",
-    "scaled": f"up to {REACH:g} times outside of them, by formula times measured / formula of the "
-    f"nearest",
+    "scaled": f"up to {REACH:g} times outside of them, by formula times measured / formula of the nearest",
     "formula": "by formula",
 }
 NAMED = 3
@@ -77,10 +76,8 @@ class Provenance:
             else "devices without a `generation` in their file"
         )
         self._lacking[
-            f"{device.name}: the stack {stack.name} has no number for its attention kernel "
-            f"{stack.attention} on "
-            f"{what}; "
-            "attention counts as a matrix product"
+            f"{device.name}: the stack {stack.name} has no number for its attention kernel {stack.attention} on "
+            f"{what}; attention counts as a matrix product"
         ] = None
 
     def computed(self) -> None:
@@ -153,8 +150,7 @@ class Provenance:
         found = []
         if cluster is not None and cluster.name != origin.cluster:
             found.append(
-                f"the costs were measured on {origin.cluster} ({origin.device}), and this is "
-                f"{cluster.name}"
+                f"the costs were measured on {origin.cluster} ({origin.device}), and this is {cluster.name}"
             )
         elif (
             cluster is not None
@@ -166,10 +162,8 @@ class Provenance:
             )
         if origin.ranks != self._plan.mesh.world and (cluster is None or cluster.synchronous):
             found.append(
-                f"the costs were measured while {origin.ranks} ranks computed at once; the plan "
-                f"has "
-                f"{self._plan.mesh.world}, "
-                "which share what the machine has"
+                f"the costs were measured while {origin.ranks} ranks computed at once; the plan has "
+                f"{self._plan.mesh.world}, which share what the machine has"
             )
         return found
 
@@ -180,23 +174,18 @@ class Provenance:
             origin = self._costs.origin
             whose = f" (program {origin.program}, {origin.date})" if origin is not None else ""
             found.append(
-                f"the costs{whose} are of another model: none of the {len(self._unknown)} chunks "
-                f"has a cost, all are "
-                f"computed by "
-                f"formula: {_some(self._unknown)}; profile this model, or leave the costs out"
+                f"the costs{whose} are of another model: none of the {len(self._unknown)} chunks has a cost, all "
+                f"are computed by formula: {_some(self._unknown)}; profile this model, or leave the costs out"
             )
         elif self._costs.steps and self._unknown:
             found.append(
-                f"{len(self._unknown)} of {len(self._plan.chunks)} chunks have no cost and are "
-                f"computed by formula: "
-                f"{_some(self._unknown)}"
+                f"{len(self._unknown)} of {len(self._plan.chunks)} chunks have no cost and are computed by "
+                f"formula: {_some(self._unknown)}"
             )
         if self._far:
             found.append(
-                f"{self._plan.rows} rows per microbatch are more than a factor of 2 outside of "
-                f"what was measured; "
-                f"computed by "
-                f"formula: {_some(self._far)}"
+                f"{self._plan.rows} rows per microbatch are more than a factor of 2 outside of what was measured; "
+                f"computed by formula: {_some(self._far)}"
             )
         if self._beyond:
             found.append(f"interpolated beyond what was measured: {_some(self._beyond)}")

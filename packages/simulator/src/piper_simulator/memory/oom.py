@@ -86,8 +86,6 @@ def too_much(
 ) -> str:
     """Return why a plan does not fit, in the words of simulations and searches."""
     return (
-        f"rank {rank} ({role}) needs {size_text(needs)}, {size_text(needs - limit)} more than the "
-        f"limit of "
-        f"{size_text(limit)}; "
-        f"fullest in {fullest}: {', '.join(filled)}"
+        f"rank {rank} ({role}) needs {size_text(needs)}, {size_text(needs - limit)} more than the limit of "
+        f"{size_text(limit)}; fullest in {fullest}: {', '.join(filled)}"
     )

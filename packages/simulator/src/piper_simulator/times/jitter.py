@@ -107,8 +107,7 @@ def distribution(
         or not 0 <= jitter <= MOST_JITTER
     ):
         raise PlanError(
-            f"jitter is {jitter!r}; a coefficient of variation from 0 to {MOST_JITTER:g} is "
-            f"needed, e.g. 0.05"
+            f"jitter is {jitter!r}; a coefficient of variation from 0 to {MOST_JITTER:g} is needed, e.g. 0.05"
         )
     if type(repetitions) is not int or not 1 <= repetitions <= MOST_REPETITIONS:
         raise PlanError(

@@ -27,11 +27,9 @@ ALONG = dict.fromkeys((*_ALONG.split(), *_PICKED), 1) | dict.fromkeys(
 )
 """The calls that combine the numbers along a dimension and keep it, and the place of that argument."""
 _BENT = (
-    "clamp clip clamp_min clamp_max relu relu6 leaky_relu threshold hardtanh abs absolute max min "
-    "maximum minimum fmax "
-    "fmin "
-    "amax amin where masked_fill sign round floor ceil trunc floor_divide fmod remainder gt ge lt "
-    "le eq ne greater less"
+    "clamp clip clamp_min clamp_max relu relu6 leaky_relu threshold hardtanh abs absolute max min maximum minimum "
+    "fmax fmin amax amin where masked_fill sign round floor ceil trunc floor_divide fmod remainder gt ge lt le eq "
+    "ne greater less"
 )
 BENT = frozenset(_BENT.split())
 """The calls that are straight on each side of a bend: a trial may see one side, and microbatches both."""

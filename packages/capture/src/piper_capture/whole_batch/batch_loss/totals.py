@@ -99,11 +99,9 @@ class Totals:
                 continue
             if is_size(node):
                 raise CaptureError(
-                    f"{line_of(node)}: the loss divides by a function of the number of rows, which "
-                    f"a microbatch has "
-                    f"other than "
-                    "the batch. Divide by the number itself, or by one of its multiples, or take "
-                    "it out of the loss"
+                    f"{line_of(node)}: the loss divides by a function of the number of rows, which a microbatch "
+                    f"has other than the batch. Divide by the number itself, or by one of its multiples, or take "
+                    f"it out of the loss"
                 )
             seen.add(node)
             if self._of[node].plain is not None:
@@ -153,8 +151,7 @@ class Totals:
         self._of[total] = self._of[root.node]
         if root.node is self._forward.loss:
             raise CaptureError(
-                "the loss does not depend on any parameter with requires_grad=True; there is "
-                "nothing to train"
+                "the loss does not depend on any parameter with requires_grad=True; there is nothing to train"
             )
 
     def _spread(self, node: fx.Node) -> fx.Node:
@@ -230,13 +227,10 @@ def counting(forward: Forward, rows: int) -> tuple[fx.GraphModule, tuple[str, ..
             origin = forward.origins[node]
             if origin.kind != "batch":
                 raise CaptureError(
-                    f"{line_of(forward.counted.reductions[0])}: the loss divides by a number that "
-                    f"is made of "
-                    f"{origin.name!r} and "
-                    "the batch, beside other means. Numbers of the whole batch are counted before "
-                    "a step, without the "
-                    "model: "
-                    f"make {origin.name!r} a constant of the loss, or return a pair (sum, weight)"
+                    f"{line_of(forward.counted.reductions[0])}: the loss divides by a number that is made of "
+                    f"{origin.name!r} and the batch, beside other means. Numbers of the whole batch are counted "
+                    f"before a step, without the model: make {origin.name!r} a constant of the loss, or return a "
+                    f"pair (sum, weight)"
                 )
             reads.append(origin.name)
             env[node] = graph.placeholder(f"in{len(env)}")

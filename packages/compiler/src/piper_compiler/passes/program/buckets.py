@@ -99,11 +99,9 @@ def _check_whole(edit: Editor, training: Training) -> None:
     """Raise CompileError if ranks shard parameters, or their states, that an optimizer needs whole."""
     optimizer, groups = training.whole, training.whole_groups
     advice = (
-        f"and {optimizer} works on whole parameters here{WHOLE.get(optimizer, '')}; use one that "
-        f"updates each element "
-        f"by itself, "
-        f"such as AdamW or RMSprop, declare it with piper.elementwise({optimizer}) if it does so, "
-        f"or"
+        f"and {optimizer} works on whole parameters here{WHOLE.get(optimizer, '')}; use one that updates each "
+        f"element by itself, such as AdamW or RMSprop, declare it with piper.elementwise({optimizer}) if it does "
+        f"so, or"
     )
     whole = [
         p
@@ -112,16 +110,13 @@ def _check_whole(edit: Editor, training: Training) -> None:
     ]
     if parted := next((p.name for p in whole if p.layout), None):
         raise CompileError(
-            f"each device would have a part of parameter {parted!r} (by shard), {advice} leave "
-            f"shard out"
+            f"each device would have a part of parameter {parted!r} (by shard), {advice} leave shard out"
         )
     sharing = next((r for r in edit.replication.values() if r.shard.optim), None)
     if sharing is not None:
         raise CompileError(
-            f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, "
-            f"each with a part of "
-            f"every "
-            f"parameter, {advice} use zero=0"
+            f"{edit.graph.log[sharing.applied]}: ranks would share the states of the optimizer, each with a part "
+            f"of every parameter, {advice} use zero=0"
         )
 
 
@@ -158,8 +153,7 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]
             other, _ = out.pop(name, (policy, stage))
             if other.together != policy.together:
                 raise CompileError(
-                    f"parameter {name!r} is shared by chunks that are replicated in different "
-                    f"ways; replicate them "
+                    f"parameter {name!r} is shared by chunks that are replicated in different ways; replicate them "
                     f"together"
                 )
             out[name] = policy, stage

@@ -88,10 +88,8 @@ def _place_rest(graph: Graph) -> Graph:
         compute = [n for n in unplaced if isinstance(n.op, Compute)] or unplaced
         count = sum(len(n.each) for n in compute)
         raise CompileError(
-            f"{compute[0].name(compute[0].each[0])} (of {count} such nodes) is not placed, but "
-            f"others are placed on "
-            f"{', '.join(graph.roles)}; "
-            "add a place directive that selects it"
+            f"{compute[0].name(compute[0].each[0])} (of {count} such nodes) is not placed, but others are placed "
+            f"on {', '.join(graph.roles)}; add a place directive that selects it"
         )
     if not unplaced:
         return graph
@@ -129,9 +127,8 @@ def _check_axes(graph: Graph) -> None:
     if idle:
         where = ", ".join(f"{a}={c}" for a, c in graph.mesh.coords(min(idle)).items())
         raise CompileError(
-            f"nothing is placed on rank {min(idle)} ({where}) of {graph.mesh}; place a stage there "
-            f"or make the mesh "
-            f"smaller"
+            f"nothing is placed on rank {min(idle)} ({where}) of {graph.mesh}; place a stage there or make the "
+            f"mesh smaller"
         )
 
 
@@ -154,19 +151,15 @@ def _check_buffers(graph: Graph, averages: frozenset[str] | None) -> None:
                     "not help"
                 )
                 raise CompileError(
-                    f"buffer {output.ref!r} is updated from the batch in {chunk.id}, so its "
-                    f"replicas would differ; "
-                    f"do not replicate this model, or make the update independent of the batch. "
-                    f"{chosen}"
+                    f"buffer {output.ref!r} is updated from the batch in {chunk.id}, so its replicas would differ; "
+                    f"do not replicate this model, or make the update independent of the batch. {chosen}"
                 )
             users = _buffer_users(graph.program, output.ref)
             roles = {node.role for id in users for node in graph.compute(id, "F")}
             if len(roles) > 1:
                 raise CompileError(
-                    f"buffer {output.ref!r} is updated in {chunk.id} and used on "
-                    f"{', '.join(sorted(roles))}, whose "
-                    f"copies would "
-                    f"differ; place {', '.join(users)} on one device",
+                    f"buffer {output.ref!r} is updated in {chunk.id} and used on {', '.join(sorted(roles))}, whose "
+                    f"copies would differ; place {', '.join(users)} on one device",
                     tuple(users),
                 )
 
@@ -203,8 +196,7 @@ def _check_orders(graph: Graph) -> None:
             )
             by = f" (by {graph.log[applied]})" if applied < len(graph.log) else ""
             raise CompileError(
-                f"{names[0]} cannot be ordered before {names[1]}{by}: an order is among the "
-                f"compute of one device, "
+                f"{names[0]} cannot be ordered before {names[1]}{by}: an order is among the compute of one device, "
                 f"here {where}"
             )
 
@@ -395,10 +387,8 @@ def _shared_along(edit: Editor) -> tuple[str, ...]:
             for axes, b in list(along.items())[:2]
         )
         raise CompileError(
-            f"ranks share the states of {some}, and clip_norm needs a norm that is summed along "
-            f"the same axes for all; "
-            f"let "
-            "replicate share along the same axes everywhere, or leave clip_norm out"
+            f"ranks share the states of {some}, and clip_norm needs a norm that is summed along the same axes for "
+            f"all; let replicate share along the same axes everywhere, or leave clip_norm out"
         )
     return tuple({axis: None for b in edit.buckets.values() for axis in b.shard.optim})
 

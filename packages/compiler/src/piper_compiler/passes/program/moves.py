@@ -22,16 +22,14 @@ def check_exchanges(graph: Graph) -> None:
     """Raise CompileError if rows are not split along the axis of an exchange, or exchanges are missing."""
     if lost := [axis for axis, _ in graph.program.experts if axis not in graph.exchanges]:
         raise CompileError(
-            f"the program was made for devices that share experts over {lost[0]}; compile its job, "
-            f"or keep shard"
+            f"the program was made for devices that share experts over {lost[0]}; compile its job, or keep shard"
         )
     over = {a for r in graph.replication.values() for a in r.over}
     for axis in graph.exchanges:
         if axis in dict(graph.program.experts) and axis not in over:
             raise CompileError(
-                f"devices share experts over {axis} (by shard), and each has rows of its own "
-                f"elsewhere: name {axis} in "
-                f"replicate, too, as in replicate(where(), over={(*sorted(over), axis)!r})"
+                f"devices share experts over {axis} (by shard), and each has rows of its own elsewhere: name "
+                f"{axis} in replicate, too, as in replicate(where(), over={(*sorted(over), axis)!r})"
             )
 
 

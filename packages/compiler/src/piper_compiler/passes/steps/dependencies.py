@@ -378,10 +378,7 @@ def _reason_of_span(graph: Graph, deps: Dependencies, later: int) -> str:
     """Return why a span waits: it waits for the predecessors of all its nodes."""
     names = [deps.name(i) for i in deps.spans[later]]
     group = next(g for g in graph.overlaps if (deps.node(later).id, deps.mb[later]) in g.nodes)
-    return (
-        f"{' and '.join(names)} run as one, which needs it; overlapped by "
-        f"{graph.log[group.applied]}"
-    )
+    return f"{' and '.join(names)} run as one, which needs it; overlapped by {graph.log[group.applied]}"
 
 
 def _reason(a: Node, b: Node) -> str:

@@ -66,8 +66,7 @@ def residency(
         return Scheduled(graph, deps, sequence, {})
     if deps.spans:
         raise CompileError(
-            "pairs of given duration run as one, and gradients or parameters are sharded: use "
-            "zero=0 or 1"
+            "pairs of given duration run as one, and gradients or parameters are sharded: use zero=0 or 1"
         )
     adder = _Adder(graph, deps)
     places: dict[str, list[int]] = {role: [] for role in graph.roles}

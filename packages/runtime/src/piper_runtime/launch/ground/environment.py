@@ -43,6 +43,5 @@ def check_environments(ours: Environment, here: str, found: Mapping[str, Environ
     ]
     if differences:
         raise ExecutionError(
-            f"the nodes do not run the same software: {'; '.join(differences)}; install the same "
-            f"on all of them"
+            f"the nodes do not run the same software: {'; '.join(differences)}; install the same on all of them"
         )

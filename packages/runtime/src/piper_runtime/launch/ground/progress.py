@@ -83,8 +83,7 @@ class Progress:
         loss = step_loss(self._plan, scalars)
         if loss != loss:
             raise NonFiniteLossError(
-                f"step {self._next}: the sum of loss weights over the global batch is 0; is every "
-                f"row masked?"
+                f"step {self._next}: the sum of loss weights over the global batch is 0; is every row masked?"
             )
         start = max(done.started for done in found.values())
         step_s = max(done.finished - self._ended.get(rank, start) for rank, done in found.items())
@@ -121,8 +120,7 @@ class Progress:
         except Exception as e:  # the caller's own function may fail in any way; training must not
             if not self._warned:
                 warnings.warn(
-                    f"on_step failed in step {record.step}: {type(e).__name__}: {e}; training goes "
-                    f"on, and this is "
+                    f"on_step failed in step {record.step}: {type(e).__name__}: {e}; training goes on, and this is "
                     f"said once",
                     PiperWarning,
                     stacklevel=2,

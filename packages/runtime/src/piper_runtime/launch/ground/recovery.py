@@ -90,10 +90,7 @@ class Recovery:
         tried = ""
         if self.restarts:
             times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
-            tried = (
-                f"The run had been started again {times}, the last time from step "
-                f"{self.restarts[-1].resumed}"
-            )
+            tried = f"The run had been started again {times}, the last time from step {self.restarts[-1].resumed}"
         error.args = (". ".join(text for text in (str(error).rstrip("."), why, tried) if text),)
         return error
 
@@ -145,10 +142,8 @@ class Recovery:
         self.restarts.append(restart)
         fewer = f" on {plan.mesh}" if self.replans else ""
         warnings.warn(
-            f"{error}. Restart {len(self.restarts)} of {self._options.restarts}: the run goes on "
-            f"with step "
-            f"{resumed}{fewer}, "
-            f"from {where}",
+            f"{error}. Restart {len(self.restarts)} of {self._options.restarts}: the run goes on with step "
+            f"{resumed}{fewer}, from {where}",
             PiperWarning,
             stacklevel=2,
         )

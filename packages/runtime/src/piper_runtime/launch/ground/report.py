@@ -17,10 +17,8 @@ from piper_runtime.rank.binding.rank_state import RankState
 from piper_runtime.rank.values.code import used_code
 
 MEASURED = (
-    "bytes of live tensor storages in the second step (the first of a run of one step), "
-    "temporaries of operators "
-    "included, as "
-    "torch's dispatcher shows them (of a process per CUDA rank: as torch's allocator was asked for "
+    "bytes of live tensor storages in the second step (the first of a run of one step), temporaries of operators "
+    "included, as torch's dispatcher shows them (of a process per CUDA rank: as torch's allocator was asked for "
     "them)"
 )
 

@@ -148,9 +148,8 @@ class Watch:
             + ". If an instruction may take that long, give a larger timeout_s"
         )
         report = [
-            f"no rank made progress for {self.timeout_s:g} s; per rank its last {SHOWN} "
-            f"instructions, > the one it is "
-            f"at"
+            f"no rank made progress for {self.timeout_s:g} s; per rank its last {SHOWN} instructions, > the one it "
+            f"is at"
         ]
         for rank in range(self.world):
             answered = "" if rank in ranks else ": has ended its run"
@@ -169,10 +168,8 @@ class Watch:
         for rank in sorted(self.team.silent(self.timeout_s / 2)):
             by_node.setdefault(self.team.node(rank), []).append(rank)
         return "".join(
-            f"{node or 'nothing'} with rank {', '.join(map(str, ranks))} is not heard from any "
-            f"more: it has ended, or "
-            f"the "
-            "network between is cut; "
+            f"{node or 'nothing'} with rank {', '.join(map(str, ranks))} is not heard from any more: it has ended, "
+            f"or the network between is cut; "
             for node, ranks in by_node.items()
         )
 

@@ -73,8 +73,7 @@ class Emulation(Run):
     def state_dict(self) -> NoReturn:
         """Raise ExecutionError, since nothing was trained."""
         raise ExecutionError(
-            'an emulated run trains nothing and has no state_dict; use launcher="processes" (or '
-            '"inline", in one '
+            'an emulated run trains nothing and has no state_dict; use launcher="processes" (or "inline", in one '
             "process)"
         )
 

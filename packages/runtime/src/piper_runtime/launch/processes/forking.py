@@ -28,10 +28,7 @@ HOW_UNKNOWN = 1 << 16
 STATUS = struct.Struct("!i")
 """The form of an exit code; a negative one is the signal that ended the process."""
 
-_SERVER = (
-    "import gc; gc.disable(); from piper_runtime.launch.processes.fork_server import start; "
-    "start({channel})"
-)
+_SERVER = "import gc; gc.disable(); from piper_runtime.launch.processes.fork_server import start; start({channel})"
 """The program of the server's Python.
 
 While torch's modules are imported, the garbage collector would look at their million objects again and again; the

@@ -86,8 +86,7 @@ class TeamPool(ABC, Generic[T]):
         """See `piper_runtime.launch.ground.workers.Workers`."""
         if len(requests) > self.world:
             raise ExecutionError(
-                f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make "
-                f"a larger pool"
+                f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make a larger pool"
             )
         progress = Progress(plan, on_step, on_save, first_step(requests))
         try:

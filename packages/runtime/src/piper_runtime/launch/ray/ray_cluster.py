@@ -156,10 +156,8 @@ def _present(ray: Any, cluster: str, wording: RayWording) -> RayLink:
     address = ray.get_runtime_context().gcs_address
     if cluster not in ("auto", address):
         raise ExecutionError(
-            f"this process is already connected to Ray at {address}; "
-            f"{wording.argument}={cluster!r} cannot be used "
-            f"beside it: "
-            f"use {wording.present}, or call ray.shutdown() before"
+            f"this process is already connected to Ray at {address}; {wording.argument}={cluster!r} cannot be used "
+            f"beside it: use {wording.present}, or call ray.shutdown() before"
         )
     return RayLink(ray, None)
 
@@ -174,10 +172,7 @@ def _started_here(ray: Any) -> bool:
 
 def _join(ray: Any, address: str, wording: RayWording) -> RayLink:
     _check_address(ray, address, wording)
-    what = (
-        f"join Ray at {address} (if it asks for a token: RAY_AUTH_MODE=token and its token are "
-        f"needed here)"
-    )
+    what = f"join Ray at {address} (if it asks for a token: RAY_AUTH_MODE=token and its token are needed here)"
     _init(ray, what, wording, address=address)
     return RayLink(ray, ray.shutdown)
 
@@ -185,15 +180,13 @@ def _join(ray: Any, address: str, wording: RayWording) -> RayLink:
 def _check_address(ray: Any, address: str, wording: RayWording) -> None:
     if address.startswith("ray://"):
         raise ExecutionError(
-            f"{address}: Ray Client addresses are not supported; run this on a machine of the "
-            f"cluster with "
+            f"{address}: Ray Client addresses are not supported; run this on a machine of the cluster with "
             f"{wording.argument}=HOST:PORT, or hand it in with `ray job submit`"
         )
     problem = None if address == "auto" else _problem(ray, address)
     if problem is not None:
         raise ExecutionError(
-            f"no Ray cluster at {address}: {problem}; `ray start --head` makes one and prints its "
-            f"address, "
+            f"no Ray cluster at {address}: {problem}; `ray start --head` makes one and prints its address, "
             f'{wording.argument}="local" starts a Ray for this run only, {wording.instead} needs '
             f"none"
         )

@@ -102,10 +102,8 @@ class _Team:
         if problem := self.fault():
             self.broken = True
             raise RankError(
-                f"{problem}, so the run was ended. Look whether somebody ended Ray or the machine "
-                f"ran out of memory "
-                f"(dmesg), and "
-                "start the run again"
+                f"{problem}, so the run was ended. Look whether somebody ended Ray or the machine ran out of "
+                f"memory (dmesg), and start the run again"
             )
 
     def _ready(self, refs: Collection[Any]) -> list[Any]:

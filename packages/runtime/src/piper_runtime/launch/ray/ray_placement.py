@@ -46,9 +46,8 @@ def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
         have = sum(n["Resources"].get(resource, 0.0) for n in nodes.values())
         if have < each * world:
             raise ExecutionError(
-                f"the plan has {world} ranks and needs {each * world:g} {resource}s, the Ray "
-                f"cluster has {have:g} on "
-                f"{len(nodes)} node{'s' * (len(nodes) > 1)}; add nodes, use a smaller mesh, or "
+                f"the plan has {world} ranks and needs {each * world:g} {resource}s, the Ray cluster has {have:g} "
+                f"on {len(nodes)} node{'s' * (len(nodes) > 1)}; add nodes, use a smaller mesh, or "
                 f'use cluster="local" or launcher="processes", which share the CPUs of this machine'
             )
     roomy = any(
@@ -170,8 +169,6 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategies: list[str]) -
     free = ray.available_resources()
     raise ExecutionError(
         f"the plan's {len(bundles)} ranks found no room in the Ray cluster within {PLACE_S:g} s: "
-        f"{free.get('CPU', 0.0):g} CPUs "
-        f"and {free.get('GPU', 0.0):g} GPUs are free; wait for others to end (`ray status` shows "
-        f"them), or use a "
-        f"smaller mesh"
+        f"{free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free; wait for others to end (`ray "
+        f"status` shows them), or use a smaller mesh"
     )

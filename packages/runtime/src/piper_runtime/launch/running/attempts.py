@@ -27,10 +27,8 @@ from piper_runtime.rank.job.job import InitialState, Job
 from piper_runtime.rank.values.code import ExportedCode
 
 TRACED = (
-    "to see when a communication ends, a thread waits for it in the traced step of processes on "
-    "CPUs, and wakes who "
-    "needs it, "
-    "some 30 us each, which other steps do not"
+    "to see when a communication ends, a thread waits for it in the traced step of processes on CPUs, and wakes "
+    "who needs it, some 30 us each, which other steps do not"
 )
 
 
@@ -52,11 +50,9 @@ def busy_note(reports: Mapping[int, RankReport], period_s: float | None) -> dict
         return {}
     least, most, of_all = map(time_text, (min(waited), max(waited), together))
     return {
-        BUSY_MACHINE: f"in a step, ranks waited {least} to {most} for a core that others had; with "
-        f"the threads that "
-        f"carry "
-        f"messages, up to {of_all}. An exchange waits for the latest of all these. None of it is "
-        f"predicted"
+        BUSY_MACHINE: f"in a step, ranks waited {least} to {most} for a core that others had; with the threads "
+        f"that carry messages, up to {of_all}. An exchange waits for the latest of all these. None "
+        f"of it is predicted"
     }
 
 

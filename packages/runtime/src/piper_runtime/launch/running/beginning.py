@@ -142,9 +142,8 @@ def under_torchrun(options: RunOptions) -> RunOptions:
     """
     if options.replan is not None:
         raise JobError(
-            'on_loss="replan": torchrun has started the ranks, and their number cannot change; use '
-            'launcher="ray", or '
-            '"processes" without torchrun'
+            'on_loss="replan": torchrun has started the ranks, and their number cannot change; use launcher="ray", '
+            'or "processes" without torchrun'
         )
     alone, checkpoint = replace(options, restarts=0), options.checkpoint
     if (

@@ -43,8 +43,7 @@ LAUNCHERS = {
 """The launchers by name."""
 ELSEWHERE = {
     "emulated": 'launcher "emulated" needs the durations of a cluster: `piper run --emulate '
-    "CLUSTER`, or "
-    "piper.execute(cluster=...)"
+    "CLUSTER`, or piper.execute(cluster=...)"
 }
 """The launchers that only `piper.execute` has, each with a message for callers that ask for it elsewhere."""
 

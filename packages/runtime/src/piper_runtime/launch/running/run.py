@@ -67,8 +67,7 @@ def check_request(plan: Plan, job: Job, options: RunOptions) -> None:
     options.check(launcher_kind(options.launcher))
     if plan.global_batch != job.global_batch:
         raise JobError(
-            f"the plan was made for a global batch of {plan.global_batch} rows, the job has "
-            f"{job.global_batch}; "
+            f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
             f"compile the strategy with this job"
         )
     check_clip(plan, job)
@@ -83,13 +82,11 @@ def check_evaluation(plan: Plan, options: RunOptions) -> None:
     if options.replan is not None:
         raise JobError(
             'Job(eval_data=...) and on_loss="replan": the evaluation is compiled for the first '
-            "mesh alone; leave one "
-            "of them out"
+            "mesh alone; leave one of them out"
         )
     if evaluation.plan.mesh != plan.mesh or evaluation.plan.global_batch != plan.global_batch:
         raise JobError(
-            "the evaluation was compiled for another mesh or global batch than the plan; compile "
-            "both together"
+            "the evaluation was compiled for another mesh or global batch than the plan; compile both together"
         )
 
 
@@ -105,7 +102,6 @@ def check_clip(plan: Plan, job: Job) -> None:
     for update in updates:
         if update.clip != job.clip_norm:
             raise JobError(
-                f"the plan clips gradients to {update.clip}, the job's clip_norm is "
-                f"{job.clip_norm}; "
-                "compile the strategy with this job"
+                f"the plan clips gradients to {update.clip}, the job's clip_norm is {job.clip_norm}; compile the "
+                f"strategy with this job"
             )

@@ -53,22 +53,15 @@ def launch_sections(launch: Launch) -> dict[str, Section]:
     nodes = launch.nodes or (2 if world % 2 == 0 else 1)
     if world % nodes:
         raise JobError(
-            f"{world} ranks do not divide over {nodes} nodes; give a number of nodes that divides "
-            f"{world}"
+            f"{world} ranks do not divide over {nodes} nodes; give a number of nodes that divides {world}"
         )
     each = world // nodes
     words = ["run", str(launch.file), *launch.arguments]
     text = shlex.join(words)
     again = f"--max-restarts {launch.restarts} " if launch.restarts else ""
     ranks = f"{again}--nproc-per-node {each} -m piper {text} --launcher processes"
-    alone = (
-        f"torchrun --standalone {again}--nproc-per-node {world} -m piper {text} --launcher "
-        f"processes"
-    )
-    meet = (
-        f"torchrun --nnodes {nodes} --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint "
-        f"HEAD:{PORT} {ranks}"
-    )
+    alone = f"torchrun --standalone {again}--nproc-per-node {world} -m piper {text} --launcher processes"
+    meet = f"torchrun --nnodes {nodes} --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint HEAD:{PORT} {ranks}"
     return {
         "torchrun": Section("torchrun, one machine", alone),
         "torchrun-nodes": Section(

@@ -67,8 +67,7 @@ def _whole(plan: Plan, rank: int, parts: Mapping[int, _Tensors]) -> _Tensors:
         flat = torch.cat([parts[r][id] for r in _sharers(plan, bucket, rank)])
         if flat.numel() != bucket.numel:
             raise ExecutionError(
-                f"bucket {id}: the parts that ranks report have {flat.numel()} elements of "
-                f"{bucket.numel}"
+                f"bucket {id}: the parts that ranks report have {flat.numel()} elements of {bucket.numel}"
             )
         out |= bucket_views(bucket, flat, [shapes[name] for name in bucket.params])
     return out

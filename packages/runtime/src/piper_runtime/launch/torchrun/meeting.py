@@ -23,17 +23,13 @@ def env_number(name: str) -> int:
         return int(os.environ[name])
     except ValueError:
         raise ExecutionError(
-            f"the environment has {name}={os.environ[name]!r}; a number is needed, as torchrun "
-            f"sets it"
+            f"the environment has {name}={os.environ[name]!r}; a number is needed, as torchrun sets it"
         ) from None
 
 
 def meeting_place() -> str:
     """Return the address of the ranks' meeting, for messages."""
-    return (
-        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where the ranks meet "
-        f"(MASTER_ADDR, MASTER_PORT),"
-    )
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where the ranks meet (MASTER_ADDR, MASTER_PORT),"
 
 
 def open_store(seconds: float = RENDEZVOUS_S) -> Any:

@@ -240,15 +240,13 @@ class TorchrunPool:
         started = env_number("WORLD_SIZE")
         if len(requests) != started:
             raise ExecutionError(
-                f"the plan has {len(requests)} ranks, but {started} processes were started "
-                f"(WORLD_SIZE); use "
+                f"the plan has {len(requests)} ranks, but {started} processes were started (WORLD_SIZE); use "
                 f"--nproc-per-node {len(requests)}, or another mesh"
             )
         member = _join()
         if member.broken:
             raise ExecutionError(
-                "an earlier run in this process failed and left its communicators broken; start "
-                "the processes again"
+                "an earlier run in this process failed and left its communicators broken; start the processes again"
             )
         rank = member.context.rank
         mail = Mail(member.store, member.runs, member.patient, meeting_place(), timeout_s)
@@ -281,9 +279,8 @@ def _check_same(plan: Plan, mail: Mail, rank: int) -> None:
         time.sleep(TICK_S)
     if theirs != plan.key.encode():
         raise ExecutionError(
-            f"rank {rank} compiled another plan than rank 0 ({plan.key} and {theirs.decode()}); "
-            f"job and strategy must "
-            f"not depend on the process"
+            f"rank {rank} compiled another plan than rank 0 ({plan.key} and {theirs.decode()}); job and strategy "
+            f"must not depend on the process"
         )
 
 
@@ -337,10 +334,7 @@ def _ended_by_first(failure: Failure, hosts: Sequence[str]) -> PiperError:
     """Return the error of a run that rank 0 has ended, which says it in full."""
     text = failure.message
     if len(text) > HEADLINE:
-        text = (
-            f"{text[:HEADLINE].rstrip()} ... (rank 0{f' on node {hosts[0]}' if hosts else ''} says "
-            f"the rest)"
-        )
+        text = f"{text[:HEADLINE].rstrip()} ... (rank 0{f' on node {hosts[0]}' if hosts else ''} says the rest)"
     error: PiperError = getattr(piper_ir.ground.errors, failure.kind, ExecutionError)(text)
     error.told_by_another = True
     return error
@@ -380,10 +374,7 @@ def _broadcast(member: _Member, source: int, data: bytes, timeout_s: float) -> b
     def of(tensor: torch.Tensor) -> None:
         patience = timeout_s + STARTUP_S + tensor.nbytes / EXCHANGED_PER_S
         from_where = f"rank {source}{f' on node {member.hosts[source]}' if member.hosts else ''}"
-        silence = (
-            f"the run is done, but rank {member.context.rank} did not get the results of "
-            f"{from_where}"
-        )
+        silence = f"the run is done, but rank {member.context.rank} did not get the results of {from_where}"
         member.patient.call(
             lambda: member.everyone.broadcast([tensor], _options(source)).wait(), patience, silence
         )

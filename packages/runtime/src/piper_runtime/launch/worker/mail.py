@@ -97,8 +97,7 @@ class Mail:
             if isinstance(e, ExecutionError):
                 raise
             raise ExecutionError(
-                f"{self.place} has closed the connection: the process there that holds torch's "
-                f"store has ended, or "
+                f"{self.place} has closed the connection: the process there that holds torch's store has ended, or "
                 f"{gone}"
             ) from e
 

@@ -70,10 +70,8 @@ def decode(data: bytes) -> Any:
         pickle.UnpicklingError,
     ) as e:
         raise ExecutionError(
-            f"a message between ranks is not one of Piper's ({type(e).__name__}); are all "
-            f"processes of one version, "
-            f"and does "
-            "nobody else reach MASTER_PORT?"
+            f"a message between ranks is not one of Piper's ({type(e).__name__}); are all processes of one "
+            f"version, and does nobody else reach MASTER_PORT?"
         ) from e
 
 

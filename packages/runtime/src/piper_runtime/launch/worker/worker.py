@@ -105,10 +105,8 @@ def answer(context: WorkerContext, request: object) -> Any:
     ) as e:  # of the job's own code: who interrupts a run does not interrupt its workers
         said = f": {e}" if str(e) else ""
         message = (
-            f"rank {context.rank}, step {context.heart[STEP]}: {type(e).__name__}{said} was raised "
-            f"in the job's code"
-            f"{user_line(e)}, and would end the process. Raise an exception such as RuntimeError "
-            f"to end a run"
+            f"rank {context.rank}, step {context.heart[STEP]}: {type(e).__name__}{said} was raised in the job's "
+            f"code{user_line(e)}, and would end the process. Raise an exception such as RuntimeError to end a run"
         )
         return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
 

@@ -67,10 +67,8 @@ class BatchCall:
         name = next(n for n in {**planned, **constants} if planned.get(n) != constants.get(n))
         now, before = constants.get(name, "nothing"), planned.get(name, "nothing")
         raise JobError(
-            f"{call} returned {name}={now}; the plan was made for {before}. What is no tensor is a "
-            f"constant of the "
-            f"captured "
-            "model, the same in every call; return a tensor where it changes"
+            f"{call} returned {name}={now}; the plan was made for {before}. What is no tensor is a constant of the "
+            f"captured model, the same in every call; return a tensor where it changes"
         )
 
     def _fitted(
@@ -80,8 +78,7 @@ class BatchCall:
         look = self.looks[name]
         if name not in found:
             raise JobError(
-                f"{call} returned no tensor {name}, which the plan reads; it returned "
-                f"{', '.join(found)}"
+                f"{call} returned no tensor {name}, which the plan reads; it returned {', '.join(found)}"
             )
         tensor = found[name]
         if len(look.shape) > 1 and tuple(tensor.shape) == (
@@ -107,16 +104,12 @@ def _way_out(shape: tuple[int, ...], planned: tuple[int, ...], rows: int) -> str
     """Return advice for a batch tensor of another shape than planned."""
     if shape[1:] == planned[1:] and shape:
         return (
-            f"A call returns its rows and no others, here {rows}: a last batch of fewer rows is "
-            f"left out, or filled up "
-            f"with rows "
-            "that count nothing (ignore_index, a weight of 0)"
+            f"A call returns its rows and no others, here {rows}: a last batch of fewer rows is left out, or "
+            f"filled up with rows that count nothing (ignore_index, a weight of 0)"
         )
     return (
-        "A plan is for one shape: pad or cut to it (with a mask, or ignore_index in the targets), "
-        "or compile a plan "
-        "for each "
-        "length"
+        "A plan is for one shape: pad or cut to it (with a mask, or ignore_index in the targets), or compile a "
+        "plan for each length"
     )
 
 

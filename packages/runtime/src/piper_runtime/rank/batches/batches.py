@@ -40,8 +40,7 @@ def flatten_batch(result: object) -> tuple[dict[str, torch.Tensor], dict[str, st
     pair = batch_pair(result)
     if pair is None:
         raise JobError(
-            f"Job.batch returned a {type(result).__name__}; a pair (inputs, targets) is needed, or "
-            f"a mapping or "
+            f"Job.batch returned a {type(result).__name__}; a pair (inputs, targets) is needed, or a mapping or "
             f"dataclass"
         )
     found: dict[str, torch.Tensor] = {}
@@ -53,8 +52,7 @@ def flatten_batch(result: object) -> tuple[dict[str, torch.Tensor], dict[str, st
             constants[name] = repr(leaf)
         else:
             raise JobError(
-                f"Job.batch returned a {type(leaf).__name__} at {name}; only tensors, numbers, "
-                f"bools, texts and None "
-                f"are accepted"
+                f"Job.batch returned a {type(leaf).__name__} at {name}; only tensors, numbers, bools, texts and "
+                f"None are accepted"
             )
     return found, constants

@@ -112,8 +112,7 @@ class LoaderProcesses:
                 else f"ended with exit code {code}"
             )
             raise ExecutionError(
-                f"rank {self._rank}: a loader process, which calls Job.batch, {how}; its output is "
-                f"above"
+                f"rank {self._rank}: a loader process, which calls Job.batch, {how}; its output is above"
             ) from None
         if isinstance(said, RaisedThere):
             raise said.exception()

@@ -116,9 +116,8 @@ class Rank(RankState):
         op = part.op
         if not isinstance(op, COMM) or instr.stream == COMPUTE:
             raise PlanError(
-                f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it "
-                f"needs a stream of "
-                f"its own"
+                f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it needs a stream "
+                f"of its own"
             )
         if op.channel not in self._peers:
             self._peers[op.channel] = self.plan.peers(self.plan.channel(op.channel), self.rank)

@@ -35,11 +35,9 @@ def not_finite_advice(clip: float | None) -> str:
         ways = "check the batch and the learning rate, clip gradients (Job.clip_norm)"
     else:
         ways = (
-            f"gradients are clipped already (Job(clip_norm={clip:g})), which helps against large "
-            f"ones only: check the "
-            f"batch, the "
-            "learning rate, and operations without a value there (log(0), 0 / 0, a row with all "
-            "positions masked)"
+            f"gradients are clipped already (Job(clip_norm={clip:g})), which helps against large ones only: check "
+            f"the batch, the learning rate, and operations without a value there (log(0), 0 / 0, a row with all "
+            f"positions masked)"
         )
     return f"{ways}, or see whether it is finite in float64 (`piper verify FILE.py`)"
 

@@ -14,10 +14,7 @@ from piper_ops import dtype_name
 from piper_runtime.rank.job.job import InitialState
 from piper_runtime.weights import TensorForm, check_separate, forms_of
 
-ADVICE = (
-    "The model function gives another model than when it was compiled: compile the job again "
-    "(piper.compile)"
-)
+ADVICE = "The model function gives another model than when it was compiled: compile the job again (piper.compile)"
 
 
 def check_same_model(
@@ -34,13 +31,9 @@ def check_same_model(
         if tensor.is_meta:
             kind = "parameter" if name in initial.params else "buffer"
             raise JobError(
-                f"Job.model() leaves {kind} {name!r} on the meta device, where it has no values to "
-                f"start from. Make "
-                f"the "
-                "model without torch.device('meta') (Piper plans it without memory all the same), "
-                "or give it values in "
-                "the "
-                "model function: model.to_empty(device='cpu'), then its own initialisation"
+                f"Job.model() leaves {kind} {name!r} on the meta device, where it has no values to start from. "
+                f"Make the model without torch.device('meta') (Piper plans it without memory all the same), or "
+                f"give it values in the model function: model.to_empty(device='cpu'), then its own initialisation"
             )
 
 

@@ -82,8 +82,7 @@ def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
     weight = scalars[0] if op.weighted else 1.0
     if not weight:
         raise NonFiniteLossError(
-            f"{where}: the loss weights of the global batch sum to 0, so the loss is not a number; "
-            f"mask fewer rows"
+            f"{where}: the loss weights of the global batch sum to 0, so the loss is not a number; mask fewer rows"
         )
     scale = 1.0 / weight
     if op.clip is None:

@@ -28,12 +28,9 @@ class ByName:
             if not mine:
                 names = ", ".join(name for name, _ in named[:5])
                 raise JobError(
-                    f"Job(optimizer=...): no parameter is left for the pattern {pattern!r}: "
-                    f"patterns are those of file "
-                    f"names, "
-                    f"and a parameter goes to the first one that it matches; the parameters are "
-                    f"{names}"
-                    f"{' and more' if len(named) > 5 else ''}"
+                    f"Job(optimizer=...): no parameter is left for the pattern {pattern!r}: patterns are those of "
+                    f"file names, and a parameter goes to the first one that it matches; the parameters are "
+                    f"{names}{' and more' if len(named) > 5 else ''}"
                 )
             taken = {name for name, _ in mine}
             left = [(name, p) for name, p in left if name not in taken]
@@ -58,8 +55,5 @@ def by_name_problem(makers: Mapping[Any, Any]) -> str | None:
         if not isinstance(pattern, str) or not pattern:
             return f"Job(optimizer=...) has {pattern!r} as a pattern: {advice}"
         if not callable(maker):
-            return (
-                f"Job(optimizer=...) has an object of type {type(maker).__name__} for {pattern!r}: "
-                f"{advice}"
-            )
+            return f"Job(optimizer=...) has an object of type {type(maker).__name__} for {pattern!r}: {advice}"
     return None

@@ -159,8 +159,7 @@ class Job:
         for name in ("optimizer", "global_batch"):
             if getattr(self, name) is _MISSING:
                 raise JobError(
-                    f"Job({', '.join(f.name for f in fields(self))}): missing a required argument: "
-                    f"{name!r}"
+                    f"Job({', '.join(f.name for f in fields(self))}): missing a required argument: {name!r}"
                 )
         for name in ("model", "batch", "loss", "optimizer", "scheduler"):
             value = getattr(self, name)

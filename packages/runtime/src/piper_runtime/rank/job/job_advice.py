@@ -15,31 +15,23 @@ from piper_runtime.rank.job.job_evaluation import LOGGED, arguments_of, signatur
 from piper_runtime.rank.job.job_evaluation import NEEDED as METRICS
 
 BATCH = (
-    "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the "
-    "step's global batch. "
-    "piper.from_dataset(dataset) makes one of a dataset of torch.utils.data; by hand, every rank "
-    "asks for its own:\n"
-    "    def batch(step, rows):  # rows: a range in 0..global_batch\n"
-    "        index = [(step * GLOBAL_BATCH + row) % len(x) for row in rows]\n"
-    "        return x[index], y[index]"
+    "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the step's global "
+    "batch. piper.from_dataset(dataset) makes one of a dataset of torch.utils.data; by hand, every rank asks for "
+    "its own:\n    def batch(step, rows):  # rows: a range in 0..global_batch\n        index = [(step * "
+    "GLOBAL_BATCH + row) % len(x) for row in rows]\n        return x[index], y[index]"
 )
 NEEDED = {
     "model": "a function that makes the model is needed, such as `lambda: Model(config)`",
     "batch": BATCH,
     "loss": (
-        "a function of (output, targets) is needed, such as torch.nn.functional.mse_loss; for a "
-        "model that computes "
-        "its loss "
-        "itself: `lambda out, _: out.loss`"
+        "a function of (output, targets) is needed, such as torch.nn.functional.mse_loss; for a model that "
+        "computes its loss itself: `lambda out, _: out.loss`"
     ),
     "optimizer": (
-        "a function of the named parameters is needed, which every rank calls with its own: "
-        "`lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)`; or a mapping from "
-        "patterns of names to "
-        "such functions"
+        "a function of the named parameters is needed, which every rank calls with its own: `lambda named: "
+        "torch.optim.AdamW([p for _, p in named], lr=1e-3)`; or a mapping from patterns of names to such functions"
     ),
-    "scheduler": "a function of the optimizer is needed, such as `lambda o: "
-    "torch.optim.lr_scheduler.StepLR(o, 10)`",
+    "scheduler": "a function of the optimizer is needed, such as `lambda o: torch.optim.lr_scheduler.StepLR(o, 10)`",
 }
 ARGUMENTS = {
     "model": (),
@@ -62,10 +54,7 @@ def callable_problem(name: str, value: object) -> str | None:
     if isinstance(value, Mapping) and name == "optimizer":
         return by_name_problem(value)
     if isinstance(value, nn.Module) and name == "model":
-        return (
-            "Job(model=...) got a module: give a function that makes it, such as `lambda: "
-            "Model(config)`"
-        )
+        return "Job(model=...) got a module: give a function that makes it, such as `lambda: Model(config)`"
     if isinstance(value, type) and issubclass(value, nn.Module) and name == "loss":
         return f"Job(loss={value.__name__}) is a class: give an instance, {value.__name__}()"
     if not callable(value):
@@ -83,10 +72,7 @@ def _call_problem(name: str, value: Callable[..., object]) -> str | None:
         signature.bind(*ARGUMENTS[name])
     except TypeError:
         call = f"{name}({', '.join(ARGUMENTS[name])})"
-        return (
-            f"Job({name}=...) is called as {call}, which {_name(value)}{signature} does not "
-            f"accept: {NEEDED[name]}"
-        )
+        return f"Job({name}=...) is called as {call}, which {_name(value)}{signature} does not accept: {NEEDED[name]}"
     return None
 
 
@@ -111,10 +97,7 @@ def word_problem(job: Mapping[str, Any]) -> str | None:
     """Return the problem with the names and words among the fields of a Job, or None."""
     names = (job["shared"],) if isinstance(job["shared"], str) else job["shared"]
     if not isinstance(names, tuple) or not all(isinstance(n, str) and n for n in names):
-        return (
-            f"Job(shared={job['shared']!r}): the name of a tensor of the batch is needed, or a "
-            f"tuple of names"
-        )
+        return f"Job(shared={job['shared']!r}): the name of a tensor of the batch is needed, or a tuple of names"
     if job["batch_norm"] not in (None, "microbatch"):
         return f'Job(batch_norm={job["batch_norm"]!r}): "microbatch" is needed, or None to refuse batch statistics'
     if job["loss_over"] not in ("batch", "microbatch"):
@@ -138,8 +121,7 @@ def metrics_problem(metrics: object) -> str | None:
             )
         if arguments_of(function) is None:
             return (
-                f"Job(metrics=...) calls {name!r} as {name}(loss) or {name}(output, targets), of "
-                f"which "
+                f"Job(metrics=...) calls {name!r} as {name}(loss) or {name}(output, targets), of which "
                 f"{_name(function)}{signature_of(function)} accepts neither: {METRICS}"
             )
     return None
@@ -148,20 +130,11 @@ def metrics_problem(metrics: object) -> str | None:
 def precision_problem(value: object, accepted: Mapping[str, torch.dtype]) -> str:
     """Return the message for a value that is no Precision, with a suggestion."""
     if isinstance(value, str) and "mixed" in value:
-        mixed = (
-            "Precision(params='float32', compute='bfloat16') computes in bfloat16 and updates in "
-            "float32"
-        )
-        return (
-            f"Job(precision={value!r}): {mixed}; a name, one of {', '.join(accepted)}, is one "
-            f"dtype for all"
-        )
+        mixed = "Precision(params='float32', compute='bfloat16') computes in bfloat16 and updates in float32"
+        return f"Job(precision={value!r}): {mixed}; a name, one of {', '.join(accepted)}, is one dtype for all"
     meant = dtype_meant(value, accepted)
     hint = f"did you mean {meant!r}? " if meant else ""
-    return (
-        f"Job(precision={value!r}): {hint}One of {', '.join(accepted)} for all, or a "
-        f"piper.Precision, is accepted"
-    )
+    return f"Job(precision={value!r}): {hint}One of {', '.join(accepted)} for all, or a piper.Precision, is accepted"
 
 
 def dtype_problem(field: str, value: object, accepted: Iterable[str]) -> str:
@@ -171,9 +144,7 @@ def dtype_problem(field: str, value: object, accepted: Iterable[str]) -> str:
     if str(value).removeprefix("torch.") in HALF:
         return (
             f"Precision({given}): float16 needs its loss scaled, which is not supported; one of "
-            f"{', '.join(accepted)} "
-            f"is needed. "
-            "bfloat16 has the range of float32 and needs no scaling"
+            f"{', '.join(accepted)} is needed. bfloat16 has the range of float32 and needs no scaling"
         )
     found = dtype_meant(value, accepted)
     hint = f"; did you mean {found!r}?" if found else ""

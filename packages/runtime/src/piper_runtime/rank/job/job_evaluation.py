@@ -14,8 +14,7 @@ from piper_runtime.data import DatasetBatch, StreamBatch, from_dataset
 
 NEEDED = (
     'a mapping from names to functions is needed: of the loss, such as {"perplexity": math.exp}, '
-    "or of (output, "
-    "targets), such "
+    "or of (output, targets), such "
     'as {"accuracy": lambda output, targets: (output.argmax(-1) == targets).float().mean()}'
 )
 LOGGED = frozenset(
@@ -74,8 +73,7 @@ def evaluation_data(data: Any, every: Any, batches: Any) -> Any:
         for name, value in (("eval_every", every), ("eval_batches", batches)):
             if value is not None:
                 raise JobError(
-                    f"Job({name}={value!r}): it is for an evaluation; give eval_data, a batch "
-                    f"function or a dataset"
+                    f"Job({name}={value!r}): it is for an evaluation; give eval_data, a batch function or a dataset"
                 )
         return None
     if every is None:
@@ -85,23 +83,20 @@ def evaluation_data(data: Any, every: Any, batches: Any) -> Any:
     _check_counts(every, batches)
     if isinstance(data, StreamBatch):
         raise JobError(
-            "Job(eval_data=from_stream(...)): an evaluation reads the same rows each time; use "
-            "from_dataset"
+            "Job(eval_data=from_stream(...)): an evaluation reads the same rows each time; use from_dataset"
         )
     if not callable(data):
         if isinstance(data, IterableDataset) or not (
             hasattr(data, "__getitem__") and hasattr(data, "__len__")
         ):
             raise JobError(
-                f"Job(eval_data=...) got a {type(data).__name__}, which has no samples by number; "
-                f"give a dataset with "
-                "len(dataset) and dataset[i], or a batch function, as Job.batch"
+                f"Job(eval_data=...) got a {type(data).__name__}, which has no samples by number; give a dataset "
+                f"with len(dataset) and dataset[i], or a batch function, as Job.batch"
             )
         data = from_dataset(data, shuffle=False)
     if batches is None and not isinstance(data, DatasetBatch):
         raise JobError(
-            "Job(eval_data=...): the length of a batch function is not known; give eval_batches, "
-            "or a dataset"
+            "Job(eval_data=...): the length of a batch function is not known; give eval_batches, or a dataset"
         )
     return data
 
@@ -128,22 +123,17 @@ def _batches_of(data: DatasetBatch, batches: int | None, global_batch: int) -> i
     whole, rest = divmod(data.samples, global_batch)
     if not whole:
         raise JobError(
-            f"Job(eval_data=...): the dataset has {data.samples} samples, fewer than one global "
-            f"batch of "
-            f"{global_batch} rows; "
-            "an evaluation has batches of this size"
+            f"Job(eval_data=...): the dataset has {data.samples} samples, fewer than one global batch of "
+            f"{global_batch} rows; an evaluation has batches of this size"
         )
     if batches is None and rest:
         raise JobError(
-            f"Job(eval_data=...): the dataset has {data.samples} samples, which is no multiple of "
-            f"the global batch of "
-            f"{global_batch} rows; leave {rest} of them out with eval_batches={whole}, or give a "
-            f"dataset of "
+            f"Job(eval_data=...): the dataset has {data.samples} samples, which is no multiple of the global batch "
+            f"of {global_batch} rows; leave {rest} of them out with eval_batches={whole}, or give a dataset of "
             f"{whole * global_batch} or {(whole + 1) * global_batch}"
         )
     if batches is not None and batches > whole:
         raise JobError(
-            f"Job(eval_batches={batches}): the dataset has {whole} global batches of "
-            f"{global_batch} rows"
+            f"Job(eval_batches={batches}): the dataset has {whole} global batches of {global_batch} rows"
         )
     return whole if batches is None else batches

@@ -46,8 +46,7 @@ class Precision:
         self._check_narrower("compute", self.compute or self.params)
         if not isinstance(self.keep, Mapping):
             raise JobError(
-                f"Precision(keep={self.keep!r}): a dict of patterns and dtypes is needed, such as "
-                f"{{'*.router.*': "
+                f"Precision(keep={self.keep!r}): a dict of patterns and dtypes is needed, such as {{'*.router.*': "
                 f"'float32'}}"
             )
         for pattern, value in self.keep.items():
@@ -60,10 +59,8 @@ class Precision:
         order = list(DTYPES)
         if order.index(value) < order.index(self.params):
             raise JobError(
-                f"Precision(params={self.params!r}): {name} is {value}, which is wider than the "
-                f"parameters; they would "
-                f"only be "
-                f"padded. Give params={value!r}, or a {name} of at most {self.params}"
+                f"Precision(params={self.params!r}): {name} is {value}, which is wider than the parameters; they "
+                f"would only be padded. Give params={value!r}, or a {name} of at most {self.params}"
             )
 
     @property

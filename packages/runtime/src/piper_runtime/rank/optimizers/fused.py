@@ -37,10 +37,8 @@ def fused_problem(optimizer: Optimizer, dtype: torch.dtype, device: torch.device
 def warn_unfused(optimizer: Optimizer, dtype: torch.dtype, problem: str) -> None:
     """Warn, once per process, that an optimizer runs without fused kernels."""
     text = (
-        f"torch's fused {type(optimizer).__name__} {problem} in "
-        f"{str(dtype).removeprefix('torch.')}, so the plain one "
-        f"is used, "
-        "which goes from parameter to parameter"
+        f"torch's fused {type(optimizer).__name__} {problem} in {str(dtype).removeprefix('torch.')}, so the plain "
+        f"one is used, which goes from parameter to parameter"
     )
     if text not in _said:
         _said.add(text)

@@ -141,10 +141,8 @@ class RankOptimizer:
             for name, p in named:
                 if name in bucket.params and group_of.get(id(p)) != bucket.group:
                     raise JobError(
-                        f"bucket {bucket.id} was planned for parameter group {bucket.group}, but "
-                        f"Job.optimizer puts "
-                        f"{name} "
-                        f"in group {group_of.get(id(p))}; compile the strategy with this job"
+                        f"bucket {bucket.id} was planned for parameter group {bucket.group}, but Job.optimizer "
+                        f"puts {name} in group {group_of.get(id(p))}; compile the strategy with this job"
                     )
 
     def _use_flat(self, number: int, optimizer: Optimizer, way: Way) -> None:
@@ -273,13 +271,9 @@ def sharding_problem(kind: str) -> str:
     """Return the message for an optimizer whose states ranks cannot share."""
     known = ", ".join(c.__name__ for c in TRIED)
     return (
-        f"replicate(zero=1, 2 or 3) shares the states of the optimizer among ranks, each with a "
-        f"part of every "
-        f"parameter, and "
-        f"{kind} works on whole parameters here; use one of {known}, declare it with "
-        f"piper.elementwise({kind}) if it "
-        f"updates "
-        "each element by itself, or use zero=0"
+        f"replicate(zero=1, 2 or 3) shares the states of the optimizer among ranks, each with a part of every "
+        f"parameter, and {kind} works on whole parameters here; use one of {known}, declare it with "
+        f"piper.elementwise({kind}) if it updates each element by itself, or use zero=0"
     )
 
 

@@ -63,8 +63,7 @@ def call_optimizers(
         if id(p) in seen:
             name = next(n for n, q in named if q is p)
             raise JobError(
-                f"Job.optimizer gives parameter {name!r} to two optimizers; each parameter belongs "
-                f"to one"
+                f"Job.optimizer gives parameter {name!r} to two optimizers; each parameter belongs to one"
             )
         seen.add(id(p))
     return list(found)
@@ -80,31 +79,26 @@ def _check(optimizer: object, known: set[int], among: str) -> None:
         raise JobError(f"{returned}{kind}, which cannot run on a plan: {REFUSED[kind]}")
     if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
         raise JobError(
-            f"{returned}{kind} with step hooks, which would see the parameters of one rank only; "
-            f"leave them "
-            "out (to clip, set Job(clip_norm=...))"
+            f"{returned}{kind} with step hooks, which would see the parameters of one rank only; leave them out "
+            f"(to clip, set Job(clip_norm=...))"
         )
     if type(optimizer) in ELEMENTWISE and any(
         optimizer.state.values()
     ):  # torch makes their state in the first step
         raise JobError(
-            f"{returned}{kind} with state that it has loaded, which would be lost: a plan keeps "
-            f"the state of {kind} "
-            "in buckets of its own and starts without any. Leave out load_state_dict, and set the "
-            "learning rate in the "
-            "groups"
+            f"{returned}{kind} with state that it has loaded, which would be lost: a plan keeps the state of "
+            f"{kind} in buckets of its own and starts without any. Leave out load_state_dict, and set the learning "
+            f"rate in the groups"
         )
     for index, group in enumerate(optimizer.param_groups):
         if not all(id(p) in known for p in group["params"]):
             raise JobError(
-                f"Job.optimizer: group {index} holds a tensor that it was not given; build the "
-                f"groups from the "
+                f"Job.optimizer: group {index} holds a tensor that it was not given; build the groups from the "
                 f"(name, parameter) list only"
             )
         if isinstance(group.get("lr"), torch.Tensor):
             raise JobError(
-                f"Job.optimizer: group {index} has a tensor as lr; give a float, which a scheduler "
-                f"changes as well"
+                f"Job.optimizer: group {index} has a tensor as lr; give a float, which a scheduler changes as well"
             )
         if group.get("differentiable"):
             raise JobError("Job.optimizer: differentiable=True is not supported; leave it out")
@@ -125,15 +119,12 @@ def _called(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> LRSch
         schedule: object = function(optimizer)
     if isinstance(schedule, ReduceLROnPlateau):
         raise JobError(
-            "Job.scheduler returned ReduceLROnPlateau, which cannot run on a plan: it follows a "
-            "metric, and no rank "
-            "has one of "
-            "the whole model; give a schedule of the step's number, such as LambdaLR"
+            "Job.scheduler returned ReduceLROnPlateau, which cannot run on a plan: it follows a metric, and no "
+            "rank has one of the whole model; give a schedule of the step's number, such as LambdaLR"
         )
     if not isinstance(schedule, LRScheduler):
         raise JobError(
-            f"Job.scheduler returned a {type(schedule).__name__}; a "
-            f"torch.optim.lr_scheduler.LRScheduler is needed"
+            f"Job.scheduler returned a {type(schedule).__name__}; a torch.optim.lr_scheduler.LRScheduler is needed"
         )
     return schedule
 

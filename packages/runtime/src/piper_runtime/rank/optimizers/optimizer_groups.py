@@ -226,12 +226,9 @@ def _group_of(
     }
     if missing := sorted(trained - group_of.keys()):
         raise JobError(
-            f"Job.optimizer puts {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} "
-            f"in no parameter "
-            f"group; "
-            f"give every parameter to the optimizer, or set requires_grad=False in the model for "
-            f"those that stay as "
-            f"they are"
+            f"Job.optimizer puts {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} in no parameter "
+            f"group; give every parameter to the optimizer, or set requires_grad=False in the model for those that "
+            f"stay as they are"
         )
     return group_of
 

@@ -62,10 +62,8 @@ REFUSED = {
 }
 
 KEEPS_TO = (
-    "it reads its parameters from param_groups in step(), skips those without a gradient, keeps "
-    "what it needs of a "
-    "parameter in "
-    "state[parameter], and makes that in the first step"
+    "it reads its parameters from param_groups in step(), skips those without a gradient, keeps what it needs of a "
+    "parameter in state[parameter], and makes that in the first step"
 )
 """The rules that an optimizer of the user's must keep to, for messages."""
 

@@ -35,10 +35,8 @@ def state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str])
             optimizer.step()
     except Exception as e:  # an optimizer of the user's may fail in any way
         raise JobError(
-            f"Job.optimizer: {type(optimizer).__name__} cannot take a step on meta tensors, so its "
-            f"state has no known "
-            f"size: {e}. "
-            f"An optimizer works on a plan if {KEEPS_TO}"
+            f"Job.optimizer: {type(optimizer).__name__} cannot take a step on meta tensors, so its state has no "
+            f"known size: {e}. An optimizer works on a plan if {KEEPS_TO}"
         ) from e
     return {
         name: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
@@ -58,8 +56,6 @@ def step_bytes(optimizer: Optimizer, named: NamedParameters) -> int:
             return peak_bytes_inside(lambda *_: optimizer.step(), *(p for _, p in named), *known)
     except Exception as e:  # an optimizer of the user's may fail in any way
         raise JobError(
-            f"Job.optimizer: {type(optimizer).__name__} cannot take a second step on meta tensors, "
-            f"so what it holds in "
-            f"one has "
-            f"no known size: {e}"
+            f"Job.optimizer: {type(optimizer).__name__} cannot take a second step on meta tensors, so what it "
+            f"holds in one has no known size: {e}"
         ) from e

@@ -38,14 +38,10 @@ def check_elementwise(make: Make) -> None:
     kind = type(make()).__name__
     for group in _groups_on_wholes(make):
         raise JobError(
-            f"piper.elementwise({kind}): it was tried on a tensor of {list(SHAPE)} with the "
-            f"settings of group {group}, "
-            f"and "
-            "steps on parts of it are not the parts of the steps on the whole, so it needs whole "
-            "parameters; declare "
-            "it with "
-            f"piper.per_parameter({kind}) if it updates each parameter by itself, and use zero=0 "
-            f"and no shard"
+            f"piper.elementwise({kind}): it was tried on a tensor of {list(SHAPE)} with the settings of group "
+            f"{group}, and steps on parts of it are not the parts of the steps on the whole, so it needs whole "
+            f"parameters; declare it with piper.per_parameter({kind}) if it updates each parameter by itself, and "
+            f"use zero=0 and no shard"
         )
 
 
@@ -89,13 +85,9 @@ def check_per_parameter(make: Make) -> None:
         ]
         if not all(_equal(a, b) for a, b in zip(together, alone, strict=True)):
             raise JobError(
-                f"piper.per_parameter({kind}): it was tried on two tensors with the settings of "
-                f"group {index}, and a "
-                f"step on "
-                "both is not that on each alone, so that a rank which holds only some parameters "
-                "would step otherwise; "
-                "use a "
-                "strategy without place, where each rank holds all of them"
+                f"piper.per_parameter({kind}): it was tried on two tensors with the settings of group {index}, and "
+                f"a step on both is not that on each alone, so that a rank which holds only some parameters would "
+                f"step otherwise; use a strategy without place, where each rank holds all of them"
             )
 
 
@@ -154,10 +146,8 @@ def _check_kept(optimizer: Optimizer, p: Tensor) -> None:
     kind = type(optimizer).__name__
     if strange := [key for key in optimizer.state if key is not p and not isinstance(key, Tensor)]:
         raise JobError(
-            f"Job.optimizer: {kind} keeps {strange[0]!r} in its state beside parameters, which no "
-            f"rank would save or "
-            f"share; an "
-            f"optimizer works on a plan if {KEEPS_TO}"
+            f"Job.optimizer: {kind} keeps {strange[0]!r} in its state beside parameters, which no rank would save "
+            f"or share; an optimizer works on a plan if {KEEPS_TO}"
         )
 
 
@@ -191,10 +181,8 @@ def piece_sizes(make: Make, group: int, dtype: torch.dtype) -> PieceSizes:
             scalars[key] = value.dtype
         elif isinstance(value, Tensor) and value.shape != (ELEMENTS,):
             raise JobError(
-                f"piper.elementwise({type(make()).__name__}): it keeps a tensor of shape "
-                f"{list(value.shape)} as "
-                f"{key!r} of a "
-                f"parameter of {ELEMENTS} elements; one of the parameter's shape is needed, or a "
+                f"piper.elementwise({type(make()).__name__}): it keeps a tensor of shape {list(value.shape)} as "
+                f"{key!r} of a parameter of {ELEMENTS} elements; one of the parameter's shape is needed, or a "
                 f"single number"
             )
     return PieceSizes(_affine(_bytes(state), _bytes(larger)), _affine(held, more), left, scalars)

@@ -43,10 +43,8 @@ MAKERS = ("__init__", "__new__", "__post_init__")
 The script calls them as well, so that only their writes to other objects count as caches.
 """
 WAYS_OUT = (
-    "modules are imported anew there; set it in the module itself (also from a file or a variable "
-    "of the environment), "
-    "pass it "
-    "to the callable (functools.partial, an attribute of an object), or use launcher='inline'"
+    "modules are imported anew there; set it in the module itself (also from a file or a variable of the "
+    "environment), pass it to the callable (functools.partial, an attribute of an object), or use launcher='inline'"
 )
 
 

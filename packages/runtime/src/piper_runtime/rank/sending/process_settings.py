@@ -88,9 +88,8 @@ class ProcessSettings:
         here = str(torch.get_default_device())
         if here != self.device:
             raise JobError(
-                f"torch's default device is {self.device} in the launcher and {here} in the "
-                f"worker; leave it as it is "
-                "(torch.set_default_device), and name a device where a tensor is made"
+                f"torch's default device is {self.device} in the launcher and {here} in the worker; leave it as it "
+                f"is (torch.set_default_device), and name a device where a tensor is made"
             )
         torch.set_default_dtype(self.dtype)
         only, warn_only = self.deterministic
@@ -108,8 +107,7 @@ class ProcessSettings:
             locale.setlocale(locale.LC_ALL, self.locale)
         except locale.Error as error:
             raise JobError(
-                f"the launcher has the locale {self.locale!r}, which this machine lacks ({error}); "
-                f"install it"
+                f"the launcher has the locale {self.locale!r}, which this machine lacks ({error}); install it"
             ) from error
 
 

@@ -85,10 +85,8 @@ def pack(
         body = cloudpickle.dumps(callables)
     except (TypeError, AttributeError, pickle.PicklingError) as e:
         raise JobError(
-            f"the job's callables cannot be sent to worker processes: {e}; build such objects "
-            f"(open files, locks, "
-            f"generators) "
-            f"inside of the callable, or define the job in a file of its own"
+            f"the job's callables cannot be sent to worker processes: {e}; build such objects (open files, locks, "
+            f"generators) inside of the callable, or define the job in a file of its own"
         ) from e
     finally:
         for module in by_value:

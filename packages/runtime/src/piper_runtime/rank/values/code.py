@@ -154,8 +154,7 @@ class LoadedSteps:
                 code = self._code[code_id][step]
             except KeyError:
                 raise FormatError(
-                    f"the code store has no step {step} of code {code_id!r}; was it made for this "
-                    f"plan?"
+                    f"the code store has no step {step} of code {code_id!r}; was it made for this plan?"
                 ) from None
             self._loaded[key] = load_step(code, self._device, self._given, self._kernels)
         return self._loaded[key]

@@ -179,8 +179,7 @@ def _find(given: Mapping[str, torch.Tensor], what: str, name: str) -> torch.Tens
 def _check_there(given: Mapping[str, torch.Tensor], what: str, name: str) -> None:
     if name not in given:
         raise PlanError(
-            f"the plan holds the {what} {name!r}, which the model does not have; compile the "
-            f"strategy with this job"
+            f"the plan holds the {what} {name!r}, which the model does not have; compile the strategy with this job"
         )
 
 
