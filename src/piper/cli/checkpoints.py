@@ -37,11 +37,15 @@ def show(
         )
         from piper.views.display import show as show_table
 
-        found = opened(path)
+        saved_runs = opened(path)
         if as_json:
-            print(json.dumps([checkpoint_facts(s) for s in found]))
+            print(json.dumps([checkpoint_facts(s) for s in saved_runs]))
         else:
-            show_table(checkpoint_table(found[0]) if found[0].path == path else folder_table(found))
+            show_table(
+                checkpoint_table(saved_runs[0])
+                if saved_runs[0].path == path
+                else folder_table(saved_runs)
+            )
 
 
 @checkpoint.command()

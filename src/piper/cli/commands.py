@@ -138,13 +138,13 @@ def report(
         from piper.views.reporting import report as show_report
 
         with redirect_stdout(StringIO()) if as_json else nullcontext():
-            made = show_report(folder, other, out=out)
+            written = show_report(folder, other, out=out)
         if as_json:
-            files = {"figures": made.figures, "tables": made.tables}
+            files = {"figures": written.figures, "tables": written.tables}
             print(
                 json.dumps(
-                    {"html": str(made.html)}
-                    | {name: [str(p) for p in found] for name, found in files.items()}
+                    {"html": str(written.html)}
+                    | {name: [str(p) for p in paths] for name, paths in files.items()}
                 )
             )
 

@@ -75,7 +75,7 @@ def asked_parameters(file: Path) -> dict[str, Sequence[Any]]:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return {}
-    out: dict[str, Sequence[Any]] = {}
+    choices_by_name: dict[str, Sequence[Any]] = {}
     for node in ast.walk(tree):
         if (
             not isinstance(node, ast.Call)
@@ -93,16 +93,16 @@ def asked_parameters(file: Path) -> dict[str, Sequence[Any]]:
                 if node.func.attr == "suggest_categorical" and len(node.args) > 1
                 else ()
             )
-            out[node.args[0].value] = choices
-    return out
+            choices_by_name[node.args[0].value] = choices
+    return choices_by_name
 
 
 def _literal(node: ast.expr) -> Sequence[Any]:
     try:
-        found: Any = ast.literal_eval(node)
+        value: Any = ast.literal_eval(node)
     except ValueError:
         return ()
-    return found if isinstance(found, list | tuple) else ()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _files(incomplete: str, ending: str) -> list[str]:

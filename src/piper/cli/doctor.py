@@ -78,10 +78,10 @@ def _names() -> Finding:
             "names", "missing", f"{listed} has the import name or the command piper, too: pip uninstall {listed}, "
                                 f"then install {DISTRIBUTION} again"
         )  # fmt: skip
-    found, ours = shutil.which("piper"), Path(sys.executable).with_name("piper")
-    if found is not None and not (ours.exists() and ours.samefile(found)):
+    command, ours = shutil.which("piper"), Path(sys.executable).with_name("piper")
+    if command is not None and not (ours.exists() and ours.samefile(command)):
         return Finding(
-            "names", "missing", f"the command piper on PATH is {found}, not of this Python ({sys.executable}): "
+            "names", "missing", f"the command piper on PATH is {command}, not of this Python ({sys.executable}): "
                                 f"activate its environment, or use python -m piper"
         )  # fmt: skip
     return Finding("names", "ok", "the import name piper and the command are Piper's alone")

@@ -79,13 +79,13 @@ def load_space(path: str | Path) -> SearchFile:
     module = _run(path)
     strategy = getattr(module, "strategy", None)
     if not callable(strategy):
-        found = (
+        actual = (
             "no `strategy`"
             if strategy is None
             else f"a `strategy` that is a {type(strategy).__name__}"
         )
         raise JobError(
-            f"{path} defines {found}; to search, define `def strategy(trial)` that calls "
+            f"{path} defines {actual}; to search, define `def strategy(trial)` that calls "
             f"trial.suggest_categorical, suggest_int or suggest_float and returns a piper.Strategy"
         )
     job = getattr(module, "job", None)
@@ -146,8 +146,8 @@ def _job(path: Path, module: ModuleType, trial: FixedTrial | None = None) -> Job
         with user_code("job(trial)", JobError):
             job = job(trial)
     if not isinstance(job, Job):
-        found = "no `job`" if job is None else f"a `job` that is a {type(job).__name__}"
-        raise JobError(f"{path} defines {found}; it must contain `job = piper.Job(...)`")
+        actual = "no `job`" if job is None else f"a `job` that is a {type(job).__name__}"
+        raise JobError(f"{path} defines {actual}; it must contain `job = piper.Job(...)`")
     return job
 
 
@@ -251,12 +251,12 @@ def _answered(
 
 def _checked(path: Path, strategy: Any) -> Strategy:
     if not isinstance(strategy, Strategy):
-        found = (
+        actual = (
             "no `strategy`"
             if strategy is None
             else f"a `strategy` that is a {type(strategy).__name__}"
         )
         raise JobError(
-            f"{path} defines {found}; it must be a piper.Strategy, or a function of a trial that returns one"
+            f"{path} defines {actual}; it must be a piper.Strategy, or a function of a trial that returns one"
         )
     return strategy

@@ -243,16 +243,21 @@ def explained(
 ) -> Why:
     """Return why the step takes as long as it does, with the effects of other words and one more microbatch."""
     with working("explaining"):
-        found = why(
+        explanation = why(
             compiled.plan,
             target.cluster,
             costs=target.costs,
             contention=target.contention,
             load=target.load,
         )
-        more = one_more(job_file, compiled, target, found.step_s)
+        more = one_more(job_file, compiled, target, explanation.step_s)
     return replace(
-        found, what_if=(*found.what_if, *(_what_if(word, found.step_s) for word in words), more)
+        explanation,
+        what_if=(
+            *explanation.what_if,
+            *(_what_if(word, explanation.step_s) for word in words),
+            more,
+        ),
     )
 
 
@@ -298,10 +303,10 @@ def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float
             continue
         if (more.microbatches, more.rows, more.replicas) != (m + 1, plan.rows, plan.replicas):
             continue
-        found = simulate(
+        prediction = simulate(
             more, target.cluster, costs=target.costs, contention=target.contention, load=target.load
         )
-        step_s = found.step_s
+        step_s = prediction.step_s
         rate = (
             f"{((m + 1) / m * now_s / step_s - 1) * 100:+.1f} % rows per second" if step_s else ""
         )

@@ -67,9 +67,9 @@ class LaunchArguments:
             ("--snapshot", self.snapshot),
             ("--resume", self.resume),
         )
-        if given := [flag for flag, value in needing if value]:
+        if present_flags := [flag for flag, value in needing if value]:
             raise JobError(
-                f"{' and '.join(given)} needs the folder of the checkpoints: give --checkpoint DIR"
+                f"{' and '.join(present_flags)} needs the folder of the checkpoints: give --checkpoint DIR"
             )
         return None
 

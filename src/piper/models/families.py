@@ -102,7 +102,7 @@ def _experts() -> dict[str, RenameTarget]:
 def _gpt2() -> dict[str, RenameTarget]:
     """Return the places of GPT-2's tensors; its matrices have a row per input."""
     matrices = {"attn.c_attn": "qkv", "attn.c_proj": "out", "mlp.c_fc": "up", "mlp.c_proj": "down"}
-    found: dict[str, RenameTarget] = {
+    targets: dict[str, RenameTarget] = {
         "wte.weight": "tokens.weight",
         "wpe.weight": "positions.weight",
         "ln_f.*": "norm.*",
@@ -112,10 +112,10 @@ def _gpt2() -> dict[str, RenameTarget]:
         "h.*.attn.bias": None,  # the causal mask
         "h.*.attn.masked_bias": None,
     }
-    found |= {
+    targets |= {
         f"h.*.{theirs}.weight": Into(f"layers.*.{ours}.weight", transposed=True)
         for theirs, ours in matrices.items()
     }
-    return found | {
+    return targets | {
         f"h.*.{theirs}.bias": f"layers.*.{ours}.bias" for theirs, ours in matrices.items()
     }

@@ -108,8 +108,8 @@ class BalancedBlock(LlamaBlock):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, balance: Tensor | None = None) -> Any:
         x = x + self.attention(self.norm1(x), cos, sin)
-        made, more = self.feed_forward.balanced(self.norm2(x))
-        return x + made, more if balance is None else balance + more
+        output, more = self.feed_forward.balanced(self.norm2(x))
+        return x + output, more if balance is None else balance + more
 
 
 class Experts(nn.Module):

@@ -142,9 +142,9 @@ def session(
     if folder is not None:
         _keep_weights(folder, run)
         print(f"results are in {folder}")
-        made = report_at_end(folder)
-        if made is not None and made.experts is not None:
-            show(made.experts)
+        report = report_at_end(folder)
+        if report is not None and report.experts is not None:
+            show(report.experts)
     return Session(compiled, prediction, run, folder)
 
 

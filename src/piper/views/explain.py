@@ -195,8 +195,8 @@ def _kept(chunk: Chunk, steps: tuple[Step, ...]) -> int:
         for p in chunk.steps[s].reads
         if p.startswith(("saved", "iw", "gin", "tan"))
     }
-    made = {p for s in steps if s in chunk.steps for p in chunk.steps[s].writes}
-    outside = {p for p in read - made if len(steps) == 1 or p.startswith("saved")}
+    written = {p for s in steps if s in chunk.steps for p in chunk.steps[s].writes}
+    outside = {p for p in read - written if len(steps) == 1 or p.startswith("saved")}
     return sum(bind(chunk.ports[p].nbytes, 0) for p in outside)
 
 
@@ -276,8 +276,8 @@ def _notes(compiled: Compiled) -> str:
         statistics_note(compiled.norms, compiled.plan),
         advancing_notice(compiled),
     )
-    found = filter(None, (*said, *compiled.notes, evaluation_notice(compiled.job)))
-    return "\n".join(f"note: {note}" for note in found)
+    texts = filter(None, (*said, *compiled.notes, evaluation_notice(compiled.job)))
+    return "\n".join(f"note: {note}" for note in texts)
 
 
 def _random_note(compiled: Compiled) -> str:

@@ -34,16 +34,16 @@ def exchanges(plan: Plan) -> str:
 
 def _messages(plan: Plan, role: RolePlan) -> Iterator[str]:
     """Yield a line per phase: how many messages of each kind, with their bytes on one rank."""
-    found: dict[str, dict[str, list[int]]] = {}
+    sizes_by_step: dict[str, dict[str, list[int]]] = {}
     for op in (p.op for instr in role.program for p in instr.parts if isinstance(p.op, Compute)):
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         for sent in plan.chunk(op.variant).steps[op.step].collectives:
             if nbytes := bind(sent.nbytes, plan.rows):  # further rounds have none in a plan
-                found.setdefault(op.step, {}).setdefault(sent.kind, []).append(nbytes)
-    for step, kinds in found.items():
+                sizes_by_step.setdefault(op.step, {}).setdefault(sent.kind, []).append(nbytes)
+    for step, kinds in sizes_by_step.items():
         listed = ", ".join(
             f"{len(sizes)} {kind} of {size_text(sum(sizes))}" for kind, sizes in kinds.items()
         )
         yield f"{step}: {listed}"
-    if not found:
+    if not sizes_by_step:
         yield "nothing"

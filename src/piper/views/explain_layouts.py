@@ -36,18 +36,20 @@ def layouts(compiled: Compiled) -> str:
         return ""
     from piper_capture import layout_facts
 
-    found = layout_facts(compiled.code, compiled.program)
-    if not any(facts.shardings for facts in found):
+    chunk_facts = layout_facts(compiled.code, compiled.program)
+    if not any(facts.shardings for facts in chunk_facts):
         return "\n".join(
             [
                 "indexes, which devices can share by `shard`",
-                *(f"  {_short(facts)}" for facts in found),
+                *(f"  {_short(facts)}" for facts in chunk_facts),
             ]
         )
-    total = sum(facts.work.flops * len(facts.ids) for facts in found if facts.work is not None)
+    total = sum(
+        facts.work.flops * len(facts.ids) for facts in chunk_facts if facts.work is not None
+    )
     lines = (
         line
-        for facts in found
+        for facts in chunk_facts
         for line in (*_indexes(facts), *_shared(compiled.plan, facts, total))
     )
     return "\n".join(
@@ -108,8 +110,8 @@ def _size(index: IndexFacts) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    found = list(dict.fromkeys(names))
-    return ", ".join(found[:MOST]) + (f", {len(found) - MOST} more" if len(found) > MOST else "")
+    unique = list(dict.fromkeys(names))
+    return ", ".join(unique[:MOST]) + (f", {len(unique) - MOST} more" if len(unique) > MOST else "")
 
 
 def _indexes(facts: ChunkFacts) -> Iterator[str]:
@@ -186,8 +188,8 @@ def _shared(plan: Plan, facts: ChunkFacts, total: int) -> Iterator[str]:
 
 
 def _parameters(chunk: Chunk, facts: ChunkFacts) -> str:
-    held = {k: bind(chunk.inputs[k].spec.nbytes, 0) for k in facts.inputs}
-    total, whole = sum(held.values()), sum(held[k] for k in facts.unshared or ())
+    sizes = {k: bind(chunk.inputs[k].spec.nbytes, 0) for k in facts.inputs}
+    total, whole = sum(sizes.values()), sum(sizes[k] for k in facts.unshared or ())
     if not total:
         return "no parameters"
     return f"{size_text(total)} of parameters on each device, {whole / total:.1%} of them whole"
@@ -227,12 +229,12 @@ def _collectives(chunk: Chunk) -> Iterator[str]:
 def _tokens(plan: Plan, chunk: Chunk) -> Iterator[str]:
     """Yield the bytes that come from other devices to experts, and go back to them, in a microbatch."""
     if chunk.trades:
-        given = sum(bind(i.spec.nbytes, plan.rows) for i in chunk.inputs if i.kind == "value")
-        made = sum(bind(o.spec.nbytes, plan.rows) for o in chunk.outputs)
+        in_bytes = sum(bind(i.spec.nbytes, plan.rows) for i in chunk.inputs if i.kind == "value")
+        out_bytes = sum(bind(o.spec.nbytes, plan.rows) for o in chunk.outputs)
         devices = f"{plan.mesh.size(chunk.experts)} devices along {chunk.experts}"
         yield (
-            f"    tokens of {devices} come and go by AllToAll: {size_text(given)} in, "
-            f"{size_text(made)} out, and gradients"
+            f"    tokens of {devices} come and go by AllToAll: {size_text(in_bytes)} in, "
+            f"{size_text(out_bytes)} out, and gradients"
         )
 
 
@@ -241,11 +243,11 @@ def _summed(plan: Plan, facts: ChunkFacts, prefix: str) -> Iterator[str]:
     chunk = plan.chunk(facts.ids[0])
     params = {p.name: p for p in plan.params}
     buckets: Mapping[str, str] = {name: b.id for b in plan.buckets for name in b.params}
-    found: dict[tuple[str, ...], list[int]] = {}
+    inputs_by_axes: dict[tuple[str, ...], list[int]] = {}
     for k in facts.inputs:
         if along := params[chunk.inputs[k].ref].summed:
-            found.setdefault(along, []).append(k)
-    for along, numbers in found.items():
+            inputs_by_axes.setdefault(along, []).append(k)
+    for along, numbers in inputs_by_axes.items():
         names = _listed(facts.inputs[k].removeprefix(prefix) for k in numbers)
         where = dict.fromkeys(
             buckets[chunk.inputs[k].ref] for k in numbers if chunk.inputs[k].ref in buckets

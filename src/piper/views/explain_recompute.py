@@ -61,13 +61,13 @@ def _saved(chunk: Chunk) -> int:
 
 def _inputs(variants: Sequence[Chunk]) -> int:
     """Return the bytes of R's inputs beside the tensors that F keeps for it, each value once."""
-    found: dict[str, int] = {}
+    bytes_of: dict[str, int] = {}
     for chunk in variants:
         for port in chunk.steps["R"].reads:
             if port.startswith("in") and not is_state(chunk, port):
                 entry = chunk.inputs[int(port[2:])]
-                found[entry.ref] = bind(entry.spec.nbytes, 0)
-    return sum(found.values())
+                bytes_of[entry.ref] = bind(entry.spec.nbytes, 0)
+    return sum(bytes_of.values())
 
 
 def _waiting(role: RolePlan, by_policy: dict[str, dict[str, Chunk]]) -> int:

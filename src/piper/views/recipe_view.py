@@ -146,7 +146,7 @@ def shown_table(file: Path, times: str | None, *others: object) -> SimulatedReci
         )
     table = read_schedule_csv(file)
     facts = f"{len(table.rows)} devices, {table.stages} stages, {table.microbatches} microbatches"
-    found = Recipe(
+    recipe = Recipe(
         file.name,
         lambda: table.directives(),
         "a table of torch.distributed.pipelining",
@@ -155,7 +155,7 @@ def shown_table(file: Path, times: str | None, *others: object) -> SimulatedReci
         "",
     )
     return _simulated(
-        found, Strategy(Mesh(pp=len(table.rows)), found.make()), ChunkTimes.parse(times), 1
+        recipe, Strategy(Mesh(pp=len(table.rows)), recipe.make()), ChunkTimes.parse(times), 1
     )
 
 
@@ -191,22 +191,22 @@ def directives_of(
 ) -> tuple[Directive, ...]:
     """Call a recipe with the arguments that it takes; one that asks for times, like the search, gets `times`."""
     accepted = inspect.signature(recipe.make).parameters
-    given: dict[str, Any] = {k: v for k, v in asdict(pipeline).items() if v is not None}
-    given |= {k: v for k, v in asdict(times).items() if k in ("F", "I", "W") and k in accepted}
-    given |= dict(more)
-    unknown = [k for k in given if k not in accepted]
+    keywords: dict[str, Any] = {k: v for k, v in asdict(pipeline).items() if v is not None}
+    keywords |= {k: v for k, v in asdict(times).items() if k in ("F", "I", "W") and k in accepted}
+    keywords |= dict(more)
+    unknown = [k for k in keywords if k not in accepted]
     if unknown:
         raise JobError(
             f"recipe {recipe.name} has no argument {unknown[0]!r}; it has {', '.join(accepted)}"
         )
-    missing = [k for k, p in accepted.items() if p.default is p.empty and k not in given]
+    missing = [k for k, p in accepted.items() if p.default is p.empty and k not in keywords]
     if missing:
         raise JobError(
             f"recipe {recipe.name} needs {missing[0]!r}; give it as -p {missing[0]}=VALUE"
         )
     with user_code(f"recipe {recipe.name}", JobError):
-        made: tuple[Directive, ...] = recipe.make(**given)
-    return made
+        directives: tuple[Directive, ...] = recipe.make(**keywords)
+    return directives
 
 
 def arguments_of(params: Mapping[str, str]) -> dict[str, Any]:

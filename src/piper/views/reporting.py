@@ -25,17 +25,17 @@ def report(
     from piper_report import write_beside, write_report
 
     with working("writing the report"):
-        made = (
+        written = (
             write_report(folder, out=out) if other is None else write_beside(folder, other, out=out)
         )
-    for table in (made.headline, made.experts):
+    for table in (written.headline, written.experts):
         if table is not None:
             show(table)
     print(
-        f"the report is {made.html}, with {len(made.figures)} figures (PNG) and {len(made.tables)} tables (CSV) "
+        f"the report is {written.html}, with {len(written.figures)} figures (PNG) and {len(written.tables)} tables (CSV) "
         f"beside it"
     )
-    return made
+    return written
 
 
 def report_at_end(folder: Path, plan: Plan | None = None) -> Report | None:
@@ -48,9 +48,9 @@ def report_at_end(folder: Path, plan: Plan | None = None) -> Report | None:
 
     try:
         with working("writing the report"):
-            made = write_report(folder, plan=plan)
+            written = write_report(folder, plan=plan)
     except PiperError as e:
         print(f"warning: no report: {e}", file=sys.stderr)
         return None
-    print(f"the report is {made.html}", file=sys.stderr)
-    return made
+    print(f"the report is {written.html}", file=sys.stderr)
+    return written

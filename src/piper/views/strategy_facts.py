@@ -53,11 +53,11 @@ def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
 
 def _sharing(strategy: Strategy) -> list[str]:
     """Return which states ranks share, as the level of ZeRO, with the axes if these are not all."""
-    out: dict[str, None] = {}
+    levels: dict[str, None] = {}
     for item in strategy.directives:
         if isinstance(item, replicate) and (shards := item.shards).optim:
             level = sum(map(bool, (shards.params, shards.grads, shards.optim)))
-            out[
+            levels[
                 f"zero={level}"
                 + (
                     ""
@@ -65,7 +65,7 @@ def _sharing(strategy: Strategy) -> list[str]:
                     else f" over {', '.join(shards.optim)}"
                 )
             ] = None
-    return list(out)
+    return list(levels)
 
 
 def _recomputing(strategy: Strategy) -> list[str]:

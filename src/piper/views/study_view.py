@@ -119,9 +119,9 @@ def as_numbers(
     row |= {name: getattr(facts, name, None) for name in ("mesh", "schedule", "rows")}
     counts = {"candidates": len(study.rows), "scored": sum(r.kind not in RULES for r in study.rows)}
     counts |= {"folded": len(study.folded())}
-    found = {"indifferent": study.indifferent(), "one_word": list(study.advice)}
+    remarks = {"indifferent": study.indifferent(), "one_word": list(study.advice)}
     search: dict[str, Any] = (
-        counts | found | {"rejected": _rejected(study), "interrupted": study.interrupted}
+        counts | remarks | {"rejected": _rejected(study), "interrupted": study.interrupted}
     )
     return (
         row

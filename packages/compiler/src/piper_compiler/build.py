@@ -51,13 +51,13 @@ def _add_compute(
 
 def _gradient_consumers(program: Program) -> dict[str, list[str]]:
     """Return for each value the gradients that its consumers send back, in program order."""
-    out: dict[str, list[str]] = {}
+    gradients_by_value: dict[str, list[str]] = {}
     for chunk in program.chunks:
         writes = value_writes(chunk, "B")
         for k, entry in enumerate(chunk.inputs):
             if entry.kind == "value" and f"gin{k}" in writes:
-                out.setdefault(entry.ref, []).append(f"{chunk.id}:gin{k}")
-    return out
+                gradients_by_value.setdefault(entry.ref, []).append(f"{chunk.id}:gin{k}")
+    return gradients_by_value
 
 
 def _add_tangents(edit: Editor, chunk: Chunk, consumers: dict[str, list[str]]) -> dict[str, str]:
@@ -68,19 +68,21 @@ def _add_tangents(edit: Editor, chunk: Chunk, consumers: dict[str, list[str]]) -
     """
     read = value_reads(chunk, "B")
     coords: dict[str, int | str] = {**chunk.coords, "chunk": chunk.id, "phase": "B", "op": "add"}
-    out = {}
+    tangents = {}
     for k, output in enumerate(chunk.outputs):
         port = f"tan{k}"
         if port not in read:
             continue
         parts = consumers.get(f"{chunk.id}:out{k}", [])
         if output.kind == "loss":
-            out[port] = edit.value(f"{chunk.id}:{port}", output.spec, "scalar")
+            tangents[port] = edit.value(f"{chunk.id}:{port}", output.spec, "scalar")
             continue
         assert parts, f"{chunk.id} reads {port} but no consumer of its out{k} writes a gradient"
         if len(parts) == 1:
-            out[port] = parts[0]
+            tangents[port] = parts[0]
             continue
-        out[port] = edit.value(f"{chunk.id}:{port}", output.spec, "gradient")
-        edit.add(Node(f"{chunk.id}.sum{k}", Add(), coords, tuple(reversed(parts)), (out[port],)))
-    return out
+        tangents[port] = edit.value(f"{chunk.id}:{port}", output.spec, "gradient")
+        edit.add(
+            Node(f"{chunk.id}.sum{k}", Add(), coords, tuple(reversed(parts)), (tangents[port],))
+        )
+    return tangents

@@ -192,10 +192,10 @@ def with_fixed_stages(strategy: Strategy, graph: Graph) -> Strategy:
     The strategy was compiled to that graph. Each directive with a method `with_fixed_stages` replaces the choices that
     depend on costs: `partition(at="cost")` gets its boundaries.
     """
-    made = [
+    settled = [
         d.with_fixed_stages(graph) if isinstance(d, Settling) else d for d in strategy.directives
     ]
-    return Strategy(strategy.mesh, made, params=strategy.params)
+    return Strategy(strategy.mesh, settled, params=strategy.params)
 
 
 def _logged(graph: Graph, item: Directive, index: int) -> Graph:

@@ -23,15 +23,15 @@ def steps_of(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[Step
 
     The chunk is the variant that runs. `apart` says that R is a node of its own (see `Compute`).
     """
-    found = _present(chunk, BACKWARD if step == "B" else (step,))
+    present = _present(chunk, BACKWARD if step == "B" else (step,))
     if (
         "R" in chunk.steps
         and not apart
         and step in ("B", *BACKWARD)
-        and found[:1] == _present(chunk, BACKWARD)[:1]
+        and present[:1] == _present(chunk, BACKWARD)[:1]
     ):
-        return (*_present(chunk, ("R",)), *found) if found else ()
-    return found
+        return (*_present(chunk, ("R",)), *present) if present else ()
+    return present
 
 
 def _present(chunk: Chunk, steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -50,12 +50,12 @@ def value_reads(chunk: Chunk, step: ComputeStep, apart: bool = False) -> tuple[s
     gradient of an input and W is a step of its own.
     """
     sigs = signatures(chunk, step, apart)
-    made = {p for s in sigs for p in s.writes}
+    written = {p for s in sigs for p in s.writes}
     ports = (
         p
         for s in sigs
         for p in s.reads
-        if p not in made and not p.startswith(_OWN) and not is_state(chunk, p)
+        if p not in written and not p.startswith(_OWN) and not is_state(chunk, p)
     )
     return tuple(dict.fromkeys(ports))
 

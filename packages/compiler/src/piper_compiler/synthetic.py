@@ -109,13 +109,13 @@ def _check_seconds(**given: Sequence[float]) -> None:
 
 
 def _per_stage(name: str, value: PhaseSeconds | Sequence[int], stages: int) -> list[float]:
-    given: Sequence[float] = value if isinstance(value, Sequence) else [value] * stages
-    if not all(isinstance(v, int | float) for v in given):
+    listed: Sequence[float] = value if isinstance(value, Sequence) else [value] * stages
+    if not all(isinstance(v, int | float) for v in listed):
         raise CompileError(
             f"synthetic({name}={value!r}): a number is needed, or a list with one per stage"
         )
     try:
-        values = [float(v) for v in given]
+        values = [float(v) for v in listed]
     except OverflowError:  # an integer of hundreds of digits
         raise CompileError(
             f"synthetic({name}=...): seconds and bytes are finite numbers that are not negative"

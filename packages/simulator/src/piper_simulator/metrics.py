@@ -26,7 +26,7 @@ def idle_times(
     Its compute stream is exposed to communication while one of its communication streams transfers, or a transfer of it
     is under way.
     """
-    out = []
+    idles = []
     for r, role in enumerate(plan.roles):
         working: list[Interval] = []
         moving: list[Interval] = []
@@ -40,8 +40,8 @@ def idle_times(
             elif instr.stream == COMPUTE and durations[node]:
                 working.append((times.start[node], times.end[node]))
                 busy += durations[node]
-        out.append(idle(working, moving, busy))
-    return out
+        idles.append(idle(working, moving, busy))
+    return idles
 
 
 def inside_seconds(prepared: Prepared, work: Sequence[Work]) -> float:
@@ -88,7 +88,7 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
     experts, M are of the tokens of all of these devices, and of a dropless mixture on average.
     """
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
-    out: dict[str, float] = {}
+    visited: dict[str, float] = {}
     for chunk in plan.chunks:
         rows: dict[tuple[int, ...], float] = {}
         shared: dict[tuple[int, ...], float] = {}
@@ -106,8 +106,8 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
                 each = shared.get(shape[1:], 0.0) / shape[0]
             there = tokens * plan.mesh.size(chunk.experts)
             if 0 < each < there:
-                out[name] = max(out.get(name, 0.0), each / there)
-    return out
+                visited[name] = max(visited.get(name, 0.0), each / there)
+    return visited
 
 
 def without_formula(plan: Plan) -> dict[str, float]:

@@ -80,7 +80,11 @@ def _cost(op: str, share: float, large: Mapping[str, int]) -> str:
 
 def _by_role(plan: Plan, device: Device) -> list[_Whole]:
     """Return for each role the operators that it computes whole in a step."""
-    degree, found, by_role = plan.mesh.degree(plan.shared), dict[tuple[int, Step], _Whole](), []
+    degree, whole_by_key, by_role = (
+        plan.mesh.degree(plan.shared),
+        dict[tuple[int, Step], _Whole](),
+        [],
+    )
     for role in plan.roles:
         parts = (part.op for instr in role.program for part in instr.parts)
         runs = Counter(
@@ -90,20 +94,20 @@ def _by_role(plan: Plan, device: Device) -> list[_Whole]:
         for (variant, step), times in runs.items():
             cost = plan.chunk(variant).steps[step].cost
             key = id(cost), step  # the plan keeps it; equal layers share it
-            if key not in found:
-                found[key] = _of_cost(cost, step, degree, plan.rows, device)
-            whole.add(found[key], times)
+            if key not in whole_by_key:
+                whole_by_key[key] = _of_cost(cost, step, degree, plan.rows, device)
+            whole.add(whole_by_key[key], times)
     return by_role
 
 
 def _of_cost(cost: Cost, step: Step, degree: int, rows: int, device: Device) -> _Whole:
     """Return the cost of the kernels of a step that are shared among fewer devices than `degree`."""
-    found = _Whole()
+    whole = _Whole()
     for kernel in (k for k in cost.kernels if k.shared < degree and k.op not in COPIES):
         name, took = (
             kernel.op or kernel.kind,
             kernel_seconds(device, kernel, backward=step not in ("F", "R")),
         )
         saved_s = took.seconds * (1 - kernel.shared / degree)
-        found.add(_Whole({name: saved_s}, {name: bind(kernel.bytes, rows)}), kernel.count)
-    return found
+        whole.add(_Whole({name: saved_s}, {name: bind(kernel.bytes, rows)}), kernel.count)
+    return whole

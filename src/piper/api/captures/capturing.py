@@ -240,7 +240,7 @@ def _capture(job: Job, evaluating: bool = False) -> Traced:
     from piper_capture import trace
     from piper_runtime.rank import call_batch, of_outputs
 
-    batch, given = partial(call_batch, job.batch, 0), job.precision
+    batch, dtypes = partial(call_batch, job.batch, 0), job.precision
     with (
         working("capturing the model in eval mode" if evaluating else "capturing the model"),
         no_garbage_collection(),
@@ -249,10 +249,10 @@ def _capture(job: Job, evaluating: bool = False) -> Traced:
             job.model,
             batch,
             job.loss,
-            dtype=given.compute_dtype,
-            reduce=given.sums_in,
-            keep=given.kept,
-            wide=given.batch_dtype,
+            dtype=dtypes.compute_dtype,
+            reduce=dtypes.sums_in,
+            keep=dtypes.kept,
+            wide=dtypes.batch_dtype,
             most=job.global_batch,
             shared=job.shared_names,
             statistics=job.batch_norm is not None,

@@ -163,10 +163,10 @@ def _folder_of_the_user() -> Path:
     """
     from platformdirs import user_cache_path
 
-    found = user_cache_path("piper", appauthor=False)
-    if not found.is_absolute():
+    folder = user_cache_path("piper", appauthor=False)
+    if not folder.is_absolute():
         raise RuntimeError("this user has no home")
-    return found
+    return folder
 
 
 @functools.cache
@@ -212,9 +212,11 @@ def _digest(content: bytes) -> bytes:
 
 
 def _is_private(folder: Path) -> bool:
-    found = folder.lstat()
+    status = folder.lstat()
     return (
-        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o077
     )
 
 

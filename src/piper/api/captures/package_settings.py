@@ -39,12 +39,12 @@ def settings(names: Iterable[str] | None = None) -> PackageSettings | None:
 
     Returns None if something that the user has put there has no content.
     """
-    found: PackageSettings = {}
+    settings_by_module: PackageSettings = {}
     seen: set[int] = set()
     said = _texts_of_the_user()
     try:
         for name in sorted(_reached()) if names is None else sorted(names):
-            found[name] = {
+            settings_by_module[name] = {
                 key: digest_of(text.encode("utf-8", "replace")) for key, text in _texts(name, said)
             }
             values = {
@@ -52,14 +52,14 @@ def settings(names: Iterable[str] | None = None) -> PackageSettings | None:
                 for key, value in list(vars(sys.modules[name]).items())
                 if not key.startswith("__")
             }
-            given = [part for value in values.values() for part in of_the_user(value, seen)]
-            content = contents_of(given)
+            parts = [part for value in values.values() for part in of_the_user(value, seen)]
+            content = contents_of(parts)
             if content is None or content.elsewhere:
                 return None
-            found[name][""] = content.digest + content.lines
+            settings_by_module[name][""] = content.digest + content.lines
     except Unseen:
         return None
-    return found
+    return settings_by_module
 
 
 def changed(module: str, before: dict[str, str], now: dict[str, str]) -> bool:
@@ -73,12 +73,12 @@ def changed(module: str, before: dict[str, str], now: dict[str, str]) -> bool:
 
 def installed_modules() -> list[tuple[str, str]]:
     """Return (name, file) of the loaded modules of installed packages."""
-    found = []
+    installed = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and home_of(name) == "installed":
-            found.append((name, file))
-    return found
+            installed.append((name, file))
+    return installed
 
 
 def digest_of(content: bytes) -> str:
@@ -182,13 +182,13 @@ def _reached() -> set[str]:
             todo |= _named_in(module) if home_of(name) == "user" else set()
             todo |= {_package(name)} if "torch" in vars(module) or "nn" in vars(module) else set()
     todo &= modules.keys()
-    found: set[str] = set()
+    packages: set[str] = set()
     while todo:
-        found.add(package := todo.pop())
+        packages.add(package := todo.pop())
         todo |= {
             other for name in modules[package] for other in _named_in(sys.modules[name])
-        } & modules.keys() - found
-    return {name for package in found for name in modules[package]}
+        } & modules.keys() - packages
+    return {name for package in packages for name in modules[package]}
 
 
 def _named_in(module: types.ModuleType) -> set[str]:

@@ -168,7 +168,7 @@ def compile(
     check_data(source, lowered.plan)
     check_norm_rows(norms, lowered.plan)
     trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
-    made = Compiled(
+    compiled = Compiled(
         lowered.graph.program,
         lowered.graph,
         lowered.plan,
@@ -181,9 +181,9 @@ def compile(
         captured.forward.notes,
         norms,
     )
-    if notice := advancing_notice(made):
+    if notice := advancing_notice(compiled):
         warnings.warn(notice, PiperWarning, stacklevel=2)
-    return made
+    return compiled
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def trained_job(
     captured = rewritten(traced, CaptureRequest(request.layers))
     check_draws(source, captured.program)
     spec = optimizer_spec(source, captured.program.params)
-    given = source.precision
+    dtypes = source.precision
     training = Training(
         spec.group_of,
         spec.state_bytes,
@@ -235,8 +235,8 @@ def trained_job(
         spec.update_bytes,
         spec.whole,
         spec.whole_groups,
-        given.params,
-        given.reduce or given.params,
+        dtypes.params,
+        dtypes.reduce or dtypes.params,
         averages_of(source, captured),
         undivided(captured),
     )

@@ -93,8 +93,8 @@ def check_alike(training: Plan, evaluation: Plan) -> None:
             f"their layout is another ({other}); let both modes use the same, or evaluate with a job of its own"
         )
     for role, other_role in zip(training.roles, evaluation.roles, strict=True):
-        held = {s.id for s in role.states}
-        missing = [s.id for s in other_role.states if s.id not in held]
+        state_ids = {s.id for s in role.states}
+        missing = [s.id for s in other_role.states if s.id not in state_ids]
         if missing or other_role.ranks != role.ranks:
             raise JobError(
                 f"Job(eval_data=...): the evaluation needs {', '.join(missing) or 'other ranks'} on {role.role}, "

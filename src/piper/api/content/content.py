@@ -393,8 +393,8 @@ def _is_called_by_a_trace(function: types.FunctionType) -> bool:
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
     """Yield (name, value) of an instance's attributes, in its dictionary and in slots."""
-    if isinstance(found := getattr(value, "__dict__", None), dict):
-        yield from found.items()
+    if isinstance(attributes := getattr(value, "__dict__", None), dict):
+        yield from attributes.items()
     for kind in filter(_made_in_python, type(value).__mro__):
         slots = [
             name
@@ -450,12 +450,12 @@ def _hidden(value: object) -> list[str]:
 def _reduced(value: Any) -> list[object] | None:
     """Return the parts from which an object of Python's own library is copied; None if it cannot be."""
     try:
-        made = value.__reduce_ex__(4)
+        reduced = value.__reduce_ex__(4)
     except Exception:  # of whatever kind: what cannot be copied counts by identity
         return None
-    if isinstance(made, str):
-        return [made]
-    return [*made[:3], *(list(items) for items in made[3:5] if items is not None)]
+    if isinstance(reduced, str):
+        return [reduced]
+    return [*reduced[:3], *(list(items) for items in reduced[3:5] if items is not None)]
 
 
 def _is_plain(value: object) -> bool:

@@ -26,7 +26,7 @@ def save_origin(folder: Path, seed: int | None = None, file: Path | None = None)
 
     `file` is the user's file, whose repository has the commit; by default that of the present folder.
     """
-    found = {
+    origin = {
         "machine": _machine(),
         "versions": {"python": platform.python_version()}
         | {name: _version(of) for name, of in PACKAGES.items()},
@@ -36,7 +36,7 @@ def save_origin(folder: Path, seed: int | None = None, file: Path | None = None)
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
     with writing(folder):
-        write_whole(folder / "origin.json", json.dumps(found, indent=1))
+        write_whole(folder / "origin.json", json.dumps(origin, indent=1))
 
 
 def commit(folder: Path) -> str:

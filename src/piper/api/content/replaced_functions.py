@@ -26,7 +26,7 @@ def replaced_in_torch() -> list[tuple[str, object]]:
     The value is a foreign function or object itself, and of another function of torch's its full name. Some aliases are
     torch's own, and in every list.
     """
-    found: list[tuple[str, object]] = []
+    replacements: list[tuple[str, object]] = []
     owners: list[types.ModuleType | type] = [*_FUNCTIONS, torch.Tensor, *_classes_of_modules()]
     for owner in owners:
         inside = f"{owner.__qualname__}." if isinstance(owner, type) else ""
@@ -38,8 +38,8 @@ def replaced_in_torch() -> list[tuple[str, object]]:
         for name, value in list(vars(owner).items()):
             function = function_of(value)
             if (replaced := _replacement(function, inside, name)) is not None:
-                found.append((f"{path}.{name}", replaced))
-    return found
+                replacements.append((f"{path}.{name}", replaced))
+    return replacements
 
 
 def _replacement(function: object, inside: str, name: str) -> object:

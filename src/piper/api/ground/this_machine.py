@@ -89,8 +89,8 @@ def _matmul_rate(rows: int = 512, width: int = 512) -> float:
 
 def _bandwidth(elements: int = 1 << 21) -> float:
     """Measure bytes/s that an element-wise addition reads and writes, on tensors larger than the second-level cache."""
-    a, b, out = torch.randn(elements), torch.randn(elements), torch.empty(elements)
-    return 3 * 4 * elements / _best(lambda: torch.add(a, b, out=out))
+    a, b, result = torch.randn(elements), torch.randn(elements), torch.empty(elements)
+    return 3 * 4 * elements / _best(lambda: torch.add(a, b, out=result))
 
 
 def _small_op(calls: int = 2000) -> float:

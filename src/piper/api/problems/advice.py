@@ -53,9 +53,13 @@ class Advice:
     def lines(self, period_s: float) -> list[str]:
         """Return the lines to print below a prediction of the period."""
         helpful = [word.told(period_s) for word in self.words if word.helps]
-        out = ["", "what one word would change", *helpful] if helpful else []
+        text_lines = ["", "what one word would change", *helpful] if helpful else []
         said = self.way_out is None or self.way_out.change in self.words
-        return out if said or self.way_out is None else [*out, "", *_told(self.way_out, period_s)]
+        return (
+            text_lines
+            if said or self.way_out is None
+            else [*text_lines, "", *_told(self.way_out, period_s)]
+        )
 
 
 @checked_call(TuneError)
@@ -83,13 +87,13 @@ def advice(
     chosen = chosen_cluster(cluster)
     assert chosen is not None, "a cluster was given"
     with captured_once():
-        found = (
+        compiled_plan = (
             plan
             or compile(job, strategy, costs=costs, options=Options(device=device_type(chosen))).plan
         )
         limit = max(kind.device.memory_bytes for kind in chosen.kinds)
         problem, more = problem_of(job, Conditions(chosen, costs, limit))
-        small = sum(len(role.program) for role in found.roles) <= MOST_INSTRUCTIONS
+        small = sum(len(role.program) for role in compiled_plan.roles) <= MOST_INSTRUCTIONS
         scored = ScoredHere(problem, more["at_rows"], more["under"], engine=contention and small)
         before = scored.score(strategy)
         if not isinstance(before, Scored):
@@ -163,12 +167,12 @@ def _twice(strategy: Strategy) -> tuple[str, list[Directive]] | None:
     if known is not None:
         pp = strategy.mesh.size("pp")
         try:
-            made = known.made(pp, number)
+            recipe_directives = known.made(pp, number)
         except PiperError:  # its rule does not take this number
             return None
         return f"{known.recipe.name}(pp={pp}, microbatches={number})", [
             *items[: known.begin],
-            *made,
+            *recipe_directives,
             *items[known.end :],
         ]
     if any(isinstance(d, order) for d in items):
@@ -210,10 +214,14 @@ def _ordered(strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
         SPARING.index(known.recipe.name) + 1 if known.recipe.name in SPARING else 0 :
     ]:
         try:
-            made = RECIPES[name].make(pp=pp, microbatches=number)
+            recipe_directives = RECIPES[name].make(pp=pp, microbatches=number)
         except PiperError:  # its rule does not take these numbers
             continue
-        items = [*strategy.directives[: known.begin], *made, *strategy.directives[known.end :]]
+        items = [
+            *strategy.directives[: known.begin],
+            *recipe_directives,
+            *strategy.directives[known.end :],
+        ]
         yield f"{name}(pp={pp}, microbatches={number})", _with(strategy, items)
 
 

@@ -78,10 +78,12 @@ class JobSpace:
 
         recorded = _Recorded(trial)
         with user_code("job(trial)", JobError):
-            made: object = self._function(recorded)
-        if not isinstance(made, Job):
-            raise JobError(f"job(trial) returned a {type(made).__name__}; a piper.Job is needed")
-        return self._jobs.setdefault(tuple(sorted(recorded.params.items())), made)
+            returned: object = self._function(recorded)
+        if not isinstance(returned, Job):
+            raise JobError(
+                f"job(trial) returned a {type(returned).__name__}; a piper.Job is needed"
+            )
+        return self._jobs.setdefault(tuple(sorted(recorded.params.items())), returned)
 
     def first(self) -> JobCase:
         """Return the case of the first choices."""

@@ -46,20 +46,20 @@ def used_recipe(strategy: Strategy) -> UsedRecipe | None:
     parts = [d for d in directives if isinstance(d, partition)]
     if len(cuts) != 1 or pp == 1:
         return None
-    given: dict[str, Any] = {"pp": pp, "microbatches": cuts[0].microbatches}
+    arguments: dict[str, Any] = {"pp": pp, "microbatches": cuts[0].microbatches}
     more = {"chunks": parts[0].stages // pp, "at": parts[0].at} if parts else {}
-    for found in RECIPES.values():
-        taken = {n: v for n, v in more.items() if n in inspect.signature(found.make).parameters}
+    for recipe in RECIPES.values():
+        taken = {n: v for n, v in more.items() if n in inspect.signature(recipe.make).parameters}
         try:
-            made = Strategy(strategy.mesh, found.make(**given, **taken)).directives
+            pattern = Strategy(strategy.mesh, recipe.make(**arguments, **taken)).directives
         except (PiperError, TypeError):  # these numbers are not legal for it, or it needs others
             continue
-        for begin in range(len(directives) - len(made) + 1):
-            if directives[begin : begin + len(made)] == made:
+        for begin in range(len(directives) - len(pattern) + 1):
+            if directives[begin : begin + len(pattern)] == pattern:
                 kept = {
                     n: v for n, v in taken.items() if not isinstance(v, tuple)
                 }  # boundaries are for so many stages
-                return UsedRecipe(found, begin, begin + len(made), kept)
+                return UsedRecipe(recipe, begin, begin + len(pattern), kept)
     return None
 
 
@@ -93,10 +93,10 @@ def _sizes(mesh: Mesh, world: int, divides: bool) -> Iterator[dict[str, int]]:
 
 
 def _product(sizes: Any) -> int:
-    out = 1
+    product = 1
     for size in sizes:
-        out *= size
-    return out
+        product *= size
+    return product
 
 
 def _microbatches(strategy: Strategy, mesh: Mesh, global_batch: int) -> list[int]:
@@ -121,8 +121,12 @@ def _resized(
 ) -> list[Directive]:
     """Return the directives for a mesh; drop replications over axes of one device, and directives that need them."""
     if known is not None:
-        made = known.made(mesh.size("pp"), microbatches)
-        directives = [*strategy.directives[: known.begin], *made, *strategy.directives[known.end :]]
+        recipe_directives = known.made(mesh.size("pp"), microbatches)
+        directives = [
+            *strategy.directives[: known.begin],
+            *recipe_directives,
+            *strategy.directives[known.end :],
+        ]
     else:
         directives = [
             replace(d, microbatches=microbatches) if isinstance(d, split) else d

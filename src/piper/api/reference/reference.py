@@ -154,8 +154,8 @@ class _Trainer:
         )  # last: a file in float64 is not to go through the dtype of the constructor
         self.random = RandomState(self.model, job.seed, job.draws)
         self.updated = _Updated(self.model, job.precision)
-        made = job.optimizer(self.updated.named())
-        self.optimizers = [*made] if isinstance(made, list | tuple) else [made]
+        returned = job.optimizer(self.updated.named())
+        self.optimizers = [*returned] if isinstance(returned, list | tuple) else [returned]
         self.schedulers = [
             job.scheduler(optimizer) for optimizer in self.optimizers if job.scheduler
         ]
@@ -207,8 +207,8 @@ class _Trainer:
         """
         before = _copies(self.model)
         with torch.no_grad():
-            made = list(self._outputs(step))
-        output, targets = _joined([o for o, _ in made]), _joined([t for _, t in made])
+            pairs = list(self._outputs(step))
+        output, targets = _joined([o for o, _ in pairs]), _joined([t for _, t in pairs])
         leaves, structure = pytree.tree_flatten(output)
         leaves = [leaf.detach().requires_grad_() if _number(leaf) else leaf for leaf in leaves]
         loss = self._loss(pytree.tree_unflatten(leaves, structure), targets)

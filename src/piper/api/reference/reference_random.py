@@ -153,9 +153,9 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         func
     ):
         return False
-    given = _arguments(func, args, kwargs)
-    own = given.get("generator") is not None  # a draw from a generator of one's own is torch's
-    return not own and given.get("dropout_p") != 0.0 and given.get("training") is not False
+    arguments = _arguments(func, args, kwargs)
+    own = arguments.get("generator") is not None  # a draw from a generator of one's own is torch's
+    return not own and arguments.get("dropout_p") != 0.0 and arguments.get("training") is not False
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -167,21 +167,23 @@ def _by_row(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Callable[..., Tensor]
 ) -> Any:
     """Run a random operation on numbers: torch draws first, for the result's form."""
-    given, name = _arguments(func, args, kwargs), func._schema.name.removeprefix("aten::")
+    arguments, name = _arguments(func, args, kwargs), func._schema.name.removeprefix("aten::")
     x: Any = (
-        given["self"].clone() if name == "rrelu_with_noise_" else given.get("self")
+        arguments["self"].clone() if name == "rrelu_with_noise_" else arguments.get("self")
     )  # which torch overwrites
     result = func(*args, **kwargs)
     if name == "native_dropout":
-        result[1].copy_(_below(numbers(result[1].shape), 1 - given["p"]))
+        result[1].copy_(_below(numbers(result[1].shape), 1 - arguments["p"]))
         return result[0].copy_(
-            given["input"] * result[1] * (0.0 if given["p"] == 1 else 1 / (1 - given["p"]))
+            arguments["input"]
+            * result[1]
+            * (0.0 if arguments["p"] == 1 else 1 / (1 - arguments["p"]))
         ), result[1]
     if name.rstrip("_") == "rrelu_with_noise":
-        noise, low = given["noise"], given["lower"]
-        slopes = _uniform(numbers(x.shape), x.dtype) * (given["upper"] - low) + low
+        noise, low = arguments["noise"], arguments["lower"]
+        slopes = _uniform(numbers(x.shape), x.dtype) * (arguments["upper"] - low) + low
         return result.copy_(x * noise.copy_(torch.where(x <= 0, slopes, torch.ones_like(slopes))))
-    return result.copy_(_VALUES[name.rstrip("_")](given, result, numbers))
+    return result.copy_(_VALUES[name.rstrip("_")](arguments, result, numbers))
 
 
 def _below(number: Tensor, chance: float) -> Tensor:
@@ -233,8 +235,8 @@ def _multinomial(given: dict[str, Any], like: Tensor, numbers: Callable[..., Ten
         result: Tensor = (shares / -_open(numbers(shares.shape)).log()).topk(count, -1).indices
         return result
     sums = shares.cumsum(-1)
-    found = torch.searchsorted(sums, _open(numbers(like.shape)) * sums[..., -1:], right=True)
-    return found.clamp(max=shares.shape[-1] - 1)
+    drawn = torch.searchsorted(sums, _open(numbers(like.shape)) * sums[..., -1:], right=True)
+    return drawn.clamp(max=shares.shape[-1] - 1)
 
 
 _VALUES: Mapping[str, Callable[[dict[str, Any], Tensor, Callable[..., Tensor]], Tensor]] = {

@@ -26,8 +26,8 @@ def constructed(job: Any) -> nn.Module:
         model: nn.Module = job.model()
         return model
     with _SeededDraws(job.seed).in_constructor():
-        made: nn.Module = job.model()
-    return made
+        seeded_model: nn.Module = job.model()
+    return seeded_model
 
 
 def load_weights(model: nn.Module, job: Any) -> None:
@@ -123,10 +123,10 @@ def _checkpoint(folder: Path) -> dict[str, Tensor]:
     """Return the weights of a distributed checkpoint, as torch reads them."""
     import torch.distributed.checkpoint as checkpoints  # takes a second
 
-    found: Mapping[str, Any] = (
+    entries: Mapping[str, Any] = (
         checkpoints.FileSystemReader(folder).read_metadata().state_dict_metadata
     )
-    sizes = {key: entry for key, entry in found.items() if key.startswith("model.")}
+    sizes = {key: entry for key, entry in entries.items() if key.startswith("model.")}
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in sizes.items()
     }
@@ -146,7 +146,7 @@ def _shards(folder: Path) -> list[Path]:
 
 def _renamed(state: Mapping[str, Tensor], rename: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return tensors under the names of the model: parts of them, transposed or stacked if `rename` says so."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     entries: dict[str, dict[int, Tensor]] = {}
     for name, tensor in state.items():
         for target, texts in _places(name, rename):
@@ -163,8 +163,8 @@ def _renamed(state: Mapping[str, Tensor], rename: Mapping[str, Any]) -> dict[str
                 base, _, number = to[:-1].rpartition("[")
                 entries.setdefault(base, {})[int(number)] = part
             else:
-                found[to] = part
-    return found | {
+                tensors[to] = part
+    return tensors | {
         name: torch.stack([parts[k] for k in sorted(parts)]) for name, parts in entries.items()
     }
 

@@ -131,13 +131,13 @@ class JsonLines:
         self._end = self._file.tell()
 
     def write(self, metrics: StepMetrics) -> None:
-        found = {
+        record = {
             name: value
             for name, value in asdict(metrics).items()
             if name not in OPTIONAL or value not in (None, {}, ())
         }
-        found.pop("evaluation", None)
-        line = json.dumps(found | metrics.evaluated).encode() + b"\n"
+        record.pop("evaluation", None)
+        line = json.dumps(record | metrics.evaluated).encode() + b"\n"
         rest = line
         try:
             while rest:
@@ -293,10 +293,10 @@ class Metrics:
 
     def _values(self, step: int, loss: float) -> dict[str, float]:
         """Return the values of the user's functions of the loss; functions that fail are reported at the end."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, function in self._functions.items():
             try:
-                found[name] = float(function(loss))
+                values[name] = float(function(loss))
             except (
                 Exception
             ) as e:  # a function of the user's may fail in any way: the training is worth more
@@ -304,7 +304,7 @@ class Metrics:
                     f"metric {name}", _Loss(0, f"step {step}: {type(e).__name__}: {e}")
                 )
                 lost.steps += 1
-        return found
+        return values
 
     def close(self) -> None:
         """Close all writers; warn when any of them has lost steps, or could not be closed."""

@@ -81,17 +81,17 @@ class Replanner:
 
         match self._fallbacks:
             case None:
-                self.strategy, made = self._same_recipe(devices)
+                self.strategy, replanned = self._same_recipe(devices)
             case Sequence() as listed:
-                self.strategy, made = self._first_legal(devices, listed)
+                self.strategy, replanned = self._first_legal(devices, listed)
             case function:
-                self.strategy, made = self._searched(devices, function)
+                self.strategy, replanned = self._searched(devices, function)
         plan = (
-            on_device(made.plan, self.compiled.plan.device)
+            on_device(replanned.plan, self.compiled.plan.device)
             if self.compiled.plan.device
-            else made.plan
+            else replanned.plan
         )
-        self.compiled = replace(made, plan=plan)
+        self.compiled = replace(replanned, plan=plan)
         verify(plan)
         return plan, exported(self.compiled)
 
@@ -104,12 +104,12 @@ class Replanner:
         why = ""
         for world in range(devices, 0, -1):
             cluster, timed = devices_of_runs(world), list[tuple[float, int, Strategy, Compiled]]()
-            for strategy, made in self._legal(
+            for strategy, compiled in self._legal(
                 on_devices(self._first, world, self._job.global_batch)
             ):
-                predicted = simulate(made.plan, cluster, costs=self._costs)
+                predicted = simulate(compiled.plan, cluster, costs=self._costs)
                 if predicted.oom is None:
-                    timed.append((predicted.period_s, len(timed), strategy, made))
+                    timed.append((predicted.period_s, len(timed), strategy, compiled))
                 else:
                     why = f"; {predicted.oom.text}"
             if timed:
@@ -120,8 +120,8 @@ class Replanner:
         )
 
     def _first_legal(self, devices: int, listed: Iterable[Strategy]) -> tuple[Strategy, Compiled]:
-        for found in self._legal(s for s in listed if s.mesh.world <= devices):
-            return found
+        for pair in self._legal(s for s in listed if s.mesh.world <= devices):
+            return pair
         raise JobError(
             f"execute(strategy=[...]): none of the strategies is legal for this job on {_counted(devices)}"
         )

@@ -67,10 +67,10 @@ class Here:
     def result(self, ticket: int) -> Outcome:
         strategy, engine = self._waiting[ticket]
         while isinstance(
-            found := score(self._problem, strategy, self._programs.found, engine), Needs
+            answer := score(self._problem, strategy, self._programs.found, engine), Needs
         ):
-            self._programs.add(found.wanted)
-        return found
+            self._programs.add(answer.wanted)
+        return answer
 
     def close(self) -> None:
         """Do nothing: nothing was started."""
@@ -179,7 +179,7 @@ class Processes:
 
     def _hear(self, index: int, worker: _Worker) -> None:
         try:
-            found = worker.connection.recv()
+            message = worker.connection.recv()
         except (EOFError, OSError):
             if not worker.ready:
                 raise TuneError(f"a worker process ended while it started{_said(worker)}") from None
@@ -191,16 +191,16 @@ class Processes:
             )
             return
         worker.deadline = float("inf")
-        if found == READY:
+        if message == READY:
             worker.ready = True
             return
         ticket, worker.ticket = worker.ticket, None
         assert ticket is not None, "an answer without a question"
-        if isinstance(found, Needs):
-            self._programs.add(found.wanted)
+        if isinstance(message, Needs):
+            self._programs.add(message.wanted)
             self._queue.appendleft(ticket)
         else:
-            self._outcomes[ticket] = found
+            self._outcomes[ticket] = message
 
     def _replace(self, index: int, kind: str, reason: str) -> None:
         worker = self._workers[index]

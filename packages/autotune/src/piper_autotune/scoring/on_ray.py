@@ -78,19 +78,19 @@ class OnRay:
                 ticket
             ]  # it stays there until it is done, so that an interrupted search cancels it
             try:
-                found = self._ray.get(ref, timeout=self._timeout_s)
+                answer = self._ray.get(ref, timeout=self._timeout_s)
             except errors.GetTimeoutError:
                 self._ray.cancel(ref, force=True)
-                found = Refused(
+                answer = Refused(
                     "hang", f"it took longer than {self._timeout_s:g} s; its Ray worker was ended"
                 )
             except errors.RayError as e:
-                found = Refused("crash", f"its Ray worker failed: {ray_reason(e)}")
+                answer = Refused("crash", f"its Ray worker failed: {ray_reason(e)}")
             del self._refs[ticket]
-            if not isinstance(found, Needs):
-                outcome: Outcome = found
+            if not isinstance(answer, Needs):
+                outcome: Outcome = answer
                 return outcome
-            self._programs.add(found.wanted)
+            self._programs.add(answer.wanted)
             self._send(ticket)
 
     def close(self) -> None:

@@ -119,10 +119,10 @@ class _Compiling:
     def _program(self, wanted: Wanted) -> Program:
         if wanted not in self.variants:
             raise _Missing(wanted)
-        found = self.variants[wanted]
-        if isinstance(found, str):
-            raise CaptureError(found)
-        return self.problem.program if found is None else found
+        variant = self.variants[wanted]
+        if isinstance(variant, str):
+            raise CaptureError(variant)
+        return self.problem.program if variant is None else variant
 
 
 def seconds_of(model: CostModel, plan: Plan) -> list[float]:
@@ -147,8 +147,10 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
     cluster = problem.cluster
     notes: tuple[str, ...] = ()
     if engine:
-        found = simulate(plan, cluster, costs=problem.costs, model=problem.model, load=problem.load)
-        period_s, step_s, notes = found.period_s, found.step_s, found.notes
+        simulation = simulate(
+            plan, cluster, costs=problem.costs, model=problem.model, load=problem.load
+        )
+        period_s, step_s, notes = simulation.period_s, simulation.step_s, simulation.notes
     else:
         under = None if problem.load is None else load_of(plan, problem.load)
         factory = problem.model if under is None else under_load(problem.model, under.loads)
@@ -157,7 +159,7 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
             lowered.prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s
         )
     allocator = None if problem.costs is None else problem.costs.allocator
-    held = [
+    usages = [
         (
             device_memory(plan, role, role.peak_bytes, device, allocator).total,
             role,
@@ -167,8 +169,8 @@ def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored |
         for role in plan.roles
         for rank, device in _devices(cluster, role)
     ]
-    most = max(nbytes for nbytes, *_ in held)
-    reason = _reason(*max(held, key=lambda h: h[0] - (h[3] or 0)))
+    most = max(nbytes for nbytes, *_ in usages)
+    reason = _reason(*max(usages, key=lambda h: h[0] - (h[3] or 0)))
     peak_bytes = max(role.peak_bytes for role in plan.roles)
     return Scored(
         period_s, step_s, peak_bytes, most, "engine" if engine else "sweep", reason, notes

@@ -128,12 +128,12 @@ def one_word(
     own: Outcome = (
         evaluator.result(evaluator.submit(strategy, engine)) if before is None else before
     )
-    found = [(words, other, evaluator.result(ticket)) for words, other, ticket in asked]
+    outcomes = [(words, other, evaluator.result(ticket)) for words, other, ticket in asked]
     if not isinstance(own, Scored):
         return ()
     return tuple(
         OneWord(words, own, after, other)
-        for words, other, after in found
+        for words, other, after in outcomes
         if isinstance(after, Scored)
     )
 
@@ -189,9 +189,9 @@ class ScoredHere:
             after = self.score(strategy)
             if not isinstance(after, Scored):
                 continue
-            found = OneWord(words, before, after, strategy)
+            change = OneWord(words, before, after, strategy)
             if not after.reason:
-                return WayOut(found, tried)
+                return WayOut(change, tried)
             if least is None or after.device_bytes < least.after.device_bytes:
-                least = found
+                least = change
         return WayOut(None, tried, least)

@@ -32,7 +32,7 @@ def serve(descriptor: int) -> None:
             with no_garbage_collection():
                 strategy, engine, more = pickle.loads(connection.recv_bytes())
                 variants.update(more)
-                found = score(problem, pickle.loads(strategy), variants, engine)
-            connection.send(found)
+                answer = score(problem, pickle.loads(strategy), variants, engine)
+            connection.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

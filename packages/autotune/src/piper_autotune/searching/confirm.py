@@ -41,11 +41,14 @@ def confirm_best(
 
 def _confirmed(row: Row, strategy: Strategy, measure: Callable[[Strategy], Confirmation]) -> Row:
     try:
-        found = measure(strategy)
+        confirmation = measure(strategy)
     except PiperError as e:
         return replace(row, state="rejected", kind="confirmation", reason=f"running it failed: {e}")
     assert row.period_s is not None, "a complete row has a period"
-    error = row.period_s / found.period_s - 1
+    error = row.period_s / confirmation.period_s - 1
     return replace(
-        row, measured_period_s=found.period_s, measured_peak_bytes=found.peak_bytes, error=error
+        row,
+        measured_period_s=confirmation.period_s,
+        measured_peak_bytes=confirmation.peak_bytes,
+        error=error,
     )

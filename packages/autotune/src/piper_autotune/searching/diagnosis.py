@@ -68,9 +68,9 @@ def _smallest(search: StrategySearch, rows: list[Row]) -> Row | None:
         least = min(known.values(), key=lambda r: (r.device_bytes, r.number), default=None)
         if least is None or least.kind == "memory":
             return least
-        found = search.score(least.number)
-        if found.kind == "memory":
-            known[least.number] = found
+        row = search.score(least.number)
+        if row.kind == "memory":
+            known[least.number] = row
         else:
             del known[least.number]
     return min(

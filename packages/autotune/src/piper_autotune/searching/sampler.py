@@ -63,12 +63,12 @@ class GuidedSampler(BaseSampler):
             self._chosen = self._tpe.sample_relative(study, trial, space)
             if frozenset(self._chosen.items()) not in seen:
                 return space
-        found = self._neighbour(leaders(done), seen) or self._anywhere(
+        proposal = self._neighbour(leaders(done), seen) or self._anywhere(
             self._random.choice(done), seen
         )
-        if found is None:
+        if proposal is None:
             return space
-        self._chosen, space = found
+        self._chosen, space = proposal
         # its trial may have more names, and would not be recognised
         self._proposed.add(frozenset(self._chosen.items()))
         return space
@@ -193,10 +193,10 @@ def leaders(trials: Sequence[FrozenTrial], most: int = LEADERS) -> list[FrozenTr
 
     Feasible ones come first, by value, the ones without a value last; the others follow by how little they lack.
     """
-    out: dict[Point, FrozenTrial] = {}
+    trial_by_point: dict[Point, FrozenTrial] = {}
     for trial in sorted(trials, key=_order):
-        out.setdefault(frozenset(trial.params.items()), trial)
-    return list(out.values())[:most]
+        trial_by_point.setdefault(frozenset(trial.params.items()), trial)
+    return list(trial_by_point.values())[:most]
 
 
 def _order(trial: FrozenTrial) -> tuple[float, float, int]:

@@ -133,24 +133,26 @@ class Study(Brief):
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as e:
             raise FormatError(f"cannot read the study {path}: {e}") from None
-        found = loads(StudyDocument, text, str(path))
+        document = loads(StudyDocument, text, str(path))
         strategies = (
-            {} if found.best is None else {found.best: load_strategy(path.with_name("best.json"))}
+            {}
+            if document.best is None
+            else {document.best: load_strategy(path.with_name("best.json"))}
         )
         head = (
-            found.cluster,
-            found.memory_limit,
-            found.seed,
-            found.trials,
-            found.rules,
-            found.interrupted,
+            document.cluster,
+            document.memory_limit,
+            document.seed,
+            document.trials,
+            document.rules,
+            document.interrupted,
         )
         tail = (
-            found.device_limits,
-            found.advice,
-            cast(Objective, found.objective),
-            found.repeated,
-            found.exhausted,
+            document.device_limits,
+            document.advice,
+            cast(Objective, document.objective),
+            document.repeated,
+            document.exhausted,
         )
         return Study(*head, strategies, *tail)
 

@@ -212,13 +212,13 @@ def _result(
         advice = _advice(search)
     except KeyboardInterrupt:
         search.interrupted = True
-    found = replace(_study(search, problem, programs, seed), advice=advice)
-    failed = [r for r in found.rows if r.kind == "confirmation"]
-    if failed and not any(r.measured_period_s for r in found.rows):
+    study = replace(_study(search, problem, programs, seed), advice=advice)
+    failed = [r for r in study.rows if r.kind == "confirmation"]
+    if failed and not any(r.measured_period_s for r in study.rows):
         raise NothingFoundError(
-            f"none of the {len(failed)} best could be run; the first: {failed[0].reason}", found
+            f"none of the {len(failed)} best could be run; the first: {failed[0].reason}", study
         )
-    return found
+    return study
 
 
 def _advice(search: StrategySearch) -> tuple[str, ...]:
@@ -236,17 +236,17 @@ def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, s
     rows = tuple(search.rows[n] for n in sorted(search.rows))
     kept = {n: s for n, s in search.strategies.items() if search.rows[n].state == "complete"}
     cluster = problem.cluster.name if problem.cluster is not None else "given durations"
-    found = Study(
+    study = Study(
         cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept, problem.device_limits,
         objective=problem.objective, repeated=search.repeated, exhausted=search.exhausted,
     )  # fmt: skip
-    if found.best is None or found.best_row is None:
-        return found
+    if study.best is None or study.best_row is None:
+        return study
     if search.cases is not None:
-        case = search.cases.case(found.best)
+        case = search.cases.case(study.best)
         problem, programs = case.problem, search.cases.programs(case)
     return replace(
-        found, strategies=kept | {found.best_row.number: _settled(found.best, problem, programs)}
+        study, strategies=kept | {study.best_row.number: _settled(study.best, problem, programs)}
     )
 
 

@@ -98,8 +98,8 @@ class FullestMoment:
 
         That is one which reads no other's result.
         """
-        made = {v for run in runs for node in run.backward for v in node.writes}
-        first = [run for run in runs if not made.intersection(run.backward[0].reads)]
+        written = {v for run in runs for node in run.backward for v in node.writes}
+        first = [run for run in runs if not written.intersection(run.backward[0].reads)]
         return min(map(self._beginning, first), default=0)
 
     def _beginning(self, run: ChunkRun) -> int:

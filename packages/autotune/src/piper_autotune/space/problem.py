@@ -109,8 +109,8 @@ class TuningProblem:
     @property
     def device_limits(self) -> dict[str, int]:
         """Return `limit_of` by type of device, if there are several kinds."""
-        found = [(device.name, self.limit_of(device) or 0) for device in self.several_devices]
-        return dict(sorted(found, key=lambda f: -f[1]))
+        limits = [(device.name, self.limit_of(device) or 0) for device in self.several_devices]
+        return dict(sorted(limits, key=lambda f: -f[1]))
 
     def facts(self) -> tuple[object, ...]:
         """Return the facts that scores depend on, the same in another process.
@@ -254,8 +254,8 @@ class Programs:
 
     def exact(self, wanted: Wanted) -> Program | None:
         """Return the program itself; None if there is none."""
-        found = self.add(wanted)
-        return self._own if found is None else None if isinstance(found, str) else found
+        variant = self.add(wanted)
+        return self._own if variant is None else None if isinstance(variant, str) else variant
 
 
 def packed(item: Any, modules: Iterable[ModuleType] = ()) -> bytes:
@@ -265,8 +265,8 @@ def packed(item: Any, modules: Iterable[ModuleType] = ()) -> bytes:
     """
     try:
         with _by_value(modules):
-            out: bytes = cloudpickle.dumps(item)
-            return out
+            pickled: bytes = cloudpickle.dumps(item)
+            return pickled
     except (TypeError, AttributeError, pickle.PicklingError) as e:
         raise TuneError(
             f"cannot send a {type(item).__name__} to worker processes: {e}; keep open files, locks and generators "

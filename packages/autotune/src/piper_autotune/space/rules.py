@@ -85,11 +85,11 @@ class PruningRules:
                 (self._sketches.on_device(sketch, nbytes, role), role, what)
                 for role, (nbytes, what) in by_role.items()
             ]
-            held, role, what = max(on_device, default=(0, "", ""))
-            if first is None and held > limit:
-                first = _too_much(rule, role, held, limit, what)
-            elif first is not None and held > (first.device_bytes or 0):
-                first = replace(first, device_bytes=held)
+            needed, role, what = max(on_device, default=(0, "", ""))
+            if first is None and needed > limit:
+                first = _too_much(rule, role, needed, limit, what)
+            elif first is not None and needed > (first.device_bytes or 0):
+                first = replace(first, device_bytes=needed)
             if first is not None and not sharp:
                 break
         return first
@@ -98,16 +98,19 @@ class PruningRules:
         self, sketch: Sketch, rows: int
     ) -> Iterator[tuple[str, Mapping[str, tuple[int, str]]]]:
         """Yield for each rule of memory the least bytes on every role, and their names."""
-        found = self._sketches
+        sketches = self._sketches
         kept = "parameters, gradients and optimizer state"
-        yield "states", {role: (nbytes, kept) for role, nbytes in found.state_bytes(sketch).items()}
+        yield (
+            "states",
+            {role: (nbytes, kept) for role, nbytes in sketches.state_bytes(sketch).items()},
+        )
         whole = f"{kept}, and the buckets that an instruction needs whole"
         yield (
             "buckets",
-            {role: (nbytes, whole) for role, nbytes in found.bucket_bytes(sketch).items()},
+            {role: (nbytes, whole) for role, nbytes in sketches.bucket_bytes(sketch).items()},
         )
         what = "its state and what {} microbatches of {} rows keep for backward".format
-        filled = found.filled_bytes(sketch, rows)
+        filled = sketches.filled_bytes(sketch, rows)
         yield (
             "activations",
             {role: (nbytes, what(most, rows)) for role, (nbytes, most) in filled.items()},

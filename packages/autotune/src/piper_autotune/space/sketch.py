@@ -99,7 +99,7 @@ class Sketches:
         overlaps pairs whose duration is given, or when it does not apply.
         """
         decisions = [
-            found for d in strategy.directives if (found := directives.decided(d)) is not None
+            decision for d in strategy.directives if (decision := directives.decided(d)) is not None
         ]
         if len(decisions) < len(strategy.directives):
             return None
@@ -177,9 +177,9 @@ class Sketches:
         """
         key = id(sketch.graph)
         if key not in self._states:
-            held = states(sketch.graph, self._problem.training)
+            states_by_role = states(sketch.graph, self._problem.training)
             self._states[key] = {
-                role: sum([state.nbytes for state in own]) for role, own in held.items()
+                role: sum([state.nbytes for state in own]) for role, own in states_by_role.items()
             }
         return self._states[key]
 
@@ -199,10 +199,12 @@ class Sketches:
         if wanted not in self._chunks:
             self._chunks[wanted] = {c.variant: c for c in (*program.chunks, *program.variants)}
         moment = FullestMoment(sketch.graph, sketch.buckets, self._chunks[wanted], rows)
-        kept, out = self.state_bytes(sketch), dict[str, tuple[int, int]]()
+        kept, filled = self.state_bytes(sketch), dict[str, tuple[int, int]]()
         for role, ids, most in sketch.groups:
-            out[role] = max(out.get(role, (0, 0)), (kept[role] + moment.bytes_of(ids, most), most))
-        return out
+            filled[role] = max(
+                filled.get(role, (0, 0)), (kept[role] + moment.bytes_of(ids, most), most)
+            )
+        return filled
 
     def on_device(self, sketch: Sketch, nbytes: int, role: str) -> int:
         """Return the bytes in use on a device when the plan holds `nbytes` on a role."""
@@ -223,9 +225,9 @@ class Sketches:
                 for role, placed in graph.roles.items()
             ]
         )
-        made = bare_plan(program, graph.mesh, rows, program.chunks)
+        plan = bare_plan(program, graph.mesh, rows, program.chunks)
         return replace(
-            made,
+            plan,
             roles=roles,
             channels=tuple(graph.channels.values()),
             buckets=tuple(graph.buckets.values()),

@@ -48,7 +48,7 @@ class Space:
         """
         try:
             with user_code("strategy(trial)", StrategyFailedError):
-                made: object = function(Trial(trial, self))
+                returned: object = function(Trial(trial, self))
         except SystemExit as e:
             raise StrategyFailedError(
                 f"strategy(trial) ended the program with SystemExit({e.code!r})"
@@ -59,15 +59,15 @@ class Space:
             ):  # of suggest_*: no fault of this candidate
                 raise e.__cause__ from e.__cause__.__cause__
             raise
-        if not isinstance(made, Strategy):
+        if not isinstance(returned, Strategy):
             raise StrategyFailedError(
-                f"strategy(trial) returned a {type(made).__name__}; a piper.Strategy is needed"
+                f"strategy(trial) returned a {type(returned).__name__}; a piper.Strategy is needed"
             )
         with user_code(
             "hash(strategy)", StrategyFailedError
         ):  # a directive of the user's may not be hashable
-            hash(made)
-        return made.with_params(trial.params)
+            hash(returned)
+        return returned.with_params(trial.params)
 
     def note(self, name: str, distribution: BaseDistribution, own: BaseDistribution | None) -> None:
         """Refuse a name that stands for two things.

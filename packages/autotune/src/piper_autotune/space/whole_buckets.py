@@ -86,7 +86,9 @@ class WholeBuckets:
         """
         if not self.gathered and not self.reduced:
             return dict.fromkeys(self._graph.roles, 0)
-        out = {role: max(map(self.bytes_in, uses), default=0) for role, uses in self._uses.items()}
+        most_by_role = {
+            role: max(map(self.bytes_in, uses), default=0) for role, uses in self._uses.items()
+        }
         for role, turns in self._turns.items():
             uses = [use for node in turns if (use := self.use(node)).gathered]
             ahead = 1 + min([policy.prefetch for policy in self._policies(role)], default=0)
@@ -94,16 +96,16 @@ class WholeBuckets:
                 together = BucketUse(
                     tuple(dict.fromkeys(b for use in sight for b in use.gathered)), sight[0].reduced
                 )
-                out[role] = max(out[role], self.bytes_in(together))
-        return out
+                most_by_role[role] = max(most_by_role[role], self.bytes_in(together))
+        return most_by_role
 
     @cached_property
     def _uses(self) -> dict[str, set[BucketUse]]:
         """Return the buckets that the compute nodes of each role hold whole."""
-        out: dict[str, set[BucketUse]] = {role: set() for role in self._graph.roles}
+        uses_by_role: dict[str, set[BucketUse]] = {role: set() for role in self._graph.roles}
         for node in compute_nodes(self._graph):
-            out[node.role].add(self.use(node))
-        return out
+            uses_by_role[node.role].add(self.use(node))
+        return uses_by_role
 
     def messages(self, role: str) -> Counter[tuple[str, Collective]]:
         """Return how many messages of a step buckets need at least on a role, each with its stream.
@@ -111,7 +113,7 @@ class WholeBuckets:
         A sharded bucket is gathered once if a rank keeps it for the step, and scattered once. If the order of a role is
         known, so are the windows between which less room lets go of a bucket.
         """
-        out: Counter[tuple[str, Collective]] = Counter()
+        counts: Counter[tuple[str, Collective]] = Counter()
         gathers, scatters = self._windows(role)
         for bucket in self._graph.buckets.values():
             if role not in bucket.roles:
@@ -119,20 +121,20 @@ class WholeBuckets:
             at = bucket.roles.index(role)
             if bucket.shard.optim:
                 self._count(
-                    out,
+                    counts,
                     role,
                     Collective("all_gather", bucket.gather[at], bucket.id),
                     gathers[bucket.id],
                 )
                 self._count(
-                    out,
+                    counts,
                     role,
                     Collective("reduce_scatter", bucket.scatter[at], bucket.id),
                     scatters[bucket.id],
                 )
             if bucket.channel:
-                self._count(out, role, Collective("all_reduce", bucket.channel, bucket.id), 1)
-        return out
+                self._count(counts, role, Collective("all_reduce", bucket.channel, bucket.id), 1)
+        return counts
 
     def _count(
         self, out: Counter[tuple[str, Collective]], role: str, op: Collective, times: int
@@ -189,24 +191,24 @@ def turns(
     The graph has one microbatch.
     """
     number = Counter(node.role for node in compute_nodes(graph))
-    out: dict[str, Turns] = {}
+    turns_by_role: dict[str, Turns] = {}
     for order in orders:
         for role, nodes in _named(graph, order, microbatches).items():
             if len(nodes) == number[role] * microbatches:
-                out[role] = nodes
-    return out
+                turns_by_role[role] = nodes
+    return turns_by_role
 
 
 def _named(graph: Graph, order: directives.Ordered, microbatches: int) -> dict[str, list[Node]]:
     """Return the nodes that an order names, by role, in its order; nothing if it does not say them one by one."""
-    out: dict[str, list[Node]] = {}
+    nodes_by_role: dict[str, list[Node]] = {}
     if order.overlaps:
-        return out
+        return nodes_by_role
     for selection in order.selections:
         terms = dict(selection.terms)
         mb = terms.pop("mb", None)
         if type(mb) is not int or not 0 <= mb < microbatches:
             return {}
         for node in graph.find(Where.of(tuple(terms.items()))):
-            out.setdefault(node.role, []).append(node)
-    return out
+            nodes_by_role.setdefault(node.role, []).append(node)
+    return nodes_by_role

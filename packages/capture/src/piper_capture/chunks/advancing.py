@@ -72,8 +72,8 @@ def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
     for name, node in forward.rewrites.items():
         sources[name] = set().union(*(content[s] for s in facts.storages[node]))
         lines[name] = node
-    found = _advancing(sources)
-    changed = [b.name for b in forward.buffers if b.name in found and not counts_tokens(b.name)]
+    advancing = _advancing(sources)
+    changed = [b.name for b in forward.buffers if b.name in advancing and not counts_tokens(b.name)]
     results = forward.results
     read = set().union(*(content[s] for node in results for s in facts.storages[node]))
     return tuple(Advancing(name, line_of(lines[name]), name in read) for name in changed)

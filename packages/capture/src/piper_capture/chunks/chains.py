@@ -78,11 +78,11 @@ class Visits:
         for entry in entries:
             for inner in entry.modules():
                 home.setdefault(id(inner), id(entry))
-        found: dict[fx.Node, Visit] = {}
+        visit_of: dict[fx.Node, Visit] = {}
         for position in sorted({p for module in home for p in self.inside.get(module, ())}):
             node = self.nodes[position]
-            found[node] = next((home[m], run) for m, run in self.stacks[node] if m in home)
-        return found
+            visit_of[node] = next((home[m], run) for m, run in self.stacks[node] if m in home)
+        return visit_of
 
 
 def _visit(key: str) -> Visit:
@@ -109,12 +109,12 @@ def fed(nodes: Sequence[fx.Node], home: Mapping[fx.Node, Visit]) -> set[int]:
     """Return the runs, by their places in order, that read the output of the run before them."""
     number = {visit: k for k, visit in enumerate(in_order(home))}
     latest: dict[fx.Node, int] = {}
-    found: set[int] = set()
+    fed_runs: set[int] = set()
     for node in nodes:
         read = max((latest.get(n, -1) for n in node.all_input_nodes), default=-1)
         own = number[home[node]] if node in home else -1
         if own > 0 and read == own - 1:
-            found.add(own)
+            fed_runs.add(own)
         latest[node] = max(read, own)
         target = (
             node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -125,7 +125,7 @@ def fed(nodes: Sequence[fx.Node], home: Mapping[fx.Node, Visit]) -> set[int]:
             and (target == "setitem" or re.fullmatch(r"[a-z]\w*[a-z0-9]_", target))
         ):
             latest[node.args[0]] = latest[node]  # changed in place
-    return found
+    return fed_runs
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,14 @@ def chains(visits: Visits) -> list[Chain]:
     """
     every = list(_series(visits))
     kept = [s for s in every if not any(_belongs_to(s, outer, every) for outer in every)]
-    found: dict[str, Chain] = {}
+    chain_by_kind: dict[str, Chain] = {}
     for one in kept:
         kind = f"{one.chain.kind} {_kind(one.entries[0])}"
-        before = found.get(kind)
-        found[kind] = one.chain if before is None else _merged(before, one.chain, visits)
-    chained = [chain for chain in found.values() if len(chain.visits) > 1 and _feed(chain, visits)]
+        before = chain_by_kind.get(kind)
+        chain_by_kind[kind] = one.chain if before is None else _merged(before, one.chain, visits)
+    chained = [
+        chain for chain in chain_by_kind.values() if len(chain.visits) > 1 and _feed(chain, visits)
+    ]
     return sorted(chained, key=lambda chain: (chain.leaf, -len(chain.visits)))
 
 

@@ -124,11 +124,11 @@ class Cut:
         """
         graph = fx.Graph()
         nodes = [slot.node for slot in piece.slots]
-        given = [graph.placeholder(f"in{i}") for i in range(len(nodes))]
+        inputs = [graph.placeholder(f"in{i}") for i in range(len(nodes))]
         env = dict(
             zip(
                 nodes,
-                given if dispatch is None else dispatch.take(graph, given, _shapes(nodes, rows)),
+                inputs if dispatch is None else dispatch.take(graph, inputs, _shapes(nodes, rows)),
                 strict=True,
             )
         )
@@ -147,9 +147,11 @@ class Cut:
         if not enabled:
             graph.call_function(_torch.SET_GRAD, (True,))
         nodes = [r.node for r in piece.results if not r.changed]
-        made = [env[node] for node in nodes]
+        outputs = [env[node] for node in nodes]
         graph.output(
-            tuple(made if dispatch is None else dispatch.give(graph, made, _shapes(nodes, rows)))
+            tuple(
+                outputs if dispatch is None else dispatch.give(graph, outputs, _shapes(nodes, rows))
+            )
         )
         return fx.GraphModule(self.forward.owner, graph)
 

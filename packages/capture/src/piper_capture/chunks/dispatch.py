@@ -90,11 +90,11 @@ class Dispatch:
     @property
     def exchanged(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the inputs and the outputs that are exchanged."""
-        given, made = (
+        incoming, outgoing = (
             (k for k, how in enumerate(each) if how is not None)
             for each in (self.inputs, self.outputs)
         )
-        return tuple(given), tuple(made)
+        return tuple(incoming), tuple(outgoing)
 
     @property
     def changes(self) -> bool:
@@ -115,8 +115,8 @@ class Dispatch:
         self, graph: fx.Graph, made: Sequence[fx.Node], shapes: Sequence[Sequence[int]]
     ) -> list[fx.Node]:
         """Return the nodes of a chunk's outputs in the form for exchange; `shapes` are the shapes outside of it."""
-        given = zip(made, self.outputs, shapes, strict=True)
+        entries = zip(made, self.outputs, shapes, strict=True)
         return [
             node if how is None else how.given(graph, node, shape, self.degree)
-            for node, how, shape in given
+            for node, how, shape in entries
         ]

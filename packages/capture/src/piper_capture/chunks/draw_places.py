@@ -44,12 +44,12 @@ class Places:
         """Return the draws of a piece with nodes `own`, whose code was made of the alike nodes `first`."""
         nodes = {a.name: b for a, b in zip(first, own, strict=True)}
         seen: dict[str, int] = {}
-        made = []
+        placed = []
         for draw in draws:
             number = seen.setdefault(draw.place, 0)
             seen[draw.place] += 1
-            made.append(self._placed(draw, nodes.get(draw.place), number))
-        return tuple(made)
+            placed.append(self._placed(draw, nodes.get(draw.place), number))
+        return tuple(placed)
 
     def _placed(self, draw: Draw, node: fx.Node | None, number: int) -> Draw:
         if node is None:
@@ -104,20 +104,20 @@ UNKNOWN = -1
 
 def _outside(node: fx.Node, source: fx.Node, outside: int) -> int:
     """Return the number of entries around the rows in a result's dimension, from the number in a source's."""
-    (made, shape), (given, sizes), name = (
+    (result_entries, shape), (source_entries, sizes), name = (
         _entries(node),
         _entries(source),
         str(getattr(node.target, "__name__", node.target)),
     )
     if name in RESHAPES:
-        before, after = outside * _before(given, sizes), _before(made, shape)
+        before, after = outside * _before(source_entries, sizes), _before(result_entries, shape)
         return before // after if before % after == 0 else UNKNOWN
-    many, few = max(*made, *given), min(max(made), max(given))
+    many, few = max(*result_entries, *source_entries), min(max(result_entries), max(source_entries))
     if many == few:
         return outside
-    if name in JOINS and max(made) == many and many % few == 0:
+    if name in JOINS and max(result_entries) == many and many % few == 0:
         return outside * (many // few)
-    if name in PARTS and max(given) == many and not _steps(node):
+    if name in PARTS and max(source_entries) == many and not _steps(node):
         return outside // (many // few) if outside % (many // few) == 0 else UNKNOWN
     return 1 if outside == 1 else UNKNOWN
 

@@ -112,14 +112,15 @@ def chosen_layers(forward: Forward, nodes: Sequence[fx.Node], asked: tuple[str, 
             (),
         )
     listed = listed_layers(visits)
-    found = [] if _has_own(forward, nodes) else chains(visits)
-    if not found or (
-        set(found[0].names) <= set(listed.names) and len(found[0].names) <= len(listed.names)
+    candidates = [] if _has_own(forward, nodes) else chains(visits)
+    if not candidates or (
+        set(candidates[0].names) <= set(listed.names)
+        and len(candidates[0].names) <= len(listed.names)
     ):
         return listed
-    others = tuple(chain.text for chain in found[1 : 1 + MOST_NAMED])
-    how = f"the longest chain of like modules, {found[0].kind}"
-    return _numbered(found[0].visits, visits, forward, how, others)
+    others = tuple(chain.text for chain in candidates[1 : 1 + MOST_NAMED])
+    how = f"the longest chain of like modules, {candidates[0].kind}"
+    return _numbered(candidates[0].visits, visits, forward, how, others)
 
 
 def _has_own(forward: Forward, nodes: Sequence[fx.Node]) -> bool:
@@ -138,14 +139,14 @@ def _named(visits: Visits, patterns: Sequence[str], written: str) -> tuple[Visit
     every = {name: m for name, m in visits.model.named_modules() if name}
     entries: dict[str, nn.Module] = {}
     for pattern in patterns:
-        found = {name: m for name, m in every.items() if matches(pattern, name)}
-        if not found:
+        matching = {name: m for name, m in every.items() if matches(pattern, name)}
+        if not matching:
             raise SelectorError(
                 f"partition(layers={written}): no module matches {pattern!r}; the model has "
                 f"{examples(list(every))}. Names are "
                 'matched as those of files: "blocks.*" means blocks.0, blocks.1 and so on'
             )
-        entries |= found
+        entries |= matching
     outermost = [
         m
         for name, m in entries.items()

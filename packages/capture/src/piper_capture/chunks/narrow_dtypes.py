@@ -21,15 +21,15 @@ class Narrow:
 
 def narrowest(forward: Forward) -> Narrow | None:
     """Return the narrowest floating-point type below float64 that the model or its loss computes in, or None."""
-    found = [
+    candidates = [
         (tensor.dtype, node)
         for node in forward.graph.nodes
         if node.op.startswith("call") and node.users
         for tensor in tensors_of(node)
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize < torch.float64.itemsize
     ]
-    if not found:
+    if not candidates:
         return None
     # Of two types with as many bytes the one that keeps fewer digits.
-    dtype, node = min(found, key=lambda item: (item[0].itemsize, -torch.finfo(item[0]).eps))
+    dtype, node = min(candidates, key=lambda item: (item[0].itemsize, -torch.finfo(item[0]).eps))
     return Narrow(dtype_name(dtype), line_of(node))

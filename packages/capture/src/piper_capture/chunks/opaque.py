@@ -98,8 +98,8 @@ def trace_opaque(
         }
         writes = writes if trial.again else (*writes, "saved0")
         reads = ("saved0", *(f"tan{k}" for k, c in enumerate(comes) if c), *trial.kept)
-        made = tuple(handed.get(k, f"gin{k}") for k in trial.used)
-        steps["I"] = Signature(reads, made, (), trial.backward.cost(), trial.backward.liveness())
+        written = tuple(handed.get(k, f"gin{k}") for k in trial.used)
+        steps["I"] = Signature(reads, written, (), trial.backward.cost(), trial.backward.liveness())
         used = [k in trial.used for k, i in enumerate(inputs) if i.needs_grad]
         code["I"] = StepCode(
             f"# step I\nfrom piper_ops.written.opaque import backward_step\n\nstep = backward_step({sum(comes)}, "
@@ -124,8 +124,8 @@ def trace_opaque(
     }
     code = {"F": made_by["F"], **code}
     if not whole:
-        made = (*writes, "saved0") if again == "all" else ("saved0",)
-        steps["R"] = Signature(reads, made, (), trial.repeated.cost(), trial.repeated.liveness())
+        written = (*writes, "saved0") if again == "all" else ("saved0",)
+        steps["R"] = Signature(reads, written, (), trial.repeated.cost(), trial.repeated.liveness())
         code["R"] = made_by["R"]
     grads = tuple(k in trial.used for k in range(len(inputs)))
     return TracedChunk(ports, steps, code, comes, grads, random, trial.draws)
@@ -137,25 +137,25 @@ def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
     nodes = list(module.graph.nodes)
     for node in (n for n in nodes if n.op == "placeholder"):
         env[node] = graph.placeholder(node.name)
-    given = {name: graph.placeholder(f"constant{i}") for i, name in enumerate(constants)}
+    constant_nodes = {name: graph.placeholder(f"constant{i}") for i, name in enumerate(constants)}
     for node in nodes:
         if node.op == "get_attr":
-            if str(node.target) not in given:
+            if str(node.target) not in constant_nodes:
                 raise CaptureError(
                     f"{line_of(node)}: a function that is traced by itself (torch.autograd.Function, checkpoint, "
                     f"control flow) is not accepted in an opaque region; register it with torch.library, or remove "
                     f"opaque=True"
                 )
-            env[node] = given[str(node.target)]
+            env[node] = constant_nodes[str(node.target)]
         elif node.op != "placeholder":
             env[node] = graph.node_copy(node, env.__getitem__)
-    made = graph.python_code("self")
+    code = graph.python_code("self")
     text = (
-        made.src.strip()
+        code.src.strip()
         .replace("def forward(self, ", "def body(")
         .replace("def forward(self)", "def body()")
     )
-    imported = [_import(n, v, module) for n, v in sorted(made.globals.items())]
+    imported = [_import(n, v, module) for n, v in sorted(code.globals.items())]
     lines = ["from piper_ops.written.opaque import forward_step", *imported]
     return "\n".join([*dict.fromkeys(filter(None, lines)), "", "", text, ""])
 
@@ -222,19 +222,19 @@ class _Watch(_torch.TorchDispatchMode):
         return self.observed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         seen = (
             isinstance(func, _torch.OpOverload) and func.namespace != "prim"
         )  # prim::device asks a tensor for its device
         if seen and (
             func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns)
         ):
-            self.observed.kernels.append(launched(func, args, out, kwargs or {}))
+            self.observed.kernels.append(launched(func, args, result, kwargs or {}))
         if is_draw(func, args, kwargs):
-            self._note(func, args, kwargs or {}, out)
-        if sum([self._add(t) for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)]):
+            self._note(func, args, kwargs or {}, result)
+        if sum([self._add(t) for t in _torch.pytree.tree_leaves(result) if isinstance(t, Tensor)]):
             self.observed.held.append(self.live - self._base)
-        return out
+        return result
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note a random operation; only the first of a module that runs as it is, since values decide how many."""
@@ -341,7 +341,7 @@ class _Trial:
         if self.real:  # other values take other paths
             return tuple(comes), list(sources)
         try:
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 ends, list(sources.values()), [torch.empty_like(o) for o in ends], allow_unused=True
             )
         except (
@@ -350,7 +350,7 @@ class _Trial:
             raise CaptureError(
                 f"{self._line()}: the backward of this opaque region fails: {error}"
             ) from error
-        return tuple(comes), [k for k, g in zip(sources, found) if g is not None]
+        return tuple(comes), [k for k, g in zip(sources, gradients) if g is not None]
 
     def _node(self) -> fx.Node | None:
         """Return the operation that runs."""
@@ -372,8 +372,8 @@ class _Trial:
         with torch.no_grad(), saved_tensors_hooks(pack, lambda t: t):
             *results, _ = self._forward("all")
         keys = {storage_key(t) for t in saved}
-        held = [w or storage_key(t) in keys for t, w in zip(self._given, self._wanted)]
-        inputs = [f"in{k}" for k, h in enumerate(held) if h]
+        is_kept = [w or storage_key(t) in keys for t, w in zip(self._given, self._wanted)]
+        inputs = [f"in{k}" for k, h in enumerate(is_kept) if h]
         return (
             inputs
             if self.again == "handle"
@@ -390,15 +390,15 @@ class _Trial:
     def _measure(self, watch: _Watch) -> None:
         again = self.again if self.used else None
         self.forward = self.repeated = watch.begin()
-        made = self._forward("outputs" if again else "all")
+        returned = self._forward("outputs" if again else "all")
         self.draws = tuple(self.forward.draws)
-        results = made[: len(self.tangents)]
+        results = returned[: len(self.tangents)]
         self.outputs = [TensorSpec(tuple(t.shape), dtype_name(t.dtype)) for t in results]
         kept = list(results)
         if again:
             self.repeated = watch.begin()
-            made = self._forward(again)
-            kept += made[:-1]
+            returned = self._forward(again)
+            kept += returned[:-1]
         self.saved = watch.live - sum(t.untyped_storage().nbytes() for t in kept)
         self.backward = _Observed()
         if self.used:
@@ -407,7 +407,7 @@ class _Trial:
             ports = {f"in{k}": t for k, t in enumerate(self._given)} | {
                 f"out{k}": t for k, t in enumerate(results)
             }
-            args = [made.pop(), *tangents, *(ports[p] for p in self.kept)]
+            args = [returned.pop(), *tangents, *(ports[p] for p in self.kept)]
             self.backward = watch.begin()
             backward_step(len(tangents), used, self.params, zeros=self.real)(args)
 

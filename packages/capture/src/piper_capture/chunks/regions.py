@@ -156,7 +156,10 @@ def own_coords(
     Without `experts` they lack that coordinate, as if nobody had given it. The operations `shared` have the coordinate
     of that name. The operations `random` draw random numbers.
     """
-    found, elsewhere = dict[fx.Node, Coords](), _drawn_elsewhere(forward, nodes, layers, random)
+    coords_by_node, elsewhere = (
+        dict[fx.Node, Coords](),
+        _drawn_elsewhere(forward, nodes, layers, random),
+    )
     for node in nodes:
         stack = [
             forward.modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {}
@@ -186,8 +189,8 @@ def own_coords(
             coords.pop(EXPERTS, None)
         if node in shared:
             coords[SHARED] = 0
-        found[node] = coords
-    return found
+        coords_by_node[node] = coords
+    return coords_by_node
 
 
 def _drawn_elsewhere(
@@ -240,7 +243,7 @@ def spread_nodes(nodes: Iterable[fx.Node], facts: ReplayFacts) -> set[fx.Node]:
     A region that reads one from another region repeats it.
     """
     written = frozenset().union(*facts.writes.values())
-    found: set[fx.Node] = set()
+    spread: set[fx.Node] = set()
     for node in nodes:
         sources = [n for n in node.all_input_nodes if n in facts.storages]
         if (
@@ -255,8 +258,8 @@ def spread_nodes(nodes: Iterable[fx.Node], facts: ReplayFacts) -> set[fx.Node]:
                 and _repeats(value)
                 and not _repeats(base)
             ):
-                found.add(node)
-    return found
+                spread.add(node)
+    return spread
 
 
 def _repeats(tensor: torch.Tensor) -> bool:

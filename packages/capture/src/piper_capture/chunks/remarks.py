@@ -31,7 +31,7 @@ def _without_stage(cut: Cut) -> dict[str, str]:
 
 
 def _visits(cut: Cut) -> dict[str, str]:
-    found: dict[str, str] = {}
+    remark_of: dict[str, str] = {}
     layers = [p.region.coords[LAYER] for p in cut.pieces if LAYER in p.region.coords]
     first: dict[tuple[tuple[str, int], ...], str] = {}
     for k, piece in enumerate(cut.pieces):
@@ -40,13 +40,13 @@ def _visits(cut: Cut) -> dict[str, str]:
         if not coords or base == piece.region.id:
             continue
         own = f"layer={max(layers) + 1}" if LAYER in coords else "part=1"
-        found[piece.region.id] = (
+        remark_of[piece.region.id] = (
             f"{piece.region.id} is visit {piece.region.visit + 1} of {base}: {line_of(piece.region.nodes[0])} runs "
             f"again, after {cut.pieces[k - 1].region.id}. Give this visit coordinates of its own (`with "
             f"piper.region({own}):`), or put what runs in between on the same device, or leave the order of "
             f"compute open (no order directive)"
         )
-    return found
+    return remark_of
 
 
 def _updates(cut: Cut) -> dict[str, str]:

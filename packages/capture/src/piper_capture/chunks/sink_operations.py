@@ -58,7 +58,7 @@ class Sinking:
 
     def _first_read_in(self, region: int, own: set[fx.Node], starts: int) -> list[fx.Node]:
         """Return the movable operations that no earlier region reads, except for each other; the last one first."""
-        found: set[fx.Node] = set()
+        first_read: set[fx.Node] = set()
         todo = list(self._inputs(own))
         while todo:
             node = todo.pop()
@@ -66,11 +66,11 @@ class Sinking:
             if (
                 node in self._movable
                 and not early
-                and all(u in own or u in found for u in self._users(node, region))
+                and all(u in own or u in first_read for u in self._users(node, region))
             ):
-                found.add(node)
+                first_read.add(node)
                 todo += (n for n in node.all_input_nodes if n in self.home and n not in own)
-        return sorted(found, key=self._position.__getitem__, reverse=True)
+        return sorted(first_read, key=self._position.__getitem__, reverse=True)
 
     def _with_users(self, node: fx.Node, region: int, there: set[fx.Node]) -> set[fx.Node]:
         """Return the operation and the operations that must move with it: they read it, directly or not."""

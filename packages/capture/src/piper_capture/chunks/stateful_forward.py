@@ -130,8 +130,8 @@ def _compare_calls(wanted: Transcript, repeat: Repeat) -> None:
 
 def _where(error: BaseException) -> str:
     """Return the user's line of an error, in parentheses."""
-    line, found, _ = str(error).partition(": cannot be captured")
-    return f" ({line})" if found and "\n" not in line else ""
+    line, separator, _ = str(error).partition(": cannot be captured")
+    return f" ({line})" if separator and "\n" not in line else ""
 
 
 def _subject(changes: Sequence[Change], kept: Sequence[str]) -> str:
@@ -170,29 +170,29 @@ def transcript(forward: Forward, kept: Mapping[str, str]) -> Transcript:
     """Return the transcript of a graph; `kept` has texts for tensors that an earlier call made of constants."""
     ops = operations(forward.graph)
     facts = replay(forward, ops.statements)
-    out = Transcript(constants=_constants(forward, ops.nodes, facts, kept))
+    record = Transcript(constants=_constants(forward, ops.nodes, facts, kept))
     for node, origin in forward.origins.items():
-        out.texts[node] = kept.get(origin.name) or f"{origin.kind} {origin.name}"
+        record.texts[node] = kept.get(origin.name) or f"{origin.kind} {origin.name}"
     for node in ops.nodes:
         if node.op == "get_attr":
             line = str(getattr(forward.owner, str(node.target)))
         else:
-            line = f"{ops.grad_mode[node]} {canonical_text(node, out.texts)}"
-        if node not in out.constants:
-            out.lines.append(line)
-            out.texts[node] = f"%{len(out.lines)}"
+            line = f"{ops.grad_mode[node]} {canonical_text(node, record.texts)}"
+        if node not in record.constants:
+            record.lines.append(line)
+            record.texts[node] = f"%{len(record.lines)}"
             continue
-        out.texts[node] = _digest(line.partition(" ")[2])
-        for other in out.constants:
+        record.texts[node] = _digest(line.partition(" ")[2])
+        for other in record.constants:
             if (
                 other is not node
-                and other in out.texts
+                and other in record.texts
                 and facts.storages[other] & facts.writes[node]
             ):
-                out.texts[other] = _digest(out.texts[other] + line)
+                record.texts[other] = _digest(record.texts[other] + line)
     results = [*forward.results, *(node for _, node in sorted(forward.rewrites.items()))]
-    out.lines += [out.texts[n] for n in results]
-    return out
+    record.lines += [record.texts[n] for n in results]
+    return record
 
 
 def _digest(text: str) -> str:
@@ -216,20 +216,20 @@ def _constants(
     }
     order, changing = list(nodes), frozenset[int]()
     while True:
-        found = {n for n in leaves if not facts.storages[n] & changing}
+        constants = {n for n in leaves if not facts.storages[n] & changing}
         for node in order:
             sources = [n for n in node.all_input_nodes if n in facts.storages]
             steady = (
                 node.op != "get_attr"
                 and node not in facts.random
-                and all(n in found for n in sources)
+                and all(n in constants for n in sources)
             )
             if steady and not (facts.storages[node] | facts.writes[node]) & changing:
-                found.add(node)
+                constants.add(node)
         written = frozenset().union(
-            *(facts.writes[n] for n in order if n not in found),
+            *(facts.writes[n] for n in order if n not in constants),
             *(facts.writes[n] & facts.storages[leaf] for n in order for leaf in leaves),
         )
         if written <= changing:
-            return found
+            return constants
         changing |= written

@@ -23,20 +23,20 @@ def constant_values(program: Program, joint_of: Callable[[Chunk], Joint]) -> fro
 
     A chunk's inputs are made by chunks before it.
     """
-    found: set[str] = set()
+    constant_refs: set[str] = set()
     seen: dict[tuple[str, frozenset[int]], frozenset[int]] = {}
     for chunk in program.chunks:
         if chunk.opaque:
             continue
         constant = frozenset(
             k
-            for k, given in enumerate(chunk.inputs)
-            if given.kind == "buffer" or given.ref in found
+            for k, chunk_input in enumerate(chunk.inputs)
+            if chunk_input.kind == "buffer" or chunk_input.ref in constant_refs
         )
         if (chunk.code, constant) not in seen:
             seen[chunk.code, constant] = _outputs(joint_of(chunk), constant)
-        found.update(f"{chunk.id}:out{k}" for k in seen[chunk.code, constant])
-    return frozenset(found)
+        constant_refs.update(f"{chunk.id}:out{k}" for k in seen[chunk.code, constant])
+    return frozenset(constant_refs)
 
 
 def _outputs(joint: Joint, constant: frozenset[int]) -> frozenset[int]:
@@ -53,7 +53,7 @@ def _outputs(joint: Joint, constant: frozenset[int]) -> frozenset[int]:
 
 def masks(program: Program, joint_of: Callable[[Chunk], Joint]) -> frozenset[str]:
     """Return the values, as "chunk:out0", with two dimensions that any chunk indexes by the same tokens."""
-    found: set[str] = set()
+    mask_refs: set[str] = set()
     seen: dict[str, tuple[frozenset[int], frozenset[int]]] = {}
     for chunk in program.chunks:
         if chunk.opaque:
@@ -61,9 +61,9 @@ def masks(program: Program, joint_of: Callable[[Chunk], Joint]) -> frozenset[str
         if chunk.code not in seen:
             seen[chunk.code] = _masks(joint_of(chunk))
         inputs, outputs = seen[chunk.code]
-        found.update(chunk.inputs[k].ref for k in inputs)
-        found.update(f"{chunk.id}:out{k}" for k in outputs)
-    return frozenset(found)
+        mask_refs.update(chunk.inputs[k].ref for k in inputs)
+        mask_refs.update(f"{chunk.id}:out{k}" for k in outputs)
+    return frozenset(mask_refs)
 
 
 def _masks(joint: Joint) -> tuple[frozenset[int], frozenset[int]]:
@@ -87,13 +87,19 @@ def with_tables(
 
     def among(some: frozenset[str]) -> tuple[frozenset[int], frozenset[int]]:
         inputs = frozenset(
-            k for k, given in enumerate(chunk.inputs) if given.kind == "value" and given.ref in some
+            k
+            for k, chunk_input in enumerate(chunk.inputs)
+            if chunk_input.kind == "value" and chunk_input.ref in some
         )
         return inputs, frozenset(
             k for k in range(len(chunk.outputs)) if f"{chunk.id}:out{k}" in some
         )
 
-    (tables, made), (first_inputs, first_outputs) = among(constants), among(masks)
+    (tables, table_outputs), (first_inputs, first_outputs) = among(constants), among(masks)
     return replace(
-        agreed, tables=tables, made=made, first_inputs=first_inputs, first_outputs=first_outputs
+        agreed,
+        tables=tables,
+        made=table_outputs,
+        first_inputs=first_inputs,
+        first_outputs=first_outputs,
     )

@@ -63,17 +63,17 @@ class Ties:
 
     def unshared(self) -> dict[str, str]:
         """Return the dimensions of parameters that stay whole though their own ops could shard them, with why."""
-        found: dict[str, str] = {}
-        for chunk, made in self._made():
+        reasons: dict[str, str] = {}
+        for chunk, layouts in self._made():
             names = dict(_params(chunk))
-            found |= {
+            reasons |= {
                 f"{names[u.input]}:{u.dim}": u.why
-                for u in (made.unshared if made is not None else ())
+                for u in (layouts.unshared if layouts is not None else ())
             }
         for param in sorted(self._whole):
             users = [chunk.id for chunk in self._chunks if param in dict(_params(chunk)).values()]
-            found[param] = f"not all chunks that have it can share it alike: {', '.join(users)}"
-        return found
+            reasons[param] = f"not all chunks that have it can share it alike: {', '.join(users)}"
+        return reasons
 
     def _made(self) -> Iterator[tuple[Chunk, Sharded | RoutedLayouts | None]]:
         for chunk in self._chunks:
@@ -81,24 +81,32 @@ class Ties:
 
     def _ways(self) -> dict[str, dict[Layout, str]]:
         """Return for each parameter the layouts that chunks give it, each with the last chunk that does."""
-        found: dict[str, dict[Layout, str]] = {}
-        for chunk, made in self._made():
+        ways_by_param: dict[str, dict[Layout, str]] = {}
+        for chunk, layouts in self._made():
             for k, param in _params(chunk):
-                found.setdefault(param, {})[() if made is None else made.layout_of(k)] = chunk.id
-        return found
+                ways_by_param.setdefault(param, {})[
+                    () if layouts is None else layouts.layout_of(k)
+                ] = chunk.id
+        return ways_by_param
 
     def _sums(self) -> dict[str, dict[Axes, str]]:
         """Return for each parameter the axes along which its gradient is a partial sum, each with the last chunk."""
-        found: dict[str, dict[Axes, str]] = {}
-        for chunk, made in self._made():
+        axes_by_param: dict[str, dict[Axes, str]] = {}
+        for chunk, layouts in self._made():
             for k, param in _params(chunk):
-                if chunk.inputs[k].needs_grad if made is None else k in made.grads:
-                    found.setdefault(param, {})[() if made is None else made.summed(k)] = chunk.id
-        return found
+                if chunk.inputs[k].needs_grad if layouts is None else k in layouts.grads:
+                    axes_by_param.setdefault(param, {})[
+                        () if layouts is None else layouts.summed(k)
+                    ] = chunk.id
+        return axes_by_param
 
 
 def _params(chunk: Chunk) -> Iterator[tuple[int, str]]:
-    yield from ((k, given.ref) for k, given in enumerate(chunk.inputs) if given.kind == "param")
+    yield from (
+        (k, chunk_input.ref)
+        for k, chunk_input in enumerate(chunk.inputs)
+        if chunk_input.kind == "param"
+    )
 
 
 def _listed(sums: dict[Axes, str]) -> str:

@@ -25,18 +25,18 @@ class Closure:
 
 def close(targets: Iterable[fx.Node], here: Callable[[fx.Node], bool]) -> Closure:
     """Return the nodes to compute for `targets`, when only nodes for which `here` holds may be computed."""
-    found = Closure()
+    closure = Closure()
     todo = list(targets)
     while todo:
         node = todo.pop()
-        if node in found.body or node in found.needs:
+        if node in closure.body or node in closure.needs:
             continue
         if node.op == "call_function" and here(node):
-            found.body.add(node)
+            closure.body.add(node)
             todo += node.all_input_nodes
         elif node.op != "get_attr":
-            found.needs.add(node)
-    return found
+            closure.needs.add(node)
+    return closure
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -49,10 +49,10 @@ def _only_add(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _add_rows(step: StepGraph, further: fx.Node) -> None:
-    found = _only_add(further)
-    if found is None or found[1].target is not experts_home or len(found[1].users) != 1:
+    addition = _only_add(further)
+    if addition is None or addition[1].target is not experts_home or len(addition[1].users) != 1:
         return
-    added, home = found
+    added, home = addition
     added.target, added.args = experts_further_dgrad_, (*further.args, home)
     step.graph.erase_node(further)
 
@@ -80,10 +80,10 @@ def _add_matrices(step: StepGraph, further: fx.Node) -> None:
 
 def _accumulated(item: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return the accumulation of a gradient of further rounds, and the gradient of round 0; None if there is none."""
-    found = _only_add(item) if item.target is operator.getitem else None
-    if found is None or len(found[0].users) != 1:
+    addition = _only_add(item) if item.target is operator.getitem else None
+    if addition is None or len(addition[0].users) != 1:
         return None
-    added, other = found
+    added, other = addition
     (accumulate,) = added.users
     total = accumulate.args[0]
     if (

@@ -77,12 +77,12 @@ def reuse_dying_arguments(step: StepGraph) -> None:
         for argument in node.all_input_nodes:
             last[aliasing.root(argument)] = rank[node]
     for node in step.graph.nodes:
-        found = FORMS.get(node.target) if node.op == "call_function" else None
-        if found is None or (
-            node.kwargs and len(found.takers) > 1
+        form = FORMS.get(node.target) if node.op == "call_function" else None
+        if form is None or (
+            node.kwargs and len(form.takers) > 1
         ):  # add's alpha belongs to its second term
             continue
-        for index in found.takers:
+        for index in form.takers:
             taker = node.args[index]
             if not isinstance(taker, fx.Node):
                 continue
@@ -94,7 +94,7 @@ def reuse_dying_arguments(step: StepGraph) -> None:
                 and _holds(taker, base, node)
                 and node.args.count(taker) == 1
             ):
-                _write_into(node, index, found)
+                _write_into(node, index, form)
                 # From here on the result uses the argument's storage.
                 last[base] = last[node]
                 break
@@ -131,7 +131,7 @@ def add_products_in_place(step: StepGraph) -> None:
             continue
         if product.target is not aten.mm.default or len(product.users) > 1:
             continue
-        made, total = aliasing.tensor(product), aliasing.tensor(accumulator)
-        if made.dtype in SUMMED and made.dtype == total.dtype and made.shape == total.shape:
+        addend, total = aliasing.tensor(product), aliasing.tensor(accumulator)
+        if addend.dtype in SUMMED and addend.dtype == total.dtype and addend.shape == total.shape:
             node.target, node.args = aten.addmm_.default, (accumulator, *product.args)
             step.graph.erase_node(product)

@@ -224,11 +224,11 @@ def reduce_apart(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if place is None:
         return None
     arguments = node.target._schema.arguments[len(node.args) :]
-    given = [*node.args, *(node.kwargs.get(a.name, a.default_value) for a in arguments)]
-    reduce = REDUCTIONS[int(given[place])]  # type: ignore[arg-type]  # an int
+    operands = [*node.args, *(node.kwargs.get(a.name, a.default_value) for a in arguments)]
+    reduce = REDUCTIONS[int(operands[place])]  # type: ignore[arg-type]  # an int
     if reduce is None:
         return None
-    given[place] = 0
-    terms = new_node(graph, node, node.target, tuple(given))
-    terms.meta["val"] = node.target(*fx.node.map_arg(given, aliasing.tensor))
+    operands[place] = 0
+    terms = new_node(graph, node, node.target, tuple(operands))
+    terms.meta["val"] = node.target(*fx.node.map_arg(operands, aliasing.tensor))
     return new_node(graph, node, reduce, (terms,))

@@ -202,13 +202,13 @@ class StepBuilder:
         env: dict[fx.Node, fx.Node] = {}
         reads = self._reads(graph, env)
         accumulators = {k: self._accumulator(graph, k) for k in self._gradients}
-        made: dict[str, fx.Node] = {}
+        node_by_port: dict[str, fx.Node] = {}
         for node in list(env):
-            self._deliver(graph, node, env, made, accumulators)
+            self._deliver(graph, node, env, node_by_port, accumulators)
         for node in self._body:
             self._copy(graph, node, env)
-            self._deliver(graph, node, env, made, accumulators)
-        graph.output(tuple(made[port] for port, _, _ in self._results))
+            self._deliver(graph, node, env, node_by_port, accumulators)
+        graph.output(tuple(node_by_port[port] for port, _, _ in self._results))
         return StepGraph(
             graph, reads, tuple(port for port, _, _ in self._results), tuple(self._gradients)
         )

@@ -121,11 +121,12 @@ def parted(
     joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()
 ) -> Parted:
     """Return the chunk with the placements along the axes whose devices share it."""
-    found = _shared(joint, shardings, agreed, params)
+    shared = _shared(joint, shardings, agreed, params)
     return Parted(
-        found,
+        shared,
         tuple(
-            decided(found.joint, found.indexes, axis, agreed.partial_grads) for axis in found.axes
+            decided(shared.joint, shared.indexes, axis, agreed.partial_grads)
+            for axis in shared.axes
         ),
     )
 
@@ -134,12 +135,12 @@ def shared_joint(
     joint: Joint, shardings: Sequence[Sharding], agreed: Agreed = Agreed(), params: ParamNames = ()
 ) -> Sharded:
     """Return the graph of one of the devices that share a chunk; `params` are the names of its inputs."""
-    found = _shared(joint, shardings, agreed, params)
+    shared = _shared(joint, shardings, agreed, params)
     keep = any(s.keep for s in shardings)
-    made = sharded(
-        found.joint, found.indexes, found.axes, keep=keep, partial_grads=agreed.partial_grads
+    device_part = sharded(
+        shared.joint, shared.indexes, shared.axes, keep=keep, partial_grads=agreed.partial_grads
     )
-    return replace(made, unshared=found.unshared)
+    return replace(device_part, unshared=shared.unshared)
 
 
 def _shared(
@@ -155,25 +156,25 @@ def _shared(
     joint = replace(
         joint, first_inputs=tuple(agreed.first_inputs), first_outputs=tuple(agreed.first_outputs)
     )
-    found = share(joint, shardings, agreed.whole, params)
-    tables = frozenset(found.joint.inputs[k] for k in agreed.tables) | {
-        found.joint.outputs[k] for k in agreed.made
+    shared = share(joint, shardings, agreed.whole, params)
+    tables = frozenset(shared.joint.inputs[k] for k in agreed.tables) | {
+        shared.joint.outputs[k] for k in agreed.made
     }
     context = {name for s in shardings if s.context for name, _ in s.axes}
-    masks = tables & found.joint.first
+    masks = tables & shared.joint.first
     of_heads = {
         name for s in shardings if s.context and s.attention == HEADS_AROUND for name, _ in s.axes
     }
     whole = {
         a.name: tables if a.name not in context else masks if a.name in of_heads else frozenset()
-        for a in found.axes
+        for a in shared.axes
     }
-    axes = tuple(replace(a, replicated=whole[a.name]) for a in found.axes)
+    axes = tuple(replace(a, replicated=whole[a.name]) for a in shared.axes)
     if agreed.open is not None:
         cut = {name for s in shardings if s.cut for name, _ in s.axes}
-        sums = _passed(found.joint, agreed.open)
+        sums = _passed(shared.joint, agreed.open)
         axes = tuple(replace(a, partial=sums) if a.name in cut else a for a in axes)
-    return replace(found, axes=axes)
+    return replace(shared, axes=axes)
 
 
 def _passed(joint: Joint, outputs: Iterable[int]) -> frozenset[fx.Node]:

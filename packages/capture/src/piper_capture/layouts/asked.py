@@ -55,9 +55,10 @@ class NamedIndexes:
     @cached_property
     def spots(self) -> Mapping[LoopIndex, tuple[str, ...]]:
         """Return for each index the dimensions of parameters that have it, as "layers.0.up.weight:0"."""
-        found = self.spots_by_input.items()
+        entries = self.spots_by_input.items()
         return {
-            index: tuple(f"{self.params[k][0]}:{dim}" for k, dim in where) for index, where in found
+            index: tuple(f"{self.params[k][0]}:{dim}" for k, dim in where)
+            for index, where in entries
         }
 
     @cached_property
@@ -117,10 +118,10 @@ def check_asked(chunks: Mapping[str, NamedIndexes], asked: Sharding) -> None:
 
 def _offered(chunks: Mapping[str, NamedIndexes]) -> str:
     """Return the names of the indexes that devices can share."""
-    found = dict.fromkeys(c.names[nest[0]] for c in chunks.values() for nest in c.nests)
-    named = [n for n in found if ":" not in n]
+    offered = dict.fromkeys(c.names[nest[0]] for c in chunks.values() for nest in c.nests)
+    named = [n for n in offered if ":" not in n]
     spots = (spot for c in chunks.values() for where in c.spots.values() for spot in where)
-    others = next((n for n in found if ":" in n), None) or next(spots, "")
+    others = next((n for n in offered if ":" in n), None) or next(spots, "")
     also = f"a dimension of a parameter is written {others!r}" if others else ""
     return (
         "; ".join(filter(None, (f"there is {', '.join(named)}" if named else "", also)))

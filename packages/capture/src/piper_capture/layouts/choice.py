@@ -69,15 +69,15 @@ def shareable(joint: Joint, indexes: Indexed, kept: Collection[int] = ()) -> tup
     crossing = in_crossing(joint, indexes)
     whole = {i for op in indexes.ops.values() for i in op.whole}
     whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
-    found: dict[LoopIndex, Nested] = {}
+    run_by_first: dict[LoopIndex, Nested] = {}
     for k, node in enumerate(joint.inputs):
         if joint.kinds[k] != "param":
             continue
         for dim in indexes.tensors[node, 0]:
             for run in _runs(dim, lambda i: i not in crossing and i not in whole):
-                found[run[0]] = max(found.get(run[0], run), run, key=len)
-    inner = {i for run in found.values() for i in run[1:]}
-    return tuple(run for first, run in found.items() if first not in inner)
+                run_by_first[run[0]] = max(run_by_first.get(run[0], run), run, key=len)
+    inner = {i for run in run_by_first.values() for i in run[1:]}
+    return tuple(run for first, run in run_by_first.items() if first not in inner)
 
 
 def _runs(dim: Sequence[LoopIndex], good: Callable[[LoopIndex], bool]) -> Iterator[Nested]:
@@ -143,15 +143,15 @@ class _Chosen:
         Tokens are shared along a context axis first, so that a device has neighbouring ones, and heads along a
         tensor axis.
         """
-        found: dict[Nested, list[int]] = {}
+        numbers_by_nest: dict[Nested, list[int]] = {}
         for number, claim in enumerate(self.claims):
             for nest in claim.nests:
-                found.setdefault(nest, []).append(number)
-        for nest, numbers in found.items():
+                numbers_by_nest.setdefault(nest, []).append(number)
+        for nest, numbers in numbers_by_nest.items():
             numbers.sort(
                 key=lambda n: (nest in self.claims[n].inside, not self.claims[n].asked.context)
             )
-        return found
+        return numbers_by_nest
 
     def halves(self, nest: Nested, numbers: Sequence[int]) -> int:
         """Return the number of halves into which a nest is cut before it is sharded: 2 in zigzag order, else 1."""
@@ -238,14 +238,14 @@ def experts_of(
     whole |= {i for k in kept for dim in indexes.tensors[joint.inputs[k], 0] for i in dim}
     wanted = AskedIndexes(asked.index, params)
     named = {i for name in asked.index for i in wanted.named(joint, indexes, name)}
-    found = {
+    runs = {
         run
         for k, node in enumerate(joint.inputs)
         if joint.kinds[k] == "param"
         for dim in indexes.tensors[node, 0]
         for run in _runs(dim, lambda i: i in named and i not in whole)
     }
-    return tuple(sorted(found, key=lambda run: run[0].number))
+    return tuple(sorted(runs, key=lambda run: run[0].number))
 
 
 def _check_tokens(chosen: _Chosen) -> None:
@@ -318,10 +318,10 @@ def share(
     for nest, numbers in of_nests.items():
         degrees = [(n, size) for n in numbers for _, size in asked[n].axes]
         halved = [2] if chosen.halves(nest, numbers) > 1 else []
-        found = list(nest_places(first, nest, [*halved, *(size for _, size in degrees)]))
+        places_of_nest = list(nest_places(first, nest, [*halved, *(size for _, size in degrees)]))
         if halved:
-            halves[nest] = found.pop(0)
-        for place, (number, _) in zip(found, degrees, strict=True):
+            halves[nest] = places_of_nest.pop(0)
+        for place, (number, _) in zip(places_of_nest, degrees, strict=True):
             places.setdefault((nest, number), []).append(place)
     cuts: dict[tuple[TensorKey, int], set[int]] = {}
     for place in (p for each in (*places.values(), halves.values()) for p in each):

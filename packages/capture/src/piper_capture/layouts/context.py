@@ -157,10 +157,10 @@ class _Steps:
         logsumexp = self.queries(self.given["logsumexp"], step, STATISTICS)
         causal = bool(self.given.get("is_causal")) and step == 0
         options = None, causal, self.given.get("scale")
-        made = self.emit.call(
+        grads = self.emit.call(
             piper.attention_dgrad.default, grad, q, k, v, out, logsumexp, *options
         )
-        return self.emit.item(made, 0), self.emit.item(made, 1), self.emit.item(made, 2)
+        return self.emit.item(grads, 0), self.emit.item(grads, 1), self.emit.item(grads, 2)
 
     def merged(
         self, before: tuple[fx.Node, fx.Node], more: tuple[fx.Node, fx.Node], step: int
@@ -211,15 +211,15 @@ class _Steps:
 def _ring(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
     """Send keys and values around, and merge the result of each step."""
     steps = _Steps(emit, named, _only(places), 1)
-    found = steps.attention(named["q"], named["k"], named["v"], 0)
+    attended = steps.attention(named["q"], named["k"], named["v"], 0)
     both = steps.joined(named["k"], named["v"])
     for step in range(1, steps.place.degree):
         both = steps.moved(both)
         k, v = (steps.keys(x, step) for x in steps.apart(both))
-        found = steps.merged(
-            found, steps.attention(steps.queries(named["q"], step), k, v, step), step
+        attended = steps.merged(
+            attended, steps.attention(steps.queries(named["q"], step), k, v, step), step
         )
-    return list(found)
+    return list(attended)
 
 
 def _ring_gradient(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
@@ -245,24 +245,26 @@ def _gather(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> l
         both = emit.call(piper.attention.default, *(named[name] for name in "qkv"), *options)
         return [emit.item(both, 0), emit.item(both, 1)]
     steps = _Steps(emit, named, _only(places), _only(places).degree)
-    found = steps.attention(named["q"], steps.keys(named["k"], 0), steps.keys(named["v"], 0), 0)
+    attended = steps.attention(named["q"], steps.keys(named["k"], 0), steps.keys(named["v"], 0), 0)
     for step in range(1, steps.place.degree):
         k, v = (steps.keys(named[name], step) for name in "kv")
-        found = steps.merged(
-            found, steps.attention(steps.queries(named["q"], step), k, v, step), step
+        attended = steps.merged(
+            attended, steps.attention(steps.queries(named["q"], step), k, v, step), step
         )
-    return list(found)
+    return list(attended)
 
 
 def _gather_gradient(
     emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]
 ) -> list[fx.Node]:
     """Return the gradients of the own queries, and partial sums of the gradients of all keys and values."""
-    given = ("grad_out", "q", "k", "v", "out", "logsumexp")
+    names = ("grad_out", "q", "k", "v", "out", "logsumexp")
     if not named.get("is_causal"):
         options = named.get("mask"), False, named.get("scale")
-        made = emit.call(piper.attention_dgrad.default, *(named[name] for name in given), *options)
-        return [emit.item(made, k) for k in range(3)]
+        dgrads = emit.call(
+            piper.attention_dgrad.default, *(named[name] for name in names), *options
+        )
+        return [emit.item(dgrads, k) for k in range(3)]
     steps = _Steps(emit, named, _only(places), _only(places).degree)
     total: fx.Node | None = None
     grads = [_zeros(steps, named[name]) for name in "kv"]

@@ -124,9 +124,9 @@ def _converted(
         case LoopIndex(), LoopIndex():
             # both may be in one dimension: the source is sharded along `now` and has all of `then`, the result the
             # reverse
-            given = at(then, others.union(before[first:last]))
-            made = at(now, others.union(want[first:last]))
-            return _exchange(emit, source, made, given, axis)
+            split_at = at(then, others.union(before[first:last]))
+            gather_at = at(now, others.union(want[first:last]))
+            return _exchange(emit, source, gather_at, split_at, axis)
         case LoopIndex(), _:
             return _spread(emit, source, at(now), axis)
         case None, _ if then is PARTIAL:

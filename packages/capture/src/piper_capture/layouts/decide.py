@@ -80,8 +80,10 @@ class SharedAxis:
         """Return the ops that replace an op so that it can be sharded along an index, or None."""
         half = self.halves.get(index)
         first = (index,) if half is None else (half, index)
-        found = context.rewrite_of(op, first, self.attention) if index in self.stream else None
-        return op.rewrite(index) if found is None else found
+        context_rewrite = (
+            context.rewrite_of(op, first, self.attention) if index in self.stream else None
+        )
+        return op.rewrite(index) if context_rewrite is None else context_rewrite
 
 
 @dataclass
@@ -117,11 +119,11 @@ def decided(
     The gradients of the inputs `partial_grads` stay partial sums."""
     redistributed: dict[TensorKey, Placement] = {}
     while True:
-        found = _Pass(joint, indexes, axis, redistributed, partial_grads)
-        found.run()
-        if not found.new:
-            return found.decision
-        redistributed |= found.new
+        attempt = _Pass(joint, indexes, axis, redistributed, partial_grads)
+        attempt.run()
+        if not attempt.new:
+            return attempt.decision
+        redistributed |= attempt.new
 
 
 class _Pass:
@@ -156,17 +158,17 @@ class _Pass:
         self._place_results()
 
     def _place_inputs(self) -> None:
-        made = self.decision.placement
+        placements = self.decision.placement
         for node in self._joint.graph.nodes:
             if node.op in ("placeholder", "get_attr") and (node, 0) in self._indexes.tensors:
-                made[node, 0] = None
+                placements[node, 0] = None
         for node in self._params:
-            made[node, 0] = self._first(self._axis.weights, node)
+            placements[node, 0] = self._first(self._axis.weights, node)
         for k, node in enumerate(self._joint.inputs):
             if self._joint.kinds[k] == "value":
-                made[node, 0] = self._boundary(node)
+                placements[node, 0] = self._boundary(node)
         for k, node in self._joint.tangents.items():
-            made[node, 0] = self._boundary(self._joint.outputs[k])
+            placements[node, 0] = self._boundary(self._joint.outputs[k])
 
     def _ask_for_gradients(self) -> None:
         """Ask that the gradient of a sharded parameter is produced with the placement of the parameter."""
@@ -212,7 +214,7 @@ class _Pass:
         placements = [self.decision.of(key) for key in op.keys]
         index = self._index(node, op, placements)
         required: list[Placement]
-        made: list[Placement]
+        produced: list[Placement]
         rewrite = None if index is None else self._axis.rewrite(op, index)
         if index is not None:
             whole = frozenset[int]() if rewrite is None else rewrite.whole
@@ -221,7 +223,7 @@ class _Pass:
                 for k, dims in enumerate(op.tensors)
             ]
             required = [index if has else None for has in having]
-            made = _made_along(op, index, rewrite)
+            produced = _made_along(op, index, rewrite)
             self.decision.along[node] = index
             if op.parts(index) is None:
                 self.decision.rewritten[node] = index
@@ -231,11 +233,11 @@ class _Pass:
             and not self._ends_in_parameter(node, op, sums)
         ):
             required = [PARTIAL if k in sums else None for k in range(len(placements))]
-            made = [PARTIAL for _ in op.results]
+            produced = [PARTIAL for _ in op.results]
         else:
-            required, made = [None for _ in placements], [None for _ in op.results]
+            required, produced = [None for _ in placements], [None for _ in op.results]
         self.decision.required[node] = tuple(required)
-        self.decision.placement |= {(node, k): placement for k, placement in enumerate(made)}
+        self.decision.placement |= {(node, k): placement for k, placement in enumerate(produced)}
         if index in self._axis.inside:
             self._go_back(node, op)
         if rewrite is not None and index is not None:
@@ -251,8 +253,8 @@ class _Pass:
             self._asked[node, k] for k in range(len(op.results)) if (node, k) in self._asked
         ]
         present.sort(key=lambda i: i not in self._axis.weights)
-        found = next((i for i in present if self._can(op, i)), None)
-        if found is None and any(i in self._axis.stream for i in present):
+        chosen = next((i for i in present if self._can(op, i)), None)
+        if chosen is None and any(i in self._axis.stream for i in present):
             there = [
                 i
                 for dims in (*op.tensors, *op.results)
@@ -260,8 +262,8 @@ class _Pass:
                 for i in dim
                 if i in self._axis.inside
             ]
-            found = next((i for i in there if op.parts(i) is not None), None)
-        return found
+            chosen = next((i for i in there if op.parts(i) is not None), None)
+        return chosen
 
     def _can(self, op: OpIndexes, index: LoopIndex) -> bool:
         """Return whether an op can be sharded along an index."""
@@ -296,14 +298,14 @@ class _Pass:
         for node in self._joint.outputs:
             results[node] = self._boundary(node)
         for k, node in self._joint.grads.items():
-            given = self.decision.placement[self._joint.inputs[k], 0]
+            input_placement = self.decision.placement[self._joint.inputs[k], 0]
             placement = self.decision.of(key_of(node))
             summed = (
                 self._joint.kinds[k] == "param"
-                and given is None
+                and input_placement is None
                 and (placement is not None or k in self._partial_grads)
             )
-            results[node] = PARTIAL if summed else given
+            results[node] = PARTIAL if summed else input_placement
         results |= {
             node: PARTIAL
             for node in self._axis.partial & results.keys()
@@ -317,14 +319,14 @@ class _Pass:
 def _made_along(op: OpIndexes, index: LoopIndex, rewrite: LoopRewrite | None) -> list[Placement]:
     """Return the placements of the results of an op that is sharded along an index."""
     without: Placement = PARTIAL if rewrite is None or rewrite.partial else None
-    made: list[Placement] = [
+    placements: list[Placement] = [
         index if any(index in dim for dim in dims) else without for dims in op.results
     ]
     return (
-        made
+        placements
         if rewrite is None
         else [
             PARTIAL if k in rewrite.partial_results else placement
-            for k, placement in enumerate(made)
+            for k, placement in enumerate(placements)
         ]
     )

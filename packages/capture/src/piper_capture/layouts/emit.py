@@ -56,25 +56,25 @@ class Emitter:
 
     def input(self, node: fx.Node, value: Any) -> fx.Node:
         """Add a placeholder or a constant like `node`, that stands for `value`."""
-        made = self.graph.create_node(node.op, node.target, (), {}, name=node.name)
-        made.meta = {**node.meta, "val": value}
-        return made
+        copied = self.graph.create_node(node.op, node.target, (), {}, name=node.name)
+        copied.meta = {**node.meta, "val": value}
+        return copied
 
     def op(self, node: fx.Node, op: OpOverload, named: Mapping[str, Any]) -> fx.Node:
         """Add a call that comes from where `node` does, unless another place is set."""
         args, kwargs = _positional(op, named)
-        made = self._call(op, args, kwargs)
-        made.meta = {**dict(node.meta), **(self._meta or {}), "val": made.meta["val"]}
-        return made
+        call = self._call(op, args, kwargs)
+        call.meta = {**dict(node.meta), **(self._meta or {}), "val": call.meta["val"]}
+        return call
 
     def call(self, op: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call in the place that is set."""
         return self._call(op, args, kwargs)
 
     def item(self, node: fx.Node, number: int) -> fx.Node:
-        made = self.graph.call_function(operator.getitem, (node, number))
-        made.meta = {**node.meta, "val": node.meta["val"][number]}
-        return made
+        element = self.graph.call_function(operator.getitem, (node, number))
+        element.meta = {**node.meta, "val": node.meta["val"][number]}
+        return element
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         if op is aten.view.default and not _can_be_viewed(
@@ -86,11 +86,11 @@ class Emitter:
                 ),
                 args[1],
             )
-        made = self.graph.call_function(op, args, dict(kwargs))
+        call = self.graph.call_function(op, args, dict(kwargs))
         real_args, real_kwargs = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])
         with self._mode, torch.no_grad():
-            made.meta = {**(self._meta or {}), "val": op(*real_args, **real_kwargs)}
-        return made
+            call.meta = {**(self._meta or {}), "val": op(*real_args, **real_kwargs)}
+        return call
 
 
 def _can_be_viewed(tensor: Tensor, shape: Sequence[int]) -> bool:
@@ -108,8 +108,8 @@ def _can_be_viewed(tensor: Tensor, shape: Sequence[int]) -> bool:
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Return the arguments that an op is called with, in the order of its schema, by name."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]  # an op
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return {n: given[n] for n in names if n in given}
+    by_name = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return {n: by_name[n] for n in names if n in by_name}
 
 
 def _positional(op: OpOverload, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -128,10 +128,10 @@ def call_of(node: fx.Node) -> tuple[OpCall, tuple[TensorKey, ...]]:
     assert isinstance(node.target, OpOverload)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     names = [a.name for a in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    found: list[TensorKey] = []
-    fx.node.map_arg([given[n] for n in names if n in given], lambda n: found.append(key_of(n)))
-    return OpCall.of(node.target, args, kwargs, node.meta["val"]), tuple(found)
+    by_name = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    keys: list[TensorKey] = []
+    fx.node.map_arg([by_name[n] for n in names if n in by_name], lambda n: keys.append(key_of(n)))
+    return OpCall.of(node.target, args, kwargs, node.meta["val"]), tuple(keys)
 
 
 def indexed(
@@ -309,12 +309,12 @@ def _cuts(
             k for k, nests in enumerate(links) if any(d in tangled for nest in nests for d in nest)
         }
         cuts = _spread(sizes, [nests for k, nests in enumerate(links) if k not in broken], given)
-        found = {d for d, cut in enumerate(cuts) if not _chain(sizes[d], cut)}
-        if not found:
+        clashing = {d for d, cut in enumerate(cuts) if not _chain(sizes[d], cut)}
+        if not clashing:
             return cuts, broken
-        if found <= tangled:
+        if clashing <= tangled:
             raise OverlappingCuts
-        tangled |= found
+        tangled |= clashing
 
 
 def _spread(

@@ -62,13 +62,13 @@ class Sharded:
     def layout_of(self, number: int) -> Layout:
         """Return the layout of an input: the shard that each device has."""
         done: set[LoopIndex] = set()
-        found = []
+        parts = []
         for placement, axis in zip(self.inputs[number], self.axes, strict=True):
             if isinstance(placement, LoopIndex):
                 dim, outer = place_in(self.dims[number], placement, done)
-                found.append(DimPart(axis.name, dim, outer))
+                parts.append(DimPart(axis.name, dim, outer))
                 done.add(placement)
-        return tuple(found)
+        return tuple(parts)
 
     def summed(self, number: int) -> tuple[str, ...]:
         """Return the axes along which the gradient of an input is a partial sum."""
@@ -134,8 +134,8 @@ class _Builder:
         results = {
             node: self._result(node) for node in (*self._joint.outputs, *self._joint.grads.values())
         }
-        given = [results[n] for n in (*self._joint.outputs, *self._joint.grads.values())]
-        self._emit.graph.output(given)
+        returned = [results[n] for n in (*self._joint.outputs, *self._joint.grads.values())]
+        self._emit.graph.output(returned)
         own_what_is_spoiled(self._emit)
         self._emit.graph.eliminate_dead_code(
             is_impure_node=lambda n: n.op in ("placeholder", "output")
@@ -144,7 +144,7 @@ class _Builder:
 
     def _sharded(self, results: Mapping[fx.Node, fx.Node]) -> Sharded:
         joint = self._joint
-        found = replace(
+        local_joint = replace(
             joint,
             graph=self._emit.graph,
             inputs=tuple(self._made(n) for n in joint.inputs),
@@ -157,7 +157,7 @@ class _Builder:
         outputs = tuple(self._required_result(n) for n in joint.outputs)
         grads = {k: self._required_result(n) for k, n in joint.grads.items()}
         dims = tuple(self._indexes.tensors.get((n, 0), ()) for n in joint.inputs)
-        return Sharded(found, inputs, outputs, grads, tuple(self._axes), dims)
+        return Sharded(local_joint, inputs, outputs, grads, tuple(self._axes), dims)
 
     def _made(self, node: fx.Node) -> fx.Node:
         return self._at[(node, 0), self._placements((node, 0)), False]
@@ -195,23 +195,23 @@ class _Builder:
         named = {
             name: _with_nodes(value, nodes) for name, value in named_arguments(node).items()
         } | dict(changed)
-        for k, made in enumerate(
+        for k, result in enumerate(
             self._rewritten(node, op, named) or self._emitted(node, op, named)
         ):
-            if made is not None:
-                self._at[(node, k), self._placements((node, k)), False] = made
+            if result is not None:
+                self._at[(node, k), self._placements((node, k)), False] = result
 
     def _emitted(
         self, node: fx.Node, op: OpIndexes, named: Mapping[str, Any]
     ) -> list[fx.Node | None]:
         """Add an op, and return the nodes of its results, None for unused ones."""
-        made = self._emit.op(node, op.call.op, named)
-        made.meta[SHARED] = self._shared(node)
+        emitted = self._emit.op(node, op.call.op, named)
+        emitted.meta[SHARED] = self._shared(node)
         if not isinstance(node.meta["val"], list | tuple):
-            return [made]
+            return [emitted]
         used = {u.args[1] for u in node.users if u.target is operator.getitem}
         return [
-            self._emit.item(made, k) if k in used else None for k in range(len(node.meta["val"]))
+            self._emit.item(emitted, k) if k in used else None for k in range(len(node.meta["val"]))
         ]
 
     def _shared(self, node: fx.Node) -> int:
@@ -264,16 +264,16 @@ class _Builder:
 
     def _find(self, key: TensorKey, want: Placements, late: bool, user: fx.Node) -> fx.Node:
         """Return the node of a tensor in the required placements, redistributed at its first use in a phase."""
-        made = self._placements(key)
-        if want == made:
-            return self._at[key, made, False]
+        have = self._placements(key)
+        if want == have:
+            return self._at[key, have, False]
         late = late and not (
-            (self._keep or self._exchanged(made, want)) and (key, want, False) in self._at
+            (self._keep or self._exchanged(have, want)) and (key, want, False) in self._at
         )
-        found = self._at.get((key, want, late))
-        if found is None:
-            found = self._at[key, want, late] = self._converted(key, want, late, user)
-        return found
+        node = self._at.get((key, want, late))
+        if node is None:
+            node = self._at[key, want, late] = self._converted(key, want, late, user)
+        return node
 
     def _exchanged(self, made: Placements, want: Placements) -> bool:
         """Return whether a tensor is resharded along another index, which keeps its size: the result is saved."""
@@ -284,14 +284,14 @@ class _Builder:
 
     def _converted(self, key: TensorKey, want: Placements, late: bool, user: fx.Node) -> fx.Node:
         redistributed = tuple(d.of(key) for d in self._decisions)
-        made = self._placements(key)
-        if redistributed not in (made, want):
+        have = self._placements(key)
+        if redistributed not in (have, want):
             before, source = (
                 redistributed,
                 self._find(key, redistributed, late=key[0] in self._backward, user=user),
             )
         else:
-            before, source = made, self._at[key, made, False]
+            before, source = have, self._at[key, have, False]
         base = self._of_base(key, before, want, late, user)
         if base is not None:
             return base
@@ -339,11 +339,11 @@ def _local(
     shape: Sequence[int], dims: Sequence[tuple[LoopIndex, ...]], placements: Any
 ) -> tuple[int, ...]:
     """Return the shape of a device's shard; an index that is in two dimensions is sharded in the first."""
-    found = list(shape)
+    sizes = list(shape)
     for placement, axis in placements:
         if isinstance(placement, LoopIndex):
-            found[next(d for d, inside in enumerate(dims) if placement in inside)] //= axis.degree
-    return tuple(found)
+            sizes[next(d for d, inside in enumerate(dims) if placement in inside)] //= axis.degree
+    return tuple(sizes)
 
 
 def _with_nodes(value: Any, nodes: Any) -> Any:

@@ -73,10 +73,10 @@ class OpCall:
     def of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> OpCall:
         """Return the call of `op` that made `result`."""
         names = [a.name for a in op._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | dict(kwargs)
-        made = result if isinstance(result, list | tuple) else (result,)
-        results = tuple(t if isinstance(t, Tensor) else torch.empty(0) for t in made)
-        return OpCall(op, {n: given[n] for n in names if n in given}, results)
+        by_name = dict(zip(names, args, strict=False)) | dict(kwargs)
+        returned = result if isinstance(result, list | tuple) else (result,)
+        results = tuple(t if isinstance(t, Tensor) else torch.empty(0) for t in returned)
+        return OpCall(op, {n: by_name[n] for n in names if n in by_name}, results)
 
     @cached_property
     def _numbered(self) -> tuple[tuple[str, Tensor], ...]:
@@ -93,8 +93,8 @@ class OpCall:
 
     def number(self, name: str) -> int:
         """Return the number of an argument that is one tensor."""
-        (found,) = self.numbers(name)
-        return found
+        (tensor_number,) = self.numbers(name)
+        return tensor_number
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an argument that is no tensor, or the default of the schema."""
@@ -105,8 +105,8 @@ class OpCall:
 
     def shape(self, tensor: int) -> Shape:
         """Return the shape of a tensor by its number."""
-        found = self.tensors[tensor] if tensor >= 0 else self.results[-1 - tensor]
-        return tuple(found.shape)
+        value = self.tensors[tensor] if tensor >= 0 else self.results[-1 - tensor]
+        return tuple(value.shape)
 
     def size(self, at: DimOf | Inner) -> int:
         """Return the number of steps of a dimension or an inner loop."""

@@ -76,13 +76,13 @@ class _Counts:
         op, first = node.target, node.all_input_nodes[0].meta["val"]
         assert isinstance(op, OpOverload)
         emit = Emitter(graph, first.fake_mode)
-        given = fx.node.map_arg(named_arguments(node), env.__getitem__)
+        named = fx.node.map_arg(named_arguments(node), env.__getitem__)
         late = "backward" in str(node.meta["partitioner_tag"])
         with emit.like(node, late):
             if op in MEANS:
                 count = first.numel() // aliasing.tensor(node).numel()
-                return (_divided(emit, emit.op(node, MEANS[op], given), count),)
-            return self._loss(emit, node, op, given)
+                return (_divided(emit, emit.op(node, MEANS[op], named), count),)
+            return self._loss(emit, node, op, named)
 
     def _loss(
         self, emit: Emitter, node: fx.Node, op: OpOverload, given: Mapping[str, Any]
@@ -91,10 +91,10 @@ class _Counts:
         added = {**given, "reduction": "sum" if op in OF_CLASSES else SUM}
         if name := LOSSES[op]:
             return (emit.op(node, op, {**added, name: _divided(emit, given[name], count)}),)
-        made = emit.op(node, op, added)
+        summed = emit.op(node, op, added)
         if op in OF_CLASSES:
-            return _divided(emit, emit.item(made, 0), count), emit.item(made, 1)
-        return (_divided(emit, made, count),)
+            return _divided(emit, emit.item(summed, 0), count), emit.item(summed, 1)
+        return (_divided(emit, summed, count),)
 
     def _count(self, emit: Emitter, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | int:
         """Return the divisor of a mean loss: a number, or a node that counts the targets."""

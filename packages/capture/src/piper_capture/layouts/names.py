@@ -43,7 +43,7 @@ def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Loop
     seen to be heads there: they are "hidden". Several indexes may have the same name.
     """
     spots = spots_of(joint, indexes)
-    found: dict[LoopIndex, str] = {}
+    name_by_index: dict[LoopIndex, str] = {}
     for name, index in (
         *_of_ops(joint, indexes),
         *_of_stacks(indexes, spots),
@@ -51,30 +51,30 @@ def names_of(joint: Joint, indexes: Indexed, params: Sequence[str]) -> dict[Loop
         *_of_products(indexes, spots),
         *_of_params(indexes, spots, params),
     ):
-        found.setdefault(index, name)
-    return found
+        name_by_index.setdefault(index, name)
+    return name_by_index
 
 
 def spots_of(joint: Joint, indexes: Indexed) -> Spots:
     """Return the dimensions of parameters that have each index."""
-    found: dict[LoopIndex, list[tuple[int, int]]] = {}
+    spots_by_index: dict[LoopIndex, list[tuple[int, int]]] = {}
     for k, node in enumerate(joint.inputs):
         if joint.kinds[k] == "param":
             for dim, inside in enumerate(indexes.tensors[node, 0]):
                 for index in inside:
-                    found.setdefault(index, []).append((k, dim))
-    return found
+                    spots_by_index.setdefault(index, []).append((k, dim))
+    return spots_by_index
 
 
 def _of_ops(joint: Joint, indexes: Indexed) -> Iterator[tuple[str, LoopIndex]]:
-    given = {n for k, n in enumerate(joint.inputs) if joint.kinds[k] in ("value", "batch")}
+    data_inputs = {n for k, n in enumerate(joint.inputs) if joint.kinds[k] in ("value", "batch")}
     for op in indexes.ops.values():
         match op.call.op:
             case piper.attention.default:
                 yield from _of_attention(op)
             case piper.cross_entropy.default:
                 yield from (("vocab", i) for i in op.tensors[op.call.number("logits")][1])
-            case aten.embedding.default if _indices(op) in given:
+            case aten.embedding.default if _indices(op) in data_inputs:
                 yield from (("vocab", i) for i in op.tensors[op.call.number("weight")][0])
 
 

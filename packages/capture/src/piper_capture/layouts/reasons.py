@@ -38,10 +38,10 @@ def reason(key: TensorKey, user: fx.Node, *, summed: bool) -> str:
 
     For a partial sum it is the op that made it, else the op that requires another placement.
     """
-    made = aliasing.root(key[0])
+    source = aliasing.root(key[0])
     if summed:
-        return f"after {title(made)}"
-    return f"at the end, after {title(made)}" if user is key[0] else f"before {title(user)}"
+        return f"after {title(source)}"
+    return f"at the end, after {title(source)}" if user is key[0] else f"before {title(user)}"
 
 
 def wants_whole(indexes: Indexed, index: LoopIndex) -> tuple[fx.Node, OpIndexes] | None:
@@ -56,8 +56,8 @@ def obstacle(indexes: Indexed, crossing: Set[LoopIndex], index: LoopIndex) -> st
     """
     if index in crossing:
         return "it passes between chunks"
-    found = wants_whole(indexes, index)
-    if found is None:
+    blocker = wants_whole(indexes, index)
+    if blocker is None:
         return ""
-    node, op = found
+    node, op = blocker
     return f"{title(node)} {'wants it whole' if op.known else 'has no rule: it is computed whole'}"

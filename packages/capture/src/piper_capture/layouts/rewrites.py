@@ -41,26 +41,26 @@ def _add_up(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> l
     rows = int(named["num_weights"])
     for place in places:
         rows //= place.degree
-    given = named["grad_output"], named["indices"], rows, *_at(places), named["padding_idx"]
-    return [emit.call(embedding_part_dgrad, *given)]
+    args = named["grad_output"], named["indices"], rows, *_at(places), named["padding_idx"]
+    return [emit.call(embedding_part_dgrad, *args)]
 
 
 def _loss(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
     """All-reduce two numbers per token, and compute the loss and the logsumexp from them."""
     target, options = named["target"], _options(named)
     ignored = {name: value for name, value in options.items() if name == "ignore_index"}
-    found = emit.call(cross_entropy_part, named["logits"], target, *_at(places), **ignored)
-    statistics = tuple(aliasing.tensor(found).shape)
+    parts = emit.call(cross_entropy_part, named["logits"], target, *_at(places), **ignored)
+    statistics = tuple(aliasing.tensor(parts).shape)
     for place in places:
-        found = emit.call(all_gather, found, place.axis, place.degree)
-    joined = found if len(places) == 1 else emit.call(aten.view.default, found, [-1, *statistics])
+        parts = emit.call(all_gather, parts, place.axis, place.degree)
+    joined = parts if len(places) == 1 else emit.call(aten.view.default, parts, [-1, *statistics])
     both = emit.call(cross_entropy_joined, joined, target, **options)
     return [emit.item(both, k) for k in range(2)]
 
 
 def _loss_gradient(emit: Emitter, named: OpArguments, places: Sequence[LoopPlace]) -> list[fx.Node]:
-    given = [named[name] for name in ("grad_loss", "logits", "target", "logsumexp")]
-    return [emit.call(cross_entropy_part_dgrad, *given, *_at(places), **_options(named))]
+    args = [named[name] for name in ("grad_loss", "logits", "target", "logsumexp")]
+    return [emit.call(cross_entropy_part_dgrad, *args, *_at(places), **_options(named))]
 
 
 def _options(named: OpArguments) -> dict[str, Any]:

@@ -64,12 +64,12 @@ class KeptState:
 
     def moving(self) -> tuple[Change, ...]:
         """Return the changes of places that the last call left with another value, except forgotten places."""
-        found = {
+        known = {
             place: before for place, before in self._before.items() if place not in self._unknown
         }
         return tuple(
             self.changes[place]
-            for place, before in found.items()
+            for place, before in known.items()
             if looks(self._get(place)) != before
         )
 

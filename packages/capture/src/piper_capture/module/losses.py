@@ -31,12 +31,12 @@ def cast_loss(loss: Loss, casts: Casts) -> Loss:
     """Return a loss whose own tensors, if it is a module, have the dtypes of buffers of the model."""
     if not isinstance(loss, nn.Module):
         return loss
-    made = copy.deepcopy(loss)
-    for name, tensor, _ in named_tensors(made):
+    copied = copy.deepcopy(loss)
+    for name, tensor, _ in named_tensors(copied):
         if tensor.requires_grad:
             raise CaptureError(TRAINED.format(what=f"a parameter {name!r}"))
         tensor.data = tensor.to(casts.of_buffer(tensor))
-    return made
+    return copied
 
 
 def take_constant(graph: fx.Graph, node: fx.Node, value: Tensor) -> bool:

@@ -36,15 +36,15 @@ def measured(
 
     The metrics in a dict that a function returns are named after both: "accuracy/top5".
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    values_by_name: dict[str, tuple[Any, ...]] = {}
     for name, function in metrics.items():
         result = function(output, targets)
         if isinstance(result, dict):
             for key, value in result.items():
-                found[f"{name}/{key}"] = _scalars(value, dtype)
+                values_by_name[f"{name}/{key}"] = _scalars(value, dtype)
         else:
-            found[name] = _scalars(result, dtype)
-    return found
+            values_by_name[name] = _scalars(result, dtype)
+    return values_by_name
 
 
 def _scalars(value: Any, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ def metric_nodes(
     found: Mapping[str, Sequence[Any]], node_of: Callable[[Any], fx.Node | None]
 ) -> tuple[MetricNode, ...]:
     """Return the nodes of metrics; raise CaptureError for a metric that is neither a mean nor (sum, weight)."""
-    out: list[MetricNode] = []
+    collected: list[MetricNode] = []
     for name, values in found.items():
         nodes = [node_of(value) for value in values]
         scalars = [isinstance(value, Tensor) and value.dim() == 0 for value in values]
@@ -74,10 +74,10 @@ def metric_nodes(
                 f"Job(metrics=...): {name!r} returned {', '.join(map(_shown, values)) or 'nothing'}; {NEEDED}"
             )
         kinds: tuple[Literal["metric", "metric_weight"], ...] = ("metric", "metric_weight")
-        out += [
+        collected += [
             MetricNode(kind, name, node) for kind, node in zip(kinds, nodes) if node is not None
         ]
-    return tuple(out)
+    return tuple(collected)
 
 
 def _shown(value: Any) -> str:

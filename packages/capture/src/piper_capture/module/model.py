@@ -221,17 +221,17 @@ def flatten_batch(inputs: Any, targets: Any) -> dict[str, Tensor]:
 
     Raises CaptureError for a leaf that is no tensor, number, bool, text or None.
     """
-    found: dict[str, Tensor] = {}
+    tensor_by_name: dict[str, Tensor] = {}
     for name, leaf in batch_leaves(inputs, targets):
         if isinstance(leaf, Tensor):
-            found[name] = leaf
+            tensor_by_name[name] = leaf
         elif not isinstance(leaf, Constant):
             raise CaptureError(
                 f"batch: {name} is a {type(leaf).__name__}; a batch holds tensors, and numbers, bools, texts and "
                 f"None, which are constants of the model (torch.from_numpy makes tensors of arrays), in tuples, "
                 f"lists, dicts, and dataclasses whose constructor takes all fields"
             )
-    return found
+    return tensor_by_name
 
 
 @dataclass(frozen=True)
@@ -285,11 +285,11 @@ def check_batch(
     declared to have none.
     """
     asked = range(min(ASKED_ROWS, most))
-    found = _called(batch, asked)
-    fixed = {name for name, tensor in found.tensors.items() if is_shared(tensor, name, shared)}
-    _check_patterns(shared, found.tensors)
+    sample = _called(batch, asked)
+    fixed = {name for name, tensor in sample.tensors.items() if is_shared(tensor, name, shared)}
+    _check_patterns(shared, sample.tensors)
     joined: dict[str, int] = {}
-    for name, tensor in found.tensors.items():
+    for name, tensor in sample.tensors.items():
         if name in fixed or (tensor.dim() and tensor.shape[0] == len(asked)):
             continue
         parts = _parts_of_rows(batch, asked, name, tensor)
@@ -307,9 +307,9 @@ def check_batch(
         )
         return torch.zeros(shape, dtype=casts.of_batch(name, leaf))
 
-    sharing = sharing_memory(found.tensors)
+    sharing = sharing_memory(sample.tensors)
     return replace(
-        found.map(example), fixed=frozenset(fixed), joined=frozenset(joined), sharing=sharing
+        sample.map(example), fixed=frozenset(fixed), joined=frozenset(joined), sharing=sharing
     )
 
 

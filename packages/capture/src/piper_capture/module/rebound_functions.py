@@ -65,33 +65,33 @@ class _Rebound:
         """Return a container of copies; a list or dict is registered before it is filled, since it may hold itself."""
         if not isinstance(value, list | dict):
             return type(value)(map(self.value, value))
-        made: Any = type(value)()
-        self._made[id(value)] = value, made
+        copied: Any = type(value)()
+        self._made[id(value)] = value, copied
         if isinstance(value, dict):
-            made.update({key: self.value(item) for key, item in value.items()})
+            copied.update({key: self.value(item) for key, item in value.items()})
         else:
-            made.extend(map(self.value, value))
-        return made
+            copied.extend(map(self.value, value))
+        return copied
 
     def _function(self, function: FunctionType) -> FunctionType:
         cells = tuple(CellType() for _ in function.__closure__ or ())
-        made = FunctionType(
+        copied = FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
         )
         self._made[id(function)] = (
             function,
-            made,
+            copied,
         )  # registered before its cells are filled: a function may refer to itself
-        made.__defaults__ = tuple(map(self.value, function.__defaults__ or ())) or None
-        made.__kwdefaults__ = {
+        copied.__defaults__ = tuple(map(self.value, function.__defaults__ or ())) or None
+        copied.__kwdefaults__ = {
             key: self.value(item) for key, item in (function.__kwdefaults__ or {}).items()
         }
-        made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-        made.__dict__.update(function.__dict__)
+        copied.__qualname__, copied.__module__ = function.__qualname__, function.__module__
+        copied.__dict__.update(function.__dict__)
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
             if not _empty(old):
                 cell.cell_contents = self.value(old.cell_contents)
-        return made
+        return copied
 
     def _refers(self, value: Any, seen: set[int]) -> bool:
         """Return whether a value is, or refers to, an object that was copied."""

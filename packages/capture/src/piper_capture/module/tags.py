@@ -58,8 +58,8 @@ def region(*, opaque: bool = False, **coords: int) -> Iterator[None]:
     if not torch.compiler.is_compiling():
         yield
         return
-    given = coords | ({OPAQUE: _opaque(opaque)} if opaque is not False else {})
-    with annotate({PREFIX + name: value for name, value in given.items()}):
+    marks = coords | ({OPAQUE: _opaque(opaque)} if opaque is not False else {})
+    with annotate({PREFIX + name: value for name, value in marks.items()}):
         yield
 
 
@@ -81,8 +81,8 @@ def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int | str]]) -> nn
     replacement that does not exist or does not fit the module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    for pattern, given in patterns.items():
-        coords: Any = {key: value for key, value in given.items() if key != replacements.REPLACE}
+    for pattern, settings in patterns.items():
+        coords: Any = {key: value for key, value in settings.items() if key != replacements.REPLACE}
         _check_coords(pattern, coords)
         if pattern == REST:
             _stamp("the model itself", model, pattern, coords)
@@ -94,16 +94,16 @@ def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int | str]]) -> nn
             )
         for name in matched:
             _stamp(name, modules[name], pattern, coords)
-            if replacements.REPLACE in given:
-                replacements.mark(name, modules[name], pattern, given[replacements.REPLACE])
+            if replacements.REPLACE in settings:
+                replacements.mark(name, modules[name], pattern, settings[replacements.REPLACE])
     return model
 
 
 def _stamp(name: str, module: nn.Module, pattern: str, coords: Mapping[str, int]) -> None:
-    given: dict[str, tuple[int, str]] = module.__dict__.setdefault(ATTRIBUTE, {})
+    stamped: dict[str, tuple[int, str]] = module.__dict__.setdefault(ATTRIBUTE, {})
     for key, value in coords.items():
         value = _opaque(value) if key == OPAQUE else value
-        before, by = given.setdefault(key, (value, pattern))
+        before, by = stamped.setdefault(key, (value, pattern))
         if before != value:
             raise SelectorError(
                 f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: {key}={before} and "
@@ -158,7 +158,7 @@ def matches(pattern: str, name: str) -> bool:
     expression, ranges = _compile(pattern)
     match = expression.match(name)
     return match is not None and all(
-        int(found) in allowed for found, allowed in zip(match.groups(), ranges, strict=True)
+        int(number) in allowed for number, allowed in zip(match.groups(), ranges, strict=True)
     )
 
 
@@ -183,11 +183,11 @@ def layer_indexes(model: nn.Module) -> dict[int, int]:
     has 2 entries and is registered first, decoder.layers starts at 2. A list or entry that is registered twice keeps
     its first numbers.
     """
-    found: dict[int, int] = {}
+    number_by_id: dict[int, int] = {}
     for number, entry in enumerate(outermost_entries(model, set())):
         for inner in entry.modules():
-            found.setdefault(id(inner), number)
-    return found
+            number_by_id.setdefault(id(inner), number)
+    return number_by_id
 
 
 def outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:

@@ -33,15 +33,15 @@ def takes_any_rows(graph: fx.Graph) -> bool:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        given = [kinds.get(n) for n in node.all_input_nodes]
-        if node.target is grouped_mm and given == ["rows", "counts", "stack"]:
+        input_kinds = [kinds.get(n) for n in node.all_input_nodes]
+        if node.target is grouped_mm and input_kinds == ["rows", "counts", "stack"]:
             kinds[node] = "rows"
         elif (
-            len(set(given)) == 1
-            and given[0] in ("rows", "stack")
+            len(set(input_kinds)) == 1
+            and input_kinds[0] in ("rows", "stack")
             and (_is_elementwise(node) or _is_within(node))
         ):
-            kinds[node] = str(given[0])
+            kinds[node] = str(input_kinds[0])
         else:
             return False
     return True

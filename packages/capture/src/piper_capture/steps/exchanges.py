@@ -30,22 +30,22 @@ from piper_ops import (
 
 def inside(graph: StepGraph) -> tuple[StepCollective, ...]:
     """Return the collectives of a step in order, with the bytes of the unsharded tensor."""
-    found: list[StepCollective] = []
+    collectives: list[StepCollective] = []
     for node in graph.graph.nodes:
         if node.target in COLLECTIVE_KINDS:
-            found.append(_described(node))
+            collectives.append(_described(node))
         elif node.target in ROUNDS:
-            found += _of_further_rounds(node)
-    return tuple(found)
+            collectives += _of_further_rounds(node)
+    return tuple(collectives)
 
 
 def _described(node: fx.Node) -> StepCollective:
-    given, axis = node.args[0], node.args[1]
-    assert isinstance(given, fx.Node) and isinstance(axis, str)
+    source, axis = node.args[0], node.args[1]
+    assert isinstance(source, fx.Node) and isinstance(axis, str)
     assert isinstance(node.target, OpOverload)
     kind, why = COLLECTIVE_KINDS[node.target], str(node.meta.get("exchange_for", ""))
-    nbytes = aliasing.tensor(node if kind == "all_gather" else given).nbytes
-    return StepCollective(kind, axis, nbytes, why, _rows_of_experts(node, given))
+    nbytes = aliasing.tensor(node if kind == "all_gather" else source).nbytes
+    return StepCollective(kind, axis, nbytes, why, _rows_of_experts(node, source))
 
 
 def _rows_of_experts(node: fx.Node, given: fx.Node) -> int:
@@ -81,8 +81,8 @@ def meeting(op: OpOverload, texts: Sequence[str], args: Sequence[Any]) -> str:
 
     `texts` are those of its arguments `args`; the body is the one that `bodies` defines.
     """
-    given = ", ".join([*texts[:BODY], _body_name(args[BODY]), *texts[BODY + 1 :]])
-    return f"ROUNDS[{op._schema.name!r}](EXCHANGE, {given})"
+    arguments = ", ".join([*texts[:BODY], _body_name(args[BODY]), *texts[BODY + 1 :]])
+    return f"ROUNDS[{op._schema.name!r}](EXCHANGE, {arguments})"
 
 
 def bodies(nodes: Iterable[fx.Node]) -> list[str]:

@@ -174,7 +174,9 @@ def _joint(
 ) -> Joint:
     graph = raw.module.graph
     _check(graph)
-    buffers = [raw.primals[k] for k, given in enumerate(inputs) if given.kind == "buffer"]
+    buffers = [
+        raw.primals[k] for k, joint_input in enumerate(inputs) if joint_input.kind == "buffer"
+    ]
     rewrite_joint(graph, buffers)
     number_draws(graph)
     aliasing.show_whole_storages(graph)
@@ -230,25 +232,25 @@ class _Wrapper(torch.nn.Module):
         values = [
             a.clone() if k in self._mutated else a for k, a in enumerate(args[: self._inputs])
         ]
-        given = dict(zip(self.constants, args[self._inputs :], strict=True))
+        constant_by_name = dict(zip(self.constants, args[self._inputs :], strict=True))
         with torch.device("cpu"), torch.fx.traceback.preserve_node_meta():
-            self._interpreter = Interpreter(self._chunk[0], given)
+            self._interpreter = Interpreter(self._chunk[0], constant_by_name)
             result = self._interpreter.run(*values)
         outputs = [
             *(result if isinstance(result, list | tuple) else (result,)),
             *(values[k] for k in self._mutated),
         ]
         self.outputs = len(outputs)
-        for k, out in enumerate(outputs):
-            if not isinstance(out, torch.Tensor):
+        for k, output in enumerate(outputs):
+            if not isinstance(output, torch.Tensor):
                 raise CaptureError(
-                    f"output {k} of a chunk is {type(out).__name__}; only tensors cross from chunk to chunk"
+                    f"output {k} of a chunk is {type(output).__name__}; only tensors cross from chunk to chunk"
                 )
         return tuple(
-            out.clone(memory_format=torch.contiguous_format)
+            output.clone(memory_format=torch.contiguous_format)
             if k < len(self._mask) and self._mask[k]
-            else _detached(out)
-            for k, out in enumerate(outputs)
+            else _detached(output)
+            for k, output in enumerate(outputs)
         )
 
 
@@ -302,7 +304,7 @@ def _cpu_keyword(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def constants_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Return the tensors that the captured graph holds as attributes, by attribute name."""
-    found: dict[str, torch.Tensor] = {}
+    constants: dict[str, torch.Tensor] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value: Any = module
         for part in str(node.target).split("."):
@@ -317,8 +319,8 @@ def constants_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
                 raise CaptureError(
                     f"a constant tensor has no content{_where(node)}; register it as a buffer of the model"
                 )
-            found[str(node.target)] = value
-    return found
+            constants[str(node.target)] = value
+    return constants
 
 
 def _export(

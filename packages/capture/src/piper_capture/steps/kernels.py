@@ -24,10 +24,12 @@ COUNTS = "counts"
 
 def cost(step: StepGraph) -> Cost:
     """Return the kernels one by one, in the order of their launch."""
-    found = [n for n in step.graph.nodes if n.op == "call_function" and _launches(n)]
-    made = listed(aliasing.asked(launched, n) for n in found)
+    launching = [n for n in step.graph.nodes if n.op == "call_function" and _launches(n)]
+    listing = listed(aliasing.asked(launched, n) for n in launching)
     return Cost(
-        tuple([_noted(kernel, node) for kernel, node in zip(made.kernels, found, strict=True)])
+        tuple(
+            [_noted(kernel, node) for kernel, node in zip(listing.kernels, launching, strict=True)]
+        )
     )
 
 

@@ -108,14 +108,18 @@ def _origin(node: fx.Node, kinds: Mapping[fx.Node, Linearity]) -> fx.Node:
 
 
 def _made(node: fx.Node, kinds: Mapping[fx.Node, Linearity]) -> Linearity:
-    given = [kinds[n] for n in node.all_input_nodes]
+    input_kinds = [kinds[n] for n in node.all_input_nodes]
     if node.target is operator.getitem:
-        return given[0]
+        return input_kinds[0]
     if not isinstance(node.target, OpOverload):
-        return max(given, default=CONSTANT) if max(given, default=CONSTANT) <= CONSTANT else UNKNOWN
+        return (
+            max(input_kinds, default=CONSTANT)
+            if max(input_kinds, default=CONSTANT) <= CONSTANT
+            else UNKNOWN
+        )
     name = node.target._schema.name.partition("::")[2]
-    if max(given, default=CONSTANT) <= CONSTANT:
-        return ZERO if _is_zero(node, name, given) else CONSTANT
+    if max(input_kinds, default=CONSTANT) <= CONSTANT:
+        return ZERO if _is_zero(node, name, input_kinds) else CONSTANT
     if node.target.namespace not in OURS:
         return UNKNOWN
     return _of_op(node, name, kinds)
@@ -183,22 +187,22 @@ def _added(terms: Iterable[Linearity]) -> Linearity:
 
 
 def _product(factors: Iterable[Linearity]) -> Linearity:
-    given = list(factors)
-    varying = [kind for kind in given if kind > CONSTANT]
-    if ZERO in given:
+    kinds = list(factors)
+    varying = [kind for kind in kinds if kind > CONSTANT]
+    if ZERO in kinds:
         return ZERO
     return OTHER if len(varying) > 1 else max(varying, default=CONSTANT)
 
 
 def _nodes(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
+    nodes: list[fx.Node] = []
 
     def note(node: fx.Node) -> fx.Node:
-        found.append(node)
+        nodes.append(node)
         return node
 
     fx.node.map_arg(value, note)
-    return found
+    return nodes
 
 
 def _kinds(value: Any, kinds: Mapping[fx.Node, Linearity]) -> list[Linearity]:

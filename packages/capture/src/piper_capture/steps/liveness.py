@@ -53,17 +53,19 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
     ends = [last.get(inputs[k], -1) for k in consumed]
     spans = list(zip([-1, *ends], [*ends, len(lines)], strict=True))
     inside_too = [
-        (number, held + aliasing.asked(cpu_workspace, lines[number].node))
-        for number, held in at_line
+        (number, live_bytes + aliasing.asked(cpu_workspace, lines[number].node))
+        for number, live_bytes in at_line
     ]
     segments = [
         tuple(size for number, size in inside_too if start < number <= end) for start, end in spans
     ]
     of_cuda = [
-        (number, held, aliasing.asked(cuda_workspace, lines[number].node))
-        for number, held in at_line
+        (number, live_bytes, aliasing.asked(cuda_workspace, lines[number].node))
+        for number, live_bytes in at_line
     ]
-    kernels = [(number, _inside(held, own)) for number, held, own in of_cuda if own is not None]
+    kernels = [
+        (number, _inside(live_bytes, own)) for number, live_bytes, own in of_cuda if own is not None
+    ]
     inside = (
         [tuple(k for number, k in kernels if start < number <= end) for start, end in spans]
         if kernels
@@ -78,20 +80,20 @@ def _inside(held: int, own: Workspace) -> Inside:
 
 def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
     """Return (line number, bytes held while it runs) for the lines that allocate."""
-    held = 0
+    live_bytes = 0
     freed_at: dict[int, int] = {}
     at_line: list[tuple[int, int]] = []
     for number, line in enumerate(lines):
         if not aliasing.is_view(line.node):
             for owner, size in _results(line):
-                held += size
+                live_bytes += size
                 end = number if owner is None else last[owner]
                 freed_at[end] = freed_at.get(end, 0) + size
         if (
             not aliasing.is_view(line.node) or line.node.target in ROUNDS
         ):  # further rounds have a workspace
-            at_line.append((number, held))
-        held -= freed_at.pop(number, 0)
+            at_line.append((number, live_bytes))
+        live_bytes -= freed_at.pop(number, 0)
     return at_line
 
 

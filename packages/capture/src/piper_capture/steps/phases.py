@@ -134,13 +134,13 @@ def _forward(
     if not dropped:
         return {"F": keeping.finish()}
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
-    given = {
+    available = {
         n: s
         for n, s in keeping.placed.items()
         if n not in dropped and not (hands_on and s.port.startswith("out"))
     }
-    again = made_again([*dropped, *(joint.outputs if hands_on else ())], given)
-    r = StepBuilder(joint, rank, again.body, {**placed, **given})
+    again = made_again([*dropped, *(joint.outputs if hands_on else ())], available)
+    r = StepBuilder(joint, rank, again.body, {**placed, **available})
     r.write((f"out{k}", n) for k, n in enumerate(joint.outputs if hands_on else ()))
     r.write_again(dropped)
     kept = {n: s for n, s in saved.items() if n not in dropped}

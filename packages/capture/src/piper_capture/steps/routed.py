@@ -109,12 +109,12 @@ class RoutedForms:
 
     def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
         """Return the joint graph of a device."""
-        made, further = self._at(rows), self._how.overflow == "rounds"
-        rewritten = made.module(
-            made.body_text() if further else "", self._room(rows) if further else []
+        rewriting, further = self._at(rows), self._how.overflow == "rounds"
+        rewritten = rewriting.module(
+            rewriting.body_text() if further else "", self._room(rows) if further else []
         )
         own = [
-            replace(i, example=made.own(i.example)) if k in made.stacks else i
+            replace(i, example=rewriting.own(i.example)) if k in rewriting.stacks else i
             for k, i in enumerate(self._inputs(rows))
         ]
         joint = trace_joint(rewritten, own, mask)
@@ -132,7 +132,8 @@ class RoutedForms:
         """
         if not self._lines:
             few, many, more = (
-                made.room(made.body_text()) for made in map(self._at, (FEW, MANY, MANY + 1))
+                rewriting.room(rewriting.body_text())
+                for rewriting in map(self._at, (FEW, MANY, MANY + 1))
             )
             self._lines = [(a, c - b) for a, b, c in zip(few, many, more, strict=True)]
         return [first + (rows - FEW) * slope for first, slope in self._lines]
@@ -157,9 +158,9 @@ class _Shapes(Interpreter):
         return self.found[n]
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        made = self.found[node]
-        assert isinstance(made, Tensor)
-        return tuple(made.shape)
+        value = self.found[node]
+        assert isinstance(value, Tensor)
+        return tuple(value.shape)
 
 
 class _Rewriting:
@@ -196,12 +197,12 @@ class _Rewriting:
         )
 
     def _only(self, nodes: Sequence[fx.Node], ops: Sequence[object], name: str) -> fx.Node:
-        found = [n for n in nodes if n.target in ops]
-        if len(found) != 1:
+        calls = [n for n in nodes if n.target in ops]
+        if len(calls) != 1:
             raise self._fail(
-                f"its region calls {name} {len(found)} times; one region holds one route and one unroute"
+                f"its region calls {name} {len(calls)} times; one region holds one route and one unroute"
             )
-        return found[0]
+        return calls[0]
 
     def _between(self) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return the nodes between `route` and `unroute`, and the other nodes that these read."""
@@ -230,12 +231,12 @@ class _Rewriting:
 
     def _checked(self, node: fx.Node, placeholders: Sequence[fx.Node]) -> fx.Node:
         """Return a parameter that the nodes between the two read; raise DirectiveError unless it is a stack."""
-        given = self._inputs[placeholders.index(node)] if node in placeholders else None
+        joint_input = self._inputs[placeholders.index(node)] if node in placeholders else None
         if (
-            given is None
-            or given.kind != "param"
-            or given.example.dim() < 2
-            or given.example.shape[0] != self.experts
+            joint_input is None
+            or joint_input.kind != "param"
+            or joint_input.example.dim() < 2
+            or joint_input.example.shape[0] != self.experts
         ):
             raise self._fail(
                 f"{node.name} is read between route and unroute, and is no parameter [{self.experts}, ...] of the "
@@ -275,10 +276,10 @@ class _Rewriting:
 
     def body_inputs(self) -> list[Tensor]:
         """Return meta tensors like the arguments of the body."""
-        found = self._shapes.found[self._rows]
-        assert isinstance(found, Tensor)
+        source = self._shapes.found[self._rows]
+        assert isinstance(source, Tensor)
         rows = torch.empty(
-            (self._how.degree * self.slot, found.shape[1]), dtype=found.dtype, device="meta"
+            (self._how.degree * self.slot, source.shape[1]), dtype=source.dtype, device="meta"
         )
         counts = torch.empty(self.experts // self._how.degree, dtype=torch.int64, device="meta")
         return [rows, counts, *(self.own(self._example(n)).to("meta") for n in self._stacks)]
@@ -349,8 +350,8 @@ class _Rewriting:
         how = self._how
         for node in self._body:
             env[node] = graph.node_copy(node, env.__getitem__)
-        given = graph.call_function(experts_give, (env[self._result], self._table, 0))  # type: ignore[index]  # a node
-        back = graph.call_function(all_to_all, (given, how.axis, how.degree))
+        outgoing = graph.call_function(experts_give, (env[self._result], self._table, 0))  # type: ignore[index]  # a node
+        back = graph.call_function(all_to_all, (outgoing, how.axis, how.degree))
         if how.overflow == "rounds":
             weights = [env[n] for n in self._stacks]
             args = (
@@ -364,12 +365,12 @@ class _Rewriting:
                 0,
                 list(room),
             )
-            made = graph.call_function(experts_return, args)
+            returned = graph.call_function(experts_return, args)
         else:
-            made = graph.call_function(
+            returned = graph.call_function(
                 experts_home, (back, self._table, 0, self._shapes.shape(self._rows)[0])
             )
         share = env[self._unroute.args[2]]  # type: ignore[index]  # a node
-        env[self._unroute] = graph.call_function(unroute, (made, self._chosen, share))
-        for node in (given, back, made, env[self._unroute]):
+        env[self._unroute] = graph.call_function(unroute, (returned, self._chosen, share))
+        for node in (outgoing, back, returned, env[self._unroute]):
             node.meta = dict(self._unroute.meta)

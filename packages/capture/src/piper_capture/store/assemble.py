@@ -144,14 +144,14 @@ def trace(
         changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
         check_batch(forward.sharing, _changed_in_batch(pieces))
         check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
-        made = Traced(
+        traced = Traced(
             forward,
             pieces.layers,
             outline_of(pieces),
             reduce,
             _Assembly(forward, pieces, reduce).captured,
         )
-        if not evaluating and (other := _other_form(forward, made)):
+        if not evaluating and (other := _other_form(forward, traced)):
             how: TraceOptions = {
                 "dtype": dtype,
                 "reduce": reduce,
@@ -167,7 +167,7 @@ def trace(
                 "adding": other,
             }
             return trace(model, batch, loss, **how)
-        return made
+        return traced
 
 
 def capture(
@@ -213,18 +213,18 @@ def with_layers(traced: Traced | Captured, asked: tuple[str, ...]) -> Captured:
     """
     if not asked:
         return traced.assembled
-    found = traced.layered.get(asked)
-    if found is None:
+    asked_capture = traced.layered.get(asked)
+    if asked_capture is None:
         with _torch.CAPTURING:
             pieces = cut(traced.forward, asked)
             same = pieces.layers == traced.layers
-            found = (
+            asked_capture = (
                 traced.assembled
                 if same
                 else _Assembly(traced.forward, pieces, traced.reduce, asked).captured()
             )
-        traced.layered[asked] = found
-    return found
+        traced.layered[asked] = asked_capture
+    return asked_capture
 
 
 def _other_form(forward: Forward, traced: Traced) -> AuxiliaryForm:
@@ -256,9 +256,9 @@ def _changed_in_batch(pieces: Cut) -> dict[str, str]:
     writers = [node for node in pieces.ops.nodes if facts.writes.get(node)]
     return {
         name: line_of(node)
-        for name, held in batch.items()
+        for name, own_storages in batch.items()
         for node in writers
-        if facts.writes[node] & held
+        if facts.writes[node] & own_storages
     }
 
 
@@ -324,12 +324,14 @@ class _Assembly:
     def _auxiliary(self, chunks: Sequence[Chunk]) -> tuple[Auxiliary, ...]:
         """Return the backwards that are not linear; see `auxiliary`."""
         forward = self._forward
-        found = [
+        backwards = [
             auxiliary(self._store, code, forward.sums)
             for code in dict.fromkeys(chunk.code for chunk in chunks)
         ]
         right = "mean" if forward.adding == "mean" else "sum" if forward.loss_kind != "sum" else ""
-        return tuple(replace(one, trained=one.kind == right) for one in found if one is not None)
+        return tuple(
+            replace(one, trained=one.kind == right) for one in backwards if one is not None
+        )
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:
         trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}
@@ -452,15 +454,15 @@ class _Assembly:
         return after[-1] if after else False
 
     def _spec(self, node: fx.Node) -> TensorSpec:
-        found = self._shapes.get(node)
-        if found is None:
+        spec = self._shapes.get(node)
+        if spec is None:
             tensor = node.meta["example_value"]
             at2, at3, at5 = (concrete_shape(tensor, rows, node) for rows in (2, 3, 5))
             shape = tuple(fit(a, b) for a, b in zip(at2, at3, strict=True))
-            found = self._shapes[node] = TensorSpec(shape, dtype_name(tensor.dtype))
-            if found.bind(5).shape != at5:
+            spec = self._shapes[node] = TensorSpec(shape, dtype_name(tensor.dtype))
+            if spec.bind(5).shape != at5:
                 raise explain(NotAffine(f"shapes {at2}, {at3}, {at5}"), str(node), {})
-        return found
+        return spec
 
     def _code(
         self,

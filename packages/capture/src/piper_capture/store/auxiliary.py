@@ -51,15 +51,15 @@ def auxiliary(store: CodeStore, code: str, sums: bool) -> Auxiliary | None:
     own = next(own_backwards(recipe.cut.body(recipe.piece)), None)
     if own is None or not any(recipe.tangent_mask):
         return None
-    found = Linearity.UNKNOWN if recipe.piece.opaque else dependence(store.joint(code, ROWS))[0]
-    if found == Linearity.LINEAR:
+    linearity = Linearity.UNKNOWN if recipe.piece.opaque else dependence(store.joint(code, ROWS))[0]
+    if linearity == Linearity.LINEAR:
         return None
-    made = _tried(_Trial(recipe, sums), found, line_of(own))
+    result = _tried(_Trial(recipe, sums), linearity, line_of(own))
     if (
-        made is not None and EXPERTS in recipe.piece.region.coords
+        result is not None and EXPERTS in recipe.piece.region.coords
     ):  # whose rows may come from several devices
-        return replace(made, kind="unknown")
-    return made
+        return replace(result, kind="unknown")
+    return result
 
 
 def _tried(trial: _Trial, found: Linearity, line: str) -> Auxiliary | None:
@@ -93,22 +93,22 @@ class _Trial:
     @property
     def too_large(self) -> bool:
         """Return whether a run would take too much time or memory."""
-        given = [
+        bound_specs = [
             (s.kind, spec.bind(2 * ROWS))
             for s, spec in zip(self._recipe.piece.slots, self._recipe.specs, strict=True)
         ]
-        weights = sum(bind(spec.numel, 0) for kind, spec in given if kind == "param")
+        weights = sum(bind(spec.numel, 0) for kind, spec in bound_specs if kind == "param")
         tokens = max(
             [
                 bind(spec.numel, 0) // max(1, bind(spec.shape[-1], 0))
-                for _, spec in given
+                for _, spec in bound_specs
                 if spec.shape
             ],
             default=1,
         )
         return (
             weights * tokens > MOST_PRODUCTS
-            or sum(bind(spec.nbytes, 0) for _, spec in given) > LARGEST
+            or sum(bind(spec.nbytes, 0) for _, spec in bound_specs) > LARGEST
         )
 
     def kind(self, found: Linearity, integers: Sequence[int], spread: float) -> Kind:
@@ -136,8 +136,8 @@ class _Trial:
             raise CaptureError("rows lie in two dimensions, or among others")
         kinds = [slot.kind for slot in self._recipe.piece.slots]
         values = [
-            self._filled(*given, integers, spread)
-            for given in zip(kinds, self._recipe.specs, strict=True)
+            self._filled(*kind_and_spec, integers, spread)
+            for kind_and_spec in zip(kinds, self._recipe.specs, strict=True)
         ]
         cut = [
             [v, v] if dim is None else list(v.chunk(2, dim))
@@ -163,12 +163,13 @@ class _Trial:
     def _is_affine(self, whole: _Recorded, own: list[Tensor]) -> bool:
         """Return whether gradients are linear but for `own`, the gradients with zero incoming ones."""
         (first,), (second,) = (self._tangents(whole, [], 1.0) for _ in range(2))
-        made, other = (_minus(whole.gradients(tangents), own) for tangents in (first, second))
-        if not _close(_minus(whole.gradients(_plus(first, second)), own), _plus(made, other)):
+        of_first, other = (_minus(whole.gradients(tangents), own) for tangents in (first, second))
+        if not _close(_minus(whole.gradients(_plus(first, second)), own), _plus(of_first, other)):
             return False
         scales = NEAR_SCALES if _any(own) else SCALES
         return all(
-            _close(_minus(whole.gradients(_times(first, s)), own), _times(made, s)) for s in scales
+            _close(_minus(whole.gradients(_times(first, s)), own), _times(of_first, s))
+            for s in scales
         )
 
     def _of_auxiliary(self, own: list[Tensor], joined: list[Tensor]) -> Kind:
@@ -203,17 +204,17 @@ class _Trial:
         self, whole: _Recorded, halves: Sequence[_Recorded], scale: float
     ) -> list[list[Tensor]]:
         """Return gradients that come in, for the whole and for each half; a loss has a share of 1."""
-        made = [
+        tangents = [
             [
                 torch.randn(end.shape, generator=self._generator).to(end.dtype) * scale
                 for end in whole.likes
             ]
         ]
-        made += [[] for _ in halves]
+        tangents += [[] for _ in halves]
         for k, end in enumerate(whole.likes):
             if whole.losses[k]:
-                made[0][k] = torch.full_like(end, scale)
-                shares = [made[0][k] * (1.0 if self._sums else 0.5)] * len(halves)
+                tangents[0][k] = torch.full_like(end, scale)
+                shares = [tangents[0][k] * (1.0 if self._sums else 0.5)] * len(halves)
             elif not halves:
                 continue
             else:
@@ -222,10 +223,10 @@ class _Trial:
                 ]
                 if len(short) != 1:
                     raise CaptureError("an output without rows gets a gradient")
-                shares = list(made[0][k].chunk(2, short[0]))
-            for part, share in zip(made[1:], shares, strict=True):
+                shares = list(tangents[0][k].chunk(2, short[0]))
+            for part, share in zip(tangents[1:], shares, strict=True):
                 part.append(share)
-        return made
+        return tangents
 
 
 class _Recorded:
@@ -240,22 +241,25 @@ class _Recorded:
         module = recipe.cut.module(recipe.piece, rows)
         for node in module.graph.find_nodes(op="call_function", target=torch.nn.functional.dropout):
             node.args, node.kwargs = (node.args[0], 0.0), {}
-        given = [
+        inputs = [
             v.detach().clone().requires_grad_(g)
             for v, g in zip(values, recipe.needs_grad, strict=True)
         ]
-        self._leaves = [leaf for leaf in given if leaf.requires_grad]
+        self._leaves = [leaf for leaf in inputs if leaf.requires_grad]
         with _user_errors(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
-            made = Interpreter(module, constants_of(module)).run(*given)
+            outputs = Interpreter(module, constants_of(module)).run(*inputs)
         kinds = [r.kind for r in recipe.piece.results if not r.changed]
         ends = [
-            (out, kind)
-            for out, kind, m in zip(made, kinds, recipe.tangent_mask)
-            if m and out.requires_grad
+            (output, kind)
+            for output, kind, m in zip(outputs, kinds, recipe.tangent_mask)
+            if m and output.requires_grad
         ]
-        self._ends, self.losses = [out for out, _ in ends], [kind == "loss" for _, kind in ends]
-        self.likes = [out.detach() for out in self._ends]
+        self._ends, self.losses = (
+            [output for output, _ in ends],
+            [kind == "loss" for _, kind in ends],
+        )
+        self.likes = [output.detach() for output in self._ends]
 
     def gradients(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of all inputs that get one."""
@@ -278,10 +282,10 @@ def _user_errors() -> Iterator[None]:
 
 def _dimension_of_rows(spec: TensorSpec) -> int | None:
     """Return the one dimension that is a multiple of the rows; None without any, and -1 if it is not so simple."""
-    found = [k for k, size in enumerate(spec.shape) if isinstance(size, Affine)]
-    if len(found) > 1 or any(size.a for size in spec.shape if isinstance(size, Affine)):
+    dims = [k for k, size in enumerate(spec.shape) if isinstance(size, Affine)]
+    if len(dims) > 1 or any(size.a for size in spec.shape if isinstance(size, Affine)):
         return -1
-    return found[0] if found else None
+    return dims[0] if dims else None
 
 
 def _any(tensors: Sequence[Tensor]) -> bool:

@@ -100,9 +100,9 @@ class TraceSpec:
         if every > rows:
             check_rows(self.cut.forward, every)
         module = self.cut.module(self.piece, every, self.dispatch)
-        given, made = ((), ()) if self.dispatch is None else self.dispatch.exchanged
+        inputs, outputs = ((), ()) if self.dispatch is None else self.dispatch.exchanged
         traced = trace_joint(module, self._inputs(every), self.tangent_mask, self.reduce)
-        return replace(traced, exchanged_inputs=given, exchanged_outputs=made)
+        return replace(traced, exchanged_inputs=inputs, exchanged_outputs=outputs)
 
     def _inputs(self, rows: int) -> list[JointInput]:
         return [
@@ -154,9 +154,9 @@ class CodeStore:
 
     def variant(self, code: str, keep: str) -> str:
         """Return the code id of a code under a policy of recomputation."""
-        made = variant_name(code, keep)
-        self._recipes.setdefault(made, replace(self._recipes[code], keep=keep))
-        return made
+        name = variant_name(code, keep)
+        self._recipes.setdefault(name, replace(self._recipes[code], keep=keep))
+        return name
 
     def shared(
         self,
@@ -171,26 +171,26 @@ class CodeStore:
         """
         named = f" {params}" if any(s.index for s in asked) else ""
         ways = "".join(f" {s.over} {s.way}" for s in asked if s.way)
-        made = hashlib.sha256(f"{code} {asked!r} {agreed.text}{named}{ways}".encode()).hexdigest()[
-            :16
-        ]
+        digest = hashlib.sha256(
+            f"{code} {asked!r} {agreed.text}{named}{ways}".encode()
+        ).hexdigest()[:16]
         recipe = replace(
             self._recipes[code], shardings=asked, base=code, agreed=agreed, params=params
         )
-        self._recipes.setdefault(made, recipe)
-        return made
+        self._recipes.setdefault(digest, recipe)
+        return digest
 
     def dispatched(self, code: str, dispatch: Dispatch) -> str:
         """Return the code id of a code that exchanges values with chunks of experts, or is one."""
-        made = hashlib.sha256(f"{code} {dispatch!r}".encode()).hexdigest()[:16]
-        self._recipes.setdefault(made, replace(self._recipes[code], dispatch=dispatch))
-        return made
+        digest = hashlib.sha256(f"{code} {dispatch!r}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(digest, replace(self._recipes[code], dispatch=dispatch))
+        return digest
 
     def routed(self, code: str, how: Routed) -> str:
         """Return the code id of a code with devices that trade rows inside of it."""
-        made = hashlib.sha256(f"{code} {how!r}".encode()).hexdigest()[:16]
-        self._recipes.setdefault(made, replace(self._recipes[code], routed=how, base=code))
-        return made
+        digest = hashlib.sha256(f"{code} {how!r}".encode()).hexdigest()[:16]
+        self._recipes.setdefault(digest, replace(self._recipes[code], routed=how, base=code))
+        return digest
 
     def routed_layouts(self, code: str) -> RoutedLayouts:
         """Return the layouts of the inputs of such a code."""
@@ -202,13 +202,13 @@ class CodeStore:
 
     def layouts(self, code: str, rows: int) -> Sharded:
         """Return the graph of one of the devices that share a code, with the layouts of its tensors."""
-        found = self._sharded.get((code, rows))
-        if found is None:
+        sharded = self._sharded.get((code, rows))
+        if sharded is None:
             recipe = self._recipes[code]
-            found = self._sharded[code, rows] = shared_joint(
+            sharded = self._sharded[code, rows] = shared_joint(
                 self.joint(recipe.base, rows), recipe.shardings, recipe.agreed, recipe.params
             )
-        return found
+        return sharded
 
     def joint(self, code: str, rows: int) -> Joint:
         """Return the graph of forward and backward, which policies and devices that share it have in common."""
@@ -243,17 +243,17 @@ class CodeStore:
             )
         if rows < 1:
             raise CaptureError(f"a microbatch has {rows} rows on one device; it needs at least one")
-        found = self._traced.get((code, rows))
-        if found is None:
+        traced = self._traced.get((code, rows))
+        if traced is None:
             check_context()
             counter = self._counters.get(code)
-            found = (
+            traced = (
                 counter.trace(rows)
                 if counter is not None
                 else self._made(code, self._recipes[code], rows)
             )
-            self._traced[code, rows] = found
-        return found
+            self._traced[code, rows] = traced
+        return traced
 
     def _made(self, code: str, recipe: TraceSpec, rows: int) -> TracedChunk:
         if recipe.piece.opaque:
@@ -280,14 +280,14 @@ class CodeStore:
 
 def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
     for step, signature in planned.steps.items():
-        made = traced.steps[step]
+        actual = traced.steps[step]
         if (signature.reads, signature.writes, signature.accumulates) != (
-            made.reads,
-            made.writes,
-            made.accumulates,
+            actual.reads,
+            actual.writes,
+            actual.accumulates,
         ):
             raise CaptureError(
-                f"step {step} of a chunk reads {made.reads} and writes {made.writes} at {rows} rows, but reads "
+                f"step {step} of a chunk reads {actual.reads} and writes {actual.writes} at {rows} rows, but reads "
                 f"{signature.reads} and writes {signature.writes} at fewer rows; write the model so that its "
                 f"operations do not depend on the rows"
             )

@@ -110,15 +110,15 @@ class ExpertChunks:
             raise self._fail(
                 f"no device could have its own part of {named} in {chunk.id}: chunks outside use them, too"
             )
-        for k, given in enumerate(chunk.inputs):
+        for k, chunk_input in enumerate(chunk.inputs):
             if (
-                given.kind == "param"
-                and given.needs_grad
+                chunk_input.kind == "param"
+                and chunk_input.needs_grad
                 and not own[k]
                 and self.axis not in made.summed(k)
             ):
                 raise self._fail(
-                    f"parameter {given.ref!r} of {chunk.id} has no dimension of experts, and its gradient is no "
+                    f"parameter {chunk_input.ref!r} of {chunk.id} has no dimension of experts, and its gradient is no "
                     f"sum over them; leave it out of the region, or give each expert its own"
                 )
 
@@ -162,11 +162,11 @@ class ExpertChunks:
             raise self._fail(
                 f"devices share the experts of a dropless mixture ({min(self._routing)}); write index={EXPERTS!r}"
             )
-        given = (
+        options = (
             ("bound", self._asked.bound, BOUND),
             ("overflow", self._asked.overflow, OVERFLOWS[0]),
         )
-        named = [f"{name}={value!r}" for name, value, usual in given if value != usual]
+        named = [f"{name}={value!r}" for name, value, usual in options if value != usual]
         if named and not self._routing:
             raise self._fail(
                 f"{' and '.join(named)}: only dropless mixtures take that, and {min(self._inside)} has places for "
@@ -178,13 +178,15 @@ class ExpertChunks:
         """Return the indexes of a chunk's inputs and outputs, and its experts."""
         joint, indexes = taken_apart(self._captured.code.joint(chunk.code, TRACE_ROWS[0][0]))
         params = self._params[chunk.code]
-        given: list[DimNests] = [indexes.tensors.get((node, 0), ()) for node in joint.inputs]
-        made: list[DimNests] = [indexes.tensors.get(key_of(node), ()) for node in joint.outputs]
+        input_dims: list[DimNests] = [indexes.tensors.get((node, 0), ()) for node in joint.inputs]
+        output_dims: list[DimNests] = [
+            indexes.tensors.get(key_of(node), ()) for node in joint.outputs
+        ]
         nests = experts_of(joint, indexes, self._asked, params)
         if len(nests) == 1:
             if problem := uneven(nests[0], self._asked.degree):
                 raise self._fail(f"the experts of {chunk.id}: {problem}")
-            return given, made, nests[0]
+            return input_dims, output_dims, nests[0]
         named = (
             i
             for name in self._asked.index
@@ -194,28 +196,31 @@ class ExpertChunks:
             raise self._fail(
                 f"{title(node)} wants all experts of {chunk.id}; leave it out of the region"
             )
-        found = "several indexes are" if nests else "no index is"
+        subject = "several indexes are" if nests else "no index is"
         raise self._fail(
-            f"{found} called {', '.join(self._asked.index)!r} in {chunk.id}; experts are the first dimension of a "
+            f"{subject} called {', '.join(self._asked.index)!r} in {chunk.id}; experts are the first dimension of a "
             f"stack of weights [experts, m, n], in products with one matrix each (torch.bmm); index={EXPERTS!r} "
             f"names them"
         )
 
     def _crossings(self, chunk: Chunk) -> Iterator[tuple[str, Dispatched]]:
         """Yield the values that a chunk reads from the other side, with how they are exchanged."""
-        for k, given in enumerate(chunk.inputs):
-            if given.kind != "value":
+        for k, chunk_input in enumerate(chunk.inputs):
+            if chunk_input.kind != "value":
                 continue
-            source, _, port = given.ref.rpartition(":")
+            source, _, port = chunk_input.ref.rpartition(":")
             if self._trades(source) == self._trades(chunk.id):
                 continue
             number = int(port.removeprefix("out"))
             inside = chunk if self._trades(chunk.id) else self._chunks[source]
             inputs, outputs, nest = self._nests[inside.code]
             yield (
-                given.ref,
+                chunk_input.ref,
                 self._dims(
-                    given.ref, given.spec, inputs[k] if inside is chunk else outputs[number], nest
+                    chunk_input.ref,
+                    chunk_input.spec,
+                    inputs[k] if inside is chunk else outputs[number],
+                    nest,
                 ),
             )
 

@@ -164,10 +164,10 @@ def _indexes(
 def _renamed(name: str, named: NamedIndexes, inputs: Mapping[int, str]) -> str:
     """Return a name that is a parameter's dimension with the parameter as all chunks call it."""
     param, colon, dim = name.rpartition(":")
-    found = next(
+    shared_name = next(
         (inputs[k] for k, names in enumerate(named.params) if k in inputs and param in names), param
     )
-    return f"{found}{colon}{dim}" if colon else name
+    return f"{shared_name}{colon}{dim}" if colon else name
 
 
 @dataclass(frozen=True)
@@ -183,23 +183,23 @@ class _Shares:
 
     @staticmethod
     def of(named: NamedIndexes, recipe: TraceSpec) -> _Shares:
-        found = _Shares(named, recipe)
+        shares = _Shares(named, recipe)
         for asked in recipe.shardings:
             if asked.experts:
                 experts = experts_of(named.joint, named.indexes, asked, recipe.params)
-                found._add({i: asked.degree for nest in experts for i in nest}, asked.over)
+                shares._add({i: asked.degree for nest in experts for i in nest}, asked.over)
                 continue
             if asked.stream == "tokens" or asked.context:
-                found._add(
+                shares._add(
                     {i: asked.degree for i, name in named.names.items() if name == "tokens"},
                     asked.over,
                 )
             if asked.context:
                 if asked.attention == "heads":
-                    found._add_inside(asked)
+                    shares._add_inside(asked)
             else:
-                found._add_weights(asked)
-        return found
+                shares._add_weights(asked)
+        return shares
 
     def _add(self, devices: Mapping[LoopIndex, int], axis: str) -> None:
         for index, degree in devices.items():
@@ -233,9 +233,9 @@ class _Shares:
 
     def why(self, index: LoopIndex) -> str:
         """Return why devices do not share an index."""
-        found = self.named.obstacle(index)
+        problem = self.named.obstacle(index)
         hint = '; stream="tokens" shares it' if self.named.names[index] == "tokens" else ""
-        return f"{found}{hint}" if found else self.reasons.get(index, "")
+        return f"{problem}{hint}" if problem else self.reasons.get(index, "")
 
     def why_whole(self, number: int) -> str:
         """Return why every device has a parameter whole."""
@@ -255,11 +255,11 @@ def _wanted(named: NamedIndexes, asked: Sharding) -> tuple[tuple[LoopIndex, ...]
 
 def _devices(nest: Sequence[LoopIndex], degree: int) -> dict[LoopIndex, int]:
     """Return among how many devices each index of a nest is shared."""
-    found: dict[LoopIndex, int] = {}
+    devices_by_index: dict[LoopIndex, int] = {}
     for index in nest:
-        found[index] = gcd(degree, index.size)
-        degree //= found[index]
-    return found
+        devices_by_index[index] = gcd(degree, index.size)
+        degree //= devices_by_index[index]
+    return devices_by_index
 
 
 def _reason(
@@ -269,10 +269,10 @@ def _reason(
     degree: int,
 ) -> str:
     """Return why an index of a nest is not shared, if it is not."""
-    found = next((w for w in wanted if set(w) & set(nest)), None)
-    if found is None:
+    asked = next((w for w in wanted if set(w) & set(nest)), None)
+    if asked is None:
         return "not asked for"
-    return uneven(tuple(found), degree) or f"{named.names[found[0]]} has a step for each device"
+    return uneven(tuple(asked), degree) or f"{named.names[asked[0]]} has a step for each device"
 
 
 def _work(found: Parted) -> WorkFacts:

@@ -39,10 +39,10 @@ def with_shardings(captured: Captured, shardings: Sequence[Sharding]) -> Capture
     asked = tuple(shardings)
     if not asked:
         return captured
-    found = captured.shared.get(asked)
-    if found is None:
-        found = captured.shared[asked] = _made(captured, asked)
-    return found
+    rewritten = captured.shared.get(asked)
+    if rewritten is None:
+        rewritten = captured.shared[asked] = _made(captured, asked)
+    return rewritten
 
 
 def cut_at_experts(captured: Captured) -> Captured:
@@ -61,9 +61,9 @@ def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
             with_seams(captured, split, params_of(captured.program)) if seams else captured, split
         ).captured()
     apart = cut_at_experts(captured)
-    found = ExpertChunks(apart, wanted, params_of(apart.program))
+    expert_chunks = ExpertChunks(apart, wanted, params_of(apart.program))
     return _Shared(
-        apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), found
+        apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), expert_chunks
     ).captured()
 
 
@@ -129,9 +129,15 @@ class _Shared:
         params = self._params(program.params, chunks)
         axes = tuple(axis for s in self._asked if not s.experts for axis in s.axes)
         along = tuple(axis for s in self._asked if s.experts for axis in s.axes)
-        made = replace(program, chunks=chunks, params=params, axes=axes, experts=along, variants=())
+        shared_program = replace(
+            program, chunks=chunks, params=params, axes=axes, experts=along, variants=()
+        )
         return replace(
-            self._captured, program=made, under={}, shared={}, unshared=self._ties.unshared()
+            self._captured,
+            program=shared_program,
+            under={},
+            shared={},
+            unshared=self._ties.unshared(),
         )
 
     def _check_opaque(self) -> None:
@@ -201,10 +207,10 @@ class _Shared:
             return self._captured.code.routed_layouts(self._code(chunk, agreed))
         if not self._asked_of(chunk):
             return None
-        made = self._captured.code.layouts(self._code(chunk, agreed), TRACE_ROWS[0][0])
+        sharded = self._captured.code.layouts(self._code(chunk, agreed), TRACE_ROWS[0][0])
         if self._experts is not None and self._experts.computes(chunk):
-            self._experts.check(chunk, made)
-        return made
+            self._experts.check(chunk, sharded)
+        return sharded
 
     def _chunk(self, chunk: Chunk) -> Chunk:
         code = chunk.code if chunk.opaque else self._code(chunk, self._ties.agreed(chunk))
@@ -222,7 +228,7 @@ class _Shared:
         )
         if self._experts is not None and axis and not self._routes(chunk):
             self._experts.check_steps(chunk, body)
-        made = replace(
+        shard = replace(
             chunk,
             inputs=inputs,
             outputs=outputs,
@@ -233,9 +239,9 @@ class _Shared:
         )
         cut = any(one.cut for one in self._asked_of(chunk))
         return (
-            replace(made, terms=self._captured.code.layouts(code, TRACE_ROWS[0][0]).terms)
+            replace(shard, terms=self._captured.code.layouts(code, TRACE_ROWS[0][0]).terms)
             if cut
-            else made
+            else shard
         )
 
     def _body(self, chunk: Chunk, code: str) -> Chunk:
@@ -245,12 +251,12 @@ class _Shared:
             traces: Mapping[int, TracedChunk] = {r: store.trace(code, r) for r in rows}
             fitter = Fitter(rows, (traces[rows[0]], traces[rows[1]], traces[rows[2]]))
             try:
-                made = replace(chunk, ports=fitter.ports(), steps=fitter.steps(), code=code)
+                fitted = replace(chunk, ports=fitter.ports(), steps=fitter.steps(), code=code)
             except NotAffine as error:
                 problem = problem or explain(error, chunk.id, traces)
                 continue
-            store.expect(code, made)
-            return made
+            store.expect(code, fitted)
+            return fitted
         assert problem is not None
         raise problem
 
@@ -261,10 +267,10 @@ class _Shared:
             s.over for s in self._asked if s.experts
         }  # along which all gradients are summed, because rows differ
         specs = {
-            given.ref: given.spec
+            chunk_input.ref: chunk_input.spec
             for chunk in chunks
-            for given in chunk.inputs
-            if given.kind == "param"
+            for chunk_input in chunk.inputs
+            if chunk_input.kind == "param"
         }
         return tuple(
             replace(

@@ -51,10 +51,10 @@ def with_seams(
                 joint = captured.code.joint(chunk.code, TRACE_ROWS[0][0])
                 known[chunk.code] = _places(parted(joint, asked, params=params[chunk.code]), recipe)
             body = list(recipe.cut.body(pieces[chunk.id]))
-            for found, numbers in zip((shared, ending), known[chunk.code], strict=True):
-                found.update(body[k] for k in numbers)
-        forward, made = _without_biases(captured.forward, [n for n in ending if _has_bias(n)])
-        apart = frozenset(made[node] for node in shared)
+            for group, numbers in zip((shared, ending), known[chunk.code], strict=True):
+                group.update(body[k] for k in numbers)
+        forward, copies = _without_biases(captured.forward, [n for n in ending if _has_bias(n)])
+        apart = frozenset(copies[node] for node in shared)
         return assembled(
             forward, cut(forward, layers, shared=apart), captured.reduce, layers, captured.code
         )
@@ -118,7 +118,7 @@ def _without_biases(
         else:
             copies[node] = read[node] = graph.node_copy(node, read.__getitem__)
     counted = forward.counted
-    made = forward.with_graph(
+    rewritten = forward.with_graph(
         graph=graph,
         origins={read[n]: origin for n, origin in forward.origins.items()},
         loss=read[forward.loss],
@@ -128,4 +128,4 @@ def _without_biases(
         counted=counted
         and Counted(read[counted.totals], tuple(read[n] for n in counted.reductions)),
     )
-    return made, copies
+    return rewritten, copies

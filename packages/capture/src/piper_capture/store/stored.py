@@ -134,8 +134,8 @@ def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
 
 def extent(traced: Traced) -> int:
     """Return a number that grows whenever a traced model comes to hold more; 0 if it holds no capture."""
-    made = [traced.found, *(one for one in traced.layered.values() if one is not traced.found)]
-    return len(traced.layered) + sum(_extent(one) for one in made if one is not None)
+    captures = [traced.found, *(one for one in traced.layered.values() if one is not traced.found)]
+    return len(traced.layered) + sum(_extent(one) for one in captures if one is not None)
 
 
 def _extent(captured: Captured) -> int:
@@ -164,12 +164,12 @@ def restored(kept: StoredTrace, again: Callable[[], Traced]) -> Traced:
 
 
 def _restored(kept: StoredCapture, again: Again, forward: Forward) -> Captured:
-    found: list[Captured] = []
+    captures: list[Captured] = []
     code = StoredCode(
-        kept.traced, kept.expected, again, lambda name: _derive(again(), found[0], name)
+        kept.traced, kept.expected, again, lambda name: _derive(again(), captures[0], name)
     )
-    found.append(_captured(kept, code, forward))
-    return found[0]
+    captures.append(_captured(kept, code, forward))
+    return captures[0]
 
 
 def _captured(kept: StoredCapture, code: CodeStore, forward: Forward) -> Captured:
@@ -247,10 +247,10 @@ class StoredCode(CodeStore):
         return StoredCode, self.made
 
     def trace(self, code: str, rows: int) -> TracedChunk:
-        found = self._traced.get((code, rows))
-        if found is None:
-            found = self._traced[code, rows] = self._live(code).trace(code, rows)
-        return found
+        traced = self._traced.get((code, rows))
+        if traced is None:
+            traced = self._traced[code, rows] = self._live(code).trace(code, rows)
+        return traced
 
     def _live(self, code: str) -> CodeStore:
         """Return the store of the new capture, which knows this code."""

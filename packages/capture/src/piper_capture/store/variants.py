@@ -22,11 +22,11 @@ def with_policies(captured: Captured, policies: Iterable[str]) -> Captured:
     wanted = tuple(sorted({*policies} - {KEEP_ALL}))
     if not wanted:
         return captured
-    found = captured.under.get(wanted)
-    if found is None:
+    extended = captured.under.get(wanted)
+    if extended is None:
         variants = tuple(v for keep in wanted for v in _variants(captured, keep))
-        found = captured.under[wanted] = replace(captured.program, variants=variants)
-    return replace(captured, program=found)
+        extended = captured.under[wanted] = replace(captured.program, variants=variants)
+    return replace(captured, program=extended)
 
 
 def _variants(captured: Captured, keep: str) -> Iterator[Chunk]:

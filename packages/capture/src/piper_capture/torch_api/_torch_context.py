@@ -28,8 +28,8 @@ def _autocast() -> Iterator[str]:
 
 
 def _global_hooks() -> Iterator[str]:
-    for name, found in vars(modules).items():
-        if name.startswith("_global_") and name.endswith("_hooks") and found:
+    for name, hooks in vars(modules).items():
+        if name.startswith("_global_") and name.endswith("_hooks") and hooks:
             register = f"register_module_{name.removeprefix('_global_').removesuffix('s')}"
             yield (
                 f"a hook for all modules is registered (torch.nn.modules.module.{register}), which a plan would "
@@ -77,12 +77,12 @@ def check_context() -> None:
 
 def tracer_settings() -> list[str]:
     """Return the settings of Dynamo and AOTAutograd that differ from torch's defaults, since they change the graph."""
-    found: list[str] = []
+    changed: list[str] = []
     for config in filter(
         None, map(sys.modules.get, ("torch._dynamo.config", "torch._functorch.config"))
     ):
         for line in config.codegen_config().splitlines():  # the settings that were ever set
             name = line.partition(" = ")[0].rpartition(".")[2]
             if getattr(config, name, None) != config._config[name].default:
-                found.append(line)
-    return found
+                changed.append(line)
+    return changed

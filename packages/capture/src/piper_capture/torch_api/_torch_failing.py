@@ -40,7 +40,7 @@ class Failing:
 @contextmanager
 def failing_module() -> Iterator[Failing]:
     """Give a record that holds the place of an error of Dynamo after it was raised."""
-    found, inside = Failing(), list[torch.nn.Module]()
+    failing, inside = Failing(), list[torch.nn.Module]()
     seen: list[BaseException] = []
     record = dynamo_modules.record_nn_module_stack
 
@@ -54,7 +54,7 @@ def failing_module() -> Iterator[Failing]:
                 if not seen or seen[0] not in _chain(
                     error
                 ):  # else a module further in has noted it
-                    found.module = module
+                    failing.module = module
                 seen[:] = [error]
                 raise
             finally:
@@ -65,7 +65,7 @@ def failing_module() -> Iterator[Failing]:
             number = create(*args, **kwargs)
             frame = user_frame(TracingContext.extract_stack()) if inside else None
             if frame is not None:
-                found.sizes[str(number.node.expr)] = (
+                failing.sizes[str(number.node.expr)] = (
                     inside[-1],
                     f"{frame.filename}:{frame.lineno} ({frame.line})",
                 )
@@ -75,7 +75,7 @@ def failing_module() -> Iterator[Failing]:
 
     makers = {name: noted(getattr(ShapeEnv, name)) for name in MADE_OF_VALUES}
     with in_place(dynamo_modules, {"record_nn_module_stack": noting}), in_place(ShapeEnv, makers):
-        yield found
+        yield failing
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

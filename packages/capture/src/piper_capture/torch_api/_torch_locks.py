@@ -47,12 +47,12 @@ class LockedCalls:
         """Make the call that was noted last; return False if there is none, or if it has been made before."""
         if self._found is None:
             return False
-        function, given = self._found
-        key = function.__code__, tuple(id(g) if isinstance(g, nn.Module) else g for g in given)
+        function, args = self._found
+        key = function.__code__, tuple(id(g) if isinstance(g, nn.Module) else g for g in args)
         if key in self._made:
             return False
         self._made.add(key)
-        function(*given)
+        function(*args)
         return True
 
 
@@ -63,7 +63,7 @@ def _call_of(tx: InstructionTranslatorBase) -> tuple[FunctionType, tuple[Any, ..
         code.co_freevars or code.co_kwonlyargcount or code.co_flags & 0b1100
     ):  # neither *args nor **kwargs
         return None
-    given = []
+    args = []
     for name in code.co_varnames[: code.co_argcount]:
         variable = tx.symbolic_locals[name].realize()
         value = (
@@ -75,5 +75,5 @@ def _call_of(tx: InstructionTranslatorBase) -> tuple[FunctionType, tuple[Any, ..
             variable.is_python_constant() and isinstance(value, _CONSTANTS)
         ):
             return None
-        given.append(value)
-    return FunctionType(code, tx.f_globals), tuple(given)
+        args.append(value)
+    return FunctionType(code, tx.f_globals), tuple(args)

@@ -125,11 +125,11 @@ class _Read:
         """
         guarded = (guard.originating_source for guard in tx.output.guards)
         earlier = (source for source in (*guarded, *self._sources) if _depends(source, roots))
-        found = OrderedSet([*sources, *earlier])
+        all_sources = OrderedSet([*sources, *earlier])
         met, known = tx.output.side_effects, dict[Any, Any]()
-        values = [_value(tx, source, known) for source in found if _depends(source, roots)]
+        values = [_value(tx, source, known) for source in all_sources if _depends(source, roots)]
         firsts = [met[value].source for value in values if value in met]
-        return OrderedSet([*found, *(first for first in firsts if first is not None)])
+        return OrderedSet([*all_sources, *(first for first in firsts if first is not None)])
 
 
 class _Changes:
@@ -404,11 +404,11 @@ def _check(handler: Any, guard: Any) -> Callable[[Any, Any], bool]:
         return check
 
     def exactly(value: Any, expected: Any) -> bool:
-        found = handler.get_metadata_fn(guard, value)
+        actual = handler.get_metadata_fn(guard, value)
         return (
             bool(handler.eval_fn(value, expected))
-            and type(found) is type(expected)
-            and repr(found) == repr(expected)
+            and type(actual) is type(expected)
+            and repr(actual) == repr(expected)
         )
 
     return exactly
@@ -432,12 +432,12 @@ def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
 def _arguments(fingerprint: Any) -> tuple[Any, ...]:
     """Return the properties of a call's arguments that no guard checks; a trace fits only calls with equal ones."""
     nodes: dict[fx.Node, int] = {}
-    found = [_argument(tag, vt, nodes) for tag, vt in fingerprint.flat_vts]
+    properties = [_argument(tag, vt, nodes) for tag, vt in fingerprint.flat_vts]
     return (
         fingerprint.treespec,
         fingerprint.has_unknown,
         tuple(s is not None for s in fingerprint.arg_sources),
-        *found,
+        *properties,
     )
 
 
@@ -461,9 +461,12 @@ def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) ->
     """
     seen: dict[int, int] = {}
     kept = [values(source) for source in reads]  # kept alive, so that no id is used again
-    given = [values(source) for source in arguments if source is not None]
+    argument_values = [values(source) for source in arguments if source is not None]
     kept += (
-        inner for module in given if isinstance(module, nn.Module) for inner in module.modules()
+        inner
+        for module in argument_values
+        if isinstance(module, nn.Module)
+        for inner in module.modules()
     )
     return tuple(
         None if type(v) in CONSTANTS else (seen.setdefault(id(v), len(seen)), _facts(v))

@@ -50,8 +50,10 @@ def row_guards(graph: fx.Graph) -> tuple[RowGuard, ...]:
         value = node.meta.get("example_value")
         mode = getattr(value, "fake_mode", None)
         if mode is not None and mode.shape_env is not None:
-            found = [g for g in mode.shape_env.guards if of_rows(g.expr)]
-            return tuple(RowGuard(g.expr, _whole_line(g.sloc.maybe_user_loc, graph)) for g in found)
+            assumed = [g for g in mode.shape_env.guards if of_rows(g.expr)]
+            return tuple(
+                RowGuard(g.expr, _whole_line(g.sloc.maybe_user_loc, graph)) for g in assumed
+            )
     return ()
 
 

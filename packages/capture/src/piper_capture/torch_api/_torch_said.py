@@ -74,17 +74,17 @@ class Statements:
     def _run(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        given, named = [_told(a) for a in args], {name: _told(a) for name, a in kwargs.items()}
+        positional, named = [_told(a) for a in args], {name: _told(a) for name, a in kwargs.items()}
         frame = user_frame(TracingContext.extract_stack())
         line = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame is not None else ""
-        key = line, f"{given!r} {named!r}"
+        key = line, f"{positional!r} {named!r}"
         result = None
         if key not in self._ran:
             self._ran[key] = line
             if function is warnings.warn and frame is not None:
-                _warn(frame.filename, frame.lineno or 0, *given, **named)
+                _warn(frame.filename, frame.lineno or 0, *positional, **named)
             else:
-                result = function(*given, **named)
+                result = function(*positional, **named)
         return ConstantVariable.create(result if isinstance(result, bool) else None)
 
 
@@ -127,9 +127,9 @@ def _size(value: Any) -> Any:
     symbols = node.expr.free_symbols
     if not symbols:
         return int(node.expr)
-    made = _Rows(node.hint)
-    made.text = str(node.expr.subs({s: type(s)("rows", integer=True) for s in symbols}))
-    return made
+    rows = _Rows(node.hint)
+    rows.text = str(node.expr.subs({s: type(s)("rows", integer=True) for s in symbols}))
+    return rows
 
 
 def _told(variable: Any) -> Any:

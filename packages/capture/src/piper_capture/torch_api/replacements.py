@@ -72,14 +72,14 @@ def own_replacements() -> tuple[tuple[str, Replacement], ...]:
 
 def mark(name: str, module: nn.Module, pattern: str, wanted: object) -> None:
     """Note on a module which replacement its forward gets; raise SelectorError if it cannot be replaced by it."""
-    found = _KNOWN.get(wanted) if isinstance(wanted, str) else None
-    if found is None or not isinstance(wanted, str):
+    entry = _KNOWN.get(wanted) if isinstance(wanted, str) else None
+    if entry is None or not isinstance(wanted, str):
         known = ", ".join(repr(n) for n, _ in own_replacements())
         raise SelectorError(
             f"tag {pattern!r}: there is no replacement {wanted!r}; known are {known}. Register a function with "
             f"@piper.replacement({wanted!r})"
         )
-    reason = found[1](module)
+    reason = entry[1](module)
     if reason:
         raise SelectorError(
             f"tag {pattern!r}: {wanted!r} cannot stand in the place of module {name!r} ({type(module).__name__}): "
@@ -157,5 +157,5 @@ def gated_experts(
     else:
         gate, up = both.chunk(2, dim=-1)
         hidden = module.act_fn(gate) * up
-    made: Tensor = unroute(grouped_mm(hidden, counts, narrow), top_k_index, top_k_weights)
-    return made
+    output: Tensor = unroute(grouped_mm(hidden, counts, narrow), top_k_index, top_k_weights)
+    return output

@@ -131,14 +131,14 @@ class _Watch(_torch.TorchDispatchMode):
         self.seen, self._given = _Seen(), given
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         casts = func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") is not None
         if casts and id(args[0]) in self._given:
             self.seen.inputs[id(args[0])] = kwargs["dtype"]
         elif func.namespace != "prim":  # prim::device only reads a tensor's device
             self.seen.inside |= casts
-            self.seen.ops.append((str(func), *_dtypes((args, kwargs)), *_dtypes(out)))
-        return out
+            self.seen.ops.append((str(func), *_dtypes((args, kwargs)), *_dtypes(result)))
+        return result
 
 
 def _dtypes(values: Any) -> Iterator[torch.dtype]:

@@ -209,8 +209,8 @@ class AutomaticRegions:
         for node in graph.find_nodes(op="call_function", target=as_written):
             name, own, args, kwargs = node.args
             planned = self._planned[str(name)]
-            given = fx.map_arg((own, args, kwargs), lambda n: n.meta["example_value"])
-            node.args = (planned.call(*given).text, own, args, kwargs)
+            examples = fx.map_arg((own, args, kwargs), lambda n: n.meta["example_value"])
+            node.args = (planned.call(*examples).text, own, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,10 @@ def causes(graph: fx.Graph, opaque: Callable[[fx.Node], bool]) -> Iterator[Untra
             and node.target.name() in OF_FUNCTIONS
         ):
             text = f"{node.target.name()} takes functions, which are traced by themselves"
-            found = Untraceable(node, text, as_it_is=True)
+            untraceable = Untraceable(node, text, as_it_is=True)
             if node.target.name() in COMPILED_ONLY:
-                raise found.refusal(AS_PYTHON)
-            yield found
+                raise untraceable.refusal(AS_PYTHON)
+            yield untraceable
         elif _torch.is_transform(node.target):
             yield Untraceable(
                 node, "a transform of torch.func, such as vmap, has operations of its own"
@@ -284,10 +284,10 @@ def _class_of(kind: Any, key: str, names: Sequence[str]) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = []
         for path in paths:
-            held: Any = self
+            value: Any = self
             for part in path:
-                held = getattr(held, part)
-            own.append(held)
+                value = getattr(value, part)
+            own.append(value)
         return as_written(key, own, args, kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -82,17 +82,17 @@ def checkpoint_note(lines: Sequence[str]) -> tuple[str, ...]:
 
 def _opened(module: fx.GraphModule, call: fx.Node) -> str:
     """Replace one call; return its line."""
-    name, *given = call.args
+    name, *arguments = call.args
     assert isinstance(name, fx.Node)
     body: Any = getattr(module, str(name.target))
     line = user_line(call)
-    _check(call, given, body)
+    _check(call, arguments, body)
     copies: dict[fx.Node, Any] = dict(
-        zip(body.graph.find_nodes(op="placeholder"), given, strict=True)
+        zip(body.graph.find_nodes(op="placeholder"), arguments, strict=True)
     )
-    held = {
+    storages = {
         storage_key(t)
-        for g in given
+        for g in arguments
         if isinstance(g, fx.Node) and g.op == "placeholder"
         for t in tensors_of(g)
     }
@@ -112,7 +112,7 @@ def _opened(module: fx.GraphModule, call: fx.Node) -> str:
                     "custom": {**(node.meta.get("custom") or {}), PREFIX + CHECKPOINT: 1},
                 }
                 if _runs_again(call):
-                    _update_twice(copy, held, before_norm=any(node < norm for norm in norms))
+                    _update_twice(copy, storages, before_norm=any(node < norm for norm in norms))
     for user in list(call.users):
         user.replace_all_uses_with(results[user.args[1]])
         module.graph.erase_node(user)
@@ -143,7 +143,7 @@ def _update_twice(node: fx.Node, held: Set[int], before_norm: bool) -> None:
             bound["momentum"] = 1 - (1 - bound.get("momentum", 0.1)) ** 2
             node.args, node.kwargs = (), bound
         return
-    changed, *given = node.args or (None,)
+    changed, *rest = node.args or (None,)
     method = str(node.target) if node.op == "call_method" else ""
     writes = (method.endswith("_") and not method.endswith("__")) or node.target in IN_PLACE
     if (
@@ -155,10 +155,10 @@ def _update_twice(node: fx.Node, held: Set[int], before_norm: bool) -> None:
     if (
         before_norm
         and method == "add_"
-        and isinstance(given[0], int)
+        and isinstance(rest[0], int)
         and not tensors_of(node)[0].is_floating_point()
     ):
-        node.args = (changed, 2 * given[0])
+        node.args = (changed, 2 * rest[0])
         return
     raise CaptureError(
         f"{line_of(node)}: a tensor of the model or the batch is changed in place inside of "

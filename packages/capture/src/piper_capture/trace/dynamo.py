@@ -189,15 +189,15 @@ def capture_forward(
     """
     casts = casts or Casts()
     with _torch.CAPTURING:
-        made = partial(_made, model, batch, loss, most=most, shared=shared, evaluating=evaluating)
+        trace = partial(_made, model, batch, loss, most=most, shared=shared, evaluating=evaluating)
         how: dict[str, Any] = {"statistics": statistics, "metrics": metrics}
-        first, regions = made(casts, how)
+        first, regions = trace(casts, how)
         exact = _exact(first, casts)
         if not exact:
             regions.said()
             return first
         try:
-            first, regions = made(replace(casts, exact=exact), how)
+            first, regions = trace(replace(casts, exact=exact), how)
         except CaptureError as error:  # two dtypes where one is needed
             said = f"{', '.join(sorted(exact))} of the batch are rounded for computing: as they are, {error}"
             first = replace(first, notes=(*first.notes, said))
@@ -288,7 +288,7 @@ class _Calls:
             )
         except UnsupportedVariant as error:
             raise CaptureError(str(error)) from error
-        result, found = (result[:-1], result[-1]) if self.metrics else (result, {})
+        result, metric_values = (result[:-1], result[-1]) if self.metrics else (result, {})
         nodes = [recorder.node_of(value) for value in result]
         _check_loss(result, nodes, own=self.loss is None)
         assert nodes[0] is not None
@@ -316,7 +316,7 @@ class _Calls:
             + recorder.notes
             + self.statements.note,
             norms=norms,
-            metrics=metric_nodes(found, recorder.node_of),
+            metrics=metric_nodes(metric_values, recorder.node_of),
             own_loss=self.loss is None,
         )
 
@@ -405,7 +405,7 @@ def _rewrites(
     model: nn.Module, before: Mapping[str, Tensor], recorder: Recorder
 ) -> dict[str, fx.Node]:
     """Return the buffers that forward replaced by another tensor (`self.count = self.count + 1`)."""
-    found: dict[str, fx.Node] = {}
+    node_by_buffer: dict[str, fx.Node] = {}
     for name, tensor, _ in named_tensors(model):
         if name in before and tensor is not before[name]:
             node = recorder.node_of(tensor)
@@ -420,14 +420,14 @@ def _rewrites(
                     f"{line_of(node)}: buffer {name!r}, {old.dtype} of shape {_shape(old)}, is replaced in forward "
                     f"by {tensor.dtype} of shape {_shape(tensor)}; a buffer keeps its shape and dtype"
                 )
-            found[name] = node
-    return found
+            node_by_buffer[name] = node
+    return node_by_buffer
 
 
 def _placeholders(
     graph: fx.Graph, inputs: Sequence[Any], origins: Mapping[int, InputOrigin]
 ) -> dict[fx.Node, InputOrigin]:
-    found: dict[fx.Node, InputOrigin] = {}
+    origin_by_node: dict[fx.Node, InputOrigin] = {}
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         if not isinstance(value, Tensor):
             continue
@@ -439,5 +439,5 @@ def _placeholders(
             continue
         if origin is None:
             raise unknown_tensor(line_of(next(iter(node.users), node)), str(node.target), value)
-        found[node] = origin
-    return found
+        origin_by_node[node] = origin
+    return origin_by_node

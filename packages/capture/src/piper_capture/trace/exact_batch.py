@@ -62,35 +62,35 @@ def exact_tensors(
     for node in graph.nodes:
         if any(n in weighty for n in node.all_input_nodes):
             weighty.add(node)
-    given = {
+    candidates = {
         node: name for node, name in batch.items() if node.meta["example_value"].dtype == compute
     }
-    return frozenset(name for node, name in given.items() if _stays(graph, node, weighty))
+    return frozenset(name for node, name in candidates.items() if _stays(graph, node, weighty))
 
 
 def _stays(graph: fx.Graph, source: fx.Node, weighty: set[fx.Node]) -> bool:
     """Return whether no operator needs an input, or a tensor derived from it, in the compute dtype."""
-    made = {source: _Made.MOVED}
+    derived = {source: _Made.MOVED}
     for node in graph.nodes:
-        of = [made[n] for n in node.all_input_nodes if n in made]
+        of = [derived[n] for n in node.all_input_nodes if n in derived]
         if not of or node.op not in ("call_function", "call_method") or _converts(node):
             continue
         name = _name(node)
         if name in LAYERS:
             first = node.args[0] if node.args else node.kwargs.get("input")
-            if max(of) == _Made.ITSELF and first in made and len(of) == 1:
+            if max(of) == _Made.ITSELF and first in derived and len(of) == 1:
                 continue  # cast in front of it, see `layers_cast_inputs`
             return False
         if name in PRODUCTS or not _is_of_torch(node):
             return False
         if not any(t.is_floating_point() for t in tensors_of(node)) or (
-            name.endswith("_") and node.args[0] not in made
+            name.endswith("_") and node.args[0] not in derived
         ):
             continue  # a comparison, or a tensor that is written into
-        if any(n in weighty and n not in made for n in node.all_input_nodes):
-            made[node] = _Made.MIXED
+        if any(n in weighty and n not in derived for n in node.all_input_nodes):
+            derived[node] = _Made.MIXED
         else:
-            made[node] = max(of) if name in MOVES else max(*of, _Made.ITSELF)
+            derived[node] = max(of) if name in MOVES else max(*of, _Made.ITSELF)
     return True
 
 

@@ -57,22 +57,22 @@ def as_regions(model: nn.Module, classes: list[type[nn.Module]]) -> Iterator[Non
 
 def complete(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Add the missing tensors of calls of regions to the graph as inputs; return the inputs."""
-    graph, found = module.graph, list(inputs)
+    graph, completed = module.graph, list(inputs)
     placeholders = graph.find_nodes(op="placeholder")
-    nodes = {id(value): node for node, value in zip(placeholders, found, strict=True)}
+    nodes = {id(value): node for node, value in zip(placeholders, completed, strict=True)}
     for call in graph.find_nodes(op="call_function", target=_torch.INVOKE):
         arguments = list(call.args)
         for position, tensor, example in call.meta.pop(_torch.CAPTURED, ()):
             node = nodes.get(id(tensor))
             if node is None:
                 with graph.inserting_after(placeholders[-1]):
-                    node = nodes[id(tensor)] = graph.placeholder(f"captured_{len(found)}")
+                    node = nodes[id(tensor)] = graph.placeholder(f"captured_{len(completed)}")
                 node.meta["example_value"] = example
                 placeholders.append(node)
-                found.append(tensor)
+                completed.append(tensor)
             arguments.insert(2 + position, node)
         call.args = tuple(arguments)
-    return found
+    return completed
 
 
 def flatten(module: fx.GraphModule) -> None:
@@ -109,14 +109,14 @@ def _stack(node: fx.Node, call: fx.Node, traced: fx.Node) -> dict[str, Any]:
     if _torch.MODULES in traced.meta:
         raise NotFlat("nothing uses the results of the call that was traced")
     around, moved = _around(traced), call.meta.get(_torch.MODULES, {})
-    out = dict(_around(call))
+    stack = dict(_around(call))
     for key in own:
         if key not in around:
             place = moved.get(key.partition("@")[0])
             if place is None:
                 raise NotFlat("a region runs a module that Dynamo does not say that it read")
-            out[str(id(place))] = "", type(place)
-    return out
+            stack[str(id(place))] = "", type(place)
+    return stack
 
 
 def _around(call: fx.Node) -> Mapping[str, Any]:

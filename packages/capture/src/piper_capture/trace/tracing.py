@@ -266,8 +266,8 @@ def _run(
                 raise refusal from error
             where, _, reason = str(refusal).partition(": cannot be captured: ")
             reason, module = cause_of(reason), failing.module
-            if made := failing.made(error):
-                module, line = made
+            if place := failing.made(error):
+                module, line = place
                 reason = "a size, or a Python number, depends on values of tensors"
                 refusal = CaptureError(
                     f"{line}: cannot be captured: {reason}, and is used in {where or 'the loss'}."

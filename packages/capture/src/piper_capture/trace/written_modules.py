@@ -66,18 +66,18 @@ def equal_rows(
 
     `blocks` has the entries per row in each dimension, 0 if the size does not depend on the rows.
     """
-    made = filled(
+    tensor = filled(
         [b or size for size, b in zip(shape, blocks, strict=True)], dtype, generator, integers
     )
     for dim, (size, block) in enumerate(zip(shape, blocks, strict=True)):
-        made = made.index_select(dim, torch.arange(size) % block) if block else made
-    return made
+        tensor = tensor.index_select(dim, torch.arange(size) % block) if block else tensor
+    return tensor
 
 
 def weights_like(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Return a tensor with numbers of the size of weights: between -0.1 and 0.1."""
-    made = filled(shape, dtype, generator, 1)
-    return (made - 0.5) * 0.2 if dtype.is_floating_point else made
+    numbers = filled(shape, dtype, generator, 1)
+    return (numbers - 0.5) * 0.2 if dtype.is_floating_point else numbers
 
 
 def blocks_of(shape: Sequence[Dim]) -> tuple[int, ...]:
@@ -114,10 +114,10 @@ def pickled(name: str, module: nn.Module) -> bytes:
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a module by name, a tied one by its first name."""
-    found: dict[int, tuple[str, Tensor]] = {}
+    named_by_id: dict[int, tuple[str, Tensor]] = {}
     for name, tensor, _ in named_tensors(module):
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
+        named_by_id.setdefault(id(tensor), (name, tensor))
+    return dict(named_by_id.values())
 
 
 class Leaves(CaptureError):
@@ -187,13 +187,13 @@ class Planned:
 
     def _integers(self, own: Sequence[Tensor], args: Any, kwargs: Any) -> int:
         """Return the bound of integers that the module accepts, such as expert indices: a size of its weights, or 1."""
-        given = [
+        integer_args = [
             t
             for t in tensors_in((), args, kwargs)
             if not t.is_floating_point() and t.dtype != torch.bool
         ]
         for size in (
-            sorted({int(t.shape[0]) for t in own if t.dim()}, reverse=True) if given else ()
+            sorted({int(t.shape[0]) for t in own if t.dim()}, reverse=True) if integer_args else ()
         ):
             try:
                 _Trial(self, own, args, kwargs, 2, 0, size)
@@ -211,12 +211,12 @@ class Planned:
             raise self._leaves(
                 f"it returns a {wrong}; a tensor, or a tuple or list of tensors and None, can leave it"
             )
-        made, forms = zip(*(_torch.pytree.tree_flatten(t.results) for t in trials))
+        flat, forms = zip(*(_torch.pytree.tree_flatten(t.results) for t in trials))
         if any(form != forms[0] for form in forms):
             raise self._leaves(
                 f"it returns {forms[0]} for some values of its arguments, and {forms[-1]} for others"
             )
-        return _torch.pytree.tree_unflatten([self._made(leaves) for leaves in zip(*made)], forms[0])
+        return _torch.pytree.tree_unflatten([self._made(leaves) for leaves in zip(*flat)], forms[0])
 
     def _made(self, leaves: Sequence[Any]) -> MadeTensor | None:
         if any(leaf is None for leaf in leaves):
@@ -275,12 +275,12 @@ class _Trial:
                 )
                 for t in own
             ]
-            given = _torch.pytree.tree_map(
+            arguments = _torch.pytree.tree_map(
                 lambda leaf: _argument(leaf, rows, generator, integers, spread=bool(seed)),
                 (tuple(args), dict(kwargs)),
             )
             loaded = LoadedModule(planned.module)
-            self._run(loaded, real, *given)
+            self._run(loaded, real, *arguments)
 
     def _run(self, loaded: LoadedModule, own: list[Tensor], args: Any, kwargs: Any) -> None:
         known = tensors_in(own, args, kwargs)
@@ -330,11 +330,11 @@ class _Watch(_torch.TorchDispatchMode):
         read = [t for t in _torch.pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if func is not torch.ops.aten.lift_fresh.default:  # of a literal that forward makes
             self.outsiders += [tuple(t.shape) for t in read if storage_key(t) not in self._known]
-        out = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self._known |= {
-            storage_key(t): t for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)
+            storage_key(t): t for t in _torch.pytree.tree_leaves(result) if isinstance(t, Tensor)
         }
-        return out
+        return result
 
 
 def _line_of(error: BaseException) -> str:
@@ -378,10 +378,10 @@ def _size(size: Any) -> tuple[int, ...]:
 
 
 def _product(sizes: Sequence[int]) -> int:
-    out = 1
+    product = 1
     for size in sizes:
-        out *= size
-    return out
+        product *= size
+    return product
 
 
 def _argument(
@@ -393,10 +393,12 @@ def _argument(
     sizes = [fit(*(int(_torch.size_at(size, r)) for r in (2, 3))) for size in leaf.shape]
     shape = [int(_torch.size_at(size, rows)) for size in leaf.shape]
     if spread and leaf.is_floating_point():
-        made = torch.randn(shape, generator=generator).to(leaf.dtype)
+        argument = torch.randn(shape, generator=generator).to(leaf.dtype)
     else:
-        made = equal_rows(shape, blocks_of(sizes), leaf.dtype, generator, integers)
-    return made.requires_grad_().clone() if leaf.requires_grad else made  # no leaf, as in the model
+        argument = equal_rows(shape, blocks_of(sizes), leaf.dtype, generator, integers)
+    return (
+        argument.requires_grad_().clone() if leaf.requires_grad else argument
+    )  # no leaf, as in the model
 
 
 @contextmanager

@@ -13,9 +13,9 @@ class Coordinate(int):
     mirrored: bool
 
     def __new__(cls, axis: str, mirrored: bool = False) -> Coordinate:
-        made = super().__new__(cls, -1 if mirrored else 0)
-        made.axis, made.mirrored = axis, mirrored
-        return made
+        coordinate = super().__new__(cls, -1 if mirrored else 0)
+        coordinate.axis, coordinate.mirrored = axis, mirrored
+        return coordinate
 
     def at(self, place: int) -> int:
         """Return its value on the device with this coordinate."""

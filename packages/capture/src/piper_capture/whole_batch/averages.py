@@ -20,13 +20,13 @@ def averages(forward: Forward) -> set[fx.Node]:
         if (target := written(n)) is not None and owner(target) in buffers
     ]
     queue += [n for n in forward.rewrites.values() if not _has_rows(n)]
-    found = set[fx.Node]()
+    reached = set[fx.Node]()
     while queue:
         node = queue.pop()
-        if node not in found and node.op != "placeholder":
-            found.add(node)
+        if node not in reached and node.op != "placeholder":
+            reached.add(node)
             queue += [n for n in node.all_input_nodes if not _has_rows(n)]
-    return found
+    return reached
 
 
 def mark_averages(forward: Forward) -> None:

@@ -37,16 +37,16 @@ class CounterSpec:
         """Return the counter as a chunk with an F alone."""
         module, reads = counting(self.forward, rows)
         inputs = [JointInput("batch", self._example(name, rows)) for name in reads]
-        made = cut_chunk(trace_joint(module, inputs, (False,)), KEEP_ALL)
-        if made.draws:
-            drawn = next(n for n in self.forward.graph.nodes if n.name == made.draws[0].origin)
+        traced = cut_chunk(trace_joint(module, inputs, (False,)), KEEP_ALL)
+        if traced.draws:
+            drawn = next(n for n in self.forward.graph.nodes if n.name == traced.draws[0].origin)
             raise CaptureError(
                 f"{line_of(drawn)}: the loss reads a sum or a mean over rows of what is drawn here, beside what "
                 f"the model computes. Numbers of the whole batch are counted before a step, where nothing is "
                 f"drawn: draw what all rows share without them, such as torch.rand(()), or return a pair (sum, "
                 f"weight)"
             )
-        return made
+        return traced
 
     def _example(self, name: str, rows: int) -> torch.Tensor:
         tensor = self.forward.batch[name]

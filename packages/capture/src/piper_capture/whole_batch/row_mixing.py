@@ -109,9 +109,9 @@ def check_rows_apart(
     if varying is None:
         return
     rows = _Rows(many, specs, varying, dict(zip(many.graph.nodes, few.graph.nodes, strict=True)))
-    found = [n for n in judged if not rows.keeps_apart(n)]
-    unknown = [n for n in found if not rows.indexes.ops[n].known]
-    if not found:
+    mixing = [n for n in judged if not rows.keeps_apart(n)]
+    unknown = [n for n in mixing if not rows.indexes.ops[n].known]
+    if not mixing:
         return
     ends = {n for after in forward if after not in judged for n in after.all_input_nodes} | set(
         many.outputs
@@ -124,12 +124,12 @@ def check_rows_apart(
     )
     if apart:
         return
-    if apart is None and all(n in unknown or _routes(n) for n in found):
+    if apart is None and all(n in unknown or _routes(n) for n in mixing):
         _say_believed(
-            [named[origin_of(n)] for n in found if not str(n.target).startswith("piper.")]
+            [named[origin_of(n)] for n in mixing if not str(n.target).startswith("piper.")]
         )
         return
-    raise _refused(named[origin_of(found[0])])
+    raise _refused(named[origin_of(mixing[0])])
 
 
 def check_opaque_rows(
@@ -194,14 +194,14 @@ def _varying(few: Joint, many: Joint) -> dict[TensorKey, tuple[int, ...]] | None
         a.target != b.target for a, b in pairs if b.op == "call_function"
     ):
         return None
-    found = {}
+    varying = {}
     for a, b in pairs:
         for k, (x, y) in enumerate(zip(_tensors(a), _tensors(b), strict=True)):
             if isinstance(x, Tensor) and isinstance(y, Tensor):
-                found[b, k] = tuple(
+                varying[b, k] = tuple(
                     d for d, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n
                 )
-    return found
+    return varying
 
 
 def _tensors(node: fx.Node) -> tuple[object, ...]:
@@ -234,7 +234,7 @@ class _Rows:
     def keeps_apart(self, node: fx.Node) -> bool:
         """Return whether an op computes each row by itself."""
         op = self.indexes.ops[node]
-        made = [
+        result_numbers = [
             k
             for k, t in enumerate(op.call.results)
             if t.numel() and (node, k) in self._varying and self._used(node, k)
@@ -242,25 +242,33 @@ class _Rows:
         if _computes_with_numbers(node) and _numbers(node) != _numbers(self._fewer[node]):
             return False
         if is_draw(node.target, node.args, node.kwargs) or _only_shape(node):
-            self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
-            return not any(self._varying[key] for key in op.keys) or all(
-                self._varying[node, k] for k in made
+            self._rows.update(
+                i for k in result_numbers for dim in self._of_rows((node, k)) for i in dim
             )
-        given = {i for key in op.keys for dim in self._of_rows(key) for i in dim}
-        if not given:
-            numbered = node.target in NUMBERS and any(self._varying[node, k] for k in made)
-            self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
+            return not any(self._varying[key] for key in op.keys) or all(
+                self._varying[node, k] for k in result_numbers
+            )
+        of_inputs = {i for key in op.keys for dim in self._of_rows(key) for i in dim}
+        if not of_inputs:
+            numbered = node.target in NUMBERS and any(
+                self._varying[node, k] for k in result_numbers
+            )
+            self._rows.update(
+                i for k in result_numbers for dim in self._of_rows((node, k)) for i in dim
+            )
             return not numbered or all(
                 self._looks_up_own_rows(user, n) for n, user in _readers(node)
             )
         if any(self._looks_up_own_rows(node, n) for n in node.all_input_nodes):
             return True
         if not op.known or any(
-            op.parts(i) is None and op.rewrite(i) is None for i in given & self._rows
+            op.parts(i) is None and op.rewrite(i) is None for i in of_inputs & self._rows
         ):
-            self._rows.update(i for k in made for dim in self._of_rows((node, k)) for i in dim)
+            self._rows.update(
+                i for k in result_numbers for dim in self._of_rows((node, k)) for i in dim
+            )
             return False
-        return all(self._lie_in_place((node, k)) for k in made)
+        return all(self._lie_in_place((node, k)) for k in result_numbers)
 
     def _lie_in_place(self, key: TensorKey) -> bool:
         """Return whether a result has the rows in the dimensions that grow with them, and in no others."""

@@ -72,17 +72,17 @@ class RowTrial:
     def _tried(self, seed: int) -> bool:
         generator = torch.Generator().manual_seed(seed)
         kinds = zip(self._whole.inputs, self._whole.kinds, strict=True)
-        given = {n: _random(n.meta["val"], generator, kind == "param") for n, kind in kinds}
-        given |= {
+        values = {n: _random(n.meta["val"], generator, kind == "param") for n, kind in kinds}
+        values |= {
             n: _drawn(n, generator)
             for n in self._whole.graph.nodes
             if is_draw(n.target, n.args, n.kwargs)
         }
-        wanted = self._run(self._whole, given, self._asked)
+        wanted = self._run(self._whole, values, self._asked)
         parts = []
         for number, joint in enumerate((self._first, self._second)):
             twin = dict(zip(self._whole.graph.nodes, joint.graph.nodes, strict=True))
-            own = {twin[n]: self._parts_of(n, value, number) for n, value in given.items()}
+            own = {twin[n]: self._parts_of(n, value, number) for n, value in values.items()}
             parts.append(self._run(joint, own, [twin[n] for n in self._asked]))
         return all(
             self._equal(n, wanted[k], [p[k] for p in parts]) for k, n in enumerate(self._asked)
@@ -156,11 +156,11 @@ def _random(like: Tensor, generator: torch.Generator, trained: bool) -> Tensor:
 def _drawn(node: fx.Node, generator: torch.Generator) -> Any:
     """Return numbers in place of an op's own draws: the same for a row in the whole and in its part."""
     value = node.meta["val"]
-    made = tuple(
+    numbers = tuple(
         _random(t, generator, trained=False)
         for t in (value if isinstance(value, tuple | list) else (value,))
     )
-    return made if isinstance(value, tuple | list) else made[0]
+    return numbers if isinstance(value, tuple | list) else numbers[0]
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
@@ -194,16 +194,16 @@ def opaque_same(
                 torch.empty(s, dtype=getattr(torch, spec.dtype), device="meta")
                 for s, spec in zip(shapes, specs, strict=True)
             ]
-            given = [
+            inputs = [
                 _random(t, generator, kind == "param") for t, kind in zip(likes, kinds, strict=True)
             ]
-            wanted = _called(whole, given)
-            found = [
-                _called(m, [_rows_of(t, s, k) for t, s in zip(given, specs, strict=True)])
+            wanted = _called(whole, inputs)
+            by_part = [
+                _called(m, [_rows_of(t, s, k) for t, s in zip(inputs, specs, strict=True)])
                 for k, m in enumerate((first, second))
             ]
             compared = [
-                (w, a, b) for w, a, b, value in zip(wanted, *found, values, strict=True) if value
+                (w, a, b) for w, a, b, value in zip(wanted, *by_part, values, strict=True) if value
             ]
             if not all(_joins(*each) for each in compared):
                 return False
@@ -216,8 +216,8 @@ def opaque_same(
 
 def _called(module: fx.GraphModule, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        made = module(*(t.clone().requires_grad_(t.is_floating_point()) for t in given))
-    return tuple(t.detach() for t in made)
+        outputs = module(*(t.clone().requires_grad_(t.is_floating_point()) for t in given))
+    return tuple(t.detach() for t in outputs)
 
 
 def _rows_of(tensor: Tensor, spec: TensorSpec, number: int) -> Tensor:

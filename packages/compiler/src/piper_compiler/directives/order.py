@@ -87,7 +87,9 @@ class Order:
         flat: list[Where] = []
         groups: list[tuple[int, int]] = []
         for item in (
-            x for given in items for x in (given if isinstance(given, tuple) else (given,))
+            x
+            for argument in items
+            for x in (argument if isinstance(argument, tuple) else (argument,))
         ):
             if isinstance(item, Overlap):
                 groups.append((len(flat), len(item.selections)))
@@ -234,8 +236,8 @@ class Order:
 
     def _by_item(self, graph: Graph) -> list[list[_Chains]]:
         each: list[_Chains] = list(zip(self.selections, graph.chains(self.selections), strict=True))
-        for selection, found in each:
-            if not found and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
+        for selection, matched in each:
+            if not matched and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
                 compute_nodes(self, graph, selection)  # says that there are none
         if not self.overlaps:
             return [[pair] for pair in each if pair[1]]

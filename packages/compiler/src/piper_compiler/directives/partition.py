@@ -112,11 +112,11 @@ class Partition:
             self._check_present(graph, present)
             return
         self._check_layers(graph.program)
-        found = units_of(graph.program, self.units)
-        if len(found) < self.stages:
-            raise fail(self, 1, self._too_few(graph.program, found))
+        program_units = units_of(graph.program, self.units)
+        if len(program_units) < self.stages:
+            raise fail(self, 1, self._too_few(graph.program, program_units))
         if isinstance(self.at, tuple):
-            self._check_boundaries(self.at, found)
+            self._check_boundaries(self.at, program_units)
         elif self.at not in ("even", "cost"):
             raise fail(
                 self, 2, f'at={self.at!r}; "even", "cost" or a tuple of first layers is accepted'
@@ -272,11 +272,11 @@ def chunk_layers(program: Program, which: str = "layers") -> dict[str, Unit]:
     before, after = UNITS[which]
     latest: Unit = BEFORE if before else layers_of(program)[0]
     last = max(k for k, chunk in enumerate(program.chunks) if "layer" in chunk.coords)
-    out: dict[str, Unit] = {}
+    unit_by_chunk: dict[str, Unit] = {}
     for k, chunk in enumerate(program.chunks):
         latest = AFTER if after and k > last else chunk.coords.get("layer", latest)
-        out[chunk.id] = latest
-    return out
+        unit_by_chunk[chunk.id] = latest
+    return unit_by_chunk
 
 
 def stage_of_layers(

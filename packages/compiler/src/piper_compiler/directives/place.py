@@ -207,10 +207,10 @@ def _connect(edit: Editor, nodes: list[Node]) -> None:
 
     Channels are made one after the other, in the order of the first microbatch that needs each.
     """
-    found = [crossing for node in nodes for crossing in _crossings(edit, node)]
-    for at in sorted(found, key=lambda at: at.reader.each[0]):
+    crossings = [crossing for node in nodes for crossing in _crossings(edit, node)]
+    for at in sorted(crossings, key=lambda at: at.reader.each[0]):
         edit.channel(at.source, at.reader.role, edit.values[at.value].category)
-    for at in found:
+    for at in crossings:
         copy = edit.transfer(at.value, at.source, at.reader.role, at.reader.mbs)
         edit.reread(at.reader, at.value, copy)
 

@@ -165,13 +165,13 @@ class Recompute:
         ]
         if missing:
             synthetic = graph.program.source == "synthetic"
-            made = (
+            advice = (
                 'a synthetic program has it for "inputs", with R=...'
                 if synthetic
                 else "piper.compile(job, ...) makes it"
             )
             raise fail(
-                self, 4, f"there is no code that makes tensors of {missing[0]} again: {made}"
+                self, 4, f"there is no code that makes tensors of {missing[0]} again: {advice}"
             )
         groups = self._groups(graph)
         if not groups:

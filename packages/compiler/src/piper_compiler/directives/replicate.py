@@ -200,9 +200,9 @@ class Replicate:
     def simplest(self) -> Replicate:
         """Return the same without limits for states that are not sharded."""
         shards = self.shards
-        made = self if shards.params else replace(self, resident_mb=0, prefetch=1)
-        made = made if shards.grads else replace(made, reduced_mb=0)
-        return made if shards.optim else replace(made, gather="", shard=None)
+        simplified = self if shards.params else replace(self, resident_mb=0, prefetch=1)
+        simplified = simplified if shards.grads else replace(simplified, reduced_mb=0)
+        return simplified if shards.optim else replace(simplified, gather="", shard=None)
 
     def __hash__(self) -> int:
         return hash(

@@ -246,13 +246,13 @@ class Shard:
     def _check_cut(self) -> None:
         if type(self.cut) is not bool:
             raise fail(self, 14, f"cut={self.cut!r}; True or False is accepted")
-        given = (
+        options = (
             ("stream", self.stream),
             ("index", self.context and self.index),
             ("keep", self.keep),
         )
         if self.cut and (
-            other := next((f"{name}={value!r}" for name, value in given if value), "")
+            other := next((f"{name}={value!r}" for name, value in options if value), "")
         ):
             raise fail(
                 self,

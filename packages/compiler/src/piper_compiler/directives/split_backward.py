@@ -137,9 +137,9 @@ class _Parts:
     def of(self, node: Node) -> tuple[Node, ...]:
         """Return the nodes for a backward; they read the same values, which may be copies that `place` made."""
         known = dict(zip(self.reads, node.reads, strict=True))
-        out = []
+        nodes = []
         for id, op, reads, writes in self.steps:
             coords: dict[str, Coord] = {**node.coords, "phase": op.step}
             values = tuple([known.get(port, value) for port, value in reads])
-            out.append(Node(id, op, coords, values, writes, node.role, node.stream, node.mbs))
-        return tuple(out)
+            nodes.append(Node(id, op, coords, values, writes, node.role, node.stream, node.mbs))
+        return tuple(nodes)

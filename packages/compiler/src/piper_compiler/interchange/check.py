@@ -317,12 +317,12 @@ def _check_progress(rows: Rows, facts: TableFacts) -> None:
 
 def _waits(cell: Cell, facts: TableFacts) -> list[Event]:
     """Return the events that a cell waits for, on other devices or earlier on its own."""
-    out: list[Event] = []
+    awaited: list[Event] = []
     for event in _events(cell):
         if isinstance(event, Action):
             pair, source = (facts.transfer(event) if facts.lowered else None), facts.source(event)
-            out += [pair[0]] if pair is not None else [source] if source is not None else []
-    return out
+            awaited += [pair[0]] if pair is not None else [source] if source is not None else []
+    return awaited
 
 
 def _waiting(rows: Rows, facts: TableFacts, done: set[Event], place: CellPosition) -> str:

@@ -28,39 +28,39 @@ def with_communication(rows: Rows, facts: TableFacts) -> Rows:
 
 
 def _with_parameters(slots: Sequence[Slot]) -> list[Item]:
-    out: list[Item] = []
+    items: list[Item] = []
     whole: set[int] = set()
     for i, slot in enumerate(slots):
         soon = _next_stages(slots[i:])
-        out += [CommCell(stage, "RESHARD") for stage in sorted(whole.difference(soon))]
-        out += [CommCell(stage, "UNSHARD") for stage in soon if stage not in whole]
+        items += [CommCell(stage, "RESHARD") for stage in sorted(whole.difference(soon))]
+        items += [CommCell(stage, "UNSHARD") for stage in soon if stage not in whole]
         whole = set(soon)
-        out.append(slot)
-    return [*out, *(CommCell(stage, "RESHARD") for stage in sorted(whole))]
+        items.append(slot)
+    return [*items, *(CommCell(stage, "RESHARD") for stage in sorted(whole))]
 
 
 def _next_stages(slots: Sequence[Slot]) -> list[int]:
     """Return the stages that are computed next, in order: at least ACTIVE stages if there are as many."""
-    found: list[int] = []
+    stages: list[int] = []
     for slot in slots:
-        found += [stage for stage in dict.fromkeys(a.stage for a in slot) if stage not in found]
-        if len(found) >= ACTIVE:
+        stages += [stage for stage in dict.fromkeys(a.stage for a in slot) if stage not in stages]
+        if len(stages) >= ACTIVE:
             break
-    return found
+    return stages
 
 
 def _with_reductions(items: Sequence[Item], microbatches: int) -> list[Item]:
     """Add REDUCE_GRAD after the last action that adds to a stage's gradients."""
-    out: list[Item] = []
+    row: list[Item] = []
     backwards: dict[int, int] = {}
     for item in items:
-        out.append(item)
+        row.append(item)
         for action in item if isinstance(item, tuple) else ():
             if action.phase in ("B", "W"):
                 backwards[action.stage] = backwards.get(action.stage, 0) + 1
                 if backwards[action.stage] == microbatches:
-                    out.append(CommCell(action.stage, "REDUCE_GRAD"))
-    return out
+                    row.append(CommCell(action.stage, "REDUCE_GRAD"))
+    return row
 
 
 def _with_transfers(rows: Sequence[Sequence[Item]], facts: TableFacts) -> Rows:
@@ -70,7 +70,7 @@ def _with_transfers(rows: Sequence[Sequence[Item]], facts: TableFacts) -> Rows:
         for a in facts.at
         if isinstance(a, Action) and (pair := facts.transfer(a))
     }
-    out: list[list[Item]] = [[] for _ in rows]
+    lowered_rows: list[list[Item]] = [[] for _ in rows]
     done: set[Action] = set()
     next_item = [0] * len(rows)
     while any(n < len(row) for n, row in zip(next_item, rows, strict=True)):
@@ -82,11 +82,11 @@ def _with_transfers(rows: Sequence[Sequence[Item]], facts: TableFacts) -> Rows:
             if any((source := facts.source(a)) is not None and source not in done for a in actions):
                 continue
             next_item[r] += 1
-            out[r].append(item)
+            lowered_rows[r].append(item)
             for action in actions:
                 done.add(action)
                 if action in sends:
                     send, receive = sends[action]
-                    out[r].append(send)
-                    out[facts.home[receive.stage]].append(receive)
-    return tuple(tuple(row) for row in out)
+                    lowered_rows[r].append(send)
+                    lowered_rows[facts.home[receive.stage]].append(receive)
+    return tuple(tuple(row) for row in lowered_rows)

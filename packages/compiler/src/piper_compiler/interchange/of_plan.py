@@ -99,22 +99,22 @@ class _Row:
             for part in instr.parts:
                 if isinstance(part.op, Compute) and part.op.step not in ("F", "R"):
                     here.setdefault((self.stages[part.op.chunk], part.mb), set()).add(part.op.step)
-            for key, found in here.items():
-                steps.setdefault(key, set()).update(found)
-                together[key] = together.get(key, False) or len(found) == 2
-        return {key: together[key] or len(found) == 1 for key, found in steps.items()}
+            for key, step_set in here.items():
+                steps.setdefault(key, set()).update(step_set)
+                together[key] = together.get(key, False) or len(step_set) == 2
+        return {key: together[key] or len(step_set) == 1 for key, step_set in steps.items()}
 
     def _actions(self, instr: Instr, backward: dict[tuple[int, int], bool]) -> list[Action]:
         """Return the actions of an instruction, stage after stage; the two of an overlapped pair occur twice each."""
-        found: dict[Action, None] = {}
+        actions: dict[Action, None] = {}
         if {part.op.step for part in instr.parts if isinstance(part.op, Compute)} == {"R"}:
             raise FormatError(
                 f"{instr.name} is recomputation alone, which the format cannot say; use recompute without apart"
             )
         for part in instr.parts:
             if isinstance(part.op, Compute) and part.op.step != "B" and part.op.step != "R":
-                found[self._action(part, backward)] = None
-        return [*found, *found] if len({a.phase == "F" for a in found}) > 1 else [*found]
+                actions[self._action(part, backward)] = None
+        return [*actions, *actions] if len({a.phase == "F" for a in actions}) > 1 else [*actions]
 
     def _action(self, part: Part, backward: dict[tuple[int, int], bool]) -> Action:
         """Return the action that a step of a chunk is part of; recomputation belongs to the backward that follows."""

@@ -139,5 +139,5 @@ def plan_of(strategy: Strategy) -> Plan:
 
 def stages_of(directives: Iterable[Directive]) -> int | None:
     """Return the number of stages that the directives' `partition` makes; None without one."""
-    found: Iterator[int] = (d.stages for d in directives if isinstance(d, Partition))
-    return next(found, None)
+    counts: Iterator[int] = (d.stages for d in directives if isinstance(d, Partition))
+    return next(counts, None)

@@ -51,22 +51,22 @@ def parameter_cells(
     """
     place = {action: k for k, (_, slot) in enumerate(slots) for action in slot}
     windows, stages = _windows(plan, role, lambda part: place[action_of(part)], action_of)
-    out: list[Placed] = []
+    cells: list[Placed] = []
     for stage in dict.fromkeys(stages.values()):
         own = {b: w for b, w in windows.items() if stages[b] == stage}
         last = max(k for action, k in place.items() if action.stage == stage)
         for window in (w for of_bucket in own.values() for w in of_bucket if w.stays):
             window.slots.append(last)
-        out += _stage_cells(role, stage, own, slots)
-    return out
+        cells += _stage_cells(role, stage, own, slots)
+    return cells
 
 
 def check_scatters(role: RolePlan) -> None:
     """Raise FormatError if the gradients of a bucket are scattered more than once in a step."""
-    made = Counter(
+    scatters = Counter(
         p.op.bucket for instr in role.program for p in instr.parts if isinstance(p.op, Fresh)
     )
-    bucket, times = max(made.items(), key=lambda item: item[1], default=("", 0))
+    bucket, times = max(scatters.items(), key=lambda item: item[1], default=("", 0))
     if times > 1:
         raise FormatError(
             f"{role.role} scatters the gradients of {bucket} {times} times in a step; the format has one "
@@ -79,7 +79,7 @@ def _windows(
     plan: Plan, role: RolePlan, slot_of: Callable[[Part], int], action_of: Callable[[Part], Action]
 ) -> tuple[dict[str, list[_Window]], dict[str, int]]:
     """Return the windows of each gathered bucket in order, and the stage of each."""
-    found: dict[str, list[_Window]] = {}
+    windows_by_bucket: dict[str, list[_Window]] = {}
     of_value: dict[str, tuple[str, _Window]] = {}
     in_place: dict[str, tuple[str, _Window]] = {}
     used_by: dict[str, set[int]] = defaultdict(set)
@@ -87,7 +87,7 @@ def _windows(
         for part in instr.parts:
             if isinstance(part.op, Collective) and part.op.law.state == "param":
                 window = _Window(index, not part.writes)
-                found.setdefault(part.op.bucket, []).append(window)
+                windows_by_bucket.setdefault(part.op.bucket, []).append(window)
                 names = part.writes or plan.bucket(part.op.bucket).params
                 (of_value if part.writes else in_place).update(
                     dict.fromkeys(names, (part.op.bucket, window))
@@ -109,7 +109,9 @@ def _windows(
                 f"{role.role} gathers {bucket} for stages {several}; the format gathers each stage by itself. "
                 f"Untie them, {WAY_OUT}"
             )
-    return {b: found[b] for b in used_by}, {b: next(iter(stages)) for b, stages in used_by.items()}
+    return {b: windows_by_bucket[b] for b in used_by}, {
+        b: next(iter(stages)) for b, stages in used_by.items()
+    }
 
 
 def _read(plan: Plan, part: Part) -> list[str]:
@@ -131,7 +133,7 @@ def _stage_cells(
     """Return UNSHARD and RESHARD of a stage; raise FormatError unless its buckets come and go together."""
     leading = max(windows, key=lambda b: len({k for w in windows[b] for k in w.slots}))
     spans = [(min(w.slots), max(w.slots)) for w in windows[leading]]
-    out: list[Placed] = []
+    cells: list[Placed] = []
     behind = -1
     for first, last in spans:
         inside = {
@@ -146,9 +148,9 @@ def _stage_cells(
                 f"{again} is gathered {len(inside[again])} times while {leading} is kept",
             )
         gathers = [w.gather for own in inside.values() for w in own]
-        out.append((max(behind, min(gathers)), UNSHARD_ORDER, CommCell(stage, "UNSHARD")))
+        cells.append((max(behind, min(gathers)), UNSHARD_ORDER, CommCell(stage, "UNSHARD")))
         behind = slots[last][0]
-        out.append((behind, RESHARD_ORDER, CommCell(stage, "RESHARD")))
+        cells.append((behind, RESHARD_ORDER, CommCell(stage, "RESHARD")))
     for bucket, own in windows.items():
         if any(not any(a <= min(w.slots) and max(w.slots) <= b for a, b in spans) for w in own):
             _refuse(role, stage, f"{bucket} is kept from and to other actions than {leading}")
@@ -160,7 +162,7 @@ def _stage_cells(
                     stage,
                     f"{action} runs without its parameters, which torch's runtime does not allow",
                 )
-    return out
+    return cells
 
 
 def _refuse(role: RolePlan, stage: int, what: str) -> None:

@@ -59,14 +59,14 @@ def parse_cell(text: str) -> Cell:
     text = text.strip()
     if not text:
         return None
-    if found := _ACTION.fullmatch(text):
-        return (_action(found),)
-    if found := _TRANSFER.fullmatch(text):
-        return CommCell(int(found[1]), cast(Transfer, found[2]), int(found[3]))
-    if found := _OF_STAGE.fullmatch(text):
-        return CommCell(int(found[1]), cast(OfStage, found[2]))
-    if found := _PAIR.fullmatch(text):
-        members = [_ACTION.fullmatch(part.strip()) for part in found[1].split(";")]
+    if match := _ACTION.fullmatch(text):
+        return (_action(match),)
+    if match := _TRANSFER.fullmatch(text):
+        return CommCell(int(match[1]), cast(Transfer, match[2]), int(match[3]))
+    if match := _OF_STAGE.fullmatch(text):
+        return CommCell(int(match[1]), cast(OfStage, match[2]))
+    if match := _PAIR.fullmatch(text):
+        members = [_ACTION.fullmatch(part.strip()) for part in match[1].split(";")]
         if all(members):
             slot = tuple(_action(m) for m in members if m)
             check_pair(slot)

@@ -166,9 +166,9 @@ def expert_parallel(
 
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:
     """Return one `order` per stage from its list of (phase, microbatch); a single entry needs none."""
-    out: list[Directive] = []
+    directives: list[Directive] = []
     for stage, steps in enumerate(orders):
         selections: list[Where] = [where(stage=stage, phase=phase, mb=mb) for phase, mb in steps]
         if len(selections) > 1:
-            out.append(order(*selections, missing="skip"))  # frozen stages have no backward
-    return tuple(out)
+            directives.append(order(*selections, missing="skip"))  # frozen stages have no backward
+    return tuple(directives)

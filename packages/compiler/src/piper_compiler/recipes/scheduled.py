@@ -28,24 +28,24 @@ def scheduled(
     """
     actions = [a for slots in orders for slot in slots for a in slot]
     stages = 1 + max(a.stage for a in actions)
-    out: list[Directive] = [
+    directives: list[Directive] = [
         partition(stages=stages, at=at),
         split(where(), microbatches=microbatches),
     ]
-    out += _splits(actions, stages, microbatches)
+    directives += _splits(actions, stages, microbatches)
     for r, slots in enumerate(orders):
         homes: dict[int, list[int]] = {}
         for action in (a for slot in slots for a in slot if a.phase == "F"):
             homes.setdefault(action.stage, []).append(action.mb)
-        out += [
+        directives += [
             place(_of(stage, sorted(homes[stage]), microbatches), on=dict(pp=r))
             for stage in sorted(homes)
         ]
     for slots in orders:
         items = [_one(slot[0]) if len(slot) == 1 else overlap(*map(_one, slot)) for slot in slots]
         if len(items) > 1 or (items and len(slots[0]) > 1):
-            out.append(order(*items, missing="skip"))  # frozen stages have no backward
-    return tuple(out)
+            directives.append(order(*items, missing="skip"))  # frozen stages have no backward
+    return tuple(directives)
 
 
 def _one(action: Action) -> Where:

@@ -56,8 +56,8 @@ def find_orders(
     The limit must hold one microbatch (`Stages.least`). The search may end as soon as `goal` is met.
     """
     problem = Problem(stages, microbatches, limit)
-    found = Search(problem, goal).run()
-    return tuple([tuple([(_action(problem, op),) for op in queue]) for queue in found])
+    queues = Search(problem, goal).run()
+    return tuple([tuple([(_action(problem, op),) for op in queue]) for queue in queues])
 
 
 def _action(problem: Problem, op: int) -> Action:
@@ -109,10 +109,10 @@ class Search:
         self.effort += self.problem.count
         known = self._plain(rules)
         if known not in self.worth:
-            found = Greedy(self.problem, rules).run(self._cut(reach, wanted))
-            if found is None:
+            result = Greedy(self.problem, rules).run(self._cut(reach, wanted))
+            if result is None:
                 return NOTHING
-            orders, swept = found
+            orders, swept = result
             self.worth[known] = self.problem.value(swept), array("d", swept.end).tobytes()
             self._consider(self.worth[known][0], orders, rules, False)
         value, times = self.worth[known]

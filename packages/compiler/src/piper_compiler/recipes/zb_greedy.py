@@ -92,9 +92,9 @@ class Greedy:
     """Run a problem once under one policy per device."""
 
     def __init__(self, problem: Problem, rules: Rules) -> None:
-        given = problem.stages
-        self.problem, self.policies, self.width = problem, rules.policies, 3 * len(given.seconds)
-        of = given.of_devices()
+        pipeline = problem.stages
+        self.problem, self.policies, self.width = problem, rules.policies, 3 * len(pipeline.seconds)
+        of = pipeline.of_devices()
         self.next = list(range(self.width))
         """The next operation of each kind."""
         self.moves = [
@@ -107,13 +107,13 @@ class Greedy:
             for mine, q in zip(of, rules.policies, strict=True)
         ]
         """The kinds of each device's W, by preference."""
-        self.waiting = [0] * given.devices
+        self.waiting = [0] * pipeline.devices
         """The number of waiting W of each device."""
         enter = [max(0, k - rules.lead) * problem.pace for k in range(problem.microbatches)]
         self.arrives = [NEVER] * (problem.count + self.width)
         """The time at which each operation's input arrives; after the last of each kind comes an entry `NEVER`."""
         self.arrives[: problem.count : self.width] = enter
-        self.used = [0.0] * given.devices
+        self.used = [0.0] * pipeline.devices
 
     def _move(self, stages: list[int], policy: Policy, phase: int, chunk: int) -> _Move:
         ahead = policy.ahead[chunk] * self.width - INPUT if phase == FORWARD else 0
@@ -249,11 +249,15 @@ class Justify:
     """
 
     def __init__(self, problem: Problem, key: Sequence[float]) -> None:
-        given, count = problem.stages, problem.count
-        self.problem, self.key, self.width = problem, key, 3 * len(given.seconds)
-        of = given.of_devices()
+        pipeline, count = problem.stages, problem.count
+        self.problem, self.key, self.width = problem, key, 3 * len(pipeline.seconds)
+        of = pipeline.of_devices()
         self.moves = [
-            [(3 * s + x, x, *_keeps(given, mine, c)) for c, s in enumerate(mine) for x in range(3)]
+            [
+                (3 * s + x, x, *_keeps(pipeline, mine, c))
+                for c, s in enumerate(mine)
+                for x in range(3)
+            ]
             for mine in of
         ]
         """The possible moves of each device: kind, phase, and the memory that W takes, as in `_Move`."""

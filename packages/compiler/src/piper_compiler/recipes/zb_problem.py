@@ -112,21 +112,21 @@ class Problem:
         They are by operation its `seconds`, its `device`, the operation that it `needs` and the one that comes `after`
         it (-1: none), the `lag` of its input, the `memory` that it adds; and by device the `busy` seconds.
         """
-        given, home = self.stages, self.stages.home
+        pipeline, home = self.stages, self.stages.home
         n = len(home)
-        self.count, self.busy = 3 * n * self.microbatches, [0.0] * given.devices
-        lag = [0.0] + [given.hop * (home[s] != home[s - 1]) for s in range(1, n)]
+        self.count, self.busy = 3 * n * self.microbatches, [0.0] * pipeline.devices
+        lag = [0.0] + [pipeline.hop * (home[s] != home[s - 1]) for s in range(1, n)]
         for k in range(self.microbatches):
             for s in range(n):
                 at = 3 * (s + n * k)
-                keep, after = given.activation[s], given.kept[s]
-                self.seconds += given.seconds[s]
+                keep, after = pipeline.activation[s], pipeline.kept[s]
+                self.seconds += pipeline.seconds[s]
                 self.device += [home[s]] * 3
                 self.after += (at + 3 if s < n - 1 else at + 1, at - 2 if s else -1, -1)
                 self.needs += (at - 3 if s else -1, at + 4 if s < n - 1 else at, -1)
                 self.lag += (lag[s], lag[s + 1] if s < n - 1 else 0.0, 0.0)
                 self.memory += (keep, after - keep, -after)
-                self.busy[home[s]] += sum(given.seconds[s])
+                self.busy[home[s]] += sum(pipeline.seconds[s])
 
     @property
     def pace(self) -> float:

@@ -39,7 +39,7 @@ def zbv_orders(pp: int, microbatches: int) -> Orders:
 
 
 def _device(pp: int, r: int, microbatches: int) -> list[Slot]:
-    out: list[Slot] = []
+    slots: list[Slot] = []
     count: dict[tuple[int, ActionPhase], int] = {}
 
     def run(chunk: int, phases: tuple[ActionPhase, ...]) -> None:
@@ -48,7 +48,7 @@ def _device(pp: int, r: int, microbatches: int) -> list[Slot]:
             mb = count.get((chunk, phase), 0)
             if mb < microbatches:
                 count[chunk, phase] = mb + 1
-                out.append(slot(v_stage(pp, r, chunk), phase, mb))
+                slots.append(slot(v_stage(pp, r, chunk), phase, mb))
 
     for _ in range(
         2 * (pp - r) - 1
@@ -70,4 +70,4 @@ def _device(pp: int, r: int, microbatches: int) -> list[Slot]:
     for chunk in (1, 0):
         for _ in range(r):
             run(chunk, ("W",))
-    return out
+    return slots

@@ -119,8 +119,8 @@ def _preset(
         if microbatches >= pp
         else None
     )
-    found = find_orders(stages, microbatches, _limit(float(units), stages), goal)
-    return scheduled(found, microbatches=microbatches, at=at)
+    orders = find_orders(stages, microbatches, _limit(float(units), stages), goal)
+    return scheduled(orders, microbatches=microbatches, at=at)
 
 
 def _stages(
@@ -174,13 +174,13 @@ def _limit(given: _PerStage | None, stages: Stages) -> tuple[float, ...]:
 
 def _each(name: str, value: _PerStage, count: int, of: str) -> tuple[float, ...]:
     """Return a number per stage or device."""
-    given = (value,) * count if isinstance(value, int | float) else value
-    if not isinstance(given, tuple | list) or any(type(x) not in (int, float) for x in given):
+    listed = (value,) * count if isinstance(value, int | float) else value
+    if not isinstance(listed, tuple | list) or any(type(x) not in (int, float) for x in listed):
         raise DirectiveError(
             f"zero_bubble({name}={value!r}): a number is needed, or a list with a number per {of}"
         )
     try:
-        values = tuple([float(x) for x in given])
+        values = tuple([float(x) for x in listed])
     except OverflowError:  # an integer of hundreds of digits
         values = (inf,) * count
     if len(values) != count:

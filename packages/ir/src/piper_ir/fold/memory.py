@@ -73,10 +73,10 @@ def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
     """Return the first instruction that reaches the peak; -1 when none holds more than the initial bytes."""
     at, most, total = -1, start, start
     for index, inside, after in steps:
-        held = total + (inside if inside > after else after)
+        nbytes = total + (inside if inside > after else after)
         total += after
-        if held > most:
-            at, most = index, held
+        if nbytes > most:
+            at, most = index, nbytes
     return at
 
 
@@ -165,12 +165,12 @@ class _Walk:
                 yield self._change(index, effect)
 
     def _change(self, index: int, effect: Effect) -> _Change:
-        early, made = self.table.early.get(index, ()), self.table.made.get(index, ())
-        freed, more = (sum([self.size(v) for v in vs]) for vs in (early, made))
-        return _Change(index, effect, early, freed, made, more)
+        early, allocated = self.table.early.get(index, ()), self.table.made.get(index, ())
+        freed, more = (sum([self.size(v) for v in vs]) for vs in (early, allocated))
+        return _Change(index, effect, early, freed, allocated, more)
 
     def totals(self) -> Iterator[tuple[int, int, int]]:
-        early, made, sizes, count = self.table.early, self.table.made, self.sizes, self.count
+        early, allocated, sizes, count = self.table.early, self.table.made, self.sizes, self.count
         usual = [None if effect is None else (effect.most, effect.more) for effect in self.effects]
         for index, k in enumerate(self.table.used):
             if (known := usual[k]) is None:
@@ -179,8 +179,8 @@ class _Walk:
             if index in early:
                 freed = sum([sizes[v // count] for v in early[index]])
                 inside, after = inside - freed, after - freed
-            if index in made:
-                after += sum([sizes[v // count] for v in made[index]])
+            if index in allocated:
+                after += sum([sizes[v // count] for v in allocated[index]])
             yield index, inside, after
 
     def until(self, live: Counter[Category], at: int) -> _Change:
@@ -217,29 +217,31 @@ class _Walk:
 
     def _at_fullest(self, live: BytesByCategory, use: PartUse[PartTemplate]) -> BytesByCategory:
         """Return the bytes by category at a part's fullest moment, with its writes allocated."""
-        out = dict(live)
+        bytes_by_category = dict(live)
         if use.beside >= 0:
-            return out | {"workspace": use.beside} if use.beside else out
+            return (
+                bytes_by_category | {"workspace": use.beside} if use.beside else bytes_by_category
+            )
         gone = -use.beside  # some of the inputs that die here were given back already
         for v in use.part.frees:
             early = (
                 0 if v in use.part.held else min(gone, self.size(v))
             )  # held values die after the part
-            out[self.category(v)] = out.get(self.category(v), 0) - early
+            bytes_by_category[self.category(v)] = bytes_by_category.get(self.category(v), 0) - early
             gone -= early
-        return out
+        return bytes_by_category
 
     def usage(self, live: Counter[Category], change: _Change) -> Usage:
         """Return the fullest moment of a step, given the bytes held before it."""
-        held = live.copy()
+        bytes_by_category = live.copy()
         for v in change.early:
-            held[self.category(v)] -= self.size(v)
-        before = held.total()
+            bytes_by_category[self.category(v)] -= self.size(v)
+        before = bytes_by_category.total()
         if change.effect.most >= change.effect.more + change.more:
-            _add(held, change.effect.fullest, 1)
-            return Usage(change.index, before + change.effect.most, _present(held))
-        self.apply(held := live.copy(), change)
-        return Usage(change.index, held.total(), _present(held))
+            _add(bytes_by_category, change.effect.fullest, 1)
+            return Usage(change.index, before + change.effect.most, _present(bytes_by_category))
+        self.apply(bytes_by_category := live.copy(), change)
+        return Usage(change.index, bytes_by_category.total(), _present(bytes_by_category))
 
     def apply(self, live: Counter[Category], change: _Change) -> None:
         """Apply a step to the live bytes."""

@@ -63,10 +63,10 @@ def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
     They add up to the peak as `piper_ir.fold.memory.peak` counts it. "workspace" belongs to the chunk that runs at the
     peak; inputs that it has given back by then are left out, as there.
     """
-    found: dict[tuple[str, str], list[Held]] = {}
+    held_by_owner: dict[tuple[str, str], list[Held]] = {}
     for held in held_at_peak(plan, role):
-        found.setdefault((held.category, held.name), []).append(held)
-    out = [
+        held_by_owner.setdefault((held.category, held.name), []).append(held)
+    memory_owners = [
         MemoryOwner(
             category,
             name,
@@ -74,9 +74,11 @@ def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
             tuple(sorted({h.mb for h in held if h.mb >= 0})),
             sum(h.bytes for h in held),
         )
-        for (category, name), held in found.items()
+        for (category, name), held in held_by_owner.items()
     ]
-    return sorted((o for o in out if o.bytes), key=lambda o: (-o.bytes, o.category, o.name))
+    return sorted(
+        (o for o in memory_owners if o.bytes), key=lambda o: (-o.bytes, o.category, o.name)
+    )
 
 
 def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
@@ -99,7 +101,7 @@ def origins(plan: Plan, role: RolePlan, wanted: Collection[str]) -> dict[str, tu
     The owner is the chunk whose step writes the value, or reads it if it is a sum or a seed; a batch tensor; for a
     value that arrives, the owner of the sent value; and for a value of the whole step itself.
     """
-    out: dict[str, tuple[str, int]] = {}
+    origin_of: dict[str, tuple[str, int]] = {}
     arrived: dict[str, list[str]] = {}
     others: dict[str, int] = {}
     for part in (part for instr in role.program for part in instr.parts):
@@ -107,21 +109,21 @@ def origins(plan: Plan, role: RolePlan, wanted: Collection[str]) -> dict[str, tu
             case Compute(chunk=chunk):
                 for v in part.writes:
                     if v in wanted:
-                        out[v] = chunk, part.mb
+                        origin_of[v] = chunk, part.mb
                 for v in part.reads:
                     if v in others:
-                        out.setdefault(v, (chunk, part.mb))
+                        origin_of.setdefault(v, (chunk, part.mb))
             case Load(tensor=tensor):
-                out |= {v: (tensor, part.mb) for v in part.writes if v in wanted}
+                origin_of |= {v: (tensor, part.mb) for v in part.writes if v in wanted}
             case Recv(channel=channel):
                 arrived.setdefault(channel, []).extend(part.writes)
             case _:
                 others |= {v: part.mb for v in part.writes if v in wanted}
-    out |= {v: (v, mb) for v, mb in others.items() if v not in out}
+    origin_of |= {v: (v, mb) for v, mb in others.items() if v not in origin_of}
     for channel, values in arrived.items():
         if any(v in wanted for v in values):
-            out |= _sent(plan, channel, values, wanted)
-    return out
+            origin_of |= _sent(plan, channel, values, wanted)
+    return origin_of
 
 
 def _sent(

@@ -278,7 +278,7 @@ def after_updates(prepared: Prepared) -> dict[int, int]:
     for nodes in prepared.streams:
         if prepared.group_of[nodes[0]] < 0:
             computed[_role_of(prepared, nodes[0])] = nodes[-1]
-    out = {}
+    last_by_first = {}
     for first, *_ in prepared.streams:
         group, role = prepared.group_of[first], _role_of(prepared, first)
         if (
@@ -287,8 +287,8 @@ def after_updates(prepared: Prepared) -> dict[int, int]:
             and not prepared.waits[first]
             and role in computed
         ):
-            out[first] = computed[role]
-    return out
+            last_by_first[first] = computed[role]
+    return last_by_first
 
 
 def _role_of(prepared: Prepared, node: int) -> int:

@@ -268,15 +268,15 @@ class Editor:
         """
         if node.id not in self.families:
             node = self._as_family(node)
-        out: list[Node] = []
+        nodes: list[Node] = []
         for old in self.families[node.id]:
             shared = common(old.mbs, node.mbs)
             if shared is not None and not shared:
-                out.append(old)
+                nodes.append(old)
                 continue
             if shared is not None and old.mbs is not None and (rest := without(old.mbs, shared)):
-                out.append(in_mbs(old, rest))
-            out.append(replace(node, mbs=shared, tail=old.tail, made=old.made))
+                nodes.append(in_mbs(old, rest))
+            nodes.append(replace(node, mbs=shared, tail=old.tail, made=old.made))
             if node.coords is not old.coords:
                 self._index_node(node)
             if node.reads is not old.reads:
@@ -284,7 +284,7 @@ class Editor:
         left = {
             v for old in self.families[node.id] if old.reads is not node.reads for v in old.reads
         }
-        family = self.families[node.id] = joined_nodes(out)
+        family = self.families[node.id] = joined_nodes(nodes)
         for v in left.difference(v for one in family for v in one.reads):
             self._users[v] = tuple([id for id in self._users[v] if id != node.id])
 
@@ -304,9 +304,9 @@ class Editor:
             return name, -1
         return next(
             (v, mb)
-            for v, held in self.values.items()
+            for v, graph_value in self.values.items()
             for mb in range(self.microbatches)
-            if named(v, held.tail, mb) == name
+            if named(v, graph_value.tail, mb) == name
         )
 
     def remove(self, nodes: Iterable[Node]) -> None:
@@ -334,8 +334,8 @@ class Editor:
         """Let a node read the value `new` in place of `old`."""
         if isinstance(node, str):
             id, mb = (node, -1) if node in self.families else self.graph.places[node]
-            found = [n for n in self.families[id] if mb in n.each]
-            node = found[0] if mb < 0 else in_mbs(found[0], mbs_of((mb,)))
+            candidates = [n for n in self.families[id] if mb in n.each]
+            node = candidates[0] if mb < 0 else in_mbs(candidates[0], mbs_of((mb,)))
             old, new = self._value_at(old)[0], self._value_at(new)[0]
         for mine in [n for n in self.families[node.id] if old in n.reads]:
             shared = common(mine.mbs, node.mbs)
@@ -377,13 +377,13 @@ class Editor:
             value, mb = self._value_at(value)
             self.transfer(value, source, to, mbs_of((mb,)))
             return named(f"{value}#{to}", f"#{to}", mb)
-        held, tail = self.values[value], f"#{to}"
-        copy, channel = value + tail, self.channel(source, to, held.category)
+        original, tail = self.values[value], f"#{to}"
+        copy, channel = value + tail, self.channel(source, to, original.category)
         for _, known in self.writers_of(copy, mbs):
             mbs = None if mbs is None or known is None else without(mbs, known)
             if not mbs:
                 return copy
-        self.values[copy] = GraphValue(held.spec, held.category, tail)
+        self.values[copy] = GraphValue(original.spec, original.category, tail)
         for writer, some in list(self.writers_of(value, mbs)):
             send, recv = ({**writer.coords, "op": op} for op in ("send", "recv"))
             self.add(

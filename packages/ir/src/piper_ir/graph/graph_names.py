@@ -35,16 +35,20 @@ class NamedNodes:
         """Return the values that a node reads in a microbatch; `Node` describes a node of the whole step."""
         if mb >= 0:
             return [(v, mb) for v in node.reads]
-        out: list[At] = []
+        values: list[At] = []
         for v in node.reads:
-            made = [
+            own_writers = [
                 n
                 for id in self.writers.get(v, ())
                 for n in self.families[id]
                 if n.mbs is not None and n.role == node.role
             ]
-            out += [(v, k) for k in sorted(k for n in made for k in n.each)] if made else [(v, -1)]
-        return out
+            values += (
+                [(v, k) for k in sorted(k for n in own_writers for k in n.each)]
+                if own_writers
+                else [(v, -1)]
+            )
+        return values
 
     def name(self, at: At) -> str:
         """Return the name of a node in a microbatch."""
@@ -59,12 +63,12 @@ class NamedNodes:
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
         """Return a node per microbatch for the given nodes, with its name there and `mb` among its coordinates."""
-        out = []
+        named_nodes = []
         for n in nodes:
             for mb in n.each:
                 coords = n.coords if mb < 0 else {**n.coords, "mb": mb}
                 writes = self.names([(v, mb) for v in n.writes])
-                out.append(
+                named_nodes.append(
                     Node(
                         n.name(mb),
                         n.op,
@@ -75,7 +79,7 @@ class NamedNodes:
                         n.stream,
                     )
                 )
-        return out
+        return named_nodes
 
     @cached_property
     def nodes(self) -> Mapping[str, Node]:
@@ -95,8 +99,8 @@ class NamedNodes:
     @property
     def readers(self) -> Mapping[str, tuple[str, ...]]:
         """Return for each value the nodes that read it, all by their names in `nodes`."""
-        out: dict[str, dict[str, None]] = {}
+        ids_by_value: dict[str, dict[str, None]] = {}
         for node in self.nodes.values():
             for v in node.reads:
-                out.setdefault(v, {})[node.id] = None
-        return {v: tuple(ids) for v, ids in out.items()}
+                ids_by_value.setdefault(v, {})[node.id] = None
+        return {v: tuple(ids) for v, ids in ids_by_value.items()}

@@ -25,11 +25,11 @@ def mbs_of(numbers: Iterable[int]) -> Mbs:
     """Return microbatches in their normal form, so that equal ones compare equal."""
     if isinstance(numbers, range) and numbers.step > 0:
         return numbers
-    found = sorted(set(numbers))
-    if len(found) < 2:
-        return range(found[0], found[0] + 1) if found else range(0)
-    evenly = range(found[0], found[-1] + 1, found[1] - found[0])
-    return evenly if len(evenly) == len(found) and found == list(evenly) else tuple(found)
+    ordered = sorted(set(numbers))
+    if len(ordered) < 2:
+        return range(ordered[0], ordered[0] + 1) if ordered else range(0)
+    evenly = range(ordered[0], ordered[-1] + 1, ordered[1] - ordered[0])
+    return evenly if len(evenly) == len(ordered) and ordered == list(evenly) else tuple(ordered)
 
 
 def common(a: Mbs | None, b: Mbs | None) -> Mbs | None:
@@ -146,15 +146,15 @@ def in_mbs(node: Node, mbs: Mbs | None) -> Node:
 
 def joined_nodes(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Return the nodes of a family, with nodes that differ only in their microbatches joined."""
-    out: list[Node] = []
+    joined: list[Node] = []
     for node in nodes:
-        for k, other in enumerate(out):
+        for k, other in enumerate(joined):
             if node.mbs is not None and other.mbs is not None and node.like(other):
-                out[k] = in_mbs(other, mbs_of((*other.mbs, *node.mbs)))
+                joined[k] = in_mbs(other, mbs_of((*other.mbs, *node.mbs)))
                 break
         else:
-            out.append(node)
-    return tuple(out)
+            joined.append(node)
+    return tuple(joined)
 
 
 def on_role(node: Node, role: str) -> Node:

@@ -37,13 +37,14 @@ class Selecting:
 
     def coordinates(self) -> dict[str, list[Coord]]:
         """Return every coordinate with its values, sorted, for messages about selectors."""
-        out: dict[str, set[Coord]] = (
+        values_by_name: dict[str, set[Coord]] = (
             {"mb": set(range(self.microbatches))} if self.microbatches else {}
         )
         for name, value in self.index:
-            out.setdefault(name, set()).add(value)
+            values_by_name.setdefault(name, set()).add(value)
         return {
-            n: sorted(vs, key=lambda v: (isinstance(v, str), v)) for n, vs in sorted(out.items())
+            n: sorted(vs, key=lambda v: (isinstance(v, str), v))
+            for n, vs in sorted(values_by_name.items())
         }
 
     def find(self, selection: Where) -> list[Node]:
@@ -52,35 +53,35 @@ class Selecting:
         Communication is found only when `op` asks for it.
         """
         wanted, rest = _by_mb(selection)
-        found = self._found.get(rest)
-        if found is None:
-            found = self._found[rest] = sorted(self._matching(dict(rest)), key=self.along)
+        matching = self._found.get(rest)
+        if matching is None:
+            matching = self._found[rest] = sorted(self._matching(dict(rest)), key=self.along)
         if wanted is None:
-            return list(found)
+            return list(matching)
         return [
             node if mbs is node.mbs else in_mbs(node, mbs)
-            for node in found
+            for node in matching
             for mbs in _selected(node, wanted)
         ]
 
     def pick(self, selection: Where) -> list[Node]:
         """Return the same as `find`; raise SelectorError when nothing matches."""
-        found = self.find(selection)
-        if not found:
+        nodes = self.find(selection)
+        if not nodes:
             raise SelectorError(
                 f"{selection} matches no node. {self._what_exists(_with_op(selection.terms))}"
             )
-        return found
+        return nodes
 
     def kept(self, owner: object, make: Callable[[], T]) -> T:
         """Return the result of `make`, which is computed once for each owner.
 
         So `apply` of a directive can use the result that its `check` has computed.
         """
-        found = self._kept.get(id(owner))
-        if found is None:
-            found = self._kept[id(owner)] = owner, make()
-        return cast(T, found[1])
+        entry = self._kept.get(id(owner))
+        if entry is None:
+            entry = self._kept[id(owner)] = owner, make()
+        return cast(T, entry[1])
 
     def turns(self, selection: Where) -> list[tuple[Node, int]]:
         """Return the selected nodes microbatch by microbatch, in topological order.
@@ -88,8 +89,8 @@ class Selecting:
         Forward comes before backward; within these the order goes by microbatch, then along the program (backward:
         against it).
         """
-        found = [(node, mb) for node in self.find(selection) for mb in node.each]
-        return sorted(found, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
+        pairs = [(node, mb) for node in self.find(selection) for mb in node.each]
+        return sorted(pairs, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
 
     def chains(self, selections: Iterable[Where]) -> list[Mapping[str, tuple[At, ...]]]:
         """Return for each selection, by role, the selected nodes there in the order of `turns`.
@@ -97,7 +98,7 @@ class Selecting:
         An order asks for very many selections, and most differ in their microbatch alone.
         """
         known, every = self._alike, range(self.microbatches)
-        out: list[Mapping[str, tuple[At, ...]]] = []
+        role_chains: list[Mapping[str, tuple[At, ...]]] = []
         for selection in selections:
             terms = selection.terms
             mb: Match = -1
@@ -109,21 +110,21 @@ class Selecting:
             if alike is None:
                 alike = known[terms] = self._roles(self.find(Where.of(terms)))
             if alike and type(mb) is int and mb in every:
-                out.append(
+                role_chains.append(
                     {
                         role: tuple([(id, mb) for id in ids]) if ids else ((id, mb),)
                         for role, id, ids in alike
                     }
                 )
             else:
-                out.append(self._by_role(selection))
-        return out
+                role_chains.append(self._by_role(selection))
+        return role_chains
 
     def _by_role(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
-        out: dict[str, list[At]] = {}
+        nodes_by_role: dict[str, list[At]] = {}
         for node, mb in self.turns(selection):
-            out.setdefault(node.role, []).append((node.id, mb))
-        return {role: tuple(nodes) for role, nodes in out.items()}
+            nodes_by_role.setdefault(node.role, []).append((node.id, mb))
+        return {role: tuple(nodes) for role, nodes in nodes_by_role.items()}
 
     def _roles(self, nodes: list[Node]) -> list[tuple[str, str, Sequence[str]]]:
         """Return each role with its first id, and all of its ids if it has several.
@@ -131,12 +132,12 @@ class Selecting:
         Nothing is returned unless all nodes stand for all microbatches.
         """
         every = range(self.microbatches)
-        out: dict[str, list[str]] = {}
+        ids_by_role: dict[str, list[str]] = {}
         for node in nodes:
             if node.mbs != every:
                 return []
-            out.setdefault(node.role, []).append(node.id)
-        return [(role, ids[0], ids if len(ids) > 1 else ()) for role, ids in out.items()]
+            ids_by_role.setdefault(node.role, []).append(node.id)
+        return [(role, ids[0], ids if len(ids) > 1 else ()) for role, ids in ids_by_role.items()]
 
     def matching(self, selection: Where) -> list[Node]:
         """Return the selected nodes by their names in each microbatch, in no order; none is no error."""
@@ -156,20 +157,20 @@ class Selecting:
             else {"op": terms["op"]}
         )
         rest = Where(tuple(terms.items()))
-        found = [node for id in self._candidates(indexed) for node in self.families[id]]
-        return [node for node in found if rest.matches(node.coords)]
+        candidates = [node for id in self._candidates(indexed) for node in self.families[id]]
+        return [node for node in candidates if rest.matches(node.coords)]
 
     def _candidates(self, terms: Mapping[str, Match]) -> Iterable[str]:
         """Return the ids that have the wanted values of all terms, in the time of the shortest list."""
-        found: list[frozenset[str]] = []
+        id_sets: list[frozenset[str]] = []
         for name, wanted in terms.items():
             if wanted not in (ANY, NONE):
                 keys = wanted if isinstance(wanted, tuple) else (wanted,)
-                found.append(frozenset(id for k in keys for id in self.index.get((name, k), ())))
-        if not found:
+                id_sets.append(frozenset(id for k in keys for id in self.index.get((name, k), ())))
+        if not id_sets:
             return self.families
-        found.sort(key=len)
-        return found[0].intersection(*found[1:])
+        id_sets.sort(key=len)
+        return id_sets[0].intersection(*id_sets[1:])
 
     def _what_exists(self, terms: Mapping[str, object]) -> str:
         there = self.coordinates()

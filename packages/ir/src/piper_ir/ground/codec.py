@@ -133,12 +133,12 @@ def read_json(text: str, where: str) -> Any:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of a JSON text, for `object_pairs_hook`; raise FormatError for a key that it has twice."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise FormatError(f"the key {twice!r} stands twice in one object; leave one of them out")
-    return out
+    return unique
 
 
 def _format(kind: type) -> str:
@@ -402,9 +402,9 @@ def _dataclass_decoder(kind: type) -> Decoder:
         missing = required - value.keys()
         if missing:
             raise FormatError(f"{where}: {name} lacks {', '.join(sorted(missing))}")
-        made = {k: decoders[k](x, f"{where}.{k}") for k, x in value.items()}
+        decoded = {k: decoders[k](x, f"{where}.{k}") for k, x in value.items()}
         try:
-            return kind(**made)
+            return kind(**decoded)
         except (
             PiperError
         ) as e:  # the class itself refuses the fields together; only here is it known where

@@ -32,13 +32,13 @@ def experts_of(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, dict[
     summed: dict[str, list[int]] = {}
     dropped: dict[str, int] = {}
     for of_rank in counts:
-        for name, found in of_rank.items():
+        for name, numbers in of_rank.items():
             module, _, kind = name.rpartition(".")
             if kind == DROPPED_ROWS:
-                dropped[module] = dropped.get(module, 0) + found[0]
+                dropped[module] = dropped.get(module, 0) + numbers[0]
                 continue
             summed[module] = [
-                a + b for a, b in zip(summed.get(module, [0] * len(found)), found, strict=True)
+                a + b for a, b in zip(summed.get(module, [0] * len(numbers)), numbers, strict=True)
             ]
     left = {module: {"dropped": rows} for module, rows in dropped.items()}
     return {

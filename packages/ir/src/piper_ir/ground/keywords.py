@@ -38,9 +38,9 @@ def checked_fields(error: type[PiperError]) -> Callable[[type[T]], type[T]]:
     """Make the constructor of a dataclass raise `error` for unknown or missing fields."""
 
     def decorate(kind: type[T]) -> type[T]:
-        made = kind.__init__
-        made.__qualname__ = kind.__name__  # its name in messages
-        setattr(kind, "__init__", checked_call(error)(made))  # noqa: B010 - mypy refuses to assign to a method
+        constructor = kind.__init__
+        constructor.__qualname__ = kind.__name__  # its name in messages
+        setattr(kind, "__init__", checked_call(error)(constructor))  # noqa: B010 - mypy refuses to assign to a method
         return kind
 
     return decorate

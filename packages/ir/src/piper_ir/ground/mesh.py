@@ -39,8 +39,8 @@ class Mesh:
     sizes: tuple[tuple[str, int], ...]
 
     def __init__(self, sizes: tuple[tuple[str, int], ...] = (), **axes: int) -> None:
-        given = dict(sizes) | axes
-        for name, size in given.items():
+        size_by_axis = dict(sizes) | axes
+        for name, size in size_by_axis.items():
             if whole_axis(name) not in AXES:
                 raise CompileError(
                     f"Mesh: unknown axis {name!r}; the axes are {', '.join(sorted(AXES))}"
@@ -50,7 +50,13 @@ class Mesh:
                     f"Mesh: axis {name} has size {size!r}; a positive integer is needed"
                 )
         object.__setattr__(
-            self, "sizes", tuple((a, given[a]) for a in sorted(given, key=_speed) if given[a] > 1)
+            self,
+            "sizes",
+            tuple(
+                (a, size_by_axis[a])
+                for a in sorted(size_by_axis, key=_speed)
+                if size_by_axis[a] > 1
+            ),
         )
         if self.world > MOST_RANKS:
             raise CompileError(
@@ -113,12 +119,12 @@ class Mesh:
 
     def ranks(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
         """Return all ranks, ascending, at which the axes of `fixed` have the given coordinates."""
-        found, stride = [0], 1
+        matching, stride = [0], 1
         for axis, size in self.sizes:
             places = (fixed[axis],) if axis in fixed else range(size)
-            found = [rank + at * stride for at in places for rank in found]
+            matching = [rank + at * stride for at in places for rank in matching]
             stride *= size
-        return tuple(found)
+        return tuple(matching)
 
     def __str__(self) -> str:
         return "Mesh(" + ", ".join(f"{a}={n}" for a, n in reversed(self.sizes)) + ")"

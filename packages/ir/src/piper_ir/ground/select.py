@@ -33,10 +33,10 @@ class Where:
     terms: tuple[tuple[str, Match], ...]
 
     def __init__(self, terms: tuple[tuple[str, Match], ...] = (), **coords: Any) -> None:
-        given = {name: _match(name, value) for name, value in coords.items()}
+        match_by_name = {name: _match(name, value) for name, value in coords.items()}
         if terms:
-            given = dict(terms) | given
-        object.__setattr__(self, "terms", tuple(sorted(given.items())))
+            match_by_name = dict(terms) | match_by_name
+        object.__setattr__(self, "terms", tuple(sorted(match_by_name.items())))
 
     @staticmethod
     def of(terms: tuple[tuple[str, Match], ...]) -> Where:

@@ -65,10 +65,12 @@ class ValueTable:
     @cached_property
     def names(self) -> list[str]:
         """Return the name of each number."""
-        out: list[str] = []
+        all_names: list[str] = []
         for id, tail, whole in zip(self.ids, self.tails, self.whole, strict=True):
-            out += [id] * self.count if whole else [named(id, tail, mb) for mb in range(self.count)]
-        return out
+            all_names += (
+                [id] * self.count if whole else [named(id, tail, mb) for mb in range(self.count)]
+            )
+        return all_names
 
     @cached_property
     def known(self) -> dict[str, int]:
@@ -80,9 +82,9 @@ class ValueTable:
         if "names" in self.__dict__:
             return self.names[number]
         v, mb = divmod(number, self.count)
-        found = self.ids[v] if self.whole[v] else named(self.ids[v], self.tails[v], mb)
-        self.known[found] = number
-        return found
+        text = self.ids[v] if self.whole[v] else named(self.ids[v], self.tails[v], mb)
+        self.known[text] = number
+        return text
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("ids", "tails", "kinds", "whole", "count")
@@ -185,9 +187,9 @@ class InstrTable(Sequence[Instr]):
             templates.append(InstrTemplate(instr.stream, tuple(parts), instr.seconds, i))
             waits.append(tuple([at.setdefault(wait, len(at)) for wait in instr.waits]))
         early = {i: numbers(x.frees_before) for i, x in enumerate(instrs) if x.frees_before}
-        made = {i: numbers(x.allocs_after) for i, x in enumerate(instrs) if x.allocs_after}
+        allocated = {i: numbers(x.allocs_after) for i, x in enumerate(instrs) if x.allocs_after}
         n = len(instrs)
-        columns = range(n), [-1] * n, waits, early, made, numbers(first), tuple(at)[n:]
+        columns = range(n), [-1] * n, waits, early, allocated, numbers(first), tuple(at)[n:]
         table = cls(values, templates, *columns)
         table.all = tuple(instrs)
         return table
@@ -220,10 +222,10 @@ class InstrTable(Sequence[Instr]):
             return self.all[i]
         if isinstance(i, slice):
             return tuple([self[k] for k in range(*i.indices(len(self)))])
-        found = self._instrs[i]
-        if found is None:
-            found = self._instrs[i] = self._instr(i % len(self), self.values.name)
-        return found
+        instr = self._instrs[i]
+        if instr is None:
+            instr = self._instrs[i] = self._instr(i % len(self), self.values.name)
+        return instr
 
     def __iter__(self) -> Iterator[Instr]:
         return iter(self.all)
@@ -243,7 +245,7 @@ class InstrTable(Sequence[Instr]):
         """Return every instruction."""
         with no_garbage_collection():  # they are many, and in no cycle
             name = self.values.names.__getitem__
-            return tuple([made or self._instr(i, name) for i, made in enumerate(self._instrs)])
+            return tuple([instr or self._instr(i, name) for i, instr in enumerate(self._instrs)])
 
     @property
     def streams(self) -> list[str]:
@@ -304,8 +306,8 @@ class InstrTable(Sequence[Instr]):
         own = self.waits[i]
         waits = tuple([self.places[j] for j in own]) if own else ()
         early = tuple([name(v) for v in self.early[i]]) if i in self.early else ()
-        made = tuple([name(v) for v in self.made[i]]) if i in self.made else ()
-        return Instr(stream, parts, waits, early, made, seconds)
+        allocated = tuple([name(v) for v in self.made[i]]) if i in self.made else ()
+        return Instr(stream, parts, waits, early, allocated, seconds)
 
     def _bare(self, i: int, name: Callable[[int], str]) -> Instr:
         """Return an instruction with the fields that all instructions of its template share."""
@@ -403,9 +405,9 @@ def _pack(column: Iterable[int]) -> bytes:
 
 
 def _unpack(column: bytes) -> list[int]:
-    out = array("i")
-    out.frombytes(zlib.decompress(column))
-    return out.tolist()
+    numbers = array("i")
+    numbers.frombytes(zlib.decompress(column))
+    return numbers.tolist()
 
 
 def _unpacked(
@@ -420,8 +422,8 @@ def _unpacked(
         tuple([i - n for n in back[a:b]])
         for i, (a, b) in enumerate(pairwise(accumulate(many, initial=0)))
     ]
-    early, made = (_numbers(values.count, mbs, *rest[k : k + 4]) for k in (0, 4))
-    return InstrTable(values, templates, used, mbs, waits, early, made, first, astray)
+    early, allocated = (_numbers(values.count, mbs, *rest[k : k + 4]) for k in (0, 4))
+    return InstrTable(values, templates, used, mbs, waits, early, allocated, first, astray)
 
 
 def _numbers(
@@ -432,9 +434,9 @@ def _numbers(
     places: list[int],
     mbs: list[int],
 ) -> _ValuesByInstr:
-    out = {}
+    values_by_instr = {}
     for i, (a, b) in zip(instrs, pairwise(accumulate(many, initial=0)), strict=True):
-        out[i] = tuple(
+        values_by_instr[i] = tuple(
             [v * count + mb + own[i] for v, mb in zip(places[a:b], mbs[a:b], strict=True)]
         )
-    return out
+    return values_by_instr

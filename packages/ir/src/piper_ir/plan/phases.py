@@ -85,7 +85,7 @@ def instr_label(instr: Instr) -> InstrLabel:
         backward: (_joined(steps_there), mb)
         for (backward, mb), steps_there in reversed(steps.items())
     }
-    again = any("R" in found and len(found) > 1 for found in steps.values())
+    again = any("R" in step_set and len(step_set) > 1 for step_set in steps.values())
     return InstrLabel(tuple(halves[b] for b in sorted(halves)), again)
 
 

@@ -213,10 +213,10 @@ class Plan(Brief):
     def _tabulate(self) -> None:
         """Make tables of programs that are given as instructions, or that the plan's values are not those of."""
         values = self.values
-        given = values if isinstance(values, Values) else Values.of(values)
+        plan_values = values if isinstance(values, Values) else Values.of(values)
         programs = [(role.program, role.allocs_first) for role in self.roles]
-        kinds = tabulate(programs, given.kinds)
-        if kinds is not given.kinds:
+        kinds = tabulate(programs, plan_values.kinds)
+        if kinds is not plan_values.kinds:
             tables = zip(self.roles, kinds.programs, strict=True)
             roles = tuple([replace(role, program=table) for role, table in tables])
             object.__setattr__(self, "roles", roles)

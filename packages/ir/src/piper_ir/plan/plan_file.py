@@ -112,18 +112,24 @@ def read_plan(text: str, where: str = "text") -> Plan:
 
 def _columns(table: InstrTable) -> ProgramTable:
     waits = tuple(tuple(i - j for j in own) for i, own in enumerate(table.waits))
-    early, made = (
+    early, allocated = (
         tuple(sorted((i, tuple(vs)) for i, vs in column.items()))
         for column in (table.early, table.made)
     )
     return ProgramTable(
-        tuple(table.templates), tuple(table.used), tuple(table.mbs), waits, early, made, table.first
+        tuple(table.templates),
+        tuple(table.used),
+        tuple(table.mbs),
+        waits,
+        early,
+        allocated,
+        table.first,
     )
 
 
 def _table(program: ProgramTable, values: ValueTable) -> InstrTable:
     waits = [tuple([i - back for back in own]) for i, own in enumerate(program.waits)]
-    early, made = dict(program.early), dict(program.made)
+    early, allocated = dict(program.early), dict(program.made)
     return InstrTable(
         values,
         program.templates,
@@ -131,7 +137,7 @@ def _table(program: ProgramTable, values: ValueTable) -> InstrTable:
         list(program.mbs),
         waits,
         early,
-        made,
+        allocated,
         program.first,
     )
 

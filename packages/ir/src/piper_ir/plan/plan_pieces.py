@@ -71,7 +71,7 @@ def _program(table: InstrTable, known: dict[int, list[str]]) -> str:
     streams = [quoted(t.stream) for t in table.templates]
     ops: dict[int, str] = {}
     places = [f"[{quoted(stream)},{n}]" for stream, n in table.places]
-    out = []
+    instr_texts = []
     for i, (k, mb) in enumerate(zip(table.used, table.mbs, strict=True)):
         template, shift = table.templates[k], max(mb, 0)
         parts = ",".join([_part(p, mb + p.ahead, shift, names, ops) for p in template.parts])
@@ -81,10 +81,10 @@ def _program(table: InstrTable, known: dict[int, list[str]]) -> str:
         for key, column in (("frees_before", table.early), ("allocs_after", table.made)):
             if column.get(i):
                 text += f',"{key}":[{",".join([names[v] for v in column[i]])}]'
-        out.append(
+        instr_texts.append(
             text + ("}" if template.seconds is None else f',"seconds":{_text(template.seconds)}}}')
         )
-    return f"[{','.join(out)}]"
+    return f"[{','.join(instr_texts)}]"
 
 
 def _part(

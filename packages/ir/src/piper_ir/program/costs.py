@@ -221,8 +221,8 @@ class Costs:
         `code` is the chunk's code, `rows` the rows of its microbatches; without rows, the largest measured number
         counts.
         """
-        if (given := self.compute.get(chunk, {}).get(step)) is not None:
-            return given
+        if (duration := self.compute.get(chunk, {}).get(step)) is not None:
+            return duration
         table = self._steps.get((code, step))
         if table is None:
             return None

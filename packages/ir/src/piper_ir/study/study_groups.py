@@ -30,7 +30,11 @@ class FoldedRows:
             for name in names
         }
         absent = {name for name in names if any(name not in row.params for row in rows)}
-        return {name: found for name, found in values.items() if len(found) > 1 or name in absent}
+        return {
+            name: distinct
+            for name, distinct in values.items()
+            if len(distinct) > 1 or name in absent
+        }
 
 
 def folded(rows: Sequence[Row]) -> list[FoldedRows]:
@@ -38,14 +42,14 @@ def folded(rows: Sequence[Row]) -> list[FoldedRows]:
 
     A row that was measured is folded into none, since its error is a fact of its own; nor is one of another predictor.
     """
-    out: list[FoldedRows] = []
+    groups: list[FoldedRows] = []
     for row in rows:
-        k = next((k for k, group in enumerate(out) if _equal(group.best, row)), None)
+        k = next((k for k, group in enumerate(groups) if _equal(group.best, row)), None)
         if k is None:
-            out.append(FoldedRows(row))
+            groups.append(FoldedRows(row))
         else:
-            out[k] = FoldedRows(out[k].best, (*out[k].others, row))
-    return out
+            groups[k] = FoldedRows(groups[k].best, (*groups[k].others, row))
+    return groups
 
 
 def _equal(a: Row, b: Row) -> bool:
@@ -75,16 +79,16 @@ def indifferent(rows: Sequence[Row]) -> dict[str, int]:
             names = [name for name, value in a.params.items() if value != b.params[name]]
             if len(names) == 1:
                 pairs.setdefault(names[0], []).append(_same(a, b))
-    return {name: len(found) for name, found in pairs.items() if all(found)}
+    return {name: len(verdicts) for name, verdicts in pairs.items() if all(verdicts)}
 
 
 def indifferent_text(rows: Sequence[Row]) -> str:
     """Return one line about the parameters that make no difference; "" if all do, or nobody knows."""
-    found = [
+    phrases = [
         f"{name} ({count} pair{'s' if count > 1 else ''})"
         for name, count in indifferent(rows).items()
     ]
-    return f"make no difference of {EQUAL:.1%} or more: {', '.join(found)}" if found else ""
+    return f"make no difference of {EQUAL:.1%} or more: {', '.join(phrases)}" if phrases else ""
 
 
 def folded_text(group: FoldedRows) -> str:
@@ -93,7 +97,7 @@ def folded_text(group: FoldedRows) -> str:
         return ""
     own = group.best.params
     values = (
-        f"{name}={', '.join(str(v) for v in found if name not in own or v != own[name])}"
-        for name, found in group.differs.items()
+        f"{name}={', '.join(str(v) for v in distinct if name not in own or v != own[name])}"
+        for name, distinct in group.differs.items()
     )
     return f"and {len(group.others)} equal to {EQUAL:.1%} with " + "; ".join(values)

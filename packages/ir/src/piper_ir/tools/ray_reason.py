@@ -26,8 +26,8 @@ def ray_reason(error: BaseException) -> str:
         return type(error).__name__
     if "Traceback (most recent call last)" in text:
         return lines[-1]
-    if found := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
-        reason = f"{found[1]}: {found[2].strip()}"
+    if exit_match := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
+        reason = f"{exit_match[1]}: {exit_match[2].strip()}"
     else:
         reason = next(
             (line for line in lines if line not in _HEADINGS and not _FIELD.match(line)), lines[0]

@@ -13,11 +13,11 @@ from piper_ir.verify.rules import Findings
 def check_chunks(findings: Findings) -> None:
     """Check that chunks take their inputs as they are, and add once to each gradient that is wanted."""
     plan = findings.plan
-    given = _given(plan)
+    specs = _given(plan)
     for chunk in (*plan.chunks, *plan.variants):
         where = f"chunk {chunk.variant}"
         for k, entry in enumerate(chunk.inputs):
-            spec = given[entry.kind, entry.ref]
+            spec = specs[entry.kind, entry.ref]
             if entry.spec != spec:
                 text = f"input {k} of {where} is the {entry.kind} {entry.ref} as a {entry.spec}; it is a {spec}"
                 findings.add("R07-signature", text)
@@ -27,21 +27,21 @@ def check_chunks(findings: Findings) -> None:
 
 def _given(plan: Plan) -> dict[tuple[str, str], TensorSpec]:
     """Return the shape and dtype of everything that a chunk may take, by kind and name."""
-    out: dict[tuple[str, str], TensorSpec] = {("param", p.name): p.spec for p in plan.params}
-    out |= {("buffer", b.name): b.spec for b in plan.buffers}
-    out |= {("batch", b.name): b.spec.bind(plan.rows) for b in plan.batch}
-    return out | {
+    specs: dict[tuple[str, str], TensorSpec] = {("param", p.name): p.spec for p in plan.params}
+    specs |= {("buffer", b.name): b.spec for b in plan.buffers}
+    specs |= {("batch", b.name): b.spec.bind(plan.rows) for b in plan.batch}
+    return specs | {
         ("value", f"{c.id}:out{k}"): o.spec for c in plan.chunks for k, o in enumerate(c.outputs)
     }
 
 
 def _accumulation_problems(chunk: Chunk) -> list[str]:
     added = Counter(k for sig in chunk.steps.values() for k in sig.accumulates)
-    out = []
+    problems = []
     for k, entry in enumerate(chunk.inputs):
         wanted = int(entry.kind == "param" and entry.needs_grad)
         if added[k] != wanted:
-            out.append(
+            problems.append(
                 f"adds {added[k]} times to the gradient of {entry.ref} in a microbatch; {wanted} is expected"
             )
-    return out
+    return problems

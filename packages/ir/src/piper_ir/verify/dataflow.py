@@ -158,12 +158,12 @@ class _Dataflow:
 
     def _over(self, channel: Channel) -> tuple[str, ...]:
         """Return the axes along which the members of a channel really differ."""
-        found = self._axes.get(channel.id)
-        if found is None:
-            found = self._axes[channel.id] = tuple(
+        axes = self._axes.get(channel.id)
+        if axes is None:
+            axes = self._axes[channel.id] = tuple(
                 a for a in channel.over if self._plan.mesh.size(a) > 1
             )
-        return found
+        return axes
 
     def compute(self, role: RolePlan, index: int, part: Part) -> None:
         """Compare the reads of a part with the terms that its op asks for, and record its writes."""
@@ -211,17 +211,17 @@ class _Dataflow:
     def _ports(self, op: Compute) -> tuple[list[_Asked], list[Term | None], list[Term]]:
         """Return the reads of a step, the term of each read that asks for one alone, and the terms that it writes."""
         key = (op.variant, op.step)
-        found = self._asked.get(key)
-        if found is None:
+        ports = self._asked.get(key)
+        if ports is None:
             chunk = self._plan.chunk(op.variant)
             sig = chunk.steps[op.step]  # type: ignore[index]  # R07 refuses B
             asks = [self._ask(chunk, p) for p in sig.reads if not is_state(chunk, p)]
-            found = self._asked[key] = (
+            ports = self._asked[key] = (
                 asks,
                 [asked.only for asked in asks],
                 [(op.chunk, port) for port in sig.writes],
             )
-        return found
+        return ports
 
     def _ask(self, chunk: Chunk, port: str) -> _Asked:
         if port.startswith("tan"):

@@ -293,7 +293,7 @@ class _Names:
     def unknown(self, instr: Instr) -> list[str]:
         """Return the names in an instruction that the plan does not have."""
         values = [*instr.frees_before, *instr.allocs_after]
-        out: list[str] = []
+        names: list[str] = []
         for part in instr.parts:
             values += part.reads
             values += part.writes
@@ -301,12 +301,12 @@ class _Names:
             values += part.held
             if id(part.op) not in self._known:
                 missing = list(_unknown_in_op(self._plan, part.op))
-                out += missing
+                names += missing
                 if not missing:
                     self._known[id(part.op)] = part.op
         if not self._values.issuperset(values):
-            out[:0] = [f"value {v}" for v in values if v not in self._values]
-        return out
+            names[:0] = [f"value {v}" for v in values if v not in self._values]
+        return names
 
 
 def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:

@@ -51,10 +51,10 @@ def _table_problems(plan: Plan, variant: Chunk) -> Iterator[str]:
     forward, again = written.get("F", []), written.get("R", [])
     for port in sorted({*forward} & {*again}):
         yield f"both F and R write {port}; one of them does"
-    made = {*forward, *again}
+    saved = {*forward, *again}
     for step in ("I", "W"):
         for port in variant.steps[step].reads if step in variant.steps else ():
-            if port.startswith("saved") and port not in made:
+            if port.startswith("saved") and port not in saved:
                 yield f"{step} reads {port}, which neither F nor R writes"
     for port in variant.steps["R"].reads if "R" in variant.steps else ():
         if not port.startswith(("in", "out")) and port not in forward:
@@ -92,10 +92,10 @@ def _check_part(
     role, index, part = placed
     op = part.op
     assert isinstance(op, Compute)
-    found = forwards.get((op.chunk, part.mb))
-    if found is None:
+    placed_forward = forwards.get((op.chunk, part.mb))
+    if placed_forward is None:
         return  # R21 says so
-    _, _, forward = found
+    _, _, forward = placed_forward
     assert isinstance(forward.op, Compute)
     if forward.op.keep != op.keep:
         message = (
@@ -104,12 +104,10 @@ def _check_part(
         )
         findings.add(RULE, message, role, index)
     elif op.step == "R":
-        read, given = _inputs(findings.plan, part), _inputs(findings.plan, forward)
+        read, forward_reads = _inputs(findings.plan, part), _inputs(findings.plan, forward)
         for port, value in read.items():
-            if given.get(port, value) != value and value not in again:
-                message = (
-                    f"{part_name(part)} reads {value} as {port}; its forward read {given[port]}"
-                )
+            if forward_reads.get(port, value) != value and value not in again:
+                message = f"{part_name(part)} reads {value} as {port}; its forward read {forward_reads[port]}"
                 findings.add(RULE, message, role, index)
 
 

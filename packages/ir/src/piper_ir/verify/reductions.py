@@ -42,7 +42,7 @@ def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> No
             use = uses[bucket.id]
             if role.role in bucket.roles:
                 _BucketOnRole(findings, role, orders[role.role], bucket, use).check()
-            elif found := [
+            elif touches := [
                 *use.updates,
                 *use.reductions,
                 *use.norms,
@@ -50,7 +50,7 @@ def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> No
                 *use.scatters,
                 *use.folds,
             ]:
-                index = found[0][0]
+                index = touches[0][0]
                 findings.add(
                     "R25-update",
                     f"it touches bucket {bucket.id}, which {', '.join(bucket.roles)} hold",
@@ -174,7 +174,7 @@ class _BucketOnRole:
         use = self.use
         if self.bucket.shard.optim:
             self._check_gathers(self.bucket.gather[self.bucket.roles.index(self.role.role)])
-        if found := [
+        if changes := [
             *use.accumulations,
             *use.reductions,
             *use.scatters,
@@ -182,7 +182,7 @@ class _BucketOnRole:
             *use.norms,
             *use.updates,
         ]:
-            self.add("R25-update", "is changed here, in the plan of an evaluation", found[0][0])
+            self.add("R25-update", "is changed here, in the plan of an evaluation", changes[0][0])
 
     def _check_gathers(self, channel: str) -> None:
         """Check the gathers of the bucket: in place once before all uses, or into a value each (see `sharding`)."""

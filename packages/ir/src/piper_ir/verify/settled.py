@@ -16,23 +16,23 @@ def settled_values(
     roles: Sequence[RolePlan], orders: Mapping[str, HappensBefore]
 ) -> dict[str, Sorted]:
     """Return, by role, the values that keep the rules and that no other role touches, and the others that it names."""
-    out: dict[str, Sorted] = {}
+    sorted_by_role: dict[str, Sorted] = {}
     seen, shared = set[str](), set[str]()
     for role in roles:
         good, others = _plain(role)
         walk = _Walk(orders[role.role], others)
         walk.follow(role)
-        found = walk.settled()
-        good |= found
-        others -= found
+        confirmed = walk.settled()
+        good |= confirmed
+        others -= confirmed
         for values in (good, others):
             shared |= seen & values
         seen.update(good, others)
-        out[role.role] = good, others
-    for good, others in out.values() if shared else ():
+        sorted_by_role[role.role] = good, others
+    for good, others in sorted_by_role.values() if shared else ():
         others |= good & shared
         good -= shared
-    return out
+    return sorted_by_role
 
 
 def _plain(role: RolePlan) -> tuple[set[str], set[str]]:

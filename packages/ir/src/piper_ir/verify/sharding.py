@@ -146,14 +146,14 @@ class _SharedValues:
     def _fold(self, index: int, bucket: str, value: str) -> None:
         buffer = self.buffers.get(self.sums.get(value, ""))
         if buffer is None or buffer.bucket != bucket:
-            found = (
+            description = (
                 "no sum of gradients"
                 if buffer is None
                 else f"a sum of gradients of {buffer.bucket}"
             )
             self.findings.add(
                 "R32-contributions",
-                f"it adds {value} to {bucket}, which is {found}",
+                f"it adds {value} to {bucket}, which is {description}",
                 self.role,
                 index,
             )

@@ -210,22 +210,22 @@ def check_holders(findings: Findings) -> None:
                 if entry.kind == "param":
                     users.setdefault(entry.ref, set()).add(role.role)
     for param in plan.params:
-        held = inside.get(param.name)
-        if param.trained != (held is not None):
+        own_bucket = inside.get(param.name)
+        if param.trained != (own_bucket is not None):
             text = (
                 "is trained and in no bucket"
-                if held is None
-                else f"is not trained, but in bucket {held.id}"
+                if own_bucket is None
+                else f"is not trained, but in bucket {own_bucket.id}"
             )
             findings.add("R23-holders", f"parameter {param.name} {text}")
-        elif held is not None and users.get(param.name, set()) != set(held.roles):
+        elif own_bucket is not None and users.get(param.name, set()) != set(own_bucket.roles):
             uses, holds = (
                 ", ".join(sorted(users.get(param.name, ()))) or "no role",
-                ", ".join(sorted(held.roles)),
+                ", ".join(sorted(own_bucket.roles)),
             )
             findings.add(
                 "R23-holders",
-                f"parameter {param.name} is used by {uses}; its bucket {held.id} is held by {holds}",
+                f"parameter {param.name} is used by {uses}; its bucket {own_bucket.id} is held by {holds}",
             )
     for bucket in plan.buckets:
         problem = _members_problem(plan, bucket)

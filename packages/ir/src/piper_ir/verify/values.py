@@ -71,10 +71,10 @@ def _lives(role: RolePlan, wanted: set[str]) -> dict[str, _Life]:
     def of(values: Iterable[str]) -> Iterator[_Life]:
         for value in values:
             if value in wanted:
-                found = lives.get(value)
-                if found is None:
-                    found = lives[value] = _Life()
-                yield found
+                life = lives.get(value)
+                if life is None:
+                    life = lives[value] = _Life()
+                yield life
 
     for life in of(role.allocs_first):
         life.allocs.append(FIRST)

@@ -119,8 +119,8 @@ def _heads_first(tensor: Tensor) -> Tensor:
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     _check(q, k, v, *options)
     batch, queries, heads, _ = q.shape
-    out = contiguous_empty(q, (batch, queries, heads, v.shape[-1]))
-    return out, contiguous_empty(q, (batch, heads, queries), accumulate_dtype(q.dtype))
+    output = contiguous_empty(q, (batch, queries, heads, v.shape[-1]))
+    return output, contiguous_empty(q, (batch, heads, queries), accumulate_dtype(q.dtype))
 
 
 def _attention_kernel(

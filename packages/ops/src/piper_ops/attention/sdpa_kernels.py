@@ -51,8 +51,10 @@ BackwardKernel = Callable[
 
 def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """Run torch's flash attention for CPU: any float dtype, with or without a mask."""
-    out, lse = _cpu_flash(q, k, v, 0.0, o.is_causal, attn_mask=cpu_mask(o.mask, q), scale=o.scale)
-    return out, lse
+    output, lse = _cpu_flash(
+        q, k, v, 0.0, o.is_causal, attn_mask=cpu_mask(o.mask, q), scale=o.scale
+    )
+    return output, lse
 
 
 def cpu_flash_dgrad(
@@ -75,10 +77,10 @@ def cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """Run FlashAttention-2 as aten ships it: half precision, no mask."""
-    out, lse = aten._scaled_dot_product_flash_attention(
+    output, lse = aten._scaled_dot_product_flash_attention(
         q, k, v, 0.0, o.is_causal, False, scale=o.scale
     )[:2]
-    return out, lse
+    return output, lse
 
 
 def cuda_flash_dgrad(
@@ -109,10 +111,10 @@ def cuda_flash_dgrad(
 
 def cuda_cudnn(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """Run cuDNN's fused attention: half precision, no mask, no grouped heads."""
-    out, lse = aten._scaled_dot_product_cudnn_attention(
+    output, lse = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, o.is_causal, False, scale=o.scale
     )[:2]
-    return out, lse.reshape(q.shape[:3])
+    return output, lse.reshape(q.shape[:3])
 
 
 def cuda_cudnn_dgrad(
@@ -147,10 +149,10 @@ def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair
     """Run aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
     k, v = _repeat_heads(q, k, v)
     bias = aligned_bias(q, k, o.mask)
-    out, lse = aten._scaled_dot_product_efficient_attention(
+    output, lse = aten._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, 0.0, o.is_causal, scale=o.scale
     )[:2]
-    return out, lse[..., : q.shape[2]]
+    return output, lse[..., : q.shape[2]]
 
 
 def cuda_efficient_dgrad(
@@ -198,8 +200,8 @@ def math(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     k, v = _repeat_heads(q, k, v)
     scores = _scores(q, k, o)
     lse = scores.logsumexp(-1)
-    out = _probabilities(scores, lse) @ v.to(scores.dtype)
-    return out.to(q.dtype), lse
+    output = _probabilities(scores, lse) @ v.to(scores.dtype)
+    return output.to(q.dtype), lse
 
 
 def math_dgrad(

@@ -199,7 +199,7 @@ def rounds_formulas() -> list[tuple[torch._ops.OpOverload, Formula]]:
         rounds.experts_drop,
         rounds.experts_checked,
     )
-    made = {
+    times_by_op = {
         rounds.experts_return: 2,
         rounds.experts_return_dgrad: 1,
         rounds.experts_return_wgrad: 1,
@@ -207,7 +207,8 @@ def rounds_formulas() -> list[tuple[torch._ops.OpOverload, Formula]]:
 
     def passes(op: torch._ops.OpOverload) -> Callable[[Call], int]:
         return lambda call: (
-            call.tensor("table").nbytes + made.get(op, 0) * sum(out.nbytes for out in call.outs)
+            call.tensor("table").nbytes
+            + times_by_op.get(op, 0) * sum(result.nbytes for result in call.outs)
         )
 
     with_rounds = [(op, Formula(op, copied_flops, bytes=passes(op))) for op in rounds.ROUNDS]
@@ -216,8 +217,8 @@ def rounds_formulas() -> list[tuple[torch._ops.OpOverload, Formula]]:
 
 def embedding_part_bytes(call: Call) -> int:
     """Count the numbers, and rows that are read and written; of a table only these are read."""
-    (out,) = call.outs
-    return call.tensor("indices").nbytes + 2 * out.nbytes
+    (result,) = call.outs
+    return call.tensor("indices").nbytes + 2 * result.nbytes
 
 
 def embedding_part_dgrad_flops(call: Call) -> int:

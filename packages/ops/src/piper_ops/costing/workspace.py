@@ -113,9 +113,12 @@ class _Fused:
         self, q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         inside = self._inside(q, k, o)
-        made = self._result(q, self.name != "cuda_efficient", v.shape[3]), q.new_empty(q.shape[:3])
+        results = (
+            self._result(q, self.name != "cuda_efficient", v.shape[3]),
+            q.new_empty(q.shape[:3]),
+        )
         del inside
-        return made
+        return results
 
     def backward(
         self,
@@ -160,8 +163,12 @@ def _run(call: Call, forward: ForwardKernel, backward: BackwardKernel) -> int:
     )
     if "grad_out" not in call.args:
         return peak_bytes_inside(sdpa.run_forward, forward, q, k, v, *options)
-    grad, out, logsumexp = (_on_meta(call.args[name]) for name in ("grad_out", "out", "logsumexp"))
-    return peak_bytes_inside(sdpa.run_backward, backward, grad, q, k, v, out, logsumexp, *options)
+    grad, output, logsumexp = (
+        _on_meta(call.args[name]) for name in ("grad_out", "out", "logsumexp")
+    )
+    return peak_bytes_inside(
+        sdpa.run_backward, backward, grad, q, k, v, output, logsumexp, *options
+    )
 
 
 def _rms_norm(call: Call) -> Workspace | None:
@@ -170,8 +177,8 @@ def _rms_norm(call: Call) -> Workspace | None:
 
 def _copied(call: Call) -> int:
     """Count the arguments of a norm that are copied first, because its kernels read dense ones."""
-    given = [call.tensor(name) for name in ("grad_out", "x") if name in call.args]
-    return sum(t.nbytes for t in given if not t.is_contiguous())
+    tensors = [call.tensor(name) for name in ("grad_out", "x") if name in call.args]
+    return sum(t.nbytes for t in tensors if not t.is_contiguous())
 
 
 def _cross_entropy(call: Call) -> Workspace:
@@ -254,8 +261,8 @@ def _whole_kernel(op: torch._ops.OpOverload, call: Call) -> int:
 def _room(op: torch._ops.OpOverload, call: Call) -> int:
     """Return the workspace of further rounds in bytes: they reserve all of it when they begin."""
     room: Sequence[int] = call.args["room"]
-    made = 0 if op._schema.is_mutable else sum(t.nbytes for t in call.outs)
-    return max(0, room[list(rounds.ROUNDS).index(op)] - made)
+    result_bytes = 0 if op._schema.is_mutable else sum(t.nbytes for t in call.outs)
+    return max(0, room[list(rounds.ROUNDS).index(op)] - result_bytes)
 
 
 def _further(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
@@ -357,28 +364,28 @@ def room_of_rounds(
     wanted: Sequence[bool],
 ) -> list[int]:
     """Return the most bytes that each op of further rounds holds at once; tensors are on meta."""
-    given = rows, table, weights, body, "", back.shape[1], 0, (0,) * len(rounds.ROUNDS)
+    common = rows, table, weights, body, "", back.shape[1], 0, (0,) * len(rounds.ROUNDS)
     runs = list(rounds.ROUNDS.values())
     grad = back.new_empty((rows.shape[0], back.shape[2]))
     totals = [torch.empty_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
     calls = [
-        (back, *given),
-        (grad, *given),
-        (grad, *given, list(wanted)),
-        (grad, *given, torch.empty_like(rows)),
+        (back, *common),
+        (grad, *common),
+        (grad, *common, list(wanted)),
+        (grad, *common, torch.empty_like(rows)),
     ]
-    found = []
+    peaks = []
     for run, args in zip(
-        runs, [*calls, (grad, *given, list(wanted), totals[1:], *totals[:1])], strict=True
+        runs, [*calls, (grad, *common, list(wanted), totals[1:], *totals[:1])], strict=True
     ):
         if run is rounds.run_further_wgrad and not totals:
-            found.append(0)
+            peaks.append(0)
             continue
         live = _Live(tree_leaves(args))
         with live, torch.no_grad():
             run(lambda kind, axis, sent: sent.clone(), *args)
-        found.append(live.most)
-    return found
+        peaks.append(live.most)
+    return peaks
 
 
 def peak_bytes_inside(function: Callable[..., Any], *args: Any) -> int:
@@ -403,12 +410,12 @@ class _Live(TorchDispatchMode):
         self.most: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._given:
                 self._alive.add(leaf.untyped_storage())
         self.most = max(self.most, sum(s.nbytes() for s in self._alive))
-        return out
+        return result
 
 
 ROUTING = (

@@ -69,20 +69,22 @@ def order(chosen: Tensor, experts: int = 0) -> Tensor:
 
     Raises IndexError for an expert that does not exist, if the number of `experts` is given.
     """
-    made = torch.empty(chosen.numel(), dtype=torch.int64, device=chosen.device)
+    result = torch.empty(chosen.numel(), dtype=torch.int64, device=chosen.device)
     if chosen.is_meta or not chosen.numel():
-        return made
+        return result
     if not experts and (known := _last.get(chosen)) is not None:
-        made.numpy()[:] = known
-        return made
+        result.numpy()[:] = known
+        return result
     numbers = chosen.numpy().reshape(-1)
     largest = int(numbers.max())
     if experts and (largest >= experts or int(numbers.min()) < 0):
         raise IndexError(f"route: a chosen expert is out of range: there are {experts}, from 0 on")
-    found = np.argsort(numbers.astype(np.uint16) if largest < 1 << 16 else numbers, kind="stable")
-    made.numpy()[:] = found
-    _last.put(chosen, found.astype(np.uint16) if found.size <= 1 << 16 else found)
-    return made
+    positions = np.argsort(
+        numbers.astype(np.uint16) if largest < 1 << 16 else numbers, kind="stable"
+    )
+    result.numpy()[:] = positions
+    _last.put(chosen, positions.astype(np.uint16) if positions.size <= 1 << 16 else positions)
+    return result
 
 
 def counts(chosen: Tensor, experts: int) -> Tensor:
@@ -107,17 +109,17 @@ def _numbers(like: Tensor, step: int = 1) -> Tensor:
 def _summed(rows: Tensor, picked: Tensor, first: Tensor, share: Tensor | None) -> Tensor:
     """Return for each bag the sum of its picked rows times their shares; `first` has the beginnings of the bags."""
     if not rows.is_meta:
-        found: Tensor = _sum_bags(rows, picked, first, False, 0, False, share)[0]
-        return found
+        sums: Tensor = _sum_bags(rows, picked, first, False, 0, False, share)[0]
+        return sums
     sizes = (
         0 if rows.dtype == torch.float32 else picked.shape[0] + 1,
         first.shape[0],
         first.shape[0],
     )
-    made = rows.new_empty((first.shape[0], rows.shape[1]))
+    result = rows.new_empty((first.shape[0], rows.shape[1]))
     beside = [picked.new_empty(size) for size in sizes]  # further results of torch's kernel
     del beside
-    return made
+    return result
 
 
 def route(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -150,7 +152,7 @@ def unroute_wgrad(grad: Tensor, chosen: Tensor, rows: Tensor, dtype: torch.dtype
     place = places(chosen)
     bag = _numbers(place).floor_divide_(chosen.shape[1])
     first = _numbers(place, chosen.shape[1])
-    made: Tensor = (
+    dots: Tensor = (
         grad.new_empty(place.shape) if grad.is_meta else _dot_bags(grad, rows, place, first, bag, 0)
     )
-    return made.view(chosen.shape)
+    return dots.view(chosen.shape)

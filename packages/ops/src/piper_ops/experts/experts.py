@@ -246,26 +246,26 @@ def _grouped_fake(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 def _grouped_kernel(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     if _has_kernel(rows, weight) and weight.shape[1] % ALIGNED == 0:
         ends = counts.cumsum(0, dtype=torch.int32)
-        made: Tensor = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
+        product: Tensor = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
         behind = torch.arange(rows.shape[0], device=rows.device) >= ends[-1]
-        return made.masked_fill_(behind.unsqueeze(1), 0)
+        return product.masked_fill_(behind.unsqueeze(1), 0)
     sizes = _sizes(counts, rows.shape[0])
     if _has_cpu_kernel(rows, weight):
         # Not an operator's result: a number per expert on the host is no memory of the step, here as in a list.
         ends = torch.frombuffer(array("i", accumulate(sizes[:-1])), dtype=torch.int32)
-        found: Tensor = torch._grouped_mm(rows, weight, offs=ends)
+        cpu_product: Tensor = torch._grouped_mm(rows, weight, offs=ends)
         if sizes[-1]:
-            found[-sizes[-1] :].zero_()
-        return found
-    out = rows.new_empty((rows.shape[0], weight.shape[2]))
-    *results, behind = out.split_with_sizes(sizes)
+            cpu_product[-sizes[-1] :].zero_()
+        return cpu_product
+    output = rows.new_empty((rows.shape[0], weight.shape[2]))
+    *results, behind = output.split_with_sizes(sizes)
     for x, matrix, result in zip(
         rows.split_with_sizes(sizes), weight.unbind(), results, strict=False
     ):
         if x.shape[0]:
             torch.mm(x, matrix, out=result)
     behind.zero_()
-    return out
+    return output
 
 
 def _grouped_dgrad_fake(grad: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
@@ -283,20 +283,20 @@ def _grouped_wgrad_fake(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
 def _grouped_wgrad_kernel(rows: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
     if _has_kernel(rows, grad):
         ends = counts.cumsum(0, dtype=torch.int32)
-        made: Tensor = torch._grouped_mm(rows.contiguous().t(), grad.contiguous(), offs=ends)
-        return made.masked_fill_((counts == 0).view(-1, 1, 1), 0)
-    out, sizes = (
+        product: Tensor = torch._grouped_mm(rows.contiguous().t(), grad.contiguous(), offs=ends)
+        return product.masked_fill_((counts == 0).view(-1, 1, 1), 0)
+    gradients, sizes = (
         rows.new_empty((counts.shape[0], rows.shape[1], grad.shape[1])),
         _sizes(counts, rows.shape[0]),
     )
     for x, above, result in zip(
-        rows.split_with_sizes(sizes), grad.split_with_sizes(sizes), out.unbind(), strict=False
+        rows.split_with_sizes(sizes), grad.split_with_sizes(sizes), gradients.unbind(), strict=False
     ):
         if x.shape[0]:
             torch.mm(x.t(), above, out=result)
         else:
             result.zero_()
-    return out
+    return gradients
 
 
 def _grouped_wgrad_add(rows: Tensor, counts: Tensor, grad: Tensor, total: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ class _Rounds:
 
     def add_back(self, made: Tensor, number: int, total: Tensor) -> None:
         """Add all devices' results for the own rows to `total`, in the rows' places."""
-        given = _give(made, self._table, self._place, number, self._slot, self._places(number))
-        came = self._exchange("all_to_all", self._axis, given)
+        sent = _give(made, self._table, self._place, number, self._slot, self._places(number))
+        came = self._exchange("all_to_all", self._axis, sent)
         _add_home(came, self._table, self._place, total, number, self._slot)
 
     def made(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -128,8 +128,8 @@ def run_return(
 ) -> Tensor:  # fmt: skip
     """Compute piper::experts_return."""
     reserved.reserve(room[0], rows.device)
-    out = _home(back, table, place, rows.shape[0], 0)
-    return add_further(exchange, out, rows, table, weights, body, axis, slot, place)
+    total = _home(back, table, place, rows.shape[0], 0)
+    return add_further(exchange, total, rows, table, weights, body, axis, slot, place)
 
 
 def add_further(
@@ -163,14 +163,14 @@ def _add_dgrad(
 ) -> Tensor:  # fmt: skip
     run = _Rounds(exchange, table, body, axis, slot, place)
     for number in run.numbers:
-        given, counts = run.there(rows, number)
+        received, counts = run.there(rows, number)
         above, _ = run.there(grad, number)
         with torch.enable_grad():
-            made = run.made(given.requires_grad_(), counts, weights)
-        (found,) = torch.autograd.grad(made, given, above)
-        del made, above, given
-        run.add_back(found, number, total)
-        del found
+            result = run.made(received.requires_grad_(), counts, weights)
+        (gradient,) = torch.autograd.grad(result, received, above)
+        del result, above, received
+        run.add_back(gradient, number, total)
+        del gradient
     return total
 
 
@@ -201,19 +201,19 @@ def _add_wgrad(
         return
     run = _Rounds(exchange, table, body, axis, slot, place)
     for number in run.numbers:
-        given, counts = run.there(rows, number)
+        received, counts = run.there(rows, number)
         above, _ = run.there(grad, number)
         busy = run.busy(counts)
         own = [
             w[busy].detach().requires_grad_(mine) for w, mine in zip(weights, wanted, strict=True)
         ]
         with torch.enable_grad():
-            made = run.made(given, counts[busy], own)
-        found = torch.autograd.grad(made, [w for w in own if w.requires_grad], above)
-        del made, above, given, own
-        for total, one in zip(totals, found, strict=True):
+            result = run.made(received, counts[busy], own)
+        gradients = torch.autograd.grad(result, [w for w in own if w.requires_grad], above)
+        del result, above, received, own
+        for total, one in zip(totals, gradients, strict=True):
             total[busy].add_(one)
-        del found, one
+        del gradients, one
 
 
 # --- choices that have no place, and counts beyond the places
@@ -344,8 +344,8 @@ def _return_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     )
     of_weights: list[Tensor | None] = [None for _ in weights]
     if any(ctx.wanted):
-        found = iter(experts_return_wgrad(grad, rows, table, weights, *ctx.rest, ctx.wanted))
-        of_weights = [next(found) if mine else None for mine in ctx.wanted]
+        gradients = iter(experts_return_wgrad(grad, rows, table, weights, *ctx.rest, ctx.wanted))
+        of_weights = [next(gradients) if mine else None for mine in ctx.wanted]
     return of_back, of_rows, None, of_weights, None, None, None, None, None
 
 

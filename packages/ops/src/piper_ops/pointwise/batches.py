@@ -48,8 +48,8 @@ def batch_pair(result: object) -> tuple[Any, Any] | None:
 
 def _register_dataclasses(nest: Any) -> None:
     """Register the dataclasses in a nest with torch, if their fields are all arguments of their constructor."""
-    while found := {type(leaf) for leaf in pytree.tree_leaves(nest) if _is_record(leaf)}:
-        for kind in found:
+    while kinds := {type(leaf) for leaf in pytree.tree_leaves(nest) if _is_record(leaf)}:
+        for kind in kinds:
             pytree.register_dataclass(kind)
 
 

@@ -69,8 +69,8 @@ def _cross_entropy_kernel(
     slices = slices_of(logits)
     if len(slices) == 1:
         return _slice_loss(logits, target, reduction, ignore_index)
-    found = [_slice_loss(logits[rows], target[rows], "none", ignore_index) for rows in slices]
-    losses, lse = (torch.cat(tensors) for tensors in zip(*found, strict=True))
+    parts = [_slice_loss(logits[rows], target[rows], "none", ignore_index) for rows in slices]
+    losses, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     if reduction == "none":
         return losses, lse
     total = losses.sum()

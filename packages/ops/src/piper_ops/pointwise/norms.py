@@ -277,8 +277,8 @@ def _rms_norm_kernel(
     # torch's default: the epsilon of the dtype of the arithmetic, not of the input
     eps = torch.finfo(dtype).eps if eps is None else eps
     if x.is_cuda:
-        out, rstd = aten._fused_rms_norm(x, list(normalized_shape), weight, eps)
-        return out, rstd
+        normalised, rstd = aten._fused_rms_norm(x, list(normalized_shape), weight, eps)
+        return normalised, rstd
     wide = x.to(dtype)
     rstd = wide.square().mean(_dims(x, normalized_shape), keepdim=True).add_(eps).rsqrt_()
     wide = wide * rstd

@@ -160,10 +160,10 @@ def _joined_kernel(
 ) -> tuple[Tensor, Tensor]:
     lse = statistics[:, 0].logsumexp(0)
     counted = target != ignore_index
-    found = (lse - statistics[:, 1].sum(0)).masked_fill_(~counted, 0)
+    row_losses = (lse - statistics[:, 1].sum(0)).masked_fill_(~counted, 0)
     if reduction == "none":
-        return found, lse
-    total = found.sum()
+        return row_losses, lse
+    total = row_losses.sum()
     return total / counted.sum() if reduction == "mean" else total, lse
 
 

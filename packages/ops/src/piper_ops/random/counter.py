@@ -73,8 +73,8 @@ def numbers(
     while begin < count:
         skip = start % 2 if begin == 0 else 0
         need = min((count - begin + skip + 1) // 2, indexes.numel())
-        made = torch.add(steps[:need], signed(key[0] + first * key[1]), out=words[:need])
-        part = _mix(made).view(torch.int32)[skip : skip + count - begin]
+        counters = torch.add(steps[:need], signed(key[0] + first * key[1]), out=words[:need])
+        part = _mix(counters).view(torch.int32)[skip : skip + count - begin]
         yield slice(begin, begin + part.numel()), part
         begin += part.numel()
         first += need

@@ -40,41 +40,41 @@ class _Call:
 def _call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Call:
     names = [a.name for a in op._schema.arguments]
     defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-    given = {**defaults, **dict(zip(names, args)), **kwargs}
-    if not isinstance(given.get("dtype"), torch.dtype):
-        given["dtype"] = None  # a schema has a number for the default of integers
+    bound = {**defaults, **dict(zip(names, args)), **kwargs}
+    if not isinstance(bound.get("dtype"), torch.dtype):
+        bound["dtype"] = None  # a schema has a number for the default of integers
     tensors = [
-        t for name in ("self", "input", "mean", "std") if isinstance(t := given.get(name), Tensor)
+        t for name in ("self", "input", "mean", "std") if isinstance(t := bound.get(name), Tensor)
     ]
     if tensors:
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         dtype, device = (
-            given.get("dtype") or tensors[0].dtype,
-            given.get("device") or tensors[0].device,
+            bound.get("dtype") or tensors[0].dtype,
+            bound.get("device") or tensors[0].device,
         )
     else:
-        shape = torch.Size([given["n"]] if "n" in given else given["size"])
+        shape = torch.Size([bound["n"]] if "n" in bound else bound["size"])
         dtype, device = (
-            given.get("dtype") or torch.get_default_dtype(),
-            given.get("device") or torch.device("cpu"),
+            bound.get("dtype") or torch.get_default_dtype(),
+            bound.get("device") or torch.device("cpu"),
         )
-    return _Call(given, tuple(shape), dtype, torch.device(device))
+    return _Call(bound, tuple(shape), dtype, torch.device(device))
 
 
 def _dropout(call: _Call, numbers: NumberSource) -> tuple[Tensor, Tensor]:
-    given, p, train = call.given["input"], call.given["p"], call.given["train"]
-    if train is False or not given.numel():
-        return given.clone(), torch.ones_like(given, dtype=torch.bool)
-    kept = _like(given, numbers.below(call.shape, 1.0 - p, call.device))
-    return given.mul(kept).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), kept
+    x, p, train = call.given["input"], call.given["p"], call.given["train"]
+    if train is False or not x.numel():
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = _like(x, numbers.below(call.shape, 1.0 - p, call.device))
+    return x.mul(kept).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), kept
 
 
 def _rrelu(call: _Call, numbers: NumberSource) -> tuple[Tensor, Tensor]:
     """Return x * slope, and the slopes: random where x <= 0, else 1."""
-    given, lower, upper = call.given["self"], call.given["lower"], call.given["upper"]
+    x, lower, upper = call.given["self"], call.given["lower"], call.given["upper"]
     slopes = numbers.uniform(call.shape, call.dtype, call.device).mul_(upper - lower).add_(lower)
-    slopes = torch.where(given <= 0, slopes, torch.ones_like(slopes))
-    return given * slopes, slopes
+    slopes = torch.where(x <= 0, slopes, torch.ones_like(slopes))
+    return x * slopes, slopes
 
 
 def _bernoulli(call: _Call, numbers: NumberSource) -> Tensor:
@@ -180,14 +180,14 @@ def is_draw(op: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None 
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     names = [a.name for a in op._schema.arguments]
-    given = (
+    bound = (
         {a.name: a.default_value for a in op._schema.arguments}
         | dict(zip(names, args))
         | dict(kwargs or {})
     )
     return (
-        bool(given.get("dropout_p", True))
-        and bool(given.get("training", True))
+        bool(bound.get("dropout_p", True))
+        and bool(bound.get("training", True))
         and "_backward" not in op._schema.name
     )
 

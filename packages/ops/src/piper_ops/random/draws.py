@@ -92,11 +92,11 @@ def _seen(
     result = op(*args, **kwargs)
     with _disable_current_modes():
         drawn = draw_from_numbers(op, args, kwargs, numbers)
-        for into, made in zip(
+        for into, source in zip(
             *((r if isinstance(r, tuple) else (r,)) for r in (result, drawn)), strict=True
         ):
-            if into is not made:
-                into.copy_(made)
+            if into is not source:
+                into.copy_(source)
     return result
 
 
@@ -142,10 +142,10 @@ class DrawnNumbers:
         key, begin = self._key(stream), self._begin(shape)
         if begin is None:
             return make(numbers_at(key, self._elements(shape, device))).to(dtype)
-        out = torch.empty(math.prod(shape), dtype=dtype, device=device)
-        for place, part in numbers(key, begin, out.numel(), device):
-            out[place] = make(part)
-        return out.view(tuple(shape))
+        flat = torch.empty(math.prod(shape), dtype=dtype, device=device)
+        for place, part in numbers(key, begin, flat.numel(), device):
+            flat[place] = make(part)
+        return flat.view(tuple(shape))
 
     def below(self, shape: Sequence[int], chance: float, device: torch.device) -> Tensor:
         """Return bools that are true with the probability `chance`."""

@@ -91,9 +91,11 @@ def _broadcast(shapes: Sequence[Sequence[Any]]) -> bool:
 
 def _fused(build: Builder, call: _Attention) -> fx.Node:
     swapped = [build.swap(t) for t in call.tensors]
-    out = build.first(build.call(attention, *swapped, call.mask, call.causal, call.scale, call.gqa))
-    _undo_swaps(build.graph, build.old, out)
-    return build.method("transpose", out, 1, 2)
+    attended = build.first(
+        build.call(attention, *swapped, call.mask, call.causal, call.scale, call.gqa)
+    )
+    _undo_swaps(build.graph, build.old, attended)
+    return build.method("transpose", attended, 1, 2)
 
 
 def _undo_swaps(graph: fx.Graph, old: fx.Node, out: fx.Node) -> None:
@@ -110,8 +112,8 @@ def _one_head(build: Builder, call: _Attention) -> fx.Node:
     mask = call.mask
     if mask is not None and build.example(mask).dim() == 3:
         mask = build.method("unsqueeze", mask, 1)
-    out = build.first(build.call(attention, *heads, mask, call.causal, call.scale, False))
-    return build.method("squeeze", out, 2)
+    attended = build.first(build.call(attention, *heads, mask, call.causal, call.scale, False))
+    return build.method("squeeze", attended, 2)
 
 
 def written_out(build: Builder, call: _Attention) -> fx.Node:

@@ -71,9 +71,9 @@ def rewrite_batch_norm(build: Builder, bound: Bound) -> fx.Node:
     Statistics are float32 at least. Backward needs the centred input and numbers per channel.
     """
     build.old.meta[STATISTICS] = True  # which all operations in its place inherit
-    given = build.example(bound["input"])
-    dims = [d for d in range(given.dim()) if d != 1]
-    narrow = given.dtype in (torch.bfloat16, torch.float16)
+    input_example = build.example(bound["input"])
+    dims = [d for d in range(input_example.dim()) if d != 1]
+    narrow = input_example.dtype in (torch.bfloat16, torch.float16)
     x = build.method("float", bound["input"]) if narrow else bound["input"]
     mean = build.call(torch.mean, x, dims, True)
     centred = build.call(torch.sub, x, mean)
@@ -82,16 +82,18 @@ def rewrite_batch_norm(build: Builder, bound: Bound) -> fx.Node:
         torch.rsqrt, build.call(torch.add, variance, constant(build, bound, "eps", 1e-5))
     )
     if bound.get("weight") is not None:
-        scale = build.call(torch.mul, scale, _channels(build, bound["weight"], given))
-    out = build.call(torch.mul, centred, scale)
+        scale = build.call(torch.mul, scale, _channels(build, bound["weight"], input_example))
+    normalised = build.call(torch.mul, centred, scale)
     if bound.get("bias") is not None:
-        out = build.call(torch.add, out, _channels(build, bound["bias"], given))
+        normalised = build.call(
+            torch.add, normalised, _channels(build, bound["bias"], input_example)
+        )
     if bound.get("running_mean") is not None:
         momentum = constant(build, bound, "momentum", 0.1)
         _average(build, bound["running_mean"], mean, momentum)
         unbiased = build.call(torch.var, build.method("detach", centred), dims, True, True)
         _average(build, bound["running_var"], unbiased, momentum)
-    return build.method("to", out, given.dtype) if narrow else out
+    return build.method("to", normalised, input_example.dtype) if narrow else normalised
 
 
 def _channels(build: Builder, of: fx.Node, given: Tensor) -> fx.Node:
@@ -101,9 +103,9 @@ def _channels(build: Builder, of: fx.Node, given: Tensor) -> fx.Node:
 
 def _average(build: Builder, running: fx.Node, found: fx.Node, momentum: Any) -> None:
     """Update a running average with the statistics found."""
-    held = build.example(running)
+    running_example = build.example(running)
     flat = build.method(
-        "to", build.method("reshape", build.method("detach", found), -1), held.dtype
+        "to", build.method("reshape", build.method("detach", found), -1), running_example.dtype
     )
     build.method(
         "add_", build.method("mul_", running, 1 - momentum), build.call(torch.mul, flat, momentum)

@@ -43,15 +43,15 @@ def rewrite_flex(build: Builder, owner: fx.GraphModule) -> list[fx.Node]:
     if len(results) != len(node.users) or (2 in results and results[2].users):
         raise build.refuse("its largest scores are asked for", "Ask for `out` and `lse` only.")
     asked = {index: result for index, result in results.items() if result.users}
-    made = _computed(build, owner, statistics=1 in asked)
+    computed = _computed(build, owner, statistics=1 in asked)
     for index, result in results.items():
         if index in asked:
-            result.replace_all_uses_with(made[index])
+            result.replace_all_uses_with(computed[index])
         build.graph.erase_node(result)
     inputs = node.all_input_nodes
     build.graph.erase_node(node)
     _erase_unused(build.graph, inputs)
-    return [made[index] for index in asked]
+    return [computed[index] for index in asked]
 
 
 def _computed(build: Builder, owner: fx.GraphModule, statistics: bool) -> list[fx.Node]:
@@ -75,10 +75,13 @@ def _computed(build: Builder, owner: fx.GraphModule, statistics: bool) -> list[f
         scores = build.method("to", changed, build.example(scores).dtype)
     if mask is not None:
         scores = build.call(torch.where, mask, scores, float("-inf"))
-    out = weighted(build, scores, v, 0.0, masked=True)
+    attended = weighted(build, scores, v, 0.0, masked=True)
     if not statistics:
-        return [out]
-    return [out, build.call(torch.mul, build.call(torch.logsumexp, scores, -1), 1 / math.log(2))]
+        return [attended]
+    return [
+        attended,
+        build.call(torch.mul, build.call(torch.logsumexp, scores, -1), 1 / math.log(2)),
+    ]
 
 
 def _is_identity(graph: fx.Graph) -> bool:
@@ -114,12 +117,12 @@ class _Places:
     def compute(self, function: Any, first: Sequence[fx.Node], tensors: Any) -> fx.Node:
         """Return a function of `first`, of a place and of tables, as a tensor that broadcasts to all places."""
         graph = _graph(self._owner, function)
-        given = graph.find_nodes(op="placeholder")
-        places = given[len(first) : len(first) + 4]
-        env: dict[fx.Node, Any] = dict(zip(given, first, strict=False))
+        placeholders = graph.find_nodes(op="placeholder")
+        places = placeholders[len(first) : len(first) + 4]
+        env: dict[fx.Node, Any] = dict(zip(placeholders, first, strict=False))
         env |= {node: self._place(dim) for dim, node in enumerate(places) if node.users}
-        env |= zip(given[len(first) + 4 :], tensors, strict=True)
-        varies = {*given[: len(first)], *places}
+        env |= zip(placeholders[len(first) + 4 :], tensors, strict=True)
+        varies = {*placeholders[: len(first)], *places}
         for node in graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue

@@ -36,13 +36,13 @@ def replace_portable(
     these batch norms are returned. Raises UnsupportedVariant for a call on the list whose variant has no portable form;
     the graph is then not usable.
     """
-    examples, found = Examples(), list[BatchNorm]()
+    examples, batch_norms = Examples(), list[BatchNorm]()
     for module in list(gm.modules()):
         if isinstance(module, fx.GraphModule):
             if statistics:
-                found += _batch_norms(module, opaque, examples)
+                batch_norms += _batch_norms(module, opaque, examples)
             _replace(module, opaque, examples)
-    return tuple(found)
+    return tuple(batch_norms)
 
 
 def _batch_norms(
@@ -110,8 +110,8 @@ def _put(
 
 def _rewrite_flex(gm: fx.GraphModule, node: fx.Node, examples: Examples) -> None:
     with gm.graph.inserting_before(node):
-        made = rewrite_flex(Builder(gm.graph, node, examples), gm)
-    for result in made:
+        new_nodes = rewrite_flex(Builder(gm.graph, node, examples), gm)
+    for result in new_nodes:
         _refresh(result, examples)
     gm.delete_all_unused_submodules()
 

@@ -94,12 +94,12 @@ class ModuleCall:
         """
         rows = 0 if self.rows is None else self.rows.of(tensors)
         wanted, form = pytree.tree_flatten(self.results, is_leaf=_is_result)
-        found, other = pytree.tree_flatten(results, is_leaf=lambda leaf: leaf is None)
+        leaves, other = pytree.tree_flatten(results, is_leaf=lambda leaf: leaf is None)
         planned = [
             None if w is None else (tuple(a + b * rows for a, b in w.shape), w.dtype)
             for w in wanted
         ]
-        actual = [(tuple(f.shape), f.dtype) if isinstance(f, Tensor) else f for f in found]
+        actual = [(tuple(f.shape), f.dtype) if isinstance(f, Tensor) else f for f in leaves]
         if form != other or planned != actual:
             raise RuntimeError(
                 f"{self.kind} returned {actual}, and {planned} in capture: what leaves a module that runs as it is "
@@ -200,16 +200,16 @@ _LOADED = threading.local()
 @cache
 def call_of(text: str) -> ModuleCall:
     """Return the call that a text stands for."""
-    found: ModuleCall = pickle.loads(base64.b85decode(text))
-    return found
+    call: ModuleCall = pickle.loads(base64.b85decode(text))
+    return call
 
 
 def loaded(text: str) -> LoadedModule:
     """Return the module of a call; each thread has its own, since a module has its tensors for the time of a call."""
-    found: dict[str, LoadedModule] = vars(_LOADED).setdefault("modules", {})
-    if text not in found:
-        found[text] = LoadedModule(call_of(text).module)
-    return found[text]
+    modules: dict[str, LoadedModule] = vars(_LOADED).setdefault("modules", {})
+    if text not in modules:
+        modules[text] = LoadedModule(call_of(text).module)
+    return modules[text]
 
 
 PLANNING: dict[str, Callable[[Sequence[Tensor], Any, Any], Any]] = {}

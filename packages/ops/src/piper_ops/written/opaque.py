@@ -73,12 +73,12 @@ class _Places:
 
     def pack(self, t: torch.Tensor) -> torch.Tensor | _Place:
         """Return the tensor, or its place in the last parameter that does not begin behind it."""
-        found: _Place | None = None
+        place: _Place | None = None
         for k, param in self._params.get(storage_key(t), ()):
             offset = t.storage_offset() - _as_dtype(param, t.dtype).storage_offset()
-            if found is None or offset >= 0:
-                found = _Place(k, t.dtype, t.size(), t.stride(), offset)
-        return t.detach() if found is None else found  # without its graph, which would hold itself
+            if place is None or offset >= 0:
+                place = _Place(k, t.dtype, t.size(), t.stride(), offset)
+        return t.detach() if place is None else place  # without its graph, which would hold itself
 
     def unpack(self, kept: torch.Tensor | _Place) -> torch.Tensor:
         """Return the tensor that was packed."""
@@ -119,10 +119,10 @@ def forward_step(
     """
 
     def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        given = tuple(args)
+        tensors = tuple(args)
         args.clear()
         inputs = tuple(
-            t.detach().requires_grad_(want) for t, want in zip(given, wanted, strict=True)
+            t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)
         )
         places = _Places({k: inputs[k] for k in params})
         with (
@@ -135,12 +135,12 @@ def forward_step(
             )
         places.ended()
         with torch.no_grad():
-            results = owned((o.detach() for o in outputs), given) if returns != "handle" else ()
+            results = owned((o.detach() for o in outputs), tensors) if returns != "handle" else ()
             del outputs
             if returns == "outputs" or not edges:
                 return results
             handle = torch.empty(
-                0, dtype=torch.uint8, device=given[params[0]].device if params else None
+                0, dtype=torch.uint8, device=tensors[params[0]].device if params else None
             )
             shapes = tuple(t.shape for t, w in zip(inputs, wanted) if w)
             for k in params:
@@ -176,7 +176,7 @@ def backward_step(
     def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         recorded: Recorded = getattr(args[0], _GRAPH)
         delattr(args[0], _GRAPH)
-        given = tuple(args[1 : 1 + tangents])
+        grad_outputs = tuple(args[1 : 1 + tangents])
         again = recorded.given
         again.update((k, args[1 + tangents + n]) for k, n in places.items())
         args.clear()
@@ -185,16 +185,16 @@ def backward_step(
         shapes = [shape for shape, u in zip(recorded.shapes, used, strict=True) if u]
         del recorded
         try:
-            found = torch.autograd.grad(outputs, inputs, given, allow_unused=zeros)
+            gradients = torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=zeros)
         finally:
             again.clear()
         with torch.no_grad():
-            made = [
+            filled = [
                 t.new_zeros(shape) if g is None else g
-                for g, t, shape in zip(found, inputs, shapes, strict=True)
+                for g, t, shape in zip(gradients, inputs, shapes, strict=True)
             ]
-            del inputs, outputs, found
-            return owned(made, given)
+            del inputs, outputs, gradients
+            return owned(filled, grad_outputs)
 
     return step
 
@@ -204,14 +204,14 @@ def owned(
 ) -> tuple[torch.Tensor, ...]:
     """Return the tensors, copied unless contiguous with a storage that no other one and none of `others` shares."""
     seen = {storage_key(t) for t in others}
-    out = []
+    results = []
     for t in tensors:
         whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
         if not whole or storage_key(t) in seen:
             t = t.clone(memory_format=torch.contiguous_format)
         seen.add(storage_key(t))
-        out.append(t)
-    return tuple(out)
+        results.append(t)
+    return tuple(results)
 
 
 def storage_key(t: torch.Tensor) -> int:

@@ -37,7 +37,7 @@ def _equal(traces: Sequence[Trace], plan: Plan | None) -> Groups:
     for number, trace in enumerate(traces):
         for s in trace.spans:
             does.setdefault(s.rank, []).append((number, s.stream, s.instr, s.start, s.end))
-    found: dict[object, list[int]] = {}
+    ranks_by_work: dict[object, list[int]] = {}
     for rank in sorted(does):
-        found.setdefault((role_of.get(rank, rank), tuple(does[rank])), []).append(rank)
-    return {ranks[0]: tuple(ranks) for ranks in found.values()}
+        ranks_by_work.setdefault((role_of.get(rank, rank), tuple(does[rank])), []).append(rank)
+    return {ranks[0]: tuple(ranks) for ranks in ranks_by_work.values()}

@@ -69,16 +69,16 @@ def offsets(plan: Plan, trace: Trace) -> dict[int, Offset]:
     after = _shortest(ranks, bounds, slack)
     before = _shortest(ranks, {(b, a): w for (a, b), w in bounds.items()}, slack)
     assert after is not None and before is not None, "the slack was chosen so that both exist"
-    out = {}
+    offset_of = {}
     for r in ranks:
         high, low = after[r], -before[r]
         known = high < inf and low > -inf
-        out[r] = (
+        offset_of[r] = (
             Offset((high + low) / 2, max(0.0, (high - low) / 2) + slack, slack)
             if known
             else Offset(0.0, inf, slack)
         )
-    return out
+    return offset_of
 
 
 def aligned(plan: Plan, trace: Trace, found: Mapping[int, Offset] | None = None) -> Trace:
@@ -124,13 +124,13 @@ def _signed(value: float) -> str:
 
 
 def _bounds(plan: Plan, trace: Trace) -> Bounds:
-    out: dict[tuple[int, int], float] = {}
+    bounds: dict[tuple[int, int], float] = {}
     for group in transfers(plan, trace):
         for a in group:
             for b in group:
                 if a.rank != b.rank:  # b's start may not come after a's end
-                    out[a.rank, b.rank] = min(out.get((a.rank, b.rank), inf), a.end - b.start)
-    return out
+                    bounds[a.rank, b.rank] = min(bounds.get((a.rank, b.rank), inf), a.end - b.start)
+    return bounds
 
 
 def _slack(ranks: Sequence[int], bounds: Bounds) -> float:

@@ -40,8 +40,8 @@ class LoadHistory:
 
     def worst(self) -> tuple[float, int] | None:
         """Return the highest load with the index of its step, the first of several."""
-        found = [(v, -k) for k, v in enumerate(self.values) if not isnan(v)]
-        return (max(found)[0], -max(found)[1]) if found else None
+        loads = [(v, -k) for k, v in enumerate(self.values) if not isnan(v)]
+        return (max(loads)[0], -max(loads)[1]) if loads else None
 
 
 @dataclass(slots=True)
@@ -198,13 +198,13 @@ def expert_axes(plan: Plan, module: str) -> tuple[str, ...]:
 
 def _logged(of: Any, where: str) -> tuple[list[int], int, int | None]:
     """Return the tokens of each expert, the choices without a place, and the rows that were left out."""
-    found: Mapping[str, Any] = a_mapping(of, where)
-    tokens, overflow, dropped = found.get("tokens"), found.get("overflow"), found.get("dropped")
+    record: Mapping[str, Any] = a_mapping(of, where)
+    tokens, overflow, dropped = record.get("tokens"), record.get("overflow"), record.get("dropped")
     if not isinstance(tokens, list) or not _counts(tokens) or not _counts([overflow, dropped or 0]):
         raise FormatError(
             f"{where}: the tokens of each expert, overflow and dropped are expected, as integers from 0 on"
         )
-    return tokens, int(found["overflow"]), dropped
+    return tokens, int(record["overflow"]), dropped
 
 
 def _counts(values: Sequence[Any]) -> bool:

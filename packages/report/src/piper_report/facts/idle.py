@@ -51,27 +51,29 @@ def idle_ranks(trace: Trace, plan: Plan | None = None) -> list[RankIdle]:
         if s.stream == COMPUTE and s.end > s.start:
             working[s.rank].append(s)
     moving = _moving(plan, trace) if plan is not None else None
-    out = []
+    idle_times = []
     for rank, spans in working.items():
         computing = [(s.start, s.end) for s in spans]
-        found = idle(
+        seconds = idle(
             computing,
             None if moving is None else moving.get(rank, []),
             sum(s.end - s.start for s in spans),
         )
-        out.append(RankIdle(rank, found.busy, step - found.busy, found.span, found.exposed))
-    return out
+        idle_times.append(
+            RankIdle(rank, seconds.busy, step - seconds.busy, seconds.span, seconds.exposed)
+        )
+    return idle_times
 
 
 def _moving(plan: Plan, trace: Trace) -> dict[int, list[Interval]]:
     """Return by rank when data moves to or from it, counted as the docstring of the module says."""
-    out: dict[int, list[Interval]] = {}
+    intervals_by_rank: dict[int, list[Interval]] = {}
     for group in transfers(plan, trace):
         begun = max(s.start for s in group)
         for s in group:
             if s.end > begun:
-                out.setdefault(s.rank, []).append((begun, s.end))
-    return out
+                intervals_by_rank.setdefault(s.rank, []).append((begun, s.end))
+    return intervals_by_rank
 
 
 def busy_note(measured: Trace | None) -> tuple[str, ...]:

@@ -48,13 +48,13 @@ def read_metrics(path: Path, plan: Plan | None) -> tuple[tuple[Metric, ...], Exp
     """Return the steps of a file, and of all of them the load of experts; None for a model without experts."""
     steps, experts = [], ExpertHistory(plan)
     for line, where in lines_of(path):
-        found = a_mapping(read_json(line, where), where)
+        record = a_mapping(read_json(line, where), where)
         evaluation = {
             name.removeprefix(EVALUATED): value
-            for name, value in found.items()
+            for name, value in record.items()
             if name.startswith(EVALUATED)
         }
-        rest = {name: value for name, value in found.items() if not name.startswith(EVALUATED)}
+        rest = {name: value for name, value in record.items() if not name.startswith(EVALUATED)}
         step = checked(Metric, rest | ({"evaluation": evaluation} if evaluation else {}), where)
         if rest.get(EXPERTS):
             experts.add(step.step, rest[EXPERTS], f"{where}.{EXPERTS}")

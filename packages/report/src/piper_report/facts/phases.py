@@ -33,8 +33,8 @@ def kinds(trace: Trace, plan: Plan | None = None) -> dict[Span, InstrLabel]:
 
 
 def _guess(span: Span) -> InstrLabel:
-    found = _NAME.search(span.name)
-    mb = int(found["mb"]) if found else -1
+    matched = _NAME.search(span.name)
+    mb = int(matched["mb"]) if matched else -1
     if span.stream == BATCH:
         return InstrLabel((("batch", mb),))
     if span.stream != COMPUTE:
@@ -49,7 +49,7 @@ def _guess(span: Span) -> InstrLabel:
         return InstrLabel((("B", mb),))
     if span.name.startswith(("fresh.", "fold.")) and "+" not in span.name:
         return InstrLabel((("fold", mb),))
-    match found["step"] if found else None:
+    match matched["step"] if matched else None:
         case "R" | "I" as phase:
             return InstrLabel((("B" if "+" in span.name else phase, mb),))
         case "F" | "B" | "W" as phase:
@@ -59,27 +59,27 @@ def _guess(span: Span) -> InstrLabel:
 
 def chunks_of(plan: Plan) -> dict[str, list[int]]:
     """Return for each role the stages that it computes, ascending: its chunks."""
-    out = {}
+    chunks_by_role = {}
     for role in plan.roles:
-        found = {
+        stages = {
             _stage(plan, instr, forward) for instr in role.program for forward in (True, False)
         }
-        out[role.role] = sorted(stage for stage in found if stage is not None)
-    return out
+        chunks_by_role[role.role] = sorted(stage for stage in stages if stage is not None)
+    return chunks_by_role
 
 
 def chunk_numbers(
     work: Mapping[Span, InstrLabel], plan: Plan, chunks: Mapping[str, list[int]]
 ) -> dict[Span, tuple[int | None, ...]]:
     """Return for each half of an instruction the index of its stage among its role's `chunks`, or None without one."""
-    out = {}
+    numbers = {}
     for span, kind in work.items():
         role = plan.role_of(span.rank)
         stages = [_stage(plan, role.program[span.instr], phase == "F") for phase, _ in kind.halves]
-        out[span] = tuple(
+        numbers[span] = tuple(
             [None if stage is None else chunks[role.role].index(stage) for stage in stages]
         )
-    return out
+    return numbers
 
 
 def _stage(plan: Plan, instr: Instr, forward: bool) -> int | None:

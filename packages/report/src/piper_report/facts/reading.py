@@ -44,16 +44,16 @@ def _readable(where: str) -> Iterator[None]:
 def checked(kind: type[T], data: Any, where: str) -> T:
     """Return a dataclass from a JSON object; unknown keys are ignored, and all others are checked."""
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]  # every caller gives a dataclass
-    given = a_mapping(data, where)
+    record = a_mapping(data, where)
     absent = [
         n
         for n, f in known.items()
-        if n not in given and f.default is MISSING and f.default_factory is MISSING
+        if n not in record and f.default is MISSING and f.default_factory is MISSING
     ]
     if absent:
         raise FormatError(f"{where}: lacks {', '.join(absent)}")
-    made: T = decode(kind, {k: v for k, v in given.items() if k in known}, where)
-    return made
+    instance: T = decode(kind, {k: v for k, v in record.items() if k in known}, where)
+    return instance
 
 
 def a_mapping(data: Any, where: str) -> Mapping[str, Any]:

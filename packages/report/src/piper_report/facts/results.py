@@ -254,10 +254,10 @@ def load(folder: str | Path, plan: Plan | None = None) -> Results:
     """
     folder = Path(folder)
     try:
-        found = folder.is_dir()
+        is_folder = folder.is_dir()
     except (OSError, ValueError):  # a name that nothing can have
-        found = False
-    if not found:
+        is_folder = False
+    if not is_folder:
         raise FormatError(
             f"{folder} is not a folder; the folder of a run, simulation, tuning or profile is expected"
         )
@@ -270,7 +270,7 @@ def load(folder: str | Path, plan: Plan | None = None) -> Results:
     plan = _read(folder, "plan.json", read_plan) if plan is None else plan
     steps = folder / "metrics.jsonl"
     metrics, experts = read_metrics(steps, plan) if steps.is_file() else ((), None)
-    out = Results(
+    results = Results(
         folder,
         plan=plan,
         params=said.get("params", {}),
@@ -287,8 +287,8 @@ def load(folder: str | Path, plan: Plan | None = None) -> Results:
         origin=_read(folder, "origin.json", _plain(ResultOrigin)),
         why=_read(folder, "why.json", _plain(WhyTables)),
     )
-    _check_together(out)
-    return out
+    _check_together(results)
+    return results
 
 
 Reader = Callable[[str, str], T]

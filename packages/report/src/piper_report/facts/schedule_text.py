@@ -38,10 +38,10 @@ def schedule_table(
     fused with W; without it the latter is assumed. `colour` asks for the colours of a terminal with 256.
     """
     width = max(NARROWEST, width or shutil.get_terminal_size().columns)
-    found = kinds(trace, plan)
+    label_of = kinds(trace, plan)
     work = {
         s: k
-        for s, k in found.items()
+        for s, k in label_of.items()
         if s.stream == COMPUTE and k.phase != "other" and s.end > s.start
     }
     if not work:
@@ -162,7 +162,7 @@ def _unit(spans: Iterable[Span], origin: float, length: float) -> float | None:
 
 def _row(spans: Sequence[Span], origin: float, slot: float, slots: int) -> list[Span | None]:
     """Return for each slot the span that runs longest in it; None if more than half of it is idle."""
-    out: list[Span | None] = []
+    row: list[Span | None] = []
     first = 0
     for i in range(slots):
         low, high = origin + i * slot, origin + (i + 1) * slot
@@ -177,8 +177,8 @@ def _row(spans: Sequence[Span], origin: float, slot: float, slots: int) -> list[
             busy += share
             if share > most[0] * (1 + 1e-9):
                 most = share, s
-        out.append(most[1] if busy * 2 >= slot * (1 - 1e-9) else None)
-    return out
+        row.append(most[1] if busy * 2 >= slot * (1 - 1e-9) else None)
+    return row
 
 
 def _cells(row: Sequence[Span | None], marks: _Marks, cell: int) -> Iterable[str]:

@@ -170,9 +170,10 @@ def beside_table(
     waited = _seconds(measured.trace.waits)
     rows += [(f"{WAITING}, rank {r}", ABSENT, time_text(waited[r]), ABSENT) for r in _ranks(waited)]
     peaks = dict(enumerate(prediction.peak_bytes))
-    held = measured.peak_bytes
+    measured_peaks = measured.peak_bytes
     rows += [
-        _compared(f"peak memory, rank {r}", peaks[r], held.get(r), size_text) for r in _ranks(peaks)
+        _compared(f"peak memory, rank {r}", peaks[r], measured_peaks.get(r), size_text)
+        for r in _ranks(peaks)
     ]
     s = prediction.summary()
     notes = (
@@ -235,10 +236,10 @@ def compute_seconds(trace: Trace) -> dict[int, float]:
 
 def _seconds(spans: Iterable[Span]) -> dict[int, float]:
     """Return the seconds of spans by rank, of ranks that have any."""
-    out: dict[int, float] = {}
+    seconds_by_rank: dict[int, float] = {}
     for span in spans:
-        out[span.rank] = out.get(span.rank, 0.0) + span.end - span.start
-    return out
+        seconds_by_rank[span.rank] = seconds_by_rank.get(span.rank, 0.0) + span.end - span.start
+    return seconds_by_rank
 
 
 def percent(value: float | None) -> str:

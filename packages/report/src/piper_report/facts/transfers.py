@@ -38,7 +38,7 @@ def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
 
 
 def _by_rank(spans: Iterable[Span]) -> dict[int, list[Span]]:
-    out: dict[int, list[Span]] = {}
+    spans_by_rank: dict[int, list[Span]] = {}
     for s in spans:
-        out.setdefault(s.rank, []).append(s)
-    return dict(sorted(out.items()))
+        spans_by_rank.setdefault(s.rank, []).append(s)
+    return dict(sorted(spans_by_rank.items()))

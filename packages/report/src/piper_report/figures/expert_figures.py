@@ -66,9 +66,9 @@ def curve(
     """Return the loads of one or several layers by step, in at most so many points."""
     each = -(-len(steps) // points) or 1
     starts = range(0, len(steps), each)
-    found = [[v for of in loads for v in of[k : k + each] if not isnan(v)] for k in starts]
+    groups = [[v for of in loads for v in of[k : k + each] if not isnan(v)] for k in starts]
     mean, low, high = (
-        [of(values) if values else nan for values in found] for of in (_mean, min, max)
+        [of(values) if values else nan for values in groups] for of in (_mean, min, max)
     )
     return Curve([steps[k] for k in starts], mean, low, high)
 

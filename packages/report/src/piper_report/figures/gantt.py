@@ -102,19 +102,19 @@ def timelines(traces: Sequence[Trace], plan: Plan | None, length: float = 0.0) -
     than half a pixel, one per half pixel is drawn. The axis is at least `length` seconds long.
     """
     length = max(length, *(makespan(t) for t in traces)) or SHORTEST
-    found = [kinds(t, plan) for t in traces]
+    labels = [kinds(t, plan) for t in traces]
     line = Timeline(
-        traces, plan, found, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length
+        traces, plan, labels, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length
     )
-    out = [_gantt(line, Window(0.0, length), "timeline", "Timeline of a step")]
+    pictures = [_gantt(line, Window(0.0, length), "timeline", "Timeline of a step")]
     bars = sorted(
-        s.end - s.start for k in found for s in k if s.stream == COMPUTE and s.end > s.start
+        s.end - s.start for k in labels for s in k if s.stream == COMPUTE and s.end > s.start
     )
     usual = bars[len(bars) // 2] if bars else length
     if usual < 2 * UNREADABLE * Window(0.0, length).column:
         half = usual / READABLE * WIDTH * PLOT_SHARE * DPI / 2
         middle = min(makespan(t) for t in traces) / 2
-        out.append(
+        pictures.append(
             _gantt(
                 line,
                 Window(middle - half, middle + half),
@@ -122,7 +122,7 @@ def timelines(traces: Sequence[Trace], plan: Plan | None, length: float = 0.0) -
                 "The middle of the step, enlarged",
             )
         )
-    return out
+    return pictures
 
 
 def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
@@ -136,7 +136,7 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
         _draw(ax, mine, unit)
     axes[-1].set_xlim(window.start * unit.scale, window.end * unit.scale)
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
-    labels = {k for found in line.kinds for k in found.values()}
+    labels = {k for label_of in line.kinds for k in label_of.values()}
     handles = _legend(labels)
     figure.legend(
         handles=handles, loc="outside lower center", ncols=5, frameon=False, handlelength=1.6
@@ -191,7 +191,7 @@ def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
         [s for s in line.plan.role_of(rank).streams if s in every] if line.plan is not None else []
     )
     streams = known + sorted(every - set(known), key=lambda name: (name != COMPUTE, name))
-    out: dict[tuple[str, int], _StreamRow] = {}
+    rows: dict[tuple[str, int], _StreamRow] = {}
     for stream in streams:
         here = [i for i in range(len(used)) if stream in used[i]]
         for i in here:
@@ -200,16 +200,18 @@ def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
                 if len(line.traces) > 1
                 else ""
             )
-            out[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == here[0] else word)
-    for i, (trace, found, begun, own) in enumerate(
+            rows[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == here[0] else word)
+    for i, (trace, label_of, begun, own) in enumerate(
         zip(line.traces, line.kinds, line.begun, owners)
     ):
         for span in sorted(
             (s for s in (*trace.spans, *trace.waits) if s.rank == own), key=lambda s: s.start
         ):
             if span.start <= window.end and span.end >= window.start:
-                _add(out[span.stream, i], span, found[span], begun.get(span, span.start), window)
-    return list(out.values())
+                _add(
+                    rows[span.stream, i], span, label_of[span], begun.get(span, span.start), window
+                )
+    return list(rows.values())
 
 
 def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
@@ -282,14 +284,16 @@ def _corners(start: float, width: float, y: int) -> list[tuple[float, float]]:
 def _legend(found: set[InstrLabel]) -> list[Patch]:
     """Return the phases that occur, in their colours."""
     phases: list[Phase] = [p for p in PHASES if any(k.phase == p for k in found)]
-    out = [Patch(facecolor=PHASE_COLOURS[p], edgecolor="white", label=PHASES[p]) for p in phases]
+    patches = [
+        Patch(facecolor=PHASE_COLOURS[p], edgecolor="white", label=PHASES[p]) for p in phases
+    ]
     again = [p for p in phases if any(k.again and k.phase == p for k in found)]
     if again:
         text = "backward after recomputation"
-        out.append(
+        patches.append(
             Patch(facecolor=PHASE_COLOURS[again[0]], edgecolor="white", hatch=AGAIN, label=text)
         )
-    return out
+    return patches
 
 
 def _caption(traces: Sequence[Trace], shown: int, everyone: int, hidden: int, shared: bool) -> str:

@@ -117,7 +117,7 @@ def _device_lines(
     """Draw the bytes on the device in all and its memory, if they are near the curve; return the lines by name."""
     if device is None:
         return {}
-    out = {}
+    lines = {}
     for name, nbytes, colour, dash in (
         (IN_ALL, device.device_bytes, INK, ":"),
         (HAS, device.limit_bytes, RED, "--"),
@@ -126,10 +126,10 @@ def _device_lines(
             ax.axhline(
                 nbytes / space.scale, color="white", linewidth=3
             )  # so that it can be seen on any colour
-            out[name] = ax.axhline(
+            lines[name] = ax.axhline(
                 nbytes / space.scale, color=colour, linestyle=dash, linewidth=1.3, label=name
             )
-    return out
+    return lines
 
 
 def _held(device: RankPrediction | None) -> str:
@@ -146,9 +146,11 @@ def _shares(plan: Plan | None) -> dict[str, str]:
     kinds: tuple[SharedState, ...] = ("param", "master", "grad", "optim")
     degrees = {kind: {plan.mesh.degree(b.shard.of(kind)) for b in plan.buckets} for kind in kinds}
     return {
-        kind: f" (1/{max(found)})" if len(found) == 1 else f" (1 to 1/{max(found)})"
-        for kind, found in degrees.items()
-        if max(found, default=1) > 1
+        kind: f" (1/{max(kind_degrees)})"
+        if len(kind_degrees) == 1
+        else f" (1 to 1/{max(kind_degrees)})"
+        for kind, kind_degrees in degrees.items()
+        if max(kind_degrees, default=1) > 1
     }
 
 
@@ -167,8 +169,8 @@ def _ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
 
 
 def _samples(trace: Trace | None, rank: int) -> list[MemSample]:
-    found = [m for m in trace.memory if m.rank == rank] if trace is not None else []
-    return sorted(found, key=lambda m: m.time)
+    samples = [m for m in trace.memory if m.rank == rank] if trace is not None else []
+    return sorted(samples, key=lambda m: m.time)
 
 
 def _moved(points: list[MemSample], predicted: Trace | None, rank: int) -> list[MemSample]:
@@ -205,8 +207,8 @@ def _stack(
     times = [m.time * unit.scale for m in samples] + [length * unit.scale]
     below = [0.0] * len(times)
     for category in used:
-        held = [m.bytes.get(category, 0) / space.scale for m in samples]
-        above = [b + h for b, h in zip(below, held + held[-1:])]
+        heights = [m.bytes.get(category, 0) / space.scale for m in samples]
+        above = [b + h for b, h in zip(below, heights + heights[-1:])]
         ax.fill_between(times, below, above, step="post", color=CATEGORIES[category], linewidth=0)
         below = above
     if samples:
@@ -227,8 +229,8 @@ def _line(
 ) -> None:
     if samples:
         times = [m.time * unit.scale for m in samples] + [length * unit.scale]
-        held = [_total(m) / space.scale for m in samples]
-        ax.step(times, held + held[-1:], where="post", color=INK, linewidth=1.2)
+        totals = [_total(m) / space.scale for m in samples]
+        ax.step(times, totals + totals[-1:], where="post", color=INK, linewidth=1.2)
         top = max(samples, key=_total)
         ax.plot(
             [top.time * unit.scale],

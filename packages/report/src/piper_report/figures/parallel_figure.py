@@ -31,22 +31,22 @@ def parallel_figure(study: StudyDocument) -> Picture | None:
 
     Lines are coloured by the objective. None without parameters.
     """
-    found = scored(study)
-    names = list(dict.fromkeys(n for t, _ in found for n in t.params))
+    trials = scored(study)
+    names = list(dict.fromkeys(n for t, _ in trials for n in t.params))
     if not names:
         return None
     goal = goal_of(study)
-    values = {t.number: goal.shown(value) for t, value in found}
+    values = {t.number: goal.shown(value) for t, value in trials}
     figure = new_figure(4.0)
     (ax,) = panels(figure, 1)
     ax.grid(False)
     ax.spines[["left", "bottom"]].set_visible(False)
     scale = Normalize(min(values.values()), max(values.values()))
     colours = colormaps["cividis"]
-    axes = {n: Axis([t.params.get(n) for t, _ in found]) for n in names}
+    axes = {n: Axis([t.params.get(n) for t, _ in trials]) for n in names}
     _lines(
         ax,
-        found,
+        trials,
         axes,
         study.best,
         {number: colours(scale(value)) for number, value in values.items()},
@@ -56,14 +56,14 @@ def parallel_figure(study: StudyDocument) -> Picture | None:
         ScalarMappable(scale, colours), ax=ax, label=f"predicted {goal.label}", pad=0.01
     )
     alt = (
-        f"Parallel coordinates of {len(found)} complete candidates over {', '.join(names)}, "
+        f"Parallel coordinates of {len(trials)} complete candidates over {', '.join(names)}, "
         f"coloured by predicted {goal.name}."
     )
     shade = "lighter" if goal.rises else "darker"
     caption = f"A line is a candidate; the {shade}, the {goal.better}." + (
         " The best one is red." if study.best is not None else ""
     )
-    least, marks = max(760, 110 * len(names)), len(found) * len(names)
+    least, marks = max(760, 110 * len(names)), len(trials) * len(names)
     return picture(figure, "parameters", "Parameters", alt, caption, least=least, marks=marks)
 
 
@@ -109,14 +109,14 @@ class Axis:
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.unset = any(v is None for v in values)
-        given = [v for v in values if v is not None]
-        found = [
+        present = [v for v in values if v is not None]
+        finite = [
             v
-            for v in given
+            for v in present
             if isinstance(v, int | float) and not isinstance(v, bool) and isfinite(v)
         ]
-        numbers, numeric = sorted(set(found)), len(found) == len(given)
-        names = sorted({_text(v) for v in given} - {_text(n) for n in numbers})
+        numbers, numeric = sorted(set(finite)), len(finite) == len(present)
+        names = sorted({_text(v) for v in present} - {_text(n) for n in numbers})
         self.texts = [*map(_text, numbers), *names]
         self.range = (numbers[0], numbers[-1]) if numeric and len(numbers) > MOST_TICKS else None
 

@@ -77,15 +77,15 @@ def _drawn(drawings: Sequence[Drawing]) -> bytes:
     work = [_work(d) for d in drawings]
     length = max(makespan(d.trace) for d in drawings) or 1.0
     ranks = [len({s.rank for s in d.trace.spans}) for d in drawings]
-    width = max(7.0, *(_width(found, length) for found in work))
+    width = max(7.0, *(_width(labels, length) for labels in work))
     titles = sum(0.3 for d in drawings if d.title)
     figure = new_figure(min(TALLEST, 1.1 + titles + 0.32 * max(1, sum(ranks))), width)
     axes = panels(figure, len(drawings), sharex=True, heights=[max(1, n) for n in ranks])
-    for ax, drawing, found in zip(axes, drawings, work, strict=True):
-        _schedule(ax, drawing, found, length, width)
+    for ax, drawing, labels in zip(axes, drawings, work, strict=True):
+        _schedule(ax, drawing, labels, length, width)
     unit = time_unit(length)
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
-    halves = {h[0] for found in work for k in found.values() for h in k.halves}
+    halves = {h[0] for labels in work for k in labels.values() for h in k.halves}
     handles = [
         Patch(facecolor=PHASE_COLOURS[p], edgecolor=GREY, linewidth=0.4, label=PHASES[p])
         for p in PHASES

@@ -108,15 +108,15 @@ def panels(
     figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence[float] | None = None
 ) -> list[Axes]:
     """Return axes one above the other, without a box and on a pale grid; `heights` are relative (default: equal)."""
-    out = [
+    axes = [
         ax
         for (ax,) in figure.subplots(rows, 1, squeeze=False, sharex=sharex, height_ratios=heights)
     ]
-    for ax in out:
+    for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(True, color="#EBEBEB", linewidth=0.6)
         ax.set_axisbelow(True)
-    return out
+    return axes
 
 
 def one_panel(height: float, x: str, y: str, *, numbered: bool = True) -> tuple[Figure, Axes]:
@@ -154,11 +154,11 @@ def picture(
 
 def rendered(figure: Figure, kind: str) -> bytes:
     """Return the file's content; the same figure gives the same bytes."""
-    out = BytesIO()
+    buffer = BytesIO()
     figure.savefig(
-        out, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None}
+        buffer, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None}
     )
-    return out.getvalue()
+    return buffer.getvalue()
 
 
 def tint(colour: str, strength: float) -> tuple[float, float, float]:

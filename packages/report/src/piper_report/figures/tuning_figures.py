@@ -23,12 +23,12 @@ ScoredTrials = list[tuple[Row, float]]
 
 def scored(study: StudyDocument) -> ScoredTrials:
     """Return the complete trials that have a predicted value of the objective."""
-    found = [
+    complete = [
         (t, objective_of(t))
         for t in study.trials
         if t.state == "complete" and t.period_s is not None
     ]
-    return [(t, value) for t, value in found if isfinite(value)]
+    return [(t, value) for t, value in complete if isfinite(value)]
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def history_figure(study: StudyDocument) -> Picture | None:
 
     The best so far is a line, rejected candidates are crosses.
     """
-    found = scored(study)
-    if not found:
+    complete = scored(study)
+    if not complete:
         return None
     goal = goal_of(study)
     figure, ax = one_panel(3.2, "trial", goal.label)
-    numbers, values = [t.number for t, _ in found], [goal.shown(value) for _, value in found]
+    numbers, values = [t.number for t, _ in complete], [goal.shown(value) for _, value in complete]
     ax.plot(numbers, values, "o", color=style.BLUE, markersize=4, label="complete")
-    least = list(accumulate([value for _, value in found], min))
+    least = list(accumulate([value for _, value in complete], min))
     best = [goal.shown(value) for value in least]
     to_the_end = [*numbers, max(t.number for t in study.trials)]
     ax.step(
@@ -108,7 +108,7 @@ def history_figure(study: StudyDocument) -> Picture | None:
     )
     confirmed = [
         (t.number, goal.shown(objective_of(t, True)))
-        for t, _ in found
+        for t, _ in complete
         if t.measured_period_s is not None
     ]
     if confirmed:
@@ -132,7 +132,7 @@ def history_figure(study: StudyDocument) -> Picture | None:
         f"{'rises' if goal.rises else 'falls'} from {goal.text(least[0])} to {goal.text(least[-1])}"
     )
     alt = (
-        f"Predicted {goal.name} of {len(found)} complete trials in order; the best {goes}; "
+        f"Predicted {goal.name} of {len(complete)} complete trials in order; the best {goes}; "
         f"{len(rejected)} were rejected."
     )
     caption = (
@@ -148,23 +148,23 @@ def pareto_figure(study: StudyDocument) -> Picture | None:
 
     The front are the candidates that no other beats in both.
     """
-    found = [(b, value) for t, value in scored(study) if (b := held(t)) is not None]
-    if not found:
+    candidates = [(b, value) for t, value in scored(study) if (b := held(t)) is not None]
+    if not candidates:
         return None
     known = [t for t in study.trials if study.objective == "period" or t.value is not None]
     rejected = [t for t in known if t.state == "rejected" and t.period_s]
     over = [(b, objective_of(t)) for t in rejected if (b := held(t)) is not None]
-    goal, space = goal_of(study), style.size_unit(max(b for b, _ in found + over))
+    goal, space = goal_of(study), style.size_unit(max(b for b, _ in candidates + over))
     labels = f"peak memory of the fullest device ({space.name})", f"predicted {goal.label}"
     figure, ax = one_panel(3.6, *labels, numbered=False)
 
     def columns(points: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
         return [b / space.scale for b, _ in points], [goal.shown(value) for _, value in points]
 
-    ax.plot(*columns(found), "o", color=style.BLUE, markersize=4, label="complete")
+    ax.plot(*columns(candidates), "o", color=style.BLUE, markersize=4, label="complete")
     if over:
         ax.plot(*columns(over), "x", color=style.RED, markersize=5, label="rejected")
-    front = pareto_front(found)
+    front = pareto_front(candidates)
     ax.step(
         *columns(front),
         "o-",
@@ -197,10 +197,10 @@ def pareto_figure(study: StudyDocument) -> Picture | None:
             markersize=13,
             label="best",
         )
-    _log_if_wide(ax, [goal.shown(value) for _, value in found])
+    _log_if_wide(ax, [goal.shown(value) for _, value in candidates])
     figure.legend(loc="outside lower center", ncols=3 if study.device_limits else 5, frameon=False)
     alt = (
-        f"Predicted {goal.name} against peak memory of {len(found)} candidates; {len(front)} are "
+        f"Predicted {goal.name} against peak memory of {len(candidates)} candidates; {len(front)} are "
         f"on the Pareto front."
     )
     where = "above" if goal.rises else "below"
@@ -220,11 +220,11 @@ def held(trial: Row) -> int | None:
 
 def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Return the points (bytes, objective) that no other beats in both, by bytes."""
-    out: list[tuple[int, float]] = []
+    front: list[tuple[int, float]] = []
     for b, p in sorted(set(points)):
-        if not out or p < out[-1][1]:
-            out.append((b, p))
-    return out
+        if not front or p < front[-1][1]:
+            front.append((b, p))
+    return front
 
 
 def _log_if_wide(ax: Axes, values: Sequence[float]) -> None:

@@ -113,21 +113,21 @@ def _differences(sides: Sequence[Side]) -> Sheet:
 
 def _figures(name: str, title: str, sheets: Sequence[Sheet | None], sides: Sequence[Side]) -> Sheet:
     """Return the figures of two sheets beside each other, each kind (predicted, measured) with its change."""
-    found = [_numbers(s) for s in sheets if s is not None]
+    side_numbers = [_numbers(s) for s in sheets if s is not None]
     kinds = [
         k
         for k in ("predicted", "measured", "bytes")
-        if any(k in row for side in found for row in side.values())
+        if any(k in row for side in side_numbers for row in side.values())
     ]
     columns, texts, numbers = [""], [], []
     for kind in kinds:
         word = "" if kind == "bytes" else f", {kind}"
         columns += [f"{side.name}{word}" for side in sides] + [f"change{word}"]
-    for figure in dict.fromkeys(key for side in found for key in side):
+    for figure in dict.fromkeys(key for side in side_numbers for key in side):
         text: list[str] = [figure]
         number: list[Any] = [figure]
         for kind in kinds:
-            pair = [side.get(figure, {}).get(kind, (None, ABSENT)) for side in found]
+            pair = [side.get(figure, {}).get(kind, (None, ABSENT)) for side in side_numbers]
             change = (
                 _change(*(value for value, _ in pair))
                 if figure != FIRST_STEP or kind == "predicted"
@@ -153,15 +153,15 @@ def _numbers(sheet: Sheet) -> Mapping[str, Mapping[str, tuple[Any, str]]]:
         row[0]: dict(zip(sheet.table.columns[1:], row[1:], strict=True)) for row in sheet.table.rows
     }
     words = {"predicted": "predicted", "measured": "measured", "bytes": "size"}
-    out = {}
+    numbers = {}
     for record in sheet.frame.to_dict("records"):
         name = record[sheet.frame.columns[0]]
-        out[name] = {
+        numbers[name] = {
             k: (record[k], shown.get(name, {}).get(word, ABSENT))
             for k, word in words.items()
             if k in record
         }
-    return out
+    return numbers
 
 
 def _change(a: float | None, b: float | None) -> float | None:
@@ -184,11 +184,11 @@ def _timelines(sides: Sequence[Side]) -> list[Picture]:
         for s in sides
     ]
     length = max([makespan(t) for some in traces for t in some], default=0.0)
-    out = []
+    pictures = []
     for side, key, some in zip(sides, SIDES, traces, strict=True):
         for drawn in timelines(some, side.results.plan, length)[:1] if some else ():
-            out.append(replace(drawn, name=f"{drawn.name}_{key}", title=side.name))
-    return out
+            pictures.append(replace(drawn, name=f"{drawn.name}_{key}", title=side.name))
+    return pictures
 
 
 def _losses(sides: Sequence[Side]) -> Picture | None:

@@ -85,13 +85,13 @@ def write_report(
     with house_style():
         sections = _sections(results)
     items = [x for s in sections for x in (*s.items, *s.folded)]
-    made = write_files(
+    report = write_files(
         target, page(f"Piper: {Path(folder).resolve().name}", facts_of(results), sections), items
     )
-    if made.experts is None:
-        return made
+    if report.experts is None:
+        return report
     return replace(
-        made, experts=replace(made.experts, notes=(*made.experts.notes, *load_note(results)))
+        report, experts=replace(report.experts, notes=(*report.experts.notes, *load_note(results)))
     )
 
 
@@ -138,8 +138,8 @@ def _sections(results: Results) -> list[PageSection]:
 
 
 def _strategy(results: Results) -> PageSection:
-    found = stage_sheet(results), strategy_sheet(results)
-    return PageSection("strategy", "Strategy and stages", (), [x for x in found if x is not None])
+    sheets = stage_sheet(results), strategy_sheet(results)
+    return PageSection("strategy", "Strategy and stages", (), [x for x in sheets if x is not None])
 
 
 def _why(results: Results) -> PageSection:
@@ -194,19 +194,19 @@ def facts_of(results: Results) -> list[tuple[str, str]]:
 
 def _origin(results: Results) -> list[tuple[str, str]]:
     """Return the origin of the results as rows: machine, time, versions, commit, seed and command."""
-    made = results.origin
-    if made is None:
+    provenance = results.origin
+    if provenance is None:
         return []
-    versions = ", ".join(f"{name} {number}" for name, number in made.versions.items())
-    seed = "" if made.seed is None else str(made.seed)
+    versions = ", ".join(f"{name} {number}" for name, number in provenance.versions.items())
+    seed = "" if provenance.seed is None else str(provenance.seed)
     said = [
-        ("made on", made.machine),
-        ("at", made.time),
+        ("made on", provenance.machine),
+        ("at", provenance.time),
         ("with", versions),
-        ("commit", made.commit),
+        ("commit", provenance.commit),
         ("seed", seed),
     ]
-    return [(name, text) for name, text in (*said, ("command", made.command)) if text]
+    return [(name, text) for name, text in (*said, ("command", provenance.command)) if text]
 
 
 def _told(best: Row) -> str:
@@ -298,14 +298,14 @@ def _experts(results: Results) -> PageSection:
     history = results.experts
     if history is None:
         return PageSection("experts", "Experts")
-    found = (
+    items = (
         layer_sheet(history),
         rank_load_sheet(history, results.plan),
         load_figure(history),
         token_figure(history),
     )
     return PageSection(
-        "experts", "Experts", (), [x for x in found if x is not None], [token_sheet(history)]
+        "experts", "Experts", (), [x for x in items if x is not None], [token_sheet(history)]
     )
 
 
@@ -323,7 +323,7 @@ def _tuning(results: Results) -> PageSection:
 
 
 def _costs(results: Results) -> PageSection:
-    found = cost_sheet(results)
+    costs = cost_sheet(results)
     return PageSection(
-        "costs", "Costs", (), (), [found] if found is not None and len(found.frame) else []
+        "costs", "Costs", (), (), [costs] if costs is not None and len(costs.frame) else []
     )

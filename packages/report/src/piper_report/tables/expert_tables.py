@@ -59,8 +59,10 @@ def layer_sheet(history: ExpertHistory) -> Sheet:
             ]
             for row in page
         ]
-    made = sheet("experts", title, columns, page, tuple(notes))
-    return replace(made, frame=sheet("experts", title, columns, [*every, *rows.values()]).frame)
+    page_sheet = sheet("experts", title, columns, page, tuple(notes))
+    return replace(
+        page_sheet, frame=sheet("experts", title, columns, [*every, *rows.values()]).frame
+    )
 
 
 def _words(layers: Sequence[LayerLoad]) -> str:
@@ -83,7 +85,7 @@ def _row(name: str, layers: Sequence[LayerLoad], history: ExpertHistory) -> list
     row: list[Any] = [name]
     for kind in ([layer.expert for layer in layers], [layer.rank for layer in layers]):
         worst = max(
-            [found for loads in kind if (found := loads.worst())],
+            [highest for loads in kind if (highest := loads.worst())],
             key=lambda w: (w[0], -w[1]),
             default=None,
         )
@@ -152,8 +154,8 @@ def rank_load_sheet(history: ExpertHistory, plan: Plan | None) -> Sheet | None:
         else []
     )
     title = "Load of experts by rank"
-    made = sheet("expert_ranks", title, columns, shown, tuple(notes))
-    return replace(made, frame=sheet("expert_ranks", title, columns, rows).frame)
+    page_sheet = sheet("expert_ranks", title, columns, shown, tuple(notes))
+    return replace(page_sheet, frame=sheet("expert_ranks", title, columns, rows).frame)
 
 
 def token_sheet(history: ExpertHistory) -> Sheet:
@@ -212,13 +214,13 @@ def _trades_rows(plan: Plan | None) -> bool:
 
 
 def _worst(loads: LoadHistory) -> float:
-    found = loads.worst()
-    return found[0] if found else 0.0
+    highest = loads.worst()
+    return highest[0] if highest else 0.0
 
 
 def _mean(values: Iterator[float | None]) -> float | None:
-    found = [v for v in values if v is not None]
-    return sum(found) / len(found) if found else None
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _load(value: float) -> str:

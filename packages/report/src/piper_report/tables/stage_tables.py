@@ -27,8 +27,8 @@ def strategy_sheet(results: Results) -> Sheet | None:
     for directive in results.directives:
         kinds.setdefault(_called(str(directive.get("is", "?"))), []).append(directive)
     rows = []
-    for kind, found in kinds.items():
-        same = [_arguments(d) for d in found]
+    for kind, members in kinds.items():
+        same = [_arguments(d) for d in members]
         words = dict.fromkeys(same)
         shown = (
             next(iter(words))
@@ -38,7 +38,7 @@ def strategy_sheet(results: Results) -> Sheet | None:
             else "; ".join(same)
         )
         rows.append(
-            (kind, len(found), shown if len(shown) <= MOST_WORDS else f"{shown[:MOST_WORDS]} ...")
+            (kind, len(members), shown if len(shown) <= MOST_WORDS else f"{shown[:MOST_WORDS]} ...")
         )
     columns = [
         Column("directive", "directive"),
@@ -103,7 +103,7 @@ def stage_sheet(results: Results) -> Sheet | None:
             layers, others = _layers(chunks), _modules(chunks)
             ranks = ranks_text(role.ranks)
             kept = ", ".join(keeps) or None
-            here = [found.get((role.role, stage)) for found in times]
+            here = [seconds.get((role.role, stage)) for seconds in times]
             share = (
                 counted[role.role, stage] / mean - 1
                 if mean and (role.role, stage) in counted
@@ -135,10 +135,10 @@ def _stages(plan: Plan, role: RolePlan) -> dict[int | None, list[Chunk]]:
         p.op.variant for i in role.program for p in i.parts if isinstance(p.op, Compute)
     )
     by_id = {plan.chunk(name).id: plan.chunk(name) for name in used}
-    out: dict[int | None, list[Chunk]] = {}
+    chunks_by_stage: dict[int | None, list[Chunk]] = {}
     for chunk in by_id.values():
-        out.setdefault(chunk.coords.get("stage"), []).append(chunk)
-    return out
+        chunks_by_stage.setdefault(chunk.coords.get("stage"), []).append(chunk)
+    return chunks_by_stage
 
 
 def _compute_s(plan: Plan, trace: Trace | None) -> dict[tuple[str, int | None], float]:
@@ -148,25 +148,25 @@ def _compute_s(plan: Plan, trace: Trace | None) -> dict[tuple[str, int | None], 
     """
     stage_of: dict[tuple[str, int], int | None] = {}
     for role, index, instr in plan.instructions():
-        found = {
+        stages = {
             plan.chunk(p.op.variant).coords.get("stage")
             for p in instr.parts
             if isinstance(p.op, Compute)
         }
-        if len(found) > 1:
+        if len(stages) > 1:
             return {}
-        if found:
-            stage_of[role.role, index] = found.pop()
+        if stages:
+            stage_of[role.role, index] = stages.pop()
     role_of = {rank: role.role for role in plan.roles for rank in role.ranks}
     sums: dict[tuple[str, int | None, int], float] = {}
     for span in trace.spans if trace is not None else ():
         if span.stream == COMPUTE and (role_of[span.rank], span.instr) in stage_of:
             key = role_of[span.rank], stage_of[role_of[span.rank], span.instr], span.rank
             sums[key] = sums.get(key, 0.0) + span.end - span.start
-    out: dict[tuple[str, int | None], float] = {}
+    slowest: dict[tuple[str, int | None], float] = {}
     for (name, stage, _), seconds in sums.items():
-        out[name, stage] = max(out.get((name, stage), 0.0), seconds)
-    return out
+        slowest[name, stage] = max(slowest.get((name, stage), 0.0), seconds)
+    return slowest
 
 
 def _layers(chunks: Iterable[Chunk]) -> str | None:
@@ -187,13 +187,14 @@ def _runs(numbers: Sequence[int]) -> str:
 
 def _modules(chunks: Iterable[Chunk]) -> str | None:
     """Return the modules of chunks that belong to no layer, by their parameters; else the chunks' ids."""
-    out: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for c in chunks:
         if "layer" not in c.coords:
             names = [i.ref.rpartition(".")[0] or i.ref for i in c.inputs if i.kind == "param"]
-            out |= dict.fromkeys(names or [c.id])
-    found = list(out)
+            modules |= dict.fromkeys(names or [c.id])
+    listed = list(modules)
     return (
-        ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "")
+        ", ".join(listed[:NAMES])
+        + (f" and {len(listed) - NAMES} more" if len(listed) > NAMES else "")
         or None
     )

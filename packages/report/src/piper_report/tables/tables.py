@@ -279,8 +279,8 @@ def owner_sheet(results: Results) -> Sheet | None:
     rows: list[Sequence[Any]] = []
     notes = []
     for role in sorted(plan.roles, key=lambda r: -r.peak_bytes):
-        found = owners(plan, role)
-        total = sum(o.bytes for o in found)
+        role_owners = owners(plan, role)
+        total = sum(o.bytes for o in role_owners)
         mine = [
             (
                 role.role,
@@ -291,14 +291,14 @@ def owner_sheet(results: Results) -> Sheet | None:
                 o.bytes,
                 o.bytes / total,
             )
-            for o in found
+            for o in role_owners
         ]
         top += mine[:TOP_OWNERS]
         rows += mine
-        if len(found) > TOP_OWNERS:
-            rest = sum(o.bytes for o in found[TOP_OWNERS:])
+        if len(role_owners) > TOP_OWNERS:
+            rest = sum(o.bytes for o in role_owners[TOP_OWNERS:])
             notes.append(
-                f"{role.role}: {len(found) - TOP_OWNERS} further owners hold {size_text(rest)} together."
+                f"{role.role}: {len(role_owners) - TOP_OWNERS} further owners hold {size_text(rest)} together."
             )
     if not rows:
         return None
@@ -308,13 +308,13 @@ def owner_sheet(results: Results) -> Sheet | None:
 
 def _ranges(mbs: Sequence[int]) -> str:
     """Return numbers as text such as "0-3, 5"."""
-    out: list[list[int]] = []
+    ranges: list[list[int]] = []
     for mb in mbs:
-        if out and mb == out[-1][1] + 1:
-            out[-1][1] = mb
+        if ranges and mb == ranges[-1][1] + 1:
+            ranges[-1][1] = mb
         else:
-            out.append([mb, mb])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in out)
+            ranges.append([mb, mb])
+    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in ranges)
 
 
 def source_sheet(results: Results) -> Sheet | None:
@@ -346,7 +346,7 @@ def step_sheet(results: Results) -> Sheet | None:
 
 def _logged(results: Results) -> dict[str, dict[int, float]]:
     """Return by name the values that a run logs beside loss and times, by step; names without any are left out."""
-    found: dict[str, dict[int, float]] = {}
+    series_by_name: dict[str, dict[int, float]] = {}
     for m in results.metrics:
         several = len(set(m.learning_rates)) > 1
         rates = {
@@ -356,13 +356,13 @@ def _logged(results: Results) -> dict[str, dict[int, float]]:
         norm = {} if m.gradient_norm is None else {"gradient norm": m.gradient_norm}
         evaluated = {f"eval {name}": value for name, value in m.evaluation.items()}
         for name, value in {**norm, **rates, **m.metrics, **evaluated}.items():
-            found.setdefault(name, {})[m.step] = value
-    return found
+            series_by_name.setdefault(name, {})[m.step] = value
+    return series_by_name
 
 
 def restart_sheet(results: Results) -> Sheet | None:
     """Return the failures after which a run went on, and how it went on each time; None without any."""
-    found = results.measured.restarts if results.measured is not None else ()
+    failures = results.measured.restarts if results.measured is not None else ()
     columns = [Column("step", "in step"), Column("resumed", "went on with step"), Column("ranks", "ranks"),
                Column("lost", "ranks that died"), Column("seconds", "to the next finished step", time_text),
                Column("source", "from"), Column("message", "failure")]  # fmt: skip
@@ -376,7 +376,7 @@ def restart_sheet(results: Results) -> Sheet | None:
             r.source,
             r.message,
         )
-        for r in found
+        for r in failures
     ]
     return sheet("restarts", "Restarts", columns, rows) if rows else None
 
@@ -387,9 +387,9 @@ def cost_sheet(results: Results) -> Sheet | None:
         return None
     document: dict[str, Any] = encode(results.costs)
     rows = [
-        (kind, ", ".join(words), *found)
+        (kind, ", ".join(words), *cells)
         for kind, value in document.items()
-        for words, *found in _durations(value, ())
+        for words, *cells in _durations(value, ())
     ]
     columns = [
         Column("kind", "kind"),

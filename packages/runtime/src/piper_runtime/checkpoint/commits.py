@@ -52,10 +52,10 @@ class CheckpointCommits:
 
     def add(self, done: SaveDone) -> None:
         """Add the report of one rank."""
-        found = self._found.setdefault(done.step, {})
-        found[done.rank] = done
-        if len(found) == self._world:
-            self._finish(done.step, [found[rank] for rank in sorted(found)])
+        reports = self._found.setdefault(done.step, {})
+        reports[done.rank] = done
+        if len(reports) == self._world:
+            self._finish(done.step, [reports[rank] for rank in sorted(reports)])
 
     def _finish(self, step: int, reports: list[SaveDone]) -> None:
         self._found.pop(step, None)
@@ -173,9 +173,9 @@ def prune(checkpoint: Checkpoints) -> None:
     """Delete the oldest complete checkpoints beyond the number to keep."""
     if checkpoint.keep is None:
         return
-    found = complete_checkpoints(checkpoint.path)
-    for step in sorted(found)[: -checkpoint.keep]:
-        delete(found[step])
+    folders = complete_checkpoints(checkpoint.path)
+    for step in sorted(folders)[: -checkpoint.keep]:
+        delete(folders[step])
 
 
 def delete(folder: Path) -> None:

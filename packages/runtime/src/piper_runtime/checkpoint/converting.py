@@ -99,10 +99,10 @@ def import_weights(source: Path, target: Path) -> str:
     try:
         boxes = []
         for k, (name, part) in enumerate(parts.items()):
-            found = NamedRange(model_key(name), part.shape, 0, 0, prod(part.shape))
-            boxes += write_boxes(unfinished / rank_file(k), [(part.flat(0, found.numel), [found])])[
-                0
-            ]
+            full_range = NamedRange(model_key(name), part.shape, 0, 0, prod(part.shape))
+            boxes += write_boxes(
+                unfinished / rank_file(k), [(part.flat(0, full_range.numel), [full_range])]
+            )[0]
         complete(unfinished, folder, CheckpointMeta(0, tied=tied, versions=versions()), boxes)
     finally:
         if unfinished.exists():

@@ -37,9 +37,9 @@ class HostCopies:
     def _slot(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the memory for a tensor: the last checkpoint's, unless the state has changed its size."""
         if index < len(self._slots):
-            found = self._slots[index]
-            if (found.numel(), found.dtype) == (tensor.numel(), tensor.dtype):
-                return found
+            slot = self._slots[index]
+            if (slot.numel(), slot.dtype) == (tensor.numel(), tensor.dtype):
+                return slot
         return torch.empty(
             tensor.numel(), dtype=tensor.dtype, pin_memory=self._device.type == "cuda"
         )

@@ -160,10 +160,10 @@ def write_index(path: Path, index: SnapshotIndex) -> None:
 
 def _offsets(states: Sequence[FlatState]) -> list[int]:
     """Return the offset of each tensor in a file, and at last the end of the file."""
-    out = [0]
+    offsets = [0]
     for state in states:
-        out.append(-(-(out[-1] + state.tensor.nbytes) // ALIGNED) * ALIGNED)
-    return out
+        offsets.append(-(-(offsets[-1] + state.tensor.nbytes) // ALIGNED) * ALIGNED)
+    return offsets
 
 
 def _shared_memory(path: Path, size: int) -> torch.Tensor:

@@ -71,17 +71,17 @@ def data_of(job: Job, step: int) -> dict[str, Any]:
     of its method `state_dict(step)`. Raises JobError when these fail, and for values that JSON does not hold.
     """
     batch: Any = job.batch
-    found: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     if hasattr(batch, "fingerprint"):
         with user_code("Job.batch.fingerprint()", JobError):
-            found["fingerprint"] = (
+            data["fingerprint"] = (
                 batch.fingerprint() if callable(batch.fingerprint) else batch.fingerprint
             )
     if callable(getattr(batch, "state_dict", None)):
         with user_code(f"Job.batch.state_dict({step})", JobError):
-            found["state"] = batch.state_dict(step)
+            data["state"] = batch.state_dict(step)
     try:
-        return dict(json.loads(json.dumps(found, allow_nan=False)))
+        return dict(json.loads(json.dumps(data, allow_nan=False)))
     except (TypeError, ValueError) as e:
         raise JobError(
             f"what Job.batch says of its data cannot be saved ({e}); give texts, numbers, lists or dicts as its "

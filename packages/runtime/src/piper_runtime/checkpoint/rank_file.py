@@ -72,7 +72,7 @@ def write_boxes(
     """
     if not any(ranges for _, ranges in contents):
         return [], 0
-    out: list[SavedBox] = []
+    boxes: list[SavedBox] = []
     at = 0
     with path.open("wb") as file:
         for flat, ranges in contents:
@@ -80,7 +80,7 @@ def write_boxes(
                 key, shape = together[0].key, together[0].shape
                 for box, part in _parts(flat, together):
                     (size, checksum), name = write_tensor(file, part), dtype_name(flat.dtype)
-                    out.append(
+                    boxes.append(
                         SavedBox(
                             key, name, shape, box.offsets, box.sizes, path.name, at, size, checksum
                         )
@@ -89,14 +89,14 @@ def write_boxes(
                     wrote()
         file.flush()
         os.fsync(file.fileno())
-    return out, at
+    return boxes, at
 
 
 def _parts(flat: torch.Tensor, ranges: Sequence[NamedRange]) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield the boxes of ranges of one tensor, which follow each other in memory, with their content."""
     shape, at = ranges[0].shape, ranges[0].offset
-    for box in boxes_of_ranges(shape, [found.span for found in ranges]):
+    for box in boxes_of_ranges(shape, [part.span for part in ranges]):
         yield box, flat[at : at + box.numel].view(box.sizes)
         at += box.numel
-    if not any(found.numel for found in ranges):  # a tensor without elements is there, too
+    if not any(part.numel for part in ranges):  # a tensor without elements is there, too
         yield whole(shape), flat[:0].view(shape)

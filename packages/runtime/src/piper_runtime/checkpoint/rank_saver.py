@@ -104,9 +104,9 @@ class RankSaver:
             OSError
         ):  # on Linux a thread has a priority of its own; elsewhere it stays as it is
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        while (given := self._work.get()) is not None:
+        while (task := self._work.get()) is not None:
             try:
-                self._write(*given)
+                self._write(*task)
             except BaseException as e:  # a mistake, which the rank raises as its own
                 self._error = e
             self._idle.set()

@@ -45,11 +45,11 @@ def key_path(key: str) -> tuple[str, ...]:
 
 def kept_keys(keys: Collection[str]) -> dict[str, set[str]]:
     """Return by parameter the keys of its optimizer state in a checkpoint."""
-    out: dict[str, set[str]] = {}
+    keys_by_param: dict[str, set[str]] = {}
     for path in map(key_path, keys):
         if path[0] != MODEL:
-            out.setdefault(path[-2], set()).add(path[-1])
-    return out
+            keys_by_param.setdefault(path[-2], set()).add(path[-1])
+    return keys_by_param
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,13 @@ class NamedRange:
 def in_line(ranges: Sequence[NamedRange]) -> Iterator[list[NamedRange]]:
     """Yield groups of ranges of one tensor that follow each other in memory: the rows that a rank has of it."""
     group: list[NamedRange] = []
-    for found in ranges:
+    for part in ranges:
         if group and (
-            group[-1].key != found.key or group[-1].offset + group[-1].numel != found.offset
+            group[-1].key != part.key or group[-1].offset + group[-1].numel != part.offset
         ):
             yield group
             group = []
-        group.append(found)
+        group.append(part)
     if group:
         yield group
 
@@ -154,12 +154,12 @@ def saved_portion(plan: Plan, rank: int) -> Portion:
 
 def left_out(plan: Plan) -> tuple[list[str], list[str]]:
     """Return the parameters and the buffers that no rank holds, since no operation uses them."""
-    held = {s.id for role in plan.roles for s in role.states}
+    state_ids = {s.id for role in plan.roles for s in role.states}
     bucketed = {name for b in plan.buckets for name in b.params}
     params = [
-        p.name for p in plan.params if p.name not in bucketed and f"param:{p.name}" not in held
+        p.name for p in plan.params if p.name not in bucketed and f"param:{p.name}" not in state_ids
     ]
-    return params, [b.name for b in plan.buffers if f"buffer:{b.name}" not in held]
+    return params, [b.name for b in plan.buffers if f"buffer:{b.name}" not in state_ids]
 
 
 def varying_buffers(plan: Plan) -> set[str]:
@@ -175,9 +175,9 @@ def saved_dtypes(plan: Plan) -> dict[str, str]:
     A trained one is saved as the optimizer has it, and a frozen one without a loss of bits; forward and backward may
     read both in a narrower dtype. Without trained parameters each has its dtype in the plan.
     """
-    made = next((b.dtype for b in plan.buckets), None)
+    bucket_dtype = next((b.dtype for b in plan.buckets), None)
     floats = [p for p in plan.params if getattr(torch, p.spec.dtype).is_floating_point]
-    return {p.name: made or p.spec.dtype for p in floats}
+    return {p.name: bucket_dtype or p.spec.dtype for p in floats}
 
 
 def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[FlatState]:
@@ -193,10 +193,10 @@ def rank_tensors(rank: RankState, portion: Portion | None = None) -> Iterator[Fl
     bucketed = {name for bucket in store.buckets for name in bucket.params}
     for name, tensor in store.params.items():
         if name not in bucketed and (portion is None or name in portion.params):
-            found = store.exact.get(name, tensor)
+            precise = store.exact.get(name, tensor)
             yield FlatState(
-                found.detach().reshape(-1),
-                tuple(_in_named(rank, name, model_key(name), range(found.numel()), 0)),
+                precise.detach().reshape(-1),
+                tuple(_in_named(rank, name, model_key(name), range(precise.numel()), 0)),
             )
     for name, tensor in store.buffers.items():
         if portion is None or name in portion.buffers:
@@ -217,16 +217,16 @@ def _ranges(
     first = size * mesh.index_along(axes, rank.rank)
     if piece is not None:
         first, size = first + piece.first, piece.tensor.numel()
-    out: list[NamedRange] = []
+    ranges: list[NamedRange] = []
     for name, offset in zip(bucket.params, bucket.offsets, strict=True):
         shape = rank.place_of[name].size
         begin, end = max(offset, first), min(offset + prod(shape), first + size)
         if begin < end:
             elements = range(begin - offset, end - offset)
-            out += _in_named(rank, name, key(name), elements, begin - first)
+            ranges += _in_named(rank, name, key(name), elements, begin - first)
         elif not prod(shape) and not first:
-            out.append(NamedRange(key(name), shape, 0, 0, 0))
-    return tuple(out)
+            ranges.append(NamedRange(key(name), shape, 0, 0, 0))
+    return tuple(ranges)
 
 
 def _in_named(
@@ -276,7 +276,7 @@ def _under(key: str, name: str) -> str:
 
 def optimizer_numbers(rank: RankState, portion: Portion) -> dict[str, Number]:
     """Return the optimizer's state beside tensors, by name; raise JobError for values that no checkpoint can hold."""
-    out: dict[str, Number] = {}
+    numbers: dict[str, Number] = {}
     for bucket in rank.store.buckets:
         if bucket.id not in portion.buckets:
             continue
@@ -284,8 +284,8 @@ def optimizer_numbers(rank: RankState, portion: Portion) -> dict[str, Number]:
             for key, value in of.state.items():
                 if not isinstance(value, torch.Tensor):
                     number = _number(value, f"{key!r} of parameter {of.names[0]}")
-                    out |= {optimizer_key(name, key): number for name in of.names}
-    return out
+                    numbers |= {optimizer_key(name, key): number for name in of.names}
+    return numbers
 
 
 def _number(value: Any, what: str) -> Number:
@@ -299,13 +299,13 @@ def _number(value: Any, what: str) -> Number:
 
 def step_counters(rank: RankState, portion: Portion) -> dict[str, float]:
     """Return how many steps the optimizer has counted for each parameter, if it counts them."""
-    out: dict[str, float] = {}
+    counters: dict[str, float] = {}
     for bucket in rank.store.buckets:
         if bucket.id in portion.buckets:
             for of in rank.optimizer.states(bucket):
                 if "step" in of.state:
-                    out |= dict.fromkeys(of.names, float(of.state["step"]))
-    return out
+                    counters |= dict.fromkeys(of.names, float(of.state["step"]))
+    return counters
 
 
 def group_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -315,8 +315,8 @@ def group_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a group, or the state of a schedule, as far as JSON holds them."""
-    found = {key: _plain(value) for key, value in settings.items() if key != "params"}
-    return {key: value for key, value in found.items() if value is not _NONE}
+    plain = {key: _plain(value) for key, value in settings.items() if key != "params"}
+    return {key: value for key, value in plain.items() if value is not _NONE}
 
 
 _NONE = object()

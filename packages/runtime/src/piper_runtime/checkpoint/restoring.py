@@ -87,12 +87,12 @@ def unheld_tensors(saved: SavedRun, plan: Plan) -> dict[str, torch.Tensor]:
     """
     names = {name: saved.tensors.get(model_key(name)) for kind in left_out(plan) for name in kind}
     dtypes = saved_dtypes(plan)
-    out = {}
+    unheld = {}
     for name, tensor in names.items():
         if tensor is not None:
-            found = read_range(saved.path, tensor, 0, prod(tensor.shape)).view(tensor.shape)
-            out[name] = found.to(getattr(torch, dtypes[name])) if name in dtypes else found
-    return out
+            value = read_range(saved.path, tensor, 0, prod(tensor.shape)).view(tensor.shape)
+            unheld[name] = value.to(getattr(torch, dtypes[name])) if name in dtypes else value
+    return unheld
 
 
 def restore(
@@ -119,20 +119,20 @@ def restore(
 def _fill(state: FlatState, saved: Restore) -> None:
     folder, before = Path(saved.folder), None
     for together in in_line(state.ranges):
-        found = together[0]
-        if found.key not in saved.tensors:
+        first = together[0]
+        if first.key not in saved.tensors:
             if saved.weights_only:
                 continue  # the optimizer begins, and a buffer is as the model makes it
-            raise FormatError(f"{folder} does not hold {found.key}; take another checkpoint")
-        values = _fitting(found, saved).flats([part.span for part in together])
+            raise FormatError(f"{folder} does not hold {first.key}; take another checkpoint")
+        values = _fitting(first, saved).flats([part.span for part in together])
         if state.shared and before is not None and not torch.equal(values, before):
             raise JobError(
-                f"{folder}: the optimizer has made {values.item():g} steps on {found.key} and {before.item():g} on "
+                f"{folder}: the optimizer has made {values.item():g} steps on {first.key} and {before.item():g} on "
                 f"{state.ranges[0].key}, which this run would keep in one bucket; give them parameter groups of "
                 f"their own"
             )
         before = values
-        state.tensor[found.offset : found.offset + values.numel()].copy_(values)
+        state.tensor[first.offset : first.offset + values.numel()].copy_(values)
 
 
 def _fitting(found: NamedRange, saved: Restore) -> DcpTensor | CopiedTensor:
@@ -151,8 +151,8 @@ def _make_states(
     for of in rank.optimizer.states(bucket):
         group = rank.optimizer.groups[bucket.group]
         for name in of.names:
-            found = kept.get(name, set())
-            for key in found - of.state.keys():
+            saved_keys = kept.get(name, set())
+            for key in saved_keys - of.state.keys():
                 whole = optimizer_key(name, key)
                 if whole in saved.numbers:
                     of.state[key] = saved.numbers[whole]
@@ -173,11 +173,13 @@ def _zeros(
 
 def _restore_groups(rank: RankState, saved: Restore) -> None:
     """Take over the settings of groups that an optimizer may change itself; torch's own leave them to the schedule."""
-    for own, group, found in zip(
+    for own, group, settings in zip(
         rank.optimizer.own_groups, rank.optimizer.groups, saved.groups, strict=False
     ):
         if own:
-            group.update({key: _as_before(group.get(key), value) for key, value in found.items()})
+            group.update(
+                {key: _as_before(group.get(key), value) for key, value in settings.items()}
+            )
 
 
 def _as_before(now: Any, value: Any) -> Any:

@@ -81,8 +81,8 @@ def check_resumable(saved: SavedRun, plan: Plan, job: Job) -> None:
     """
     for problem in _other_training(saved, plan, job):
         raise JobError(f"the checkpoint {saved.path} {problem}")
-    made = saved.meta.program_key
-    if made and made != plan.program_key:
+    saved_key = saved.meta.program_key
+    if saved_key and saved_key != plan.program_key:
         warnings.warn(
             f"the checkpoint {saved.path} was made with another program of a model with the same parameters; the "
             f"run goes on with this one",
@@ -131,11 +131,11 @@ def _other_training(saved: SavedRun, plan: Plan, job: Job) -> Iterator[str]:
 
 def _other_keys(saved: SavedRun, needed: Mapping[str, set[str]]) -> Iterator[str]:
     """Yield a message for each parameter whose optimizer state has other keys in the checkpoint."""
-    found = kept_keys([*saved.tensors, *saved.meta.numbers])
+    saved_keys = kept_keys([*saved.tensors, *saved.meta.numbers])
     for name, keys in needed.items():
-        if found.get(name, set()) != keys:
+        if saved_keys.get(name, set()) != keys:
             then, now = (
-                ", ".join(sorted(kept)) or "nothing" for kept in (found.get(name, set()), keys)
+                ", ".join(sorted(kept)) or "nothing" for kept in (saved_keys.get(name, set()), keys)
             )
             yield (
                 f"was made when the optimizer kept {then}, with this job's settings it keeps {now} of parameter "
@@ -151,23 +151,23 @@ def _other_tensors(saved: SavedRun, plan: Plan) -> Iterator[str]:
     }
     wanted |= {b.name: ("buffer", b.spec) for b in plan.buffers if b.name not in wanted}
     for name, (kind, spec) in wanted.items():
-        found = saved.tensors.get(model_key(name))
+        tensor = saved.tensors.get(model_key(name))
         shape = tuple(bind(d, 0) for d in spec.shape)
-        if found is None:
+        if tensor is None:
             if (
                 saved.meta.seed is not None or kind == "parameter"
             ):  # files of other programs hold no buffers that are made
                 yield f"has no {kind} {name!r}, which the model has; use the same model"
-        elif found.shape != shape:
+        elif tensor.shape != shape:
             yield (
-                f"has {kind} {name!r} of shape {list(found.shape)}, the model one of "
+                f"has {kind} {name!r} of shape {list(tensor.shape)}, the model one of "
                 f"{list(shape)}; use the same model"
             )
-        elif found.dtype != spec.dtype and not (
-            saved.weights_only and _are_floats(found.dtype, spec.dtype)
+        elif tensor.dtype != spec.dtype and not (
+            saved.weights_only and _are_floats(tensor.dtype, spec.dtype)
         ):
             yield (
-                f"has {kind} {name!r} in {found.dtype}, the model in {spec.dtype}; use the same precision"
+                f"has {kind} {name!r} in {tensor.dtype}, the model in {spec.dtype}; use the same precision"
             )
     names = {model_key(n) for n in wanted} | {model_key(n) for n in saved.meta.tied}
     more = [key for key in saved.tensors if key.startswith("model.") and key not in names]
@@ -187,8 +187,8 @@ def check_settings(saved: SavedRun, plan: Plan, job: Job) -> None:
     dtype = next((getattr(torch, p.spec.dtype) for p in plan.params), torch.float32)
     optimizers = call_optimizers(job.make_optimizers, meta_parameters(plan.whole_params, dtype))
     schedules = call_schedulers(job.scheduler, optimizers)
-    for made in schedules:
-        advance(made, saved.meta.step)
+    for rebuilt in schedules:
+        advance(rebuilt, saved.meta.step)
     schedule = plain_settings(schedule_state(schedules))
     _compare("schedule", schedule, saved.meta.schedule_state, saved)
     settings, then = group_settings(list(groups_of(optimizers))), saved.meta.groups

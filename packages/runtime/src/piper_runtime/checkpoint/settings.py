@@ -71,8 +71,8 @@ def step_folder(step: int) -> str:
 
 def step_of(folder: Path) -> int | None:
     """Return the number of steps that the name of a checkpoint's folder says; None of another name."""
-    found = _STEP.fullmatch(folder.name)
-    return None if found is None else int(found[1])
+    matched = _STEP.fullmatch(folder.name)
+    return None if matched is None else int(matched[1])
 
 
 def partial_folder(step: int) -> str:
@@ -83,8 +83,10 @@ def partial_folder(step: int) -> str:
 def complete_checkpoints(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints of a folder by step, ascending; raise JobError when it cannot be read."""
     try:
-        found = [(p, _STEP.fullmatch(p.name)) for p in folder.iterdir()] if folder.exists() else []
-        steps = {int(m[1]): p for p, m in found if m is not None and (p / MARKER).is_file()}
+        entries = (
+            [(p, _STEP.fullmatch(p.name)) for p in folder.iterdir()] if folder.exists() else []
+        )
+        steps = {int(m[1]): p for p, m in entries if m is not None and (p / MARKER).is_file()}
     except OSError as e:
         raise JobError(
             f"the checkpoints in {folder} cannot be read: {e.strerror}; give another folder"
@@ -94,9 +96,9 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
 
 def newest_checkpoint(folder: Path) -> Path:
     """Return the newest complete checkpoint of a folder; raise JobError when there is none."""
-    found = complete_checkpoints(folder)
-    if found:
-        return found[max(found)]
+    checkpoints = complete_checkpoints(folder)
+    if checkpoints:
+        return checkpoints[max(checkpoints)]
     names = (
         sorted(p.name for p in folder.iterdir() if p.name.startswith("step-"))
         if folder.is_dir()

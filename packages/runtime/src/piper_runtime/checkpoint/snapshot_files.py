@@ -86,18 +86,18 @@ class CopiedTensor:
         return torch.cat([self._flat(start, stop, pieces) for start, stop in ranges])
 
     def _flat(self, start: int, stop: int, pieces: Sequence[CopiedPiece]) -> torch.Tensor:
-        out = torch.empty(stop - start, dtype=self.dtype)
+        elements = torch.empty(stop - start, dtype=self.dtype)
         at = start
         for piece in pieces:
             end = min(piece.start + piece.numel, stop)
             if piece.start <= at < end:
-                out[at - start : end - start] = self._read(piece, at, end)
+                elements[at - start : end - start] = self._read(piece, at, end)
                 at = end
         if at < stop:
             raise ExecutionError(
                 f"a host snapshot lacks {stop - at} elements of a tensor: a mistake of Piper's"
             )
-        return out
+        return elements
 
     def _read(self, piece: CopiedPiece, start: int, stop: int) -> torch.Tensor:
         size = self.dtype.itemsize
@@ -170,18 +170,18 @@ def newest_snapshot(folder: Path, names: Sequence[str], most: int) -> HostSnapsh
 
     `names` are the tensors that it must have in any case; any other tensor with a piece in it must be complete.
     """
-    found: dict[int, dict[int, tuple[Path, SnapshotIndex]]] = {}
+    copies_by_step: dict[int, dict[int, tuple[Path, SnapshotIndex]]] = {}
     for path in sorted(folder.glob(f"*{INDEX}")):
         with suppress(OSError):
             index: SnapshotIndex = pickle.loads(
                 path.read_bytes()
             )  # of our own ranks, in a folder that is ours alone
-            found.setdefault(index.step, {})[int(path.name.partition("-")[0])] = (
+            copies_by_step.setdefault(index.step, {})[int(path.name.partition("-")[0])] = (
                 path.with_suffix(BYTES),
                 index,
             )
-    for step in sorted((s for s in found if s <= most), reverse=True):
-        snapshot = _joined(folder, step, found[step])
+    for step in sorted((s for s in copies_by_step if s <= most), reverse=True):
+        snapshot = _joined(folder, step, copies_by_step[step])
         if all(name in snapshot.tensors for name in names) and not any(
             t.missing() for t in snapshot.tensors.values()
         ):

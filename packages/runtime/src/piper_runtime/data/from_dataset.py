@@ -33,8 +33,8 @@ class DatasetBatch(BatchSource):
     global_batch: int | None = None
 
     def __call__(self, step: int, rows: range) -> tuple[Any, Any]:
-        found = self._fetch([self.index(step, row) for row in rows])
-        return pair_of(self.collate(found), "from_dataset")
+        samples = self._fetch([self.index(step, row) for row in rows])
+        return pair_of(self.collate(samples), "from_dataset")
 
     def index(self, step: int, row: int) -> int:
         """Return the index in the dataset of a row of a step's global batch."""
@@ -46,8 +46,8 @@ class DatasetBatch(BatchSource):
     def _fetch(self, indices: list[int]) -> list[Any]:
         """Return samples like torch's DataLoader: by one call of the dataset's `__getitems__` if it has that."""
         if (several := getattr(self.dataset, "__getitems__", None)) is not None:
-            found: list[Any] = several(indices)
-            return found
+            samples: list[Any] = several(indices)
+            return samples
         return [self.dataset[i] for i in indices]
 
     def bound(self, global_batch: int) -> DatasetBatch:

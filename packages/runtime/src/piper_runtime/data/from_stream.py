@@ -150,9 +150,9 @@ class StreamBatch(BatchSource):
         return ShardLayout(bound_rows(self.global_batch, "from_stream"), self.shards)
 
     def bound(self, global_batch: int) -> StreamBatch:
-        made = StreamBatch(self.make, self.shards, self.collate, global_batch)
-        made._start, made._given = self._start, self._given
-        return made
+        batch = StreamBatch(self.make, self.shards, self.collate, global_batch)
+        batch._start, batch._given = self._start, self._given
+        return batch
 
     def check_replicas(self, replicas: int) -> None:
         if self.shards % replicas:

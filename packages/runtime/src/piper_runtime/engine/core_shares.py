@@ -58,5 +58,5 @@ def core_sharers(store: Any, rank: int, world: int) -> tuple[int, ...]:
     store.set(
         f"cores/{rank}", blake2b(f"{platform.node()} {cores}".encode(), digest_size=16).digest()
     )
-    found = store.multi_get([f"cores/{other}" for other in range(world)])
-    return tuple(other for other, key in enumerate(found) if key == found[rank])
+    keys = store.multi_get([f"cores/{other}" for other in range(world)])
+    return tuple(other for other, key in enumerate(keys) if key == keys[rank])

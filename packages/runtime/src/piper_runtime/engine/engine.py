@@ -136,13 +136,13 @@ class Engine:
         self, index: int, error: Exception, comm: BoundComm | None = None
     ) -> ExecutionError:
         entry = self._rank.entries[index]
-        found = raised_in_step(error)
+        cause = raised_in_step(error)
         place = f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on {entry.stream})"
         if comm is None:
-            return ExecutionError(f"{place}: {found}")
+            return ExecutionError(f"{place}: {cause}")
         peers = ", ".join(str(p) for p in comm.peers if p != self._rank.rank)
         return PeerError(
-            f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {found}"
+            f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {cause}"
         )
 
 

@@ -284,28 +284,30 @@ def _ends(state: _State, entry: BoundInstr) -> tuple[torch.Tensor, torch.Tensor]
     """Return the tensor that a member gives, and the one that it gets."""
     assert entry.comm is not None
     try:
-        given = entry.comm.operand()
-        return given, given if entry.comm.result is None else entry.comm.result()
+        sent = entry.comm.operand()
+        return sent, sent if entry.comm.result is None else entry.comm.result()
     except Exception as e:
         raise failure(state.rank, entry, e) from e
 
 
 def _transfer(heads: list[BoundInstr], ends: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    given, got = [g for g, _ in ends], [g for _, g in ends]
+    operands, got = [g for g, _ in ends], [g for _, g in ends]
     kinds = [h.comm.kind for h in heads if h.comm is not None]
     law = None if heads[0].comm is None else heads[0].comm.law
-    specs = {(t.shape, t.dtype) for t in given}
+    specs = {(t.shape, t.dtype) for t in operands}
     if len(specs) > 1 or (len(set(kinds)) > 1 if law is not None else kinds != ["send", "recv"]):
-        met = ", ".join(f"{h.name} with {t.dtype} {tuple(t.shape)}" for h, t in zip(heads, given))
+        met = ", ".join(
+            f"{h.name} with {t.dtype} {tuple(t.shape)}" for h, t in zip(heads, operands)
+        )
         raise ExecutionError(f"instructions that do not fit together meet on a channel: {met}")
     if law is None:
-        got[1].copy_(given[0])
+        got[1].copy_(operands[0])
         return
-    results = collected(law, given)
+    results = collected(law, operands)
     if law.spoils:  # before the results, which may stand in the spoiled operands
-        _spoil(given)
-    for target, found in zip(got, results, strict=True):
-        target.copy_(found)
+        _spoil(operands)
+    for target, result in zip(got, results, strict=True):
+        target.copy_(result)
 
 
 _SPOILED = 113
@@ -340,9 +342,9 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> RankError:
     """Return the exception of a part as an error that names its rank, step and instruction."""
-    found = raised_in_step(error)
+    cause = raised_in_step(error)
     return RankError(
-        f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}"
+        f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {cause}"
     )
 
 

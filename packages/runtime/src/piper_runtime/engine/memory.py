@@ -114,18 +114,18 @@ class MemoryCounter(TorchDispatchMode):
             self._note()  # memory that an instruction frees before its first operator is gone now
         if self._inside and func in OP_KERNELS:
             with self:
-                out = OP_KERNELS[func](*args, **(kwargs or {}))
+                result = OP_KERNELS[func](*args, **(kwargs or {}))
         else:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            result = func(*args, **kwargs) if kwargs else func(*args)
         if paused:
-            return out
-        if isinstance(out, torch.Tensor):
-            self._add(out)
+            return result
+        if isinstance(result, torch.Tensor):
+            self._add(result)
         else:
-            for leaf in tree_leaves(out):
+            for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._add(leaf)
-        return out
+        return result
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

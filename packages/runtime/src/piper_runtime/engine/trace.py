@@ -48,14 +48,14 @@ def executed_trace(
     instruction's span, whichever step it was measured in; without spans there is none. Waits for Job.batch become
     `Trace.waits`.
     """
-    zero = min((start for found in measured.spans.values() for _, start, _ in found), default=0.0)
-    out: list[Span] = []
+    zero = min((start for timed in measured.spans.values() for _, start, _ in timed), default=0.0)
+    timeline: list[Span] = []
     waiting: list[Span] = []
-    for rank, found in sorted(measured.spans.items()):
+    for rank, timed in sorted(measured.spans.items()):
         waited = [(mb, start - zero, end - zero) for mb, start, end in measured.waits.get(rank, ())]
-        out += _without_waits(_rank_spans(plan, rank, sorted(found), zero), waited)
+        timeline += _without_waits(_rank_spans(plan, rank, sorted(timed), zero), waited)
         waiting += _waiting(plan, rank, waited)
-    start = {(s.rank, s.instr): s.start for s in out}
+    start = {(s.rank, s.instr): s.start for s in timeline}
     samples = tuple(
         MemSample(rank, p.instr, start[rank, p.instr], {MEASURED_BYTES: p.within})
         for rank, points in sorted(measured.memory.items())
@@ -63,7 +63,14 @@ def executed_trace(
         if (rank, p.instr) in start
     )
     return Trace(
-        plan.key, "executed", tuple(out), samples, tuple(losses), step, dict(notes), tuple(waiting)
+        plan.key,
+        "executed",
+        tuple(timeline),
+        samples,
+        tuple(losses),
+        step,
+        dict(notes),
+        tuple(waiting),
     )
 
 
@@ -71,7 +78,7 @@ def _rank_spans(plan: Plan, rank: int, found: Sequence[TimedSpan], zero: float) 
     role = plan.role_of(rank)
     sizes = _Sizes(plan)
     ends: dict[str, list[float]] = {}
-    out = []
+    spans = []
     for index, start, end in found:
         instr = role.program[index]
         ready = max((ends[s][n - 1] for s, n in instr.waits if n), default=0.0)
@@ -80,10 +87,10 @@ def _rank_spans(plan: Plan, rank: int, found: Sequence[TimedSpan], zero: float) 
         begin = max(start - zero, done[-1] if done else 0.0)
         done.append(end - zero)
         nbytes, flops = sizes(instr)
-        out.append(
+        spans.append(
             Span(rank, instr.stream, index, instr.name, begin, end - zero, ready, nbytes, flops)
         )
-    return out
+    return spans
 
 
 def _waiting(plan: Plan, rank: int, waits: Sequence[Wait]) -> list[Span]:
@@ -102,15 +109,15 @@ def _waiting(plan: Plan, rank: int, waits: Sequence[Wait]) -> list[Span]:
 
 def _without_waits(spans: list[Span], waits: Sequence[Wait]) -> list[Span]:
     """Start compute after its waits for Job.batch, since instructions usually load first."""
-    out = []
+    adjusted = []
     for span in spans:
         inside = sum(
             max(0.0, min(end, span.end) - max(start, span.start)) for _, start, end in waits
         )
-        out.append(
+        adjusted.append(
             replace(span, start=span.start + inside) if inside and span.stream == COMPUTE else span
         )
-    return out
+    return adjusted
 
 
 class _Sizes:

@@ -109,13 +109,13 @@ class Messages:
         are rounded up to that.
         """
         self._carrier.connect(self._channels)
-        found = []
+        samples = []
         pair = (self._rank & ~1, self._rank | 1)
         for size in sizes:
             tensor = torch.zeros(max(1, size // 4), device=self._device)
             if self._world > 1:
                 alone = pair[1] == self._world
-                found += self._blocks(
+                samples += self._blocks(
                     "p2p", pair, tensor, () if alone else self._pair(pair, tensor), repeats
                 )
             for partition in self._partitions:
@@ -127,10 +127,10 @@ class Messages:
                     )
                     if not (few or many):
                         comm, whole = self._collective(kind, members, tensor)
-                        found += self._blocks(
+                        samples += self._blocks(
                             kind, members, whole, (self._carrier.bind(comm),), repeats
                         )
-        return found
+        return samples
 
     def _collective(
         self, kind: str, members: tuple[int, ...], tensor: torch.Tensor
@@ -143,10 +143,10 @@ class Messages:
             ), tensor
         each = -(-tensor.numel() // n)
         ends = {"whole": each * n, "part": each}
-        given, got = (
+        operand, got = (
             torch.zeros(ends[extent], device=self._device) for extent in (law.reads, law.writes)
         )
-        return _bound(kind, members, given, got), given if law.reads == "whole" else got
+        return _bound(kind, members, operand, got), operand if law.reads == "whole" else got
 
     def _blocks(
         self,

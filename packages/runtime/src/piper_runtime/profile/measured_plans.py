@@ -80,6 +80,6 @@ def _role(
 def _plan(
     mesh: Mesh, roles: tuple[RolePlan, ...], channels: tuple[Channel, ...], values: list[str]
 ) -> Plan:
-    held = {v: Value(v, SCALAR, "scalar") for v in values}
+    scalars = {v: Value(v, SCALAR, "scalar") for v in values}
     param = Param("w", TensorSpec((1,), DTYPE), trained=False)  # torch's optimizers want one
-    return Plan("profile", mesh, 1, 1, (), roles, channels, (), held, (), (param,))
+    return Plan("profile", mesh, 1, 1, (), roles, channels, (), scalars, (), (param,))

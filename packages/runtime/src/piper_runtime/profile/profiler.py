@@ -302,10 +302,10 @@ class _Profiler:
                 issue_seconds(self._device, self._heart, self._clock, self._turns())
             )[WARMUP:]
             return
-        found = list(host_seconds(self._heart, self._turns()))[WARMUP:]
+        seconds = list(host_seconds(self._heart, self._turns()))[WARMUP:]
         self.report.issue, self.report.talk = (
-            [issue for issue, _ in found],
-            [talk for _, talk in found],
+            [issue for issue, _ in seconds],
+            [talk for _, talk in seconds],
         )
 
 
@@ -374,9 +374,9 @@ def _with_itself(part: Part, bound: Rank) -> Thunk:
     operand, values = bind_operand(part, bound), bound.store.values
 
     def run() -> None:
-        given = operand()
-        if part.reads and part.writes and values[part.writes[0]].shape == given.shape:
-            values[part.writes[0]].copy_(given)
+        tensor = operand()
+        if part.reads and part.writes and values[part.writes[0]].shape == tensor.shape:
+            values[part.writes[0]].copy_(tensor)
 
     return run
 

@@ -13,8 +13,10 @@ def most_resident() -> int | None:
     """Return the most bytes resident since the process began or `reset_most_resident`; None if that is unknown."""
     if not _STATUS.is_file():
         return None
-    found = [line.split() for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")]
-    return int(found[0][1]) * 1024 if found else None
+    fields = [
+        line.split() for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")
+    ]
+    return int(fields[0][1]) * 1024 if fields else None
 
 
 def reset_most_resident() -> None:

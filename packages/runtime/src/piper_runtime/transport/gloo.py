@@ -193,13 +193,13 @@ def _all_gather(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
     assert result is not None
 
     def start() -> Thunk:
-        given, got = operand(), result()
+        sent, got = operand(), result()
         if got.nbytes > COPIED:
-            return _exchange(members, [given] * members.size, got.chunk(members.size))
-        copies = torch.cat([_bytes(given)] * members.size)
+            return _exchange(members, [sent] * members.size, got.chunk(members.size))
+        copies = torch.cat([_bytes(sent)] * members.size)
         into = _bytes(got)
         return partial(
-            _finish_holding, members.group.alltoall_base(into, copies, [], []), given, got, copies
+            _finish_holding, members.group.alltoall_base(into, copies, [], []), sent, got, copies
         )
 
     return start
@@ -214,9 +214,9 @@ def _all_to_all(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
     assert result is not None
 
     def start() -> Thunk:
-        given, got = operand(), result()
-        to, into = _bytes(given), _bytes(got)
-        return partial(_finish_holding, members.group.alltoall_base(into, to, [], []), given, got)
+        sent, got = operand(), result()
+        to, into = _bytes(sent), _bytes(got)
+        return partial(_finish_holding, members.group.alltoall_base(into, to, [], []), sent, got)
 
     return start
 
@@ -249,13 +249,13 @@ def _shift(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
     source, target = (members.here - 1) % members.size, (members.here + 1) % members.size
 
     def start() -> Thunk:
-        given, got = operand(), result()
-        _check_dense(given, got)
-        works = [members.group.recv([got], source, 0), members.group.send([given], target, 0)]
+        sent, got = operand(), result()
+        _check_dense(sent, got)
+        works = [members.group.recv([got], source, 0), members.group.send([sent], target, 0)]
 
         def wait() -> None:
             for work in works:
-                _finish_holding(work, given, got)
+                _finish_holding(work, sent, got)
 
         return wait
 

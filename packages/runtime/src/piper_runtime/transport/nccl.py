@@ -115,10 +115,10 @@ def _shift(group: Any, comm: BoundComm) -> Thunk:
     here, size = group.rank(), group.size()
 
     def run() -> None:
-        given, got = operand().view(-1), result().view(-1)
-        to = [given.numel() if k == (here + 1) % size else 0 for k in range(size)]
+        sent, got = operand().view(-1), result().view(-1)
+        to = [sent.numel() if k == (here + 1) % size else 0 for k in range(size)]
         source = [got.numel() if k == (here - 1) % size else 0 for k in range(size)]
-        void(group.alltoall_base(got, given, source, to, options))
+        void(group.alltoall_base(got, sent, source, to, options))
 
     return run
 

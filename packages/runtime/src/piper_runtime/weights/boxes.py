@@ -84,13 +84,13 @@ def boxes_of_ranges(shape: tuple[int, ...], ranges: Iterable[tuple[int, int]]) -
 
     So the columns that a device has of a matrix are one box, and not one for each row.
     """
-    out: list[Box] = []
+    boxes: list[Box] = []
     for start, stop in ranges:
         for box in boxes_of_range(shape, start, stop):
-            out.append(box)
-            while len(out) > 1 and (both := out[-2].with_next(out[-1])) is not None:
-                out[-2:] = [both]
-    return out
+            boxes.append(box)
+            while len(boxes) > 1 and (both := boxes[-2].with_next(boxes[-1])) is not None:
+                boxes[-2:] = [both]
+    return boxes
 
 
 def _boxes(before: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -102,13 +102,13 @@ def _boxes(before: tuple[int, ...], shape: tuple[int, ...], start: int, stop: in
     first, last = start // row, (stop - 1) // row
     if first == last and stop - start < row:
         return _boxes((*before, first), rest, start - first * row, stop - first * row)
-    out = []
+    boxes = []
     if start % row:
-        out += _boxes((*before, first), rest, start % row, row)
+        boxes += _boxes((*before, first), rest, start % row, row)
         first += 1
     end = stop // row
     if first < end:
-        out.append(Box((*before, first, *(0 for _ in rest)), (*fixed, end - first, *rest)))
+        boxes.append(Box((*before, first, *(0 for _ in rest)), (*fixed, end - first, *rest)))
     if stop % row:
-        out += _boxes((*before, end), rest, 0, stop % row)
-    return out
+        boxes += _boxes((*before, end), rest, 0, stop % row)
+    return boxes

@@ -95,10 +95,10 @@ def read_metadata(data: bytes, where: str) -> dict[str, SavedTensor]:
     Raises FormatError for bytes that are no such metadata, or that describe impossible tensors.
     """
     try:
-        found = _Unpickler(io.BytesIO(data)).load()
-        tensors, storage = found.state_dict_metadata, found.storage_data
+        metadata = _Unpickler(io.BytesIO(data)).load()
+        tensors, storage = metadata.state_dict_metadata, metadata.storage_data
         if (
-            type(found).__name__ != "Metadata"
+            type(metadata).__name__ != "Metadata"
             or not isinstance(tensors, dict)
             or not isinstance(storage, dict)
         ):
@@ -169,8 +169,8 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(torch_dtype := getattr(torch, name, None), torch.dtype):
+            return torch_dtype
         if (module, name) == (
             "builtins",
             "getattr",
@@ -193,19 +193,19 @@ def read_range(folder: Path, saved: SavedTensor, start: int, numel: int) -> Tens
 
 def read_ranges(folder: Path, saved: SavedTensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Return the elements of ranges [start, stop) of a saved tensor, one behind the other, as `read_range` does."""
-    out = torch.empty(sum(b - a for a, b in ranges), dtype=getattr(torch, saved.dtype))
+    elements = torch.empty(sum(b - a for a, b in ranges), dtype=getattr(torch, saved.dtype))
     at = 0
     for box in boxes_of_ranges(saved.shape, ranges):
-        _fill(out[at : at + box.numel].view(box.sizes), folder, saved, box)
+        _fill(elements[at : at + box.numel].view(box.sizes), folder, saved, box)
         at += box.numel
-    return out
+    return elements
 
 
 def read_box(folder: Path, saved: SavedTensor, box: Box) -> Tensor:
     """Return a box of a saved tensor on the CPU; raise FormatError when it cannot be read."""
-    out = torch.empty(box.sizes, dtype=getattr(torch, saved.dtype))
-    _fill(out, folder, saved, box)
-    return out
+    tensor = torch.empty(box.sizes, dtype=getattr(torch, saved.dtype))
+    _fill(tensor, folder, saved, box)
+    return tensor
 
 
 def _fill(target: Tensor, folder: Path, saved: SavedTensor, box: Box) -> None:
@@ -227,7 +227,7 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
             file.seek(piece.at)
             data = io.BytesIO(file.read(piece.nbytes))
         _check_sums(data, piece.checksum)
-        found = torch.load(data, map_location="cpu", weights_only=True)
+        content = torch.load(data, map_location="cpu", weights_only=True)
     except OSError as e:
         raise JobError(
             f"{path} cannot be read on this machine: {e.strerror}; all ranks must see the checkpoint"
@@ -238,14 +238,14 @@ def _load(folder: Path, piece: SavedBox) -> torch.Tensor:
             f"{path} does not hold {piece.key} as it was written ({said:.200}); take another checkpoint"
         ) from None
     if (
-        not isinstance(found, torch.Tensor)
-        or found.dtype != getattr(torch, piece.dtype)
-        or tuple(found.shape) != piece.sizes
+        not isinstance(content, torch.Tensor)
+        or content.dtype != getattr(torch, piece.dtype)
+        or tuple(content.shape) != piece.sizes
     ):
         raise FormatError(
             f"{path} does not hold {piece.key} as the metadata says; take another checkpoint"
         )
-    return found
+    return content
 
 
 def _check_sums(data: io.BytesIO, expected: int | None) -> None:
@@ -280,8 +280,8 @@ class DcpTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.saved.dtype)
-        return found
+        torch_dtype: torch.dtype = getattr(torch, self.saved.dtype)
+        return torch_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -318,13 +318,13 @@ def dcp_tensors(folder: Path) -> dict[str, DcpTensor]:
         raise JobError(f"{path} cannot be read: {e.strerror}") from None
     if len(data) > MOST_BYTES:
         raise FormatError(f"{path} is larger than any file of this kind; take another checkpoint")
-    found = read_metadata(data, str(path))
-    for key, tensor in found.items():
+    tensors = read_metadata(data, str(path))
+    for key, tensor in tensors.items():
         if problem := unreadable(tensor, sizes):
             raise FormatError(
                 f"{folder}: the metadata {problem} for {key}; take another checkpoint"
             )
-    return weights_in(folder, found)
+    return weights_in(folder, tensors)
 
 
 def weights_in(folder: Path, found: Mapping[str, SavedTensor]) -> dict[str, DcpTensor]:

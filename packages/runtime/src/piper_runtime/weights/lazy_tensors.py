@@ -43,8 +43,8 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         form = self.forms[name]
-        found = self._files[name].whole() if name in self._files else self._recording.tensor(name)
-        return found.to(form.dtype)
+        value = self._files[name].whole() if name in self._files else self._recording.tensor(name)
+        return value.to(form.dtype)
 
     def __contains__(self, name: object) -> bool:
         return name in self.forms
@@ -68,10 +68,10 @@ class LazyTensors(Mapping[str, Tensor]):
     def part(self, names: Iterable[str]) -> LazyTensors:
         """Return these tensors alone, with only the calls and files that they need, to be sent to a rank."""
         forms = {name: self.forms[name] for name in names}
-        made = [name for name in forms if name not in self._files]
+        recorded = [name for name in forms if name not in self._files]
         return LazyTensors(
             forms,
-            self._recording.part(made),
+            self._recording.part(recorded),
             {n: self._files[n] for n in forms if n in self._files},
         )
 
@@ -87,16 +87,16 @@ def matched(
     `wanted` names the tensors that files must have, and `aliases` gives the first name of a tied tensor for its others;
     a file may have any of them, and they must be alike.
     """
-    found: dict[str, PlacedTensor] = {}
+    tensors: dict[str, PlacedTensor] = {}
     names = {name: name for name in wanted}
     names |= {other: first for other, first in aliases.items() if first in names}
     unequal = [
         f"{first!r} is tied to {name!r} in the model, and they differ in the files; untie them, or leave one out "
         f"by rename"
         for name, first in names.items()
-        if name in files and not _alike(found.setdefault(first, files[name]), files[name])
+        if name in files and not _alike(tensors.setdefault(first, files[name]), files[name])
     ]
-    missing = [name for name in dict.fromkeys(names.values()) if name not in found]
+    missing = [name for name in dict.fromkeys(names.values()) if name not in tensors]
     extra = [_origin(name, placed) for name, placed in files.items() if name not in names]
     problems = []
     if missing:
@@ -105,11 +105,13 @@ def matched(
         problems.append(f"the model has no place for {listed(extra)} of the files")
     problems += unequal
     problems += [
-        problem for name, placed in found.items() for problem in _unlike(name, placed, forms[name])
+        problem
+        for name, placed in tensors.items()
+        for problem in _unlike(name, placed, forms[name])
     ]
     if problems:
         raise JobError("; ".join(problems[:3]))
-    return found
+    return tensors
 
 
 def _alike(one: PlacedTensor, other: PlacedTensor) -> bool:

@@ -94,13 +94,13 @@ def _with_checksums(
     for box in (box for tensor in tensors.values() for box in tensor.boxes):
         places.setdefault(box.file, set()).add(box.at)
     sums: dict[tuple[str, int], int] = {}
-    for name, found in places.items():
+    for name, offsets in places.items():
         expected = marker.checksums.get(name, [])
-        if len(expected) != len(found):
+        if len(expected) != len(offsets):
             raise FormatError(
-                f"{path / MARKER} has {len(expected)} checksums of {name}, which holds {len(found)} boxes; {AGAIN}"
+                f"{path / MARKER} has {len(expected)} checksums of {name}, which holds {len(offsets)} boxes; {AGAIN}"
             )
-        sums |= {(name, at): sum for at, sum in zip(sorted(found), expected, strict=True)}
+        sums |= {(name, at): sum for at, sum in zip(sorted(offsets), expected, strict=True)}
     return {
         key: replace(
             t, boxes=tuple(replace(box, checksum=sums[box.file, box.at]) for box in t.boxes)
@@ -124,10 +124,12 @@ def read_marker(path: Path) -> Marker:
             f"{path} {kind}: it has no {MARKER}; give another one, or resume='latest' for the newest complete one"
         )
     where = str(path / MARKER)
-    found = read_document(
+    document = read_document(
         MARKER_FORMAT, MARKER_VERSION, decoded(read_bytes(path / MARKER), path / MARKER), where
     )
-    sizes, digests, checksums = (found.get(name, {}) for name in ("files", "digests", "checksums"))
+    sizes, digests, checksums = (
+        document.get(name, {}) for name in ("files", "digests", "checksums")
+    )
     if not isinstance(sizes, dict) or not all(
         _is_file_name(n) and type(s) is int for n, s in sizes.items()
     ):
@@ -150,7 +152,7 @@ def read_marker(path: Path) -> Marker:
     for name in (META, DCP_METADATA):
         if name not in sizes:
             raise FormatError(f"{where} does not list {name}; take another checkpoint")
-    return Marker(sizes, digests, checksums, found.get("step"), str(found.get("run", "")))
+    return Marker(sizes, digests, checksums, document.get("step"), str(document.get("run", "")))
 
 
 def _is_file_name(name: object) -> bool:

@@ -245,18 +245,18 @@ class _ConstructorLog(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]
     ) -> None:
         """Write down a call that was made; views and calls without effect on a storage are left out."""
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         draw = self._draw() if torch.Tag.nondeterministic_seeded in func.tags else None
         changed = [
             t for t in pytree.tree_leaves(_written(func, args, kwargs)) if isinstance(t, Tensor)
         ]
         op = func._schema.name
-        made = tuple(None if self._known(t) else self._new_view(t) for t in results)
-        new = [place.storage for place in made if place is not None]
+        places = tuple(None if self._known(t) else self._new_view(t) for t in results)
+        new = [place.storage for place in places if place is not None]
         if op in _ZEROS or not (changed or new):
             return
         fills = op in _FILLS and self._covers(changed[0])
-        reads = [self._number(t) for t in (given[1:] if fills else given)]
+        reads = [self._number(t) for t in (inputs[1:] if fills else inputs)]
         writes = dict.fromkeys([*(self._number(t) for t in changed), *new])
         args, kwargs = pytree.tree_map(
             lambda leaf: self._view(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
@@ -264,7 +264,7 @@ class _ConstructorLog(TorchDispatchMode):
         name = f"{op}.{func._schema.overload_name}" if func._schema.overload_name else op
         self.calls.append(
             RecordedCall(
-                name, args, kwargs, made, tuple(dict.fromkeys(reads)), tuple(writes), fills, draw
+                name, args, kwargs, places, tuple(dict.fromkeys(reads)), tuple(writes), fills, draw
             )
         )
 
@@ -322,12 +322,12 @@ class _ConstructorLog(TorchDispatchMode):
         return self._view(tensor)
 
     def _number(self, tensor: Tensor) -> int:
-        found = self._numbers.get(tensor.untyped_storage()._cdata)
-        if found is None:
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is None:
             raise JobError(
                 f"{self._asked}: Job.model() uses a tensor whose making torch does not show; use init='model'"
             )
-        return found
+        return number
 
     def _view(self, tensor: Tensor) -> StorageView:
         flags = (tensor.is_conj(), tensor.is_neg())

@@ -49,9 +49,11 @@ class StorageView:
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor for a storage."""
-        found = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
-        found = found.conj() if self.conjugate else found
-        return torch._neg_view(found) if self.negative else found
+        tensor = torch.empty(0, dtype=self.dtype).set_(
+            storage, self.offset, self.shape, self.stride
+        )
+        tensor = tensor.conj() if self.conjugate else tensor
+        return torch._neg_view(tensor) if self.negative else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +139,11 @@ class Recording:
     @cached_property
     def _writers(self) -> Mapping[int, list[int]]:
         """Return for each storage the positions of the calls that write it, ascending."""
-        found: dict[int, list[int]] = {}
+        positions: dict[int, list[int]] = {}
         for position, call in sorted(self.calls.items()):
             for storage in call.writes:
-                found.setdefault(storage, []).append(position)
-        return found
+                positions.setdefault(storage, []).append(position)
+        return positions
 
     def _needed(self, storage: int) -> list[int]:
         """Return the positions, ascending, of the calls that determine the last content of a storage."""
@@ -187,12 +189,12 @@ class Recording:
         """Return a storage; one that no call has made yet begins with its constant, or with zeros."""
         if number not in memory:
             constant = self.constants.get(number)
-            made = (
+            initial = (
                 torch.zeros(self.sizes[number], dtype=torch.uint8)
                 if constant is None
                 else constant.clone()
             )
-            memory[number] = made.untyped_storage()
+            memory[number] = initial.untyped_storage()
         return memory[number]
 
     def _laid_out(
@@ -208,9 +210,9 @@ class Recording:
         alone = all(storage._cdata != other._cdata for other in memory.values())
         if same and alone and storage.nbytes() == self.sizes[place.storage]:
             return storage
-        made = torch.zeros(self.sizes[place.storage], dtype=torch.uint8).untyped_storage()
-        place.of(made).copy_(tensor)
-        return made
+        target = torch.zeros(self.sizes[place.storage], dtype=torch.uint8).untyped_storage()
+        place.of(target).copy_(tensor)
+        return target
 
 
 def _function(op: str) -> Callable[..., Any]:
@@ -220,14 +222,14 @@ def _function(op: str) -> Callable[..., Any]:
     space, _, rest = op.partition("::")
     name, _, overload = rest.partition(".")
     try:
-        found: Callable[..., Any] = getattr(
+        function: Callable[..., Any] = getattr(
             getattr(getattr(torch.ops, space), name), overload or "default"
         )
     except AttributeError as error:
         raise JobError(
             f"the model's constructor calls the operator {op}, which this process does not have: {error}"
         ) from error
-    return found
+    return function
 
 
 @contextmanager

@@ -131,12 +131,12 @@ class PlacedTensor:
         if len(self.pieces) == 1:
             return self.pieces[0].flat(start, stop)
         size = math.prod(self.pieces[0].shape)
-        made = torch.empty(stop - start, dtype=self.dtype)
+        elements = torch.empty(stop - start, dtype=self.dtype)
         for k, piece in enumerate(self.pieces):
             low, high = max(start, k * size), min(stop, (k + 1) * size)
             if low < high:
-                made[low - start : high - start] = piece.flat(low - k * size, high - k * size)
-        return made
+                elements[low - start : high - start] = piece.flat(low - k * size, high - k * size)
+        return elements
 
     def whole(self) -> Tensor:
         """Return the tensor, in the file's dtype."""
@@ -169,7 +169,7 @@ def placed(stored: Mapping[str, FileTensor], renames: Renames) -> dict[str, Plac
         for into in _targets(origin, renames):
             name, entry = _entry(into.name)
             pieces.setdefault(name, []).append(_checked(WeightPiece(origin, tensor, into, entry)))
-    return {name: _joined(name, found) for name, found in pieces.items()}
+    return {name: _joined(name, parts) for name, parts in pieces.items()}
 
 
 def _targets(origin: str, renames: Renames) -> Iterator[Into]:

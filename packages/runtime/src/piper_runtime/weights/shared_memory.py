@@ -26,12 +26,12 @@ def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None
     numpy arrays and DLPack make such tensors; shared storage objects were found when the model was captured.
     """
     storages = {name: t.untyped_storage() for name, t in tensors.items() if t.device.type == "cpu"}
-    found = sorted(
+    regions = sorted(
         (s.data_ptr(), s.data_ptr() + s.nbytes(), name)
         for name, s in storages.items()
         if s.nbytes()
     )
-    for (_, end, first), (begin, _, second) in pairwise(found):
+    for (_, end, first), (begin, _, second) in pairwise(regions):
         if begin < end and storages[first]._cdata != storages[second]._cdata:
             return first, second
     return None

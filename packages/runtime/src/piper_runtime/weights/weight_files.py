@@ -55,18 +55,20 @@ def _indexed(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all shards; the index and the headers of the shards must say the same."""
     index = folder / INDEX
     files = _weight_map(index)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(files.values()):
         shard = folder / file
         if not shard.is_file():
             raise JobError(f"{index} names {file!r}, which is not in the folder")
-        held = read_header(shard)
-        for name in held.keys() & found.keys():
-            raise JobError(f"{shard} has {name!r}, and so has {found[name].path}")
-        found |= held
-        for problem in _disagreements({n for n, f in files.items() if f == file}, set(held)):
+        shard_tensors = read_header(shard)
+        for name in shard_tensors.keys() & tensors.keys():
+            raise JobError(f"{shard} has {name!r}, and so has {tensors[name].path}")
+        tensors |= shard_tensors
+        for problem in _disagreements(
+            {n for n, f in files.items() if f == file}, set(shard_tensors)
+        ):
             raise JobError(f"{index} and {shard} do not agree: {problem}")
-    return found
+    return tensors
 
 
 def _disagreements(said: set[str], names: set[str]) -> Iterator[str]:
@@ -82,14 +84,14 @@ def _weight_map(index: Path) -> dict[str, str]:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise JobError(f"{index} is no JSON ({type(error).__name__}: {error})") from None
-    found = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if (
-        not isinstance(found, dict)
-        or not found
-        or not all(isinstance(file, str) for file in found.values())
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
     ):
         raise JobError(f"{index} has no weight_map, which gives the file of each tensor")
-    for file in found.values():
+    for file in weight_map.values():
         if Path(file).name != file:
             raise JobError(f"{index} names {file!r}, which is no file of the folder")
-    return found
+    return weight_map

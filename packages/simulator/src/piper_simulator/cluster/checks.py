@@ -79,10 +79,10 @@ def list_of_each(*each: Check) -> Check:
     entries = list_of(lambda value, where: value)
 
     def check(value: Any, where: KeyPath) -> list[Any]:
-        found = entries(value, where)
-        if len(found) != len(each):
-            raise where.error(f"{len(found)} of them; {len(each)} are needed")
-        return [one(v, where.item(k)) for k, (one, v) in enumerate(zip(each, found, strict=True))]
+        values = entries(value, where)
+        if len(values) != len(each):
+            raise where.error(f"{len(values)} of them; {len(each)} are needed")
+        return [one(v, where.item(k)) for k, (one, v) in enumerate(zip(each, values, strict=True))]
 
     return check
 

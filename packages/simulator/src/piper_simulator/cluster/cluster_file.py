@@ -128,17 +128,17 @@ COLUMNS = ("op", "ranks", "nodes", "bytes", "seconds")
 def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
     """Return the cluster of a file, which may rest on the built-in `devices`; raise ClusterError with file and keys."""
     where = KeyPath(str(path))
-    found = SCHEMA(_parsed(path), where)
-    found |= _stack(found, where)
-    nodes = found.get("nodes", {})
+    settings = SCHEMA(_parsed(path), where)
+    settings |= _stack(settings, where)
+    nodes = settings.get("nodes", {})
     try:
         if isinstance(nodes, list):
             cluster = Cluster.joined(
-                [_one_kind(*of, path, devices) for of in _runs(found, nodes, where)]
+                [_one_kind(*of, path, devices) for of in _runs(settings, nodes, where)]
             )
         else:
-            cluster = _one_kind(found, where, path, devices)
-        ranks, links = _slow(found, where)
+            cluster = _one_kind(settings, where, path, devices)
+        ranks, links = _slow(settings, where)
         return replace(
             cluster, network=replace(cluster.network, slow_links=links), slow_ranks=ranks
         )
@@ -275,12 +275,12 @@ def _base(
 def _device(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constants of the device, and the stack of kernels on it."""
     described = found["device"] if isinstance(found["device"], dict) else {}
-    out = {k: v for k, v in described.items() if k not in ("base", "name", "memory_steps")}
+    constants = {k: v for k, v in described.items() if k not in ("base", "name", "memory_steps")}
     if "memory_steps" in described:
-        out["memory_steps"] = tuple(
+        constants["memory_steps"] = tuple(
             (least, fraction) for least, fraction in sorted(described["memory_steps"], reverse=True)
         )
-    return out | ({"stack": found["stack"]} if "stack" in found else {})
+    return constants | ({"stack": found["stack"]} if "stack" in found else {})
 
 
 def _links(
@@ -288,7 +288,7 @@ def _links(
 ) -> dict[str, Any]:
     """Return the settings in a file for the links of a type of device."""
     links = found.get("links", {})
-    out = {
+    settings = {
         f"{which}_{k}": v
         for which in ("intra", "inter")
         for k, v in links.get(which, {}).items()
@@ -301,13 +301,13 @@ def _links(
             f"{inter['rails']} rails with {nics} NICs per node; at most as many are possible"
         )
     if nics != per_node:  # a device has its part of them
-        of_one = out.get(
+        of_one = settings.get(
             "inter_bandwidth", base.links.inter_bandwidth if base is not None else None
         )
         if of_one is None:
             raise at.error("bandwidth is missing: bytes/s of one NIC")
-        out["inter_bandwidth"] = of_one * nics / per_node
-    return out
+        settings["inter_bandwidth"] = of_one * nics / per_node
+    return settings
 
 
 def _slow(
@@ -342,21 +342,21 @@ def _communication(
     found: Mapping[str, Any], where: KeyPath, path: Path, base: NodeKind | None
 ) -> dict[str, Any]:
     """Return the model of messages, its constants, and the table of messages from a file beside this one."""
-    of, out = found.get("communication", {}), {}
+    of, settings = found.get("communication", {}), {}
     if "model" in of:
-        out["communication"] = of["model"]
+        settings["communication"] = of["model"]
     if "nccl" in of:
         constants = of["nccl"] | (
             {"ll_max": tuple(of["nccl"]["ll_max"])} if "ll_max" in of["nccl"] else {}
         )
-        out["nccl"] = replace(base.links.nccl if base is not None else Nccl(), **constants)
+        settings["nccl"] = replace(base.links.nccl if base is not None else Nccl(), **constants)
     if "messages" in of:
-        out["messages"] = read_messages(
+        settings["messages"] = read_messages(
             path.parent / of["messages"], where.at("communication").at("messages")
         )
     elif base is not None and "links" in found:
-        out["messages"] = ()  # measured on other links
-    return out
+        settings["messages"] = ()  # measured on other links
+    return settings
 
 
 def read_messages(path: Path, where: KeyPath) -> tuple[CommDuration, ...]:
@@ -374,16 +374,16 @@ def read_messages(path: Path, where: KeyPath) -> tuple[CommDuration, ...]:
         raise where.error(
             f"{path}: the first line is {rows[0][1] if rows else 'missing'}; {','.join(COLUMNS)} is needed"
         )
-    found: dict[tuple[str, int, int, int], CommDuration] = {}
+    message_by_key: dict[tuple[str, int, int, int], CommDuration] = {}
     for n, line in rows[1:]:
         message = _message(line, f"{path}, line {n}")
         key = (message.op, message.group, message.nodes, message.bytes)
-        if key in found:
+        if key in message_by_key:
             raise KeyPath(f"{path}, line {n}").error(
                 "measured on a line before; one of them is needed"
             )
-        found[key] = message
-    return tuple(found.values())
+        message_by_key[key] = message
+    return tuple(message_by_key.values())
 
 
 def _message(line: str, where: str) -> CommDuration:

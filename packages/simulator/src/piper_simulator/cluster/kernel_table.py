@@ -120,7 +120,7 @@ SCHEMA = list_of(
 def read_kernels(found: Sequence[Mapping[str, Any]], where: KeyPath) -> tuple[KernelDuration, ...]:
     """Return the rows that fit SCHEMA; raise ClusterError with the number of the row, from 0."""
     rows: dict[tuple[Any, ...], int] = {}
-    out = []
+    durations = []
     for k, entry in enumerate(found):
         row = _row(entry, where.item(k))
         if row.key in rows:
@@ -128,8 +128,8 @@ def read_kernels(found: Sequence[Mapping[str, Any]], where: KeyPath) -> tuple[Ke
                 f"measured in {where.keys[-1]}[{rows[row.key]}] already; one of them is needed"
             )
         rows[row.key] = k
-        out.append(row)
-    return tuple(out)
+        durations.append(row)
+    return tuple(durations)
 
 
 def _row(entry: Mapping[str, Any], at: KeyPath) -> KernelDuration:
@@ -176,10 +176,12 @@ class KernelTable:
 
     @cached_property
     def _series(self) -> dict[tuple[str, str, str, SizeAxis, int], dict[Size, float]]:
-        found: dict[tuple[str, str, str, SizeAxis, int], dict[Size, float]] = {}
+        series_by_key: dict[tuple[str, str, str, SizeAxis, int], dict[Size, float]] = {}
         for r in self.rows:
-            found.setdefault((r.kind, r.op, r.dtype, r.axis, len(r.size)), {})[r.size] = r.seconds
-        return found
+            series_by_key.setdefault((r.kind, r.op, r.dtype, r.axis, len(r.size)), {})[r.size] = (
+                r.seconds
+            )
+        return series_by_key
 
     def find(self, kernel: Kernel, formula: KernelFormula) -> Found:
         """Return the duration of a bound kernel; `formula` gives the seconds of a kernel without a table."""
@@ -191,9 +193,9 @@ class KernelTable:
                     if size
                     else None
                 )
-                found = _look(series, kernel, axis, size, formula) if series else None
-                if found is not None:
-                    return found
+                looked_up = _look(series, kernel, axis, size, formula) if series else None
+                if looked_up is not None:
+                    return looked_up
         return Found(formula(kernel), "formula")
 
 

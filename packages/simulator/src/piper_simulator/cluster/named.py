@@ -70,7 +70,7 @@ def cpu_local(
     and between two processes, seconds of a one-way message, per kernel and per instruction. Others come from
     data/cpu-local.toml, and `notes` says which.
     """
-    given = {
+    measured = {
         "matmul_flops": matmul_flops,
         "memory_bandwidth": memory_bandwidth,
         "link_bandwidth": link_bandwidth,
@@ -78,8 +78,8 @@ def cpu_local(
         "launch_s": launch_s,
         "host_issue_s": host_issue_s,
     }
-    missing = [k for k, v in given.items() if v is None]
-    found = _LOCAL.each_device(
+    missing = [k for k, v in measured.items() if v is None]
+    cluster = _LOCAL.each_device(
         lambda device: _changed(
             device,
             peak_flops=None
@@ -92,7 +92,7 @@ def cpu_local(
             notes=f"assumed, not measured: {', '.join(missing)}" if missing else "",
         )
     )
-    return found.each_links(
+    return cluster.each_links(
         lambda links: _changed(
             links,
             intra_bandwidth=link_bandwidth,
@@ -158,5 +158,5 @@ def _nodes(text: str, stack: str) -> Cluster | None:
     counts = (match[2], match[3] or "1")
     if any(len(count) > MOST_DIGITS for count in counts):
         raise ClusterError(f"cluster {text[:KEPT]}...: at most {MOST_RANKS} devices are accepted")
-    found = DEVICES[device].cluster(per_node=int(counts[0]), nodes=int(counts[1]))
-    return found.each_device(lambda device: replace(device, stack=STACKS.get(stack)))
+    named = DEVICES[device].cluster(per_node=int(counts[0]), nodes=int(counts[1]))
+    return named.each_device(lambda device: replace(device, stack=STACKS.get(stack)))

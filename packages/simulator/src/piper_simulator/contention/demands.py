@@ -58,7 +58,7 @@ def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
     routes = {name: route(m.op, m.instances, wires) for name, m in of.items()}
     shared = shared_resources(routes, wires)
     known: dict[tuple[str, int, float], Flow] = {}
-    out = []
+    flows = []
     for m in messages:
         key = m.channel, m.nbytes, m.seconds
         if key not in known:
@@ -70,5 +70,5 @@ def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
             known[key] = demand(
                 len(known), routes[m.channel], m.nbytes, m.seconds, ends, wires, shared
             )
-        out.append(known[key])
-    return out
+        flows.append(known[key])
+    return flows

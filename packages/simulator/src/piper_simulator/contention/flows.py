@@ -265,12 +265,12 @@ def named_sms(plan: Plan, cluster: Cluster) -> dict[tuple[str, str], int]:
 
     Raises ClusterError for as many as the devices have, or more.
     """
-    out: dict[tuple[str, str], int] = {}
+    sms_by_stream: dict[tuple[str, str], int] = {}
     for channel in plan.channels:
         for role, stream, n in zip(channel.roles, channel.streams, channel.sms):
             if n is None:
                 continue
-            out[role, stream] = n
+            sms_by_stream[role, stream] = n
             sms = min(cluster.of(rank).sms for rank in plan.role(role).ranks)
             if n and n >= sms:
                 name = cluster.name
@@ -282,7 +282,7 @@ def named_sms(plan: Plan, cluster: Cluster) -> dict[tuple[str, str], int]:
                 raise ClusterError(
                     f"stream {stream} of role {role} takes {n} SMs; {name} {has}; name fewer, or none"
                 )
-    return out
+    return sms_by_stream
 
 
 def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
@@ -326,20 +326,22 @@ def _through(empty: Route, groups: Sequence[Mapping[Resource, float]], wires: Wi
 
 def _to_all(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
     """Return how often a rank's wire bytes pass through each resource in an all-to-all with equal parts."""
-    out: dict[Resource, float] = {}
+    times_by_resource: dict[Resource, float] = {}
     for pair in permutations(members, 2):
         for resource, times in passes(wires, pair, p2p=True).items():
-            out[resource] = out.get(resource, 0.0) + times / (len(members) - 1)
-    return out
+            times_by_resource[resource] = times_by_resource.get(resource, 0.0) + times / (
+                len(members) - 1
+            )
+    return times_by_resource
 
 
 def _to_next(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
     """Return how often a rank's wire bytes pass through each resource when each sends them to the one behind it."""
-    out: dict[Resource, float] = {}
+    times_by_resource: dict[Resource, float] = {}
     for k in range(len(members) if len(members) > 1 else 0):
         for resource, times in passes(wires, (members[k - 1], members[k]), p2p=True).items():
-            out[resource] = out.get(resource, 0.0) + times
-    return out
+            times_by_resource[resource] = times_by_resource.get(resource, 0.0) + times
+    return times_by_resource
 
 
 def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, float]:
@@ -358,19 +360,19 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
             destination
         )
         kinds = ["nic", *(["spine"] if changes_rail else [])]
-        out = {(f"{kind} out", wires.nic_of(source), -1): 1.0 for kind in kinds}
-        out |= {(f"{kind} in", wires.nic_of(destination), -1): 1.0 for kind in kinds}
+        p2p_times = {(f"{kind} out", wires.nic_of(source), -1): 1.0 for kind in kinds}
+        p2p_times |= {(f"{kind} in", wires.nic_of(destination), -1): 1.0 for kind in kinds}
         if (here, there) in wires.factors:
-            out[f"slow {kinds[-1]} out", wires.nic_of(source), there] = 1.0
-            out[f"slow {kinds[-1]} in", wires.nic_of(destination), here] = 1.0
-        return out
+            p2p_times[f"slow {kinds[-1]} out", wires.nic_of(source), there] = 1.0
+            p2p_times[f"slow {kinds[-1]} in", wires.nic_of(destination), here] = 1.0
+        return p2p_times
     per_node = cluster.per_node
     count = Counter(rank // per_node for rank in members)
-    found: dict[Resource, float] = {}
+    ring_times: dict[Resource, float] = {}
     for rank in members if len(members) > 1 else ():
         node = rank // per_node
         if count[node] > 1:
-            found["port out", rank, -1] = found["port in", rank, -1] = 1.0
+            ring_times["port out", rank, -1] = ring_times["port in", rank, -1] = 1.0
         if len(count) > 1:
             slow = (
                 [far for far in count if far != node and (node, far) in wires.factors]
@@ -380,8 +382,8 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
             for direction in ("out", "in"):
                 for way in (("nic", -1), *(("slow nic", far) for far in slow)):
                     resource = f"{way[0]} {direction}", wires.nic_of(rank), way[1]
-                    found[resource] = found.get(resource, 0.0) + 1 / count[node]
-    return found
+                    ring_times[resource] = ring_times.get(resource, 0.0) + 1 / count[node]
+    return ring_times
 
 
 def shared_resources(routes: Mapping[Used, Route], wires: Wiring) -> dict[Resource, int]:
@@ -390,7 +392,7 @@ def shared_resources(routes: Mapping[Used, Route], wires: Wiring) -> dict[Resour
     for id, route in routes.items():
         for resource, times in route.passes.items():
             carried.setdefault(resource, []).append((id, times))
-    out: dict[Resource, int] = {}
+    numbers: dict[Resource, int] = {}
     seen: set[tuple[float, tuple[tuple[Used, float], ...]]] = set()
     for resource, users in carried.items():
         capacity = wires.capacity(resource)
@@ -398,5 +400,5 @@ def shared_resources(routes: Mapping[Used, Route], wires: Wiring) -> dict[Resour
         enough = not others and times / capacity <= routes[id].slowest * (1 + 1e-9)
         if not enough and (key := (capacity, tuple(users))) not in seen:
             seen.add(key)
-            out[resource] = len(out)
-    return out
+            numbers[resource] = len(numbers)
+    return numbers

@@ -141,8 +141,8 @@ class SharedPool:
     def compute(self, role: int, seconds: float, now: float) -> Activity:
         """Begin compute of `seconds` on a role that is not computing."""
         rate = self._left_over(role)
-        found = self._computing[role] = Activity(seconds, now, now + seconds / rate, rate)
-        return found
+        activity = self._computing[role] = Activity(seconds, now, now + seconds / rate, rate)
+        return activity
 
     def computed(self, role: int) -> None:
         """End the compute of a role."""
@@ -150,21 +150,21 @@ class SharedPool:
 
     def message(self, flow: Flow, now: float) -> RunningMessage:
         """Begin a message."""
-        found = RunningMessage(flow.seconds, now, now + flow.seconds, flow=flow)
+        running = RunningMessage(flow.seconds, now, now + flow.seconds, flow=flow)
         crowded = False
         for link, share in self._shares_of(flow):
-            link.users[flow.id] = found
+            link.users[flow.id] = running
             link.load += share
             crowded = crowded or link.load > _FULL
         for role in flow.takes:
-            self._beside[role][flow.id] = found
+            self._beside[role][flow.id] = running
         self._slow(
-            dict.fromkeys(flow.takes) | self._share({flow.id: found}, now)
+            dict.fromkeys(flow.takes) | self._share({flow.id: running}, now)
             if crowded
             else flow.takes,
             now,
         )
-        return found
+        return running
 
     def arrived(self, message: RunningMessage, now: float) -> None:
         """End a message."""
@@ -184,13 +184,13 @@ class SharedPool:
 
     def _shares_of(self, flow: Flow) -> list[tuple[_Link, float]]:
         """Return the fraction that a flow takes of each of its links."""
-        found = self._shares.get(flow.id)
-        if found is None:
-            found = [
+        link_shares = self._shares.get(flow.id)
+        if link_shares is None:
+            link_shares = [
                 (self._links.setdefault(r, _Link()), share) for r, share in flow.shares.items()
             ]
-            self._shares[flow.id] = found
-        return found
+            self._shares[flow.id] = link_shares
+        return link_shares
 
     def _crowd(self, message: RunningMessage) -> dict[int, RunningMessage]:
         """Return the messages tied to a message by scarce resources; no others matter to their rates."""

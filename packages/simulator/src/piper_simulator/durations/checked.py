@@ -48,10 +48,10 @@ def model_for(
             f"model(plan, cluster, costs)"
         )
     with user_code(f"model={name}: {name}(plan, cluster, costs)", CostModelError):
-        made: CostModel = factory(plan, cluster, costs)
-    if type(made) is DeviceModel:
-        return made
-    return _CheckedModel(made, name)
+        model: CostModel = factory(plan, cluster, costs)
+    if type(model) is DeviceModel:
+        return model
+    return _CheckedModel(model, name)
 
 
 def under_load(model: CostModelFactory, loads: Loads) -> CostModelFactory:

@@ -212,9 +212,9 @@ class DeviceModel(CostModel):
         key = (type(part.op).__name__, self._traffic.memory_bytes(role, part), update, kind)
         if key not in self._others:
             self._others[key] = self._other(*key, part.node)
-        found = self._others[key]
+        work = self._others[key]
         called = self._batch_s(role, part) if isinstance(part.op, Load) else 0.0
-        return Work(found.seconds + called, found.source) if called else found
+        return Work(work.seconds + called, work.source) if called else work
 
     def _other(self, op: str, touched: int, update: Updated | None, kind: int, node: str) -> Work:
         known = self._known[kind].of_part(op, touched)
@@ -407,13 +407,13 @@ class DeviceModel(CostModel):
         self._need(f"a message on channel {channel.id}", 0)
         cluster = self.cluster
         assert cluster is not None, "needed"
-        found = max(
+        slowest = max(
             (duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)),
             key=lambda d: d.seconds,
         )
-        if found.source == "formula":
+        if slowest.source == "formula":
             self._provenance.sent_unknown(*key)
-        return Work(found.seconds, found.source, bytes=nbytes)
+        return Work(slowest.seconds, slowest.source, bytes=nbytes)
 
     def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:
         """Return the factor by which slow links stretch a message, as its formula does."""
@@ -440,12 +440,12 @@ class DeviceModel(CostModel):
     def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
         """Return the rank groups of a channel's instances, of which the slowest gives the duration."""
         if channel.id not in self._groups:
-            found = [rank_group(cluster, members) for members in instances(self.plan, channel)]
+            groups = [rank_group(cluster, members) for members in instances(self.plan, channel)]
             if (
                 not self.plan.roles
             ):  # nobody knows yet where they are: at best over links that are not slow
-                found = [replace(g, inter_factor=1.0, intra_factor=1.0) for g in found]
-            self._groups[channel.id] = frozenset(found)
+                groups = [replace(g, inter_factor=1.0, intra_factor=1.0) for g in groups]
+            self._groups[channel.id] = frozenset(groups)
             if any(g.slowed for g in self._groups[channel.id]):
                 self._provenance.crossed(
                     slow
@@ -460,17 +460,17 @@ def _summed(messages: Iterable[tuple[StepMessages, float]]) -> tuple[StepMessage
 
     A message that is sent in some cases only counts as one at least: its bytes and seconds are there.
     """
-    found: dict[tuple[str, str], tuple[float, float, float]] = {}
+    sums: dict[tuple[str, str], tuple[float, float, float]] = {}
     for m, times in messages:
-        count, nbytes, seconds = found.get((m.axis, m.op), (0.0, 0.0, 0.0))
-        found[m.axis, m.op] = (
+        count, nbytes, seconds = sums.get((m.axis, m.op), (0.0, 0.0, 0.0))
+        sums[m.axis, m.op] = (
             count + times * m.count,
             nbytes + times * m.bytes,
             seconds + times * m.seconds,
         )
     return tuple(
         StepMessages(*key, max(1, round(n)), round(nbytes), seconds)
-        for key, (n, nbytes, seconds) in found.items()
+        for key, (n, nbytes, seconds) in sums.items()
     )
 
 

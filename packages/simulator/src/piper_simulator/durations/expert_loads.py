@@ -158,30 +158,30 @@ def load_of(plan: Plan, load: GivenLoad | None) -> ExpertLoad | None:
 
     Raises PlanError for a load that cannot be, and for one of a plan without experts.
     """
-    found = mixture_of(plan)
-    if found is None:
+    mixture = mixture_of(plan)
+    if mixture is None:
         if load is not None:
             raise PlanError(f"load={_shown(load)}: this plan has no experts; leave the load out")
         return None
     if load is None:
         return ExpertLoad(1.0, 1.0, "assumed", "as if all ranks had equally many tokens")
     if isinstance(load, Zipf):
-        loads = drawn(load, found)
+        loads = drawn(load, mixture)
         text = f"Zipf({load.s:g}), {load.draws} draws from seed {load.seed}"
         return ExpertLoad(sum(loads) / len(loads), max(loads), "drawn", text, _shares(loads))
     if isinstance(load, str | Path):
-        return _measured(Path(load), found)
+        return _measured(Path(load), mixture)
     if isinstance(load, bool) or not isinstance(load, int | float):
         raise PlanError(
             f"load={load!r}: a number, piper.Zipf(s), or the {METRICS} of a run is needed"
         )
-    most = found.ranks if found.ranks > 1 else found.experts
+    most = mixture.ranks if mixture.ranks > 1 else mixture.experts
     if not 1 <= load <= most:
         raise PlanError(
             f"load={load:g}: from 1 (all ranks have equally many tokens) to {most} (one of {most} has them all) is "
             f"accepted"
         )
-    if found.ranks == 1:
+    if mixture.ranks == 1:
         return ExpertLoad(
             1.0, 1.0, "given", f"{load:g}, as given, is one expert's; every device has all experts"
         )
@@ -227,14 +227,14 @@ def drawn(zipf: Zipf, mixture: Mixture) -> list[float]:
     tokens = mixture.tokens or mixture.choices
     each = max(1, min(mixture.experts, mixture.choices // tokens))
     parts = _chosen([(k + 1) ** -zipf.s for k in range(mixture.experts)], each)
-    chance, out = Random(zipf.seed), []
+    chance, fullest = Random(zipf.seed), []
     for _ in range(zipf.draws):
         chance.shuffle(parts)
         loads = [
             max(0.0, tokens * p + chance.gauss(0, 1) * sqrt(tokens * p * (1 - p))) for p in parts
         ]
-        out.append(_fullest(loads, mixture.ranks))
-    return out
+        fullest.append(_fullest(loads, mixture.ranks))
+    return fullest
 
 
 def _chosen(weights: Sequence[float], each: int) -> list[float]:
@@ -312,12 +312,12 @@ def _lines(path: Path, file: Path) -> Iterator[str]:
 def _of_step(file: Path, number: int, line: str, mixture: Mixture) -> list[float]:
     """Return the load of each layer in a line of metrics; none if it has no experts."""
     try:
-        found = json.loads(line)
+        metrics = json.loads(line)
     except (ValueError, RecursionError):
         raise _no_load(
             file, f"line {number} is no line of a run's metrics: it is no JSON"
         ) from None
-    by_layer = _tokens_by_layer(found)
+    by_layer = _tokens_by_layer(metrics)
     if by_layer is None:
         raise _no_load(
             file,
@@ -353,21 +353,21 @@ def load_notes(plan: Plan, load: ExpertLoad | None) -> tuple[str, ...]:
     They say if the load is not measured, if rows of the fullest rank have no place, and if a plan was saved before
     plans said how many rows come to dropless experts.
     """
-    found = mixture_of(plan) if load is not None else None
-    if load is None or found is None:
+    mixture = mixture_of(plan) if load is not None else None
+    if load is None or mixture is None:
         return ()
-    if found.bound is None and found.ranks > 1 and not found.padded:
+    if mixture.bound is None and mixture.ranks > 1 and not mixture.padded:
         return (
             "this plan does not say how many rows come to its dropless experts, as those of earlier versions: its "
             "times are of all their places, whatever the load; compile it again",
         )
-    said = _above_places(found, load)
+    said = _above_places(mixture, load)
     if load.source == "measured":
         return said
-    if found.bound is None:
+    if mixture.bound is None:
         why = (
             "each computes all its places"
-            if found.padded
+            if mixture.padded
             else "every device has all experts of its layers"
         )
         return (f"{LOAD_NOT_MEASURED}; {why}, so that no time depends on it",)
@@ -379,7 +379,7 @@ def _above_places(mixture: Mixture, load: ExpertLoad) -> tuple[str, ...]:
     bound = mixture.bound
     if bound is None or load.loads[-1][0] <= bound:
         return ()
-    share = sum(share for found, share in load.loads if found > bound)
+    share = sum(share for times_mean, share in load.loads if times_mean > bound)
     often = "always" if share > 0.995 else f"in {100 * share:.0f} % of cases"
     above = (
         f"the load of the experts, {load.mean:.2f} on average, is {often} above their places, "

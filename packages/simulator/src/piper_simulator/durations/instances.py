@@ -68,9 +68,9 @@ def instances(plan: Plan, channel: Channel) -> list[tuple[int, ...]]:
         there = plan.role(channel.roles[1]).placed
         return [(rank, mesh.rank({**mesh.coords(rank), **there})) for rank in first.ranks]
     free = [axis for axis in mesh.axes if axis not in channel.over and axis not in first.placed]
-    found: dict[tuple[int, ...], list[int]] = {}
+    members_by_coords: dict[tuple[int, ...], list[int]] = {}
     for role in channel.roles:
         for rank in plan.role(role).ranks:
             coords = mesh.coords(rank)
-            found.setdefault(tuple([coords[axis] for axis in free]), []).append(rank)
-    return [tuple(sorted(members)) for members in found.values()]
+            members_by_coords.setdefault(tuple([coords[axis] for axis in free]), []).append(rank)
+    return [tuple(sorted(members)) for members in members_by_coords.values()]

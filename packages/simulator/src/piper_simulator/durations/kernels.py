@@ -63,8 +63,8 @@ def step_took(device: Device, cost: Cost, step: Step) -> Took:
     """Return the duration of one step of a chunk, with its sources."""
     parts: dict[How, float] = {}
     for kernel in cost.kernels:
-        found = kernel_seconds(device, kernel, backward=step not in ("F", "R"))
-        parts[found.how] = parts.get(found.how, 0.0) + kernel.count * found.seconds
+        took = kernel_seconds(device, kernel, backward=step not in ("F", "R"))
+        parts[took.how] = parts.get(took.how, 0.0) + kernel.count * took.seconds
     seconds = launched(device, sum(parts.values()), launch_count(device, cost))
     least: How = max(parts, key=[*SOURCES].index, default="formula")
     return Took(seconds, SOURCES[least], parts)
@@ -109,8 +109,8 @@ def launched(device: Device, busy: float, kernels: int) -> float:
     if device.stack is None or not busy:
         return max(busy, launch_count)
     longer, shorter = max(busy, launch_count), min(busy, launch_count)
-    out: float = longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP)
-    return out
+    seconds: float = longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP)
+    return seconds
 
 
 def plain(device: Device, kernel: Kernel) -> float:

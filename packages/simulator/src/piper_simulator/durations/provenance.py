@@ -116,9 +116,9 @@ class Provenance:
         )
         guesses = () if cluster is None else tuple(cluster.guess(d) for d in self._dtypes)
         slow = [
-            f"slow {what}: {_some(found)}"
-            for what, found in (("ranks", self._slow), ("links", self._links))
-            if found
+            f"slow {what}: {_some(slow_parts)}"
+            for what, slow_parts in (("ranks", self._slow), ("links", self._links))
+            if slow_parts
         ]
         return (
             *assumed,
@@ -147,9 +147,9 @@ class Provenance:
         origin, cluster = self._costs.origin, self._cluster
         if origin is None:
             return []
-        found = []
+        sentences = []
         if cluster is not None and cluster.name != origin.cluster:
-            found.append(
+            sentences.append(
                 f"the costs were measured on {origin.cluster} ({origin.device}), and this is {cluster.name}"
             )
         elif (
@@ -157,41 +157,41 @@ class Provenance:
             and cluster.name == CPU
             and origin.device != (here := machine_name())
         ):
-            found.append(
+            sentences.append(
                 f"the costs were measured on another machine: {origin.device}; this is {here}"
             )
         if origin.ranks != self._plan.mesh.world and (cluster is None or cluster.synchronous):
-            found.append(
+            sentences.append(
                 f"the costs were measured while {origin.ranks} ranks computed at once; the plan has "
                 f"{self._plan.mesh.world}, which share what the machine has"
             )
-        return found
+        return sentences
 
     def _of_chunks(self) -> list[str]:
         """Return sentences on steps that the costs do not hold, or not at this size; none without any measured step."""
-        found = []
+        sentences = []
         if self._costs.steps and len(self._unknown) == len(self._plan.chunks):
             origin = self._costs.origin
             whose = f" (program {origin.program}, {origin.date})" if origin is not None else ""
-            found.append(
+            sentences.append(
                 f"the costs{whose} are of another model: none of the {len(self._unknown)} chunks has a cost, all "
                 f"are computed by formula: {_some(self._unknown)}; profile this model, or leave the costs out"
             )
         elif self._costs.steps and self._unknown:
-            found.append(
+            sentences.append(
                 f"{len(self._unknown)} of {len(self._plan.chunks)} chunks have no cost and are computed by "
                 f"formula: {_some(self._unknown)}"
             )
         if self._far:
-            found.append(
+            sentences.append(
                 f"{self._plan.rows} rows per microbatch are more than a factor of 2 outside of what was measured; "
                 f"computed by formula: {_some(self._far)}"
             )
         if self._beyond:
-            found.append(f"interpolated beyond what was measured: {_some(self._beyond)}")
+            sentences.append(f"interpolated beyond what was measured: {_some(self._beyond)}")
         if self._messages:
-            found.append(f"not in the costs, computed by formula: {_some(self._messages)}")
-        return found
+            sentences.append(f"not in the costs, computed by formula: {_some(self._messages)}")
+        return sentences
 
 
 def _some(names: Iterable[str]) -> str:

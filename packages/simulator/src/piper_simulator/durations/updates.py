@@ -67,19 +67,20 @@ class Updated:
 
 def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     """Return the bytes that an update of a role works on."""
-    held = [s for s in role.states if s.flat and s.name in op.buckets]
-    sizes = _own_sizes(plan, held)
+    own_states = [s for s in role.states if s.flat and s.name in op.buckets]
+    sizes = _own_sizes(plan, own_states)
     param = sum((sizes["param"] | sizes["master"]).values())
     copies = [size + sizes["param"][b] for b, size in sizes["master"].items()]
     buckets = [plan.bucket(b) for b in op.buckets]
     for bucket in buckets:
         if bucket.reduce_dtype != bucket.dtype:
-            given = sizes["grad"][bucket.id]
+            grad_bytes = sizes["grad"][bucket.id]
             copies.append(
-                given + given // ITEM_BYTES[bucket.reduce_dtype] * ITEM_BYTES[bucket.dtype]
+                grad_bytes
+                + grad_bytes // ITEM_BYTES[bucket.reduce_dtype] * ITEM_BYTES[bucket.dtype]
             )
     grad, state = sum(sizes["grad"].values()), sum(sizes["optim"].values())
-    others = sum(s.nbytes for s in held if s.category == "grad") - grad
+    others = sum(s.nbytes for s in own_states if s.category == "grad") - grad
     item = min((ITEM_BYTES[b.dtype] for b in buckets), default=1)
     scaled = op.weighted or op.clip is not None
     return Updated(param, grad, state, item, len(buckets), scaled, tuple(copies), others)
@@ -104,12 +105,12 @@ def update_bytes(of: Updated, *, fused: bool) -> list[int]:
     """Return the bytes that each kernel moves."""
     kernels = ceil(of.param / of.item / (CHUNK * BLOCKS))
     if fused:
-        out = _split(2 * of.param + of.grad + 2 * of.state, kernels)
+        moved = _split(2 * of.param + of.grad + 2 * of.state, kernels)
     else:
         copies = min(max(FOREACH), round(of.state / of.param)) if of.param else 0
-        out = [b for tensors in FOREACH[copies] for b in _split(tensors * of.param, kernels)]
+        moved = [b for tensors in FOREACH[copies] for b in _split(tensors * of.param, kernels)]
     read, zeroed = _split(of.grad, of.buckets), _split(of.grad + of.others, of.buckets)
-    return [*out, *zeroed, *(2 * b for b in read if of.scaled), *of.copies]
+    return [*moved, *zeroed, *(2 * b for b in read if of.scaled), *of.copies]
 
 
 def _split(nbytes: int, kernels: int) -> list[int]:

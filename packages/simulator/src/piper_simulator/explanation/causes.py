@@ -90,8 +90,8 @@ class Causes:
 
     def totals(self, pieces: Iterable[PathPiece]) -> Mapping[Cause, float]:
         """Return the seconds of pieces by cause, most first."""
-        out: dict[Cause, float] = {}
+        seconds_by_cause: dict[Cause, float] = {}
         for piece in pieces:
             owner = self.of_piece(piece)
-            out[owner] = out.get(owner, 0.0) + piece.seconds
-        return dict(sorted(out.items(), key=lambda x: -x[1]))
+            seconds_by_cause[owner] = seconds_by_cause.get(owner, 0.0) + piece.seconds
+        return dict(sorted(seconds_by_cause.items(), key=lambda x: -x[1]))

@@ -47,7 +47,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as plain numbers and text, for programs."""
         tables = {"path": self.path, "device": self.device, "memory": self.memory}
-        rows = {name: [_row(d) for d in found] for name, found in tables.items()}
+        rows = {name: [_row(d) for d in differences] for name, differences in tables.items()}
         return {"step_s": _row(self.step), "peak_bytes": _row(self.peak), **rows}
 
 
@@ -60,10 +60,10 @@ def compare(a: Why, b: Why) -> Comparison:
 
     Raises PlanError unless both are results of `why`.
     """
-    for given in (a, b):
-        if not isinstance(given, Why):
+    for argument in (a, b):
+        if not isinstance(argument, Why):
             raise PlanError(
-                f"compare: a {type(given).__name__} was given; two results of piper.why are needed"
+                f"compare: a {type(argument).__name__} was given; two results of piper.why are needed"
             )
     return Comparison(
         StepDifference("step", a.step_s, b.step_s),
@@ -76,7 +76,7 @@ def compare(a: Why, b: Why) -> Comparison:
 
 def _by(owners: Mapping[Cause, float]) -> dict[str, float]:
     """Sum by phase and stage, purpose, or host, since names of channels and roles do not match between plans."""
-    out: dict[str, float] = {}
+    seconds_by_name: dict[str, float] = {}
     for owner, seconds in owners.items():
         computes = owner.text if owner.where.startswith("stage") else owner.what
         name = {
@@ -84,8 +84,8 @@ def _by(owners: Mapping[Cause, float]) -> dict[str, float]:
             "communication": f"communication: {owner.what}",
             "host": "host",
         }[owner.kind]
-        out[name] = out.get(name, 0.0) + seconds
-    return out
+        seconds_by_name[name] = seconds_by_name.get(name, 0.0) + seconds
+    return seconds_by_name
 
 
 def _named(kinds: Mapping[tuple[str, str], float]) -> dict[str, float]:
@@ -100,5 +100,5 @@ def _named(kinds: Mapping[tuple[str, str], float]) -> dict[str, float]:
 
 
 def _differences(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[StepDifference, ...]:
-    found = [StepDifference(name, a.get(name, 0), b.get(name, 0)) for name in {**a, **b}]
-    return tuple(sorted(found, key=lambda d: (-abs(d.change), d.name)))
+    differences = [StepDifference(name, a.get(name, 0), b.get(name, 0)) for name in {**a, **b}]
+    return tuple(sorted(differences, key=lambda d: (-abs(d.change), d.name)))

@@ -104,15 +104,15 @@ class Chains:
         """Return the moment that a node, or its whole group, waited for last: its own "start" if that was its host."""
         times, prepared = self._times, self._prepared
         g = prepared.group_of[node]
-        found: tuple[int, NodeMoment] = (node, "start")
+        cause: tuple[int, NodeMoment] = (node, "start")
         latest = 0.0
         for m in (node,) if g < 0 else prepared.groups[g]:
             before = self._before[m]
             if before >= 0 and times.end[before] > latest:
-                found, latest = (before, "end"), times.end[before]
+                cause, latest = (before, "end"), times.end[before]
             for w in prepared.waits[m]:
                 if times.done[w] > latest:
-                    found, latest = (w, "done"), times.done[w]
+                    cause, latest = (w, "done"), times.done[w]
             if self._issued and self._issued[m] > latest:
-                found, latest = (m, "start"), self._issued[m]
-        return found
+                cause, latest = (m, "start"), self._issued[m]
+        return cause

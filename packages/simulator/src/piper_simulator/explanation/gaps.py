@@ -38,7 +38,7 @@ def idle_gaps(prepared: Prepared, times: Times, chains: Chains) -> list[list[Gap
     """
     makespan = times.makespan
     last = max(range(len(prepared)), key=times.done.__getitem__, default=-1)
-    out = []
+    gaps_by_role = []
     for r, (first, end) in enumerate(pairwise(prepared.offsets)):
         gaps: list[Gap] = []
         reached = 0.0
@@ -50,8 +50,8 @@ def idle_gaps(prepared: Prepared, times: Times, chains: Chains) -> list[list[Gap
             reached = max(reached, times.end[node])
         if makespan > reached:
             gaps.append(_gap(chains, r, reached, makespan, -1, last, "done"))
-        out.append(gaps)
-    return out
+        gaps_by_role.append(gaps)
+    return gaps_by_role
 
 
 def _gap(
@@ -87,13 +87,18 @@ class Share:
 
 def time_shares(makespan: float, gaps: Sequence[Sequence[Gap]]) -> list[Share]:
     """Return the shares of each role, from `idle_gaps`."""
-    out = []
+    shares = []
     for own in gaps:
-        held = {"compute": 0.0, "communication": 0.0, "latency": 0.0, "host": 0.0}
+        seconds_by_holder = {"compute": 0.0, "communication": 0.0, "latency": 0.0, "host": 0.0}
         for piece in (p for gap in own for p in gap.pieces):
-            held[piece.holder] += piece.seconds
-        computing = makespan - sum(held.values())
-        out.append(
-            Share(computing, held["compute"], held["communication"] + held["latency"], held["host"])
+            seconds_by_holder[piece.holder] += piece.seconds
+        computing = makespan - sum(seconds_by_holder.values())
+        shares.append(
+            Share(
+                computing,
+                seconds_by_holder["compute"],
+                seconds_by_holder["communication"] + seconds_by_holder["latency"],
+                seconds_by_holder["host"],
+            )
         )
-    return out
+    return shares

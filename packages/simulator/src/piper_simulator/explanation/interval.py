@@ -62,8 +62,8 @@ def interval(case: Case, *, draws: int = 100, seed: int = 0) -> StepInterval | N
         ]
         return case.run(durations, max(0.0, case.issue + by() * issue_spread)).makespan
 
-    found = sorted(step(lambda: random.gauss(0.0, SIGMAS)) for _ in range(draws))
-    low, median, high = (found[int(q * (draws - 1) + 0.5)] for q in (0.05, 0.5, 0.95))
+    makespans = sorted(step(lambda: random.gauss(0.0, SIGMAS)) for _ in range(draws))
+    low, median, high = (makespans[int(q * (draws - 1) + 0.5)] for q in (0.05, 0.5, 0.95))
     total = sum(case.durations)
     covered = sum(d for d, s in zip(case.durations, spreads) if s) / total if total else 0.0
     return StepInterval(

@@ -189,12 +189,12 @@ def sensitivities(case: Case) -> list[Sensitivity]:
     """Return the sensitivity of the step to each constant that it depends on, the strongest first."""
     if case.cluster is None or not case.step_s:
         return []
-    out = []
+    effects = []
     for name, value, put in cluster_constants(case.cluster):
         changed = case.on(put(value * (1 + STEP)))
         if changed != case.step_s:
-            out.append(Sensitivity(name, value, (changed / case.step_s - 1) / STEP))
-    return sorted(out, key=lambda s: (-abs(s.per_percent), s.name))
+            effects.append(Sensitivity(name, value, (changed / case.step_s - 1) / STEP))
+    return sorted(effects, key=lambda s: (-abs(s.per_percent), s.name))
 
 
 def cluster_constants(cluster: Cluster) -> Iterator[tuple[str, float, Callable[[float], Cluster]]]:

@@ -108,16 +108,18 @@ class Why:
         Kinds are "compute" by phase, "bubble" by the phase of another role that it waits for, "communication" by
         purpose, and "host".
         """
-        out: dict[tuple[str, str], float] = {}
+        seconds_by_owner: dict[tuple[str, str], float] = {}
         for r, (role, idle) in enumerate(zip(self.plan.roles, self.idle_by_owner, strict=True)):
             weight = len(role.ranks) / self.plan.mesh.world
-            held = [
+            idled = [
                 ("bubble" if o.kind == "compute" else o.kind, o.what, s) for o, s in idle.items()
             ]
             computed = [("compute", o.what, s) for o, s in self._computed(r).items()]
-            for kind, what, seconds in (*held, *computed):
-                out[kind, what] = out.get((kind, what), 0.0) + weight * seconds
-        return dict(sorted(out.items(), key=lambda x: -x[1]))
+            for kind, what, seconds in (*idled, *computed):
+                seconds_by_owner[kind, what] = (
+                    seconds_by_owner.get((kind, what), 0.0) + weight * seconds
+                )
+        return dict(sorted(seconds_by_owner.items(), key=lambda x: -x[1]))
 
     def _computed(self, r: int) -> Mapping[Cause, float]:
         """Return the seconds that a role computes, by cause."""
@@ -134,7 +136,7 @@ class Why:
         for piece in self.path:
             if piece.holder != "host":
                 on_path[piece.node] = on_path.get(piece.node, 0.0) + piece.seconds
-        found: dict[tuple[Cause, Source], tuple[int, float, float]] = {}
+        sums_by_key: dict[tuple[Cause, Source], tuple[int, float, float]] = {}
         prepared = self.case.prepared
         for node, work in enumerate(self.case.work):
             g = prepared.group_of[node]
@@ -143,14 +145,14 @@ class Why:
             ):  # one message, whatever the number of its ends
                 continue
             key = self.owners.of_node(node), work.source
-            count, seconds, path = found.get(key, (0, 0.0, 0.0))
+            count, seconds, path = sums_by_key.get(key, (0, 0.0, 0.0))
             ends = prepared.groups[g] if g >= 0 else (node,)
-            found[key] = (
+            sums_by_key[key] = (
                 count + 1,
                 seconds + work.seconds,
                 path + sum(on_path.get(m, 0.0) for m in ends),
             )
-        costs = [CauseCost(owner, source, *sums) for (owner, source), sums in found.items()]
+        costs = [CauseCost(owner, source, *sums) for (owner, source), sums in sums_by_key.items()]
         return sorted(costs, key=lambda c: (-c.seconds, c.owner.text))
 
     @property
@@ -193,13 +195,13 @@ class Why:
 
     def _piece(self, piece: PathPiece) -> dict[str, Any]:
         role, instr = self.owners.at(piece.node)
-        found = {
+        entry = {
             "start": piece.start,
             "end": piece.end,
             "holder": piece.holder,
             "owner": self.owners.of_piece(piece).text,
         }
-        return found | {"role": role.role, "stream": instr.stream, "instruction": instr.name}
+        return entry | {"role": role.role, "stream": instr.stream, "instruction": instr.name}
 
     def _owned(self, owner: Cause, seconds: float) -> dict[str, Any]:
         return {"owner": owner.text, **asdict(owner), "seconds": seconds}

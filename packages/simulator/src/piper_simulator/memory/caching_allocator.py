@@ -78,12 +78,12 @@ class CachingAllocator:
         small = size <= SMALL
         free = self._free[small]
         at = bisect_left(free, (size, 0))
-        made: CachedBlock | None = None
+        new_segment: CachedBlock | None = None
         if at < len(free):
             block = self._blocks[free.pop(at)[1]]
         else:
             block = self._segment(segment_size(size), small)
-            made = CachedBlock(block.address, block.size, block.segment, small)
+            new_segment = CachedBlock(block.address, block.size, block.segment, small)
         rest = block.size - size
         if rest >= MIN_BLOCK if small else rest > SMALL:
             other = CachedBlock(
@@ -94,7 +94,7 @@ class CachingAllocator:
             block.after, block.size = other, size
             self._keep(other)
         block.requested = nbytes
-        return block, made
+        return block, new_segment
 
     def free(self, block: CachedBlock) -> None:
         """Free a block, and join it with its free neighbours."""

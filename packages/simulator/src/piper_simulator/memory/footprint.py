@@ -58,8 +58,8 @@ def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int
         _recomputed(role), "recomputed_activations"
     )
     lines = dict.fromkeys(LINES, 0)
-    for held in held_at_peak(plan, role):
-        lines[_line(held, special.get(held.value, ""), losses)] += held.bytes
+    for item in held_at_peak(plan, role):
+        lines[_line(item, special.get(item.value, ""), losses)] += item.bytes
     beside = (device.reserve, device.context, device.groups, device.pairs)
     return lines | dict(zip(BESIDE, beside, strict=True))
 

@@ -81,8 +81,8 @@ class _Log:
         return name in self._live
 
     def value(self, plan: Plan, value: str, instr: str, index: int) -> None:
-        found = plan.values[value]
-        self.allocate(value, found.nbytes, found.category, instr, index)
+        value_kind = plan.values[value]
+        self.allocate(value, value_kind.nbytes, value_kind.category, instr, index)
 
     def allocate(self, name: str, nbytes: int, category: str, instr: str, index: int) -> None:
         """Allocate bytes for a name, unless there are none."""
@@ -137,13 +137,13 @@ def _segment(first: CachedBlock, live: Mapping[int, Frames]) -> dict[str, Any]:
     while block is not None:
         state = "active_allocated" if block.requested else "inactive"
         frames = live.get(block.address, [])
-        found = {
+        entry = {
             "address": block.address,
             "size": block.size,
             "requested_size": block.requested,
             "state": state,
         }
-        blocks.append(found | {"frames": frames})
+        blocks.append(entry | {"frames": frames})
         total, requested = total + block.size, requested + block.requested
         used += block.size if block.requested else 0
         block = block.after

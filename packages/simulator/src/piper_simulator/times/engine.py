@@ -383,12 +383,12 @@ class _Engine:
         """Return the needs of each node of a stream."""
         prepared = self.prepared
         before = after_updates(prepared).get(nodes[0])
-        out = [
+        needed = [
             tuple([self._need(w, self.place[w]) for w in prepared.waits[node]]) for node in nodes
         ]
         if before is not None:  # the last that is computed in the step before
-            out[0] += (self._need(before, 0),)
-        return out
+            needed[0] += (self._need(before, 0),)
+        return needed
 
     def _need(self, node: int, place: int) -> _Need:
         s = self.prepared.stream_of[node]

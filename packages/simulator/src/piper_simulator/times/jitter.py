@@ -173,10 +173,10 @@ def _varied(
         else []
     )
     while True:
-        out = list(durations)
+        varied = list(durations)
         for n, d in vary:
-            out[n] = d * exp(gauss(mean, sigma))
-        yield out
+            varied[n] = d * exp(gauss(mean, sigma))
+        yield varied
 
 
 def _left_out(held: TimedPlan, repetitions: int) -> frozenset[int]:
@@ -197,10 +197,10 @@ def _left_out(held: TimedPlan, repetitions: int) -> frozenset[int]:
         *sorts.values(),
         *(replica for replica in replicas if replica not in set(sorts.values())),
     ]
-    out = frozenset(
+    left_out = frozenset(
         rank for replica in order[max(2, len(sorts), MOST // each) :] for rank in replicas[replica]
     )
-    return out if all(_whole(plan, out)) else frozenset()
+    return left_out if all(_whole(plan, left_out)) else frozenset()
 
 
 def _whole(plan: Plan, left_out: frozenset[int]) -> Iterator[bool]:
@@ -211,10 +211,10 @@ def _whole(plan: Plan, left_out: frozenset[int]) -> Iterator[bool]:
 
 
 def _percentiles(seconds: Sequence[float]) -> Percentiles:
-    found, n = sorted(seconds), len(seconds)
-    low, median, high = (found[int(q * (n - 1) + 0.5)] for q in (0.05, 0.5, 0.95))
-    mean = sum(found) / n
-    std = (sum((x - mean) ** 2 for x in found) / (n - 1)) ** 0.5 if n > 1 else 0.0
+    ordered, n = sorted(seconds), len(seconds)
+    low, median, high = (ordered[int(q * (n - 1) + 0.5)] for q in (0.05, 0.5, 0.95))
+    mean = sum(ordered) / n
+    std = (sum((x - mean) ** 2 for x in ordered) / (n - 1)) ** 0.5 if n > 1 else 0.0
     return Percentiles(low, median, high, mean, std)
 
 

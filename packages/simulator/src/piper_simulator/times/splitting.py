@@ -216,11 +216,11 @@ def _nodes_by_colour(
     nodes: Iterable[int], colours: Sequence[int], size: Sequence[int]
 ) -> dict[int, list[int]]:
     """Return nodes by colour, without nodes that are alone in their class."""
-    out: dict[int, list[int]] = {}
+    nodes_by_colour: dict[int, list[int]] = {}
     for node in nodes:
         if size[colours[node]] > 1:
-            out.setdefault(colours[node], []).append(node)
-    return out
+            nodes_by_colour.setdefault(colours[node], []).append(node)
+    return nodes_by_colour
 
 
 def _by_colours(plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int]) -> SplitPlan:
@@ -263,31 +263,31 @@ def _channels(
 
     `role_at` has the role of each class.
     """
-    found: dict[tuple[int, tuple[int, ...]], int] = {}
+    first_by_meeting: dict[tuple[int, tuple[int, ...]], int] = {}
     for m in meetings:
         there = [r for r in m.members if ranks[r] >= 0]
         if there:
             colours = dict.fromkeys(ranks[r] for r in there)
             p2p = plan.channels[m.channel].kind == "p2p"
-            found.setdefault(
+            first_by_meeting.setdefault(
                 (m.channel, tuple(colours) if p2p else tuple(sorted(colours))), there[0]
             )
-    number = Counter(c for c, _ in found)
-    out, used = [], dict[int, dict[str, str]]()
-    for (c, classes), first in found.items():
+    number = Counter(c for c, _ in first_by_meeting)
+    new_channels, used = [], dict[int, dict[str, str]]()
+    for (c, classes), first in first_by_meeting.items():
         channel = plan.channels[c]
         id = channel.id if number[c] == 1 else f"{channel.id}/{first}"
         at = [channel.roles.index(role_at[colour]) for colour in classes]
         sms = tuple([channel.sms[k] for k in at]) if channel.sms else ()
         streams = tuple([channel.streams[k] for k in at])
-        out.append(
+        new_channels.append(
             replace(
                 channel, id=id, roles=tuple([names[k] for k in classes]), streams=streams, sms=sms
             )
         )
         for colour in classes:
             used.setdefault(colour, {})[channel.id] = id
-    return out, used
+    return new_channels, used
 
 
 def _part(role: RolePlan, name: str, ranks: tuple[int, ...], channels: dict[str, str]) -> RolePlan:

@@ -84,8 +84,8 @@ def shared_flows(
     if not contention:
         named_sms(plan, cluster)
         return None
-    found = all_loads(plan, prepared, work, wiring(cluster))
-    return found if found.slow_anything else None
+    flows = all_loads(plan, prepared, work, wiring(cluster))
+    return flows if flows.slow_anything else None
 
 
 def durations_of(

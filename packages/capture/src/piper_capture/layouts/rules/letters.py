@@ -23,8 +23,8 @@ def lettered(
     """Return the loops of an op whose dimensions of equal names run over the same steps."""
     places: dict[str, list[DimOf]] = {}
     alone: set[DimOf] = set()
-    for tensor, given in names.items():
-        for dim, name in enumerate(given):
+    for tensor, dim_names in names.items():
+        for dim, name in enumerate(dim_names):
             if name is None:
                 alone.add(DimOf(tensor, dim))
             else:

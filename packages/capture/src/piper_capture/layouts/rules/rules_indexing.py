@@ -105,20 +105,20 @@ def _index_add(call: OpCall) -> Loops:
 
 
 def _index(call: OpCall) -> Loops:
-    found = _indexed(call)
-    if found is None:
+    indexing = _indexed(call)
+    if indexing is None:
         return all_whole(call)
-    names, numbers, result = found
+    names, numbers, result = indexing
     return lettered({0: names, **numbers, OUT: result}, linear=each(0))
 
 
 def _index_put(call: OpCall) -> Loops:
-    found = _indexed(call)
-    if found is None:
+    indexing = _indexed(call)
+    if indexing is None:
         return all_whole(call)
-    names, numbers, result = found
+    names, numbers, result = indexing
     (values,) = call.numbers("values")
-    looked = {name for given in numbers.values() for name in given if name is not None}
+    looked = {name for dim_names in numbers.values() for name in dim_names if name is not None}
     aligned = list(result)[len(result) - rank(call, values) :]
     kept = [n if size != 1 else None for n, size in zip(aligned, call.shape(values), strict=True)]
     return lettered(
@@ -134,15 +134,15 @@ def _indexed(call: OpCall) -> tuple[Names, dict[int, Names], Names] | None:
     The dimensions of the numbers, broadcast against each other, stand where the first number is, or first of all where
     other dimensions lie between numbers. None for masks of booleans.
     """
-    given = list(call.get("indices")) + [None] * (rank(call, 0) - len(call.get("indices")))
+    indices = list(call.get("indices")) + [None] * (rank(call, 0) - len(call.get("indices")))
     tensors = iter(call.numbers("indices"))
-    numbers = [None if g is None else next(tensors) for g in given]
-    found = [k for k in numbers if k is not None]
-    if any(call.tensors[k].dtype in (torch.bool, torch.uint8) for k in found):
+    numbers = [None if g is None else next(tensors) for g in indices]
+    present = [k for k in numbers if k is not None]
+    if any(call.tensors[k].dtype in (torch.bool, torch.uint8) for k in present):
         return None
-    wide = max((rank(call, k) for k in found), default=0)
-    sizes = torch.broadcast_shapes(*(call.shape(k) for k in found))
-    looked = {k: _aligned(call.shape(k), sizes) for k in found}
+    wide = max((rank(call, k) for k in present), default=0)
+    sizes = torch.broadcast_shapes(*(call.shape(k) for k in present))
+    looked = {k: _aligned(call.shape(k), sizes) for k in present}
     dims = [d for d, k in enumerate(numbers) if k is not None]
     names = numbered(len(numbers), without=dims)
     adjacent = dims == list(range(dims[0], dims[0] + len(dims))) if dims else True

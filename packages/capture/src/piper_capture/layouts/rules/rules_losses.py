@@ -24,8 +24,8 @@ _NAMES = {"none": NONE, "mean": MEAN, "sum": SUM}
 
 
 def _reduction(call: OpCall) -> int:
-    given = call.get("reduction")
-    return _NAMES[given] if isinstance(given, str) else int(given)
+    reduction = call.get("reduction")
+    return _NAMES[reduction] if isinstance(reduction, str) else int(reduction)
 
 
 def _cross_entropy(call: OpCall) -> Loops:

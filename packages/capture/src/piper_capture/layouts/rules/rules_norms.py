@@ -48,11 +48,11 @@ def _norm(full: tuple[str, ...], statistics: tuple[str, ...], results: str, call
         if _takes(call, name)
         for k in call.numbers(name)
     }
-    made = [k for k in range(len(results)) if call.made(k)]
-    names |= {-1 - k: of_kind[results[k]] for k in made}
-    weights_alone = all(results[k] == "w" for k in made)
+    present = [k for k in range(len(results)) if call.made(k)]
+    names |= {-1 - k: of_kind[results[k]] for k in present}
+    weights_alone = all(results[k] == "w" for k in present)
     linear = (frozenset({call.number("grad_out")}),) if "grad_out" in full else ()
-    localize = _normalized_shape(made[0]) if weights_alone else unchanged
+    localize = _normalized_shape(present[0]) if weights_alone else unchanged
     return lettered(
         names,
         summed=rows if "w" in results else (),
@@ -80,12 +80,12 @@ def _group_norm(full: tuple[str, ...], results: str, call: OpCall) -> Loops:
     """
     first, count = call.number(full[0]), int(call.get("group"))
     groups, channels = Inner(count, 0), Inner(call.shape(first)[1] // count, 1)
-    made = [k for k in range(len(results)) if call.made(k)]
-    wide = [*(call.number(n) for n in full), *(-1 - k for k in made if results[k] == "f")]
+    present = [k for k in range(len(results)) if call.made(k)]
+    wide = [*(call.number(n) for n in full), *(-1 - k for k in present if results[k] == "f")]
     short = [k for n in ("mean", "rstd") if _takes(call, n) for k in call.numbers(n)]
-    short += [-1 - k for k in made if results[k] == "s"]
+    short += [-1 - k for k in present if results[k] == "s"]
     weights = [k for n in ("weight", "bias") if _takes(call, n) for k in call.numbers(n)]
-    weights += [-1 - k for k in made if results[k] == "w"]
+    weights += [-1 - k for k in present if results[k] == "w"]
     same: list[tuple[Nest, Nest]] = [
         ((DimOf(first, 0),), (DimOf(k, 0),)) for k in (*wide[1:], *short)
     ]
@@ -97,13 +97,13 @@ def _group_norm(full: tuple[str, ...], results: str, call: OpCall) -> Loops:
         channels,
         *(DimOf(k, d) for k in wide for d in range(2, rank(call, k))),
     }
-    if results[made[0]] != "f":  # the sizes of a part are read off the first result
+    if results[present[0]] != "f":  # the sizes of a part are read off the first result
         whole |= {DimOf(first, 0), groups}
     linear = (frozenset({call.number("grad_out")}),) if "grad_out" in full else ()
     per_group = channels.size
 
     def localize(call: OpCall, shapes: Sequence[Shape]) -> Mapping[str, Any]:
-        rows, columns = shapes[0][:2] if made[0] == 0 else (call.get("N"), call.get("C"))
+        rows, columns = shapes[0][:2] if present[0] == 0 else (call.get("N"), call.get("C"))
         return {"N": rows, "C": columns, "group": columns // per_group}
 
     summed = frozenset({DimOf(first, 0)}) if "w" in results else frozenset()

@@ -152,10 +152,10 @@ def _repeat(call: OpCall) -> Loops:
 def _moves_along(name: str, call: OpCall) -> Loops:
     """Return the loops of an op that reverses or rotates some dimensions; without any, it takes the tensor as one."""
     count = rank(call, 0)
-    given = call.get(name)
-    dims = {int(d) % max(1, count) for d in ([given] if isinstance(given, int) else given)} or set(
-        range(count)
-    )
+    argument = call.get(name)
+    dims = {
+        int(d) % max(1, count) for d in ([argument] if isinstance(argument, int) else argument)
+    } or set(range(count))
     names = numbered(count, without=dims)
     return lettered({0: names, OUT: names}, linear=ALL)
 

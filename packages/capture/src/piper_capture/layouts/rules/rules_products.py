@@ -71,14 +71,14 @@ def _convolution_backward(call: OpCall) -> Loops:
     whole |= set() if wants_input or wants_weight else {groups.count}
 
     def localize(call: OpCall, results: Sequence[Shape]) -> Mapping[str, Any]:
-        found: dict[str, Any] = {"bias_sizes": list(results[2])} if wants_bias else {}
+        changes: dict[str, Any] = {"bias_sizes": list(results[2])} if wants_bias else {}
         if groups.many and (wants_input or wants_weight):
-            found["groups"] = (
+            changes["groups"] = (
                 results[0][1] // groups.per_group_in
                 if wants_input
                 else results[1][0] // groups.first
             )
-        return found
+        return changes
 
     return Loops(tuple(same), frozenset(summed), frozenset(whole), each(grad), localize)
 

@@ -18,8 +18,10 @@ ALL = (frozenset({0}),)
 def reduced_dims(call: OpCall) -> frozenset[int]:
     """Return the reduced dimensions of the first argument: all if none is named."""
     count = rank(call, 0)
-    given = call.get("dim") if any(a.name == "dim" for a in call.op._schema.arguments) else None
-    named = given if isinstance(given, list | tuple) else () if given is None else (given,)
+    argument = call.get("dim") if any(a.name == "dim" for a in call.op._schema.arguments) else None
+    named = (
+        argument if isinstance(argument, list | tuple) else () if argument is None else (argument,)
+    )
     return frozenset(int(d) % max(1, count) for d in named if count) or frozenset(range(count))
 
 

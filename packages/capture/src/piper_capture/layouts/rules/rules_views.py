@@ -79,8 +79,8 @@ def _squeeze(call: OpCall) -> Loops:
 
     It leaves a named dimension of another size as it is, but would drop a part of size 1 of it.
     """
-    count, given = rank(call, 0), call.get("dim") if "dim" in call.args else range(rank(call, 0))
-    dims = {int(d) % max(1, count) for d in ([given] if isinstance(given, int) else given)}
+    count, argument = rank(call, 0), call.get("dim") if "dim" in call.args else range(rank(call, 0))
+    dims = {int(d) % max(1, count) for d in ([argument] if isinstance(argument, int) else argument)}
     names = numbered(count, without=[d for d in dims if d < count])
     left = [n for d, n in enumerate(names) if d not in dims or call.shape(0)[d] != 1]
     return lettered({0: names, OUT: left}, linear=ALL)

@@ -89,8 +89,8 @@ def _divided(
     graph: fx.Graph, node: fx.Node, examples: Examples, counts: dict[str, fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
     """Return the node of a mean, and a new one that makes the same of a sum and a count."""
-    given = arguments(node)
-    ignored = given.get("ignore_index", IGNORED)
+    by_name = arguments(node)
+    ignored = by_name.get("ignore_index", IGNORED)
     first = (
         next(u for u in node.users if u.target is operator.getitem and u.args[1] == 0)
         if is_portable_loss(node)
@@ -101,14 +101,14 @@ def _divided(
         if is_portable_loss(node):
             total = after.first(
                 Builder(graph, node, examples).call(
-                    PORTABLE, given["input"], given["target"], "sum", ignored
+                    PORTABLE, by_name["input"], by_name["target"], "sum", ignored
                 )
             )
         else:
-            total = _summed(after, node, given)
-        key = f"{given['target']} {ignored} {given.get('weight')}"
+            total = _summed(after, node, by_name)
+        key = f"{by_name['target']} {ignored} {by_name.get('weight')}"
         if key not in counts:
-            counts[key] = _count(after, given["target"], ignored, given.get("weight"))
+            counts[key] = _count(after, by_name["target"], ignored, by_name.get("weight"))
         return first, after.call(operator.truediv, total, counts[key])
 
 
@@ -185,9 +185,9 @@ class WrittenPair:
             )
 
     def _carries(self, node: fx.Node) -> bool:
-        found = self._of[node]
-        return found.divisor in self._divisors or any(
-            t.divisor in self._divisors for t in found.terms or ()
+        dependence = self._of[node]
+        return dependence.divisor in self._divisors or any(
+            t.divisor in self._divisors for t in dependence.terms or ()
         )
 
     def _times_weight(self, node: fx.Node) -> fx.Node:
@@ -210,12 +210,12 @@ class WrittenPair:
                 self._constant,
             )
         with self._graph.inserting_before(node):
-            made = self._graph.node_copy(node, lambda n: n)
-            made.args = map_arg(
+            copied = self._graph.node_copy(node, lambda n: n)
+            copied.args = map_arg(
                 node.args, lambda arg: self._times_weight(arg) if self._carries(arg) else arg
             )
-            made.meta = dict(node.meta)
-        return made
+            copied.meta = dict(node.meta)
+        return copied
 
     def _constant(self, node: fx.Node, value: fx.Node | float) -> fx.Node:
         with self._graph.inserting_before(node):
@@ -244,9 +244,9 @@ def weighted(
             + args[2:]
         )
     with graph.inserting_before(node.next):
-        made = graph.node_copy(node, lambda n: n)
-        made.args, made.meta = args, dict(node.meta)
-    return made
+        copied = graph.node_copy(node, lambda n: n)
+        copied.args, copied.meta = args, dict(node.meta)
+    return copied
 
 
 def same_values(nodes: Iterable[fx.Node], changed: bool) -> bool:

@@ -121,17 +121,17 @@ def reduced(node: fx.Node) -> Base | Literal["classes", "rows"] | None:
     ):
         return None
     try:
-        given = arguments(node)
+        by_name = arguments(node)
     except TypeError:
         return None
-    if given.get("size_average") is not None or given.get("reduce") is not None:
+    if by_name.get("size_average") is not None or by_name.get("reduce") is not None:
         return None
-    reduction = given.get("reduction", "mean")
+    reduction = by_name.get("reduction", "mean")
     if reduction in ("sum", "none"):
         return "sum" if reduction == "sum" else "rows"
     if reduction not in ("mean", "batchmean"):
         return None
-    of_classes = name in CLASSES and not _example(given["target"]).is_floating_point()
+    of_classes = name in CLASSES and not _example(by_name["target"]).is_floating_point()
     return "classes" if of_classes else "mean"
 
 

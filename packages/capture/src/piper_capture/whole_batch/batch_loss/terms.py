@@ -146,12 +146,12 @@ class Dependences:
     @property
     def of_model(self) -> frozenset[str]:
         """Return the names of the operations that come before `tail`, without batch norms, which combine rows."""
-        made = (
+        computed = (
             n
             for n in self.of
             if n.op not in ("placeholder", "get_attr") and STATISTICS not in n.meta
         )
-        return frozenset(n.name for n in made) - {n.name for n in self.tail}
+        return frozenset(n.name for n in computed) - {n.name for n in self.tail}
 
     def _uses_parameter(self, node: fx.Node) -> bool:
         kinds = [self.forward.origins[n] for n in node.all_input_nodes if n in self.forward.origins]
@@ -192,8 +192,10 @@ class Dependences:
         """Return the dependence of a node before the last use of a parameter."""
         inputs = [self.of[n] for n in node.all_input_nodes if n in self.of]
         if has_rows(node):
-            made = any(d.model for d in inputs) or self._uses_parameter(node) or self._random(node)
-            return Dependence(rows=True, model=made, grad=_grad(node))
+            by_model = (
+                any(d.model for d in inputs) or self._uses_parameter(node) or self._random(node)
+            )
+            return Dependence(rows=True, model=by_model, grad=_grad(node))
         if all(d.constant for d in inputs):
             return replace(CONSTANT, grad=_grad(node))
         return Dependence(model=True, grad=_grad(node), terms=None, mixed=node)
@@ -221,17 +223,19 @@ class Dependences:
             return self._reduced(node, inputs, base)
         if has_rows(node):
             return self._of_rows(node, inputs, base)
-        found = self._formula(node, inputs, base)
-        if found.mixed is node and call_name(node) in BENT:
+        dependence = self._formula(node, inputs, base)
+        if dependence.mixed is node and call_name(node) in BENT:
             self.bent = self.bent or node
-        return found
+        return dependence
 
     def _loss_result(self, node: fx.Node) -> Dependence:
         loss = node.args[0]
         assert isinstance(loss, fx.Node)
-        found = self.of[loss]
+        dependence = self.of[loss]
         return (
-            Dependence(rows=True, model=found.model, grad=found.grad) if has_rows(node) else found
+            Dependence(rows=True, model=dependence.model, grad=dependence.grad)
+            if has_rows(node)
+            else dependence
         )
 
     def _written(self, node: fx.Node, inputs: Collection[Dependence]) -> Dependence:
@@ -289,19 +293,25 @@ class Dependences:
         """Return the dependence of a value with rows."""
         name = call_name(node)
         mixed = next((d.mixed for d in inputs if d.mixed is not None), None)
-        given = [d for d in inputs if not d.rows and not d.constant]
+        numbers = [d for d in inputs if not d.rows and not d.constant]
         divisors = {d.divisor for d in inputs if d.divisor is not None}
-        out = replace(base, rows=True)
+        dependence = replace(base, rows=True)
         if mixed is not None or rows_meet(node):
-            return replace(out, mixed=mixed or node)
-        if name in ("mul", "div") and len(given) == 1 and not divisors:
-            divisor = self._divisor(node, name, given[0])
-            return replace(out, mixed=node) if divisor is None else replace(out, divisor=divisor)
-        if given:
-            known = all(d.terms is not None and not d.model for d in given)
-            return replace(out, divisor="batch") if known else replace(out, mixed=node)
+            return replace(dependence, mixed=mixed or node)
+        if name in ("mul", "div") and len(numbers) == 1 and not divisors:
+            divisor = self._divisor(node, name, numbers[0])
+            return (
+                replace(dependence, mixed=node)
+                if divisor is None
+                else replace(dependence, divisor=divisor)
+            )
+        if numbers:
+            known = all(d.terms is not None and not d.model for d in numbers)
+            return (
+                replace(dependence, divisor="batch") if known else replace(dependence, mixed=node)
+            )
         if not divisors:
-            return out
+            return dependence
         (first, *more) = divisors
         linear = name in SAME | SUMS | MEANS | CHOSEN or (
             name == "mul" and sum(d.divisor is not None for d in inputs) == 1
@@ -312,11 +322,11 @@ class Dependences:
             and self.of[node.args[1]].divisor is None
         )
         if linear and not more:
-            return replace(out, divisor=first)
+            return replace(dependence, divisor=first)
         return (
-            replace(out, divisor="batch")
+            replace(dependence, divisor="batch")
             if not any(self._of_model_divisor(d) for d in divisors)
-            else replace(out, mixed=node)
+            else replace(dependence, mixed=node)
         )
 
     def _of_model_divisor(self, divisor: Divisor) -> bool:
@@ -381,14 +391,14 @@ class Dependences:
             return spoiled
         terms = set[LossTerm]()
         for value in values:
-            found = (
+            dependence = (
                 self.of[value]
                 if isinstance(value, fx.Node)
                 else CONSTANT
                 if value != 0
                 else Dependence()
             )
-            over = self._over(found, "batch", base, spoiled)
+            over = self._over(dependence, "batch", base, spoiled)
             if over.terms is None:
                 return spoiled
             terms |= over.terms

@@ -108,18 +108,23 @@ class Totals:
                 roots[node] = None
             else:
                 queue += [n for n in node.all_input_nodes if self._decided(n)]
-        out, start = [], 1
+        reductions, start = [], 1
         for node in self._graph.nodes:
             if node in roots:
                 shape = concrete_shape(node.meta["example_value"], 2, node)
-                out.append(_Root(node, start, shape, self._of[node].plain == "mean"))
+                reductions.append(_Root(node, start, shape, self._of[node].plain == "mean"))
                 start += prod(shape)
-        return out
+        return reductions
 
     def _decided(self, node: fx.Node) -> bool:
         """Return whether a value is a number, or several, that the rows of the batch alone decide."""
-        found = self._of.get(node)
-        return found is not None and not found.rows and not found.model and not found.constant
+        dependence = self._of.get(node)
+        return (
+            dependence is not None
+            and not dependence.rows
+            and not dependence.model
+            and not dependence.constant
+        )
 
     def _placeholder(self, size: int) -> fx.Node:
         loss = self._forward.loss.meta["example_value"]
@@ -161,10 +166,10 @@ class Totals:
         return self._made[node]
 
     def _part(self, node: fx.Node) -> fx.Node:
-        found = self._of.get(node)
+        dependence = self._of.get(node)
         bases = (
-            {t.base for t in found.terms or ()}
-            if found is not None and found.model
+            {t.base for t in dependence.terms or ()}
+            if dependence is not None and dependence.model
             else {"constant"}
         )
         if bases == {"sum"}:
@@ -185,21 +190,21 @@ class Totals:
             )
 
         with self._graph.inserting_before(node.next):
-            made = self._graph.node_copy(node, lambda n: n)
-            made.args, made.meta = map_arg(node.args, part), dict(node.meta)
-        return made
+            copied = self._graph.node_copy(node, lambda n: n)
+            copied.args, copied.meta = map_arg(node.args, part), dict(node.meta)
+        return copied
 
     def _chosen(self, node: fx.Node) -> fx.Node:
         """Return the part of one of two values, which numbers of the whole batch choose."""
-        given: tuple[Any, ...] = node.args[1:]
+        choices: tuple[Any, ...] = node.args[1:]
         values = [
             self._spread(a) if isinstance(a, fx.Node) else a if a == 0 else self._number(node, a)
-            for a in given
+            for a in choices
         ]
         with self._graph.inserting_before(node.next):
-            made = self._graph.node_copy(node, lambda n: n)
-            made.args, made.meta = (node.args[0], *values), dict(node.meta)
-        return made
+            copied = self._graph.node_copy(node, lambda n: n)
+            copied.args, copied.meta = (node.args[0], *values), dict(node.meta)
+        return copied
 
     def _number(self, node: fx.Node, value: float) -> fx.Node:
         with self._graph.inserting_before(node):
@@ -234,7 +239,7 @@ def counting(forward: Forward, rows: int) -> tuple[fx.GraphModule, tuple[str, ..
                 )
             reads.append(origin.name)
             env[node] = graph.placeholder(f"in{len(env)}")
-    env |= {node: graph.call_method("clone", (given,)) for node, given in list(env.items())}
+    env |= {node: graph.call_method("clone", (source,)) for node, source in list(env.items())}
     for node in forward.graph.nodes:
         if (
             node in wanted

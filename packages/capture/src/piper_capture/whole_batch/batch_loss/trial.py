@@ -168,13 +168,13 @@ class LossTrial:
         It is the `ignore_index` of a loss of classes, the usual one for functions that cannot be seen into, or an
         integer on the ignored side of a comparison.
         """
-        found: dict[fx.Node, int] = {}
+        ignored_by_target: dict[fx.Node, int] = {}
         own = set(own_backwards(self._tail))
         for node in (n for n in self._forward.graph.nodes if n in self._tail):
             if node.op == "call_function" and call_name(node) in CLASSES:
-                given = arguments(node)
-                read, ignored = [given["target"]], given.get("ignore_index", IGNORED)
-                if given["target"].meta["example_value"].is_floating_point():
+                by_name = arguments(node)
+                read, ignored = [by_name["target"]], by_name.get("ignore_index", IGNORED)
+                if by_name["target"].meta["example_value"].is_floating_point():
                     continue
             elif node in own:
                 read, ignored = node.all_input_nodes, IGNORED
@@ -183,8 +183,8 @@ class LossTrial:
             else:
                 continue
             for reached in ancestors(read).intersection(self._sources):
-                found.setdefault(reached, ignored)
-        return found
+                ignored_by_target.setdefault(reached, ignored)
+        return ignored_by_target
 
     def adds_up(self, made: Forward) -> bool | None:
         """Return whether the loss of parts gives the user's loss of the whole, in value and gradient.
@@ -199,26 +199,26 @@ class LossTrial:
             part for k in range(len(self._merged) + 1) for part in combinations(self._merged, k)
         ]
         for self._tokens_first in map(frozenset, kinds):  # rows may lie within tokens
-            found = self._judged(made)
-            if found is not False:
-                return found
+            verdict = self._judged(made)
+            if verdict is not False:
+                return verdict
         return False
 
     def _judged(self, made: Forward) -> bool | None:
         fillings = FILLINGS if self._largest() <= MANY else FILLINGS[::2]
-        found = self._all(made, fillings)
-        if found is None:  # an operation may not take float64
-            found = self._all(made, [replace(filling, double=False) for filling in fillings])
-        return found
+        verdict = self._all(made, fillings)
+        if verdict is None:  # an operation may not take float64
+            verdict = self._all(made, [replace(filling, double=False) for filling in fillings])
+        return verdict
 
     def _all(self, made: Forward, fillings: Sequence[Filling]) -> bool | None:
         """Return whether all numbers that the loss takes add up; None if it takes none."""
         good = None
         for filling in fillings:
-            found = self._tried(made, filling)
-            if found is False:
+            verdict = self._tried(made, filling)
+            if verdict is False:
                 return False
-            good = found or good
+            good = verdict or good
         return good
 
     def _tried(self, made: Forward, filling: Filling) -> bool | None:
@@ -232,8 +232,8 @@ class LossTrial:
                 whole[made.counted.totals] = self._totals(made.counted, [whole], ROWS)
             self._close = 0.0
             wanted = self._run((self._original.loss,), self._original.given(whole), ROWS)
-            found = [self._run(asked, part, ROWS // PARTS) for part in parts]
-            return self._equal(made, found, wanted)
+            results = [self._run(asked, part, ROWS // PARTS) for part in parts]
+            return self._equal(made, results, wanted)
         except (*_torch.RUN_ERRORS, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
             return None
 
@@ -260,10 +260,10 @@ class LossTrial:
         self, counted: Counted, parts: Sequence[Mapping[fx.Node, Tensor]], rows: int
     ) -> Tensor:
         """Return the numbers that are counted in all parts."""
-        found = [self._evaluated(counted.reductions, part, rows) for part in parts]
+        evaluated = [self._evaluated(counted.reductions, part, rows) for part in parts]
         flat = [
             torch.cat([torch.ones(1), *(r.detach().double().reshape(-1) for r in results)])
-            for results in found
+            for results in evaluated
         ]
         return torch.stack(flat).sum(0)
 
@@ -371,9 +371,9 @@ class LossTrial:
     def _gradients(self, result: Tensor, trained: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not trained or not result.requires_grad:
             return ()
-        found = torch.autograd.grad(result, trained, retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(result, trained, retain_graph=True, allow_unused=True)
         return tuple(
-            torch.zeros_like(t) if g is None else g for g, t in zip(found, trained, strict=True)
+            torch.zeros_like(t) if g is None else g for g, t in zip(grads, trained, strict=True)
         )
 
 

@@ -56,23 +56,26 @@ def over_whole_batch(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
         forward = _divided(forward)
     original = Original.of(forward)
     forward = write_divisions(forward)
-    before, found = set(forward.graph.nodes), Dependences(forward)
-    forward = replace(forward, of_model=found.of_model)
-    if found.bent is not None:
-        raise compares_rows(forward.graph.nodes) or _refused(found.bent, BENT_REASON)
-    mixed = found.of[forward.loss].mixed
-    if mixed is not None or found.of[forward.loss].terms is None:
-        return _beside(_by_trial(forward, found, original), adding)
-    made = _written(forward, found, undivided=bool(adding))
+    before, dependences = set(forward.graph.nodes), Dependences(forward)
+    forward = replace(forward, of_model=dependences.of_model)
+    if dependences.bent is not None:
+        raise compares_rows(forward.graph.nodes) or _refused(dependences.bent, BENT_REASON)
+    mixed = dependences.of[forward.loss].mixed
+    if mixed is not None or dependences.of[forward.loss].terms is None:
+        return _beside(_by_trial(forward, dependences, original), adding)
+    rewritten = _written(forward, dependences, undivided=bool(adding))
     trial = LossTrial(
-        made,
-        [*found.tail, *(n for n in made.graph.nodes if n not in before and n.op != "placeholder")],
+        rewritten,
+        [
+            *dependences.tail,
+            *(n for n in rewritten.graph.nodes if n not in before and n.op != "placeholder"),
+        ],
         original,
     )
-    if trial.adds_up(made) is False:
+    if trial.adds_up(rewritten) is False:
         reason = "the loss is not the sum over its rows that it seems to be"
         raise compares_rows(forward.graph.nodes) or _refused(forward.loss, reason)
-    return _beside(made, adding)
+    return _beside(rewritten, adding)
 
 
 def over_microbatches(forward: Forward, adding: AuxiliaryForm = "") -> Forward:
@@ -116,9 +119,9 @@ def _written(forward: Forward, found: Dependences, *, undivided: bool) -> Forwar
 
     If it may not be divided in the end (`undivided`), it reads numbers of the whole batch instead.
     """
-    made = _added_up(forward, found, undivided=undivided)
-    if made is not None:
-        return made
+    added_up = _added_up(forward, found, undivided=undivided)
+    if added_up is not None:
+        return added_up
     if any(found.of[d].model for d in _divisors(forward, found)):
         raise _refused(
             forward.loss,
@@ -157,31 +160,38 @@ def with_metrics_of_batch(forward: Forward) -> Forward:
     mean over microbatches.
     """
     paired = {m.name for m in forward.metrics if m.kind == "metric_weight"}
-    found = [[m] if m.name in paired else _metric(forward, m) for m in forward.metrics]
-    return replace(forward, metrics=tuple(m for metrics in found for m in metrics))
+    groups = [[m] if m.name in paired else _metric(forward, m) for m in forward.metrics]
+    return replace(forward, metrics=tuple(m for metrics in groups for m in metrics))
 
 
 def _metric(forward: Forward, metric: MetricNode) -> list[MetricNode]:
     alone = replace(forward, loss=metric.node, weight=None, counted=None)
     original = Original.of(alone)
     alone = write_divisions(alone)
-    before, found = set(alone.graph.nodes), Dependences(alone)
-    metric, of_it = replace(metric, node=alone.loss), found.of[alone.loss]
-    if found.bent is not None or of_it.mixed is not None or of_it.terms is None or not of_it.terms:
+    before, dependences = set(alone.graph.nodes), Dependences(alone)
+    metric, of_it = replace(metric, node=alone.loss), dependences.of[alone.loss]
+    if (
+        dependences.bent is not None
+        or of_it.mixed is not None
+        or of_it.terms is None
+        or not of_it.terms
+    ):
         return [metric]
-    made = _added_up(alone, found, undivided=False)
-    if made is None or made.loss_kind == "mean":
+    added_up = _added_up(alone, dependences, undivided=False)
+    if added_up is None or added_up.loss_kind == "mean":
         return [metric]
     trial = LossTrial(
-        made, [*found.tail, *(n for n in made.graph.nodes if n not in before)], original
+        added_up,
+        [*dependences.tail, *(n for n in added_up.graph.nodes if n not in before)],
+        original,
     )
-    if trial.adds_up(made) is False:
+    if trial.adds_up(added_up) is False:
         return [metric]
-    if made.weight is None:
-        return [replace(metric, kind="metric_total", node=made.loss)]
+    if added_up.weight is None:
+        return [replace(metric, kind="metric_total", node=added_up.loss)]
     return [
-        replace(metric, node=made.loss),
-        replace(metric, kind="metric_weight", node=made.weight),
+        replace(metric, node=added_up.loss),
+        replace(metric, kind="metric_weight", node=added_up.weight),
     ]
 
 
@@ -194,8 +204,8 @@ def _by_trial(forward: Forward, found: Dependences, original: Original) -> Forwa
             unknown, "makes a number of several rows where Piper does not see how"
         )
     for kind in kinds[0], kinds[-1]:
-        if trial.adds_up(made := replace(forward, loss_kind=kind)):
-            return made
+        if trial.adds_up(candidate := replace(forward, loss_kind=kind)):
+            return candidate
     where = found.of[forward.loss].mixed or forward.loss
     reason = "combines rows of the batch, so that the loss is neither a sum nor a mean over rows"
     raise compares_rows(forward.graph.nodes) or _refused(where, reason)

@@ -36,12 +36,12 @@ def wide(node: fx.Node, examples: Examples) -> fx.Node:
             return build.method("to", wide(first, examples), torch.float32)
         if name not in SUMS | MEANS | _ARITHMETIC | SAME:
             return build.method("to", node, torch.float32)
-        made = node.graph.node_copy(node, lambda n: n)
+        copied = node.graph.node_copy(node, lambda n: n)
         if name in SUMS | MEANS:
-            made.kwargs = {**node.kwargs, "dtype": torch.float32}
+            copied.kwargs = {**node.kwargs, "dtype": torch.float32}
         else:
-            made.args = map_arg(node.args, lambda arg: wide(arg, examples))
+            copied.args = map_arg(node.args, lambda arg: wide(arg, examples))
         value: Any = node.meta["example_value"]
         with build.computing():
-            made.meta = {**node.meta, "example_value": value.to(torch.float32)}
-    return made
+            copied.meta = {**node.meta, "example_value": value.to(torch.float32)}
+    return copied

@@ -71,13 +71,13 @@ AUGMENTED = frozenset(
 
 def ancestors(nodes: Iterable[fx.Node], *, shapes: bool = True) -> set[fx.Node]:
     """Return nodes with all of their ancestors; with `shapes`, also tensors that only give them a shape."""
-    found, queue = set[fx.Node](), list(nodes)
+    reached, queue = set[fx.Node](), list(nodes)
     while queue:
         node = queue.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             queue += node.all_input_nodes if shapes or filling(node) is None else ()
-    return found
+    return reached
 
 
 def filling(node: fx.Node) -> float | None:
@@ -127,21 +127,21 @@ def with_writers(
     graph: fx.Graph, nodes: Collection[fx.Node], *, shapes: bool = True
 ) -> set[fx.Node]:
     """Return nodes with the calls that change one of them in place, and the inputs of these (see `ancestors`)."""
-    found = set(nodes)
+    reached = set(nodes)
     while True:
-        owners = {owner(n) for n in found}
+        owners = {owner(n) for n in reached}
         writers = [
             (n, target)
             for n in graph.nodes
-            if n not in found and (target := written(n)) is not None
+            if n not in reached and (target := written(n)) is not None
         ]
         more = (
             ancestors((n for n, target in writers if owner(target) in owners), shapes=shapes)
-            - found
+            - reached
         )
         if not more:
-            return found
-        found |= more
+            return reached
+        reached |= more
 
 
 def is_size(node: fx.Node) -> bool:

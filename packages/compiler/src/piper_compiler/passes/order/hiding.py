@@ -54,13 +54,13 @@ def messages_of(
 ) -> GroupMessages:
     """Return the waits of a group's nodes; `seconds` has the duration of each collective of a value."""
     place = {at: (m, k) for m, member in enumerate(group.members) for k, at in enumerate(member)}
-    found: dict[tuple[MemberPlace, MemberPlace], float] = {}
+    waits: dict[tuple[MemberPlace, MemberPlace], float] = {}
     for at in place:
         for sent, before in messages_to(graph, at):
             if before in place:
                 pair = place[before], place[at]
-                found[pair] = max(found.get(pair, 0.0), seconds[sent])
-    return GroupMessages(found, frozenset(_between_members(graph, place)))
+                waits[pair] = max(waits.get(pair, 0.0), seconds[sent])
+    return GroupMessages(waits, frozenset(_between_members(graph, place)))
 
 
 def _writers(graph: Graph, at: At) -> Iterator[tuple[Node, int]]:

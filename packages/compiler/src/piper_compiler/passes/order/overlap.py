@@ -35,10 +35,10 @@ def seconds_of_spans(
     graph: Graph, chunks: Mapping[str, Chunk], deps: Dependencies
 ) -> dict[int, float]:
     """Return the seconds of each span, by its first number."""
-    found = set(deps.spans.values())
+    distinct = set(deps.spans.values())
     return {
         span[0]: span_seconds(graph.program, chunks, [(deps.node(i), deps.mb[i]) for i in span])
-        for span in found
+        for span in distinct
     }
 
 
@@ -108,11 +108,11 @@ def first_to_finish(orders: Iterable[Interleaved], drafted: Callable[[Graph], D]
     best: D | None = None
     for order in orders:
         try:
-            made = drafted(order.graph)
-            if best is None or made.makespan < best.makespan * (
+            draft = drafted(order.graph)
+            if best is None or draft.makespan < best.makespan * (
                 1 + 1e-9 if order.hides else 1 - 1e-9
             ):
-                best = made
+                best = draft
         except (CompileError, PlanError):
             if best is None:
                 raise  # nothing is chosen yet here, so it is the strategy's own contradiction
@@ -131,9 +131,13 @@ def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Interle
         return
     for merge in MERGES:
         yield Interleaved(_merged(graph, [merge(group, seconds) for group in graph.overlaps]))
-    found = [hidden(group, seconds, messages_of(graph, group, seconds)) for group in graph.overlaps]
-    if any(order is not None for order in found):
-        orders = [order or group.nodes for order, group in zip(found, graph.overlaps, strict=True)]
+    hidden_orders = [
+        hidden(group, seconds, messages_of(graph, group, seconds)) for group in graph.overlaps
+    ]
+    if any(order is not None for order in hidden_orders):
+        orders = [
+            order or group.nodes for order, group in zip(hidden_orders, graph.overlaps, strict=True)
+        ]
         yield Interleaved(_merged(graph, orders), hides=True)
 
 

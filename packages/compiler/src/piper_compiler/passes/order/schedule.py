@@ -260,15 +260,15 @@ class Scheduler:
 
         An order elsewhere then needs more microbatches in flight than the limit allows.
         """
-        held = [
+        waiting = [
             (g[0] // self.stages, r, g[0])
             for r, role in enumerate(self.roles)
             for g in role.gated.values()
             if g
         ]
-        if not held:
+        if not waiting:
             return False
-        _, r, group = min(held)
+        _, r, group = min(waiting)
         self._admit(self.roles[r], group, force=True)
         self._ungate(self.roles[r], group % self.stages)
         dirty.add(r)
@@ -295,15 +295,15 @@ def _kinds(nodes: tuple[Node, ...]) -> list[tuple[int, int]]:
     numbers: dict[str, int] = {}
     known: dict[Coord, int] = {}
     ranks = {"F": FORWARD, "W": WEIGHT, "U": UPDATE}
-    out = []
+    kinds = []
     for node in nodes:
         coords = node.coords
         stage = coords.get("stage", node.role)
         number = known.get(stage)
         if number is None:
             number = known[stage] = numbers.setdefault(str(stage), len(numbers))
-        out.append((ranks.get(str(coords.get("phase")), BACKWARD), number))
-    return out
+        kinds.append((ranks.get(str(coords.get("phase")), BACKWARD), number))
+    return kinds
 
 
 def _along(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) -> list[int]:
@@ -319,7 +319,7 @@ def node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: BoundChunks) -> l
     """Return the canonical seconds of nodes."""
     steps: dict[int, float] = {}  # by the id of an op, which microbatches share
     sizes: dict[int, float] = {}  # by the id of a spec
-    out: list[float] = []
+    durations: list[float] = []
     for node in nodes:
         op = node.op
         seconds: float | None
@@ -341,8 +341,8 @@ def node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: BoundChunks) -> l
             seconds = collective_seconds(collective_bytes(graph, node, op, bound.rows))
         else:
             seconds = 0.0
-        out.append(seconds)
-    return out
+        durations.append(seconds)
+    return durations
 
 
 def overlap_seconds(graph: Graph, bound: BoundChunks) -> dict[At, float]:
@@ -367,12 +367,12 @@ def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> d
     changes = [
         np.zeros(len(n.each), np.int64) for n in deps.nodes
     ]  # by microbatch, the most on a way from a node
-    out: dict[int, int] = {}
+    limits: dict[int, int] = {}
     for k in reversed(range(len(forward))):  # a node's readers come before it
         if not forward[k]:
             continue
         stage = kinds[k][1]
-        out[stage] = max(out.get(stage, 1), 1 + int(changes[k].max()))
+        limits[stage] = max(limits.get(stage, 1), 1 + int(changes[k].max()))
         for j in deps.links[k]:
             theirs, mine = meeting(deps.nodes[j], deps.nodes[k])
             if not isinstance(deps.nodes[j].op, Recv):
@@ -383,4 +383,4 @@ def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> d
             for i in [i for send in deps.links[j] for i in deps.links[send]]:  # the senders
                 theirs, mine = meeting(deps.nodes[i], deps.nodes[j])
                 changes[i][theirs] = np.maximum(changes[i][theirs], far[mine])
-    return out
+    return limits

@@ -26,9 +26,9 @@ def plan_of(
 ) -> Plan:
     """Return the plan, without its peaks."""
     program, training, options = graph.program, request.training, request.options
-    held = states(graph, training)
+    states_by_role = states(graph, training)
     roles = [
-        role_plan(graph, role, table, held[role])
+        role_plan(graph, role, table, states_by_role[role])
         for role, table in zip(graph.roles, programs, strict=True)
     ]
     return Plan(
@@ -78,7 +78,7 @@ def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
         n.op.variant for n in graph.sequence if isinstance(n.op, Compute) and n.op.keep != KEEP_ALL
     }
     variants = [c for c in graph.program.bound_variants(rows) if c.variant in used] if used else []
-    out = {}
+    chunk_by_name = {}
     for chunk in (*graph.program.bound(rows), *variants):
         node = graph.compute(chunk.id, "F")[0]
         coords = {
@@ -86,8 +86,8 @@ def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
             for k, v in node.coords.items()
             if k not in ("chunk", "phase", "op", "mb") and isinstance(v, int)
         }
-        out[chunk.variant] = replace(chunk, coords=coords)
-    return out
+        chunk_by_name[chunk.variant] = replace(chunk, coords=coords)
+    return chunk_by_name
 
 
 def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
@@ -96,7 +96,7 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     It consists of parameters in buckets (flat, with their padding), their masters, other parameters, gradients,
     optimizer state and buffers.
     """
-    out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
+    states_by_role: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
         mine = [
@@ -108,7 +108,7 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
         ):
             mine.append(State("optim", bucket.id, optim, True))
         for role in bucket.roles:
-            out[role].update({s.id: s for s in mine})
+            states_by_role[role].update({s.id: s for s in mine})
     specs = {p.name: p.spec for p in graph.program.params} | {
         b.name: b.spec for b in graph.program.buffers
     }
@@ -125,5 +125,5 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
             if ref not in bucketed
         ]
         for role in dict.fromkeys(node.role for node in graph.compute(chunk.id, "F")):
-            out[role].update({s.id: s for s in alone})
-    return {role: tuple(states.values()) for role, states in out.items()}
+            states_by_role[role].update({s.id: s for s in alone})
+    return {role: tuple(states.values()) for role, states in states_by_role.items()}

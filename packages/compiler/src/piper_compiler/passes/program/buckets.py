@@ -60,14 +60,14 @@ def make_buckets(edit: Editor, training: Training) -> None:
     Parameters stand in the order of completion of their gradients. A bucket ends before a parameter that would exceed
     its size. Parameters of one bucket share their roles, replicas, dtypes and optimizer group.
     """
-    held = holders(edit, edit.graph.program)
+    roles_of = holders(edit, edit.graph.program)
     if training.whole:
         _check_whole(edit, training)
     open_: dict[_Kind, list[Param]] = {}
     filled: dict[_Kind, int] = {}
-    made: list[tuple[_Kind, list[Param]]] = []
+    buckets: list[tuple[_Kind, list[Param]]] = []
     for param, policy, stage in _by_completion(edit):
-        roles = held[param.name]
+        roles = roles_of[param.name]
         policy = _of_experts(policy, edit.graph.program, param)
         group = training.group_of.get(param.name, 0)
         reduced = len(roles) > 1 or bool(policy.over or param.summed)
@@ -81,10 +81,10 @@ def make_buckets(edit: Editor, training: Training) -> None:
         if members is None or filled[key] + bind(param.spec.numel, 0) * item > limit:
             members = open_[key] = []
             filled[key] = 0
-            made.append((key, members))
+            buckets.append((key, members))
         members.append(param)
         filled[key] += _aligned(param, key) * item
-    for number, (key, members) in enumerate(made):
+    for number, (key, members) in enumerate(buckets):
         _add(edit, f"bucket{number}", key, members)
 
 
@@ -144,20 +144,20 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication, Coord | None]
     """
     none = Replication((), 25 * 2**20, "", -1)
     by_name = {p.name: p for p in edit.graph.program.params}
-    out: dict[str, tuple[Replication, Coord | None]] = {}
+    completed: dict[str, tuple[Replication, Coord | None]] = {}
     for chunk in reversed(edit.graph.program.chunks):
         policy = edit.replication.get(chunk.id, none)
         names = trains(chunk)
         stage = edit.families[compute_id(chunk.id, "F")][0].coords.get("stage") if names else None
         for name in reversed(names):
-            other, _ = out.pop(name, (policy, stage))
+            other, _ = completed.pop(name, (policy, stage))
             if other.together != policy.together:
                 raise CompileError(
                     f"parameter {name!r} is shared by chunks that are replicated in different ways; replicate them "
                     f"together"
                 )
-            out[name] = policy, stage
-    return [(by_name[name], policy, stage) for name, (policy, stage) in out.items()]
+            completed[name] = policy, stage
+    return [(by_name[name], policy, stage) for name, (policy, stage) in completed.items()]
 
 
 def _aligned(param: Param, kind: _Kind) -> int:
@@ -212,12 +212,12 @@ def _channel(
 def holders(graph: Editor, program: Program) -> dict[str, tuple[str, ...]]:
     """Return for each trained parameter, in order, the roles whose chunks read it; each must update it."""
     trained = {name for chunk in program.chunks for name in trains(chunk)}
-    out: dict[str, set[str]] = {}
+    roles_by_param: dict[str, set[str]] = {}
     for chunk in program.chunks:
         mine = [i.ref for i in chunk.inputs if i.kind == "param" and i.ref in trained]
         if mine:
             roles = {node.role for node in graph.families[compute_id(chunk.id, "F")]}
             for name in mine:
-                out.setdefault(name, set()).update(roles)
+                roles_by_param.setdefault(name, set()).update(roles)
     order = list(graph.roles)
-    return {name: tuple(sorted(roles, key=order.index)) for name, roles in out.items()}
+    return {name: tuple(sorted(roles, key=order.index)) for name, roles in roles_by_param.items()}

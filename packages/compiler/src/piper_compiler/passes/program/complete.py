@@ -44,9 +44,11 @@ def complete(graph: Graph, training: Training) -> Graph:
     total = _loss_weight(edit) if graph.program.loss_kind == "sum" else {}
     norm = _gradient_norm(edit) if training.clip is not None else {}
     for role in edit.roles:
-        held = tuple(b.id for b in edit.buckets.values() if role in b.roles)
+        bucket_ids = tuple(b.id for b in edit.buckets.values() if role in b.roles)
         reads = tuple(v[role] for v in (total, norm) if v)
-        update = Update(held, bool(total), training.clip, _update_bytes(edit, held, training))
+        update = Update(
+            bucket_ids, bool(total), training.clip, _update_bytes(edit, bucket_ids, training)
+        )
         edit.add(Node(f"update#{role}", update, {"phase": "U", "op": "update"}, reads, (), role))
     _order_buffers(edit)
     return edit.done()
@@ -300,9 +302,9 @@ def _sum_over_roles(
         name, "group", roles, (name,) * len(roles), over, "weight" if name == "weight" else "norm"
     )
     edit.channels[name] = channel
-    out = {}
+    totals = {}
     for role in roles:
-        out[role] = edit.value(f"{name}.total#{role}", spec, "scalar")
+        totals[role] = edit.value(f"{name}.total#{role}", spec, "scalar")
         coords: dict[str, int | str] = {"phase": "U", "op": "allreduce"}
         edit.add(
             Node(
@@ -310,12 +312,12 @@ def _sum_over_roles(
                 Collective("all_reduce", name),
                 coords,
                 (local[role],),
-                (out[role],),
+                (totals[role],),
                 role,
                 name,
             )
         )
-    return out
+    return totals
 
 
 def _zeros(edit: Editor, name: str, role: str, spec: TensorSpec) -> str:
@@ -335,15 +337,17 @@ def _zeros(edit: Editor, name: str, role: str, spec: TensorSpec) -> str:
 
 def _weights_by_role(edit: Editor, program: Program) -> tuple[dict[str, list[str]], TensorSpec]:
     """Return by role the weights of the losses that it computes, one for each microbatch."""
-    out: dict[str, list[str]] = {}
+    weights: dict[str, list[str]] = {}
     spec = TensorSpec((), "float32")
     for chunk in program.chunks:
         for k, output in enumerate(chunk.outputs):
             if output.kind == "weight":
                 spec = output.spec
                 for node in edit.families[compute_id(chunk.id, "F")]:
-                    out.setdefault(node.role, []).extend([f"{chunk.id}:out{k}"] * len(node.each))
-    return out, spec
+                    weights.setdefault(node.role, []).extend(
+                        [f"{chunk.id}:out{k}"] * len(node.each)
+                    )
+    return weights, spec
 
 
 def _loss_weight(edit: Editor) -> dict[str, str]:

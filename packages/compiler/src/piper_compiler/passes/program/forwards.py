@@ -53,17 +53,17 @@ def forwards_alone(graph: Graph) -> Graph:
 def _needed(graph: Graph) -> set[str]:
     """Return the ids of the nodes that forwards need: themselves, all that lead to their inputs, and gathers."""
     todo = [id for id, family in graph.families.items() if any(_starts(node) for node in family)]
-    found: set[str] = set()
+    needed: set[str] = set()
     while todo:
         id = todo.pop()
-        if id in found:
+        if id in needed:
             continue
-        found.add(id)
+        needed.add(id)
         for node in graph.families[id]:
             todo += [writer for value in node.reads for writer in graph.writers.get(value, ())]
             if isinstance(node.op, Recv):
                 todo.append(send_id(node.writes[0]))
-    return found
+    return needed
 
 
 def _starts(node: Node) -> bool:

@@ -100,8 +100,8 @@ def _sum(edit: Editor, writer: Node, value: str) -> _Move | None:
 def _exchanged(edit: Editor, value: str, writer: Node, role: str, move: _Move) -> str:
     """Return the id of the value after its exchange, which is added on first use."""
     axis = move.axis
-    held, copy = edit.values[value], f"{value}#{axis}"
-    edit.values[copy] = GraphValue(held.spec, held.category, f"{held.tail}#{axis}")
+    original, copy = edit.values[value], f"{value}#{axis}"
+    edit.values[copy] = GraphValue(original.spec, original.category, f"{original.tail}#{axis}")
     mbs = writer.mbs
     for _, known in list(edit.writers_of(copy, mbs)):
         shared = common(mbs, known)
@@ -126,7 +126,7 @@ def _exchanged(edit: Editor, value: str, writer: Node, role: str, move: _Move) -
             role,
             stream.stream,
             mbs,
-            f"{held.tail}#{axis}",
+            f"{original.tail}#{axis}",
         )
     )
     return copy

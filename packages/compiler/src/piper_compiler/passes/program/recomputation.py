@@ -27,20 +27,22 @@ def late_recomputation(graph: Graph) -> dict[str, list[str]]:
         for ats in (*graph.order_edges, *(group.nodes for group in graph.overlaps))
         for id, _ in ats
     }
-    out: dict[str, list[str]] = {}
+    followers: dict[str, list[str]] = {}
     for chunk in again:
         if compute_id(chunk, "R") not in named:
             last = _last_of_group(graph, chunk)
             whole = [id for step in ("B", "I") if (id := compute_id(last, step)) in graph.families]
-            out[compute_id(chunk, "R")] = whole or [compute_id(last, "W")]
-    return out
+            followers[compute_id(chunk, "R")] = whole or [compute_id(last, "W")]
+    return followers
 
 
 def _last_of_group(graph: Graph, chunk: str) -> str:
     """Return the last chunk of a chain of recomputations, each from the one before, beginning with this chunk."""
     while True:
-        made = {v for node in graph.families.get(compute_id(chunk, "R"), ()) for v in node.writes}
-        last = max([chunk, *_readers(graph, made)], key=graph.chunk_index.__getitem__)
+        written = {
+            v for node in graph.families.get(compute_id(chunk, "R"), ()) for v in node.writes
+        }
+        last = max([chunk, *_readers(graph, written)], key=graph.chunk_index.__getitem__)
         if last == chunk:
             return chunk
         chunk = last

@@ -38,9 +38,9 @@ def check_wiring(graph: Graph) -> None:
         for node in graph.sequence:
             if isinstance(node.op, Compute) and node.mbs is not None and mb in node.mbs:
                 for value, (port, wanted) in zip(node.reads, asked.of(node.op), strict=True):
-                    if (given := values.terms(value)) != wanted:
+                    if (actual := values.terms(value)) != wanted:
                         text = (
-                            f"{node.name(mb)} reads {_named(given)} as {port}, and its chunk asks "
+                            f"{node.name(mb)} reads {_named(actual)} as {port}, and its chunk asks "
                             f"for {_named(wanted)}"
                         )
                         raise CompileError(
@@ -74,10 +74,10 @@ class _Values:
 
     def terms(self, value: str) -> Counter[SummedValue]:
         """Return the terms that a value is the sum of, each with its count."""
-        found = self._known.get(value)
-        if found is None:
-            found = self._known[value] = self._terms(value)
-        return found
+        counts = self._known.get(value)
+        if counts is None:
+            counts = self._known[value] = self._terms(value)
+        return counts
 
     def _terms(self, value: str) -> Counter[SummedValue]:
         node = next((node for node, _ in self._graph.writers_of(value, self._mbs)), None)
@@ -95,13 +95,13 @@ class _Values:
                     a for a in self._graph.channels[channel].over if self._graph.mesh.size(a) > 1
                 )
                 (read,) = node.reads
-                given = self.terms(read).items()
+                read_terms = self.terms(read).items()
                 if kind == "all_reduce":
                     return Counter(
-                        {(id, summed | over, traded): n for (id, summed, traded), n in given}
+                        {(id, summed | over, traded): n for (id, summed, traded), n in read_terms}
                     )
                 return Counter(
-                    {(id, summed, traded | over): n for (id, summed, traded), n in given}
+                    {(id, summed, traded | over): n for (id, summed, traded), n in read_terms}
                 )
             case _:
                 # an output that R makes again is the same value
@@ -118,14 +118,14 @@ class _Asked:
 
     def of(self, op: Compute) -> tuple[tuple[str, Counter[SummedValue]], ...]:
         """Return the ports whose values a step reads, in order, each with the terms that it asks for."""
-        found = self._known.get(op)
-        if found is None:
+        asked = self._known.get(op)
+        if asked is None:
             chunk = self._graph.program.chunk(op.variant)
             ports = value_reads(chunk, op.step, op.apart)
-            found = self._known[op] = tuple(
+            asked = self._known[op] = tuple(
                 (port, Counter(self._terms(chunk, port))) for port in ports
             )
-        return found
+        return asked
 
     def _terms(self, chunk: Chunk, port: str) -> Iterator[SummedValue]:
         value = port_value(chunk, port)
@@ -150,16 +150,16 @@ class _Asked:
 
 def _tangents(graph: Graph) -> dict[str, list[str]]:
     """Return for each output's tangent the gradients that the readers of the output write."""
-    found: dict[str, list[str]] = {}
+    gradients_by_tangent: dict[str, list[str]] = {}
     for chunk in graph.program.chunks:
         written = {port for sig in chunk.steps.values() for port in sig.writes}
         for k, entry in enumerate(chunk.inputs):
             if entry.kind == "value" and f"gin{k}" in written:
                 source, _, port = entry.ref.rpartition(":")
-                found.setdefault(f"{source}:tan{port.removeprefix('out')}", []).append(
-                    f"{chunk.id}:gin{k}"
-                )
-    return found
+                gradients_by_tangent.setdefault(
+                    f"{source}:tan{port.removeprefix('out')}", []
+                ).append(f"{chunk.id}:gin{k}")
+    return gradients_by_tangent
 
 
 def _named(terms: Counter[SummedValue]) -> str:

@@ -74,33 +74,33 @@ class Dependencies:
 
 def dependencies(graph: Graph) -> Dependencies:
     """Find all edges, in time linear in their number."""
-    found = _Edges(graph)
-    nodes, starts = found.nodes, found.starts
+    finder = _Edges(graph)
+    nodes, starts = finder.nodes, finder.starts
     of: list[int] = np.repeat(
         np.arange(len(nodes)), int_array([len(node.each) for node in nodes])
     ).tolist()
     mb = list(chain.from_iterable([node.each for node in nodes]))
     kinds = [isinstance(n.op, COMM) for n in nodes]
-    edges = ordered_late(graph, found.late) if found.late else graph.order_edges
-    pairs = found.pairs(edges)
-    source, target = found.columns(pairs)
+    edges = ordered_late(graph, finder.late) if finder.late else graph.order_edges
+    pairs = finder.pairs(edges)
+    source, target = finder.columns(pairs)
     joined: dict[int, tuple[int, ...]] = {}
     if graph.overlaps:
         source, target, joined = _join(
-            source, target, [tuple(map(found.number, span)) for span in spans(graph)]
+            source, target, [tuple(map(finder.number, span)) for span in spans(graph)]
         )
     written = len(graph.log)
     asked = [pair for pair, applied in zip(pairs, edges.values(), strict=True) if applied < written]
     ordered = set(chain.from_iterable(asked))
-    ordered |= {found.number(at) for group in graph.overlaps for at in group.nodes}
+    ordered |= {finder.number(at) for group in graph.overlaps for at in group.nodes}
     adds = {
-        key: np.concatenate([found.numbers(k) for k in mine])
-        for key, mine in found.accumulators.items()
+        key: np.concatenate([finder.numbers(k) for k in mine])
+        for key, mine in finder.accumulators.items()
     }
     after = targets(source, target, len(of))
     comm = [kinds[k] for k in of]
     return Dependencies(
-        nodes, starts, of, mb, comm, source, target, after, ordered, adds, joined, found.links
+        nodes, starts, of, mb, comm, source, target, after, ordered, adds, joined, finder.links
     )
 
 
@@ -129,17 +129,17 @@ def _join(
     source: Ints, target: Ints, found: Iterable[tuple[int, ...]]
 ) -> tuple[Ints, Ints, dict[int, tuple[int, ...]]]:
     """Give the numbers of each span the predecessors of all of them, but not each other."""
-    out: dict[int, tuple[int, ...]] = {}
+    span_of: dict[int, tuple[int, ...]] = {}
     more: list[tuple[int, int]] = []
     for span in found:
         before = [j for i in span for j in source[target == i].tolist()]
         more += [(j, i) for i in span for j in dict.fromkeys(before) if j not in span]
-        out.update(dict.fromkeys(span, span))
-    kept = ~np.isin(target, int_array(out))
+        span_of.update(dict.fromkeys(span, span))
+    kept = ~np.isin(target, int_array(span_of))
     source = np.concatenate((source[kept], int_array(j for j, _ in more)))
     target = np.concatenate((target[kept], int_array(i for _, i in more)))
     order = np.argsort(target, kind="stable")
-    return source[order], target[order], out
+    return source[order], target[order], span_of
 
 
 _EARLIER = {"B": ("R", "F"), "R": ("F",), "I": ("R", "F"), "W": ("I", "R", "F")}
@@ -199,14 +199,14 @@ class _Edges:
         alike: dict[
             int, list[int]
         ] = {}  # by how many microbatches: pairs of nodes that have the same, by place
-        found: list[tuple[Ints, Ints, Ints]] = []  # sources, targets, and the place of their pair
+        triples: list[tuple[Ints, Ints, Ints]] = []  # sources, targets, and the place of their pair
         for n, (j, k) in enumerate(pairs):
             a, b = self.nodes[j], self.nodes[k]
             if a.mbs == b.mbs:
                 alike.setdefault(len(a.each), []).append(n)
                 continue
             mine, theirs = meeting(a, b)
-            found.append((mine + self.starts[j], theirs + self.starts[k], np.full(len(mine), n)))
+            triples.append((mine + self.starts[j], theirs + self.starts[k], np.full(len(mine), n)))
         starts, both = int_array(self.starts), int_array(chain.from_iterable(pairs)).reshape(-1, 2)
         for count, places in alike.items():
             source, target = (
@@ -214,17 +214,17 @@ class _Edges:
                 .transpose(1, 0, 2)
                 .reshape(2, -1)
             )
-            found.append((source, target, np.repeat(int_array(places), count)))
+            triples.append((source, target, np.repeat(int_array(places), count)))
         flat = int_array(chain.from_iterable(ordered))
-        found.append((flat[::2], flat[1::2], np.full(len(ordered), len(pairs))))
-        source, target, place = (np.concatenate(column) for column in zip(*found, strict=True))
+        triples.append((flat[::2], flat[1::2], np.full(len(ordered), len(pairs))))
+        source, target, place = (np.concatenate(column) for column in zip(*triples, strict=True))
         order = np.argsort(target * (len(pairs) + 1) + place, kind="stable")
         return source[order], target[order]
 
     def _links(self, node: Node) -> list[int]:
         if isinstance(node.op, Recv):
             return self._with(node, send_id(node.writes[0]))
-        made = [
+        links = [
             k
             for v in node.reads
             for id in self.graph.writers.get(v, ())
@@ -232,8 +232,10 @@ class _Edges:
             if v in self.nodes[k].writes
         ]
         if node.mbs is None:  # it reads values of its own role
-            made = [k for k in made if self.nodes[k].mbs is None or self.nodes[k].role == node.role]
-        return made
+            links = [
+                k for k in links if self.nodes[k].mbs is None or self.nodes[k].role == node.role
+            ]
+        return links
 
     def _with(self, node: Node, id: str) -> list[int]:
         """Return the nodes of an id that share a microbatch with a node."""
@@ -259,8 +261,8 @@ class _Edges:
             if op.step == "F":
                 return self._gathers(node, op)
             # The step before it, even if it reads no value of that step.
-            found = (self._with(node, compute_id(op.chunk, step)) for step in _EARLIER[op.step])
-            own = next(filter(None, found), [])
+            earlier = (self._with(node, compute_id(op.chunk, step)) for step in _EARLIER[op.step])
+            own = next(filter(None, earlier), [])
             return [*own, *self._late(node, op)] if op.step == "R" else own
         return [] if isinstance(op, Send | Recv) else self.states.of(k, node)
 
@@ -321,15 +323,15 @@ class _StateEdges:
 def _accumulators(
     graph: Graph, nodes: tuple[Node, ...], bucket_of: Mapping[str, str]
 ) -> dict[tuple[str, str], list[int]]:
-    out: dict[tuple[str, str], list[int]] = {}
+    accumulators: dict[tuple[str, str], list[int]] = {}
     for i, node in enumerate(nodes):
         op = node.op
         if isinstance(op, Compute) and op.step != "F":
             for bucket in dict.fromkeys(
                 [bucket_of[p] for p in trains(graph.program.chunk(op.chunk), op.step)]
             ):
-                out.setdefault((bucket, node.role), []).append(i)
-    return out
+                accumulators.setdefault((bucket, node.role), []).append(i)
+    return accumulators
 
 
 MOST_WAITS = 3

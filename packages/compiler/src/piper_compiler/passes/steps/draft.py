@@ -66,10 +66,10 @@ class IssueStreams:
 
     def waits_of(self, needed: WaitEdges) -> tuple[tuple[int, ...], ...]:
         """Return for each instruction the instructions that it waits for."""
-        out: list[tuple[int, ...]] = [()] * len(self.stream_of)
+        waits: list[tuple[int, ...]] = [()] * len(self.stream_of)
         for i, one in zip(needed.waiter.tolist(), zip(needed.target.tolist()), strict=True):
-            out[i] = out[i] + one if out[i] else one
-        return tuple(out)
+            waits[i] = waits[i] + one if waits[i] else one
+        return tuple(waits)
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ class Draft:
     @cached_property
     def channelled(self) -> Flags:
         """Return for each instruction whether it communicates."""
-        out = np.ones(len(self.stream_of), np.bool_)
-        out[self.compute] = False
-        return out
+        flags = np.ones(len(self.stream_of), np.bool_)
+        flags[self.compute] = False
+        return flags
 
     @cached_property
     def issue(self) -> IssueStreams:

@@ -79,23 +79,23 @@ def _first_readers(c: Columns) -> Flags:
     source, target = c.source[edges], c.target[edges]
     earliest = np.full(len(c.of), NEVER)
     np.minimum.at(earliest, source, c.place[target])
-    out = np.zeros(len(c.of), np.bool_)
-    out[target[c.place[target] == earliest[source]]] = True
-    return out
+    is_first = np.zeros(len(c.of), np.bool_)
+    is_first[target[c.place[target] == earliest[source]]] = True
+    return is_first
 
 
 def _senders(deps: Dependencies, c: Columns) -> Flags:
     """Return the nodes whose value a communication carries."""
     carries = c.each(bool(n.reads) for n in deps.nodes) > 0
-    out = np.zeros(len(c.of), np.bool_)
-    out[c.source[c.comm[c.target] & carries[c.target]]] = True
-    return out
+    is_sender = np.zeros(len(c.of), np.bool_)
+    is_sender[c.source[c.comm[c.target] & carries[c.target]]] = True
+    return is_sender
 
 
 def _last_before_reductions(graph: Graph, deps: Dependencies, c: Columns) -> Flags:
     """Return the nodes that are the last of their role to add into a bucket that is then reduced."""
-    out = np.zeros(len(c.of), np.bool_)
+    is_last = np.zeros(len(c.of), np.bool_)
     for (bucket, _), nodes in deps.accumulators.items():
         if graph.buckets[bucket].channel or graph.buckets[bucket].shard.optim:
-            out[nodes[int(np.argmax(c.place[nodes]))]] = True
-    return out
+            is_last[nodes[int(np.argmax(c.place[nodes]))]] = True
+    return is_last

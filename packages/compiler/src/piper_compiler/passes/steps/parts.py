@@ -116,13 +116,13 @@ class PartMaker:
 
     def load(self, value: str, role: str) -> Made:
         """Return the part that makes a batch tensor or the gradient of the loss on a role."""
-        held, number = self.graph.values[value], self._source(value, role)
+        graph_value, number = self.graph.values[value], self._source(value, role)
         tail = f"#{role}"
-        if held.category == "batch":
+        if graph_value.category == "batch":
             part = PartTemplate(f"load.{value}{tail}", tail, Load(value), (), (number,))
         else:
             part = PartTemplate(
-                f"seed.{value}{tail}", tail, Seed(self.seed, held.spec.dtype), (), (number,)
+                f"seed.{value}{tail}", tail, Seed(self.seed, graph_value.spec.dtype), (), (number,)
             )
         return Made(part, (), (number,), ())
 
@@ -133,7 +133,7 @@ class PartMaker:
                 return self._compute(node, node.op)
             if id(node) not in self.made:
                 self.made[id(node)] = self._compute(node, node.op)
-            return [self._holding(made, held) for made in self.made[id(node)]]
+            return [self._holding(entry, held) for entry in self.made[id(node)]]
         if node.mbs is None:
             reads = [self._value(v) + max(mb, 0) for v, mb in self.graph.reads_at(node, -1)]
         else:
@@ -166,14 +166,14 @@ class PartMaker:
         read = {chunk.inputs[int(p[2:])].ref for p in sig.reads if p.startswith("in")}
         used = {"gathered": read, "reduced": {chunk.inputs[k].ref for k in sig.accumulates}}
         buckets = self.graph.buckets.values()
-        found = frozenset(
+        needs = frozenset(
             (category, b.id)
             for category, names in used.items()
             for b in buckets
             if not names.isdisjoint(b.params)
         )
-        self.needed[op.variant, op.step] = found
-        return found
+        self.needed[op.variant, op.step] = needs
+        return needs
 
     def transfer_seconds(self, node: Node, part: PartTemplate) -> float:
         """Return the canonical seconds of a communication."""
@@ -194,15 +194,15 @@ class PartMaker:
         shape = self.shapes.get(key)
         if shape is None:
             shape = self.shapes[key] = _shape(chunk, op)
-        given = [
+        numbers = [
             *[self._read(v, node.role) for v in node.reads],
             *[self._value(v) for v in node.writes],
         ]
-        ids = [*given, *[self._place(f"{chunk.id}:{port}", "", None) for port in shape.own]]
+        ids = [*numbers, *[self._place(f"{chunk.id}:{port}", "", None) for port in shape.own]]
         for number, kind in zip(shape.made(ids), shape.kinds, strict=True):
             self.kinds[number // self.count] = kind
-        own = set(ids[len(given) :])
-        out = []
+        own = set(ids[len(numbers) :])
+        parts = []
         for step, read, written, dying in shape.steps:
             part = PartTemplate(
                 compute_id(chunk.id, step),
@@ -214,25 +214,30 @@ class PartMaker:
             reads, writes = (
                 tuple([v for v in vs if v not in own]) for vs in (part.reads, part.writes)
             )
-            out.append(
+            parts.append(
                 Made(part, reads, writes, tuple(dict.fromkeys(v for v in dying(ids) if v in own)))
             )
-        return out
+        return parts
 
     def _read(self, value: str, role: str) -> int:
         return self._value(value) if value in self.graph.writers else self._source(value, role)
 
     def _source(self, value: str, role: str) -> int:
-        held = self.graph.values[value]
-        return self._place(f"{value}#{role}", f"#{role}", (self._bound(held.spec), held.category))
+        graph_value = self.graph.values[value]
+        return self._place(
+            f"{value}#{role}", f"#{role}", (self._bound(graph_value.spec), graph_value.category)
+        )
 
     def _value(self, value: str) -> int:
         if value in self.places:
             return self.places[value] * self.count
-        held = self.graph.values[value]
-        made = self.graph.families[self.graph.writers[value][0]][0]
+        graph_value = self.graph.values[value]
+        writer = self.graph.families[self.graph.writers[value][0]][0]
         return self._place(
-            value, held.tail, (self._bound(held.spec), held.category), made.mbs is None
+            value,
+            graph_value.tail,
+            (self._bound(graph_value.spec), graph_value.category),
+            writer.mbs is None,
         )
 
     def _place(self, value: str, tail: str, kind: ValueSpec | None, whole: bool = False) -> int:
@@ -257,8 +262,8 @@ _UNKNOWN: ValueSpec = (TensorSpec((), "uint8"), "activation")
 
 def _shape(chunk: Chunk, op: Compute) -> _Shape:
     present = steps_of(chunk, op.step, op.apart)
-    given = [*value_reads(chunk, op.step, op.apart), *value_writes(chunk, op.step, op.apart)]
-    known = [*given, *kept(chunk)]
+    outer = [*value_reads(chunk, op.step, op.apart), *value_writes(chunk, op.step, op.apart)]
+    known = [*outer, *kept(chunk)]
     inner = tuple(dict.fromkeys(p for s in present for p in _ports(chunk, s) if p not in known))
     at = {port: k for k, port in enumerate((*known, *inner))}
     steps = []
@@ -271,9 +276,9 @@ def _shape(chunk: Chunk, op: Compute) -> _Shape:
         dying = [p for p in dict.fromkeys((*read, *sig.writes)) if p not in later]
         reads, writes, gone = (_pick([at[p] for p in ports]) for ports in (read, sig.writes, dying))
         steps.append((step, reads, writes, gone))
-    made = [p for s in present for p in chunk.steps[s].writes]
-    kinds = tuple((chunk.ports[p], port_category(p)) for p in made)
-    return _Shape((*kept(chunk), *inner), _pick([at[p] for p in made]), kinds, tuple(steps))
+    written = [p for s in present for p in chunk.steps[s].writes]
+    kinds = tuple((chunk.ports[p], port_category(p)) for p in written)
+    return _Shape((*kept(chunk), *inner), _pick([at[p] for p in written]), kinds, tuple(steps))
 
 
 def _ports(chunk: Chunk, step: ChunkStep) -> tuple[str, ...]:

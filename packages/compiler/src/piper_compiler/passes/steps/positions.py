@@ -86,8 +86,8 @@ def _slices(counts: Ints) -> list[slice]:
 
 def _early(graph: Graph, deps: Dependencies, recv_ahead: int) -> list[int]:
     """Return for each of `deps.nodes` how many compute instructions before its reader it comes: 0 unless a receive."""
-    out = [0] * len(deps.nodes)
+    ahead = [0] * len(deps.nodes)
     for k, node in enumerate(deps.nodes):
         if isinstance(node.op, Recv):
-            out[k] = recv_ahead if bind(graph.values[node.writes[0]].spec.nbytes, 1) else NEVER
-    return out
+            ahead[k] = recv_ahead if bind(graph.values[node.writes[0]].spec.nbytes, 1) else NEVER
+    return ahead

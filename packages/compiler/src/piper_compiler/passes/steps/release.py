@@ -103,7 +103,7 @@ def _first_after(draft: Draft, start: np.ndarray, ends: np.ndarray, latest: Ints
     It is the first on its role that starts at or after `ends` (when the value's sends are done) and comes after
     `latest` (the last send). If there is none, the role's final Update frees it and waits.
     """
-    out = np.empty(len(latest), np.int64)
+    freeing = np.empty(len(latest), np.int64)
     edges = np.searchsorted(draft.compute, draft.offsets)
     for a, b, first, end in zip(
         edges[:-1], edges[1:], draft.offsets[:-1], draft.offsets[1:], strict=True
@@ -113,8 +113,8 @@ def _first_after(draft: Draft, start: np.ndarray, ends: np.ndarray, latest: Ints
         k = np.maximum(
             np.searchsorted(start[compute], ends[mine]), np.searchsorted(compute, latest[mine])
         )
-        out[mine] = compute[np.minimum(k, len(compute) - 1)]
-    return out
+        freeing[mine] = compute[np.minimum(k, len(compute) - 1)]
+    return freeing
 
 
 def _bounded(draft: Draft, sent: Ints, latest: Ints, buffer: Ints, maker: Ints) -> Ints:
@@ -123,12 +123,12 @@ def _bounded(draft: Draft, sent: Ints, latest: Ints, buffer: Ints, maker: Ints) 
     A role has one scatter under way while it fills another buffer: a buffer dies before the first that is made when the
     next scatter has begun. Values other than buffers are not bounded.
     """
-    out = np.full(len(sent), np.iinfo(np.int64).max)
+    bounds = np.full(len(sent), np.iinfo(np.int64).max)
     for first, end in pairwise(draft.offsets):
         mine = np.flatnonzero((latest >= first) & (latest < end) & np.isin(sent, buffer))
         mine = mine[np.argsort(latest[mine])]
-        made = np.sort(maker[(maker >= first) & (maker < end)])
-        following = np.searchsorted(made, latest[mine[1:]])
-        there = following < len(made)
-        out[mine[:-1][there]] = made[following[there]]
-    return out
+        makers = np.sort(maker[(maker >= first) & (maker < end)])
+        following = np.searchsorted(makers, latest[mine[1:]])
+        there = following < len(makers)
+        bounds[mine[:-1][there]] = makers[following[there]]
+    return bounds

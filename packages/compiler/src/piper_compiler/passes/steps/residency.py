@@ -194,7 +194,7 @@ class _Adder:
             np.concatenate((old, flat[k::2])) for k, old in enumerate((deps.source, deps.target))
         )
         by_target = np.argsort(target, kind="stable")
-        made = replace(
+        updated = replace(
             deps,
             nodes=tuple(nodes),
             starts=starts,
@@ -204,16 +204,16 @@ class _Adder:
             source=source[by_target],
             target=target[by_target],
         )
-        held = {i: tuple(found) for i, found in self.held.items()}
-        return Scheduled(self.edit.done(), made, self._spliced(sequence, number), held)
+        held_by_number = {i: tuple(entries) for i, entries in self.held.items()}
+        return Scheduled(self.edit.done(), updated, self._spliced(sequence, number), held_by_number)
 
     def _spliced(self, sequence: list[int], number: dict[int, int]) -> list[int]:
-        out = [number[n] for n in self.front]
+        spliced = [number[n] for n in self.front]
         for i in sequence:
-            out += [number.get(n, n) for n in self.before.get(i, ())]
-            out += [i] if i not in self.moved else []
-            out += [number[n] for n in self.after.get(i, ())]
-        return out
+            spliced += [number.get(n, n) for n in self.before.get(i, ())]
+            spliced += [i] if i not in self.moved else []
+            spliced += [number[n] for n in self.after.get(i, ())]
+        return spliced
 
 
 class _Role:
@@ -237,24 +237,24 @@ class _Role:
 
     def _policies(self) -> dict[str, Replication]:
         """Return the replication policy of each bucket."""
-        graph, out = self.adder.graph, dict[str, Replication]()
+        graph, policies = self.adder.graph, dict[str, Replication]()
         home = {p: b.id for b in self.buckets for p in b.params}
         for chunk in graph.program.chunks:
             for entry in chunk.inputs:
                 if entry.kind == "param" and entry.ref in home and chunk.id in graph.replication:
-                    out.setdefault(home[entry.ref], graph.replication[chunk.id])
-        return out
+                    policies.setdefault(home[entry.ref], graph.replication[chunk.id])
+        return policies
 
     def add(self, starts: Sequence[float], seconds: Sequence[float]) -> None:
         """Add everything that the role's buckets need."""
         gathered = {b.id: b.numel * ITEM_BYTES[b.compute_dtype] for b in self.buckets}
         reduced = {b.id: b.numel * ITEM_BYTES[b.reduce_dtype] for b in self.buckets}
-        found = [self.uses.of(op) for op in self.ops]
-        at = [k for k, (read, _) in enumerate(found) if read]
-        for window in windows([found[k][0] for k in at], gathered, self._room("resident_bytes")):
+        touched = [self.uses.of(op) for op in self.ops]
+        at = [k for k, (read, _) in enumerate(touched) if read]
+        for window in windows([touched[k][0] for k in at], gathered, self._room("resident_bytes")):
             self._gather(window, at)
-        at = [k for k, (_, added) in enumerate(found) if added]
-        scattered = windows([found[k][1] for k in at], reduced, self._room("reduced_bytes"))
+        at = [k for k, (_, added) in enumerate(touched) if added]
+        scattered = windows([touched[k][1] for k in at], reduced, self._room("reduced_bytes"))
         last = {w.bucket: w for w in scattered}
         free = 0.0
         by_end = sorted(scattered, key=lambda w: w.uses[-1])
@@ -416,7 +416,7 @@ class _Role:
 
 def _ending(ops: Sequence[Op]) -> list[int]:
     """Return for each index, and the one behind the last, the next op from there on that does not compute a chunk."""
-    out = [len(ops)]
+    endings = [len(ops)]
     for k in reversed(range(len(ops))):
-        out.append(out[-1] if isinstance(ops[k], Compute) else k)
-    return out[::-1]
+        endings.append(endings[-1] if isinstance(ops[k], Compute) else k)
+    return endings[::-1]

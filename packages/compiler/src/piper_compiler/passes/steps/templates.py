@@ -68,14 +68,14 @@ class _Trace:
 
     def after(self, template: _Template, ahead: int) -> _Trace:
         """Return the trace after the parts of an instruction whose microbatch is `ahead` of the instruction's."""
-        found = self.then.get((id(template), ahead))
-        if found is None:
-            found = self.then[id(template), ahead] = _Trace(dict(self.order))
-            for made in template.made:
-                if made.part.ahead == ahead:
-                    for v in (*made.part.writes, *made.part.reads, *made.part.held):
-                        found.order.setdefault(v - ahead, len(found.order))
-        return found
+        trace = self.then.get((id(template), ahead))
+        if trace is None:
+            trace = self.then[id(template), ahead] = _Trace(dict(self.order))
+            for entry in template.made:
+                if entry.part.ahead == ahead:
+                    for v in (*entry.part.writes, *entry.part.reads, *entry.part.held):
+                        trace.order.setdefault(v - ahead, len(trace.order))
+        return trace
 
 
 class Drafted:
@@ -154,11 +154,11 @@ class Drafted:
             self.spans,
             self.held,
         )
-        out: list[_Template] = []
+        templates: list[_Template] = []
         known = self._known.get
         for numbers, lead in zip(self.draft.tasks, leads, strict=True):
             if comm[lead]:
-                out.append(known(of[lead]) or self._transfer(of[lead]))
+                templates.append(known(of[lead]) or self._transfer(of[lead]))
                 continue
             like: tuple[_Like, ...] = (
                 (of[lead],) if len(numbers) == 1 else tuple([of[i] for i in numbers])
@@ -166,15 +166,17 @@ class Drafted:
             if held:
                 like = tuple([(of[i], held[i]) if i in held else of[i] for i in numbers])
             template = None if lead in spans else known(like)
-            out.append(template or self._task(like, [mb[i] for i in numbers], spans.get(lead)))
-        return out
+            templates.append(
+                template or self._task(like, [mb[i] for i in numbers], spans.get(lead))
+            )
+        return templates
 
     def _transfer(self, k: int) -> _Template:
         node = self.deps.nodes[k]
-        (made,) = self.maker.node(node)
-        seconds = self.maker.transfer_seconds(node, made.part)
+        (transfer,) = self.maker.node(node)
+        seconds = self.maker.transfer_seconds(node, transfer.part)
         template = self._known[k] = _Template(
-            node.stream, [made], seconds, None, [(0, v) for v in made.reads]
+            node.stream, [transfer], seconds, None, [(0, v) for v in transfer.reads]
         )
         return template
 
@@ -208,20 +210,20 @@ class Drafted:
         fresh: set[tuple[str, str, int]],
         given: float | None,
     ) -> _Template:
-        made: list[Made] = []
+        parts: list[Made] = []
         for one, n in zip(like, ahead, strict=True):
-            k, held = _node_of(one)
+            k, values = _node_of(one)
             node = self.deps.nodes[k]
             for v in self.maker.sources(node):
                 if (v, node.role, n) in fresh:
                     fresh.remove((v, node.role, n))
-                    made.append(_ahead(self.maker.load(v, node.role), n))
+                    parts.append(_ahead(self.maker.load(v, node.role), n))
             if one not in self._parts:
-                self._parts[one] = self.maker.node(node, held)
-            made += [_ahead(m, n) for m in self._parts[one]]
-        seconds = self.maker.seconds.compute([m.part.op for m in made]) if given is None else given
-        touched = [(k, v) for k, m in enumerate(made) for v in (*m.writes, *m.reads, *m.part.held)]
-        return _Template(COMPUTE, made, seconds, given, touched, tuple(sorted(set(ahead))))
+                self._parts[one] = self.maker.node(node, values)
+            parts += [_ahead(m, n) for m in self._parts[one]]
+        seconds = self.maker.seconds.compute([m.part.op for m in parts]) if given is None else given
+        touched = [(k, v) for k, m in enumerate(parts) for v in (*m.writes, *m.reads, *m.part.held)]
+        return _Template(COMPUTE, parts, seconds, given, touched, tuple(sorted(set(ahead))))
 
     def _instrs(self) -> list[tuple[_Template, Ints]]:
         keys = list(map(id, self.used))
@@ -279,17 +281,17 @@ class Drafted:
         values = self.maker.values()
         waits = self._waits(freed)
         final = _Final(self, freed)
-        maker, made = self._buffers()
+        maker, buffer_numbers = self._buffers()
         there: Flags = maker >= 0  # other values are there from the start
         mbs = self.mb.tolist()
-        out = []
+        tables = []
         for r, (a, b) in enumerate(pairwise(self.draft.offsets)):
             templates, used = final.role(a, b)
-            first = tuple(made[maker == -1 - r].tolist())
-            buffers = _within(maker[there], made[there], a, b)
+            first = tuple(buffer_numbers[maker == -1 - r].tolist())
+            buffers = _within(maker[there], buffer_numbers[there], a, b)
             columns = waits.of(a, b), _within(freed.before, freed.early, a, b), buffers, first
-            out.append(InstrTable(values, templates, used, mbs[a:b], *columns))
-        return out
+            tables.append(InstrTable(values, templates, used, mbs[a:b], *columns))
+        return tables
 
     def _buffers(self) -> tuple[Ints, Ints]:
         """Find the makers of receive buffers and results of reductions: by buffer, the instruction and the value.
@@ -339,7 +341,7 @@ class _Final:
         kinds: dict[int, int] = {}
         start = self.start = _Trace()
         traces: dict[int, _Trace] = {}
-        out: list[int] = []
+        numbers: list[int] = []
         transfers: dict[int, int] = {}
         mbs = self.drafted.mb[a:b].tolist()
         for template, mb, dying in zip(self.drafted.used[a:b], mbs, self.dying[a:b], strict=True):
@@ -349,10 +351,10 @@ class _Final:
                     number = transfers[id(template)] = len(templates)
                     kind = kinds.setdefault(id(template), len(kinds))
                     templates.append(_with_frees(template, kind, {}, ()))
-                out.append(number)
+                numbers.append(number)
                 continue
             if mb < 0 or template.aheads != (0,):
-                out.append(self._joining(template, mb, dying, traces, known, kinds, templates))
+                numbers.append(self._joining(template, mb, dying, traces, known, kinds, templates))
                 continue
             before = traces.get(mb, start)
             trace = traces[mb] = before.then.get((id(template), 0)) or before.after(template, 0)
@@ -361,8 +363,8 @@ class _Final:
                 number = trace.known[dying] = len(templates)
                 kind = kinds.setdefault(id(template), len(kinds))
                 templates.append(_with_frees(template, kind, {0: trace}, dying))
-            out.append(number)
-        return _shared(templates, out)
+            numbers.append(number)
+        return _shared(templates, numbers)
 
     def _joining(
         self,
@@ -375,17 +377,19 @@ class _Final:
         templates: list[InstrTemplate],
     ) -> int:
         """Return the number of a template that computes and joins microbatches, or is of none."""
-        found: list[_Trace] = []
+        own_traces: list[_Trace] = []
         for n in template.aheads if mb >= 0 else ():
             trace = traces[mb + n] = traces.get(mb + n, self.start).after(template, n)
-            found.append(trace)
-        key = id(template), dying, *map(id, found)
+            own_traces.append(trace)
+        key = id(template), dying, *map(id, own_traces)
         number = known.get(key)
         if number is None:
             number = known[key] = len(templates)
             kind = kinds.setdefault(id(template), len(kinds))
             templates.append(
-                _with_frees(template, kind, dict(zip(template.aheads, found, strict=False)), dying)
+                _with_frees(
+                    template, kind, dict(zip(template.aheads, own_traces, strict=False)), dying
+                )
             )
         return number
 
@@ -411,11 +415,14 @@ def _with_frees(
 ) -> InstrTemplate:
     """Return an instruction whose parts free the sent ones of the dying values first, then the others by first use."""
     parts = []
-    for k, made in enumerate(template.made):
-        part = made.part
+    for k, entry in enumerate(template.made):
+        part = entry.part
         sent = [v for number, v, is_sent in dying if number == k and is_sent]
-        others = [*made.inside, *[v for number, v, is_sent in dying if number == k and not is_sent]]
-        if made.inside:
+        others = [
+            *entry.inside,
+            *[v for number, v, is_sent in dying if number == k and not is_sent],
+        ]
+        if entry.inside:
             order, ahead = traces[part.ahead].order, part.ahead
             others.sort(key=lambda v: order[v - ahead])
         if sent or others:  # `replace` of dataclasses takes four times as long
@@ -439,9 +446,9 @@ def _shared(
 def _within(instrs: Ints, numbers: Ints, a: int, b: int) -> dict[int, tuple[int, ...]]:
     """Return the numbers of each instruction from a to b, counted from a; `instrs` are ascending."""
     first, end = np.searchsorted(instrs, (a, b)).tolist()
-    out: dict[int, tuple[int, ...]] = {}
+    numbers_by_instr: dict[int, tuple[int, ...]] = {}
     for i, one in zip(
         (instrs[first:end] - a).tolist(), zip(numbers[first:end].tolist()), strict=True
     ):
-        out[i] = out[i] + one if i in out else one
-    return out
+        numbers_by_instr[i] = numbers_by_instr[i] + one if i in numbers_by_instr else one
+    return numbers_by_instr

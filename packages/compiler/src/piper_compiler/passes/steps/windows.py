@@ -36,7 +36,7 @@ def windows(
         nbytes: the bytes of each bucket.
         room: the most bytes that are kept between two uses and are not needed by the second; None: any.
     """
-    out: list[CacheWindow] = []
+    opened: list[CacheWindow] = []
     open_: dict[str, CacheWindow] = {}
     ended: dict[str, int] = {}
     idle: list[
@@ -49,7 +49,7 @@ def windows(
             window = open_.get(bucket)
             if window is None:
                 window = open_[bucket] = CacheWindow(bucket, earliest=ended.get(bucket, -1) + 1)
-                out.append(window)
+                opened.append(window)
                 kept += nbytes[bucket]
             window.uses.append(index)
             again = following[index, bucket]
@@ -77,15 +77,15 @@ def windows(
             kept -= nbytes[bucket]
         for entry in spared:
             heappush(idle, entry)
-    return out
+    return opened
 
 
 def _following(uses: Sequence[Sequence[str]]) -> dict[tuple[int, str], int | None]:
     """Return for each use of a bucket the index of the bucket's next one."""
-    out: dict[tuple[int, str], int | None] = {}
+    next_uses: dict[tuple[int, str], int | None] = {}
     later: dict[str, int] = {}
     for index in reversed(range(len(uses))):
         for bucket in uses[index]:
-            out[index, bucket] = later.get(bucket)
+            next_uses[index, bucket] = later.get(bucket)
             later[bucket] = index
-    return out
+    return next_uses

@@ -27,23 +27,23 @@ def at_step_end() -> Iterator[Interrupt]:
     If interrupts are ignored, or outside of the main thread, which alone receives them, nothing is held back.
     """
     before = signal.getsignal(signal.SIGINT)
-    found = Interrupt()
+    interrupt = Interrupt()
     if current_thread() is not main_thread() or not callable(before):
-        yield found
+        yield interrupt
         return
     again = Timer(PATIENCE_S, signal.pthread_kill, (main_thread().ident, signal.SIGINT))
     again.daemon = True
 
     def heard(number: int, frame: FrameType | None) -> None:
-        if found.asked:
+        if interrupt.asked:
             before(number, frame)
         else:
-            found.asked = True
+            interrupt.asked = True
             again.start()
 
     signal.signal(signal.SIGINT, heard)
     try:
-        yield found
+        yield interrupt
     finally:
         again.cancel()
         signal.signal(signal.SIGINT, before)

@@ -25,17 +25,17 @@ def evaluated(record: StepRecord, metrics: Mapping[str, Callable[..., Any]]) -> 
 
     One that fails is left out, with a warning: training is worth more.
     """
-    found = dict(record.evaluation)
-    for name, function in of_loss(metrics).items() if found else ():
+    values = dict(record.evaluation)
+    for name, function in of_loss(metrics).items() if values else ():
         try:
-            found[name] = float(function(found["loss"]))
+            values[name] = float(function(values["loss"]))
         except Exception as e:  # a function of the user's may fail in any way
             warnings.warn(
                 f"metric {name!r} failed on an evaluation: {type(e).__name__}: {e}",
                 PiperWarning,
                 stacklevel=2,
             )
-    return found
+    return values
 
 
 class Progress:

@@ -131,7 +131,7 @@ class RankReport:
         if evaluated is not None:
             self.evaluations[self.first_step + self.count] = evaluated.scalars, evaluated.seconds
         self.finished.append(time.perf_counter() if ended is None else ended)
-        self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
+        self.scalars.append({kind: dict(values) for kind, values in rank.scalars.items()})
         self.batch_s.append(sum(end - start for _, start, end in rank.feed.waits))
         self.expert_tokens.append(rank.expert_tokens)
         self.updates.append((rank.gradient_norm, rank.optimizer.rates))

@@ -86,11 +86,11 @@ def make_requests(attempt: Attempt) -> dict[int, Request]:
 
 def _shipped(plan: Plan, role: RolePlan, code: ExportedCode) -> dict[str, dict[str, ShippedCode]]:
     """Return the code that a role executes, in the form that travels to workers."""
-    found: dict[str, dict[str, ShippedCode]] = {}
+    shipped: dict[str, dict[str, ShippedCode]] = {}
     for code_id, step in (
         *used_code(plan, role),
         *((b.counter, "F") for b in plan.batch if b.counter),
     ):
         source = code[code_id][step]
-        found.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
-    return found
+        shipped.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
+    return shipped

@@ -84,10 +84,10 @@ class Run(Brief):
     @property
     def gradients(self) -> list[dict[str, torch.Tensor]]:
         """Return per step the gradient of every trained parameter as the optimizer saw it; the lowest rank's copy."""
-        out: list[dict[str, torch.Tensor]] = []
+        steps: list[dict[str, torch.Tensor]] = []
         for rank in sorted(self.rank_gradients, reverse=True):
-            for step, found in enumerate(self.rank_gradients[rank]):
-                if step == len(out):
-                    out.append({})
-                out[step].update(found)
-        return out
+            for step, step_gradients in enumerate(self.rank_gradients[rank]):
+                if step == len(steps):
+                    steps.append({})
+                steps[step].update(step_gradients)
+        return steps

@@ -221,8 +221,8 @@ class RankPosition:
         if self._evaluates:
             return [f"  was evaluating after step {self._step}"]
         first = max(self._index - SHOWN + 1, 0)
-        out = [f"  step {self._step}"]
-        out += [
+        text_lines = [f"  step {self._step}"]
+        text_lines += [
             f"  {'>' if i == self._index else ' '} {self._instr(i)}"
             for i in range(first, self._index + 1)
         ]
@@ -231,12 +231,12 @@ class RankPosition:
                 self._instr(self._nth(stream, n)) for stream, n in self._program[self._index].waits
             ]
             last = self._index == len(self._program) - 1
-            out += [f"  waits for {text}" for text in awaited]
-            out += ["  waits for the end of all its streams"] if last else []
-        out += [
+            text_lines += [f"  waits for {text}" for text in awaited]
+            text_lines += ["  waits for the end of all its streams"] if last else []
+        text_lines += [
             f"  in flight with rank {self._peers(i)}: {self._instr(i)}" for i in self.communications
         ]
-        return out
+        return text_lines
 
     def _instr(self, index: int) -> str:
         return f"{index} ({self._program[index].name} on {self._program[index].stream})"

@@ -92,18 +92,18 @@ class RankActor:
         """Perform a request; return the messages since the last `look`, and last the answer."""
         assert self._context is not None, "connect comes first"
         self._heart[:] = memoryview(LOADING_HEART)
-        found = answer(self._context, unpack(request, blobs))
-        return pickle.dumps([*self._take(), found], protocol=5)
+        reply = answer(self._context, unpack(request, blobs))
+        return pickle.dumps([*self._take(), reply], protocol=5)
 
     def look(self) -> tuple[bytes, bytes]:
         """Return the hearts of this node's ranks, and this rank's messages since the last look."""
         return self._hearts.tobytes(), pickle.dumps(self._take(), protocol=5)
 
     def _take(self) -> list[Any]:
-        out = []
+        messages = []
         while self._said:
-            out.append(self._said.popleft())
-        return out
+            messages.append(self._said.popleft())
+        return messages
 
 
 def _end_with(parent: int) -> None:

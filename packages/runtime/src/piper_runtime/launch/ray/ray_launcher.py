@@ -107,10 +107,10 @@ class _Team:
             )
 
     def _ready(self, refs: Collection[Any]) -> list[Any]:
-        found: list[Any] = (
+        ready: list[Any] = (
             self.ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
         )
-        return found
+        return ready
 
     def _looked(self, look: Any) -> list[tuple[int, Any]]:
         rank = self.looks.pop(look)
@@ -147,7 +147,7 @@ class _Team:
         look = self.actors[living[0]].look.remote()
         self.looks[look] = living[0]
         self.ray.wait([look], num_returns=1, timeout=GONE_S)
-        return [m for found in self._ready([look]) for m in self._looked(found)]
+        return [m for ref in self._ready([look]) for m in self._looked(ref)]
 
     def _aligned(self, rank: int, message: Any) -> Any:
         clock = self.clocks.get(self.places[rank].node)
@@ -155,9 +155,9 @@ class _Team:
 
     def heart(self, rank: int) -> Sequence[int]:
         """Return a rank's heart as of the last look at its node."""
-        found = self.hearts.get(self.places[rank].node)
+        beats = self.hearts.get(self.places[rank].node)
         return (
-            LOADING_HEART if found is None else found[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
+            LOADING_HEART if beats is None else beats[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
         )
 
     def exit_reason(self, rank: int) -> str:
@@ -176,10 +176,10 @@ class _Team:
 
     def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:
         """Return the answers of starting actors; raise ExecutionError with the rank of one that does not answer."""
-        out = {}
+        answers = {}
         for ref, rank in refs.items():
             try:
-                out[rank] = self.ray.get(ref, timeout=STARTUP_S)
+                answers[rank] = self.ray.get(ref, timeout=STARTUP_S)
             except self.ray.exceptions.GetTimeoutError:
                 raise ExecutionError(
                     f"rank {rank} on {self.node(rank)} did not {what} within {STARTUP_S:.0f} s"
@@ -188,7 +188,7 @@ class _Team:
                 raise ExecutionError(
                     f"rank {rank} on {self.node(rank)} could not {what}: {_cause(e)}"
                 ) from e
-        return out
+        return answers
 
     def finish_early(self, ranks: int, steps: int) -> bool:
         """Return False, since an interrupt at a terminal ends Ray's own processes too, and with them the actors."""
@@ -345,14 +345,14 @@ def _bring_up(team: _Team, threads: int, gpus: int) -> None:
         )
         actor = ray.remote(RankActor).options(scheduling_strategy=chosen, **options)
         team.actors.append(actor.remote(rank, world, team.shared, threads))
-    found = team.ask("start", {a.describe.remote(): r for r, a in enumerate(team.actors)})
-    team.pids = [found[r][0] for r in range(world)]
+    descriptions = team.ask("start", {a.describe.remote(): r for r, a in enumerate(team.actors)})
+    team.pids = [descriptions[r][0] for r in range(world)]
     first_of_node = {place.node: rank for rank, place in reversed(list(enumerate(team.places)))}
     team.ask("clear up", {team.actors[r].forget_file.remote(): r for r in first_of_node.values()})
     check_environments(
         environment(),
         f"this process on {socket.gethostname()}",
-        {team.node(r): found[r][1] for r in found},
+        {team.node(r): descriptions[r][1] for r in descriptions},
     )
     _rendezvous(team, alone=len(first_of_node) == 1)
     for node, rank in first_of_node.items():
@@ -372,13 +372,13 @@ def _rendezvous(team: _Team, *, alone: bool) -> None:
 
 def _clock_ahead(ray: Any, actor: Any) -> tuple[float, float]:
     """Return the seconds that an actor's clock is ahead of ours, and the error: half of the quickest round trip."""
-    found = []
+    samples = []
     for _ in range(CLOCK_SAMPLES):
         start = time.perf_counter()
         theirs = ray.get(actor.clock.remote())
         end = time.perf_counter()
-        found.append(((end - start) / 2, theirs - (start + end) / 2))
-    error, ahead = min(found)
+        samples.append(((end - start) / 2, theirs - (start + end) / 2))
+    error, ahead = min(samples)
     return ahead, error
 
 

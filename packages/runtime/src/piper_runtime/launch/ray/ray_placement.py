@@ -79,10 +79,10 @@ def free_ranks(ray: Any, gpus: int) -> int:
     A rank needs one CPU and `gpus` GPUs.
     """
     free = ray._private.state.available_resources_per_node()
-    found = [free.get(n["NodeID"], {}) for n in ray.nodes() if n["Alive"]]
+    resources = [free.get(n["NodeID"], {}) for n in ray.nodes() if n["Alive"]]
     return sum(
         int(min(r.get("CPU", 0.0), r.get("GPU", 0.0) / gpus if gpus else r.get("CPU", 0.0)))
-        for r in found
+        for r in resources
     )
 
 
@@ -108,10 +108,10 @@ def await_room(
         time.sleep(LOOK_S)
     end = time.monotonic() + PLACE_S
     while (
-        found := free_ranks(ray, gpus) + (spare.held(ray) if spare is not None else 0)
+        room := free_ranks(ray, gpus) + (spare.held(ray) if spare is not None else 0)
     ) < world and time.monotonic() < end:
         time.sleep(LOOK_S)
-    return found
+    return room
 
 
 def _alive(ray: Any) -> set[str]:

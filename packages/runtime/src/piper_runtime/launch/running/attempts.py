@@ -119,11 +119,11 @@ class Attempts:
             )
 
     def _result(self, plan: Plan, reports: Mapping[int, RankReport], recovery: Recovery) -> Run:
-        found: list[StepRecord] = []
+        step_records: list[StepRecord] = []
         first = min(r.first_step for r in reports.values())
-        Progress(plan, found.append, first_step=first).finish(reports)
-        records = recovery.records(found)
-        last = [*records[-1:], *found[-1:]]  # of the last attempt, if its ranks have kept it
+        Progress(plan, step_records.append, first_step=first).finish(reports)
+        records = recovery.records(step_records)
+        last = [*records[-1:], *step_records[-1:]]  # of the last attempt, if its ranks have kept it
         losses, step_s = [r.loss for r in records], [r.step_s for r in records]
         notes = {"peak_bytes": MEASURED} if self.first.options.memory else {}
         if any(r.spans for r in reports.values()):

@@ -105,10 +105,13 @@ def _train(
             if options.memory and step == options.measured:
                 counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
             spans = engine.step(step)
-            ended, found = time.perf_counter(), {} if evaluator is None else evaluator.after(step)
+            ended, evaluations = (
+                time.perf_counter(),
+                {} if evaluator is None else evaluator.after(step),
+            )
             for rank in ranks:
                 progress.add(
-                    rank.rank, reports[rank.rank].end_step(rank, ended, found.get(rank.rank))
+                    rank.rank, reports[rank.rank].end_step(rank, ended, evaluations.get(rank.rank))
                 )
                 reports[rank.rank].hand_on()
             engine.counters = {}

@@ -65,22 +65,22 @@ class Survivors:
             for n in (*(p.name for p in plan.params), *(b.name for b in plan.buffers))
             if n not in unused
         ]
-        found: HostSnapshot | None = None
+        snapshot: HostSnapshot | None = None
         folders = [folder for folder in (self._current, self._kept) if folder is not None]
         if present(self._current, plan.mesh.world):
             snapshots = [
                 s for folder in folders if (s := newest_snapshot(folder, names, most)) is not None
             ]
-            found = max(
+            snapshot = max(
                 (s for s in snapshots if s.step > least), key=lambda s: s.step, default=None
             )
-        self._current, self._kept = None, found.folder if found is not None else None
+        self._current, self._kept = None, snapshot.folder if snapshot is not None else None
         for folder in folders:
             if folder != self._kept:
                 shutil.rmtree(folder)
-        if found is not None:
-            found.drop_others()
-        return found
+        if snapshot is not None:
+            snapshot.drop_others()
+        return snapshot
 
 
 @contextmanager

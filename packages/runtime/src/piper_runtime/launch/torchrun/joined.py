@@ -26,7 +26,7 @@ def joined_states(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, _T
 
 def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int, list[_Tensors]]:
     """Return by rank the joined gradients of each step; without the ranks that have reported none."""
-    out: dict[int, list[_Tensors]] = {}
+    by_rank: dict[int, list[_Tensors]] = {}
     for rank, report in reports.items():
         steps = max(len(report.gradients), len(report.shared_gradients))
         own = report.gradients or [{} for _ in range(steps)]
@@ -35,13 +35,13 @@ def joined_gradients(plan: Plan, reports: Mapping[int, RankReport]) -> dict[int,
                 r: rep.shared_gradients[step] if rep.shared_gradients else {}
                 for r, rep in reports.items()
             }
-            out.setdefault(rank, []).append(own[step] | _whole(plan, rank, shared))
-    steps = max(map(len, out.values()), default=0)
+            by_rank.setdefault(rank, []).append(own[step] | _whole(plan, rank, shared))
+    steps = max(map(len, by_rank.values()), default=0)
     whole = [
-        _over_parts(plan, {rank: found[step] for rank, found in out.items()})
+        _over_parts(plan, {rank: tensors[step] for rank, tensors in by_rank.items()})
         for step in range(steps)
     ]
-    return {rank: [found[rank] for found in whole] for rank in out}
+    return {rank: [tensors[rank] for tensors in whole] for rank in by_rank}
 
 
 def _over_parts(plan: Plan, found: Mapping[int, _Tensors]) -> dict[int, _Tensors]:
@@ -49,18 +49,18 @@ def _over_parts(plan: Plan, found: Mapping[int, _Tensors]) -> dict[int, _Tensors
     layouts = {p.name: p.layout for p in plan.params if p.layout}
     if not layouts:
         return dict(found)
-    out = {}
+    joined = {}
     for rank, tensors in found.items():
         parts = {n: {r: t[n] for r, t in found.items() if n in t} for n in tensors if n in layouts}
-        out[rank] = tensors | {
+        joined[rank] = tensors | {
             n: whole_of(of, layouts[n], plan.mesh, rank) for n, of in parts.items()
         }
-    return out
+    return joined
 
 
 def _whole(plan: Plan, rank: int, parts: Mapping[int, _Tensors]) -> _Tensors:
     """Return the parameters of a rank's shared buckets, given every rank's parts by bucket."""
-    out: _Tensors = {}
+    views: _Tensors = {}
     shapes = {p.name: torch.Size([bind(d, 0) for d in p.spec.shape]) for p in plan.params}
     for id in parts[rank]:
         bucket = plan.bucket(id)
@@ -69,8 +69,8 @@ def _whole(plan: Plan, rank: int, parts: Mapping[int, _Tensors]) -> _Tensors:
             raise ExecutionError(
                 f"bucket {id}: the parts that ranks report have {flat.numel()} elements of {bucket.numel}"
             )
-        out |= bucket_views(bucket, flat, [shapes[name] for name in bucket.params])
-    return out
+        views |= bucket_views(bucket, flat, [shapes[name] for name in bucket.params])
+    return views
 
 
 def _sharers(plan: Plan, bucket: Bucket, rank: int) -> tuple[int, ...]:

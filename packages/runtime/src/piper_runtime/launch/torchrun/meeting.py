@@ -63,9 +63,7 @@ def own_address(world: int) -> str:
 def host_names(store: Any, rank: int, world: int, address: str) -> list[str]:
     """Return the names of all ranks' machines; all ranks call this."""
     store.set(f"host/{rank}", f"{socket.gethostname()} ({address})".encode())
-    return [
-        found.decode() for found in store.multi_get([f"host/{other}" for other in range(world)])
-    ]
+    return [name.decode() for name in store.multi_get([f"host/{other}" for other in range(world)])]
 
 
 def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
@@ -73,7 +71,7 @@ def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
 
     All ranks of the group `everyone` call this.
     """
-    found = [(0.0, 0.0)] if rank == 0 else []
+    samples = [(0.0, 0.0)] if rank == 0 else []
     for other in range(1, world):
         for _ in range(CLOCK_SAMPLES if rank in (0, other) else 0):
             start = time.perf_counter()
@@ -87,6 +85,6 @@ def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
             everyone.send([theirs.clone()], 0, 0).wait()
             everyone.recv([theirs], 0, 0).wait()
             end = time.perf_counter()
-            found.append(((end - start) / 2, (start + end) / 2 - theirs.item()))
-    error, ahead = min(found)
+            samples.append(((end - start) / 2, (start + end) / 2 - theirs.item()))
+    error, ahead = min(samples)
     return ahead, error

@@ -176,7 +176,7 @@ class _Team:
     heard: dict[int, float] = field(default_factory=dict)
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        found = [(0, m) for m in _drain(self.member.said, seconds)]
+        messages = [(0, m) for m in _drain(self.member.said, seconds)]
         others = range(1, self.world)
         said, hearts = self.mail.visit([r for r in ranks if r], others)
         now = time.monotonic()
@@ -184,14 +184,14 @@ class _Team:
             if rank not in self.heard or hearts.get(rank) != self.hearts.get(rank):
                 self.heard[rank] = now
         self.hearts = hearts
-        return found + said
+        return messages + said
 
     def heart(self, rank: int) -> Sequence[int]:
         """Return a rank's heart as of the last look."""
         if rank == 0:
             return self.member.context.heart
-        found = self.hearts.get(rank)
-        return LOADING_HEART if found is None else memoryview(found[BEAT:]).cast("q")
+        last_heart = self.hearts.get(rank)
+        return LOADING_HEART if last_heart is None else memoryview(last_heart[BEAT:]).cast("q")
 
     def exit_reason(self, rank: int) -> str:
         """Return that a rank has ended; only torchrun knows how, and tells who was killed."""
@@ -262,9 +262,9 @@ class TorchrunPool:
             _lead(mail, watch, Progress(plan, on_step, on_save, first_step(requests)))
         else:
             _follow(member, mail, timeout_s)
-        found = _exchange(member, plan, kept[0], timeout_s)
+        answers = _exchange(member, plan, kept[0], timeout_s)
         member.broken = False
-        return found
+        return answers
 
 
 def _check_same(plan: Plan, mail: Mail, rank: int) -> None:
@@ -287,9 +287,9 @@ def _check_same(plan: Plan, mail: Mail, rank: int) -> None:
 def _perform(member: _Member, request: Any, kept: list[Any]) -> None:
     """Answer a request in a thread of its own, so that a rank that hangs can still be given up."""
     member.context.heart[:] = memoryview(LOADING_HEART)
-    found = aligned(answer(member.context, request), *member.clock)
-    kept.append(found)
-    member.said.put(found if isinstance(found, Failure) else _DONE)
+    reply = aligned(answer(member.context, request), *member.clock)
+    kept.append(reply)
+    member.said.put(reply if isinstance(reply, Failure) else _DONE)
 
 
 def _lead(mail: Mail, watch: Watch, progress: Progress) -> None:
@@ -342,25 +342,25 @@ def _ended_by_first(failure: Failure, hosts: Sequence[str]) -> PiperError:
 
 def _drain(said: queue.SimpleQueue[Any], seconds: float) -> list[Any]:
     """Return the queued messages; wait for the first one at most `seconds`."""
-    out = []
+    messages = []
     try:
-        out.append(said.get(timeout=seconds))
+        messages.append(said.get(timeout=seconds))
         while True:
-            out.append(said.get_nowait())
+            messages.append(said.get_nowait())
     except queue.Empty:
-        return out
+        return messages
 
 
 def _exchange(member: _Member, plan: Plan, mine: Any, timeout_s: float) -> dict[int, Any]:
     """Return the answers of all ranks, each as a broadcast from its rank."""
-    out = {}
+    answers = {}
     for rank in range(plan.mesh.world):
         own = rank == member.context.rank
         sent = encode(_without_copies(mine, plan, rank)) if own else b""
         if member.everyone is not None:
             sent = _broadcast(member, rank, sent, timeout_s)
-        out[rank] = mine if own else decode(sent)
-    return out
+        answers[rank] = mine if own else decode(sent)
+    return answers
 
 
 def _without_copies(found: Any, plan: Plan, rank: int) -> Any:

@@ -125,18 +125,18 @@ class Mail:
         def visited() -> tuple[list[tuple[int, Any]], dict[int, bytes]]:
             self.store.set(f"{self.run}/pulse", str(time.monotonic()).encode())
             messages = [(rank, message) for rank in ranks for message in self._collect(rank)]
-            found = {rank: self._value(f"heart/{rank}") for rank in others}
-            return messages, {rank: heart for rank, heart in found.items() if heart is not None}
+            hearts = {rank: self._value(f"heart/{rank}") for rank in others}
+            return messages, {rank: heart for rank, heart in hearts.items() if heart is not None}
 
         return self.ask(visited)
 
     def _collect(self, rank: int) -> list[Any]:
-        out = []
+        messages = []
         while self.store.check([key := f"{self.run}/{rank}/{self.read.get(rank, 0)}"]):
-            out.append(decode(self.store.get(key)))
+            messages.append(decode(self.store.get(key)))
             self.store.delete_key(key)
             self.read[rank] = self.read.get(rank, 0) + 1
-        return out
+        return messages
 
     def put(self, what: str, value: bytes, seconds: float | None = None) -> None:
         """Set a value of this run."""
@@ -151,8 +151,8 @@ class Mail:
         if key not in self.seen and not self.store.check([key]):
             return None
         self.seen.add(key)
-        found: bytes = self.store.get(key)
-        return found
+        value: bytes = self.store.get(key)
+        return value
 
     def last_word(self, value: bytes, listeners: Collection[int]) -> None:
         """Tell the other ranks how the run has ended; wait a moment for `listeners`, who lose the store with us."""

@@ -123,8 +123,8 @@ Meet = Callable[[Moment], list[Moment]]
 
 def latest(moments: Iterable[Moment]) -> Moment:
     """Return the moment when all of them have ended."""
-    found = list(moments)
-    return Moment(max(m.planned for m in found), max(m.real for m in found))
+    ends = list(moments)
+    return Moment(max(m.planned for m in ends), max(m.real for m in ends))
 
 
 class TimedRank:

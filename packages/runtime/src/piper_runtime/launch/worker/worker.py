@@ -253,9 +253,9 @@ class _Evaluator:
         if not self._evaluation.due(step):
             return None
         self._heart[EVALUATES] = 1
-        found = evaluate(self._evaluation, [self._rank], lambda: self._engine.step(step))
+        results = evaluate(self._evaluation, [self._rank], lambda: self._engine.step(step))
         self._heart[EVALUATES] = 0
-        return found[self._rank.rank]
+        return results[self._rank.rank]
 
     def close(self) -> None:
         """End the threads of its streams."""

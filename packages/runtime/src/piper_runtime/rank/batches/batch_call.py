@@ -57,10 +57,10 @@ class BatchCall:
                 f"{call} returned a {type(result).__name__}; a pair (inputs, targets) is needed, "
                 f"or a dict of inputs"
             )
-        found, constants = flatten_batch(result)
+        tensors, constants = flatten_batch(result)
         if constants != dict(self.constants):
             self._refuse_constants(call, constants)
-        return {name: self._fitted(call, rows, name, found) for name in self.names[mb]}
+        return {name: self._fitted(call, rows, name, tensors) for name in self.names[mb]}
 
     def _refuse_constants(self, call: str, constants: Mapping[str, str]) -> None:
         planned = dict(self.constants)
@@ -129,7 +129,7 @@ def batch_call(plan: Plan, rank: int, batch: Batch) -> BatchCall:
         for n, s in specs.items()
     }
     rows = {mb: microbatch_rows(plan, replica, mb) for mb in names}
-    loaded = {mb: tuple(found) for mb, found in names.items()}
+    loaded = {mb: tuple(own_names) for mb, own_names in names.items()}
     return BatchCall(
         batch, rows, loaded, looks, plan.constants, "eval_data" if plan.evaluates else "batch"
     )

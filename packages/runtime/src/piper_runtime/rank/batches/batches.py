@@ -43,11 +43,11 @@ def flatten_batch(result: object) -> tuple[dict[str, torch.Tensor], dict[str, st
             f"Job.batch returned a {type(result).__name__}; a pair (inputs, targets) is needed, or a mapping or "
             f"dataclass"
         )
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     constants: dict[str, str] = {}
     for name, leaf in batch_leaves(*pair):
         if isinstance(leaf, torch.Tensor):
-            found[name] = leaf
+            tensors[name] = leaf
         elif isinstance(leaf, Constant):
             constants[name] = repr(leaf)
         else:
@@ -55,4 +55,4 @@ def flatten_batch(result: object) -> tuple[dict[str, torch.Tensor], dict[str, st
                 f"Job.batch returned a {type(leaf).__name__} at {name}; only tensors, numbers, bools, texts and "
                 f"None are accepted"
             )
-    return found, constants
+    return tensors, constants

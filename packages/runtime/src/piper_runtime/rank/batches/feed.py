@@ -170,32 +170,32 @@ class Feed:
         self._fetched_mbs.add(mb)
         start = time.perf_counter()
         if self._loader is None:
-            found = self._called(mb)
+            microbatch = self._called(mb)
         else:
             try:
-                found = self._loader.take(self.step, mb)
+                microbatch = self._loader.take(self.step, mb)
             except (
                 GlobalDraw
             ):  # nothing was drawn: the same call, here, draws between chunks as it always did
                 self._end_loader()
-                found = self._called(mb)
+                microbatch = self._called(mb)
         self.waits.append((mb, start, time.perf_counter()))
-        return found
+        return microbatch
 
     def _called(self, mb: int) -> Microbatch:
         """Call the function here; while it is watched, check whether it may run in a thread beside compute."""
         if not self._watched:
             return self._call(self.step, mb)
         before = None if self._generator is None else self._generator.get_state()
-        found = self._call(self.step, mb)
+        microbatch = self._call(self.step, mb)
         drew = (
             before is not None
             and self._generator is not None
             and not torch.equal(before, self._generator.get_state())
         )
-        if drew or any(t.device.type != "cpu" for t in found.values()):
+        if drew or any(t.device.type != "cpu" for t in microbatch.values()):
             self._may_start = self._watched = False
-        return found
+        return microbatch
 
     def _consider(self) -> None:
         """Start a thread when the function took long in two steps, and was watched in the second."""

@@ -149,7 +149,7 @@ def _shared_file(size: int) -> int:
 def _views(descriptor: int, call: BatchCall, size: int) -> list[dict[int, Microbatch]]:
     """Return the tensors of each slot in the shared memory; they keep it mapped."""
     memory = mmap.mmap(descriptor, max(_SLOTS * size, 1))
-    out: list[dict[int, Microbatch]] = [{mb: {} for mb in call.names} for _ in range(_SLOTS)]
+    slots: list[dict[int, Microbatch]] = [{mb: {} for mb in call.names} for _ in range(_SLOTS)]
     for (mb, name), (start, _) in _places(call).items():
         look = call.looks[name]
         count = torch.Size(look.shape).numel()
@@ -159,8 +159,8 @@ def _views(descriptor: int, call: BatchCall, size: int) -> list[dict[int, Microb
                 if count
                 else torch.empty(0)
             )
-            out[slot][mb][name] = whole.to(look.dtype).view(look.shape)
-    return out
+            slots[slot][mb][name] = whole.to(look.dtype).view(look.shape)
+    return slots
 
 
 def _spawn(descriptor: int) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:

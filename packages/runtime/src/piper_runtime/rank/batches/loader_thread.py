@@ -72,10 +72,10 @@ class LoaderThread:
         self._asked.put(step)
 
     def take(self, step: int, mb: int) -> Microbatch:
-        found = self._made.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        item = self._made.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
     def close(self) -> None:
         self._closed = True
@@ -98,10 +98,10 @@ class LoaderThread:
     def _prepared(self, step: int, mb: int) -> Microbatch:
         if self._guarded:
             with NoGlobalDraws():  # type: ignore[no-untyped-call]  # torch does not type it
-                found = self._call(step, mb)
+                tensors = self._call(step, mb)
         else:
-            found = self._call(step, mb)
-        return {name: kept(tensor) for name, tensor in found.items()}
+            tensors = self._call(step, mb)
+        return {name: kept(tensor) for name, tensor in tensors.items()}
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:

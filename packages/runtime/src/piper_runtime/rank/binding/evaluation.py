@@ -96,7 +96,7 @@ def evaluate(
     The random numbers that the training draws afterwards do not change.
     """
     began = time.perf_counter()
-    found: dict[int, EvaluatedScalars] = {rank.rank: {} for rank in ranks}
+    scalars_by_rank: dict[int, EvaluatedScalars] = {rank.rank: {} for rank in ranks}
     with torch.random.fork_rng(devices=[]):
         for number in range(evaluation.batches):
             for rank in ranks:
@@ -109,8 +109,8 @@ def evaluate(
             first = number * evaluation.plan.microbatches
             for rank in ranks:
                 for kind, values in rank.scalars.items():
-                    found[rank.rank].setdefault(kind, {}).update(
+                    scalars_by_rank[rank.rank].setdefault(kind, {}).update(
                         {first + mb: value for mb, value in values.items()}
                     )
     seconds = time.perf_counter() - began
-    return {rank: Evaluated(scalars, seconds) for rank, scalars in found.items()}
+    return {rank: Evaluated(scalars, seconds) for rank, scalars in scalars_by_rank.items()}

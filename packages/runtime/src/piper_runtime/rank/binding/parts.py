@@ -222,8 +222,8 @@ def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
 
 def _counts(bucket: str, op: SquaredNorm, rank: RankState) -> bool:
     """Return whether a rank is the first of the ranks that hold the same part of a bucket."""
-    found = rank.plan.bucket(bucket)
-    alike = [a for a in op.over if a not in (*found.shard.optim, *found.parts)]
+    plan_bucket = rank.plan.bucket(bucket)
+    alike = [a for a in op.over if a not in (*plan_bucket.shard.optim, *plan_bucket.parts)]
     return not rank.plan.mesh.index_along(alike, rank.rank)
 
 

@@ -49,9 +49,9 @@ class BoundComm:
 
     def alone(self) -> None:
         """Run this communication on a channel without another rank: a collective copies its operand to its result."""
-        given = self.operand()
+        tensor = self.operand()
         if self.result is not None:
-            self.result().copy_(given)
+            self.result().copy_(tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,8 @@ class Rank(RankState):
         self.counted.clear()
         self.dropped.begin()
         self.expert_tokens = {}
-        for found in self.scalars.values():
-            found.clear()
+        for by_mb in self.scalars.values():
+            by_mb.clear()
         for v in self.role.allocs_first:
             bind_alloc(v, self)()
 
@@ -185,7 +185,7 @@ def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]
     count: dict[str, int] = {}
     written: dict[tuple[str, str], int] = {}
     read: dict[tuple[str, str], int] = {}
-    out: dict[int, tuple[tuple[str, int], ...]] = {}
+    waits: dict[int, tuple[tuple[str, int], ...]] = {}
     for index, instr in enumerate(program):
         if not instr.comm:
             continue
@@ -199,8 +199,8 @@ def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]
         if isinstance(part.op, Collective) and part.op.law.spoils:
             needed = max([needed, *[read.get((stream, v), 0) for v in part.reads]])
         if needed:
-            out[index] = ((stream, needed),)
+            waits[index] = ((stream, needed),)
         count[stream] = count.get(stream, 0) + 1
         read |= {(stream, v): count[stream] for v in part.reads}
         written |= {(stream, v): count[stream] for v in (*part.writes, *state)}
-    return out
+    return waits

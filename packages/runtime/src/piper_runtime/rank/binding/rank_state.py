@@ -58,8 +58,8 @@ class _Places(dict[str, int]):
         self._mesh, self._rank = mesh, rank
 
     def __missing__(self, axis: str) -> int:
-        found = self[axis] = self._mesh.index_along(self._mesh.along(axis), self._rank)
-        return found
+        place = self[axis] = self._mesh.index_along(self._mesh.along(axis), self._rank)
+        return place
 
 
 def _nothing() -> None:
@@ -171,11 +171,11 @@ class RankState:
 
     def count(self, buffer: str, tokens: torch.Tensor) -> None:
         """Add a microbatch's counts of tokens per expert to the counts of the step."""
-        held = self.store.buffers[buffer]
+        counts = self.store.buffers[buffer]
         if buffer in self.counted:
-            held.add_(tokens)
+            counts.add_(tokens)
         else:
-            self.counted[buffer] = held.copy_(tokens)
+            self.counted[buffer] = counts.copy_(tokens)
 
     def end_counts(self) -> None:
         """Read the tokens of experts when the step is over, all at once.
@@ -197,13 +197,13 @@ class RankState:
     @cached_property
     def stands_for(self) -> dict[str, tuple[Category, str]]:
         """Return the category and bucket of each value that stands for a state which ranks share."""
-        out: dict[str, tuple[Category, str]] = {}
+        state_of: dict[str, tuple[Category, str]] = {}
         for instr in self.role.program:
             for part in instr.parts:
                 if isinstance(part.op, Fresh | Collective) and part.op.bucket:
                     category: Category = "reduced" if isinstance(part.op, Fresh) else "gathered"
-                    out |= {v: (category, part.op.bucket) for v in part.writes}
-        return out
+                    state_of |= {v: (category, part.op.bucket) for v in part.writes}
+        return state_of
 
     @cached_property
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -239,8 +239,8 @@ class RankState:
         }
         others = _of_replica_0(self.plan) if self.plan.replica_of(self.rank) else ()
         buffers = {n: t for n, t in self.store.buffers.items() if n not in others}
-        held = {**whole, **self.store.exact, **self.store.masters, **buffers}
-        return {n: t.to(CPU, copy=True) for n, t in held.items()}
+        tensors = {**whole, **self.store.exact, **self.store.masters, **buffers}
+        return {n: t.to(CPU, copy=True) for n, t in tensors.items()}
 
     def shared_states(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's shards of the parameters that ranks share, by bucket, on the CPU."""

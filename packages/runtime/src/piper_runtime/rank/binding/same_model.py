@@ -43,21 +43,21 @@ def _differences(
     yield from _names("parameter", _as_made(plan), forms_of(initial.params))
     yield from _names("buffer", {b.name: b.spec for b in plan.buffers}, forms_of(initial.buffers))
     tied = {other: p.name for p in plan.params for other in p.tied}
-    found = {other: first for other, first in initial.tied.items() if first in initial.params}
-    for name in sorted(tied.keys() | found.keys()):
-        if tied.get(name) != found.get(name):
+    tied_now = {other: first for other, first in initial.tied.items() if first in initial.params}
+    for name in sorted(tied.keys() | tied_now.keys()):
+        if tied.get(name) != tied_now.get(name):
             now, then = (
                 f"is tied to {t[name]!r}" if name in t else "is a parameter of its own"
-                for t in (found, tied)
+                for t in (tied_now, tied)
             )
             yield f"has {name!r} that {now}; in the compiled one it {then}"
     trained_now = initial.trainable
     for p in plan.params:
         compiled = p.name in trainable if trainable is not None else p.trained
-        made = p.name in trained_now
-        if made != compiled and (compiled or trainable is not None):
+        trains = p.name in trained_now
+        if trains != compiled and (compiled or trainable is not None):
             yield (
-                f"has parameter {p.name!r} with requires_grad={made}; in the compiled one it has "
+                f"has parameter {p.name!r} with requires_grad={trains}; in the compiled one it has "
                 f"requires_grad={compiled}"
             )
 

@@ -23,7 +23,7 @@ def shared_arguments(part: Part, chunk: Chunk, rank: RankState) -> list[BucketVi
         for p in signature.reads
     ]
     asked = [*read, *[("reduced", i) for i in signature.accumulates]]
-    out: list[BucketView] = []
+    views: list[BucketView] = []
     for index, (category, i) in enumerate(asked):
         place = (
             rank.place_of.get(chunk.inputs[i].ref)
@@ -31,5 +31,5 @@ def shared_arguments(part: Part, chunk: Chunk, rank: RankState) -> list[BucketVi
             else None
         )
         if place is not None and (value := stands_for.get((category, place.bucket))) is not None:
-            out.append((index, value, place.size, place.stride, place.offset))
-    return out
+            views.append((index, value, place.size, place.stride, place.offset))
+    return views

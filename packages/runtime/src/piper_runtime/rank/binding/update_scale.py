@@ -32,13 +32,13 @@ def _scale(part: Part, op: Update, rank: RankState) -> Callable[[], float]:
 
 def _late_scale(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
     """Return the scale on the device; its scalars are checked when the step ends."""
-    values, found = rank.store.values, list[float]()
+    values, arrived = rank.store.values, list[float]()
 
     def check(number: float) -> None:
-        found.append(number)
-        if len(found) == len(part.reads):
-            scalars = found.copy()
-            found.clear()
+        arrived.append(number)
+        if len(arrived) == len(part.reads):
+            scalars = arrived.copy()
+            arrived.clear()
             rank.gradient_norm = gradient_norm(op, scalars)
             gradient_scale(op, scalars, f"step {rank.step}, rank {rank.rank}")
 

@@ -22,7 +22,7 @@ class ByName:
 
     def __call__(self, named: list[tuple[str, Any]]) -> list[Any]:
         """Return the optimizers, in the order of patterns; raise JobError for a pattern without parameters."""
-        left, made = list(named), []
+        left, optimizers = list(named), []
         for pattern, maker in self.makers:
             mine = [(name, p) for name, p in left if fnmatchcase(name, pattern)]
             if not mine:
@@ -34,8 +34,8 @@ class ByName:
                 )
             taken = {name for name, _ in mine}
             left = [(name, p) for name, p in left if name not in taken]
-            made.append(maker(mine))
-        return made
+            optimizers.append(maker(mine))
+        return optimizers
 
 
 def bound_by_name(optimizer: Any) -> Any:

@@ -260,10 +260,10 @@ class InitialState:
             name: self._value(kind, name, trained.get(name)) for name, kind in initial.items()
         }
         with _holding(self.model, values):
-            found = self.model.state_dict()
+            state = self.model.state_dict()
             return {
                 n: t.detach().clone() if isinstance(t, torch.Tensor) else t
-                for n, t in found.items()
+                for n, t in state.items()
             }
 
     def tensor(self, kind: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
@@ -275,11 +275,15 @@ class InitialState:
     ) -> torch.Tensor:
         if trained is None:
             return self.tensor(kind, name)
-        made = forms_of(kind)[name].dtype
-        if trained.dtype == made:
+        original_dtype = forms_of(kind)[name].dtype
+        if trained.dtype == original_dtype:
             return trained
         original = kind[name]
-        return original if torch.equal(original.to(trained.dtype), trained) else trained.to(made)
+        return (
+            original
+            if torch.equal(original.to(trained.dtype), trained)
+            else trained.to(original_dtype)
+        )
 
 
 @contextmanager
@@ -296,13 +300,13 @@ def _holding(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[N
         for module in model.modules():
             every: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
             for own in every:
-                held = [
+                tensors = [
                     (name, tensor)
                     for name, tensor in own.items()
                     if isinstance(tensor, torch.Tensor)
                 ]
-                before += [(own, name, tensor) for name, tensor in held]
-                own.update({name: others[id(tensor)] for name, tensor in held})
+                before += [(own, name, tensor) for name, tensor in tensors]
+                own.update({name: others[id(tensor)] for name, tensor in tensors})
         yield
     finally:
         for own, name, tensor in before:
@@ -426,10 +430,10 @@ def _saved_names(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 
 def _first_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters, buffers and plain tensor attributes, each under the first of its names."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    named_by_id: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in _named_tensors(model):
-        found.setdefault(id(tensor), (name, tensor))
-    return dict(found.values())
+        named_by_id.setdefault(id(tensor), (name, tensor))
+    return dict(named_by_id.values())
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

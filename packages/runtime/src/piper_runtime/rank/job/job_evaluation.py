@@ -41,12 +41,12 @@ def arguments_of(function: Callable[..., Any]) -> int | None:
         signature = signature_of(function)
     except ValueError:  # a function in C: it will say so itself
         return 1
-    for given in ((0.0,), (None, None)):
+    for arguments in ((0.0,), (None, None)):
         try:
-            signature.bind(*given)
+            signature.bind(*arguments)
         except TypeError:
             continue
-        return len(given)
+        return len(arguments)
     return None
 
 

@@ -108,8 +108,8 @@ class PrecisionField:
     def __get__(self, job: object | None, owner: type | None = None) -> Precision:
         if job is None:
             return Precision()
-        found: Precision = vars(job)["precision"]
-        return found
+        precision: Precision = vars(job)["precision"]
+        return precision
 
     def __set__(self, job: object, value: Precision | str) -> None:
         vars(job)["precision"] = (

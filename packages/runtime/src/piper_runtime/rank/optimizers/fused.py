@@ -28,10 +28,10 @@ def fused_problem(optimizer: Optimizer, dtype: torch.dtype, device: torch.device
 
     Two small steps are compared with steps of the plain kernel, once per process, kind, dtype, device and options.
     """
-    found = (
+    problems = (
         _group_problem(type(optimizer), group, dtype, device) for group in optimizer.param_groups
     )
-    return next(filter(None, found), "")
+    return next(filter(None, problems), "")
 
 
 def warn_unfused(optimizer: Optimizer, dtype: torch.dtype, problem: str) -> None:

@@ -41,7 +41,7 @@ def call_optimizers(
     """
     try:
         with user_code("Job.optimizer([(name, parameter), ...])", JobError):
-            made: object = function(list(named))
+            returned: object = function(list(named))
     except JobError as error:
         if "Muon" not in str(error):
             raise
@@ -50,15 +50,15 @@ def call_optimizers(
             'Job(optimizer={"layers.*.weight": muon, "*": adamw}), where each is a function of its '
             "named parameters"
         ) from error.__cause__
-    several = isinstance(made, list | tuple)
-    found: Sequence[Any] = list(made) if isinstance(made, list | tuple) else [made]
-    if not found:
+    several = isinstance(returned, list | tuple)
+    optimizers: Sequence[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
+    if not optimizers:
         raise JobError("Job.optimizer returned no optimizer; a torch.optim.Optimizer is needed")
-    for optimizer in found:
+    for optimizer in optimizers:
         _check(optimizer, {id(p) for _, p in named}, "a list with " if several else "")
     seen: set[int] = set()
     for p in (
-        p for optimizer in found for group in optimizer.param_groups for p in group["params"]
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     ):
         if id(p) in seen:
             name = next(n for n, q in named if q is p)
@@ -66,7 +66,7 @@ def call_optimizers(
                 f"Job.optimizer gives parameter {name!r} to two optimizers; each parameter belongs to one"
             )
         seen.add(id(p))
-    return list(found)
+    return list(optimizers)
 
 
 def _check(optimizer: object, known: set[int], among: str) -> None:

@@ -124,15 +124,15 @@ class OptimizerSpec:
 
     def _pieces(self, buckets: Sequence[Bucket]) -> dict[int, list[tuple[PieceSizes, int]]]:
         """Return by optimizer the pieces that it updates, in order: their sizes and numbers of elements."""
-        found: dict[int, list[tuple[PieceSizes, int]]] = {}
+        pieces: dict[int, list[tuple[PieceSizes, int]]] = {}
         for bucket in sorted(buckets, key=lambda b: b.group):
             group = self.groups[bucket.group]
             if group.piece is not None:
                 numels = [
                     min(PIECE, bucket.numel - first) for first in range(0, bucket.numel, PIECE)
                 ]
-                found.setdefault(group.owner, []).extend((group.piece, n) for n in numels)
-        return found
+                pieces.setdefault(group.owner, []).extend((group.piece, n) for n in numels)
+        return pieces
 
 
 def _held_by(pieces: Sequence[tuple[PieceSizes, int]]) -> int:
@@ -192,13 +192,13 @@ def state_keys(job: Job, params: Sequence[Param]) -> dict[str, set[str]]:
     """Return the keys of the optimizer state of each trained parameter after a step."""
     trained = {p.name for p in params if p.trained}
     named = meta_parameters(params, job.precision.dtype)
-    found: dict[str, set[str]] = {}
+    keys: dict[str, set[str]] = {}
     for optimizer in call_optimizers(job.make_optimizers, named):
         one_by_one(optimizer, fused=False)
         own = _own(optimizer, named)
         state_bytes(optimizer, own, trained)
-        found |= {name: set(optimizer.state[p]) for name, p in own if name in trained}
-    return found
+        keys |= {name: set(optimizer.state[p]) for name, p in own if name in trained}
+    return keys
 
 
 def _made_again(job: Job, params: Sequence[Param], number: int) -> Optimizer:

@@ -315,15 +315,15 @@ def _modules_in(
     imported: Iterable[Import], names: frozenset[str], space: Mapping[str, object]
 ) -> Iterator[types.ModuleType]:
     """Yield the loaded modules that a function imports itself, by a statement or by name."""
-    found = {
+    candidates = {
         name for name in names if names & {"import_module", "modules"} and home_of(name) == "user"
     }
     for request in imported:
         base = full_name(request, space)
-        found |= {base, base.partition(".")[0], *(f"{base}.{item}" for item in request.items)}
+        candidates |= {base, base.partition(".")[0], *(f"{base}.{item}" for item in request.items)}
     yield from (
         module
-        for name in sorted(found)
+        for name in sorted(candidates)
         if isinstance(module := sys.modules.get(name), types.ModuleType)
     )
 

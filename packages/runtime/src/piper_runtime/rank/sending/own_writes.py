@@ -39,7 +39,7 @@ def names_of_the_process(module: types.ModuleType) -> frozenset[str]:
         )  # inspect asks the module for names
     except SyntaxError:
         return frozenset()
-    found: set[str] = set()
+    assigned: set[str] = set()
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Assign | ast.AnnAssign)
@@ -47,8 +47,8 @@ def names_of_the_process(module: types.ModuleType) -> frozenset[str]:
             and _asks_the_process(node.value)
         ):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found.update(name for target in targets for name in islice(_names(target), 1))
-    return frozenset(found)
+            assigned.update(name for target in targets for name in islice(_names(target), 1))
+    return frozenset(assigned)
 
 
 def _asks_the_process(value: ast.expr) -> bool:
@@ -71,12 +71,12 @@ def _names_written(code: types.CodeType, makes: bool) -> frozenset[str]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError, TypeError):
         return frozenset()
-    made = code.co_varnames[:1] if makes else ()
-    found: set[str] = set()
+    self_name = code.co_varnames[:1] if makes else ()
+    written: set[str] = set()
     for node in ast.walk(tree):
         match node:
             case ast.Global(names=names) | ast.Nonlocal(names=names):
-                found.update(names)
+                written.update(names)
                 continue
             case ast.Subscript(ctx=ast.Store() | ast.Del()):
                 chain = _names(node.value)
@@ -87,10 +87,10 @@ def _names_written(code: types.CodeType, makes: bool) -> frozenset[str]:
             case _:
                 continue
         parts = tuple(chain)
-        if parts[-1:] != made or not made:
-            found.update(parts)
+        if parts[-1:] != self_name or not self_name:
+            written.update(parts)
     return frozenset(
-        (found - _locals(code)) | {f"({name})" for name in found.intersection(code.co_freevars)}
+        (written - _locals(code)) | {f"({name})" for name in written.intersection(code.co_freevars)}
     )
 
 

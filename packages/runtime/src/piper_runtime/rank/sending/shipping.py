@@ -122,8 +122,8 @@ def _only_here(name: str, module: ModuleType) -> bool:
         home_of(name) == "known"
     ):  # a copy of a module of Piper's would have variables of its own beside the worker's
         return False
-    found = origin_of(name)
-    return found is None or Path(found).resolve() != Path(file).resolve()
+    origin = origin_of(name)
+    return origin is None or Path(origin).resolve() != Path(file).resolve()
 
 
 def _in_library(file: str) -> bool:

@@ -102,11 +102,11 @@ def raised_in_step(error: BaseException) -> str:
         return f"value {error} is not there"
     frames = traceback.extract_tb(error.__traceback__)
     line = next((f.line or "" for f in reversed(frames) if f.filename.startswith(_GENERATED)), "")
-    text, found = f"{type(error).__name__}: {error}", _PLACE.search(line)
-    if found is None:
+    text, place = f"{type(error).__name__}: {error}", _PLACE.search(line)
+    if place is None:
         return text
-    code = linecache.getline(found[1], int(found[2])).strip()
-    return f"{text}, at {found[1]}:{found[2]}" + (f" ({code})" if code else "")
+    code = linecache.getline(place[1], int(place[2])).strip()
+    return f"{text}, at {place[1]}:{place[2]}" + (f" ({code})" if code else "")
 
 
 def missing_operators(code: ExportedCode) -> set[str]:
@@ -120,19 +120,19 @@ def missing_operators(code: ExportedCode) -> set[str]:
 
 def custom_operators(code: ExportedCode) -> list[object]:
     """Return the functions in Python that a code store calls through operators of `torch.library.custom_op`."""
-    found = [
+    operators = [
         OPDEFS[name] for space, op in sorted(_called(code)) if (name := f"{space}::{op}") in OPDEFS
     ]
-    return [function for op in found for function in (op._init_fn, *op._backend_fns.values())]
+    return [function for op in operators for function in (op._init_fn, *op._backend_fns.values())]
 
 
 def _called(code: ExportedCode) -> set[tuple[str, str]]:
     """Return (namespace, name) of each operator that a code store calls."""
     return {
-        found
+        operator
         for steps in code.values()
         for c in steps.values()
-        for found in _OPERATOR.findall(c.source)
+        for operator in _OPERATOR.findall(c.source)
     }
 
 
@@ -161,11 +161,11 @@ class LoadedSteps:
 
     def constants_of(self, code_id: str, step: str) -> list[torch.Tensor]:
         """Return the tensors that the function of a step holds."""
-        held: dict[str, Any] = self(code_id, step).__globals__
+        namespace: dict[str, Any] = self(code_id, step).__globals__
         return [
             c
             for name in self._code[code_id][step].constants
-            if isinstance(c := held[name], torch.Tensor)
+            if isinstance(c := namespace[name], torch.Tensor)
         ]
 
 

@@ -69,20 +69,20 @@ def runs(
         (shape[p.dim] // p.outer * prod(shape[p.dim + 1 :]) for p, _, _ in there),
         default=prod(shape),
     )
-    found: ElementRun | None = None
+    run: ElementRun | None = None
     at = elements.start
     while at < elements.stop:
         numel = min(unit - at % unit, elements.stop - at)
         first = _in_whole(shape, there, at)
-        if found is not None and found.whole + found.numel == first:
-            found = ElementRun(found.own, found.whole, found.numel + numel)
+        if run is not None and run.whole + run.numel == first:
+            run = ElementRun(run.own, run.whole, run.numel + numel)
         else:
-            if found is not None:
-                yield found
-            found = ElementRun(at, first, numel)
+            if run is not None:
+                yield run
+            run = ElementRun(at, first, numel)
         at += numel
-    if found is not None:
-        yield found
+    if run is not None:
+        yield run
 
 
 def _in_whole(shape: Sequence[int], there: Sequence[tuple[DimPart, int, int]], at: int) -> int:
@@ -97,10 +97,10 @@ def _in_whole(shape: Sequence[int], there: Sequence[tuple[DimPart, int, int]], a
         outer, inner = divmod(index[part.dim], rest)
         index[part.dim] = (outer * degree + place) * rest + inner
         sizes[part.dim] *= degree
-    found = 0
+    position = 0
     for size, k in zip(sizes, index, strict=True):
-        found = found * size + k
-    return found
+        position = position * size + k
+    return position
 
 
 class OwnParts(Mapping[str, torch.Tensor]):
@@ -126,11 +126,11 @@ class OwnParts(Mapping[str, torch.Tensor]):
         shape = list(files.forms[name].shape)
         for part, degree, _ in places(layout, self._mesh, self._rank):
             shape[part.dim] //= degree
-        found = [
+        pieces = [
             files.flat(name, run.whole, run.whole + run.numel)
             for run in runs(shape, layout, self._mesh, self._rank, range(prod(shape)))
         ]
-        return torch.cat(found).view(shape)
+        return torch.cat(pieces).view(shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self._whole

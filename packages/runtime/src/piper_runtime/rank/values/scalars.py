@@ -44,19 +44,22 @@ def step_loss(plan: Plan, scalars: Sequence[Scalars], batches: int = 1) -> float
 def metrics_of(plan: Plan, scalars: Sequence[Scalars], batches: int = 1) -> dict[str, float]:
     """Return the metrics of outputs by name: means, sums, or sums divided by weights (NaN if these are 0)."""
     names = dict.fromkeys(
-        name.removeprefix(METRIC) for found in scalars for name in found if name.startswith(METRIC)
+        name.removeprefix(METRIC)
+        for by_name in scalars
+        for name in by_name
+        if name.startswith(METRIC)
     )
-    totals = {name: None for found in scalars for name in found if name.startswith(TOTAL)}
-    out = {name.removeprefix(TOTAL): _total(name, scalars) for name in totals}
+    totals = {name: None for by_name in scalars for name in by_name if name.startswith(TOTAL)}
+    metrics = {name.removeprefix(TOTAL): _total(name, scalars) for name in totals}
     for name in names:
         total = _total(METRIC + name, scalars)
-        if any(WEIGHT + name in found for found in scalars):
+        if any(WEIGHT + name in by_name for by_name in scalars):
             weight = _total(WEIGHT + name, scalars)
-            out[name] = total / weight if weight else math.nan
+            metrics[name] = total / weight if weight else math.nan
         else:
-            out[name] = total / (plan.microbatches * plan.replicas * batches)
-    return out
+            metrics[name] = total / (plan.microbatches * plan.replicas * batches)
+    return metrics
 
 
 def _total(name: str, scalars: Iterable[Scalars]) -> float:
-    return sum(value for found in scalars for value in found.get(name, {}).values())
+    return sum(value for by_name in scalars for value in by_name.get(name, {}).values())
