@@ -34,7 +34,7 @@ PARTS = Strategy(Mesh(), [piper.split(piper.where(), microbatches=4)])
 @contextmanager
 def nothing_kept() -> Iterator[None]:
     """Capture every model anew."""
-    made = mock.patch.object(capturing, "kept_or_made", lambda content, make: make())
+    made = mock.patch.object(capturing, "kept_or_made", lambda file, what, make: make())
     with mock.patch.dict(capturing._CAPTURES, clear=True), made:
         yield
 
