@@ -278,20 +278,27 @@ def compiled(c: Composition) -> Compiled:
 
 
 def code_of(c: Composition, plan: Plan) -> Any:
-    """The code of the plan's chunks, for its number of rows."""
-    return captured(c.model, c.precision).code.export(
-        [chunk.code for chunk in (*plan.chunks, *plan.variants)], plan.rows
-    )
+    """The code of the plan's chunks, for its number of rows, if its layers are the usual ones."""
+    return captured(c.model, c.precision).code.export(plan.codes, plan.rows)
 
 
 def run(
-    c: Composition, plan: Plan | None = None, *, steps: int = parity.STEPS, **options: Any
+    c: Composition,
+    of: Plan | Compiled | None = None,
+    *,
+    steps: int = parity.STEPS,
+    **options: Any,
 ) -> Run:
     """Execute a composition, or another plan for it, inline unless told otherwise."""
-    plan = plan or compiled(c).plan
+    of = of or compiled(c)
+    if isinstance(of, Compiled):
+        assert of.code is not None
+        plan, code = of.plan, of.code.export(of.plan.codes, of.plan.rows)
+    else:
+        plan, code = of, code_of(c, of)
     return execute(
         plan,
-        code_of(c, plan),
+        code,
         job_of(c),
         **{"steps": steps, "launcher": "inline", "gradients": True, **options},
     )

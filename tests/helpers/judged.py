@@ -18,14 +18,15 @@ def judge(c: Composition, memory: bool = True, **options: Any) -> Run:
 
     Raises AssertionError with the composition and the first differences.
     """
-    plan = compositions.compiled(c).plan
+    compiled = compositions.compiled(c)
+    plan = compiled.plan
     verify(plan)
     assert plan.shared or c.tp == c.cp == 1, f"{c!r}: no device shares a chunk"
     if c.precision in MIXED:
         assert all(b.mastered for b in plan.buckets), f"{c!r}: parameters without a master"
     # An update of Adafactor is planned with the temporaries of its largest parameter, and holds fewer.
     memory = memory and c.optimizer != "adafactor"
-    run = compositions.run(c, plan, memory=memory, **options)
+    run = compositions.run(c, compiled, memory=memory, **options)
     exact = c.precision == "float64"
     parity.assert_parity(
         run,

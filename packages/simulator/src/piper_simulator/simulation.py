@@ -39,7 +39,7 @@ from piper_simulator.metrics import (
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
 from piper_simulator.times.splitting import SplitPlan, split
 from piper_simulator.times.timed import (
-    Durations,
+    PlanWork,
     Timed,
     contention_applies,
     durations_of,
@@ -323,7 +323,7 @@ class _Run:
     plan: Plan
     cluster: Cluster | None
     parts: SplitPlan
-    durations: Durations
+    durations: PlanWork
     timed: Timed
     memory: PeakMemory
     step: int

@@ -13,7 +13,7 @@ from piper_ir.plan.instructions import Category, Instr
 from piper_ir.tools import no_garbage_collection
 
 _NO_VALUE: tuple[TensorSpec, Category] = TensorSpec((0,), "float32"), "scalar"
-"""Stands for the kind of a name that is no value of the plan; the verifier refuses such a plan (R06)."""
+"""The kind of a name that is no value of the plan; the verifier refuses such a plan (R06)."""
 
 
 class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):

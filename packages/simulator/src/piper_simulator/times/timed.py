@@ -19,8 +19,8 @@ from piper_simulator.times import engine
 
 
 @dataclass(frozen=True, slots=True)
-class Durations:
-    """Hold the durations of a plan's instructions.
+class PlanWork:
+    """Hold the work of a plan's instructions, from which their durations follow.
 
     Attributes:
         prepared: the nodes of the plan, one per instruction, and what they wait for.
@@ -95,7 +95,7 @@ def durations_of(
     model: CostModelFactory,
     *,
     contention: bool,
-) -> Durations:
+) -> PlanWork:
     """Return the durations that a cost model gives the instructions of a plan.
 
     It raises the errors of `piper_simulator.durations.checked.model_for` and of `shared_flows`.
@@ -103,10 +103,10 @@ def durations_of(
     costing = model_for(plan, cluster, costs, model)
     prepared, work = prepare(plan), work_of(costing, plan)
     flows = shared_flows(plan, cluster, prepared, work, contention=contention)
-    return Durations(prepared, work, flows, plan.hop, costing.issue_s, costing.notes)
+    return PlanWork(prepared, work, flows, plan.hop, costing.issue_s, costing.notes)
 
 
-def step_alone(taken: Durations) -> Times:
+def step_alone(taken: PlanWork) -> Times:
     """Return the times of one step from a common start, without shared flows by the sweep."""
     if taken.flows is None:
         seconds = _alone(taken)
@@ -114,7 +114,7 @@ def step_alone(taken: Durations) -> Times:
     return _run(taken)[0]
 
 
-def time_steps(taken: Durations, steps: int = 1) -> Timed:
+def time_steps(taken: PlanWork, steps: int = 1) -> Timed:
     """Return the times of several steps and of a step alone, and the period under contention.
 
     A step is run alone, too, because a next step would slow down its end.
@@ -138,7 +138,7 @@ def time_steps(taken: Durations, steps: int = 1) -> Timed:
     return Timed(first, last, lasted, period_s, max(0.0, *slowed))
 
 
-def _run(taken: Durations, steps: int = 1) -> list[Times]:
+def _run(taken: PlanWork, steps: int = 1) -> list[Times]:
     flows = taken.flows
     return engine.run_engine(
         taken.prepared,
@@ -151,7 +151,7 @@ def _run(taken: Durations, steps: int = 1) -> list[Times]:
     )
 
 
-def _alone(taken: Durations) -> list[float]:
+def _alone(taken: PlanWork) -> list[float]:
     """Return the uncontended duration per node, which for messages limited to few SMs is that of their flow."""
     durations = [w.seconds for w in taken.work]
     flows = taken.flows.messages if taken.flows is not None else ()
