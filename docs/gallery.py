@@ -76,7 +76,6 @@ def section(name: str) -> str:
     facts = [
         ("Formula", recipe.formula),
         ("Peak, in activations of a chunk on device r", recipe.peak),
-        ("Use", recipe.use),
     ]
     facts += [("Legal", recipe.rule), ("Source", recipe.source)]
     lines = "\n".join(fill(f"- {k}: {v}", 118, subsequent_indent="  ") for k, v in facts if v)
@@ -127,15 +126,10 @@ overlapped pair) are in seconds of one chunk.
 {sections}
 ## Schedules of your own
 
-Any order of actions is a schedule. `recipes.scheduled(orders, microbatches=m)` makes directives of it: `orders[r]` is
-what device r does, one action or one overlapped pair after the other
-([examples/own_recipe.py](../examples/own_recipe.py)). `@recipes.recipe(...)` registers it. Then `piper recipes
-FILE.py` lists it, and `piper show FILE.py --recipe NAME` draws it.
-
-`piper.read_schedule_csv(path)` reads a table of torch.distributed.pipelining, compute-only or lowered;
-`recipes.from_csv(path)` is its directives for a strategy. `piper.write_schedule_csv(strategy_or_plan, path,
-lowered=True)` writes one, and so does `piper show ... --csv FILE.csv --lowered`; torch's `_PipelineScheduleRuntime`
-runs it. The format has no map of stages to devices, so it cannot express two-way DualPipe.
+Any order of actions is a schedule: [language.md](language.md#recipes) says how one is written, registered, and read
+from or written to a table of torch.distributed.pipelining, which torch's `_PipelineScheduleRuntime` runs.
+`piper recipes FILE.py` lists those of a file, `piper show FILE.py --recipe NAME` draws one, and `piper show FILE.csv` a
+table, with the durations of `--times`.
 """
 
 

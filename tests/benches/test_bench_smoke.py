@@ -388,7 +388,7 @@ def test_without_a_device_there_is_one_line(
 
 
 def test_the_committed_table_of_kernels_is_a_cluster() -> None:
-    """It is the H200 with eager kernels but for the launch cost and its own kernels (docs/cuda.md)."""
+    """It is the H200 with eager kernels but for the launch cost and its own kernels (docs/clusters.md)."""
     cluster = load_cluster(BENCHMARKS / "measured" / "h200-eager.toml")
     assert len(cluster.device.kernels) == 17 and cluster.device.stack is not None
     plain = cluster.each_device(lambda device: replace(device, kernels=(), launch_s=5e-6))

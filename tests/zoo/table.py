@@ -13,8 +13,8 @@ BEGIN, END = "<!-- zoo -->", "<!-- end of zoo -->"
 OUTCOMES = ("equal", "differs", "refused", "failed", "not made")
 EQUAL, NARROW = 1e-9, 2e-5
 """The largest error of a model that is equal, and of one that computes in float32 whatever its parameters are."""
-MOST_OF_A_REASON, MOST_OF_A_LINE = 900, 160
-"""The most characters that are shown of why a model is refused, whose end is the way out, and of a line of code."""
+MOST_OF_A_REASON, MOST_OF_A_LINE = 300, 160
+"""The most characters of a refusal, whose end is the way out that a user reads at capture, and of a line of code."""
 
 
 def write_table(lines: Sequence[dict[str, Any]], path: Path) -> None:

@@ -58,7 +58,7 @@ LEAD_S = 0.1
 """The seconds that a CUDA device computes at least before each measured pass.
 
 Under load it may lower its clock to keep within its power. Behind one pass alone, steps in bfloat16 on an H200 were
-predicted 3 % too short (docs/cuda.md).
+predicted 3 % too short.
 """
 
 CostKey = tuple[str, str, int]
