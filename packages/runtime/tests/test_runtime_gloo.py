@@ -76,3 +76,17 @@ def test_small_gathers_do_not_spin_and_large_ones_are_not_copied(
             ), numbers
     monkeypatch.setattr(gloo, "COPIED", 0)
     assert all(asked == SPINNING for _, asked in gathered(1)), "the check sees a gather that spins"
+
+
+def test_ranks_add_up_their_own_numbers_after_a_plan_of_fewer_ranks() -> None:
+    """Processes stay between runs, and so does their store: the sums of an earlier run are not those of this one."""
+    store = dist.HashStore()
+    communicators = [GlooCommunicators(store, rank) for rank in range(4)]
+    for ranks in ((0, 1), (0, 1, 2, 3), (0, 1), (0, 1, 2, 3)):
+        meetings = [communicators[rank].meeting(len(ranks), ranks) for rank in ranks]
+        for step in range(3):
+            for rank, meeting in zip(ranks, meetings, strict=True):
+                meeting.begin()
+                meeting.give(torch.tensor([1.0 + rank, 10.0 * step], dtype=torch.float64))
+            own = [meeting.total().tolist() for meeting in meetings]
+            assert own == [[sum(1.0 + rank for rank in ranks), 10.0 * step * len(ranks)]] * len(ranks)

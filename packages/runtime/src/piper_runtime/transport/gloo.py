@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import memmove
@@ -42,7 +43,7 @@ class GlooCommunicators:
         self._rank = rank
         self._groups: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
-        self._meetings = 0
+        self._meetings: Counter[int] = Counter()
 
     @property
     def store(self) -> Any:
@@ -79,12 +80,15 @@ class GlooCommunicators:
         store = dist.PrefixStore(key, self._store)
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
-    def meeting(self, ranks: tuple[int, ...]) -> StoreMeeting:
-        """Return the meeting that sums the numbers that these ranks count before a step; all ranks call this alike."""
-        self._meetings += 1
-        return StoreMeeting(
-            dist.PrefixStore(f"meeting {self._meetings}", self._store), self._rank, ranks
-        )
+    def meeting(self, world: int, ranks: tuple[int, ...]) -> StoreMeeting:
+        """Return the meeting that sums the numbers that these ranks count before a step.
+
+        All ranks of a plan of `world` ranks call this alike. Processes may run plans of fewer ranks between: so each
+        number of ranks has meetings of its own, or a rank would read the sums of an earlier run.
+        """
+        self._meetings[world] += 1
+        name = f"meeting {self._meetings[world]} of {world}"
+        return StoreMeeting(dist.PrefixStore(name, self._store), self._rank, ranks)
 
     def close(self) -> None:
         """Drop the groups; a group that nobody else holds waits for its threads, which must be idle."""

@@ -116,7 +116,7 @@ def connected(
     """
     around = (lambda bind: name(rank, bind)) if name is not None else (lambda bind: bind)
     if counting := counting_ranks(rank.plan):
-        rank.feed.totals.meeting = gloo.meeting(counting)
+        rank.feed.totals.meeting = gloo.meeting(rank.plan.mesh.world, counting)
     streams = [s for s in rank.role.streams if s != COMPUTE]
     match agreed_transport(rank.rank, rank.plan.mesh.world, rank.device, local_world, gloo):
         case "gloo":
