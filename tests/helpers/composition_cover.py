@@ -278,6 +278,10 @@ RULES: tuple[Rule, ...] = (
     lambda ep, optimizer: ep == 1 or optimizer != "adafactor",
     lambda ep, sharing: ep == 1 or sharing in ("", "tp"),
     lambda ep, model, sharing: ep == 1 or not sharing or model == "mixture",
+    # chunks that are cut where sharing begins have no place in orders that are written out
+    lambda sharing, written: sharing != "tp cut" or not written,
+    lambda sharing, schedule: sharing != "tp cut" or schedule != "random",
+    lambda sharing, model, pp: sharing != "tp cut" or pp in _size(model)[1],
     # devices, two by two as well, so that a cover does not try what three exclude
     lambda pp, dp: pp * dp <= 8,
     lambda pp, sharing: _devices(pp, 1, sharing) <= 8,

@@ -88,7 +88,7 @@ def test_a_fault_in_any_composition_is_seen() -> None:
 
 def test_the_long_suite_draws_every_value_of_every_factor() -> None:
     seen: dict[str, set[Any]] = {name: set() for name in covers.WIDE.factors}
-    for seed in range(400):
+    for seed in range(1000):
         row = covers.wide_row(seed)
         for name, value in row.items():
             seen[name].add(value)
