@@ -295,7 +295,7 @@ def test_the_command_prints_simulated_beside_emulated(
 ) -> None:
     monkeypatch.setattr(
         "piper.api.running.emulation.run",
-        lambda *args, **kwargs: run(*args, **(kwargs | {"pool": pool})),
+        lambda plan, durations, options: run(plan, durations, replace(options, pool=pool)),
     )
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
