@@ -235,7 +235,7 @@ def test_other_ops_are_looked_up_by_what_they_move_and_the_first_load_waits_for_
     plan = replace(
         plan,
         roles=(replace(first, program=(*loads, *first.program)), second),
-        values=plan.values | values,
+        values={**plan.values, **values},
     )
     parts = (PartDuration("Load", 8, Duration(0.5)), PartDuration("Batch", 4, Duration(batch_s)))
     costs = replace(measured("c0", "c1"), parts=parts)
