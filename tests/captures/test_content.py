@@ -361,6 +361,8 @@ IMPURE: list[Callable[[], object]] = [
     lambda: time.time(),
     lambda: numpy.load("table.npy"),
     lambda: torch.load("weights.pt"),
+    lambda: torch.from_file("weights"),
+    lambda: torch.get_num_threads(),
     lambda: globals()["NAME"],
     lambda: sys.modules["settings"],
     lambda: torch.distributed.get_rank(),

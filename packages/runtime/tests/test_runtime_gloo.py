@@ -88,5 +88,5 @@ def test_ranks_add_up_their_own_numbers_after_a_plan_of_fewer_ranks() -> None:
             for rank, meeting in zip(ranks, meetings, strict=True):
                 meeting.begin()
                 meeting.give(torch.tensor([1.0 + rank, 10.0 * step], dtype=torch.float64))
-            own = [meeting.total().tolist() for meeting in meetings]
-            assert own == [[sum(1.0 + rank for rank in ranks), 10.0 * step * len(ranks)]] * len(ranks)
+            expected = [sum(1.0 + rank for rank in ranks), 10.0 * step * len(ranks)]
+            assert [meeting.total().tolist() for meeting in meetings] == [expected] * len(ranks)

@@ -33,6 +33,8 @@ OF_THE_PROCESS = frozenset({
     "libc_ver", "mac_ver", "machine", "node", "platform", "processor", "release", "system", "uname", "win32_ver",
 })  # fmt: skip
 """The functions of Python and torch that a trace follows, and that say something else in another process or machine."""
+ASKS = ("from_file", "get_", "is_", "are_", "has_", "current_", "initial_seed", "device_count", "cpu_count")  # fmt: skip
+"""The beginnings of the names of torch's functions that read a file, or say how a process or machine is set up."""
 REFLECTIVE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
 """The names in code that may read attributes whose names it does not say."""
 
@@ -140,6 +142,8 @@ def _read_of(
         read |= {name for name in vars(module) if not name.startswith("__")}
     for name in sorted(read):
         value = getattr(module, name, None)
+        if runs and home == "known" and callable(value) and name.startswith(ASKS):
+            raise Unseen
         if isinstance(value, types.ModuleType):
             if name in names:
                 yield from _read_of(f"{path}.{name}", value, names, done, runs, asked)
