@@ -461,12 +461,9 @@ def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) ->
     """
     seen: dict[int, int] = {}
     kept = [values(source) for source in reads]  # kept alive, so that no id is used again
-    argument_values = [values(source) for source in arguments if source is not None]
+    passed = [values(source) for source in arguments if source is not None]
     kept += (
-        inner
-        for module in argument_values
-        if isinstance(module, nn.Module)
-        for inner in module.modules()
+        inner for module in passed if isinstance(module, nn.Module) for inner in module.modules()
     )
     return tuple(
         None if type(v) in CONSTANTS else (seen.setdefault(id(v), len(seen)), _facts(v))
