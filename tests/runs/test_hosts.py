@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -193,7 +194,12 @@ def test_a_machine_of_ray_that_is_cut_off_costs_one_restart(
         "2",
         "--block",
     ]
-    quiet = {"RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"}
+    # A folder of its own, since Ray records in it which cluster the next program of this machine joins.
+    quiet = {
+        "RAY_AUTH_MODE": "token",
+        "OMP_NUM_THREADS": "1",
+        "RAY_TMPDIR": mkdtemp(prefix="r", dir="/tmp"),
+    }
     where = ["--node-ip-address", ADDRESSES["a"], "--port", "6388", "--include-dashboard", "false"]
     cut_hosts.start("a", [*ray, "--head", *where], quiet)
     with_room = [
