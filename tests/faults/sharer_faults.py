@@ -191,11 +191,11 @@ def saved_ranges_shifted(c: Composition) -> Judged | None:
         return None
     right = rank_tensors.runs
 
-    def shifted(shape: Any, layout: Any, mesh: Mesh, rank: int, begin: int, end: int) -> Any:
+    def shifted(shape: Any, layout: Any, mesh: Mesh, rank: int, *within: Any) -> Any:
         coords = mesh.coords(rank)
         axes = {part.axis for part in layout}
         other = {a: (k + 1) % mesh.size(a) if a in axes else k for a, k in coords.items()}
-        return right(shape, layout, mesh, mesh.rank(other), begin, end)
+        return right(shape, layout, mesh, mesh.rank(other), *within)
 
     with tempfile.TemporaryDirectory() as folder:
         with patch.object(rank_tensors, "runs", shifted):

@@ -309,6 +309,10 @@ RULES: tuple[Rule, ...] = (
     lambda model, rows, microbatches, dp: model != "keywords" or rows * microbatches * dp > 1,
     # what is accurate enough to be compared
     lambda precision, optimizer: precision == "float64" or optimizer in ("sgd", "adamw"),
+    # sums of devices are rounded otherwise, and Adam makes a step of any size of what is left where a gradient is zero
+    lambda precision, optimizer, sharing: (
+        precision == "float64" or not sharing or optimizer == "sgd"
+    ),
 )
 
 
