@@ -26,7 +26,7 @@ def judge(c: Composition, memory: bool = True, **options: Any) -> Run:
         assert all(b.mastered for b in plan.buckets), f"{c!r}: parameters without a master"
     # An update of Adafactor is planned with the temporaries of its largest parameter, and holds fewer.
     memory = memory and c.optimizer != "adafactor"
-    # Open: F of a chunk that draws by row and is recomputed holds the bytes of two masks more than its plan says.
+    # Open: a recomputed F of these models holds 64 bytes per row more than its plan says, in the first layer alone.
     memory = memory and not (c.keep != "all" and models.is_transformer(c.model))
     run = compositions.run(c, compiled, memory=memory, **options)
     exact = c.precision == "float64"
