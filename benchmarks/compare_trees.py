@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if options.serve:
         serve()
         return 0
