@@ -71,7 +71,7 @@ BY_HAND = {"compare_trees", "exchanges", "gathers", "gpu_check", "plan_keys"}
 
 
 def test_every_module_is_reached_by_a_section_or_is_a_program() -> None:
-    """In a process of its own: what tests import does not count."""
+    """Look in a process of its own, in which the imports of other tests do not count."""
     sections = {f"benchmarks.{of.partition(':')[0]}" for of in run.SECTIONS.values()}
     programs = {f"benchmarks.{name}" for name in BY_HAND}
     names = sorted({"benchmarks.run", *sections, *programs})

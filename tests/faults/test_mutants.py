@@ -25,7 +25,7 @@ def test_without_a_fault_nothing_is_caught(case: compositions.Composition) -> No
 OFTEN = ("counts_transposed", "a_round_lost", "combined_without_shares")
 """Of the faults of dropless mixtures."""
 SELDOM = ring_faults.FAULTS.keys() | (dropless_faults.FAULTS.keys() - set(OFTEN))
-"""What packages/capture/tests/test_ring_attention.py shows of a chunk takes longer here."""
+"""The faults for the long suite: packages/capture/tests/test_ring_attention.py shows the same sooner, on a chunk."""
 TOGETHER = 10
 """The number of faults that one case tries."""
 

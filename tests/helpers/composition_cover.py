@@ -41,7 +41,7 @@ SIZES: Mapping[str, tuple[int, tuple[int, ...]]] = {
     "mixture": (6, (1, 2, 3, 4)),
     "own_loss": (6, (1, 2, 3, 4)),
 }
-"""Of each model, the blocks that can stand on devices of their own, and the numbers of stages in which recipes cut
+"""The blocks of each model that can stand on devices of their own, and the numbers of stages in which recipes cut
 it. nn.Sequential is one block until a recipe cuts it."""
 LAYERS = {
     "gpt": 3,

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 TRIES = 4
-"""Of so many rows with a pair that is missing, the one with the most missing pairs is taken."""
+"""The number of random rows with a missing pair, of which the row with the most missing pairs is taken."""
 
 Row = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]

@@ -1,4 +1,4 @@
-"""What a strategy asks of the capture: layers, shardings, policies, and the refusals of directives that contradict."""
+"""Protect the requests of strategies to the capture (layers, shardings, policies), and refusals of contradictions."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from piper_ir.program.program import (
 
 def test_empty_receives_are_posted_at_once_and_others_shortly_before_use() -> None:
     def ahead(program: Program, recv_ahead: int) -> list[int]:
-        """For each receive on the last device, how many compute instructions lie between it and its first reader."""
+        """Return for each receive on the last device how many compute instructions stand before its first reader."""
         options = Options(recv_ahead=recv_ahead)
         strategy = Strategy(Mesh(pp=3), recipes.gpipe(pp=3, microbatches=6))
         role = compile_program(program, strategy, options=options).plan.roles[2]
@@ -71,7 +71,7 @@ def random_sized() -> Program:
 
 
 def test_all_roles_issue_the_transfers_of_one_global_order() -> None:
-    """What NCCL needs: the k-th send of a channel and its receive stand at compatible places among all other
+    """NCCL needs this: the k-th send of a channel and its receive stand at compatible places among all other
     transfers."""
     for seed in range(0, 60, 5):
         case = random_case(seed)
