@@ -19,6 +19,7 @@ def each_case(
     """Run a test for all cases in a row, as one test; the arguments are those of `pytest.mark.parametrize`.
 
     It is for cases that take milliseconds. All cases run; what fails is raised together, under the names of its cases.
+    A case that skips leaves the others to run; the test is skipped if all of its cases are.
     Each case has its own folder in `tmp_path`, sees only its own output in `capsys`, and its changes by `monkeypatch`
     are undone.
     """
@@ -36,17 +37,22 @@ def each_case(
         @functools.wraps(test)
         def run(*args: Any, **fixtures: Any) -> None:
             failures: dict[str, BaseException] = {}
+            skipped: list[BaseException] = []
             for k, (label, row) in enumerate(zip(labels, rows)):
                 try:
                     with pytest.MonkeyPatch.context() as patches:
                         own = _own_fixtures(fixtures, k, patches)
                         test(*args, **own, **dict(zip(arguments, row)))
+                except pytest.skip.Exception as skip:
+                    skipped.append(skip)
                 except (Exception, pytest.fail.Exception) as failure:
                     failure.add_note(f"in the case [{label}]")
                     failures[f"{k}: {label}"] = failure
             if failures:
                 summary = f"{len(failures)} of {len(rows)} cases failed: {'; '.join(failures)}"
                 raise BaseExceptionGroup(summary, [*failures.values()])
+            if len(skipped) == len(rows):
+                raise skipped[0]
 
         signature = inspect.signature(test)
         others = [p for name, p in signature.parameters.items() if name not in arguments]

@@ -52,3 +52,24 @@ def test_cases_share_nothing(
     print(row, column)
     assert capsys.readouterr().out == f"{row} {column}\n"
     print("left over")
+
+
+def test_a_case_that_skips_hides_no_failure_and_ends_no_other_case() -> None:
+    seen = []
+
+    @each_case("n", [0, 1, 2])
+    def some(n: int) -> None:
+        seen.append(n)
+        if n == 1:
+            pytest.skip("not here")
+        assert n != 0
+
+    @each_case("n", [0, 1])
+    def none(n: int) -> None:
+        pytest.skip("not here")
+
+    with pytest.raises(BaseExceptionGroup, match="1 of 3 cases failed: 0: 0"):
+        some()
+    assert seen == [0, 1, 2]
+    with pytest.raises(pytest.skip.Exception):
+        none()
