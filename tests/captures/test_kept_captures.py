@@ -26,6 +26,7 @@ from piper.api.captures import capturing, installed, kept_captures, package_sett
 from piper.api.captures.installed import InstalledState
 from piper_capture import StoredCode
 from piper_ir.ground.errors import CaptureError, PiperWarning
+from tests.helpers import expert_loops
 from tests.helpers.capture_jobs import ONE, Net, job
 
 PLAIN = functools.partial(Net, 2)
@@ -127,6 +128,16 @@ def test_another_process_traces_nothing(folder: Path) -> None:
     first = said(refuse=False)
     assert len(files(folder)) == 1
     assert said(refuse=True) == first == str(losses(piper.compile(job(PLAIN), SPLIT)))
+
+
+def test_a_kept_capture_gives_its_warnings_again(counted: Mock, again: Callable[[], None]) -> None:
+    """In the same process and in another one: what a model is taken to do is no secret of its first compile."""
+    for begin in (list, list, again):
+        begin()
+        with pytest.warns(PiperWarning, match=r"'layers\.0\.experts' .* opaque") as heard:
+            piper.compile(expert_loops.job(expert_loops.untagged), ONE)
+        assert len(heard) == 1
+    assert counted.call_count == 1
 
 
 def test_what_was_asked_for_later_is_kept_too(

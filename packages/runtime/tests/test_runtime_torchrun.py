@@ -323,6 +323,7 @@ def test_a_store_that_stops_or_ends_is_given_up(served: tuple[subprocess.Popen[s
     mail.put("plan", b"x")
     assert mail.get("plan") == b"x" and mail.tell(1, [], b"") == (None, None)
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # until then it may answer
     with pytest.raises(
         HangError,
         match=r"^the store at HOST does not answer: that machine has ended.*\(waited 0\.5 s\)$",
@@ -348,6 +349,7 @@ def test_one_rank_says_what_all_have_to_say(
     said = [torchrun.is_first_to_say(text) for text in ("no such file", "no such file", "another")]
     assert said == [True, False, True]
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     ranked.setattr(torchrun, "LAST_WORDS_S", 0.3)
     assert torchrun.is_first_to_say("no such file"), "nobody is left to ask"
 

@@ -208,6 +208,8 @@ def trained_job(
 ) -> Trained:
     """Capture a job with the layers that a strategy asks for, or with the usual ones, and read its optimizer.
 
+    Warnings about the model are given each time, also if its capture is one of an earlier call or process.
+
     CompileError, in the name of the `call`, for a source that is no job or has a `global_batch` beside it.
     """
     from piper_runtime import Job
@@ -224,6 +226,8 @@ def trained_job(
     if strategy is not None:
         request = capture_request(strategy.mesh, strategy.directives, traced.outline)
     captured = rewritten(traced, CaptureRequest(request.layers))
+    for text in dict.fromkeys(traced.forward.warned):
+        warnings.warn(text, PiperWarning, stacklevel=2)
     check_draws(source, captured.program)
     spec = optimizer_spec(source, captured.program.params)
     dtypes = source.precision

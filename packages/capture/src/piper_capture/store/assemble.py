@@ -305,7 +305,7 @@ class _Assembly:
         return Captured(self._program(chunks), self._store, self._forward, *said, **more)
 
     def _check_rows_apart(self) -> None:
-        """Raise CaptureError for an operation of the model that combines rows of the batch.
+        """Raise CaptureError for an operation of the model that combines rows of the batch; note what is believed.
 
         Statistics that go into buffers are left to the judge, which compares with the whole batch.
         """
@@ -319,7 +319,8 @@ class _Assembly:
                 check_opaque_rows(modules, recipe.specs, piece, random=self._cut.random(piece))
             else:
                 joints = [self._store.joint(code, rows) for rows in TRIAL_ROWS]
-                check_rows_apart(joints, recipe.specs, self._forward.graph, model)
+                believed = check_rows_apart(joints, recipe.specs, self._forward.graph, model)
+                self._forward.warned.extend(believed)
 
     def _auxiliary(self, chunks: Sequence[Chunk]) -> tuple[Auxiliary, ...]:
         """Return the backwards that are not linear; see `auxiliary`."""

@@ -47,12 +47,14 @@ class StoredFacts:
         guards: the facts about rows that its path depends on.
         notes: the remarks on it.
         norms: its batch norms.
+        warned: the warnings about the model.
     """
 
     params: tuple[TensorInfo, ...]
     guards: tuple[RowGuard, ...]
     notes: tuple[str, ...]
     norms: tuple[BatchNorm, ...]
+    warned: list[str]
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def stored(traced: Traced) -> StoredTrace:
 
 
 def _facts(forward: Forward) -> StoredFacts:
-    return StoredFacts(forward.params, forward.guards, forward.notes, forward.norms)
+    return StoredFacts(forward.params, forward.guards, forward.notes, forward.norms, forward.warned)
 
 
 def _stored(captured: Captured, own_code: bool = True) -> StoredCapture:
@@ -207,12 +209,8 @@ class _ForwardAgain:
     """Stand for a captured graph: hold the stored facts, and take all else from a new capture."""
 
     def __init__(self, kept: StoredFacts, again: Callable[[], Traced]) -> None:
-        self.params, self.guards, self.notes, self.norms = (
-            kept.params,
-            kept.guards,
-            kept.notes,
-            kept.norms,
-        )
+        self.params, self.guards = kept.params, kept.guards
+        self.notes, self.norms, self.warned = kept.notes, kept.norms, kept.warned
         self._again = again
 
     def __getattr__(self, name: str) -> Any:

@@ -12,7 +12,6 @@ model itself, in a module with most of the model, and in the loss.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from piper_capture.trace.written_modules import (
     planning,
 )
 from piper_capture.values.concrete import DROPPED, is_size, line_of, tensors_of
-from piper_ir.ground.errors import CaptureError, PiperWarning
+from piper_ir.ground.errors import CaptureError
 from piper_ops import REFUSALS, as_written
 
 torch.compiler.allow_in_graph(as_written)
@@ -181,10 +180,10 @@ class AutomaticRegions:
             self._mark(one, name)
         self.found.append(Automatic(tuple(named), type(module).__name__, line, cause, False))
 
-    def said(self) -> None:
-        """Warn of the modules that became opaque."""
-        for one in self.found:
-            warnings.warn(one.text, PiperWarning, stacklevel=2)
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return a warning for each class of modules that became opaque."""
+        return tuple(one.text for one in self.found)
 
     def _mark(self, module: nn.Module, name: str) -> None:
         module.__dict__[ATTRIBUTE] = {**module.__dict__.get(ATTRIBUTE, {}), OPAQUE: (1, name)}

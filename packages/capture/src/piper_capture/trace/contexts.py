@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import fx
 
-from piper_ir.ground.errors import PiperWarning
 from piper_ops import user_line
 
 KERNEL_CHOICES = frozenset({"_sdpa_kernel", "_backend_from_string"})
 """The names of the calls that entering and leaving `torch.nn.attention.sdpa_kernel` leaves in a graph."""
 
 
-def drop_kernel_choices(module: fx.GraphModule) -> None:
-    """Remove the choices of attention kernels from a graph, and warn of each line that makes one."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for line in _drop(part.graph):
-                warnings.warn(
-                    f"sdpa_kernel ({line}) is left out: attention is one operation of a plan, whose kernel each "
-                    f"device chooses for itself. The result is the same up to rounding",
-                    PiperWarning,
-                    stacklevel=2,
-                )
+def drop_kernel_choices(module: fx.GraphModule) -> list[str]:
+    """Remove the choices of attention kernels from a graph, and return a warning for each line that makes one."""
+    return [
+        f"sdpa_kernel ({line}) is left out: attention is one operation of a plan, whose kernel each device chooses "
+        f"for itself. The result is the same up to rounding"
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for line in _drop(part.graph)
+    ]
 
 
 def _drop(graph: fx.Graph) -> list[str]:

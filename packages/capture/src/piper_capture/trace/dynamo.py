@@ -99,6 +99,7 @@ class Forward:
         sums: whether the loss is a sum over rows.
         of_model: nodes of the model, which may not combine rows; none if losses of microbatches are trained.
         own_loss: whether the model computes its loss itself.
+        warned: warnings about the model, which whoever uses the capture gives again; the check of rows adds to them.
         kept: name of a "kept" origin -> the node of the first call's graph that made the tensor, if one did.
     """
 
@@ -130,6 +131,7 @@ class Forward:
     sums: bool = False
     of_model: frozenset[str] = frozenset()
     own_loss: bool = False
+    warned: list[str] = field(default_factory=list)
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -191,18 +193,15 @@ def capture_forward(
     with _torch.CAPTURING:
         trace = partial(_made, model, batch, loss, most=most, shared=shared, evaluating=evaluating)
         how: dict[str, Any] = {"statistics": statistics, "metrics": metrics}
-        first, regions = trace(casts, how)
+        first = trace(casts, how)
         exact = _exact(first, casts)
         if not exact:
-            regions.said()
             return first
         try:
-            first, regions = trace(replace(casts, exact=exact), how)
+            return trace(replace(casts, exact=exact), how)
         except CaptureError as error:  # two dtypes where one is needed
             said = f"{', '.join(sorted(exact))} of the batch are rounded for computing: as they are, {error}"
-            first = replace(first, notes=(*first.notes, said))
-        regions.said()
-        return first
+            return replace(first, notes=(*first.notes, said))
 
 
 def _exact(forward: Forward, casts: Casts) -> frozenset[str]:
@@ -226,8 +225,8 @@ def _made(
     most: int,
     shared: tuple[str, ...],
     evaluating: bool,
-) -> tuple[Forward, AutomaticRegions]:
-    """Return the graph of a forward with these casts, and the modules that became opaque automatically."""
+) -> Forward:
+    """Return the graph of a forward with these casts."""
     module = fake_model(model, _torch.fake_cpu(), casts)
     if evaluating:
         module.eval()
@@ -239,8 +238,8 @@ def _made(
     calls = _Calls(module, loss, example, state, regions, **how, exact=bool(casts.exact))
     first = calls.trace()
     if state.as_found():  # so the next call is like this one
-        return replace(first, trace_at=calls.trace_at), regions
-    return replace(first, repeat=Repeat(state, calls.trace_again)), regions
+        return replace(first, trace_at=calls.trace_at)
+    return replace(first, repeat=Repeat(state, calls.trace_again))
 
 
 @dataclass
@@ -312,12 +311,11 @@ class _Calls:
             joined=self.example.joined,
             sharing=self.example.sharing,
             constants=self.example.constants,
-            notes=tuple(one.text for one in self.regions.found)
-            + recorder.notes
-            + self.statements.note,
+            notes=(*self.regions.texts, *recorder.notes, *self.statements.note),
             norms=norms,
             metrics=metric_nodes(metric_values, recorder.node_of),
             own_loss=self.loss is None,
+            warned=[*recorder.kernel_choices, *self.regions.texts],
         )
 
     def trace_again(self) -> Forward:

@@ -111,6 +111,7 @@ class Recorder:
     problem: CaptureError | None = None
     checkpoints: list[str] = field(default_factory=list)
     autocasts: tuple[str, ...] = ()
+    kernel_choices: list[str] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.module, self.inputs = module, inputs
@@ -128,7 +129,7 @@ class Recorder:
             self.inputs = complete(self.module, self.inputs)
             flatten(self.module)
             self.checkpoints = open_checkpoints(self.module)
-            drop_kernel_choices(self.module)
+            self.kernel_choices = drop_kernel_choices(self.module)
 
     def graph_module(self) -> fx.GraphModule:
         """Return the traced graph; raise CaptureError if Dynamo made none."""

@@ -7,7 +7,6 @@ computed in parts of that loop. If its rule does not say so, the chunk is tried 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -21,7 +20,7 @@ from piper_capture.steps.draws import origin_of
 from piper_capture.torch_api._torch import OpOverload
 from piper_capture.values.concrete import line_of
 from piper_capture.whole_batch.row_trial import PARTS, RowsInDim, RowTrial, opaque_same
-from piper_ir.ground.errors import CaptureError, PiperWarning
+from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec
 from piper_ops import STATISTICS, is_draw
 
@@ -65,6 +64,11 @@ BY_FREQUENCY = (
     "divides gradients by how often a token stands in the batch (scale_grad_by_freq=True)"
 )
 """The reason to refuse a table whose forward keeps rows apart and whose gradient does not."""
+BELIEVED = (
+    "{}: whether this keeps the rows of the batch apart is neither known by rule nor could it be tried on numbers at "
+    "this size; it is taken to do so. If it does not, microbatches train other numbers than the whole batch: "
+    "`piper verify` on the same code with smaller sizes tells"
+)
 ROUTING = frozenset(
     {
         *(
@@ -88,8 +92,10 @@ ROUTING = frozenset(
 
 def check_rows_apart(
     joints: Sequence[Joint], specs: Sequence[TensorSpec], captured: fx.Graph, model: Collection[str]
-) -> None:
+) -> list[str]:
     """Raise CaptureError, with the user's line, for an operation of a chunk's forward that combines rows.
+
+    Returns a warning if the chunk is too large, or cannot run, on numbers, and has an operation that may combine rows.
 
     Args:
         joints: the chunk at each of TRIAL_ROWS.
@@ -101,18 +107,18 @@ def check_rows_apart(
     forward = _forward(many)
     judged = [n for n in forward if origin_of(n) in model]
     if not judged:
-        return
+        return []
     named = {n.name: n for n in captured.nodes}
     if counting := [n for n in judged if named_arguments(n).get("scale_grad_by_freq")]:
         raise _refused(named[origin_of(counting[0])], BY_FREQUENCY)
     varying = _varying(few, many)
     if varying is None:
-        return
+        return []
     rows = _Rows(many, specs, varying, dict(zip(many.graph.nodes, few.graph.nodes, strict=True)))
     mixing = [n for n in judged if not rows.keeps_apart(n)]
     unknown = [n for n in mixing if not rows.indexes.ops[n].known]
     if not mixing:
-        return
+        return []
     ends = {n for after in forward if after not in judged for n in after.all_input_nodes} | set(
         many.outputs
     )
@@ -123,12 +129,10 @@ def check_rows_apart(
         None if combining else RowTrial(joints, rows.parts, [n for n in judged if n in ends]).same()
     )
     if apart:
-        return
+        return []
     if apart is None and all(n in unknown or _routes(n) for n in mixing):
-        _say_believed(
-            [named[origin_of(n)] for n in mixing if not str(n.target).startswith("piper.")]
-        )
-        return
+        not_ours = [named[origin_of(n)] for n in mixing if not str(n.target).startswith("piper.")]
+        return [BELIEVED.format(line_of(not_ours[0]))] if not_ours else []
     raise _refused(named[origin_of(mixing[0])])
 
 
@@ -143,18 +147,6 @@ def check_opaque_rows(
     kinds = [slot.kind for slot in piece.slots]
     if not random and opaque_same(modules, specs, kinds, values) is False:
         raise _refused(piece.region.nodes[0])
-
-
-def _say_believed(nodes: Sequence[fx.Node]) -> None:
-    """Warn of operations that may combine rows in a chunk that is too large, or cannot run, on numbers."""
-    if nodes:
-        warnings.warn(
-            f"{line_of(nodes[0])}: whether this keeps the rows of the batch apart is neither known by rule nor "
-            f"could it be tried on numbers at this size; it is taken to do so. If it does not, microbatches train "
-            f"other numbers than the whole batch: `piper verify` on the same code with smaller sizes tells",
-            PiperWarning,
-            stacklevel=2,
-        )
 
 
 def _routes(node: fx.Node) -> bool:
