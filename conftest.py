@@ -169,19 +169,6 @@ LONG = (
     "packages/compiler/tests/test_zero_bubble.py",
 )
 """Other files that take long: whoever has one of them last leaves the other processes idle."""
-SAMPLED: dict[str, int] = {
-    "packages/capture/tests/test_capture_alike.py::test_a_trace_serves_where_it_would_be_the_same": 4,
-    "packages/capture/tests/test_capture_kept.py::test_what_the_next_call_reads_is_refused_by_name_and_line": 3,
-    "packages/capture/tests/test_capture_repeated.py::test_the_program_is_that_of_a_plain_trace": 3,
-    "packages/capture/tests/test_capture_unlike.py::test_the_program_is_that_of_a_plain_trace": 4,
-    "tests/captures/test_advancing_buffers.py::test_what_is_named_is_what_makes_a_difference": 3,
-    "tests/cli/test_advice.py::test_a_refused_model_works_as_advised": 3,
-    "tests/captures/test_captures.py::test_a_callable_whose_content_changes_is_captured_again": 3,
-    "tests/captures/test_captures_context.py::test_a_mode_that_changes_traces_is_refused_by_name": 3,
-    "tests/captures/test_captures_context.py::test_a_mode_that_is_not_counted_changes_no_capture": 3,
-    "tests/captures/test_captures_unseen.py::test_a_model_that_is_made_otherwise_is_captured_again": 3,
-}
-"""Tests of which `make test` runs about one case in n, spread over all of them; `make test-long` runs them all."""
 _UNIT_OF_FILE = {file: unit for unit, files in TOGETHER.items() for file in files}
 _FIRST = {file: k for k, file in enumerate((*_UNIT_OF_FILE, *LONG))}
 
@@ -191,13 +178,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark what is left to `make test-long`; put what takes long first, where several processes share the work."""
     cases: Counter[str] = Counter()
     for item in items:
-        test = item.nodeid.split("[", 1)[0]
-        if test in SAMPLED and "long" not in item.keywords:
-            k, n = cases[test], SAMPLED[test]
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None and "long" not in item.keywords:
+            (n,) = sampled.args
+            test = item.nodeid.split("[", 1)[0]
+            k = cases[test]
             cases[test] += 1
-            if (
-                (k + k // n) % n
-            ):  # another place in every n, so that what follows in steps of n is not left out altogether
+            # Another place in every n, so that what follows in steps of n is not left out altogether.
+            if (k + k // n) % n:
                 item.add_marker("long")
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: _FIRST.get(item.nodeid.split("::", 1)[0], len(_FIRST)))

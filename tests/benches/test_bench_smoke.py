@@ -136,12 +136,14 @@ def test_a_tree_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     assert "give a tree of the other commit" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_search_has_rows_of_cases_and_a_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero_bubble_search, "CASES", 2)
     rows = list(zero_bubble_search.rows(False))
     assert [r.goal is not None for r in rows] == [False, False, True] and rows[-1].met
 
 
+@pytest.mark.long
 def test_policies_of_recomputation_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of a tiny GPT, whose goals are those of GPT-3: they can be missed."""
     tiny = models.GPTConfig(layers=8, width=16, heads=2, vocab=32, length=8)
@@ -152,6 +154,7 @@ def test_policies_of_recomputation_have_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(r.goal is not None for r in rows) == 3
 
 
+@pytest.mark.long
 def test_draws_are_measured_by_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = replace(step_model.TINY, rows=1, microbatches=2)
     monkeypatch.setattr(draw_rates, "LARGE", tiny)
@@ -171,6 +174,7 @@ def test_the_plan_that_computes_nothing_is_a_plan() -> None:
     assert execute(plan, noop.CODE, noop.job(plan), steps=2, launcher="inline").losses == [0.0, 0.0]
 
 
+@pytest.mark.long
 def test_scale_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = models.GPTConfig(layers=4, width=16, heads=2, vocab=32, length=8)
     found = scale_cell.measure(tiny, 2, 2, 2, "h100x8")
@@ -395,6 +399,7 @@ def test_the_committed_table_of_kernels_is_a_cluster() -> None:
     assert plain == load_cluster("h200x1@eager")
 
 
+@pytest.mark.long
 def test_the_check_of_a_device_has_its_rows_goals_and_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

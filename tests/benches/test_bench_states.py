@@ -16,6 +16,7 @@ from piper import models
 TINY = {"gpt": models.GPTConfig(layers=2, width=32, heads=2, vocab=64, length=16)}
 
 
+@pytest.mark.long
 def test_a_buffer_that_is_kept_beyond_the_plan_is_seen() -> None:
     """Two ranks in this process share parameters, gradients and optimizer states."""
     work = replace(step_model.job(step_model.TINY, 4), precision=piper.Precision(params="float64"))

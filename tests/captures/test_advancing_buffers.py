@@ -82,6 +82,7 @@ def pipeline(microbatches: int) -> piper.Strategy:
     )
 
 
+@pytest.mark.long
 def test_spectral_norm_is_named_at_compile_and_verify_says_what_it_equals() -> None:
     with pytest.warns(PiperWarning, match=r"0\._u.*once per microbatch, 4 times in a step"):
         compiled = piper.compile(job(Spectral), pipeline(4))
@@ -102,6 +103,7 @@ def test_with_one_microbatch_nothing_is_said() -> None:
     assert report.equal and report.whole is None and report.equal_whole_batch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "replaced"])
 @pytest.mark.parametrize("name", UPDATES)
 def test_what_is_named_is_what_makes_a_difference(name: str, in_place: bool) -> None:

@@ -239,6 +239,7 @@ def test_negative_control_attention_without_its_dropout_is_seen(
     assert not report.equal and "NOT what one device computes" in report.text()
 
 
+@pytest.mark.long
 def test_kernels_of_written_out_attention_have_formulas() -> None:
     """Two products with T x T numbers are in F, each of 2 B H T T D FLOPs, and four in the backward; nothing is
     guessed."""

@@ -144,6 +144,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_callable_whose_content_changes_is_captured_again(
     way: Callable[[], tuple[Callable[[], Any], Callable[[int], None]]],
@@ -163,6 +164,7 @@ def test_a_callable_whose_content_changes_is_captured_again(
     assert counted.call_count == 2, "the first capture is still there"
 
 
+@pytest.mark.long
 def test_a_sweep_over_depth_trains_the_depth_that_it_asks_for() -> None:
     losses = {}
     for depth in (1, 2, 3):

@@ -88,6 +88,7 @@ REFUSED: list[tuple[Context, str]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("context", "says"), REFUSED)
 def test_a_mode_that_changes_traces_is_refused_by_name(context: Context, says: str) -> None:
     """It is refused where a capture is kept as well, and where it would be traced for other rows only."""
@@ -175,6 +176,7 @@ def texts(trained: piper.Job) -> tuple[Any, ...]:
     return captured.program, captured.bind(1), sources
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("context", SAME)
 def test_a_mode_that_is_not_counted_changes_no_capture(
     context: Context, recwarn: pytest.WarningsRecorder

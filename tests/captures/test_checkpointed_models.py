@@ -153,6 +153,7 @@ def repeated(found: piper.Compiled) -> set[str]:
     return {op.chunk for op in parts if getattr(op, "step", "") == "R"}
 
 
+@pytest.mark.long
 def test_equal_to_one_device_with_the_memory_of_the_plan() -> None:
     report = verify_strategy(job(*ALL), BOTH, steps=2)
     assert report.equal, report.text()
@@ -220,6 +221,7 @@ def test_what_trains_something_else_is_refused(made: piper.Job, says: str) -> No
         piper.compile(made, BOTH)
 
 
+@pytest.mark.long
 def test_running_averages_move_twice_as_in_plain_pytorch() -> None:
     """Not so without a backward: the first layer is frozen, and gets the batch."""
     made = piper.Job(

@@ -53,6 +53,7 @@ QUICK = ("sequential with dropout", "stages of stages", "reused with dropout")
 """The cases that run in every test run; the others are long."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in FOUND]
 )
@@ -110,6 +111,7 @@ def test_a_selection_by_layer_asks_for_layers() -> None:
     assert [c.id for c in compiled.program.chunks] == ["root", "layer0", "layer1", "root.1"]
 
 
+@pytest.mark.long
 def test_layers_by_name() -> None:
     stages = job(FOUND["stages of stages"][0])
     compiled = piper.compile(stages, pipelined(2, piper.partition(2, layers="layers.*")))

@@ -124,6 +124,7 @@ def said(refuse: bool) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_another_process_traces_nothing(folder: Path) -> None:
     first = said(refuse=False)
     assert len(files(folder)) == 1
@@ -162,6 +163,7 @@ def test_what_was_asked_for_later_is_kept_too(
     assert len(files(folder)) == 1
 
 
+@pytest.mark.long
 def test_experts_that_are_shared_in_another_way_come_from_what_is_kept(folder: Path) -> None:
     for ep in (2, 4):
         done = subprocess.run(
@@ -191,6 +193,7 @@ def test_what_a_file_does_not_hold_is_captured(counted: Mock, again: Callable[[]
     assert counted.call_count == 3
 
 
+@pytest.mark.long
 def test_a_kept_capture_is_cut_where_devices_share_work(
     counted: Mock, again: Callable[[], None]
 ) -> None:
@@ -227,6 +230,7 @@ def test_a_function_on_another_line_is_captured(counted: Mock, again: Callable[[
     assert counted.call_count == 2
 
 
+@pytest.mark.long
 def test_a_broken_file_is_replaced(counted: Mock, again: Callable[[], None], folder: Path) -> None:
     piper.compile(job(PLAIN), ONE)
     again()

@@ -50,6 +50,7 @@ def test_a_preset_has_as_many_parameters_as_was_published(name: str) -> None:
     assert rounded(models.parameter_count(models.preset(name)), PUBLISHED[name]) == PUBLISHED[name]
 
 
+@pytest.mark.long
 def test_negative_control_twice_the_layers_are_another_count() -> None:
     for name in models.PRESETS:
         config = models.preset(name)
@@ -57,6 +58,7 @@ def test_negative_control_twice_the_layers_are_another_count() -> None:
         assert rounded(count, PUBLISHED[name]) != PUBLISHED[name], name
 
 
+@pytest.mark.long
 def test_model_flops_of_a_mixture_are_those_of_its_active_parameters() -> None:
     """Half of the numbers of experts: top 2 of 4, with as many places as are taken. The embedding counts, the field's
     way."""
@@ -98,6 +100,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "schedule"), list(product(SMALL, PLANS)))
 def test_a_small_one_trains_what_one_device_trains(name: str, schedule: str) -> None:
     axes, recipe = PLANS[schedule]
@@ -112,6 +115,7 @@ def test_a_small_one_trains_what_one_device_trains(name: str, schedule: str) -> 
     parity.assert_parity(run, parity.reference(work, replicas=axes.get("dp", 1), microbatches=4))
 
 
+@pytest.mark.long
 def test_a_preset_is_simulated_without_a_device() -> None:
     """Two layers of it here; benchmarks/scale_cell.py captures whole ones."""
     work = models.job(replace(models.preset("llama3-8b"), layers=2), global_batch=8)
@@ -231,6 +235,7 @@ def bytes_saved(config: models.GPTConfig) -> int:
     )
 
 
+@pytest.mark.long
 def test_dropout_and_attention_written_out_train_what_one_device_trains() -> None:
     config = replace(SMALL["gpt"], layers=2, attention="math", dropout=0.2)
     work = models.job(config, global_batch=8, precision="float64")

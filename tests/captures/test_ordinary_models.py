@@ -117,6 +117,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:sdpa_kernel:piper_ir.ground.errors.PiperWarning")
 def test_equal_to_one_device(name: str) -> None:
@@ -132,6 +133,7 @@ def test_a_choice_of_attention_kernels_is_left_out_and_said_with_its_line() -> N
         piper.compile(job(lambda: Attentive(1)), SPLIT)
 
 
+@pytest.mark.long
 def test_constructors_on_fake_tensors_say_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -169,6 +169,7 @@ def change_the_environment(package: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("STALE_SCALE", "2")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", [
     change_source, change_the_source_but_not_its_size_and_time, remove_the_source, change_a_setting, change_a_plain_variable,
     change_a_class, change_a_private_attribute, fill_a_container_of_the_package, fill_a_list, set_an_attribute_of_an_object,

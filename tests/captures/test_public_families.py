@@ -280,6 +280,7 @@ def check(*families: Callable[[], nn.Module]) -> None:
     assert not report.differences, report.text()
 
 
+@pytest.mark.long
 def test_a_block_of_each_family_equals_plain_pytorch() -> None:
     check(*FAMILIES)
 

@@ -152,6 +152,7 @@ def test_negative_control_a_rejection_loop_that_is_not_one_call_is_refused(
         materialize(unusual_job())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt", "frozen"])
 def test_every_rank_of_three_layouts_holds_the_same_bits(name: str) -> None:
     job = seeded_job(name)
@@ -318,6 +319,7 @@ def test_a_constructor_that_sets_torchs_default_dtype_makes_the_same_elsewhere()
     assert torch.get_default_dtype() is torch.float32
 
 
+@pytest.mark.long
 @each_case("start", range(0, 48, 16))
 def test_random_constructors_are_recorded_exactly(start: int) -> None:
     for program in range(start, start + 16):

@@ -374,6 +374,7 @@ ROWS_OF_THE_TABLE: dict[str, Row] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", ROWS_OF_THE_TABLE)
 def test_a_refused_model_works_as_advised(name: str) -> None:
     row = ROWS_OF_THE_TABLE[name]

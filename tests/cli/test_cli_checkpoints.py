@@ -49,6 +49,7 @@ def losses(path: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_training_goes_on_to_its_end(recipe: Path, folder: Path, tmp_path: Path) -> None:
     whole = piper("run", recipe, "--launcher", "inline", "--out", tmp_path / "whole", "--json")
     copy = tmp_path / "checkpoints"

@@ -270,6 +270,7 @@ def test_tune_names_no_strategy_that_it_has_not_written(
     assert "best.json" not in result.stderr and not (folder / "best.json").exists()
 
 
+@pytest.mark.long
 def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Path) -> None:
     """Costs decide where `at="cost"` cuts: who predicts, runs or draws must see the same ones. best.json says where it
     cut."""

@@ -46,6 +46,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("flag", "source"),
     [

@@ -119,6 +119,7 @@ def compiled(kind: str, mesh: Mesh = PAIR, **shard: Any) -> Any:
     return piper.compile(job(kind), Strategy(mesh, [piper.shard(selection, **given), ROWS]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["", "experts first", "bias"])
 def test_experts_of_any_form_are_one_device(kind: str) -> None:
     """With rows or experts first, and with a bias that all experts share: its gradient is a sum over them."""
@@ -320,6 +321,7 @@ REFUSED: list[tuple[Callable[[], Any], type[PiperError], str]] = [
 ]
 
 
+@pytest.mark.long
 @each_case(("compiling", "error", "message"), REFUSED)
 def test_what_is_wrong_is_one_message(
     compiling: Callable[[], Any], error: type[PiperError], message: str

@@ -50,6 +50,7 @@ def strategies() -> list[piper.Strategy]:
     return out
 
 
+@pytest.mark.long
 def test_a_hundred_strategies_are_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Mock(wraps=capturing._capture)
     monkeypatch.setattr(capturing, "_capture", counted)

@@ -27,6 +27,7 @@ def test_it_equals_one_device_and_exchanges_tokens() -> None:
     assert report.equal, report.text()
 
 
+@pytest.mark.long
 def test_it_is_measured_predicted_trained_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import piper
 from piper.api.reference.verification import verify_strategy
 from piper.cli.loading import load_file
@@ -12,6 +14,7 @@ from piper_ir.program.ops import Collective, Compute
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt_zero3.py"
 
 
+@pytest.mark.long
 def test_it_equals_one_device_and_does_what_it_says() -> None:
     loaded = load_file(EXAMPLE)
     report = verify_strategy(loaded.job, loaded.strategy, steps=2)

@@ -33,6 +33,7 @@ def compiled(name: str) -> piper.Compiled:
     return piper.compile(loaded(name).job, loaded(name).strategy)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", OWN)
 def test_it_is_short_and_serialises_and_simulates_and_verifies_and_runs(
     name: str, tmp_path: Path

@@ -13,6 +13,7 @@ from tests.helpers import compositions, parity
 from tests.helpers.cases import each_case
 
 
+@pytest.mark.long
 @each_case("case", CASES)
 def test_without_a_fault_nothing_is_caught(case: compositions.Composition) -> None:
     plan = mutants.plan_of(case)
@@ -42,6 +43,7 @@ def grouped() -> list[Any]:
     return groups
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("group", grouped())
 def test_the_faults_are_caught(group: list[Mutant]) -> None:
     results = [mutants.judge(mutant, by_all=False) for mutant in group]

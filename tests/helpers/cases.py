@@ -1,4 +1,4 @@
-"""Cases of a test: many small ones as one, whose failure names each that does not hold, and one in n of large ones."""
+"""Many small cases of a test as one, whose failure names each that does not hold."""
 
 from __future__ import annotations
 
@@ -60,17 +60,6 @@ def each_case(
         return run
 
     return decorate
-
-
-def one_in(n: int, values: Iterable[Any]) -> list[Any]:
-    """Return values for `pytest.mark.parametrize`, of which about one in n is not marked long.
-
-    It stands at another place in every n, so that what follows in steps of n is not left out altogether.
-    """
-    marks = [pytest.mark.long]
-    return [
-        pytest.param(value, marks=marks * ((k + k // n) % n != 0)) for k, value in enumerate(values)
-    ]
 
 
 def _own_fixtures(fixtures: dict[str, Any], k: int, patches: pytest.MonkeyPatch) -> dict[str, Any]:

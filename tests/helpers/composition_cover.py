@@ -405,13 +405,13 @@ def composition(row: Row, seed: int) -> Composition:
 
 @cache
 def rows() -> list[Row]:
-    """Return the pairwise cover of `make test`."""
+    """Return the pairwise cover; `make test` runs one in four of its rows."""
     return QUICK.pairwise()
 
 
 @cache
 def cover() -> tuple[tuple[Composition, str], ...]:
-    """Return the compositions of `make test`, each with its launcher."""
+    """Return the compositions of the pairwise cover, each with its launcher."""
     return tuple((composition(row, seed), row["launcher"]) for seed, row in enumerate(rows()))
 
 

@@ -17,6 +17,7 @@ from piper_compiler import Directive, Options, compile_program, recipes
 from piper_ir.plan.plan import Plan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["recipes-small", "random", "overlaps"])
 def test_the_plans_of_a_family_are_those_of_the_golden(family: str) -> None:
     golden = json.loads(plan_keys.GOLDEN.read_text())

@@ -161,6 +161,7 @@ def job(treat: Callable[[Tensor], Tensor], loss: Callable[..., object]) -> Job:
     )
 
 
+@pytest.mark.long
 @each_case(("treat", "loss"), TRAINED)
 def test_what_the_whole_batch_trains(
     treat: Callable[[Tensor], Tensor], loss: Callable[..., object]
@@ -231,6 +232,7 @@ class Attentive(nn.Module):
         return x
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("treat", [mean_square, sum_of_squares])
 def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_the_kind(
     treat: Callable[[Tensor], Tensor],

@@ -195,6 +195,7 @@ QUICK = ("an output with a loss, constants, positions", "dataclasses", "bags wit
 """The cases that run in every test run; the others are long."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in JOBS]
 )

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import piper
 from piper.api.reference.verification import verify_strategy
 from piper_ir.ground.errors import CompileError, PiperWarning
-from tests.helpers.cases import one_in
 
 WIDTH, MICROBATCHES = 8, 4
 Body = Callable[[Any, nn.Module, Tensor], Tensor]
@@ -133,7 +132,8 @@ def sends(compiled: piper.Compiled) -> int:
     return sum(i.name.startswith("send") for role in compiled.plan.roles for i in role.program)
 
 
-@pytest.mark.parametrize("name", one_in(3, BODIES))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", BODIES)
 def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> None:
     work = job(lambda: Model(BODIES[name]))
     compiled = piper.compile(work, strategy("1f1b"))
@@ -143,9 +143,10 @@ def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> Non
     assert report.equal, report.text()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
-    one_in(3, ["scattered", "projected_residual", "scaled_residual", "written_into_a_copy"]),
+    ["scattered", "projected_residual", "scaled_residual", "written_into_a_copy"],
 )
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
 def test_schedules_that_come_back_to_a_device(name: str, schedule: str) -> None:
@@ -225,6 +226,7 @@ def test_a_long_cycle_is_told_in_a_few_lines() -> None:
     assert re.fullmatch(r"[1-9] more of these chunks have such a remark", more)
 
 
+@pytest.mark.long
 def test_a_buffer_that_layers_on_two_devices_update_is_named_with_its_lines() -> None:
     def body(model: Any, layer: nn.Module, x: Tensor) -> Tensor:
         y = layer(x) * (1 + model.count.clone())

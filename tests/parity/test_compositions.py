@@ -1,7 +1,8 @@
 """Protect that every composition of model, mesh, schedule and directives trains what one device trains on the whole
 batch in plain PyTorch, in the memory that its plan says, under every launcher.
 
-`make test` runs a pairwise cover of all factors (tests/helpers/composition_cover.py), `make test-long` random ones.
+The cases are a pairwise cover of all factors (tests/helpers/composition_cover.py). `make test` runs one in four, in
+which about seven of ten pairs meet; `make test-long` runs all, and random ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def judged(c: Composition, launcher: str, request: pytest.FixtureRequest) -> Non
         judge(c)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("c", "launcher"),
     covers.cover(),

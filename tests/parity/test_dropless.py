@@ -87,6 +87,7 @@ def assert_trained(made: Compiled, work: piper.Job) -> None:
     assert not lies(plan, found.memory)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "schedule", [pytest.param(s, marks=[pytest.mark.long] * (s in LONG)) for s in SCHEDULES]
 )
@@ -143,6 +144,7 @@ def test_no_token_is_dropped() -> None:
     assert float((dropless(x) - bounded(x)).abs().max()) > 1e-4
 
 
+@pytest.mark.long
 def test_experts_without_tokens_have_zeros_as_gradients() -> None:
     """At most 8 of 16 experts are chosen in a layer: two microbatches of one row of 4 tokens."""
     config = replace(CONFIG, layers=1, length=4, experts=16, top_k=1)

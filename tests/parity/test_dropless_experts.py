@@ -101,6 +101,7 @@ def frozen(load: str) -> SteeredMixture:
     return model
 
 
+@pytest.mark.long
 def test_frozen_experts_hand_gradients_on() -> None:
     """In further rounds, too, where there is no gradient of a matrix to add up."""
     work = replace(job("all to one"), model=functools.partial(frozen, "all to one"))
@@ -115,6 +116,7 @@ ROUNDS = {"uniform": 1, "1.5": 2, "2": 2, "all to one": 4}
 many."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "load", [pytest.param(load, marks=[pytest.mark.long] * (load == "1.5")) for load in LOADS]
 )
@@ -142,6 +144,7 @@ def test_negative_control_without_room_for_further_rounds_a_peak_is_not_that_of_
     assert lies(made.plan, run(made).memory)
 
 
+@pytest.mark.long
 def test_gradients_of_experts_are_those_of_one_device_to_the_bit_where_there_are_no_further_rounds() -> (
     None
 ):
@@ -327,6 +330,7 @@ def test_experts_that_devices_cannot_share_are_refused() -> None:
         compiled("2", Mesh(ep=3))
 
 
+@pytest.mark.long
 def test_a_replaced_loop_over_experts_is_shared() -> None:
     work = replace(expert_loops.job(expert_loops.tagged), global_batch=4)
     made = piper.compile(

@@ -124,6 +124,7 @@ def test_a_batch_in_one_memory_that_forward_changes_is_refused(
         piper.compile(job(Masking), ONE)
 
 
+@pytest.mark.long
 def test_negative_control_mutants_of_backwards_and_batches_have_no_difference_without_their_fault() -> (
     None
 ):

@@ -64,6 +64,7 @@ def assert_right(made: Any, **more: Any) -> None:
     assert not lies(made.plan, found.memory)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES)
 def test_shared_experts_are_one_device(case: str) -> None:
     assert_right(compiled(*CASES[case]))

@@ -103,6 +103,7 @@ METRICS: dict[str, Any] = {
 COUNTS = {"hits", "labels"}
 
 
+@pytest.mark.long
 def test_metrics_are_those_of_the_whole_batch() -> None:
     """Labels are unevenly masked, so that means of microbatches differ; sums are added up."""
     job = piper.Job(

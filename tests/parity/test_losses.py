@@ -75,6 +75,7 @@ def test_a_loss_that_does_not_add_up_is_refused(name: str) -> None:
         check(job(losses.LOSSES[name][1]), "pp")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_losses_train_the_whole_batch(way: str) -> None:
     """Each under one kind of plan, in turn."""
@@ -126,6 +127,7 @@ def test_the_table_of_losses_is_this_one() -> None:
     }
 
 
+@pytest.mark.long
 @each_case("name", ["dice", "sqrt(mse_loss)", "rows compared with each other"])
 def test_a_refused_loss_is_accumulated_where_the_job_says_so(name: str) -> None:
     made = job(losses.LOSSES[name][1], loss_over="microbatch")
@@ -158,6 +160,7 @@ def labelled(step: int, rows: range) -> dict[str, Tensor]:
     return {"tokens": tokens, "labels": t["y"]}
 
 
+@pytest.mark.long
 @each_case("name", STRATEGIES)
 def test_a_model_with_its_own_loss(name: str) -> None:
     made = piper.Job(
@@ -234,6 +237,7 @@ MEETINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 @each_case("name", MEETINGS)
 def test_rows_that_meet_are_found_without_numbers(name: str) -> None:
     with pytest.raises(
@@ -329,6 +333,7 @@ def labelled_pair(step: int, rows: range) -> tuple[dict[str, Tensor], dict[str, 
     return labelled(step, rows), losses.batch(step, rows)[1]
 
 
+@pytest.mark.long
 @each_case(
     ("loss", "kind"),
     [

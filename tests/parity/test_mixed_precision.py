@@ -242,6 +242,7 @@ def ratios(name: str) -> list[float]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gpt", "llama", pytest.param("moe", marks=pytest.mark.long)])
 def test_gradients_of_bfloat16_are_as_good_as_torchs(name: str) -> None:
     assert median(ratios(name)) <= 1.05

@@ -89,6 +89,7 @@ def run(directives: list[Any], mesh: Mesh) -> Any:
     return piper.execute(made, steps=parity.STEPS, launcher="inline", gradients=True)
 
 
+@pytest.mark.long
 def test_it_is_the_same_under_a_pipeline_of_replicas_that_share_layers() -> None:
     stages = [recipes.one_f_one_b(pp=2, microbatches=2), recipes.data_parallel(zero=1)]
     found = run([piper.shard(piper.where(), stream="tokens"), *stages], Mesh(tp=2, pp=2, dp=2))
@@ -117,6 +118,7 @@ def alone() -> list[dict[str, Any]]:
     return logged(Mesh(pp=1), ())
 
 
+@pytest.mark.long
 def test_every_token_of_a_step_is_counted_once() -> None:
     """8 rows of 8 tokens choose two experts each; a row has four places of each expert."""
     torch.manual_seed(0)
@@ -130,6 +132,7 @@ def test_every_token_of_a_step_is_counted_once() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_dropless_mixture_is_counted_and_nothing_overflows() -> None:
     found: list[dict[str, Any]] = []
     work = models.job(replace(CONFIG, capacity_factor=None), global_batch=8, precision="float64")
@@ -185,6 +188,7 @@ def picks(given: Tensor, layer: int) -> Tensor:
     return ((given[..., :2].abs() * 4).long() + 3 * layer) % steered.EXPERTS
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_rows_without_a_place_on_a_device_are_counted(recomputed: bool, tmp_path: Path) -> None:
     """A device sends each other one at most 0.9 times the mean of a microbatch: 15 of 32 choices of each of two

@@ -92,6 +92,7 @@ def moved(state: Any, dtype: str) -> dict[str, torch.Tensor]:
     return {n: state[n].double() - t.double() for n, t in start.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:torch's fused SGD")
 def test_parameters_move_as_in_plain_pytorch_in_the_memory_that_was_planned(name: str) -> None:

@@ -211,6 +211,7 @@ def same_bits(a: Run, b: Run, steps: range) -> bool:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", ["gpt_untied", "gpt_dropout", "skip", "branches", "keywords", "buffers"]
 )

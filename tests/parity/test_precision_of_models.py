@@ -76,6 +76,7 @@ def sizes(plan: Plan) -> dict[str, int]:
     return found
 
 
+@pytest.mark.long
 def test_a_rank_has_parameters_twice_and_all_else_in_the_dtype_of_the_update() -> None:
     narrow, wide = plan_of(job()), plan_of(job(Precision(params="float32")))
     assert check(narrow) == []
@@ -145,6 +146,7 @@ def test_the_loss_of_bfloat16_logits_has_more_than_three_digits() -> None:
     assert run.losses[0] != float(torch.tensor(run.losses[0]).bfloat16())
 
 
+@pytest.mark.long
 def test_buffers_stay_as_the_model_made_them() -> None:
     for precision in (BF16, Precision(params="bfloat16")):
         assert [b.spec.dtype for b in captured_job(job(precision)).program.buffers] == ["float32"]
@@ -261,6 +263,7 @@ def test_what_is_refused_by_name(name: str) -> None:
         make()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", ["gpt", "moe"])
 def test_jobs_of_models_compute_in_bfloat16_and_update_in_float32(size: str) -> None:
     config = {

@@ -160,6 +160,7 @@ def different(report: VerificationReport) -> set[str]:
 EACH = pytest.mark.parametrize("draws", [FACTORIES, FUNCTIONS], ids=["factories", "functions"])
 
 
+@pytest.mark.sampled(2)
 @EACH
 def test_each_function_draws_what_plain_pytorch_draws(
     draws: dict[str, Callable[[Tensor], Tensor]],
@@ -230,6 +231,7 @@ COMBINED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @each_case("name", COMBINED)
 def test_draws_whose_rows_are_combined_are_refused_by_line(name: str) -> None:
     with pytest.raises(
@@ -252,6 +254,7 @@ def test_a_loss_may_not_read_a_mean_of_draws_beside_what_the_model_computes() ->
         drawn(weighed)
 
 
+@pytest.mark.long
 @each_case("name", REFUSED)
 def test_what_depends_on_the_plan_is_refused_by_its_line(name: str) -> None:
     draw, reason = REFUSED[name]
@@ -269,6 +272,7 @@ def test_a_kernel_that_draws_is_refused_by_its_line() -> None:
         drawn(lambda: Sum({"": noisy}))
 
 
+@pytest.mark.long
 def test_torchs_own_numbers_are_those_of_the_same_microbatches() -> None:
     draws = {**FACTORIES, **FUNCTIONS, **{name: draw for name, (draw, _) in REFUSED.items()}}
     report = drawn(lambda: Sum(draws), draws="microbatches", loss_over="microbatch")

@@ -100,6 +100,7 @@ def run(of: piper.Job, plan: str, steps: int = STEPS, **more: Any) -> piper.Run:
     return piper.execute(compiled, steps=steps, launcher="inline", memory=False, **more)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_plan_draws_what_one_device_draws_for_the_whole_batch(model: str) -> None:
     one = parity.reference(job(model), steps=STEPS)

@@ -116,6 +116,7 @@ def schedules_and_policies() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "keep"), schedules_and_policies())
 def test_every_schedule_under_every_policy(schedule: str, keep: Any) -> None:
     """R may be a node of its own, and be in some stages and microbatches only."""
@@ -140,6 +141,7 @@ CASES = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "c",
     [pytest.param(c, marks=[pytest.mark.long] * (k % 2), id=str(c)) for k, c in enumerate(CASES)],

@@ -104,6 +104,7 @@ KINDS = {
 """Every optimizer of torch that updates each element by itself and has no fused kernel here."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_torch_updates_element_by_element_takes_parts(zero: int, tmp_path: Path) -> None:
     """Without a declaration: with states that ranks share and parameters in parts, and resumed where they are whole."""
@@ -165,12 +166,14 @@ OF_EXPERTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["experts", "dropless"])
 def test_what_torch_updates_element_by_element_takes_shared_experts(name: str) -> None:
     of = replace(shared_jobs.job(name), optimizer=OF_EXPERTS)
     check(of, Mesh(ep=2), EXPERTS, *recipes.data_parallel(over=("ep",), zero=1))
 
 
+@pytest.mark.long
 def test_nesterov_in_half_precision_beside_dropless_experts() -> None:
     nesterov = made(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
     of = replace(

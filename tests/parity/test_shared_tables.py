@@ -48,6 +48,7 @@ def shapes(chunk: Any) -> list[tuple[int, ...]]:
     return [tuple(i.spec.shape) for i in chunk.inputs if i.kind == "value"]
 
 
+@pytest.mark.long
 def test_a_layer_gathers_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many messages as with tables of the layer's own; in parts they would be gathered forward and backward."""
     found = layer("tp")
@@ -67,6 +68,7 @@ def test_a_layer_gathers_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shapes(parts)[1:3] == [(1, 8, 8), (1, 8, 8)]
 
 
+@pytest.mark.long
 def test_along_a_context_axis_they_pass_in_the_parts_that_are_used() -> None:
     assert shapes(layer("both"))[1:3] == [(1, 8, 8), (1, 8, 8)]
 

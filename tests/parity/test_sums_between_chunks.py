@@ -37,11 +37,13 @@ def assert_right(name: str, made: Any, **more: Any) -> None:
     assert not lies(made.plan, found.memory)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["branches", "experts", "dropless"])
 def test_two_devices_are_one(name: str) -> None:
     assert_right(name, cut(name, Mesh(tp=2)))
 
 
+@pytest.mark.long
 def test_axes_that_are_split() -> None:
     """Two heads of keys on eight devices: what they sum up is a sum along both parts of the axis."""
     made = cut("few_kv_heads", Mesh(tp=8))
@@ -83,6 +85,7 @@ def test_documents_keep_it() -> None:
     assert "group all over tp: sums of what devices that share chunks have made" in explain(made)
 
 
+@pytest.mark.long
 def test_another_microbatch_hides_sums() -> None:
     """In a direction of DualPipeV each device has two microbatches in hand; inside of steps nothing hides a sum."""
     work = piper.models.job(

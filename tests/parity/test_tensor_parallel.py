@@ -24,6 +24,7 @@ from tests.helpers.cases import each_case
 from tests.helpers.memory_judge import lies
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tp", "stream"),
     [
@@ -60,6 +61,7 @@ def test_a_layer_has_the_collectives_of_megatron() -> None:
     assert kept == {"F": both, "I": both, "W": Counter()}
 
 
+@pytest.mark.long
 def test_fused_weights_lie_as_their_parts_do() -> None:
     """The heads of queries, keys and values are each in one third of the rows."""
     made = shared_jobs.compiled("gpt", Mesh(tp=2), [])

@@ -164,6 +164,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(stream: str) -> None:
     assert unshared("odd", stream)["embed.weight:0"] == "2 devices cannot share 33 evenly; 3 can"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [pytest.param("", marks=LONG), "tokens"])
 def test_a_tied_table_stays_whole_where_the_head_must_have_it_whole(stream: str) -> None:
     found = layouts(trained("written_out", stream))

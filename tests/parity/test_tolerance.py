@@ -16,7 +16,6 @@ from piper.api.reference.reference import reference
 from piper.api.reference.reference_differences import FLOAT32
 from piper.api.reference.tolerance import BY_DTYPE, tolerances
 from piper.api.reference.verification import compared, verify_strategy
-from tests.helpers.cases import one_in
 from tests.helpers.parity import outcome_of
 
 WIDTH = 16
@@ -80,7 +79,8 @@ def job(dtype: torch.dtype, loss: Any = entropy) -> piper.Job:
 PIPELINE = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=2))
 
 
-@pytest.mark.parametrize("dtype", one_in(3, ["float32", "float16", "bfloat16"]))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_narrow_norm_has_the_tolerance_of_its_dtype_and_names_its_line(dtype: str) -> None:
     trained = job(getattr(torch, dtype), float_entropy)
     *_, wide = tolerances(capturing.captured_job(trained))
@@ -104,6 +104,7 @@ def test_a_loss_in_float32_is_named() -> None:
     assert "computes in float32" in report.text()
 
 
+@pytest.mark.long
 def test_without_anything_narrow_the_tolerance_is_that_of_float64() -> None:
     report = verify_strategy(job(torch.float64), PIPELINE)
     assert report.equal and report.text().splitlines()[0].endswith("relative tolerance 1e-09")

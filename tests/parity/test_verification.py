@@ -118,6 +118,7 @@ def pipeline(pp: int) -> piper.Strategy:
     return piper.Strategy(piper.Mesh(pp=pp), piper.recipes.gpipe(pp=pp, microbatches=2))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backwards", [False, True])
 def test_dropout_in_two_lists_of_layers_equals_one_device(backwards: bool) -> None:
     trained = job(lambda: TwoLists(backwards))
@@ -136,6 +137,7 @@ def test_partition_cuts_two_lists_into_neighbouring_layers() -> None:
     )  # an activation and its gradient, for each of two microbatches: the pipeline does not zig-zag
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [Twice, Nested, Coarse])
 def test_dropout_in_parts_of_layers_and_in_layers_that_run_again_equals_one_device(
     model: Any,

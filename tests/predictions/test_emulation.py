@@ -26,7 +26,6 @@ from piper_runtime import Run
 from piper_runtime.launch.processes.emulation import emulate as run
 from piper_runtime.launch.processes.processes import Pool
 from piper_simulator import Cluster
-from tests.helpers.cases import one_in
 from tests.helpers.plan_edits import inserted, with_program, without
 
 TOLERANCE = 0.04
@@ -132,7 +131,8 @@ SCHEDULES = sorted(set(piper.recipes.RECIPES) - {"gpipe", "one_f_one_b"})
 """With several chunks on a device, split backwards, overlapped pairs and stages on two devices."""
 
 
-@pytest.mark.parametrize("schedule", one_in(3, SCHEDULES))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_time_truth_of_every_schedule(schedule: str, pool: Pool) -> None:
     check(schedule, 4, 1, pool)
 
@@ -341,6 +341,7 @@ def measured(plan: Plan, inside: float) -> Costs:
     )
 
 
+@pytest.mark.long
 def test_time_truth_of_devices_that_share_chunks(pool: Pool) -> None:
     """1F1B on two stages of two devices each."""
     case, on = shared_over_tp(2), piper.load_cluster("h100x4")

@@ -69,6 +69,7 @@ def predicted(plan: Plan, load: float) -> Counter[int]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("load", LOADS)
 def test_all_to_alls_of_a_step_are_those_of_a_run(
     load: str, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +118,7 @@ def test_products_are_those_of_the_rows_of_the_fullest_device(load: float) -> No
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hidden", [16, 24])
 def test_further_rounds_of_experts_as_wide_as_tokens_have_the_products_of_others(
     hidden: int,
@@ -305,6 +307,7 @@ def test_rows_without_a_place_take_no_time_where_no_round_follows() -> None:
     assert above.step_s == most.step_s and "overflow='drop' leaves others out" in above.notes[-1]
 
 
+@pytest.mark.long
 def test_a_load_changes_no_time_of_experts_with_a_capacity() -> None:
     """They compute and send all their places, whatever tokens choose."""
     plan = plan_of(1.25)
@@ -354,6 +357,7 @@ def test_places_without_rows_count_in_no_flops() -> None:
     assert executed_flops(shared) == pytest.approx(executed_flops(alone), rel=0.01)
 
 
+@pytest.mark.long
 def test_a_runs_log_serves_predictions_of_dropless_experts(tmp_path: Path) -> None:
     small = replace(LARGE, width=16, hidden=24, length=8)
     shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))

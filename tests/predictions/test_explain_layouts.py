@@ -47,6 +47,7 @@ def logical(text: str) -> Iterator[str]:
     yield PLACE.sub("", line)
 
 
+@pytest.mark.long
 def test_the_document_shows_what_is_printed() -> None:
     """The spelling here is that of the library; where it stands in a file is not."""
     text = (ROOT / "docs" / "language.md").read_text()

@@ -104,6 +104,7 @@ def measured(
     return lies(plan, records), short
 
 
+@pytest.mark.long
 @each_case("how", ["elements", "heads", "norm", "windows"])
 def test_what_lies_in_another_way_is_counted_with_its_copy(how: str) -> None:
     found, short = measured(how, 8, *ONE)

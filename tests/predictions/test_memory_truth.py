@@ -231,6 +231,7 @@ def masked_batch(step: int, rows: range) -> Any:
     return (x, torch.ones(len(rows), 2, LENGTH, LENGTH, dtype=torch.bool).tril()), x
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "of the batch"])
 def test_a_mask_of_bools_is_counted_to_the_byte(

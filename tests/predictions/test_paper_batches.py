@@ -51,6 +51,7 @@ def small(tmp_path: Path) -> Setting:
     return Setting(MODEL, length=16, pp=2, dp=2, microbatches=2, place=str(path))
 
 
+@pytest.mark.long
 def test_the_largest_batch_fits_and_the_next_does_not(small: Setting) -> None:
     one, three = SYSTEMS[0], SYSTEMS[-1]
     found = {system.name: largest(small, system, "inputs", most=64) for system in (one, three)}

@@ -48,6 +48,7 @@ def again_flops(plan: Plan) -> int:
     return sum(plan.chunk(op.variant).steps["R"].cost.flops for op in ops)
 
 
+@pytest.mark.long
 def test_hardware_utilisation_counts_what_is_made_again_and_model_utilisation_does_not() -> None:
     plain, under = plan_of("1f1b"), plan_of("1f1b", piper.recompute(where()))
     one, other = simulate(plain, "h100x8"), simulate(under, "h100x8")

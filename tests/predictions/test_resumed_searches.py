@@ -17,7 +17,6 @@ from piper_autotune import TuningProblem
 from piper_autotune import tune as search
 from piper_ir.ground.errors import TuneError
 from piper_ir.plan.plan import Instr, RolePlan
-from tests.helpers.cases import one_in
 
 PROGRAM = piper.synthetic(stages=2, F=1.0, I=1.0, W=1.0, params=64)
 SECONDS = 1.0
@@ -83,7 +82,8 @@ def storage(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/study.db"
 
 
-@pytest.mark.parametrize("made", one_in(3, [Factory, by_closure, by_partial]))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("made", [Factory, by_closure, by_partial])
 def test_another_model_begins_anew(made: Callable[..., Any], storage: str, tmp_path: Path) -> None:
     constant, shrinking = made(a=1.0, b=0.0), made(a=0.0, b=10.0)
     first = best(constant, storage)
@@ -111,6 +111,7 @@ class Space:
         )
 
 
+@pytest.mark.long
 def test_another_state_of_a_strategy_object_begins_anew(storage: str) -> None:
     first, second = (
         best(Factory(a=1.0, b=0.0), storage, Space(1)),
@@ -151,6 +152,7 @@ def test_another_process_goes_on_with_the_same_search(storage: str) -> None:
     assert names(storage) == here
 
 
+@pytest.mark.long
 def test_a_strategy_whose_variable_has_no_value_yet_can_be_searched(storage: str) -> None:
     def space(trial: Any) -> piper.Strategy:
         return later(trial)

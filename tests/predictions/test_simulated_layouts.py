@@ -178,6 +178,7 @@ def test_ranks_that_share_chunks_are_one_unit_as_slow_as_the_slowest() -> None:
     assert split(of, H100, shared=True).plan is of
 
 
+@pytest.mark.long
 def test_dropless_experts_exchange_inside_of_steps_and_keep_in_step() -> None:
     """Further rounds, which a plan has without bytes, take no time; experts with a capacity meet between steps."""
     of, slow = dropless(), replace(H100, slow_ranks={1: 3.0})
@@ -445,6 +446,7 @@ def left_whole(of: Plan) -> list[str]:
     return [note for note in simulate(of, "h100x8").notes if "leaves operators whole" in note]
 
 
+@pytest.mark.long
 def test_what_is_left_whole_and_costs_much_is_said() -> None:
     """A vocabulary that two devices cannot share leaves the products of the head whole."""
     assert left_whole(of_a_vocabulary(16_001, sequence=True)) == [], "then they share its tokens"

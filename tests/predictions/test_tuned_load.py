@@ -42,6 +42,7 @@ def test_a_load_that_cannot_be_is_refused_before_the_search(tmp_path: Path) -> N
         tuned(load=1.2, model=lambda plan, cluster, costs: DeviceModel(plan, cluster, costs))
 
 
+@pytest.mark.long
 def test_scores_of_one_load_are_not_those_of_another(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path}/scores.db"
     without, under = (tuned(storage=storage, load=load).best for load in (None, 1.2))

@@ -13,6 +13,7 @@ from piper_autotune.scoring.evaluators import Here
 from piper_autotune.scoring.scoring import Scored
 
 
+@pytest.mark.long
 def test_the_tuner_is_judged_with_shared_states_by_a_table(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def held(job: piper.Job, made: piper.Strategy, cluster: piper.Cluster) -> int:
     return max(piper.simulate(piper.compile(job, made).plan, cluster).device_bytes)
 
 
+@pytest.mark.long
 def test_the_first_change_that_fits_is_named_with_what_it_costs(job: piper.Job) -> None:
     large = holding(1 << 40)
     least = held(job, strategy(), large)
@@ -122,6 +123,7 @@ def test_changes_keep_the_batch_and_are_each_another_strategy() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_command_captures_once_and_prints_its_table_before_it_tries_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

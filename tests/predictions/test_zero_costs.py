@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import piper
 from piper import models
 from piper.models.gpt import GPTConfig
@@ -53,6 +55,7 @@ def test_a_rank_updates_its_part_and_zeroes_what_it_keeps(zero: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_gradients_of_another_dtype_are_cast_where_they_are_updated() -> None:
     """float64 masters and float32 gradients: of its own part 4 bytes are read and 8 written, masters 8 read, 4
     written."""

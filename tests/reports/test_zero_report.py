@@ -50,6 +50,7 @@ def simulation(shared: Plan) -> Simulation:
     return simulate(shared, load_cluster("h100x8"))
 
 
+@pytest.mark.long
 def test_what_was_made_again_has_a_line_of_its_own(shared: Plan, simulation: Simulation) -> None:
     lines = simulation.memory(0)
     for name in (

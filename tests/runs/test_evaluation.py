@@ -67,6 +67,7 @@ def close(found: Any, wanted: dict[str, float]) -> bool:
     return found.keys() == wanted.keys() and all(abs(found[k] - wanted[k]) < 1e-9 for k in wanted)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_evaluation_is_that_of_plain_pytorch(name: str) -> None:
     mesh, directives = STRATEGIES[name]
@@ -108,6 +109,7 @@ def test_training_is_the_same_with_an_evaluation() -> None:
     assert all(torch.equal(a, without.state_dict()[n]) for n, a in with_it.state_dict().items())
 
 
+@pytest.mark.long
 def test_losses_with_weights_are_divided_over_the_whole_evaluation() -> None:
     mesh, directives = STRATEGIES["1F1B and dp"]
     one = job(loss=summed_loss)
@@ -120,6 +122,7 @@ def test_losses_with_weights_are_divided_over_the_whole_evaluation() -> None:
     assert close(run.evaluations[1], plain(one, run.state_dict()))
 
 
+@pytest.mark.long
 def test_batch_norms_take_their_running_averages() -> None:
     one = job(model=normed, batch_norm="microbatch")
     strategy = piper.Strategy(piper.Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=2))
@@ -231,6 +234,7 @@ def test_an_error_says_that_it_is_of_an_evaluation() -> None:
         piper.execute(compiled, steps=2, launcher="inline")
 
 
+@pytest.mark.long
 def test_modules_are_metrics_of_outputs() -> None:
     """The call of a module accepts anything, so that it would be taken for a function of the loss."""
     one = job(metrics={"cross": torch.nn.CrossEntropyLoss()})
@@ -241,6 +245,7 @@ def test_modules_are_metrics_of_outputs() -> None:
     assert run.evaluations[1]["cross"] == pytest.approx(run.evaluations[1]["loss"])
 
 
+@pytest.mark.long
 def test_functions_of_the_loss_get_that_of_the_evaluation() -> None:
     """They are in the run and in `on_step`; one that fails is left out, and training goes on."""
     one = job(metrics={"perplexity": math.exp, "root": lambda loss: math.sqrt(-loss)})
@@ -293,6 +298,7 @@ class OtherHead(Net):
         return super().forward(x) + (self.second(x) if self.training else 0.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -398,6 +404,7 @@ def test_results_are_in_the_folder_and_on_the_page(
     )
 
 
+@pytest.mark.long
 def test_the_example_of_the_job_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
     (code,) = [

@@ -26,6 +26,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield workers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_is_noticed_without_waiting_for_a_poll(
     pool: Any, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,7 @@ def run_on(hosts: Hosts, path: Path, timeout_s: float) -> list[subprocess.Popen[
     return ranks
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
 def test_both_sides_of_a_cut_end_and_name_the_machine(cut_hosts: Hosts, tmp_path: Path) -> None:
     ranks = run_on(cut_hosts, recipe(tmp_path, "time.sleep(0.05)"), 4)
@@ -116,6 +117,7 @@ def test_a_rank_that_is_cut_off_hears_that_it_is_to_end(cut_hosts: Hosts, tmp_pa
     assert "Traceback" not in "".join(said) and "ended by SIGTERM" in said[0]
 
 
+@pytest.mark.long
 def test_a_request_to_end_reaches_all_ranks(tmp_path: Path) -> None:
     path = recipe(tmp_path, "time.sleep(0.05)")
     with socket.socket() as free:

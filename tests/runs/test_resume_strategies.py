@@ -15,7 +15,6 @@ from piper_runtime.checkpoint import restoring
 from piper_runtime.checkpoint.rank_tensors import rank_tensors
 from piper_runtime.launch.processes.processes import Pool
 from tests.helpers import compositions, parity
-from tests.helpers.cases import one_in
 from tests.helpers.compositions import Composition
 from tests.helpers.parity import FLOAT64
 
@@ -76,7 +75,8 @@ def distance(found: Run, wanted: Run) -> float:
     return max([*losses, *(float((a[n] - b[n]).norm() / (a[n].norm() + 1e-30)) for n in a)])
 
 
-@pytest.mark.parametrize("name", one_in(3, STRATEGIES))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_each_strategy_goes_on_from_the_checkpoints_of_all_others(
     name: str, whole: dict[str, tuple[Run, Path]]
 ) -> None:

@@ -105,6 +105,7 @@ def batch_costs() -> Costs:
     )
 
 
+@pytest.mark.long
 def test_scores_of_any_strategy_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each case has two of five numbers of rows, the next case two others."""
     for seed in range(90):

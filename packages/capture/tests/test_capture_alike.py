@@ -30,6 +30,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", CASES)
 def test_a_trace_serves_where_it_would_be_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch

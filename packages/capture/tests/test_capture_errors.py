@@ -212,6 +212,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
     return output.mean()
 
 
+@pytest.mark.long
 @each_case("name", REFUSED)
 def test_refused_by_name(name: str) -> None:
     body, pattern = REFUSED[name]

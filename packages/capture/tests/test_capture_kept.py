@@ -363,6 +363,7 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_the_next_call_reads_is_refused_by_name_and_line(name: str) -> None:
     body, attribute = REFUSED[name]
@@ -376,6 +377,7 @@ def test_what_the_next_call_reads_is_refused_by_name_and_line(name: str) -> None
     )
 
 
+@pytest.mark.long
 @each_case("name", TAKEN)
 def test_what_makes_no_difference_is_taken(name: str) -> None:
     assert capture(lambda: Model(TAKEN[name]), batch, squared).program.chunks

@@ -104,6 +104,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Work]] = {
 """Model, and how much of it is traced once."""
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n == "too many kinds")) for n in CASES]
 )

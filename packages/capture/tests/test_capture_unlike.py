@@ -319,6 +319,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("name", CASES)
 def test_the_program_is_that_of_a_plain_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected = CASES[name]
@@ -326,6 +327,7 @@ def test_the_program_is_that_of_a_plain_trace(name: str, monkeypatch: pytest.Mon
     assert (work, found == plainly(model, monkeypatch, pieces)) == (expected, True)
 
 
+@pytest.mark.long
 def test_threads_leave_classes_as_they_were() -> None:
     """Also those through which it is seen what a call changes, from before a trace to after it."""
 
@@ -374,6 +376,7 @@ class Outer(Own):
         return super().forward(x)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [Own, Outer], ids=["a region", "a region in a region"])
 @pytest.mark.parametrize(
     "fewest", [LAYERS, 2 * LAYERS], ids=["in a repeated layer", "in a layer of few"]

@@ -232,6 +232,7 @@ def test_region_and_tag_that_contradict_each_other() -> None:
         regions(lambda: tag(Inside(), {"a": {"stage": 1}}), "skip")
 
 
+@pytest.mark.long
 def test_the_program_is_the_same_every_time_and_from_every_device() -> None:
     with torch.device("meta"):
         on_meta = SkipMLP()

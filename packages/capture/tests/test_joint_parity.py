@@ -20,6 +20,7 @@ def test_steps_equal_autograd(name: str) -> None:
     check(CASES[name], 1e-6 if name == "cast" else 1e-12)
 
 
+@pytest.mark.long
 @each_case("name", CASES)
 def test_meta_and_real_examples_give_the_same_chunk(name: str) -> None:
     real, meta = trace(CASES[name]), trace(CASES[name], "meta")

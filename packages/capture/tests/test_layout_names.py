@@ -27,6 +27,7 @@ def names_at(found: NamedIndexes, param: str, dim: int) -> list[str]:
     return [found.names[i] for i in index]
 
 
+@pytest.mark.long
 def test_a_llama() -> None:
     layer = named(chunk_of("llama", "layer0"))
     assert at(layer, "heads") == {"q:0", "k:0", "v:0", "out:1"}
@@ -71,6 +72,7 @@ def test_a_mixture_of_experts() -> None:
     }
 
 
+@pytest.mark.long
 @each_case(
     ("spelling", "name", "where"),
     [

@@ -59,6 +59,7 @@ def judged(table: Mapping[str, Given], seed: int) -> dict[str, list[str]]:
     return wrong | {name: found for name, call in calls.items() if (found := found_wrong(call))}
 
 
+@pytest.mark.long
 @each_case("table", TABLES)
 def test_an_op_on_parts_makes_the_parts_of_its_result(table: str) -> None:
     assert judged(TABLES[table], seed=0) == {}

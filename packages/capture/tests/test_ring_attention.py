@@ -75,6 +75,7 @@ def work(graph: fx.Graph) -> int:
     return sum(flops_of(n) for n in graph.nodes if n.target in (attention, attention_dgrad))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("way", "degree"), [("ring", 2), ("ring", 4), ("ring", 8), ("gather", 2), ("gather", 8)]

@@ -91,6 +91,7 @@ def batch(rows: range) -> tuple[Tensor, Tensor]:
     return torch.ones(len(rows), TOKENS, WIDTH), torch.zeros(len(rows), dtype=torch.long)
 
 
+@pytest.mark.long
 @each_case("name", COMBINED)
 def test_combined_rows_are_refused_by_line(name: str) -> None:
     line = COMBINED[name].__code__.co_firstlineno
@@ -105,6 +106,7 @@ def test_combined_rows_are_taken_where_the_loss_is_over_a_microbatch() -> None:
     capture(lambda: Model(COMBINED), batch, F.cross_entropy, whole_batch=False)
 
 
+@pytest.mark.long
 def test_rows_that_count_by_themselves_are_taken() -> None:
     capture(lambda: Model(APART), batch, F.cross_entropy)
 

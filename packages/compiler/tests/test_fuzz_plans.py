@@ -64,6 +64,7 @@ def test_random_plans_are_legal_run_and_peak_where_they_say(seed: int) -> None:
     assert walk(plan, seed) == {r.role: r.peak_bytes for r in plan.roles}, case.text
 
 
+@pytest.mark.long
 @each_case("seed", range(0, CASES, 3))
 def test_fusion_changes_no_part_and_frees_cost_no_time(
     seed: int, monkeypatch: pytest.MonkeyPatch

@@ -196,6 +196,7 @@ def test_what_is_not_carried_out_would_have_changed_nothing(given: dict[str, Any
     assert searches[0].effort == searches[1].effort
 
 
+@pytest.mark.long
 @each_case("times", [(1, 1, 1), (3, 4, 2)])
 @each_case("p", [2, 5])
 def test_as_good_as_zb_h1_and_zb_h2_in_their_memory(p: int, times: tuple[int, int, int]) -> None:
@@ -229,6 +230,7 @@ FRONTIER = {4: [11, 8, 5, 3, 0], 6: [17, 14, 11, 8, 5, 3, 0]}
 """3p - 1 - 3M + max(3p, p - 1 + 2(1 + (M + 1) // 2)) for M = p .. 2p."""
 
 
+@pytest.mark.long
 @each_case(("p", "units"), [(p, M) for p in FRONTIER for M in range(p, 2 * p + 1)])
 def test_the_v_frontier(p: int, units: int) -> None:
     expected = FRONTIER[p][units - p]
@@ -308,6 +310,7 @@ def judge(number: int) -> bool:
     return makespan < best
 
 
+@pytest.mark.long
 @each_case("number", [1, 3, 4, 8])
 def test_uneven_stages(number: int) -> None:
     assert judge(number) == (number != 8), "in case 8 ZB-H1 is as good as can be"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from packages.ir.tests.documents_for_tests import documents
@@ -14,6 +15,7 @@ TEXT = format_plan(GOOD)
 LINES = TEXT.split("\n")
 
 
+@pytest.mark.long
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(documents(Plan), documents(Plan))
 def test_other_plans_have_other_texts(one: Plan, other: Plan) -> None:

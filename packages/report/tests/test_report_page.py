@@ -36,6 +36,7 @@ def html(report: Report) -> str:
     return report.html.read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_all_figures_and_tables_are_written_beside_the_page(report: Report) -> None:
     assert report.html.name == "report.html" and report.html.parent.name == "report"
     assert {p.stem for p in report.figures} == FIGURES and {p.stem for p in report.tables} == TABLES

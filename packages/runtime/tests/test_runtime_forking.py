@@ -111,6 +111,7 @@ def test_a_worker_finds_the_launchers_surroundings_of_now(
     assert before.count("out of a worker") == capfd.readouterr().out.count("out of a worker") == 2
 
 
+@pytest.mark.long
 def test_what_libraries_read_when_they_are_loaded_needs_another_server(tmp_path: Path) -> None:
     (first := tmp_path / "first").mkdir()
     (second := tmp_path / "second").mkdir()
@@ -133,6 +134,7 @@ def ended(pids: list[int]) -> bool:
     return not pids_alive(pids)
 
 
+@pytest.mark.long
 def test_exit_codes_and_signals_reach_the_launcher() -> None:
     with Pool(2) as workers:
         team = workers.start()
@@ -145,6 +147,7 @@ def test_exit_codes_and_signals_reach_the_launcher() -> None:
         second.kill()  # it has ended, and its number may be another process's
 
 
+@pytest.mark.long
 def test_a_server_that_was_killed_is_started_again() -> None:
     with Pool(1) as workers:
         workers.start()
@@ -162,6 +165,7 @@ def test_a_server_that_was_killed_is_started_again() -> None:
     assert ended([worker])
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_start_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking, "_SERVER", "raise SystemExit(7)  # {channel}")
     with pytest.raises(
@@ -192,6 +196,7 @@ def test_an_interrupt_while_a_worker_starts_leaves_nothing(monkeypatch: pytest.M
     assert len(os.listdir("/proc/self/fd")) <= open_files
 
 
+@pytest.mark.long
 def test_the_server_has_one_thread_when_it_forks() -> None:
     with Pool(2) as workers:
         workers.start()

@@ -59,6 +59,7 @@ def narrow(step: int, rows: range) -> Any:
     return tuple(t.float() for t in batch(step, rows))
 
 
+@pytest.mark.long
 def test_processes_hand_over_what_the_function_returns_in_the_plans_dtype_and_end(
     tmp_path: Path,
 ) -> None:
@@ -98,6 +99,7 @@ def raising(step: int, rows: range) -> Any:
     return batch(step, rows)
 
 
+@pytest.mark.long
 def test_an_error_is_raised_by_name_where_its_microbatch_is_loaded() -> None:
     plan, _ = chain(pp=1, microbatches=3)
     done: list[int] = []
@@ -111,6 +113,7 @@ def killed(step: int, rows: range) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_loader_that_is_killed_is_named() -> None:
     plan, _ = chain(pp=1, microbatches=1)
     with pytest.raises(

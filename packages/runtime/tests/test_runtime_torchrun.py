@@ -60,6 +60,7 @@ def start(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_the_same_file_under_python_and_under_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(FILE.format(path=sys.path, out=str(tmp_path)))
@@ -124,6 +125,7 @@ except Exception as e:
 """
 
 
+@pytest.mark.long
 def test_a_failure_is_one_error_and_ends_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(FAILING.format(path=sys.path, action="raise ValueError('bad')"))

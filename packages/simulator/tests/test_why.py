@@ -347,6 +347,7 @@ def test_every_idle_moment_of_a_role_has_an_owner(seed: int, issue: float) -> No
             )
 
 
+@pytest.mark.long
 @given(seed=SEEDS, contention=st.booleans())
 def test_what_if_is_a_simulation_of_the_changed_cluster(seed: int, contention: bool) -> None:
     rng = Random(seed)
