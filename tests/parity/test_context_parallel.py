@@ -142,6 +142,41 @@ def test_gradients_of_all_weights_are_sums_over_tokens() -> None:
     assert {b.over for b in made.plan.buckets} == {("cp",)}
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("mesh", "shards", "over"),
+    [
+        (Mesh(dp=2, cp=2), [TOKENS], ("dp", "cp")),
+        (Mesh(cp=2), [RING], ("cp",)),
+        (Mesh(tp=2, cp=2, dp=2), [BOTH, TOKENS], ("dp", "cp")),
+    ],
+    ids=str,
+)
+def test_states_are_sharded_along_tokens_too(
+    mesh: Mesh, shards: list[Any], over: tuple[str, ...], zero: Any
+) -> None:
+    """Rows are equal along cp and gradients partial sums, so that every parameter has a part on each of its ranks."""
+    sharding = piper.replicate(where(), over=over, zero=zero)
+    made = shared_jobs.in_twos("few_kv_heads", mesh, [*shards, sharding])
+    assert {set(b.shard.optim) == {*over} for b in made.plan.buckets} == {True}
+    assert made.plan.replicas == mesh.size("dp")
+    run = shared_jobs.run(made)
+    shared_jobs.assert_equal("few_kv_heads", made, run)
+    assert not lies(made.plan, run.memory)
+
+
+def test_states_of_a_parameter_that_devices_have_alike_are_sharded_along_other_axes() -> None:
+    """Along tp a norm's gradient is a partial sum and a matrix is divided: only the norm has parts there."""
+    piper_job = replace(shared_jobs.job("few_kv_heads"), clip_norm=None)
+    sharding = piper.replicate(where(), over=("dp", "tp"), zero=1)
+    plan = piper.compile(piper_job, Strategy(Mesh(tp=2, dp=2), [BOTH, sharding])).plan
+    divided = {p.name for p in plan.params if p.layout}
+    for bucket in plan.buckets:
+        along = {"dp"} if divided & {*bucket.params} else {"tp", "dp"}
+        assert set(bucket.shard.optim) == along and set(bucket.over) == along
+
+
 def test_tokens_of_another_device_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each device takes the other one's tokens, positions are wrong."""
     made = shared_jobs.in_twos("gpt", Mesh(cp=2), [TOKENS])

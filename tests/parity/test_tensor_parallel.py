@@ -147,6 +147,11 @@ SAVED: dict[str, tuple[Mesh, list[Any], str]] = {
     "tp2": (Mesh(tp=2), [], ""),
     "tp4": (Mesh(tp=4), [], "tokens"),
     "tp2 x dp2, zero 3": (Mesh(tp=2, dp=2), [recipes.data_parallel(zero=3)], "tokens"),
+    "cp2 x dp2, zero 3 over both": (
+        Mesh(cp=2, dp=2),
+        [*recipes.context_parallel(), *recipes.data_parallel(over=("dp", "cp"), zero=3)],
+        "",
+    ),
 }
 
 

@@ -13,7 +13,9 @@ Legality
  7. `shard` names states (params, grads, optim) and axes of `over`: the axes of params are all axes of grads or none,
     and the axes of grads are all axes of optim or none.
  8. resident_mb and reduced_mb are numbers from 0, or "step"; prefetch is an integer from 0.
- 9. Devices do not share chunks along the axes (by the directive `shard`): such devices have the same rows.
+ 9. Devices share no chunks (by the directive `shard`) along at least one of the axes, or states are sharded. Devices
+    that share chunks have the same rows: along such an axis states can be sharded, and nothing is replicated. A
+    parameter whose gradient is no partial sum there has its states sharded along the other axes alone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from piper_compiler.directives.base import (
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.shard import Shard, shared_axes
 from piper_ir.graph.graph import Graph, Node, Replication
-from piper_ir.ground.mesh import AXES
+from piper_ir.ground.mesh import AXES, whole_axis
 from piper_ir.ground.select import Where
 from piper_ir.ground.shards import Shards
 from piper_ir.plan.plan import COMPUTE
@@ -61,7 +63,8 @@ class Replicate:
     are all-gathered before they are used, and dropped afterwards.
 
     Attributes:
-        over: mesh axes, as a tuple of names; the name of one alone will do.
+        over: mesh axes, as a tuple of names; the name of one alone will do. Besides the axes along which rows differ,
+            it may name axes along which devices share chunks, such as cp: states are sharded along these, too.
         zero: 0 replicates everything; 1 shards the optimizer's states along `over`, 2 the gradients too, 3 the
             parameters too.
         bucket_mb: MiB of a bucket, in the gradients' dtype.
@@ -106,12 +109,6 @@ class Replicate:
                 1,
                 f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a tuple",
             )
-        if taken := shared_axes(graph, self.over):
-            raise fail(
-                self,
-                9,
-                f"devices share the chunks over {taken} (by shard), so they have the same rows; use another axis",
-            )
         if type(self.zero) is not int or not 0 <= self.zero <= len(STATES):
             raise fail(self, 5, f"zero={self.zero!r}; 0, 1, 2 or 3 is accepted")
         if type(self.bucket_mb) not in (int, float) or not 0 < self.bucket_mb < inf:
@@ -119,6 +116,14 @@ class Replicate:
         if COMPUTE in (self.reduce, self.gather):
             raise fail(self, 6, f"the stream {COMPUTE!r} is for compute; choose another name")
         self._check_shard()
+        taken = shared_axes(graph, self.over)
+        if taken and not self.shards.optim and not _rows_differ(graph, self.over):
+            raise fail(
+                self,
+                9,
+                f"devices share the chunks over {', '.join(taken)} (by shard), so they have the same rows; use another "
+                f"axis, or shard states there by zero=1, 2 or 3",
+            )
         for name in ("resident_mb", "reduced_mb"):
             value = getattr(self, name)
             if value != STEP and not (type(value) in (int, float) and 0 <= value < inf):
@@ -219,16 +224,16 @@ class Replicate:
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
-        axes, shards = graph.mesh.axes, self.shards
-        over, *shared = [
-            tuple(a for a in axes if a in own)
-            for own in (self.over, shards.params, shards.grads, shards.optim)
+        shards = self.shards
+        shared = [
+            tuple(a for a in graph.mesh.axes if whole_axis(a) in own)
+            for own in (shards.params, shards.grads, shards.optim)
         ]
         resident, reduced = (
             None if mb == STEP else _bytes(mb) for mb in (self.resident_mb, self.reduced_mb)
         )
         record = Replication(
-            over,
+            _rows_differ(graph, self.over),
             _bytes(self.bucket_mb),
             self.reduce,
             edit.applied,
@@ -241,6 +246,13 @@ class Replicate:
         for node in graph.pick(self.selection):
             edit.replication[str(node.coords["chunk"])] = record
         return edit.done()
+
+
+def _rows_differ(graph: Graph, over: Iterable[str]) -> tuple[str, ...]:
+    """Return the mesh's axes, among some, along which devices have rows of their own."""
+    axes = [axis for axis in graph.mesh.axes if axis in over]
+    shared = shared_axes(graph, axes)
+    return tuple(axis for axis in axes if axis not in shared)
 
 
 def check_rows(graph: Graph, directives: Iterable[Directive]) -> None:

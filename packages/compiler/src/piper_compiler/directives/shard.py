@@ -380,7 +380,7 @@ class Shard:
         return Decided(self)
 
 
-def shared_axes(graph: Graph, axes: Iterable[str]) -> str:
-    """Return the axes, among some, along which devices share the chunks of a graph, as a text; "" for none."""
+def shared_axes(graph: Graph, axes: Iterable[str]) -> tuple[str, ...]:
+    """Return the axes, among some, along which devices share the chunks of a graph."""
     taken = {whole_axis(axis) for axis, _ in graph.program.axes}
-    return ", ".join(axis for axis in axes if axis in taken)
+    return tuple(axis for axis in axes if axis in taken)

@@ -68,7 +68,7 @@ def make_buckets(edit: Editor, training: Training) -> None:
     buckets: list[tuple[_Kind, list[Param]]] = []
     for param, policy, stage in _by_completion(edit):
         roles = roles_of[param.name]
-        policy = _of_experts(policy, edit.graph.program, param)
+        policy = _of_param(policy, edit.graph.program, param)
         group = training.group_of.get(param.name, 0)
         reduced = len(roles) > 1 or bool(policy.over or param.summed)
         limit = policy.bucket_bytes if reduced else 2**62
@@ -125,14 +125,17 @@ def _shared(policy: Replication) -> Replication:
     return replace(policy, applied=-1, resident_bytes=0, reduced_bytes=0, prefetch=0)
 
 
-def _of_experts(policy: Replication, program: Program, param: Param) -> Replication:
-    """Return the policy of a parameter that only some of the replicas have, because they share experts."""
+def _of_param(policy: Replication, program: Program, param: Param) -> Replication:
+    """Return the policy without the axes along which a parameter's gradient is not summed.
+
+    Devices that share experts have some of the experts each. Devices that share a chunk have a part of the parameter
+    each, or all of it with the same gradient: nothing is summed there that its states could be sharded along with.
+    """
     apart = {part.axis for part in param.layout} & set(dict(program.experts))
-    if not apart:
-        return policy
-    over, params, grads, optim = (
-        tuple(a for a in axes if a not in apart)
-        for axes in (policy.over, policy.shard.params, policy.shard.grads, policy.shard.optim)
+    over = tuple(a for a in policy.over if a not in apart)
+    params, grads, optim = (
+        tuple(a for a in axes if a in over or a in param.summed)
+        for axes in (policy.shard.params, policy.shard.grads, policy.shard.optim)
     )
     return replace(policy, over=over, shard=Shards(params, grads, optim))
 
