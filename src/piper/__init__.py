@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper.api.ground.costs_file import save_costs as save_costs
     from piper.api.problems.advice import Advice as Advice
     from piper.api.problems.advice import advice as advice
+    from piper.api.problems.spaces import Space as Space
+    from piper.api.problems.spaces import space as space
     from piper.api.running.execution import execute as execute
     from piper.api.running.profiling import profile as profile
     from piper.api.running.tuning import tune as tune
@@ -131,6 +133,8 @@ _HOME = {
     "tune": "piper.api.running.tuning",
     "advice": "piper.api.problems.advice",
     "Advice": "piper.api.problems.advice",
+    "space": "piper.api.problems.spaces",
+    "Space": "piper.api.problems.spaces",
     "Study": "piper_autotune",
     "simulate": "piper_simulator",
     "Simulation": "piper_simulator",

@@ -199,7 +199,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 QUICK, *MORE = MODELS
 
 
-@pytest.mark.parametrize("name", [QUICK, *(pytest.param(n, marks=pytest.mark.long) for n in MORE)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", [QUICK, *MORE])
 def test_attention_equals_plain_pytorch(name: str) -> None:
     report = verify_strategy(job(MODELS[name]), PIPELINE)
     assert report.equal, report.text()

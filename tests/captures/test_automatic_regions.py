@@ -167,7 +167,7 @@ def mixed() -> tuple[piper.Compiled, list[str]]:
     return found, [str(w.message) for w in heard]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::piper_ir.ground.errors.PiperWarning")
 @pytest.mark.parametrize("name", ["shared states, recomputed", "split"])
 def test_equal_to_one_device(name: str, mixed: tuple[piper.Compiled, list[str]]) -> None:

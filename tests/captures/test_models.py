@@ -85,6 +85,7 @@ def test_counts_by_hand() -> None:
     assert models.parameter_count(replace(gpt, tied=False)) - models.parameter_count(gpt) == 32 * 16
 
 
+@pytest.mark.long
 def test_the_counts_of_a_program_are_those_of_the_module() -> None:
     for config in SMALL.values():
         work = models.job(config, global_batch=2, precision="float64")

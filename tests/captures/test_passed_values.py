@@ -166,7 +166,7 @@ def test_sequence_parallelism_sees_a_mask_alike(kind: str) -> None:
     assert_right(MASKED[kind], Mesh(tp=2), piper.shard(where(), stream="tokens"), HALF)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [recipes.one_f_one_b, recipes.zbv], ids=["1f1b", "zbv"])
 def test_a_term_that_another_stage_reads_is_summed_up_there(recipe: Any) -> None:
     """The embedding of the decoder's words is a term that the first stage sends; each layer sends back one of the

@@ -83,7 +83,8 @@ def _interruptible() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.mark.parametrize("launcher", ["processes", pytest.param("inline", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["processes", "inline"])
 def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,

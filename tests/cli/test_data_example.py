@@ -76,6 +76,7 @@ def test_a_loader_that_cannot_be_is_one_message(
     assert found.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_it_trains_as_on_one_device_and_learns(loaded: JobFile) -> None:
     assert verify_strategy(loaded.job, loaded.strategy, steps=2).equal
     losses = piper.execute(

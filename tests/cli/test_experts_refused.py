@@ -119,7 +119,7 @@ def compiled(kind: str, mesh: Mesh = PAIR, **shard: Any) -> Any:
     return piper.compile(job(kind), Strategy(mesh, [piper.shard(selection, **given), ROWS]))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["", "experts first", "bias"])
 def test_experts_of_any_form_are_one_device(kind: str) -> None:
     """With rows or experts first, and with a bias that all experts share: its gradient is a sum over them."""

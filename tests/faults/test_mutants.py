@@ -43,7 +43,7 @@ def grouped() -> list[Any]:
     return groups
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("group", grouped())
 def test_the_faults_are_caught(group: list[Mutant]) -> None:
     results = [mutants.judge(mutant, by_all=False) for mutant in group]

@@ -232,7 +232,7 @@ class Attentive(nn.Module):
         return x
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("treat", [mean_square, sum_of_squares])
 def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_the_kind(
     treat: Callable[[Tensor], Tensor],

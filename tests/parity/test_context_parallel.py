@@ -88,7 +88,8 @@ def work(made: Any) -> float:
     return sum(k.flops * k.count for k in kernels) / made.plan.rows
 
 
-@pytest.mark.parametrize("way", [RING, pytest.param(GATHER, marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("way", [RING, GATHER])
 def test_a_loss_of_some_tokens(way: Any) -> None:
     """The labels and their mask are taken apart as the tokens are; some devices have more tokens that count than
     others."""

@@ -249,7 +249,8 @@ def test_gradients_of_bfloat16_are_as_good_as_torchs(name: str) -> None:
     assert max(ratios(name)) <= 1.3
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_fifty_steps_have_the_losses_of_float64(name: str) -> None:
     """A loop in plain torch is off by half a percent: its losses are rounded to bfloat16."""
     config = replace(SIZES[name], layers=2, width=32)

@@ -188,7 +188,7 @@ def picks(given: Tensor, layer: int) -> Tensor:
     return ((given[..., :2].abs() * 4).long() + 3 * layer) % steered.EXPERTS
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_rows_without_a_place_on_a_device_are_counted(recomputed: bool, tmp_path: Path) -> None:
     """A device sends each other one at most 0.9 times the mean of a microbatch: 15 of 32 choices of each of two
@@ -245,6 +245,7 @@ def test_rows_without_a_place_on_a_device_are_counted(recomputed: bool, tmp_path
     assert "rows that found no place on a device" in layer_sheet(found).table.notes[0]
 
 
+@pytest.mark.long
 def test_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     def last(self: RankState, buffer: str, tokens: torch.Tensor) -> None:
         self.counted[buffer] = self.store.buffers[buffer].copy_(tokens)

@@ -166,7 +166,7 @@ OF_EXPERTS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["experts", "dropless"])
 def test_what_torch_updates_element_by_element_takes_shared_experts(name: str) -> None:
     of = replace(shared_jobs.job(name), optimizer=OF_EXPERTS)

@@ -73,6 +73,7 @@ def test_along_a_context_axis_they_pass_in_the_parts_that_are_used() -> None:
     assert shapes(layer("both"))[1:3] == [(1, 8, 8), (1, 8, 8)]
 
 
+@pytest.mark.long
 def test_explain_tells_both_axes_apart() -> None:
     """Heads that a context axis shares in attention alone are said to be so, and like messages stand in one line."""
     text = layouts(compiled("both"))
@@ -93,11 +94,12 @@ def test_explain_tells_both_axes_apart() -> None:
     ), "masks are made here"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param("tp", marks=pytest.mark.long),
-        pytest.param("cp", marks=pytest.mark.long),
+        "tp",
+        "cp",
         "both",
     ],
 )

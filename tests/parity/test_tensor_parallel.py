@@ -163,7 +163,8 @@ def saved_job(name: str) -> Any:
     return shared_jobs.compiled("gpt", mesh, directives, stream=stream, rows=2)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("every", [False, True])
 def test_checkpoints_know_no_devices(every: bool, tmp_path: Path) -> None:
     """Fused weights too: each strategy goes on from the checkpoint of the next one, or of all others."""
     plans = {name: saved_job(name) for name in SAVED}

@@ -87,6 +87,7 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[floa
     return found
 
 
+@pytest.mark.long
 @each_case("name", RECIPES)
 @each_case("kind", ["", "-lowered", "-plan-lowered"])
 def test_gradients_are_those_of_one_device(

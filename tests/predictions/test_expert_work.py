@@ -118,7 +118,7 @@ def test_products_are_those_of_the_rows_of_the_fullest_device(load: float) -> No
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("hidden", [16, 24])
 def test_further_rounds_of_experts_as_wide_as_tokens_have_the_products_of_others(
     hidden: int,

@@ -80,6 +80,7 @@ def test_masks_and_positions_that_all_layers_share(tp: int) -> None:
     assert report.equal, report.text()
 
 
+@pytest.mark.long
 def test_a_mask_stays_whole() -> None:
     layer = next(c for c in published(2, "tokens").program.chunks if c.id == "layer0")
     shapes = {tuple(i.spec.shape[1:]) for i in layer.inputs if i.kind == "value"}

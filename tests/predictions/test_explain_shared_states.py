@@ -9,6 +9,7 @@ from piper.views.explain import explain
 from tests.helpers import shared_jobs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [1, 3])
 def test_sums_of_buckets_beside_shared_states(zero: int) -> None:
     """With tokens in parts, the gradients of norms are all-reduced along tp, by a collective that reads no value."""

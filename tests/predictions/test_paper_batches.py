@@ -66,6 +66,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(small: Setting) -> None:
         largest(small, three, "inputs", most=2)
 
 
+@pytest.mark.long
 def test_what_a_system_keeps_beside_our_plan_counts(small: Setting) -> None:
     one = SYSTEMS[0]
     more, none = point(small, one, 4, "all"), point(small, replace(one, more=0.0), 4, "all")

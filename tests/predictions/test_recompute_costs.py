@@ -186,6 +186,7 @@ def test_gpt3_meets_its_goals() -> None:
     assert found[0].kept > found[2].kept > found[1].kept > found[3].kept == 0
 
 
+@pytest.mark.long
 def test_a_profile_ships_the_code_of_variants_beside_that_of_other_rows() -> None:
     job = dropout_job()
     target = piper.compile(

@@ -82,7 +82,7 @@ def storage(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/study.db"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("made", [Factory, by_closure, by_partial])
 def test_another_model_begins_anew(made: Callable[..., Any], storage: str, tmp_path: Path) -> None:
     constant, shrinking = made(a=1.0, b=0.0), made(a=0.0, b=10.0)
@@ -143,6 +143,7 @@ best(Factory(a=1.0, b=0.5), sys.argv[1])
 """
 
 
+@pytest.mark.long
 def test_another_process_goes_on_with_the_same_search(storage: str) -> None:
     for _ in range(2):
         best(Factory(a=1.0, b=0.5), storage)

@@ -92,6 +92,7 @@ def legal(job: piper.Job, made: piper.Strategy) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_a_plan_that_fits_needs_no_way_out_and_one_that_nothing_helps_is_told_what_holds_least(
     job: piper.Job,
 ) -> None:

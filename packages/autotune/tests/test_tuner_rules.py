@@ -406,4 +406,12 @@ def test_a_plan_that_does_not_fit_says_which_rank_by_how_much_and_where() -> Non
 
 
 def test_every_rule_has_its_text() -> None:
-    assert list(RULES) == ["devices", "rows", "states", "buckets", "activations", "slower"]
+    assert list(RULES) == [
+        "skipped",
+        "devices",
+        "rows",
+        "states",
+        "buckets",
+        "activations",
+        "slower",
+    ]

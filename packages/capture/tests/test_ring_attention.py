@@ -123,6 +123,7 @@ def test_rows_in_one_sequence_are_computed_whole(way: str, order: str) -> None:
     assert found.error < EXACT and not found.forward["shift"]
 
 
+@pytest.mark.long
 @each_case("way", WAYS)
 @each_case("stream", ["", "tokens"])
 def test_with_shared_heads(way: str, stream: str) -> None:

@@ -227,6 +227,7 @@ def test_every_fault_is_noticed(fault: str) -> None:
     assert Rank.binder == Binder()
 
 
+@pytest.mark.long
 def test_a_long_run_does_not_fill_the_memory() -> None:
     """A step leaves one record, whatever the number of ranks."""
     plan, job = chain(dp=2, microbatches=2)

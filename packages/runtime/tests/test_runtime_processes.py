@@ -250,6 +250,7 @@ run(plan, job, launcher="processes", pool=pool, steps=10**6, checkpoint=saved, r
 """
 
 
+@pytest.mark.long
 def test_workers_end_and_clear_up_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """They have copied their state to memory, which would stay."""
     command = [sys.executable, "-c", ORPHAN.format(path=sys.path), str(tmp_path / "saved")]

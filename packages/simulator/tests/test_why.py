@@ -372,6 +372,7 @@ def test_what_if_is_a_simulation_of_the_changed_cluster(seed: int, contention: b
     assert overlap is not None and overlap <= alone <= found.step_s + 1e-9 and not rows
 
 
+@pytest.mark.long
 @given(seeds=st.tuples(SEEDS, SEEDS))
 def test_the_parts_of_a_difference_add_up_to_it(seeds: tuple[int, int]) -> None:
     a, b = (
@@ -387,6 +388,7 @@ def test_the_parts_of_a_difference_add_up_to_it(seeds: tuple[int, int]) -> None:
     assert sum(d.change for d in result.memory) == result.peak.change
 
 
+@pytest.mark.long
 def test_messages_of_a_clusters_table_change_with_its_links() -> None:
     """The reductions of this cluster are looked up, and take as much less as their formula does."""
     plan = compile_program(

@@ -65,20 +65,24 @@ class JobFile:
 
 @dataclass(frozen=True)
 class SearchFile:
-    """Hold a FILE.py to search: `strategy` is a function of a trial, and `job` may be one."""
+    """Hold a FILE.py to search: `strategy` is a function of a trial, or None, and `job` may be one."""
 
     path: Path
     job: Job | Callable[[Any], Job]
-    strategy: Callable[[Any], Strategy]
+    strategy: Callable[[Any], Strategy] | None
     steps: int
 
 
 def load_space(path: str | Path) -> SearchFile:
-    """Run FILE.py and take its `job` and its `strategy`; raise JobError unless that is a function of a trial."""
+    """Run FILE.py and take its `job` and its `strategy`; raise JobError if that is no function of a trial.
+
+    A file with a job alone is searched over `piper.space`.
+    """
     path = Path(path)
     module = _run(path)
     strategy = getattr(module, "strategy", None)
-    if not callable(strategy):
+    job = getattr(module, "job", None)
+    if not callable(strategy) and (strategy is not None or callable(job)):
         actual = (
             "no `strategy`"
             if strategy is None
@@ -88,7 +92,6 @@ def load_space(path: str | Path) -> SearchFile:
             f"{path} defines {actual}; to search, define `def strategy(trial)` that calls "
             f"trial.suggest_categorical, suggest_int or suggest_float and returns a piper.Strategy"
         )
-    job = getattr(module, "job", None)
     return SearchFile(
         path, job if callable(job) else _job(path, module), strategy, _steps(path, module)
     )

@@ -27,9 +27,9 @@ MOST_CAPTURES = 16
 """The number of captured models that are kept; the oldest goes first."""
 
 
-_CAPTURES: dict[CaptureKey, Traced | Captured] = {}
+_CAPTURES: dict[CaptureKey, Traced] = {}
 
-_HELD: list[dict[tuple[object, ...], tuple[Job, Traced | Captured]]] = []
+_HELD: list[dict[tuple[object, ...], tuple[Job, Traced]]] = []
 """The captures by the objects of their jobs, while `captured_once` holds them, with the jobs that have these ids."""
 
 
@@ -119,7 +119,7 @@ def _objects_of(job: Job, evaluating: bool) -> tuple[object, ...]:
     )
 
 
-def traced_job(job: Job, evaluating: bool = False) -> Traced | Captured:
+def traced_job(job: Job, evaluating: bool = False) -> Traced:
     """Return a job's model, traced; see `captured_once` for how often.
 
     With `evaluating` the model is in eval mode.
@@ -132,7 +132,7 @@ def traced_job(job: Job, evaluating: bool = False) -> Traced | Captured:
     return _HELD[-1][objects][1]
 
 
-def _traced_anew(job: Job, evaluating: bool) -> Traced | Captured:
+def _traced_anew(job: Job, evaluating: bool) -> Traced:
     """Return a job's model, traced. Jobs that differ only in fields that a capture does not see share one.
 
     A job that cannot be compared with earlier ones is captured anew. Raises CaptureError inside of

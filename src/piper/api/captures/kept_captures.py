@@ -122,7 +122,7 @@ def write_first(captured: Traced | Captured) -> None:
         file.write()
 
 
-def forget(captured: Traced | Captured, remove: bool = False) -> None:
+def forget(captured: Traced, remove: bool = False) -> None:
     """Let go of a capture; `remove` its file, too, if it must not be used again."""
     file = _FILES.pop(id(captured), None)
     if file is not None:

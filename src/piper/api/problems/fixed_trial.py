@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from piper_ir.ground.errors import JobError
 
@@ -69,6 +69,11 @@ class FixedTrial:
                 f"{self._flag} {name}={text}: a number in {low}..{high}{steps} is accepted"
             )
         return self._answer(name, value)
+
+    def skip(self, reason: str) -> NoReturn:
+        """Raise JobError: the strategy leaves these values out."""
+        values = ", ".join(f"{name}={value}" for name, value in self.answers.items())
+        raise JobError(f"the strategy skips {values or 'this choice'}: {reason}")
 
     def _answer(self, name: str, value: Answer) -> Answer:
         self.answers[name] = value

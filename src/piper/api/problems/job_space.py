@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from piper_autotune import JobCase
 from piper_compiler import Strategy
@@ -35,6 +35,9 @@ class KnownChoices:
         number: float = self.params.setdefault(name, low)
         return number
 
+    def skip(self, reason: str) -> NoReturn:
+        raise JobError(f"the function skips its first choices: {reason}")
+
 
 class _Recorded:
     """Wrap a trial, and notice the names that a job asks for."""
@@ -53,6 +56,10 @@ class _Recorded:
     def suggest_float(self, name: str, low: float, high: float, **more: Any) -> float:
         number: float = self._kept(name, self._trial.suggest_float(name, low, high, **more))
         return number
+
+    def skip(self, reason: str) -> NoReturn:
+        self._trial.skip(reason)
+        raise AssertionError("a trial that skips goes on")
 
     def _kept(self, name: str, value: Any) -> Any:
         self.params[name] = value

@@ -16,6 +16,7 @@ from piper.api.compiling.compiling import compile
 from piper.api.ground.clusters import chosen_cluster
 from piper.api.ground.results import new_folder, unless_empty
 from piper.api.problems.job_space import JobSpace
+from piper.api.problems.spaces import space as job_space
 from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper_autotune import (
     OBJECTIVES,
@@ -62,7 +63,7 @@ UNITS = {
 @captured_once()
 def tune(
     source: Job | Program | Callable[[Any], Job],
-    strategy: Callable[[Any], Strategy],
+    strategy: Callable[[Any], Strategy] | None = None,
     *,
     cluster: str | Cluster | None,
     trials: int = 100,
@@ -92,7 +93,7 @@ def tune(
     Args:
         source: A Job, captured once; a Program, for which nothing can be confirmed; or a function `job(trial)` that
             chooses a job, too, whose choices are captured once each.
-        strategy: The function of a trial.
+        strategy: The function of a trial. Without one the search is over `piper.space(source, cluster)`.
         cluster: The cluster of the predictions.
         trials: Candidates, as in `piper_autotune.tune`; so are `seed`, `storage`, `sampler`, `timeout_s`.
         confirm: How many of the best are run; the best is then the one measured to be fastest. Refused unless `cluster`
@@ -124,6 +125,8 @@ def tune(
     from piper_runtime.launch import RunOptions, launcher_kind
 
     device = chosen_cluster(cluster)
+    if strategy is None:
+        strategy = _space_of(source, device)
     conditions = Conditions(device, costs, _limit(memory_limit, device), model)
     if load is not None and model is not DeviceModel:
         raise TuneError(
@@ -177,6 +180,17 @@ def tune(
     if folder is not None:
         study.save(folder)
     return study
+
+
+def _space_of(source: Any, cluster: Cluster | None) -> Callable[[Any], Strategy]:
+    """Return the space of a job's strategies; raise TuneError if there is no job, or no cluster."""
+    from piper_runtime import Job
+
+    if not isinstance(source, Job) or cluster is None:
+        raise TuneError(
+            "tune: without a strategy(trial) a piper.Job and a cluster are needed, whose strategies piper.space makes"
+        )
+    return job_space(source, cluster)
 
 
 @contextmanager

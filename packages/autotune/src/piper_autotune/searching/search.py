@@ -26,8 +26,8 @@ from piper_autotune.scoring.jobs import JobCases
 from piper_autotune.scoring.scoring import Refused, Scored
 from piper_autotune.searching.sampler import GuidedSampler
 from piper_autotune.space.problem import TuningProblem
-from piper_autotune.space.rules import RULES, TOO_MUCH, Pruned, PruningRules
-from piper_autotune.space.space import Space, SpaceError, StrategyFunction, again
+from piper_autotune.space.rules import RULES, SKIPPED, TOO_MUCH, Pruned, PruningRules
+from piper_autotune.space.space import SkippedError, Space, SpaceError, StrategyFunction, again
 from piper_compiler import Strategy, directives
 from piper_ir.ground.codec import decode
 from piper_ir.ground.errors import PiperError
@@ -112,7 +112,11 @@ class StrategySearch:
                 continue
             row: Row = decode(Row, data, f"trial {trial.number} of study {self.study.study_name}")
             self._count(row)
-            strategy = again(self.function, dict(row.params)) if row.kind != "strategy" else None
+            strategy = (
+                again(self.function, dict(row.params))
+                if row.kind not in ("strategy", SKIPPED)
+                else None
+            )
             self._learn(row, strategy)
 
     def run(self) -> None:
@@ -184,8 +188,10 @@ class StrategySearch:
         except SpaceError:
             self._tell(trial, None, TrialState.FAIL)
             raise
+        except SkippedError as e:
+            return self._failed(trial, str(e), SKIPPED)
         except PiperError as e:
-            return self._failed(trial, str(e))
+            return self._failed(trial, str(e), "strategy")
         known = self._known.get(self._identity(strategy))
         if known is not None:
             self.repeated += 1
@@ -204,17 +210,15 @@ class StrategySearch:
         )
         return True
 
-    def _failed(self, trial: Any, reason: str) -> bool:
-        """Record that the function raised, and return whether that is new: the same values would raise again."""
+    def _failed(self, trial: Any, reason: str, kind: str) -> bool:
+        """Record that the function gave no strategy, and return whether that is new: the same values do so again."""
         point = frozenset(trial.params.items())
         new = point not in self._known
         if new:
             self._known[point] = trial.number
-            self._spent += 1
-            self._record(
-                trial,
-                Row(trial.number, "rejected", dict(trial.params), reason=reason, kind="strategy"),
-            )
+            row = Row(trial.number, "rejected", dict(trial.params), reason=reason, kind=kind)
+            self._count(row)
+            self._record(trial, row)
         self._tell_row(trial, self.rows[self._known[point]])
         return new
 

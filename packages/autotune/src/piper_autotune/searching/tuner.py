@@ -61,7 +61,8 @@ def tune(
 
     Args:
         problem: the job, the cluster and the limit of the search.
-        strategy: takes a trial, chooses with Optuna's `suggest_*`, and returns a Strategy.
+        strategy: takes a trial, chooses with Optuna's `suggest_*`, and returns a Strategy. If it has `starts`, choices
+            by name, a new search tries these first.
         at_rows: as in `compile_program`.
         under: the program under policies of recomputation and shardings, at a number of rows.
         trials: candidates that are compiled and scored (or whose function raises). Known ones are free, and so are
@@ -100,6 +101,9 @@ def tune(
             study.sampler = GuidedSampler(
                 (seed + SEED_STEP * len(study.get_trials(deepcopy=False))) % (MOST_SEED + 1)
             )
+        if not study.get_trials(deepcopy=False):
+            for start in getattr(strategy, "starts", ()):
+                study.enqueue_trial(start)
         ours = evaluator or (
             _evaluator(problem, programs, workers, timeout_s, modules)
             if cases is None

@@ -15,7 +15,10 @@ from piper_autotune.space.sketch import Sketch, Sketches
 from piper_compiler import Strategy
 from piper_ir.tools import size_text, time_text
 
+SKIPPED = "skipped"
+"""The rule of candidates that the strategy function leaves out itself."""
 RULES: Mapping[str, str] = {
+    SKIPPED: "strategy(trial) left it out by trial.skip",
     "devices": "the mesh has more ranks than the cluster has devices",
     "rows": "the global batch does not divide into the microbatches and data-parallel replicas",
     "states": "parameters, gradients and optimizer state of a role alone exceed the memory limit: with this "

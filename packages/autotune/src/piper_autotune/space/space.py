@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import optuna
 from optuna.distributions import (
@@ -27,6 +27,10 @@ class SpaceError(TuneError):
     """End a search whose space contradicts itself."""
 
 
+class SkippedError(TuneError):
+    """Leave out a candidate: its strategy function has called `trial.skip`."""
+
+
 class StrategyFailedError(TuneError):
     """Reject a candidate whose strategy function raised, or returned something else than a strategy."""
 
@@ -42,6 +46,7 @@ class Space:
 
         Raises:
             SpaceError: the function contradicts itself.
+            SkippedError: the function left this candidate out.
             StrategyFailedError: the function raised, or returned something else.
             PiperError: a directive or recipe raised it.
             StorageInternalError: Optuna could not save a choice.
@@ -136,6 +141,13 @@ class Trial:
         self._note(name, FloatDistribution(low, high, log=log, step=step))
         chosen: float = self._trial.suggest_float(name, low, high, step=step, log=log)
         return chosen
+
+    def skip(self, reason: str) -> NoReturn:
+        """Leave this candidate out, for a reason that is shown beside it; it is no trial, as one that a rule rejects.
+
+        It is for choices that do not go together, such as sizes that do not divide.
+        """
+        raise SkippedError(reason)
 
     def _note(self, name: str, distribution: BaseDistribution) -> None:
         self._space.note(name, distribution, self._own.get(name))

@@ -142,6 +142,14 @@ def _writes_silently(node: fx.Node) -> bool:
     )
 
 
+def has_experts(forward: Forward) -> bool:
+    """Return whether a region or a tagged module of the model has the coordinate experts."""
+    written = PREFIX + EXPERTS
+    return any(written in (n.meta.get("custom") or {}) for n in forward.graph.nodes) or any(
+        EXPERTS in module_coords(module) for module in forward.modules.values()
+    )
+
+
 def own_coords(
     forward: Forward,
     nodes: Sequence[fx.Node],

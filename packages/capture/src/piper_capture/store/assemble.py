@@ -14,6 +14,7 @@ from piper_capture.chunks.advancing import advancing_buffers
 from piper_capture.chunks.cut import Cut, Piece, PieceInput, cut
 from piper_capture.chunks.draw_places import Places
 from piper_capture.chunks.other_rows import check_rows, holding_at_other_rows
+from piper_capture.chunks.regions import has_experts
 from piper_capture.chunks.remarks import remarks
 from piper_capture.chunks.rowpairs import compares_rows
 from piper_capture.chunks.stateful_forward import check_steady
@@ -150,6 +151,7 @@ def trace(
             outline_of(pieces),
             reduce,
             _Assembly(forward, pieces, reduce).captured,
+            has_experts(forward),
         )
         if not evaluating and (other := _other_form(forward, traced)):
             how: TraceOptions = {

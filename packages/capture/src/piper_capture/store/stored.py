@@ -88,6 +88,7 @@ class StoredTrace:
     Attributes:
         usual: the capture with the usual layers, if it was made.
         layered: the captures with other layers; None stands for the one with the usual layers.
+        experts: whether the model has regions of experts.
     """
 
     layers: Layers
@@ -96,6 +97,7 @@ class StoredTrace:
     facts: StoredFacts
     usual: StoredCapture | None
     layered: Mapping[tuple[str, ...], StoredCapture | None]
+    experts: bool
 
 
 def stored(traced: Traced) -> StoredTrace:
@@ -108,6 +110,7 @@ def stored(traced: Traced) -> StoredTrace:
         _facts(traced.forward),
         None if usual is None else _stored(usual),
         {asked: None if one is usual else _stored(one) for asked, one in traced.layered.items()},
+        traced.experts,
     )
 
 
@@ -153,7 +156,8 @@ def restored(kept: StoredTrace, again: Callable[[], Traced]) -> Traced:
         return with_layers(again(), asked)
 
     forward = cast(Forward, _ForwardAgain(kept.facts, again))
-    traced = Traced(forward, kept.layers, kept.outline, kept.reduce, functools.partial(form, ()))
+    make = functools.partial(form, ())
+    traced = Traced(forward, kept.layers, kept.outline, kept.reduce, make, kept.experts)
     if kept.usual is not None:
         vars(traced)["assembled"] = _restored(kept.usual, functools.partial(form, ()), forward)
     for asked, one in kept.layered.items():

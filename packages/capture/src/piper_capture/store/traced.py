@@ -25,6 +25,7 @@ class Traced:
         layers: the usual layers.
         outline: the program with these, without its steps and tensors.
         reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
+        experts: whether the model has regions of experts, which devices may share.
         layered: the captures with other layers, by the layers that were asked for.
     """
 
@@ -35,10 +36,11 @@ class Traced:
         outline: Program,
         reduce: torch.dtype | None,
         make: Callable[[], Captured],
+        experts: bool,
     ) -> None:
         self.forward, self.layers, self.outline, self.reduce = forward, layers, outline, reduce
         self.layered: dict[tuple[str, ...], Captured] = {}
-        self._make = make
+        self._make, self.experts = make, experts
 
     @cached_property
     def assembled(self) -> Captured:

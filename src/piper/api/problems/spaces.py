@@ -1,0 +1,209 @@
+"""Make the space of a job's strategies: every axis of the language that the job and the cluster have sizes for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from piper.api.captures.capturing import traced_job
+from piper.api.ground.clusters import chosen_cluster
+from piper_compiler import Strategy, recipes, recompute
+from piper_ir.ground.errors import TuneError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import ANY, where
+from piper_simulator import Cluster
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
+
+MOST_TP = 8
+"""The most devices along tp: messages inside of a layer must not leave a node, and published runs have at most 8."""
+MOST_CP = 8
+"""The most devices along cp."""
+MOST_STAGES = 16
+"""The most devices along pp, as in published runs of models up to 405B (Llama 3, arXiv 2407.21783, table 4)."""
+MOST_ROWS = 8
+"""The most rows of a microbatch."""
+LEAST_TOKENS = 2_048
+"""The fewest tokens of a row that a device has along cp: below, messages take longer than what they save."""
+KEPT = ("all", "products", "attention", "inputs")
+"""The policies of recomputation, by how much of a layer they keep."""
+SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
+"""The schedules of pipelines; zbv and dualpipe_v have two stages on each device, interleaved has `chunks`."""
+AXES = ("tp", "cp", "ep", "pp")
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Make a strategy of a trial's choices: `piper.tune(job, piper.space(job, cluster), cluster=cluster)`.
+
+    All devices of the cluster are used: those that the other axes leave are replicas. Choices that do not divide are
+    skipped, with the reason.
+
+    Attributes:
+        devices: of the cluster.
+        global_batch: rows of a step.
+        layers: of the model.
+        sizes: the sizes of the axes tp, cp, ep and pp that are tried.
+        rows: the rows of a microbatch that are tried.
+        experts: whether the model has experts that an axis may share.
+        fixed: values of parameters that are not tried, by name.
+    """
+
+    devices: int
+    global_batch: int
+    layers: int
+    sizes: Mapping[str, Sizes]
+    rows: Sizes
+    experts: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, trial: Any) -> Strategy:
+        """Return the strategy of a trial."""
+        at = {axis: self._choice(trial, axis, self.sizes[axis]) for axis in AXES}
+        rows = self._choice(trial, "rows", self.rows)
+        if text := self._lacking(at, rows):
+            trial.skip(text)
+        replicas = self._replicas(at)
+        microbatches = self.global_batch // (replicas * rows)
+        parts: list[Any] = []
+        if at["tp"] > 1:
+            # A mixture's tokens are exchanged whole: its devices along tp must have all of them.
+            sequence = not self.experts and self._choice(trial, "sequence", (True, False))
+            parts += recipes.tensor_parallel(sequence=sequence)
+        if at["cp"] > 1:
+            exchange = self._choice(trial, "attention", ("ring", "heads", "gather"))
+            parts += recipes.context_parallel(attention=exchange)
+        if at["ep"] > 1:
+            parts += recipes.expert_parallel()
+        parts += self._pipeline(trial, at["pp"], microbatches)
+        keep = self._choice(trial, "keep", KEPT)
+        if keep != "all":
+            parts.append(recompute(where(layer=ANY) if self.layers else where(), keep=keep))
+        parts += self._replicated(trial, at, replicas)
+        mesh = {axis: size for axis, size in at.items() if size > 1}
+        return Strategy(Mesh(**mesh, dp=replicas // at["ep"]), parts)
+
+    @property
+    def starts(self) -> tuple[dict[str, Any], ...]:
+        """Return the choices that a search tries first: published layouts, then each mesh in the least memory."""
+        cells = list(self._cells())
+        every = [*self._published(cells), *(self._least(at) for at in cells)]
+        return tuple({frozenset(start.items()): start for start in every}.values())
+
+    def _cells(self) -> Iterator[dict[str, int]]:
+        """Yield the sizes of the axes that divide, those first that exchange least."""
+        every = (dict(zip(AXES, at)) for at in product(*(self.sizes[axis] for axis in AXES)))
+        legal = [at for at in every if not self._lacking(at, self.rows[0])]
+        yield from sorted(legal, key=lambda at: (at["cp"], at["tp"] * at["pp"], at["tp"], at["ep"]))
+
+    def _least(self, at: Mapping[str, int]) -> dict[str, Any]:
+        """Return the choices with which a mesh holds least: all states shared, and all of a layer made again."""
+        return {**at, "rows": self.rows[0], "keep": "inputs", "zero": 3, "schedule": "1f1b"}
+
+    def _published(self, cells: Sequence[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
+        """Yield the layouts that people publish, as far as they divide.
+
+        FSDP alone and with tensor parallelism (torchtitan's recipes of Llama 3), and tensor parallelism beside
+        interleaved stages with optimizer states shared (Megatron-LM, arXiv 2104.04473).
+        """
+        flat = [at for at in cells if at["cp"] == 1]
+        for at in flat:
+            if at["pp"] == 1 and at["tp"] in (1, max(self.sizes["tp"])):
+                yield {**self._least(at), "keep": "attention"}
+            if at["pp"] == 4 and at["tp"] > 1:
+                yield {**self._least(at), "schedule": "interleaved", "keep": "attention", "zero": 1}
+
+    def _replicas(self, at: Mapping[str, int]) -> int:
+        return self.devices // (at["tp"] * at["cp"] * at["pp"])
+
+    def _lacking(self, at: Mapping[str, int], rows: int) -> str:
+        """Return why sizes do not go together; "" if they do."""
+        used = at["tp"] * at["cp"] * at["pp"]
+        if self.devices % used:
+            return f"{self.devices} devices do not divide into tp x cp x pp = {used}"
+        replicas = self._replicas(at)
+        if replicas % at["ep"]:
+            return f"{replicas} replicas do not divide into groups of ep = {at['ep']}"
+        if self.global_batch % (replicas * rows):
+            return f"{self.global_batch} rows do not divide into {replicas} replicas of {rows} rows per microbatch"
+        return ""
+
+    def _pipeline(self, trial: Any, pp: int, microbatches: int) -> Sequence[Any]:
+        if pp == 1:
+            return recipes.one_f_one_b(pp=1, microbatches=microbatches)
+        schedule = self._choice(trial, "schedule", SCHEDULES)
+        how: dict[str, Any] = {"pp": pp, "microbatches": microbatches}
+        chunks = 2 if schedule in ("zbv", "dualpipe_v") else 1
+        if schedule == "interleaved":
+            most = max(2, min(8, self.layers // pp))
+            chunks = how["chunks"] = trial.suggest_int("chunks", 2, most)
+        if pp * chunks > self.layers:
+            trial.skip(f"{self.layers} layers do not fill {pp * chunks} stages")
+        name = "one_f_one_b" if schedule == "1f1b" else schedule
+        directives: Sequence[Any] = getattr(recipes, name)(**how)
+        return directives
+
+    def _replicated(self, trial: Any, at: Mapping[str, int], replicas: int) -> Sequence[Any]:
+        """Return how gradients are summed, and which states are shared among all that have the same parameters."""
+        if replicas * at["cp"] == 1:
+            return ()
+        over = tuple(axis for axis in ("dp", "ep", "cp") if axis == "dp" or at[axis] > 1)
+        zero = self._choice(trial, "zero", (0, 1, 2, 3))
+        how: dict[str, Any] = {"over": over, "zero": zero}
+        how["bucket_mb"] = trial.suggest_float("bucket_mb", 25.0, 800.0, log=True)
+        if zero == 3:
+            how["prefetch"] = trial.suggest_int("prefetch", 1, 2)
+            how["resident_mb"] = self._choice(trial, "resident_mb", (0, "step"))
+        return recipes.data_parallel(**how)
+
+    def _choice(self, trial: Any, name: str, choices: Sequence[Any]) -> Any:
+        if name in self.fixed:
+            return self.fixed[name]
+        return choices[0] if len(choices) == 1 else trial.suggest_categorical(name, choices)
+
+
+def space(job: Job, cluster: str | Cluster, **fixed: Any) -> Space:
+    """Return the space of a job's strategies on a cluster, for `piper.tune`.
+
+    It has the sizes of all axes that divide (tp inside of a node, cp for long rows, ep for mixtures, pp by layers), the
+    schedule, the rows of a microbatch, what is kept for the backward, the states that ranks share, and buckets.
+
+    Args:
+        job: The job, which is traced.
+        cluster: Its name, or a Cluster; all of its devices are used.
+        fixed: Choices that are not tried, by name: `tp`, `cp`, `ep`, `pp`, `rows`, `sequence`, `attention`,
+            `schedule`, `keep`, `zero`, `resident_mb`.
+
+    Raises TuneError for an unknown name, and JobError or CaptureError for a job that cannot be traced.
+    """
+    target = chosen_cluster(cluster)
+    if target is None:
+        raise TuneError("space: a cluster is needed, by its name such as 'h100x8*16', or a Cluster")
+    known = (*AXES, "rows", "sequence", "attention", "schedule", "keep", "zero", "resident_mb")
+    if unknown := [name for name in fixed if name not in known]:
+        raise TuneError(f"space({unknown[0]}=...): accepted are {', '.join(known)}")
+    traced = traced_job(job)
+    layers = len({c.coords["layer"] for c in traced.outline.chunks if "layer" in c.coords})
+    devices, tokens = target.devices, job.tokens_per_row or 0
+    sizes = {
+        "tp": _powers(devices, min(target.per_node, MOST_TP)),
+        "cp": _powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
+        "ep": _powers(devices, target.per_node if traced.experts else 1),
+        "pp": tuple(n for n in _powers(devices, MOST_STAGES) if n <= max(layers, 1)),
+    }
+    for axis in AXES:
+        if axis in fixed:
+            sizes[axis] = (fixed[axis],)
+    rows = (fixed["rows"],) if "rows" in fixed else _powers(job.global_batch, MOST_ROWS)
+    rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
+    return Space(devices, job.global_batch, layers, sizes, rows, traced.experts, rest)
+
+
+def _powers(number: int, most: int) -> Sizes:
+    """Return the powers of two up to `most` that divide a number."""
+    return tuple(2**k for k in range(20) if 2**k <= most and not number % 2**k)

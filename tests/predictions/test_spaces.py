@@ -1,0 +1,172 @@
+"""The space that Piper makes for a job: it has every axis that divides, begins with what people publish, and leaves out
+by name what does not go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from typer.testing import CliRunner
+
+import piper
+from piper import cli, models
+from piper.api.problems.spaces import Space
+from piper_autotune.space.space import SkippedError
+from piper_ir.ground.errors import TuneError
+from tests.helpers.cases import each_case
+
+SIZES = models.LlamaConfig(
+    layers=4, width=64, heads=8, kv_heads=2, hidden=96, vocab=128, length=4096
+)
+MIXTURE = models.MoEConfig(
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    hidden=32,
+    vocab=64,
+    length=64,
+    experts=4,
+    top_k=2,
+)
+CLUSTER = "h100x8*2"
+
+
+def llama() -> piper.Job:
+    return models.job(SIZES, global_batch=16)
+
+
+def mixture() -> piper.Job:
+    return models.job(MIXTURE, global_batch=16)
+
+
+class Chosen(optuna.trial.FixedTrial):
+    """Skips as the search's trials do."""
+
+    def skip(self, reason: str) -> None:
+        raise SkippedError(reason)
+
+
+def chosen(space: Space, **choices: Any) -> piper.Strategy:
+    sizes = {axis: 1 for axis in ("tp", "cp", "pp") if axis not in choices}
+    usual = {"rows": 1, "keep": "all", "zero": 0, "bucket_mb": 25.0, "attention": "ring"}
+    return space(Chosen({**usual, **sizes, **choices}))
+
+
+def test_axes_have_the_sizes_that_divide() -> None:
+    space = piper.space(llama(), CLUSTER)
+    assert dict(space.sizes) == {"tp": (1, 2, 4, 8), "cp": (1, 2), "ep": (1,), "pp": (1, 2, 4)}
+    assert (space.devices, space.layers, space.rows) == (16, 4, (1, 2, 4, 8))
+    assert piper.space(mixture(), CLUSTER).sizes["ep"] == (1, 2, 4, 8)
+    assert piper.space(mixture(), CLUSTER).sizes["cp"] == (1,), "rows of 64 tokens"
+
+
+def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_the_least_memory() -> None:
+    space = piper.space(llama(), CLUSTER)
+    fsdp, *others = space.starts
+    assert fsdp == {
+        "tp": 1, "cp": 1, "ep": 1, "pp": 1, "rows": 1, "keep": "attention", "zero": 3, "schedule": "1f1b",
+    }  # fmt: skip
+    assert {"interleaved"} < {start["schedule"] for start in others}
+    cells = {(s["tp"], s["cp"], s["pp"]) for s in space.starts if s["keep"] == "inputs"}
+    meshes = {(tp, cp, pp) for tp in (1, 2, 4, 8) for cp in (1, 2) for pp in (1, 2, 4)}
+    assert cells == {at for at in meshes if at[0] * at[1] * at[2] <= 16}
+
+
+@pytest.mark.parametrize("make", [llama, mixture])
+def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(make: Any) -> None:
+    space = piper.space(make(), CLUSTER)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    worlds, skipped = [], []
+    for _ in range(300):
+        trial = study.ask()
+        trial.skip = Chosen({}).skip  # type: ignore[attr-defined]
+        try:
+            worlds.append(space(trial).mesh.world)
+        except SkippedError as skip:
+            skipped.append(str(skip))
+    assert set(worlds) == {16} and len(worlds) > 50
+    assert all("divide" in text or "do not fill" in text for text in skipped) and skipped
+
+
+@each_case(
+    "choices",
+    [
+        {"tp": 2, "cp": 2, "pp": 2, "sequence": True, "schedule": "zb_h1", "zero": 2},
+        {"cp": 2, "zero": 3, "prefetch": 1, "resident_mb": "step", "keep": "inputs", "rows": 2},
+        {"pp": 2, "schedule": "interleaved", "chunks": 2, "zero": 1},
+        {"tp": 8, "sequence": False, "zero": 1},
+    ],
+)
+def test_its_strategies_compile(choices: dict[str, Any]) -> None:
+    plan = piper.compile(llama(), chosen(piper.space(llama(), CLUSTER), **choices)).plan
+    over = {"dp", "cp"} if choices.get("cp", 1) > 1 else {"dp"}
+    shared = set(plan.buckets[0].shard.optim)
+    assert plan.mesh.world == 16 and shared == (over if choices["zero"] else set())
+
+
+def test_a_mixtures_experts_are_shared() -> None:
+    plan = piper.compile(mixture(), chosen(piper.space(mixture(), CLUSTER), ep=4, zero=1)).plan
+    assert plan.mesh.size("ep") == 4 and plan.replicas == 16
+
+
+def test_a_choice_may_be_fixed_and_others_are_named() -> None:
+    space = piper.space(llama(), CLUSTER, tp=2, keep="inputs", zero=1)
+    assert space.sizes["tp"] == (2,) and {s["tp"] for s in space.starts} == {2}
+    strategy = space(Chosen({"cp": 1, "pp": 1, "rows": 1, "sequence": True, "bucket_mb": 25.0}))
+    assert strategy.mesh.size("tp") == 2
+    with pytest.raises(TuneError, match=r"space\(depth=...\): accepted are tp, cp"):
+        piper.space(llama(), CLUSTER, depth=2)
+
+
+def test_tune_without_a_strategy_searches_it() -> None:
+    study = piper.tune(mixture(), cluster="h100x8", trials=4, workers=0)
+    space = piper.space(mixture(), "h100x8")
+    assert study.best is not None and study.best.mesh.world == 8
+    for row, start in zip(study.rows, space.starts):
+        assert all(row.params[name] == start[name] for name in start.keys() & row.params.keys())
+    with pytest.raises(TuneError, match=r"without a strategy.*a piper.Job and a cluster"):
+        piper.tune(mixture(), cluster=None)
+
+
+def test_what_is_skipped_is_no_trial_and_keeps_its_reason() -> None:
+    def strategy(trial: Any) -> piper.Strategy:
+        pp = trial.suggest_int("pp", 1, 3)
+        if pp == 3:
+            trial.skip("3 stages are odd")
+        return piper.Strategy(piper.Mesh(pp=pp), piper.recipes.one_f_one_b(pp=pp, microbatches=2))
+
+    study = piper.tune(mixture(), strategy, cluster="h100x8", trials=9, workers=0)
+    (row,) = [row for row in study.rows if row.kind == "skipped"]
+    assert row.reason == "3 stages are odd" and row.params == {"pp": 3}
+    assert [line for line in study.rules if line.startswith("skipped")] == [
+        "skipped: strategy(trial) left it out by trial.skip (1 candidates)"
+    ]
+
+
+SKIPS = """
+import piper
+from tests.predictions.test_spaces import mixture
+job = mixture()
+def strategy(trial):
+    pp = trial.suggest_int("pp", 1, 3)
+    if pp == 3:
+        trial.skip("3 stages are odd")
+    return piper.Strategy(piper.Mesh(pp=pp), piper.recipes.one_f_one_b(pp=pp, microbatches=2))
+"""
+
+
+def test_a_file_without_a_strategy_is_searched_and_what_it_skips_is_one_message(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "job.py"
+    path.write_text(SKIPS)
+    done = CliRunner().invoke(cli.app, ["simulate", str(path), "-p", "pp=3"])
+    assert done.exit_code == 2
+    assert "the strategy skips pp=3: 3 stages are odd" in done.stderr
+    path.write_text(SKIPS.partition("def strategy")[0])
+    asked = ["tune", str(path), "--cluster", "h100x8", "--trials", "2", "--workers", "0", "--json"]
+    done = CliRunner().invoke(cli.app, asked)
+    assert (done.exit_code == 0 and '"ep=' in done.stdout) or '"dp=' in done.stdout, done.stderr
