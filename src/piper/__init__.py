@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper.api.ground.costs_file import save_costs as save_costs
     from piper.api.problems.advice import Advice as Advice
     from piper.api.problems.advice import advice as advice
-    from piper.api.problems.spaces import Space as Space
+    from piper.api.problems.spaces import StrategySpace as StrategySpace
     from piper.api.problems.spaces import space as space
     from piper.api.running.execution import execute as execute
     from piper.api.running.profiling import profile as profile
@@ -134,7 +134,7 @@ _HOME = {
     "advice": "piper.api.problems.advice",
     "Advice": "piper.api.problems.advice",
     "space": "piper.api.problems.spaces",
-    "Space": "piper.api.problems.spaces",
+    "StrategySpace": "piper.api.problems.spaces",
     "Study": "piper_autotune",
     "simulate": "piper_simulator",
     "Simulation": "piper_simulator",

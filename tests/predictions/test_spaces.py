@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import piper
 from piper import cli, models
-from piper.api.problems.spaces import Space
+from piper.api.problems.spaces import StrategySpace
 from piper_autotune.space.space import SkippedError
 from piper_ir.ground.errors import TuneError
 from tests.helpers.cases import each_case
@@ -49,7 +49,7 @@ class Chosen(optuna.trial.FixedTrial):
         raise SkippedError(reason)
 
 
-def chosen(space: Space, **choices: Any) -> piper.Strategy:
+def chosen(space: StrategySpace, **choices: Any) -> piper.Strategy:
     sizes = {axis: 1 for axis in ("tp", "cp", "pp") if axis not in choices}
     usual = {"rows": 1, "keep": "all", "zero": 0, "bucket_mb": 25.0, "attention": "ring"}
     return space(Chosen({**usual, **sizes, **choices}))
@@ -82,7 +82,7 @@ def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(
     worlds, skipped = [], []
     for _ in range(300):
         trial = study.ask()
-        trial.skip = Chosen({}).skip  # type: ignore[attr-defined]
+        trial.skip = Chosen({}).skip  # type: ignore[attr-defined]  # as the search adds it
         try:
             worlds.append(space(trial).mesh.world)
         except SkippedError as skip:

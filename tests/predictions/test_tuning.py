@@ -222,7 +222,9 @@ def test_the_command_prints_the_best_and_writes_a_strategy_that_runs(
     )
     assert done.exit_code == 0, done.output
     assert "within 1 GiB per device" in done.stdout
-    assert re.search(r"^rules asked before compiling: devices, .*states", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^rules asked before compiling: skipped, devices, .*states", done.stdout, re.MULTILINE
+    )
     best = tmp_path / "out" / "recipe-001" / "best.json"
     shown = CliRunner().invoke(cli.app, ["simulate", recipe, "--strategy", str(best)])
     assert shown.exit_code == 0, shown.output

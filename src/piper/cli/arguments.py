@@ -1,4 +1,4 @@
-"""Define the options of `piper simulate`, `tune`, `profile` and `show`, each command's as the fields of a record."""
+"""Define the options of `piper simulate`, `tune`, `plan`, `profile` and `show`, each command's as the fields of a record."""
 
 from __future__ import annotations
 
@@ -47,6 +47,24 @@ class TuneArguments:
     out: flags.OutOption = flags.RUNS
     objective: flags.ObjectiveOption = None
     load: flags.LoadOption = None
+    as_json: flags.AsJsonOption = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """Hold the options of `piper plan`."""
+
+    source: flags.SourceArgument
+    cluster: flags.ClusterNameOption = "h100x8"
+    length: flags.LengthOption = None
+    tokens_per_step: flags.TokensPerStepOption = None
+    global_batch: flags.GlobalBatchOption = None
+    tokens: flags.TokensOption = None
+    price: flags.PriceOption = 0.0
+    trials: flags.TrialsOption = 40
+    seed: flags.SeedOption = 0
+    workers: flags.SearchersOption = "1"
+    out: flags.OutOption = flags.RUNS
     as_json: flags.AsJsonOption = False
 
 

@@ -15,7 +15,13 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.arguments import ProfileArguments, ShowArguments, SimulateArguments, TuneArguments
+from piper.cli.arguments import (
+    PlanArguments,
+    ProfileArguments,
+    ShowArguments,
+    SimulateArguments,
+    TuneArguments,
+)
 from piper.cli.checkpoints import checkpoint
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.messages import user_errors
@@ -72,6 +78,19 @@ def tune(arguments: TuneArguments) -> None:
     from piper.cli import searching
 
     if searching.tune(arguments).interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+@command_of(PlanArguments)
+def plan(arguments: PlanArguments) -> None:
+    """Say which strategies of a model fit a cluster and how fast they are, and write the best as a FILE.py.
+
+    Example: piper plan llama3-70b --cluster 'h100x8*16' --tokens-per-step 4M; piper plan config.json --global-batch 512
+    """
+    from piper.cli import planning
+
+    if planning.planned(arguments):
         raise typer.Exit(INTERRUPTED)
 
 

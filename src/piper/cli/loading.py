@@ -97,6 +97,20 @@ def load_space(path: str | Path) -> SearchFile:
     )
 
 
+def load_job(path: str | Path) -> tuple[Job, Strategy | None]:
+    """Run FILE.py and take its `job`, and the strategy that it would run with, if it says one.
+
+    Raises JobError for a missing or broken file, or one without a job.
+    """
+    path = Path(path)
+    module = _run(path)
+    job, strategy = _job(path, module), getattr(module, "strategy", None)
+    function, params = _function(module), _params(path, module)
+    if function is not None:
+        return job, _answered(path, function, FixedTrial(params), ()) if params else None
+    return job, None if strategy is None else _checked(path, strategy)
+
+
 def load_file(
     path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None
 ) -> JobFile:

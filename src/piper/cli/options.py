@@ -189,6 +189,32 @@ MemorySnapshotOption = Annotated[
     ),
 ]
 TrialsOption = Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")]
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="a preset such as llama3-70b, a config.json of Hugging Face or its folder, or a FILE.py with a `job`",
+    ),
+]
+LengthOption = Annotated[
+    int | None, typer.Option("--length", min=1, help="tokens of a row (default: the model's)")
+]
+TokensPerStepOption = Annotated[
+    str | None, typer.Option(metavar="N", help="tokens of a step, such as 4M")
+]
+GlobalBatchOption = Annotated[
+    int | None, typer.Option("--global-batch", min=1, help="rows of a step, in place of its tokens")
+]
+TokensOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tokens", metavar="N", help="of the whole training, such as 15T: days and dollars"
+    ),
+]
+PriceOption = Annotated[
+    float,
+    typer.Option("--price", min=0, help="dollars per device and hour (default: the cluster's)"),
+]
 ConfirmOption = Annotated[
     int,
     typer.Option(min=0, help="run so many of the best on this machine, predicted beside measured"),

@@ -12,7 +12,7 @@ from piper.api.ground.clusters import chosen_cluster
 from piper_compiler import Strategy, recipes, recompute
 from piper_ir.ground.errors import TuneError
 from piper_ir.ground.mesh import Mesh
-from piper_ir.ground.select import ANY, where
+from piper_ir.ground.select import ANY, Where, where
 from piper_simulator import Cluster
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ MOST_STAGES = 16
 MOST_ROWS = 8
 """The most rows of a microbatch."""
 LEAST_TOKENS = 2_048
-"""The fewest tokens of a row that a device has along cp: below, messages take longer than what they save."""
+"""The fewest tokens of a row that a device has along cp: below, messages take longer than the compute that they save."""
+MOST_CHUNKS = 8
+"""The most stages of a device that schedules interleave."""
 KEPT = ("all", "products", "attention", "inputs")
 """The policies of recomputation, by how much of a layer they keep."""
 SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
@@ -38,7 +40,35 @@ Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Space:
+class RecipeCall:
+    """Name a recipe of `piper.recipes`, or the directive `recompute`, and its arguments."""
+
+    name: str
+    how: Mapping[str, Any]
+
+    def directives(self) -> Sequence[Any]:
+        """Return the recipe's directives."""
+        if self.name == "recompute":
+            return (recompute(**self.how),)
+        directives: Sequence[Any] = getattr(recipes, self.name)(**self.how)
+        return directives
+
+    @property
+    def stages(self) -> int:
+        """Return the stages of a pipeline's recipe."""
+        two = self.name in ("zbv", "dualpipe_v")
+        return int(self.how["pp"]) * int(self.how.get("chunks", 2 if two else 1))
+
+    def text(self) -> str:
+        """Return the call as people write it, in a tuple of directives."""
+        if self.name == "recompute":
+            return f"piper.recompute({self.how['selection']}, keep={self.how['keep']!r})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.how.items())
+        return f"*recipes.{self.name}({arguments})"
+
+
+@dataclass(frozen=True)
+class StrategySpace:
     """Make a strategy of a trial's choices: `piper.tune(job, piper.space(job, cluster), cluster=cluster)`.
 
     All devices of the cluster are used: those that the other axes leave are replicas. Choices that do not divide are
@@ -64,29 +94,34 @@ class Space:
 
     def __call__(self, trial: Any) -> Strategy:
         """Return the strategy of a trial."""
+        mesh, calls = self.chosen(trial)
+        return Strategy(mesh, [directive for call in calls for directive in call.directives()])
+
+    def chosen(self, trial: Any) -> tuple[Mesh, list[RecipeCall]]:
+        """Return the mesh of a trial, and the recipes that make its strategy."""
         at = {axis: self._choice(trial, axis, self.sizes[axis]) for axis in AXES}
         rows = self._choice(trial, "rows", self.rows)
         if text := self._lacking(at, rows):
             trial.skip(text)
         replicas = self._replicas(at)
-        microbatches = self.global_batch // (replicas * rows)
-        parts: list[Any] = []
+        calls: list[RecipeCall] = []
         if at["tp"] > 1:
             # A mixture's tokens are exchanged whole: its devices along tp must have all of them.
             sequence = not self.experts and self._choice(trial, "sequence", (True, False))
-            parts += recipes.tensor_parallel(sequence=sequence)
+            calls.append(RecipeCall("tensor_parallel", {"sequence": sequence}))
         if at["cp"] > 1:
             exchange = self._choice(trial, "attention", ("ring", "heads", "gather"))
-            parts += recipes.context_parallel(attention=exchange)
+            calls.append(RecipeCall("context_parallel", {"attention": exchange}))
         if at["ep"] > 1:
-            parts += recipes.expert_parallel()
-        parts += self._pipeline(trial, at["pp"], microbatches)
+            calls.append(RecipeCall("expert_parallel", {}))
+        calls.append(self._pipeline(trial, at["pp"], self.global_batch // (replicas * rows)))
         keep = self._choice(trial, "keep", KEPT)
         if keep != "all":
-            parts.append(recompute(where(layer=ANY) if self.layers else where(), keep=keep))
-        parts += self._replicated(trial, at, replicas)
-        mesh = {axis: size for axis, size in at.items() if size > 1}
-        return Strategy(Mesh(**mesh, dp=replicas // at["ep"]), parts)
+            calls.append(RecipeCall("recompute", {"selection": self._layers, "keep": keep}))
+        if replicas * at["cp"] > 1:
+            calls.append(self._replicated(trial, at))
+        sizes = {axis: size for axis, size in at.items() if size > 1}
+        return Mesh(**sizes, dp=replicas // at["ep"]), calls
 
     @property
     def starts(self) -> tuple[dict[str, Any], ...]:
@@ -133,25 +168,21 @@ class Space:
             return f"{self.global_batch} rows do not divide into {replicas} replicas of {rows} rows per microbatch"
         return ""
 
-    def _pipeline(self, trial: Any, pp: int, microbatches: int) -> Sequence[Any]:
-        if pp == 1:
-            return recipes.one_f_one_b(pp=1, microbatches=microbatches)
-        schedule = self._choice(trial, "schedule", SCHEDULES)
+    def _pipeline(self, trial: Any, pp: int, microbatches: int) -> RecipeCall:
         how: dict[str, Any] = {"pp": pp, "microbatches": microbatches}
-        chunks = 2 if schedule in ("zbv", "dualpipe_v") else 1
+        if pp == 1:
+            return RecipeCall("one_f_one_b", how)
+        schedule = self._choice(trial, "schedule", SCHEDULES)
         if schedule == "interleaved":
-            most = max(2, min(8, self.layers // pp))
-            chunks = how["chunks"] = trial.suggest_int("chunks", 2, most)
-        if pp * chunks > self.layers:
-            trial.skip(f"{self.layers} layers do not fill {pp * chunks} stages")
-        name = "one_f_one_b" if schedule == "1f1b" else schedule
-        directives: Sequence[Any] = getattr(recipes, name)(**how)
-        return directives
+            most = max(2, min(MOST_CHUNKS, self.layers // pp))
+            how["chunks"] = trial.suggest_int("chunks", 2, most)
+        call = RecipeCall("one_f_one_b" if schedule == "1f1b" else schedule, how)
+        if call.stages > self.layers:
+            trial.skip(f"{self.layers} layers do not fill {call.stages} stages")
+        return call
 
-    def _replicated(self, trial: Any, at: Mapping[str, int], replicas: int) -> Sequence[Any]:
+    def _replicated(self, trial: Any, at: Mapping[str, int]) -> RecipeCall:
         """Return how gradients are summed, and which states are shared among all that have the same parameters."""
-        if replicas * at["cp"] == 1:
-            return ()
         over = tuple(axis for axis in ("dp", "ep", "cp") if axis == "dp" or at[axis] > 1)
         zero = self._choice(trial, "zero", (0, 1, 2, 3))
         how: dict[str, Any] = {"over": over, "zero": zero}
@@ -159,7 +190,12 @@ class Space:
         if zero == 3:
             how["prefetch"] = trial.suggest_int("prefetch", 1, 2)
             how["resident_mb"] = self._choice(trial, "resident_mb", (0, "step"))
-        return recipes.data_parallel(**how)
+        return RecipeCall("data_parallel", how)
+
+    @property
+    def _layers(self) -> Where:
+        """Return the selection of all layers; of everything if the model has no layers."""
+        return where(layer=ANY) if self.layers else where()
 
     def _choice(self, trial: Any, name: str, choices: Sequence[Any]) -> Any:
         if name in self.fixed:
@@ -167,7 +203,7 @@ class Space:
         return choices[0] if len(choices) == 1 else trial.suggest_categorical(name, choices)
 
 
-def space(job: Job, cluster: str | Cluster, **fixed: Any) -> Space:
+def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
     """Return the space of a job's strategies on a cluster, for `piper.tune`.
 
     It has the sizes of all axes that divide (tp inside of a node, cp for long rows, ep for mixtures, pp by layers), the
@@ -201,7 +237,7 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> Space:
             sizes[axis] = (fixed[axis],)
     rows = (fixed["rows"],) if "rows" in fixed else _powers(job.global_batch, MOST_ROWS)
     rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
-    return Space(devices, job.global_batch, layers, sizes, rows, traced.experts, rest)
+    return StrategySpace(devices, job.global_batch, layers, sizes, rows, traced.experts, rest)
 
 
 def _powers(number: int, most: int) -> Sizes:

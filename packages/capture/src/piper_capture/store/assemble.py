@@ -307,7 +307,7 @@ class _Assembly:
         return Captured(self._program(chunks), self._store, self._forward, *said, **more)
 
     def _check_rows_apart(self) -> None:
-        """Raise CaptureError for an operation of the model that combines rows of the batch; note what is believed.
+        """Raise CaptureError for an operation of the model that combines rows of the batch; note a warning.
 
         Statistics that go into buffers are left to the judge, which compares with the whole batch.
         """

@@ -1,0 +1,67 @@
+"""Run `piper plan`: understand a source, search its strategies, print those that fit, and write the best."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from piper.api.content.origin import save_origin
+from piper.api.ground.clusters import cluster_named
+from piper.api.ground.results import new_folder, unless_empty
+from piper.cli.arguments import PlanArguments
+from piper.cli.loading import load_job
+from piper.cli.options import searchers
+from piper.planning.answer_text import numbers, table
+from piper.planning.answers import Training, answer
+from piper.planning.sources import Source, Wanted, count, of_file, understand
+from piper.planning.written import write
+from piper.views.display import show
+from piper.views.study_view import bar
+from piper_ir.ground.errors import JobError
+from piper_ir.tools import working
+
+
+def planned(arguments: PlanArguments) -> bool:
+    """Print the answer or its JSON, write its files, and return whether the search was interrupted."""
+    a = arguments
+    workers = searchers(a.workers)
+    if isinstance(workers, str):
+        raise JobError(f"--workers {a.workers}: a number of processes is accepted here")
+    cluster = cluster_named(a.cluster)
+    tokens = None if a.tokens is None else count(a.tokens, "--tokens")
+    with working("reading the source"):
+        source = _source(a)
+    if not a.as_json:
+        print(f"{source.name}: {source.facts}", flush=True)
+    folder = new_folder(a.out, f"plan-{source.name}") if a.out else None
+    with unless_empty(folder), bar(a.trials) as progress:
+        found = answer(
+            source.job,
+            cluster,
+            Training(tokens, a.price),
+            source.strategy,
+            trials=a.trials,
+            seed=a.seed,
+            workers=workers,
+            progress=progress,
+        )
+    if a.as_json:
+        print(json.dumps(numbers(source, found, a.cluster)))
+    else:
+        show(table(source, found, a.cluster))
+    if folder is not None:
+        found.study.save(folder)
+        save_origin(folder, a.seed, None)
+        if found.best is not None:
+            print(f"written: {write(folder, source, found, a.cluster)}", file=sys.stderr)
+    return found.study.interrupted
+
+
+def _source(a: PlanArguments) -> Source:
+    per_step = None if a.tokens_per_step is None else count(a.tokens_per_step, "--tokens-per-step")
+    wanted = Wanted(a.length, per_step, a.global_batch)
+    path = Path(a.source)
+    if path.suffix != ".py":
+        return understand(a.source, wanted)
+    return of_file(path, *load_job(path), wanted)

@@ -1,0 +1,86 @@
+"""Show an answer to people: the job as understood, the ranked strategies, and why nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from piper.planning.answers import Answer, Planned
+from piper.planning.sources import Source
+from piper_ir.tools import size_text, time_text
+from piper_report import Table
+
+COLUMNS = ("", "mesh", "schedule", "s/step", "tokens/s/device", "MFU", "device", "most of it")
+
+
+def table(source: Source, answer: Answer, cluster: str) -> Table:
+    """Return the strategies as a table, best first, with the notes under it."""
+    every = [*answer.strategies, *([answer.own] if answer.own is not None else [])]
+    costs = any(one.days is not None for one in every)
+    columns = (*COLUMNS, "days", "dollars") if costs else COLUMNS
+    rows = tuple(_cells(k, one, costs) for k, one in enumerate(every, 1))
+    return Table(
+        f"{source.name} on {cluster}: {len(answer.strategies)} strategies that differ in structure",
+        columns,
+        rows,
+        tuple(_notes(source, answer)),
+    )
+
+
+def numbers(source: Source, answer: Answer, cluster: str) -> dict[str, Any]:
+    """Return the answer for programs: the job, the strategies, the warnings."""
+    more = {"failure": answer.failure} if answer.failure else {}
+    if answer.own is not None:
+        more["own"] = answer.own.as_dict()  # type: ignore[assignment]  # a value of JSON
+    return {
+        "job": {
+            "name": source.name,
+            "facts": source.facts,
+            "cluster": cluster,
+            "notes": list(source.notes),
+        },
+        "strategies": [one.as_dict() for one in answer.strategies],
+        "warnings": list(answer.warnings),
+        **more,
+    }
+
+
+def _cells(number: int, one: Planned, costs: bool) -> tuple[str, ...]:
+    cells = (
+        "yours" if one.own else str(number),
+        one.mesh,
+        one.schedule,
+        f"{time_text(one.period_s)} ({time_text(one.low_s)} to {time_text(one.high_s)})",
+        "" if one.tokens_per_s_per_device is None else f"{one.tokens_per_s_per_device:,.0f}",
+        "" if one.mfu is None else f"{one.mfu:.1%}",
+        size_text(one.device_bytes) + ("" if one.fits else ", does not fit"),
+        one.largest,
+    )
+    if not costs:
+        return cells
+    days = "" if one.days is None else f"{one.days:,.1f}"
+    return (*cells, days, "" if one.dollars is None else f"{one.dollars:,.0f}")
+
+
+def _notes(source: Source, answer: Answer) -> Iterator[str]:
+    yield from (f"as nearest: {note}" for note in source.notes)
+    if answer.failure:
+        yield f"DOES NOT FIT: {answer.failure}"
+    if len(answer.strategies) > 1:
+        first, second = answer.strategies[:2]
+        gap = second.period_s / first.period_s - 1
+        yield f"the first is {gap:.1%} faster than the second, on {_held(first, second)} memory per device"
+    if answer.own is not None and answer.strategies:
+        change = answer.own.period_s / answer.strategies[0].period_s - 1
+        fits = "" if answer.own.fits else ", which does not fit"
+        yield f"yours takes {change:+.1%} of the time of the first{fits}"
+    yield from (f"warning: {text}" for text in answer.warnings)
+    if answer.study.interrupted:
+        yield "warning: interrupted; these are the strategies until then"
+
+
+def _held(first: Planned, second: Planned) -> str:
+    change = first.device_bytes - second.device_bytes
+    return (
+        "as much" if not change else f"{size_text(abs(change))} {'more' if change > 0 else 'less'}"
+    )

@@ -1,0 +1,212 @@
+"""Search a job's strategies on a cluster, and rank those that differ in structure, with what each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from piper.api.compiling.compiling import Compiled, compile
+from piper.api.problems.spaces import StrategySpace, space
+from piper.api.running.tuning import tune
+from piper.views.strategy_facts import facts_of
+from piper_autotune import NothingFoundError, SearchProgress, Study
+from piper_compiler import Options, Strategy, replicate
+from piper_ir.study.study import Row
+from piper_ir.tools import size_text
+from piper_simulator import Cluster, Simulation, device_type, simulate
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
+
+SHOWN = 5
+"""The most strategies of an answer."""
+LOW, HIGH, HIGH_WITHOUT_STACK = 0.9, 1.3, 1.6
+"""The measured step over the predicted one, at least and at most, with and without a kernel stack: dense models that
+wait for the device lie between on an H200 and an H100 (docs/clusters.md, the table of measured steps)."""
+SECONDS_PER_DAY = 86_400
+OWNERS: Mapping[str, str] = {
+    "param": "parameters",
+    "master": "master parameters",
+    "grad": "gradients",
+    "optim": "optimizer states",
+    "activation": "activations",
+}
+"""The words for categories of memory."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Say how long a training is, and what a device costs.
+
+    Attributes:
+        tokens: of the whole training; None if it is not asked for.
+        price_per_hour: dollars per device; 0 for the cluster's own.
+    """
+
+    tokens: int | None = None
+    price_per_hour: float = 0.0
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Hold a strategy and its prediction; `as_dict` is what `piper plan --json` prints of it.
+
+    Attributes:
+        strategy: the strategy.
+        mesh: its axes and their sizes.
+        schedule: stages, microbatches, shared states, recomputation.
+        period_s: seconds per step.
+        low_s: the least seconds that measured steps of such predictions took.
+        high_s: the most.
+        tokens_per_s_per_device: None if the tokens of a row are not known.
+        mfu: model FLOPs over the peak; None if one is not known.
+        device_bytes: of the fullest device.
+        largest: what holds most of these, with its bytes.
+        fits: whether all devices have the memory.
+        days: of the whole training; None unless its tokens are known.
+        dollars: likewise, if the devices have a price.
+        own: whether it is the strategy of the user's file.
+    """
+
+    strategy: Strategy
+    mesh: str
+    schedule: str
+    period_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s_per_device: float | None
+    mfu: float | None
+    device_bytes: int
+    largest: str
+    fits: bool
+    days: float | None
+    dollars: float | None
+    own: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields, with the strategy's parameters in its place."""
+        fields = asdict(self)
+        return {"params": dict(self.strategy.params)} | {
+            name: value for name, value in fields.items() if name != "strategy"
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Hold the ranked strategies of a job, best first; the own one of a file is last.
+
+    Attributes:
+        strategies: that fit and differ in structure.
+        own: the strategy of the user's file, if it has one.
+        study: the search.
+        failure: why nothing fits, with the nearest that does; "" if something fits.
+        warnings: what the predictions rest on.
+        space: that was searched.
+        best: the first strategy, compiled; None if nothing fits.
+    """
+
+    strategies: tuple[Planned, ...]
+    own: Planned | None
+    study: Study
+    failure: str
+    warnings: tuple[str, ...]
+    space: StrategySpace
+    best: Compiled | None
+
+
+def answer(
+    job: Job,
+    cluster: Cluster,
+    training: Training,
+    own: Strategy | None = None,
+    *,
+    trials: int,
+    seed: int = 0,
+    workers: int = 1,
+    progress: Callable[[SearchProgress], None] | None = None,
+) -> Answer:
+    """Search the strategies of a job, and return the best that differ in structure, each simulated with contention."""
+    failure, searched = "", space(job, cluster)
+    try:
+        study = tune(
+            job,
+            searched,
+            cluster=cluster,
+            trials=trials,
+            seed=seed,
+            workers=workers,
+            progress=progress,
+        )
+    except NothingFoundError as e:
+        study, failure = e.study, str(e)
+    predict = _Predictor(job, cluster, training)
+    ranked = [predict(study.strategies[row.number]) for row in structures(study)]
+    fitting = sorted((one for one in ranked if one.fits), key=lambda one: one.period_s)
+    mine = None if own is None else predict(own, own=True)
+    best = None if not fitting else predict.compiled[id(fitting[0].strategy)]
+    return Answer(tuple(fitting), mine, study, failure, tuple(predict.warnings), searched, best)
+
+
+def structures(study: Study, most: int = SHOWN) -> Iterator[Row]:
+    """Yield the best row of each structure that fits: of a mesh, a schedule and states that ranks share."""
+    seen: set[object] = set()
+    for row in sorted(
+        (r for r in study.rows if r.state == "complete" and r.number in study.strategies),
+        key=lambda r: (r.period_s or 0.0, r.number),
+    ):
+        strategy = study.strategies[row.number]
+        states = tuple(d.shards for d in strategy.directives if isinstance(d, replicate))
+        structure = strategy.mesh, row.params.get("schedule"), states
+        if structure in seen:
+            continue
+        seen.add(structure)
+        yield row
+        if len(seen) == most:
+            return
+
+
+class _Predictor:
+    """Predict strategies of one job, and keep the warnings and the plans."""
+
+    def __init__(self, job: Job, cluster: Cluster, training: Training) -> None:
+        self._job, self._cluster, self._training = job, cluster, training
+        self.warnings: dict[str, None] = {}
+        self.compiled: dict[int, Compiled] = {}
+
+    def __call__(self, strategy: Strategy, *, own: bool = False) -> Planned:
+        compiled = compile(self._job, strategy, options=Options(device=device_type(self._cluster)))
+        self.compiled[id(strategy)] = compiled
+        simulation = simulate(compiled.plan, self._cluster)
+        self.warnings |= dict.fromkeys(simulation.notes)
+        rank = max(range(len(simulation.device_bytes)), key=simulation.device_bytes.__getitem__)
+        owner, held = max(simulation.peak_by_category[rank].items(), key=lambda item: item[1])
+        facts = facts_of(strategy, self._job.global_batch)
+        high = HIGH if self._cluster.device.stack else HIGH_WITHOUT_STACK
+        days, dollars = self._takes(simulation, strategy.mesh.world)
+        return Planned(
+            strategy,
+            facts.mesh,
+            facts.schedule + ("" if facts.rows is None else f", {facts.rows} rows each"),
+            simulation.period_s,
+            simulation.period_s * LOW,
+            simulation.period_s * high,
+            None
+            if simulation.tokens_per_s is None
+            else simulation.tokens_per_s / strategy.mesh.world,
+            simulation.mfu,
+            simulation.device_bytes[rank],
+            f"{OWNERS.get(owner, owner)} {size_text(held)}",
+            simulation.fits,
+            days,
+            dollars,
+            own,
+        )
+
+    def _takes(self, simulation: Simulation, world: int) -> tuple[float | None, float | None]:
+        """Return the days and dollars of the whole training, as far as they are known."""
+        if self._training.tokens is None or simulation.tokens_per_s is None:
+            return None, None
+        seconds = self._training.tokens / simulation.tokens_per_s
+        price = self._training.price_per_hour or self._cluster.device.price_per_hour
+        return seconds / SECONDS_PER_DAY, price * world * seconds / 3600 if price else None

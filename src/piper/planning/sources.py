@@ -1,0 +1,162 @@
+"""Understand the source of a plan as a job: a preset, a config.json of Hugging Face, or a FILE.py with a job."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from piper import models
+from piper.models.from_config import CONFIG, Described, describe
+from piper.models.presets import PRESETS, Config
+from piper_ir.ground.errors import JobError
+
+if TYPE_CHECKING:
+    from piper_compiler import Strategy
+    from piper_runtime import Job
+
+SYSTEMS = ("torchtitan", "megatron", "deepspeed", "accelerate")
+"""The systems whose files are not read yet; their sources begin with the name and a colon."""
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMBGT]?)", re.ASCII)
+_UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Say what a step holds, for a source that does not say it itself.
+
+    Attributes:
+        length: tokens of a row; None for the model's own.
+        tokens_per_step: tokens of a step; None if `rows` says it.
+        rows: rows of a step; None if `tokens_per_step` says it.
+    """
+
+    length: int | None = None
+    tokens_per_step: int | None = None
+    rows: int | None = None
+
+    def global_batch(self, length: int) -> int:
+        """Return the rows of a step; raise JobError unless one of the two numbers gives them."""
+        if (self.rows is None) == (self.tokens_per_step is None):
+            raise JobError(
+                "say how large a step is: --tokens-per-step, such as 4M, or --global-batch, in rows; one of them"
+            )
+        if self.rows is not None:
+            return self.rows
+        assert self.tokens_per_step is not None
+        near = max(1, round(self.tokens_per_step / length))
+        power = 2 ** round(math.log2(near))  # which more layouts divide
+        return power if abs(power / near - 1) <= 0.05 else near
+
+
+@dataclass(frozen=True)
+class Source:
+    """Hold a source that is understood.
+
+    Attributes:
+        name: of the model, for titles and files.
+        job: the job.
+        facts: the job in words.
+        notes: what is taken in the nearest form.
+        lines: Python that makes `job` in a file for people.
+        strategy: the file's own strategy, if it has one.
+    """
+
+    name: str
+    job: Job
+    facts: str
+    lines: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    strategy: Strategy | None = None
+
+
+def count(text: str, flag: str) -> int:
+    """Return a number of tokens such as "4M" or "15T"; raise JobError, with the option's name, for anything else."""
+    match = _COUNT.fullmatch(text.strip())
+    number = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not 1 <= number < 2**60:
+        raise JobError(f"{flag} {text}: a number such as 8192, 4M or 15T is needed")
+    return number
+
+
+def understand(text: str, wanted: Wanted) -> Source:
+    """Return the job of a preset or a config.json; raise JobError if there is none, or a step has no size."""
+    system, colon, _ = text.partition(":")
+    if colon and system in SYSTEMS:
+        raise JobError(
+            f"{text}: files of {system} are not read yet; give a preset, a config.json of Hugging Face, or a FILE.py"
+        )
+    if text in PRESETS:
+        return _preset(text, wanted)
+    path = Path(text)
+    if path.exists():
+        return _config(path, wanted)
+    raise JobError(
+        f"{text}: there is no such preset or file; accepted are {', '.join(PRESETS)}, a {CONFIG} of Hugging Face or "
+        f"its folder, and a FILE.py that defines `job`"
+    )
+
+
+def _preset(name: str, wanted: Wanted) -> Source:
+    config = models.preset(name)
+    length = wanted.length or config.length
+    rows = wanted.global_batch(length)
+    job = models.job(name, global_batch=rows, length=length)
+    line = f"job = piper.models.job({name!r}, global_batch={rows}, length={length})"
+    return Source(name, job, _facts(config, rows, length), (line,))
+
+
+def _config(path: Path, wanted: Wanted) -> Source:
+    described = describe(path)
+    folder = path if path.is_dir() else path.parent
+    name = folder.resolve().name if path.name in (CONFIG, folder.name) else path.stem
+    if described.config is None:
+        raise _unsaid(path, described)
+    config = described.config
+    length = wanted.length or config.length
+    rows = wanted.global_batch(length)
+    job = models.job(config, global_batch=rows, length=length)
+    lines = (
+        f"sizes = piper.models.{config!r}",
+        f"job = piper.models.job(sizes, global_batch={rows}, length={length})",
+    )
+    return Source(name, job, _facts(config, rows, length), lines, described.notes)
+
+
+def _unsaid(path: Path, described: Described) -> JobError:
+    return JobError(
+        f"{path}: the models here do not say the same as a {described.type} ({described.missing}); write a FILE.py "
+        f"whose `job` takes the class of transformers unchanged (docs/models.md, examples/hugging_face_llama.py), and "
+        f"plan that"
+    )
+
+
+def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: Wanted) -> Source:
+    """Return the source of a FILE.py's job; raise JobError for numbers that the file says itself."""
+    if wanted != Wanted():
+        raise JobError(
+            f"{path} defines the job, with its rows and tokens; leave --length, --tokens-per-step and --global-batch "
+            f"out"
+        )
+    tokens = "" if job.tokens_per_row is None else f" of {job.tokens_per_row:,} tokens"
+    facts = f"{job.global_batch} rows{tokens} per step, {_precision(job)}"
+    lines = ("import runpy", "", f"job = runpy.run_path({str(path.resolve())!r})['job']")
+    return Source(path.stem, job, facts, lines, strategy=strategy)
+
+
+def _facts(config: Config, rows: int, length: int) -> str:
+    parameters = models.parameter_count(config)
+    size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
+    experts = getattr(config, "experts", 0)
+    mixture = f", {experts} experts" if experts else ""
+    return (
+        f"{type(config).__name__.removesuffix('Config')} of {size} parameters, {config.layers} layers{mixture}; "
+        f"{rows} rows of {length:,} tokens per step ({rows * length:,}); bfloat16 over float32, AdamW"
+    )
+
+
+def _precision(job: Job) -> str:
+    precision = job.precision
+    return f"{precision.compute or precision.params} over {precision.params}"

@@ -1,0 +1,53 @@
+"""Write the chosen strategy as a FILE.py for people, with best.json, the plan, its prediction and a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from piper.api.ground.results import save_plan, writing
+from piper.api.problems.job_space import KnownChoices
+from piper.api.problems.spaces import StrategySpace
+from piper.planning.answers import Answer
+from piper.planning.sources import Source
+from piper_compiler import Strategy, save_strategy
+from piper_ir.tools import write_whole
+
+PLANNED = "planned.py"
+"""The name of the file for people."""
+BEST = "best.json"
+
+
+def write(folder: Path, source: Source, answer: Answer, cluster: str) -> Path:
+    """Write the files of an answer into a folder, and return the file for people."""
+    assert answer.best is not None and answer.best.strategy is not None
+    strategy = answer.best.strategy
+    file = folder / PLANNED
+    with writing(folder):
+        write_whole(file, text(source, strategy, answer.space, cluster))
+    save_strategy(strategy, folder / BEST)
+    save_plan(folder, answer.best.plan, strategy)
+    return file
+
+
+def text(source: Source, strategy: Strategy, space: StrategySpace, cluster: str) -> str:
+    """Return the FILE.py: the job, and the strategy as directives."""
+    mesh, calls = space.chosen(KnownChoices(strategy.params))
+    sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in reversed(mesh.axes))
+    head = (
+        f'"""{source.name} on {cluster}, planned by `piper plan`: {source.facts}.',
+        "",
+        f"piper simulate {PLANNED} --cluster {cluster}; piper verify, run and explain take it, too.",
+        '"""',
+        "",
+        "import piper",
+        "from piper import ANY, recipes, where",
+        "",
+        *source.lines,
+        "strategy = piper.Strategy(",
+        f"    piper.Mesh({sizes}),",
+        "    (",
+        *(f"        {call.text()}," for call in calls),
+        "    ),",
+        ")",
+    )
+    return "\n".join(head) + "\n"
