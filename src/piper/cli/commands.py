@@ -90,8 +90,7 @@ def plan(arguments: PlanArguments) -> None:
     """
     from piper.cli import planning
 
-    if planning.planned(arguments):
-        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(planning.planned(arguments))
 
 
 @app.command()

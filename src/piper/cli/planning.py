@@ -10,6 +10,7 @@ from piper.api.content.origin import save_origin
 from piper.api.ground.clusters import cluster_named
 from piper.api.ground.results import new_folder, unless_empty
 from piper.cli.arguments import PlanArguments
+from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
 from piper.cli.options import searchers
 from piper.planning.answer_text import numbers, table
@@ -21,9 +22,12 @@ from piper.views.study_view import bar
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import working
 
+NOTHING_FITS = 2
+"""The exit code if no strategy fits."""
 
-def planned(arguments: PlanArguments) -> bool:
-    """Print the answer or its JSON, write its files, and return whether the search was interrupted."""
+
+def planned(arguments: PlanArguments) -> int:
+    """Print the answer or its JSON, write its files, and return the exit code."""
     a = arguments
     workers = searchers(a.workers)
     if isinstance(workers, str):
@@ -55,7 +59,9 @@ def planned(arguments: PlanArguments) -> bool:
         save_origin(folder, a.seed, None)
         if found.best is not None:
             print(f"written: {write(folder, source, found, a.cluster)}", file=sys.stderr)
-    return found.study.interrupted
+    if found.study.interrupted:
+        return INTERRUPTED
+    return 0 if found.strategies else NOTHING_FITS
 
 
 def _source(a: PlanArguments) -> Source:

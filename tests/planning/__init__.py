@@ -1,0 +1,1 @@
+"""`piper plan`: sources, answers, and the files that it writes."""

@@ -1,0 +1,155 @@
+"""`piper plan` from a source to ranked strategies and a file that every other command takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import piper
+from piper import cli
+from piper.cli import planning
+from piper.planning.answers import Training, answer, structures
+from piper.planning.sources import Wanted, count, understand
+from piper.planning.written import PLANNED
+from piper_ir.ground.errors import JobError
+from piper_simulator import load_cluster
+from tests.helpers.cases import each_case
+from tests.planning.test_config_files import LLAMA, written
+
+CLUSTER = "h100x8@eager"
+SMALL = ["--length", "64", "--global-batch", "16", "--trials", "6", "--workers", "0"]
+OWN = """
+import piper
+job = piper.models.job(piper.models.LlamaConfig(
+    layers=2, width=64, heads=8, kv_heads=2, hidden=96, vocab=128, length=64), global_batch=16)
+strategy = piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel())
+"""
+
+
+def command(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, ["plan", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with a config.json and results, and what the command printed."""
+    folder = tmp_path_factory.mktemp("plan")
+    source = written(folder, LLAMA)
+    out = folder / "runs"
+    tokens = ["--tokens", "1M", "--price", "3"]
+    return folder, command(source, "--cluster", CLUSTER, *SMALL, *tokens, "--out", out)
+
+
+def test_strategies_that_differ_in_structure_are_ranked(planned: tuple[Path, Any]) -> None:
+    _, done = planned
+    assert done.exit_code == 0, done.stderr
+    first, title, head, *rows = done.stdout.splitlines()
+    assert "Llama of 0M parameters, 2 layers; 16 rows of 64 tokens per step (1,024)" in first
+    assert CLUSTER in title and "dollars" in head
+    ranked = [row for row in rows if row[:1].isdigit()]
+    assert len(ranked) >= 3 and "faster than the second" in done.stdout
+    assert len({tuple(row.split("  ")[1:3]) for row in ranked}) > 1
+
+
+def test_the_file_is_for_people_and_is_the_best_strategy(planned: tuple[Path, Any]) -> None:
+    folder, _ = planned
+    (file,) = folder.glob(f"runs/*/{PLANNED}")
+    assert len(file.read_text().splitlines()) <= 40
+    best = piper.load_strategy(file.parent / "best.json")
+    simulated = CliRunner().invoke(cli.app, ["explain", str(file), "--json"])
+    assert simulated.exit_code == 0, simulated.stderr
+    scope: dict[str, Any] = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    plans = [piper.compile(scope["job"], one).plan for one in (scope["strategy"], best)]
+    assert plans[0] == plans[1]
+
+
+def test_json_is_one_object_with_the_fields_that_programs_read(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    out = ["--trials", 2, "--workers", 0, "--out", tmp_path, "--json"]
+    done = command(path, "--cluster", CLUSTER, *out)
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert {"job", "strategies", "warnings", "own"} == said.keys()
+    assert said["own"]["mesh"] == "dp=2" and said["own"]["own"]
+    for one in said["strategies"]:
+        assert one["low_s"] < one["period_s"] < one["high_s"] and one["fits"]
+        assert one["device_bytes"] > 0 and one["days"] is None and one["dollars"] is None
+        assert one["tokens_per_s_per_device"] > 0 and 0 < one["mfu"] < 1
+    periods = [one["period_s"] for one in said["strategies"]]
+    assert periods == sorted(periods)
+
+
+def test_a_step_has_as_many_tokens_as_are_asked_for() -> None:
+    assert Wanted(tokens_per_step=4_000_000).global_batch(8192) == 512, "a power of two is near"
+    assert Wanted(tokens_per_step=3_000_000).global_batch(8192) == 366
+    assert Wanted(rows=7).global_batch(8192) == 7
+    assert [count(text, "--tokens") for text in ("8192", "4M", "1.5T")] == [
+        8192,
+        4_000_000,
+        1_500_000_000_000,
+    ]
+
+
+@each_case(
+    ("source", "wanted", "says"),
+    [
+        ("llama9-3b", Wanted(rows=8), "no such preset or file; accepted are gpt3-175b"),
+        ("torchtitan:llama3_70b", Wanted(rows=8), "files of torchtitan are not read yet"),
+        ("llama3-8b", Wanted(), "--tokens-per-step, such as 4M, or --global-batch"),
+        ("llama3-8b", Wanted(rows=8, tokens_per_step=9), "one of them"),
+    ],
+)
+def test_a_source_that_says_too_little_is_one_message(
+    source: str, wanted: Wanted, says: str
+) -> None:
+    with pytest.raises(JobError) as error:
+        understand(source, wanted)
+    assert says in str(error.value)
+
+
+@each_case(
+    ("arguments", "says"),
+    [
+        (["nothing.json", "--global-batch", 8], "no such preset or file"),
+        (["llama3-8b", "--global-batch", 8, "--tokens", "much"], "--tokens much: a number such as"),
+        (["llama3-8b", "--global-batch", 8, "--workers", "ray"], "a number of processes"),
+        (["llama3-8b", "--global-batch", 8, "--cluster", "h100x8*"], "h100x8*"),
+        (["own.py", "--length", 8], "leave --length"),
+    ],
+)
+def test_bad_input_at_the_command_line_has_exit_code_2(
+    arguments: list[Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    done = command(*arguments)
+    assert done.exit_code == 2 and says in done.stderr, done.output
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_class_that_no_model_here_is_is_told_the_way_out(tmp_path: Path) -> None:
+    source = written(tmp_path, LLAMA | {"attention_bias": True})
+    done = command(source, "--global-batch", 8)
+    assert done.exit_code == 2 and "attention_bias=True" in done.stderr
+    assert "examples/hugging_face_llama.py" in done.stderr
+
+
+def test_where_nothing_fits_the_nearest_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = load_cluster("h100x8").each_device(lambda device: replace(device, memory_bytes=2**20))
+    monkeypatch.setattr(planning, "cluster_named", lambda name: small)
+    source = written(tmp_path, LLAMA)
+    done = command(source, "--cluster", "small", *SMALL, "--out", tmp_path)
+    assert done.exit_code == 2 and "DOES NOT FIT" in done.stdout and "smallest" in done.stdout
+    (folder,) = tmp_path.glob("plan-*")
+    assert (folder / "study.json").is_file() and not (folder / PLANNED).exists()
+    asked = answer(understand(str(source), Wanted(64, rows=16)).job, small, Training(), trials=1)
+    assert not asked.strategies and asked.best is None and not list(structures(asked.study))
