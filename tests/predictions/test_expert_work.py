@@ -5,19 +5,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import piper
 from piper import Mesh, Strategy, models, recipes
+from piper_capture import region
 from piper_ir.ground.errors import PlanError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute
 from piper_ir.program.program import Chunk, Cost, Step
+from piper_ops import grouped_mm, route, unroute
 from piper_ops.experts import rounds
 from piper_simulator import Cluster, DeviceModel, Zipf, cpu_local, load_cluster, simulate
 from piper_simulator.contention.loads import _pieces
@@ -25,11 +29,11 @@ from piper_simulator.contention.rates import Flow
 from piper_simulator.durations import device_model
 from piper_simulator.durations.cost_model import StepMessages
 from piper_simulator.durations.expert_loads import mixture_of
-from piper_simulator.durations.expert_work import _inner, loaded, messages, places_over_mean
+from piper_simulator.durations.expert_work import loaded, messages
 from piper_simulator.durations.kernels import step_seconds
 from piper_simulator.metrics import executed_flops, model_flops
-from tests.helpers.steered import DEVICES, EXPERTS, HIDDEN, LOADS, TOKENS, TOP, WIDTH
-from tests.parity.test_dropless_experts import compiled
+from tests.helpers.steered import DEVICES, EXPERTS, HIDDEN, LOADS, TOKENS, TOP, WIDTH, preferred
+from tests.parity.test_dropless_experts import compiled, job, shared
 
 LARGE = models.MoEConfig(
     layers=1,
@@ -56,15 +60,11 @@ def predicted(plan: Plan, load: float) -> Counter[int]:
     """Count the bytes of the all-to-alls inside of a step on one rank."""
     found: Counter[int] = Counter()
     for part in (p for instr in plan.roles[0].program for p in instr.parts):
-        chunk = (
-            plan.chunk(
-                getattr(part.op, "chunk", ""),
-            )
-            if hasattr(part.op, "step")
-            else None
-        )
-        for one in chunk.steps[part.op.step].collectives if chunk is not None else ():
-            times, nbytes = messages(one, load, places_over_mean(chunk))
+        if not isinstance(part.op, Compute):
+            continue
+        sig = plan.chunk(part.op.chunk).steps[part.op.step]  # type: ignore[index]  # no B in a plan
+        for one in sig.collectives:
+            times, nbytes = messages(one, load, sig.experts)
             found.update({nbytes: times} if one.kind == "all_to_all" and times else {})
     return found
 
@@ -168,37 +168,70 @@ def test_what_a_device_does_with_tokens_of_its_own_depends_on_no_load() -> None:
     assert moved("F", 2.5)["experts_home"] > 0
 
 
-def test_gradients_of_weights_need_the_product_of_the_last_layer_however_wide_the_layers_are() -> (
-    None
-):
-    """Products of the same sizes are one kernel; a gated expert has two for gradients of rows, one of one layer one."""
-    chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
-    last = next(k for k in chunk.steps["I"].cost.kernels if "grouped" in k.op)
-    assert last.dims[-2:] == (HIDDEN, WIDTH) and last.count == 1
-    to_rows, same = (
-        replace(last, dims=(80, WIDTH, HIDDEN), count=2),
-        replace(last, dims=(80, WIDTH, WIDTH), count=3),
-    )
-    assert _inner([last, to_rows], WIDTH) == [last]
-    assert _inner([same], WIDTH) == [replace(same, count=1)]
-    assert _inner([replace(same, count=1)], WIDTH) == []
+class Stacked(nn.Module):
+    """A mixture whose experts are some layers as wide as tokens; with other work in their region, or without."""
+
+    def __init__(self, layers: int, *, beside: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ParameterList(torch.randn(EXPERTS, WIDTH, WIDTH) for _ in range(layers))
+        self.register_buffer("chosen", preferred(LOADS["uniform"]))
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.chosen.expand(x.shape[0], TOKENS, TOP).flatten(0, 1)
+        tokens = self.first(x).flatten(0, 1)
+        with region(experts=0):
+            rows, counts = route(tokens, chosen, EXPERTS)
+            of_all = self.shared(tokens) if self.beside else tokens
+            share = self.router(of_all).softmax(-1).gather(1, chosen)
+            for number, matrices in enumerate(self.layers):
+                rows = grouped_mm(F.silu(rows) if number else rows, counts, matrices)
+            mixed = unroute(rows, chosen, share)
+        return x + (mixed + of_all).view_as(x)
+
+
+@cache
+def stacked(layers: int, *, beside: bool = False) -> Chunk:
+    work = replace(job("uniform"), model=partial(Stacked, layers, beside=beside))
+    strategy = Strategy(Mesh(ep=2), [shared(), *recipes.data_parallel(over=("ep",))])
+    return of_experts(piper.compile(work, strategy).plan)
+
+
+def of_a_round(chunk: Chunk, step: Step) -> Counter[str]:
+    """Count the operators of a further round."""
+    experts = chunk.steps[step].experts
+    assert experts is not None
+    return Counter({k.op: k.count for k in experts.round.kernels})
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_further_round_makes_gradients_of_matrices_without_those_of_rows(layers: int) -> None:
+    """However wide the layers are: here all products have the same sizes."""
+    chunk = stacked(layers)
+    products = {
+        s: [of_a_round(chunk, s)[f"grouped_mm{of}"] for of in ("", "_dgrad", "_wgrad")]
+        for s in chunk.steps
+    }
+    assert products == {
+        "F": [layers, 0, 0],
+        "I": [layers, layers, 0],
+        "W": [layers, layers - 1, layers],
+    }
 
 
 def test_what_else_is_in_the_region_of_experts_is_in_no_further_round() -> None:
-    """A router stands before rows are sent, and an expert of all tokens anywhere else; each runs once."""
-    chunk = of_experts(compiled("uniform", Mesh(ep=DEVICES)).plan)
-    other = replace(chunk.steps["F"].cost.kernels[0], op="addmm", kind="matmul", dims=(32, 8, 8))
-    costs = {
-        step: replace(sig.cost, kernels=(other, *sig.cost.kernels, other))
-        for step, sig in chunk.steps.items()
-    }
-    more = replace(
-        chunk, steps={step: replace(sig, cost=costs[step]) for step, sig in chunk.steps.items()}
-    )
-    for step in chunk.steps:
-        assert Counter(loaded(more, step, 2.0).kernels) - Counter(
-            loaded(chunk, step, 2.0).kernels
-        ) == {other: 2}
+    """A router and a layer of all tokens stand between the sorting of rows and the experts; each runs once."""
+    plain, more = stacked(2), stacked(2, beside=True)
+    for step in plain.steps:
+        assert of_a_round(plain, step) == of_a_round(more, step) != Counter()
+        alone, both = (
+            sum(k.count for k in chunk.steps[step].cost.kernels if k.kind == "matmul")
+            for chunk in (plain, more)
+        )
+        assert both == alone + 1, "a control"
 
 
 def test_products_for_gradients_of_rows_have_rows_first_in_any_step() -> None:
@@ -334,11 +367,7 @@ def test_a_plan_that_says_nothing_of_rows_is_of_no_load() -> None:
     """Plans of earlier versions do not."""
     plan, old = plan_of(None), []
     for chunk in plan.chunks:
-        inside = {
-            step: tuple(replace(c, mean_nbytes=0) for c in sig.collectives)
-            for step, sig in chunk.steps.items()
-        }
-        steps = {step: replace(sig, collectives=inside[step]) for step, sig in chunk.steps.items()}
+        steps = {step: replace(sig, experts=None) for step, sig in chunk.steps.items()}
         old.append(replace(chunk, steps=steps))
     found = simulate(replace(plan, chunks=tuple(old)), NODES, load=2.0)
     assert found.step_s > simulate(plan, NODES).step_s

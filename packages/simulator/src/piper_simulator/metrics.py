@@ -96,7 +96,7 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
             if kernel.kind == "matmul" and len(kernel.dims) == 4:
                 experts, m, n, k = (bind(d, plan.rows) for d in kernel.dims)
                 rows[experts, n, k] = rows[experts, k, n] = m
-            elif kernel.kind == "matmul" and len(kernel.dims) == 3 and "grouped_mm" in kernel.op:
+            elif kernel.rows_dim is not None:
                 m, n, k = (bind(d, plan.rows) for d in kernel.dims)
                 shared[n, k] = shared[k, n] = m
         for name in (i.ref for i in chunk.inputs if i.kind == "param"):

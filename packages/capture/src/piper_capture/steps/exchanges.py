@@ -19,12 +19,8 @@ from piper_ops import (
     COLLECTIVE_KINDS,
     ROUNDS,
     all_reduce,
-    all_to_all,
     experts_further_dgrad_,
-    experts_home,
-    experts_return,
     experts_return_dgrad,
-    experts_send,
 )
 
 
@@ -45,17 +41,7 @@ def _described(node: fx.Node) -> StepCollective:
     assert isinstance(node.target, OpOverload)
     kind, why = COLLECTIVE_KINDS[node.target], str(node.meta.get("exchange_for", ""))
     nbytes = aliasing.tensor(node if kind == "all_gather" else source).nbytes
-    return StepCollective(kind, axis, nbytes, why, _rows_of_experts(node, source))
-
-
-def _rows_of_experts(node: fx.Node, given: fx.Node) -> int:
-    """Return the bytes of a device's rows that an all-to-all sends to experts or back; 0 for any other collective."""
-    if node.target is not all_to_all:
-        return 0
-    if given.target is experts_send:
-        return aliasing.tensor(given.args[0]).nbytes  # type: ignore[arg-type]  # a node
-    home = [u for u in node.users if u.target in (experts_home, experts_return)]
-    return aliasing.tensor(home[0]).nbytes if home else 0
+    return StepCollective(kind, axis, nbytes, why)
 
 
 def _of_further_rounds(node: fx.Node) -> list[StepCollective]:

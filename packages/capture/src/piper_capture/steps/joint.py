@@ -22,6 +22,7 @@ from piper_capture.graphs.stepgraph import Joint
 from piper_capture.steps import exchanges, kernels, liveness, phases
 from piper_capture.steps.codegen import StepCode, generate
 from piper_capture.steps.draws import Drawn, drawn_in, number_draws
+from piper_capture.steps.expert_region import expert_regions
 from piper_capture.steps.schedule import schedule
 from piper_capture.torch_api import _torch_joint
 from piper_capture.torch_api._torch_joint import OpOverload
@@ -103,17 +104,19 @@ def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
     cut = phases.cut(joint, keep)
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
-    for step, graph in cut.steps.items():
+    for graph in cut.steps.values():
         rewrite_step(graph)
+    regions = expert_regions(cut.steps)
+    for step, graph in cut.steps.items():
         lines = schedule(graph)
-        cost = kernels.cost(graph)
         steps[step] = Signature(
             graph.reads,
             graph.writes,
             graph.accumulates,
-            cost,
+            kernels.cost(graph.graph.nodes),
             liveness.analyse(graph, lines),
             exchanges.inside(graph),
+            regions.get(step),
         )
         if not steps[step].empty:
             code[step] = generate(step, graph, lines, joint.constants)

@@ -1,4 +1,4 @@
-"""Compute the cost of a step: the kernels that its graph launches, by `piper_ops`. Views launch none."""
+"""Compute the cost of nodes of a step's graph: the kernels that they launch, by `piper_ops`. Views launch none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import fx
 
-from piper_capture.graphs.stepgraph import StepGraph
 from piper_capture.values import aliasing
 from piper_ir.ground.errors import CaptureError
 from piper_ir.program.program import Cost, Kernel
@@ -22,9 +21,9 @@ COUNTS = "counts"
 """The key of a node's meta for how often its products count in model FLOPs."""
 
 
-def cost(step: StepGraph) -> Cost:
-    """Return the kernels one by one, in the order of their launch."""
-    launching = [n for n in step.graph.nodes if n.op == "call_function" and _launches(n)]
+def cost(nodes: Iterable[fx.Node]) -> Cost:
+    """Return the kernels that nodes launch one by one, in their order."""
+    launching = [n for n in nodes if n.op == "call_function" and _launches(n)]
     listing = listed(aliasing.asked(launched, n) for n in launching)
     return Cost(
         tuple(

@@ -10,7 +10,7 @@ from piper_capture.steps.joint import TracedChunk
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import Affine, Dim, TensorSpec, affine, bind
 from piper_ir.program.layout import StepCollective
-from piper_ir.program.program import Cost, Inside, Kernel, Liveness, Signature, Step
+from piper_ir.program.program import Cost, ExpertRegion, Inside, Kernel, Liveness, Signature, Step
 from piper_ops import own_costs
 
 
@@ -60,7 +60,17 @@ class Fitter:
         cost = self._cost(step, [s.cost for s in signatures])
         live = self._liveness(step, [s.liveness for s in signatures])
         inside = self._collectives(step, [s.collectives for s in signatures])
-        return Signature(first.reads, first.writes, first.accumulates, cost, live, inside)
+        experts = self._experts(step, [s.experts for s in signatures if s.experts is not None])
+        return Signature(first.reads, first.writes, first.accumulates, cost, live, inside, experts)
+
+    def _experts(self, step: Step, regions: Sequence[ExpertRegion]) -> ExpertRegion | None:
+        if not regions:
+            return None
+        rows, places = (
+            self._fit(f"rows of experts of step {step}", sizes)
+            for sizes in zip(*((r.rows, r.places) for r in regions), strict=True)
+        )
+        return ExpertRegion(rows, places, self._cost(step, [r.round for r in regions]))
 
     def _collectives(
         self, step: Step, each: Sequence[tuple[StepCollective, ...]]

@@ -115,9 +115,8 @@ class StepCollective:
         nbytes: the bytes of the whole tensor, as `piper_ir.program.collectives` counts a message; 0 if only a run knows
             whether there is one.
         why: the op that asks for it, with the user's line if it is known.
-        mean_nbytes: for rows on their way to experts and back, the bytes of as many as a device has on average;
-            `nbytes` counts all places for them. 0 for any other collective. With `nbytes` 0 it is one of each further
-            round of experts: of the rows without a place.
+        mean_nbytes: for one of each further round of experts, the bytes of as many rows as a device has on average; it
+            sends the rows without a place. 0 for any other collective.
     """
 
     kind: str
@@ -129,7 +128,7 @@ class StepCollective:
     @property
     def further(self) -> bool:
         """Return whether it runs once in each further round of experts; a plan knows not how many there are."""
-        return self.mean_nbytes != 0 and self.nbytes == 0
+        return self.mean_nbytes != 0
 
     def bind(self, rows: int) -> StepCollective:
         """Return the collective at a number of rows."""

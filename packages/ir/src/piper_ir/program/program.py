@@ -67,6 +67,13 @@ class Kernel:
     shared: int = 1
     counts: int = 1
 
+    @property
+    def rows_dim(self) -> int | None:
+        """Return the place in `dims` of the rows that a grouped product shares out among experts; None for others."""
+        if self.kind != "matmul" or len(self.dims) != 3 or "grouped_mm" not in self.op:
+            return None
+        return 2 if self.op.endswith("_wgrad") else 0
+
     def bind(self, rows: int) -> Kernel:
         """Return the kernels at a number of rows."""
         dims = tuple(bind(d, rows) for d in self.dims)
@@ -99,6 +106,32 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRegion:
+    """Describe dropless experts that devices share, in one step: a device computes the rows of all for its experts.
+
+    It has a fixed number of places for them. Rows above go in further rounds, as many as a load of experts asks for.
+
+    Attributes:
+        rows: the rows that a device's experts have if all devices' experts have equally many.
+        places: the places for rows.
+        round: the work of a further round that fills all places; no kernels where no further rounds run.
+    """
+
+    rows: Dim
+    places: Dim
+    round: Cost = Cost()
+
+    @property
+    def bound(self) -> float:
+        """Return the places over the rows on average, about the `bound` of a strategy; sizes must be bound."""
+        return bind(self.places, 0) / bind(self.rows, 0)
+
+    def bind(self, rows: int) -> ExpertRegion:
+        """Return the experts at a number of rows of a microbatch."""
+        return ExpertRegion(bind(self.rows, rows), bind(self.places, rows), self.round.bind(rows))
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """Describe one step of one chunk.
 
@@ -110,6 +143,7 @@ class Signature:
         cost: the work of the step on a device.
         liveness: the memory that the step holds while it runs.
         collectives: the collectives of the step among devices that share the chunk, in order.
+        experts: the dropless experts that devices share; None for any other step.
     """
 
     reads: tuple[str, ...]
@@ -118,6 +152,7 @@ class Signature:
     cost: Cost = Cost()
     liveness: Liveness = Liveness()  # noqa: RUF009 - frozen, so sharing one is safe
     collectives: tuple[StepCollective, ...] = ()
+    experts: ExpertRegion | None = None
 
     def bind(self, rows: int) -> Signature:
         """Return the step at a number of rows."""
@@ -129,6 +164,7 @@ class Signature:
             self.cost.bind(rows),
             self.liveness.bind(rows),
             inside,
+            None if self.experts is None else self.experts.bind(rows),
         )
 
     @property

@@ -34,7 +34,7 @@ from piper_simulator.durations.communication import (
     rank_group,
 )
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
-from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages, places_over_mean
+from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages
 from piper_simulator.durations.instances import axes_inside, instances, meeting_inside
 from piper_simulator.durations.kernels import Took, is_guess, lacks_number, launched, step_took
 from piper_simulator.durations.provenance import Provenance
@@ -285,17 +285,16 @@ class DeviceModel(CostModel):
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         key = op, kind, role.role
         if key not in self._inside:
-            kernels, chunk = self._steps[op, kind], self.plan.chunk(op.variant)
-            bound, inside_of = places_over_mean(chunk), chunk.steps[op.step].collectives
+            kernels, sig = self._steps[op, kind], self.plan.chunk(op.variant).steps[op.step]
             taken = [
                 (
                     c,
                     share * times,
                     self._on_channel(meeting_inside(self.plan, c.axis, role), c.kind, nbytes),
                 )
-                for c in inside_of
-                for load, share in (EVEN if bound is None else self.loads)
-                for times, nbytes in (messages(c, load, bound),)
+                for c in sig.collectives
+                for load, share in (EVEN if sig.experts is None else self.loads)
+                for times, nbytes in (messages(c, load, sig.experts),)
                 if times
             ]
             inside = _summed(

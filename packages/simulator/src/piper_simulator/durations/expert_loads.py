@@ -23,13 +23,7 @@ from piper_ir.ground.expert_tokens import LOAD_NOT_MEASURED
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Plan
 from piper_ir.program.program import Chunk, Kernel
-from piper_simulator.durations.expert_work import (
-    EVEN,
-    Loads,
-    further_rounds,
-    has_further_rounds,
-    places_over_mean,
-)
+from piper_simulator.durations.expert_work import EVEN, Loads, further_rounds
 
 EXPERTS = "experts"
 """The coordinate of chunks that compute experts, and the key of their tokens in a step's metrics."""
@@ -125,17 +119,14 @@ def mixture_of(plan: Plan) -> Mixture | None:
     shared = [c for c in plan.chunks if of_experts(c)]
     for chunk in shared or plan.chunks:
         for kernel, experts in _of_weights(plan, chunk):
-            bound = places_over_mean(chunk)
             ranks = plan.mesh.degree(plan.mesh.along(chunk.experts))
+            tokens = ranks * plan.rows * (plan.tokens_per_row or 0)
+            if (region := chunk.steps["F"].experts) is not None:
+                choices, rounds = ranks * bind(region.rows, 0), bool(region.round.kernels)
+                return Mixture(experts * ranks, ranks, choices, tokens, False, region.bound, rounds)
             padded = len(kernel.dims) == 4
-            each = bind(kernel.dims[-3], 0) * (experts if padded else 1)
-            choices, tokens = (
-                round(ranks * each / (bound or 1.0)),
-                ranks * plan.rows * (plan.tokens_per_row or 0),
-            )
-            return Mixture(
-                experts * ranks, ranks, choices, tokens, padded, bound, has_further_rounds(chunk)
-            )
+            choices = ranks * bind(kernel.dims[-3], 0) * (experts if padded else 1)
+            return Mixture(experts * ranks, ranks, choices, tokens, padded)
     return None
 
 
@@ -149,7 +140,7 @@ def _of_weights(plan: Plan, chunk: Chunk) -> Iterator[tuple[Kernel, int]]:
         n, k = (bind(d, 0) for d in kernel.dims[-2:])
         for w in weights:
             batched = len(kernel.dims) == 4 and bind(kernel.dims[0], 0) == w[0]
-            if {n, k} == {*w[1:]} and (batched or "grouped_mm" in kernel.op):
+            if {n, k} == {*w[1:]} and (batched or kernel.rows_dim is not None):
                 yield kernel, w[0]
 
 
