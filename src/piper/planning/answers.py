@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from piper.api.compiling.compiling import Compiled, compile
 from piper.api.problems.spaces import StrategySpace, space
-from piper.api.running.tuning import tune
+from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper.views.strategy_facts import facts_of
-from piper_autotune import NothingFoundError, SearchProgress, Study
+from piper_autotune import NothingFoundError, SearchProgress, Study, tune
 from piper_compiler import Options, Strategy, replicate
 from piper_ir.study.study import Row
 from piper_ir.tools import size_text
@@ -129,14 +129,17 @@ def answer(
     """Search the strategies of a job, and return the best that differ in structure, each simulated with contention."""
     failure, searched = "", space(job, cluster)
     try:
+        limit = max(kind.device.memory_bytes for kind in cluster.kinds)
+        problem, more = problem_of(job, Conditions(cluster, memory_limit=limit))
         study = tune(
-            job,
+            problem,
             searched,
-            cluster=cluster,
             trials=trials,
             seed=seed,
             workers=workers,
             progress=progress,
+            rescore=False,  # those that are shown are simulated below
+            **more,
         )
     except NothingFoundError as e:
         study, failure = e.study, str(e)

@@ -56,6 +56,7 @@ def tune(
     evaluator: Evaluator | None = None,
     content: str | None = None,
     cases: JobCases | None = None,
+    rescore: bool = True,
 ) -> Study:
     """Search the strategy with the least `period_s` that fits.
 
@@ -80,6 +81,7 @@ def tune(
         content: a text that is equal only for strategy functions that do the same, if it is known; a storage then tells
             more of them apart.
         cases: finds the job of a strategy, if the search chooses jobs, too; `problem` is then the one of any of them.
+        rescore: whether the event engine scores the leaders again; without, their scores are the sweep's.
 
     Raises:
         TuneError: for arguments, for the storage, or for a space that contradicts itself.
@@ -129,6 +131,8 @@ def tune(
             search.run()
             if search.interrupted and evaluator is None:
                 ours.close()  # before anything else is computed
+            if not rescore and search.complete():
+                return _study(search, problem, programs, seed)
             return _result(search, programs, seed, confirm, measure)
         except OptunaError as e:
             search.interrupted = True

@@ -31,7 +31,7 @@ from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec, bind
 from piper_ir.program.layout import Sharding
 from piper_ir.program.ops import KEEP_ALL, variant_name
-from piper_ir.program.program import Chunk, Program, Step
+from piper_ir.program.program import Chunk, Program, Signature, Step, bind_chunks
 
 
 @dataclass(frozen=True)
@@ -356,18 +356,20 @@ class Captured:
         CaptureError if the model takes another path at this number of rows than the captured one.
         """
         check_rows(self.forward, rows)
-        chunks, variants = (
-            tuple(self._bind(c, rows) for c in cs)
-            for cs in (self.program.chunks, self.program.variants)
+        chunks, variants = self.program.chunks, self.program.variants
+        if rows == 1:
+            codes = dict.fromkeys(chunk.code for chunk in (*chunks, *variants))
+            traced = {code: self._traced_alone(code) for code in codes}
+            chunks, variants = (
+                tuple(replace(c, ports=traced[c.code][0], steps=traced[c.code][1]) for c in cs)
+                for cs in (chunks, variants)
+            )
+        return replace(
+            self.program, chunks=bind_chunks(chunks, rows), variants=bind_chunks(variants, rows)
         )
-        return replace(self.program, chunks=chunks, variants=variants)
 
-    def _bind(self, chunk: Chunk, rows: int) -> Chunk:
-        bound = chunk.bind(rows)
-        if rows > 1:
-            return bound
-        traced = self.code.trace(chunk.code, rows)
-        steps = {
-            s: replace(sig, cost=counted(sig.cost)).bind(rows) for s, sig in traced.steps.items()
-        }
-        return replace(bound, ports=dict(traced.ports), steps=steps)
+    def _traced_alone(self, code: str) -> tuple[dict[str, TensorSpec], dict[Step, Signature]]:
+        """Return the ports and steps of a code, traced at one row."""
+        traced = self.code.trace(code, 1)
+        steps = {s: replace(sig, cost=counted(sig.cost)) for s, sig in traced.steps.items()}
+        return dict(traced.ports), steps
