@@ -108,14 +108,17 @@ def reduced(node: fx.Node) -> Base | Literal["classes", "rows"] | None:
     "classes" is a mean over targets that are not ignored, and "rows" a loss of each row by itself.
     """
     name = call_name(node)
-    if name in SUMS:
+    if name in SUMS | PRODUCTS:
         return "sum"
     if name in MEANS:
         return "mean"
-    if name in PRODUCTS:
-        return "sum"
     if name in ADDED:
         return "sum" if _adds_to_zeros(node) else None
+    return _reduced_by_loss(node, name)
+
+
+def _reduced_by_loss(node: fx.Node, name: str) -> Base | Literal["classes", "rows"] | None:
+    """Return how a loss of torch adds up, as `reduced` does; None for other functions."""
     if name not in CLASSES | LOSSES or (
         not is_portable_loss(node) and not hasattr(F, name) and name not in _POSITIONS
     ):
