@@ -38,7 +38,7 @@ from piper_capture.torch_api.attributes import held_tensors
 from piper_capture.trace.automatic import AutomaticRegions
 from piper_capture.trace.dynamo_errors import unknown_tensor
 from piper_capture.trace.exact_batch import exact_tensors, layers_cast_inputs
-from piper_capture.trace.tracing import EXAMPLE_ROWS, NONE, Recorder, followed, step
+from piper_capture.trace.tracing import EXAMPLE_ROWS, NONE, Recorder, StepCall, followed, step
 from piper_capture.values.casts import Casts
 from piper_capture.values.concrete import line_of
 from piper_ir.ground.errors import CaptureError
@@ -270,15 +270,8 @@ class _Calls:
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
         with self.state.call(), layers_cast_inputs() if self.exact else nullcontext():
-            recorder, result = followed(
-                self.model,
-                self.loss,
-                self.example,
-                self.regions,
-                self.statements,
-                modules,
-                self.metrics,
-            )
+            call = StepCall(self.model, self.loss, self.example, self.metrics)
+            recorder, result = followed(call, self.regions, self.statements, modules)
         gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:
