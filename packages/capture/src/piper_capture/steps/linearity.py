@@ -147,7 +147,7 @@ def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Linearity]) -> Line
     if aliasing.is_view(node):
         return max(kinds[n] for n in node.all_input_nodes)
     if name in ADDED:
-        return _sum(node, named, varying, kinds)
+        return _sum(named, varying, kinds)
     return _of_name(name, named, varying, kinds)
 
 
@@ -169,7 +169,7 @@ def _of_name(
 
 
 def _sum(
-    node: fx.Node, named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Linearity]
+    named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Linearity]
 ) -> Linearity:
     """Return the dependence of a sum, copy or selection; one on conditions, indexes or masks is not linear."""
     chosen = {"condition", "index", "indices", "mask", "dim"}

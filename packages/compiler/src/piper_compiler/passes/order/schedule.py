@@ -99,7 +99,7 @@ class Scheduler:
         )
         self.free = {self.group[i] for i in deps.ordered if kinds[deps.of[i]][0] == FORWARD}
         """The groups of forwards that an order mentions."""
-        self.limit = _limits(graph, deps, kinds)
+        self.limit = _limits(deps, kinds)
         self.backward = deps.column(
             [
                 isinstance(n.op, Compute) and k[0] != FORWARD
@@ -364,7 +364,7 @@ def overlap_seconds(graph: Graph, bound: BoundChunks) -> dict[At, float]:
     return dict(zip(places, node_seconds(graph, nodes, bound), strict=True))
 
 
-def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> dict[int, int]:
+def _limits(deps: Dependencies, kinds: list[tuple[int, int]]) -> dict[int, int]:
     """Return for each stage how many microbatches may be in flight.
 
     It is 1 + the most changes of device on a way from the stage to the end of forward.

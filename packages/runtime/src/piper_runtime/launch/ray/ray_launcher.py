@@ -228,7 +228,7 @@ class RayPool(TeamPool[_Team]):
     """Run Ray actors with one CPU each; see `TeamPool`.
 
     `cluster` is as for `piper_runtime.launch.ray.ray_cluster.connect`; a Ray that was started for this pool ends with
-    it. `gpus` are per rank; None: one if the cluster has as many as ranks, unless runs are to take the CPU. The output
+    it. A rank gets a GPU if the cluster has as many as ranks, unless runs are to take the CPU. The output
     of workers stays in Ray's logs. The pool keeps room for `spares` more ranks, which take the places of ranks that
     die.
     """
@@ -239,11 +239,10 @@ class RayPool(TeamPool[_Team]):
         *,
         cluster: str = "auto",
         threads: int = 1,
-        gpus: int | None = None,
         spares: int = 0,
     ):
         super().__init__(world)
-        self._cluster, self._threads, self._gpus = cluster, threads, gpus
+        self._cluster, self._threads = cluster, threads
         self._link: RayLink | None = None
         self._had_gpus = False
         self._spare_room = SpareRoom(spares) if spares else None
@@ -269,8 +268,6 @@ class RayPool(TeamPool[_Team]):
         )
 
     def _gpus_per_rank(self, ray: Any) -> int:
-        if self._gpus is not None:
-            return self._gpus
         # A cluster that has lost a node may have too few for all ranks; the remaining ranks still need theirs.
         self._had_gpus |= bool(gpus_per_rank(ray.cluster_resources(), self.world))
         return int(self._had_gpus and device.default != "cpu")
