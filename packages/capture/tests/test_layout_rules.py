@@ -18,10 +18,10 @@ from packages.capture.tests.layout_judge import (
     Given,
     call_of,
     marks,
+    of_call,
     wrong_parts,
     wrong_terms,
 )
-from piper_capture.layouts.indexes import of_call
 from piper_capture.layouts.loops import DimOf, Loops, OpCall
 from piper_capture.layouts.rules import rules
 from piper_capture.layouts.rules.letters import all_whole

@@ -62,7 +62,6 @@ LOSSES = frozenset(
 """The losses whose mean divides by a number of elements or rows that is the same for equal numbers of rows."""
 PORTABLE_NAME = "piper::cross_entropy"
 """The name of Piper's own cross-entropy in its schema."""
-_METHODS: Mapping[str, tuple[str, ...]] = {"mean": ("input", "dim"), "sum": ("input", "dim")}
 _POSITIONS: Mapping[str, tuple[str, ...]] = {
     PORTABLE_NAME: ("input", "target", "reduction", "ignore_index"),
     "nll_loss_nd": ("input", "target", "weight", "reduction", "ignore_index"),
