@@ -164,7 +164,7 @@ class _Walk:
         self._all(f"builtin {function.__module__} {function.__qualname__}", (bound,))
 
     def _module(self, module: types.ModuleType) -> None:
-        """Add a module by its name; what code reads of it is seen where the code names the module."""
+        """Add a module by its name; the values that code reads of it are added where the code names the module."""
         if home_of(module.__name__) != "known":
             raise Unseen
         self._check_known(module.__name__)
@@ -377,7 +377,7 @@ _BY_TYPE: tuple[tuple[type | tuple[type, ...], Callable[[_Walk, Any], None]], ..
     (CustomOpDef, _Walk._op),
     ((OpOverload, OpOverloadPacket), _Walk._named_op),
 )
-"""How objects are added, by type; the first row that fits counts, and objects without a row are instances."""
+"""The way of adding an object, by its type; the first row that fits counts, and other objects are instances."""
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

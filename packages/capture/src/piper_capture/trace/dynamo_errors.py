@@ -150,7 +150,7 @@ def as_capture_error(
 
 
 def _reason(error: BaseException) -> str:
-    """Return Dynamo's words for what it cannot trace, without its hints; for an operator that fails, torch's."""
+    """Return Dynamo's words for code that it cannot trace, without its hints; for an operator that fails, torch's."""
     text = str(error)
     lines = text.partition("from user code:")[0].partition("\n\n")[0].splitlines()
     reason = " ".join(

@@ -91,7 +91,7 @@ def check_instructions(findings: Findings) -> None:
 def _stream_problems(
     role: RolePlan, instr: Instr, done: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (rule, problem) of what an instruction allocates, frees and waits for.
+    """Yield (rule, problem) of the allocations, frees and waits of an instruction.
 
     `done` has the number of instructions before it, by stream.
     """

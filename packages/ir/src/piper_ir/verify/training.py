@@ -243,7 +243,7 @@ def _users(plan: Plan) -> dict[str, set[str]]:
 
 
 def _members_problem(plan: Plan, bucket: Bucket) -> str:
-    """Return the fault, if any, of a bucket's axes and channel, which must join just the ranks that keep the same of it."""
+    """Return the fault, if any, of a bucket's axes and channel, which joins just the ranks that keep the same of it."""
     for name in bucket.roles:
         open_axes = [
             a for a in plan.replicated if plan.mesh.size(a) > 1 and a not in plan.role(name).placed
