@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,8 +25,9 @@ def counts_transposed() -> AbstractContextManager[Any]:
     """What device s has for device d is taken for what d has for s."""
     right = trades._received
 
-    def received(table: Tensor, *rest: Any) -> Any:
-        return right(table.view(DEVICES, DEVICES, -1).transpose(0, 1).reshape(table.shape), *rest)
+    def received(trade: trades.Round, places: int) -> Any:
+        swapped = trade.table.view(DEVICES, DEVICES, -1).transpose(0, 1)
+        return right(replace(trade, table=swapped.reshape(trade.table.shape)), places)
 
     return patch.object(trades, "_received", received)
 
@@ -39,7 +41,11 @@ def a_round_lost() -> AbstractContextManager[Any]:
 def rows_of_the_round_before() -> AbstractContextManager[Any]:
     """In further rounds a device sends the rows of the round before."""
     right = rounds._send
-    return patch.object(rounds, "_send", lambda *a: right(*a[:4], max(0, a[4] - 1), *a[5:]))
+
+    def sent(rows: Tensor, trade: trades.Round) -> Tensor:
+        return right(rows, replace(trade, number=max(0, trade.number - 1)))
+
+    return patch.object(rounds, "_send", sent)
 
 
 def results_of_another_device() -> AbstractContextManager[Any]:

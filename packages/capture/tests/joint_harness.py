@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper_capture.steps.codegen import compile_step
-from piper_capture.steps.joint import JointInput, TracedChunk, trace_chunk
+from piper_capture.steps.joint import JointInput, TracedChunk, cut_chunk, trace_joint
+from piper_ir.program.ops import KEEP_ALL
 from piper_ir.program.program import Step
 from piper_ops import replace_portable
 
@@ -77,7 +78,13 @@ def capture(case: Case) -> fx.GraphModule:
     return captured[0]
 
 
-@cache
+def trace_chunk(
+    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]
+) -> TracedChunk:
+    """Return the steps of a module that keeps all."""
+    return cut_chunk(trace_joint(module, inputs, tangent_mask), KEEP_ALL)
+
+
 @cache
 def trace(case: Case, device: str = "cpu") -> TracedChunk:
     """Return the steps of a case; several test files look at the same ones."""

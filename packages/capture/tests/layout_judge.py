@@ -15,17 +15,41 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from piper_capture.layouts.indexes import LoopIndex, OpIndexes, of_call
-from piper_capture.layouts.loops import OpCall, place_of
+from piper_capture.layouts.indexes import LoopIndex, OpIndexes, _Space
+from piper_capture.layouts.loops import OpCall
 from piper_capture.torch_api._torch import OpOverload
 
 TOLERANCE = 1e-12
 Dims = Sequence[tuple[LoopIndex, ...]]
 Cuts = Sequence[tuple[LoopIndex, int]]
 """Indexes, and the number of parts of each."""
+
+
+def of_call(call: OpCall) -> OpIndexes:
+    """Return the indexes of a single call, whose tensors are all different."""
+    graph = fx.Graph()
+    space = _Space()
+    keys = []
+    for k, tensor in enumerate(call.tensors):
+        node = graph.placeholder(f"t{k}")
+        space.add_tensors(node, (tensor,))
+        keys.append((node, 0))
+    op = graph.placeholder("op")
+    space.add_op(op, call, tuple(keys))
+    return space.indexed().ops[op]
+
+
+def place_of(tensor: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:
+    """Return a device's shard of a tensor whose dimension `dim` is [outer, degree, rest]."""
+    size = tensor.shape[dim]
+    split = tensor.reshape(
+        *tensor.shape[:dim], outer, degree, size // outer // degree, *tensor.shape[dim + 1 :]
+    )
+    own = split.select(dim + 1, place)
+    return own.reshape(*tensor.shape[:dim], size // degree, *tensor.shape[dim + 1 :])
 
 
 class Draw:

@@ -16,13 +16,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from packages.capture.tests.joint_harness import Case, capture
+from packages.capture.tests.layout_judge import place_of
 from piper_capture.graphs.stepgraph import Joint
 from piper_capture.layouts import Agreed, Sharded, ordered, split_degrees
 from piper_capture.layouts.choice import SharedChunk, share
 from piper_capture.layouts.decide import PARTIAL
 from piper_capture.layouts.indexes import LoopIndex, key_of
 from piper_capture.layouts.local import Placements, sharded
-from piper_capture.layouts.loops import place_of
 from piper_capture.steps.joint import trace_joint
 from piper_capture.steps.phases import backward_nodes
 from piper_capture.values.coordinate import Coordinate

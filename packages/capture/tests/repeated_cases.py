@@ -91,7 +91,7 @@ def program(model: Callable[[], nn.Module]) -> Program:
 
 def pieces(model: Callable[[], nn.Module]) -> list[Any]:
     """Of the chunks what their joint traces are made from, in a fraction of the time."""
-    found = cut(capture_forward(model, batch, loss, None))
+    found = cut(capture_forward(model, batch, loss))
     return [
         (
             piece.region.id,

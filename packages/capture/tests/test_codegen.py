@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from packages.capture.tests.joint_cases import CASES, rand
-from packages.capture.tests.joint_harness import Case, capture, check, trace
+from packages.capture.tests.joint_harness import Case, capture, check, trace, trace_chunk
 from piper_capture.steps.codegen import StepCode, _literal, compile_step
-from piper_capture.steps.joint import trace_chunk
 from piper_ir.ground.errors import CaptureError
 from tests.helpers.cases import each_case
 

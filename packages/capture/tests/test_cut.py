@@ -24,7 +24,7 @@ def program(model: object, case: str = "gpt") -> Program:
 def regions(model: Callable[[], nn.Module], case: str) -> list[tuple[str, dict[str, int]]]:
     """Names and coordinates only, without tracing the chunks."""
     given = CASES[case]
-    found = cut(capture_forward(model, partial(given.batch, 0), given.loss, None))
+    found = cut(capture_forward(model, partial(given.batch, 0), given.loss))
     return [(p.region.id, p.region.coords) for p in found.pieces]
 
 

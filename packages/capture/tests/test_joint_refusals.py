@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from packages.capture.tests.joint_cases import rand
-from packages.capture.tests.joint_harness import Case, capture, trace
-from piper_capture.steps.joint import JointInput, trace_chunk
+from packages.capture.tests.joint_harness import Case, capture, trace, trace_chunk
+from piper_capture.steps.joint import JointInput
 from piper_ir.ground.errors import CaptureError
 from tests.helpers.cases import each_case
 

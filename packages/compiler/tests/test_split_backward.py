@@ -107,9 +107,8 @@ def test_nothing_of_a_backward_is_left_in_the_graph() -> None:
     assert {n.id for n in graph.select(where(stage=1, mb=0, phase=("I", "W")))} == {
         f"stage{s}.{step}@0" for s in (2, 3) for step in "IW"
     }
-    assert not graph.matching(where(stage=1, mb=0, phase="B")) and graph.matching(
-        where(stage=1, mb=1, phase="B")
-    )
+    assert not graph.find(where(stage=1, mb=0, phase="B"))
+    assert graph.find(where(stage=1, mb=1, phase="B"))
     gone = {"stage2.B@0", "stage3.B@0"}
     assert not gone & set(graph.nodes)
     assert not gone & {id for ids in graph.index.values() for id in ids}

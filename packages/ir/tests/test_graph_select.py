@@ -67,7 +67,7 @@ def test_select_equals_brute_force(
         if all(fits(n.coords.get(name), asked) for name, asked in meant.items())
     }
     selection = Where(**terms)
-    assert {n.id for n in graph.matching(selection)} == expected
+    assert {n.id for n in graph.copies(graph.find(selection))} == expected
     if expected:
         found = graph.select(selection)
         assert {n.id for n in found} == expected and len(found) == len(expected)
@@ -84,7 +84,7 @@ def test_select_equals_brute_force(
 def test_the_index_follows_edits(nodes: list[tuple[dict[str, int], str]], stage: int) -> None:
     """Selections that were made before an edit are not served from an old index after it."""
     graph = graph_of(nodes)
-    before = {n.id for n in graph.matching(Where(part=stage, op=ANY))}
+    before = {n.id for n in graph.copies(graph.find(Where(part=stage, op=ANY)))}
     edit = graph.edit()
     for k, node in enumerate(graph.nodes.values()):
         if k % 2 == 0:
@@ -101,11 +101,11 @@ def test_the_index_follows_edits(nodes: list[tuple[dict[str, int], str]], stage:
     edit.add(Node("new", Add(), {"part": stage, "op": "add"}))
     after = edit.done()
     assert before == set()
-    assert {n.id for n in after.matching(Where(part=stage, op=ANY))} == {
+    assert {n.id for n in after.copies(after.find(Where(part=stage, op=ANY)))} == {
         "new",
         *list(graph.nodes)[::2],
     }
-    assert {n.id for n in graph.matching(Where(part=stage, op=ANY))} == set()
+    assert {n.id for n in graph.copies(graph.find(Where(part=stage, op=ANY)))} == set()
 
 
 def small() -> Graph:

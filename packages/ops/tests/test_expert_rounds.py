@@ -24,6 +24,7 @@ from piper_ops import (
     route,
 )
 from piper_ops.experts import rounds, trades
+from piper_ops.experts.trades import Round
 from tests.helpers.cases import each_case
 
 DEVICES, EXPERTS, WIDTH, TOKENS, TOP = 3, 6, 4, 10, 2
@@ -54,17 +55,19 @@ def test_rows_come_back_to_where_they_were(slot: int) -> None:
     back = [torch.zeros_like(r) for r in rows]
     seen = torch.zeros(EXPERTS, dtype=torch.int64)
     for number in range(number_of):
-        came = exchanged([rounds._send(r, table, k, slot, number) for k, r in enumerate(rows)])
-        taken = [rounds._take(c, table, k, number) for k, c in enumerate(came)]
+        came = exchanged(
+            [rounds._send(r, Round(table, k, slot, number)) for k, r in enumerate(rows)]
+        )
+        taken = [rounds._take(c, Round(table, k, slot, number)) for k, c in enumerate(came)]
         seen += torch.cat([counts for _, counts in taken])
         for k, (mine, counts) in enumerate(taken):
             for local, own in enumerate(mine[: counts.sum()].split(counts.tolist())):
                 assert all(is_of(rows, table, row, 2 * k + local) for row in own)
         home = exchanged(
-            [rounds._give(mine, table, k, number) for k, (mine, _) in enumerate(taken)]
+            [rounds._give(mine, Round(table, k, slot, number)) for k, (mine, _) in enumerate(taken)]
         )
         for k, total in enumerate(back):
-            total += rounds._home(home[k], table, k, len(total), number)
+            total += rounds._home(home[k], Round(table, k, slot, number), len(total))
     assert torch.equal(seen, table.sum(0))
     assert all(torch.equal(a, b) for a, b in zip(back, rows, strict=True))
 
@@ -79,11 +82,11 @@ def test_a_row_lost_or_doubled_would_be_seen() -> None:
     """The control: with the table of another device, rows do not come back."""
     rows, table, _ = drawn(20)
     wrong = table.flip(0)
-    came = exchanged([rounds._send(r, table, k, 20, 0) for k, r in enumerate(rows)])
-    taken = [rounds._take(c, wrong, k, 0)[0] for k, c in enumerate(came)]
-    home = exchanged([rounds._give(mine, table, k, 0) for k, mine in enumerate(taken)])
+    came = exchanged([rounds._send(r, Round(table, k, 20)) for k, r in enumerate(rows)])
+    taken = [rounds._take(c, Round(wrong, k, 20))[0] for k, c in enumerate(came)]
+    home = exchanged([rounds._give(mine, Round(table, k, 20)) for k, mine in enumerate(taken)])
     assert not all(
-        torch.equal(rounds._home(h, table, k, len(r), 0), r)
+        torch.equal(rounds._home(h, Round(table, k, 20), len(r)), r)
         for k, (h, r) in enumerate(zip(home, rows, strict=True))
     )
 
@@ -146,23 +149,24 @@ def test_rows_behind_the_last_group_and_rows_that_were_not_sent_are_zeros(
     rows, table, number_of = drawn(slot)
     for number, places in [(0, slot), (1, slot), (1, slot - 1)][: 1 + 2 * (number_of > 1)]:
         came = message(table[:, :2].sum(1), number * slot, places, dtype)
-        taken, counts = trades.take(came, table, 0, number, slot)
+        trade = Round(table, 0, slot, number, places)
+        taken, counts = trades.take(came, trade)
         own = int(counts.sum())
         assert not taken[own:].any()
         wanted = came[~came[..., 0].isnan()]
         assert torch.equal(taken[:own].sort(0).values, wanted.sort(0).values)
-        given = trades.give(taken, table, 0, number, slot, places)
-        assert torch.equal(trades.take(given, table, 0, number, slot)[0], taken)
+        given = trades.give(taken, trade)
+        assert torch.equal(trades.take(given, trade)[0], taken)
         totals = table[0].view(DEVICES, 2).sum(1)
         back = message(totals, number * slot, places, dtype)
-        home = trades.home(back, table, 0, len(rows[0]), number, slot)
+        home = trades.home(back, trade, len(rows[0]))
         for device, part in enumerate(home[:, 0].split(totals.tolist())):
             sent_rows = back[device, :, 0][: max(0, len(part) - number * slot)]
             before = min(number * slot, len(part))
             assert not part[:before].any() and not part[before + places :].any()
             assert torch.equal(part[before : before + places], sent_rows)
-        all_places = trades.send(rows[0], table, 0, slot, number)
-        fewer = trades.send(rows[0], table, 0, slot, number, places)
+        all_places = trades.send(rows[0], Round(table, 0, slot, number))
+        fewer = trades.send(rows[0], trade)
         assert torch.equal(fewer, all_places[:, :places])
 
 

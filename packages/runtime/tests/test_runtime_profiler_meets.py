@@ -95,10 +95,11 @@ def test_a_profile_computes_with_numbers_whatever_tokens_choose(
     torch.use_deterministic_algorithms(True)
     try:
         table = exchange("all_gather", "ep", torch.tensor(counts))
-        came = exchange("all_to_all", "ep", trades.send(rows, table, 0, slot, 0))
-        there, own = trades.take(came, table, 0, 0, slot)
-        back = exchange("all_to_all", "ep", trades.give(there, table, 0, 0, slot))
-        home = trades.home(back, table, 0, 20, 0, slot)
+        trade = trades.Round(table, 0, slot)
+        came = exchange("all_to_all", "ep", trades.send(rows, trade))
+        there, own = trades.take(came, trade)
+        back = exchange("all_to_all", "ep", trades.give(there, trade))
+        home = trades.home(back, trade, 20)
     finally:
         torch.use_deterministic_algorithms(False)
     assert table.tolist() == [[5, 5, 5, 5]] * 2 and int(own.sum()) == min(20, 2 * slot)

@@ -39,8 +39,8 @@ _CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\
 _SETTINGS = "|".join(name for name in ARGUMENTS if name not in ("steps", "rows"))
 _SETTING = re.compile(rf"""\b({_SETTINGS})=(["']?)(\w[\w:.]*)\2""")
 _NAME = re.compile(
-    r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume)(?= out)|(?<=give "
-    r")restarts(?= of)"
+    r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage|resume)(?= out)|(?<=give )"
+    rf"({_SETTINGS})(?= of)"
 )
 
 

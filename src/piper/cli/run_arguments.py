@@ -90,7 +90,7 @@ class LaunchArguments:
             nodes=self.nodes,
             arguments=[*words, *_words(self.changed(*HANDED_ON))],
             of_ray=_words(self.changed(*OF_RAY)),
-            restarts=self.restarts,
+            of_torchrun=_words({"--max-restarts": self.restarts or None}),
         )
 
     def changed(self, *names: str) -> dict[str, Any]:

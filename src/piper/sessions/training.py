@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from piper.api.compiling.compiling import Compiled, compile
 from piper.api.content.origin import save_origin
 from piper.api.ground.costs_file import load_costs
 from piper.api.ground.results import (
+    failures,
     new_folder,
     save_explanation,
     save_plan,
@@ -235,9 +236,8 @@ def as_numbers(done: Session) -> dict[str, Any]:
         "step_s": run.step_s,
         "period_s": run.period_s,
         "peak_bytes": dict(run.peak_bytes),
+        **failures(run),
     }
-    if run.restarts:
-        measured["restarts"] = [asdict(restart) for restart in run.restarts]
     return {
         "predicted": done.prediction.summary(),
         "measured": measured,

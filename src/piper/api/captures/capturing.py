@@ -85,9 +85,9 @@ def rewritten(traced: Traced | Captured, request: CaptureRequest) -> Captured:
     return with_policies(captured, policies) if policies else captured
 
 
-def captured_job(job: Job, evaluating: bool = False) -> Captured:
+def captured_job(job: Job) -> Captured:
     """Return the capture of a job's model with its usual layers; see `traced_job`."""
-    return rewritten(traced_job(job, evaluating), CaptureRequest())
+    return rewritten(traced_job(job), CaptureRequest())
 
 
 @contextmanager

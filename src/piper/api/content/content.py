@@ -29,7 +29,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -149,48 +149,26 @@ class _Walk:
             self._object(value, home)
 
     def _object(self, value: Any, home: Home) -> None:
-        match value:
-            case types.FunctionType():
-                self._function(value)
-            case types.CodeType():
-                self._code(value)
-            case types.MethodType():
-                self._all("method", (value.__func__, value.__self__))
-            case types.BuiltinFunctionType():
-                self._check_known(value.__module__ or _module_of(value.__self__), value.__name__)
-                bound = None if isinstance(value.__self__, types.ModuleType) else value.__self__
-                self._all(f"builtin {value.__module__} {value.__qualname__}", (bound,))
-            case functools.partial():
-                self._all("partial", (value.func, value.args, value.keywords))
-            case property():
-                self._all("property", (value.fget, value.fset, value.fdel))
-            case classmethod() | staticmethod():
-                self._all(type(value).__name__, (value.__func__,))
-            case types.ModuleType():  # what code reads of it is seen where the code names the module, and not here
-                if home_of(value.__name__) != "known":
-                    raise Unseen
-                self._check_known(value.__name__)
-                self._token("module", value.__name__)
-            case contextlib._GeneratorContextManager():  # a decorator makes a new one of these in every call
-                self._all("context", (value.func, value.args, value.kwds))
-            case weakref.ref():
-                self._all("weak", (value(),))
-            case object() if isinstance(value, _INERT):
-                self._token("inert", type(value).__qualname__)
-            case type():
-                self._class(value)
-            case Enum():
-                self._all(f"enum {value.name}", (type(value),))
-            case torch.Tensor():
-                self._tensor(value)
-            case CustomOpDef():
-                self._op(value)
-            case OpOverload() | OpOverloadPacket():
-                self._named_op(value)
-            case object() if type(value).__module__ in OPS:
-                self._token(type(value).__qualname__, str(value).partition(" object at ")[0])
-            case _:
-                self._instance(value, home)
+        for kinds, add in _BY_TYPE:
+            if isinstance(value, kinds):
+                return add(self, value)
+        if type(value).__module__ in OPS:
+            self._token(type(value).__qualname__, str(value).partition(" object at ")[0])
+        else:
+            self._instance(value, home)
+
+    def _builtin(self, function: types.BuiltinFunctionType) -> None:
+        owner = function.__self__
+        self._check_known(function.__module__ or _module_of(owner), function.__name__)
+        bound = None if isinstance(owner, types.ModuleType) else owner
+        self._all(f"builtin {function.__module__} {function.__qualname__}", (bound,))
+
+    def _module(self, module: types.ModuleType) -> None:
+        """Add a module by its name; the values that code reads of it are added where the code names the module."""
+        if home_of(module.__name__) != "known":
+            raise Unseen
+        self._check_known(module.__name__)
+        self._token("module", module.__name__)
 
     def _function(self, function: types.FunctionType) -> None:
         home = home_of(function.__globals__.get("__name__"))
@@ -375,6 +353,31 @@ class _Walk:
     def _token(self, *parts: object) -> None:
         text = repr(parts).encode("utf-8", "surrogatepass")
         self.digest.update(len(text).to_bytes(8, "big") + text)
+
+
+_BY_TYPE: tuple[tuple[type | tuple[type, ...], Callable[[_Walk, Any], None]], ...] = (
+    (types.FunctionType, _Walk._function),
+    (types.CodeType, _Walk._code),
+    (types.MethodType, lambda walk, v: walk._all("method", (v.__func__, v.__self__))),
+    (types.BuiltinFunctionType, _Walk._builtin),
+    (functools.partial, lambda walk, v: walk._all("partial", (v.func, v.args, v.keywords))),
+    (property, lambda walk, v: walk._all("property", (v.fget, v.fset, v.fdel))),
+    ((classmethod, staticmethod), lambda walk, v: walk._all(type(v).__name__, (v.__func__,))),
+    (types.ModuleType, _Walk._module),
+    # A decorator makes a new one of these in every call.
+    (
+        contextlib._GeneratorContextManager,
+        lambda walk, v: walk._all("context", (v.func, v.args, v.kwds)),
+    ),
+    (weakref.ref, lambda walk, v: walk._all("weak", (v(),))),
+    (_INERT, lambda walk, v: walk._token("inert", type(v).__qualname__)),
+    (type, _Walk._class),
+    (Enum, lambda walk, v: walk._all(f"enum {v.name}", (type(v),))),
+    (torch.Tensor, _Walk._tensor),
+    (CustomOpDef, _Walk._op),
+    ((OpOverload, OpOverloadPacket), _Walk._named_op),
+)
+"""The way of adding an object, by its type; the first row that fits counts, and other objects are instances."""
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

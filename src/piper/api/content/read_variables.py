@@ -11,11 +11,12 @@ import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from piper_ir.tools import PACKAGES
-from piper_runtime.rank import Import, cells, full_name, home_of, is_foreign, names_in
+from piper_runtime.rank import Home, Import, cells, full_name, home_of, is_foreign, names_in
 
 PURE = PACKAGES | {
     "abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum", "fractions", "functools", "itertools",
@@ -61,14 +62,12 @@ def read_by(function: types.FunctionType, runs: bool) -> Iterator[tuple[str, obj
     values += [(n, known[n]) for n in unbound if n in known and (n in asked or _is_added(n))]
     for request in imported:
         values += _imported(request, space, runs)
-    done: set[int] = set()
+    reads = _ModuleReads(names, runs, asked)
     if not runs and "modules" in names and home == "installed":
-        done.add(
-            id(sys)
-        )  # the modules that a package finds there are the rest of the package behind it
+        reads.done.add(id(sys))  # the modules found there are the rest of the package behind it
     for name, value in values:
         if isinstance(value, types.ModuleType):
-            yield from _read_of(name, value, names, done, runs, asked)
+            yield from reads.of(name, value)
         else:
             yield name, value
 
@@ -107,57 +106,72 @@ def _imported(
             raise Unseen
 
 
-def _read_of(
-    path: str,
-    module: types.ModuleType,
-    names: frozenset[str],
-    done: set[int],
-    runs: bool,
-    asked: frozenset[str],
-) -> Iterator[tuple[str, object]]:
-    """Yield the attributes of a module that code with these names may read.
+@dataclass
+class _ModuleReads:
+    """Find the attributes of modules that a function may read.
 
-    Of known modules these are data, classes, functions of others, and functions with the names in `asked`. Raises
-    Unseen if the attributes are not known.
+    Attributes:
+        names: the names in its code.
+        runs: whether it runs, and is not traced.
+        asked: the names of functions of known modules that count.
+        done: the ids of modules that need no look any more.
     """
-    if id(module) in done:
-        return
-    done.add(id(module))
-    home = home_of(module.__name__)
-    if module is torch.ops and names & REFLECTIVE:  # in any namespace
-        raise Unseen
-    if home == "known" and (
-        (module is sys and "modules" in names) or (runs and not is_pure(module.__name__))
-    ):
-        raise Unseen
-    if home == "user" and "__getattr__" in vars(module):
-        raise Unseen
-    known = vars(module).keys() | (vars(type(module)).keys() - vars(types.ModuleType).keys())
-    if home == "known" and "__dir__" in vars(
-        module
-    ):  # it imports names on first use, and lists them all
-        known |= set(dir(module))
-    read = names & known
-    if home == "user" and names & REFLECTIVE:
-        read |= {name for name in vars(module) if not name.startswith("__")}
-    for name in sorted(read):
-        value = getattr(module, name, None)
-        if runs and home == "known" and callable(value) and name.startswith(ASKS):
+
+    names: frozenset[str]
+    runs: bool
+    asked: frozenset[str]
+    done: set[int] = field(default_factory=set)
+
+    def of(self, path: str, module: types.ModuleType) -> Iterator[tuple[str, object]]:
+        """Yield (path, value) of the attributes of a module, and of its modules that the code names.
+
+        Raises Unseen if they are not known.
+        """
+        if id(module) in self.done:
+            return
+        self.done.add(id(module))
+        home = home_of(module.__name__)
+        for name in self._read(module, home):
+            value = getattr(module, name, None)
+            if self.runs and home == "known" and callable(value) and name.startswith(ASKS):
+                raise Unseen
+            if isinstance(value, types.ModuleType):
+                if name in self.names:
+                    yield from self.of(f"{path}.{name}", value)
+            elif home != "known" or self._counts(name, value):
+                yield f"{path}.{name}", value
+            elif value is os.getenv:
+                yield "os.environ", os.environ
+
+    def _read(self, module: types.ModuleType, home: Home) -> list[str]:
+        """Return the names of a module's attributes that the code may read; raise Unseen if they are not known."""
+        reflects = bool(self.names & REFLECTIVE)
+        if module is torch.ops and reflects:  # in any namespace
             raise Unseen
-        if isinstance(value, types.ModuleType):
-            if name in names:
-                yield from _read_of(f"{path}.{name}", value, names, done, runs, asked)
-        elif (
-            home != "known"
-            or runs
+        if home == "known" and (
+            (module is sys and "modules" in self.names)
+            or (self.runs and not is_pure(module.__name__))
+        ):
+            raise Unseen
+        if home == "user" and "__getattr__" in vars(module):
+            raise Unseen
+        known = vars(module).keys() | (vars(type(module)).keys() - vars(types.ModuleType).keys())
+        if home == "known" and "__dir__" in vars(module):
+            known |= set(dir(module))  # it imports names on first use, and lists them all
+        read = self.names & known
+        if home == "user" and reflects:
+            read |= {name for name in vars(module) if not name.startswith("__")}
+        return sorted(read)
+
+    def _counts(self, name: str, value: object) -> bool:
+        """Return whether an attribute of a known module counts: data, classes, functions of others, and `asked`."""
+        return (
+            self.runs
             or isinstance(value, type)
             or not callable(value)
             or is_foreign(value)
-            or name in asked
-        ):
-            yield f"{path}.{name}", value
-        elif value is os.getenv:
-            yield "os.environ", os.environ
+            or name in self.asked
+        )
 
 
 def is_pure(module: str) -> bool:

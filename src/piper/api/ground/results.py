@@ -203,13 +203,17 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
             "losses": run.losses,
             **times,
             "peak_bytes": dict(run.peak_bytes),
+            **failures(run),
         }
-        if run.restarts:
-            numbers["restarts"] = [asdict(restart) for restart in run.restarts]
         write_whole(folder / "measured.json", json.dumps(numbers, indent=1))
         if run.trace.spans:
             write_whole(folder / "spans-measured.json", dumps(run.trace))
             write_chrome(run.trace, folder / "trace-measured.json")
+
+
+def failures(run: Run) -> dict[str, Any]:
+    """Return the failures after which a run went on, as measured.json has them; nothing for a run without any."""
+    return {"restarts": [asdict(failure) for failure in run.restarts]} if run.restarts else {}
 
 
 def save_weights(folder: Path, state: Mapping[str, Any]) -> Path:

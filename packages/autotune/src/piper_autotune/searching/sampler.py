@@ -188,7 +188,7 @@ def _categories(choices: Sequence[Any], value: Any) -> list[Any]:
     return [c for c in choices if c != value]
 
 
-def leaders(trials: Sequence[FrozenTrial], most: int = LEADERS) -> list[FrozenTrial]:
+def leaders(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     """Return the best distinct trials.
 
     Feasible ones come first, by value, the ones without a value last; the others follow by how little they lack.
@@ -196,7 +196,7 @@ def leaders(trials: Sequence[FrozenTrial], most: int = LEADERS) -> list[FrozenTr
     trial_by_point: dict[Point, FrozenTrial] = {}
     for trial in sorted(trials, key=_order):
         trial_by_point.setdefault(frozenset(trial.params.items()), trial)
-    return list(trial_by_point.values())[:most]
+    return list(trial_by_point.values())[:LEADERS]
 
 
 def _order(trial: FrozenTrial) -> tuple[float, float, int]:

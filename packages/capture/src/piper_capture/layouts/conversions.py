@@ -8,7 +8,7 @@ graph.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -28,49 +28,52 @@ aten = torch.ops.aten
 TensorDims = Sequence[tuple[LoopIndex, ...]]
 
 
-def convert(
-    emit: Emitter,
-    source: fx.Node,
-    dims: TensorDims,
-    axes: Sequence[SharedAxis],
-    before: Sequence[Placement],
-    want: Sequence[Placement],
-) -> fx.Node:
-    """Return `source` redistributed from the placements `before` to the placements `want`, along all axes.
+@dataclass(frozen=True, slots=True)
+class Redistribution:
+    """Describe how a tensor is redistributed.
+
+    Attributes:
+        dims: the tensor's dimensions, each with its indexes.
+        axes: the axes along which devices share it.
+        before: its placement along each axis.
+        want: its placement along each axis afterwards.
+    """
+
+    dims: TensorDims
+    axes: Sequence[SharedAxis]
+    before: Sequence[Placement]
+    want: Sequence[Placement]
+
+    def joined_until(self, first: int) -> int:
+        """Return the end of the axes from `first` on that are parts of one and convert in the same way."""
+        last, axes = first + 1, self.axes
+        while (
+            last < len(axes)
+            and whole_axis(axes[last].name) == whole_axis(axes[first].name) != axes[first].name
+        ):
+            same = all(
+                _follows(self.dims, placement[last - 1], placement[last])
+                for placement in (self.before, self.want)
+            )
+            if not same or self.before[last] == self.want[last]:
+                break
+            last += 1
+        return last
+
+
+def convert(emit: Emitter, source: fx.Node, move: Redistribution) -> fx.Node:
+    """Return `source` redistributed along all axes.
 
     Neighbouring axes into which one is split take one message where it can do the same for them all.
     """
-    now = list(before)
     number = 0
-    while number < len(axes):
-        last = joined_until(dims, axes, now, want, number)
-        if now[number] != want[number]:
-            source = _converted(emit, source, dims, axes, now, want, number, last)
-        now[number:last] = want[number:last]
+    while number < len(move.axes):
+        last = move.joined_until(number)
+        if move.before[number] != move.want[number]:
+            source = _converted(emit, source, move, number, last)
+        move = replace(move, before=(*move.want[:last], *move.before[last:]))
         number = last
     return source
-
-
-def joined_until(
-    dims: TensorDims,
-    axes: Sequence[SharedAxis],
-    before: Sequence[Placement],
-    want: Sequence[Placement],
-    first: int,
-) -> int:
-    """Return the end of the axes from `first` on that are parts of one and convert in the same way."""
-    last = first + 1
-    while (
-        last < len(axes)
-        and whole_axis(axes[last].name) == whole_axis(axes[first].name) != axes[first].name
-    ):
-        same = all(
-            _follows(dims, placement[last - 1], placement[last]) for placement in (before, want)
-        )
-        if not same or before[last] == want[last]:
-            break
-        last += 1
-    return last
 
 
 def joined_axis(axes: Sequence[SharedAxis], first: int, last: int) -> SharedAxis:
@@ -92,25 +95,19 @@ def _follows(dims: TensorDims, outer: Placement, inner: Placement) -> bool:
 
 
 def _converted(
-    emit: Emitter,
-    source: fx.Node,
-    dims: TensorDims,
-    axes: Sequence[SharedAxis],
-    before: Sequence[Placement],
-    want: Sequence[Placement],
-    first: int,
-    last: int,
+    emit: Emitter, source: fx.Node, move: Redistribution, first: int, last: int
 ) -> fx.Node:
+    before, want = move.before, move.want
     now, then = before[first], want[first]
     others: set[Placement] = {
         placement
         for k, placement in enumerate(before)
         if not first <= k < last and isinstance(placement, LoopIndex)
     }
-    axis = joined_axis(axes, first, last)
+    axis = joined_axis(move.axes, first, last)
 
     def at(index: LoopIndex, others: Set[Placement] = others) -> DimPlace:
-        return DimPlace(*place_in(dims, index, others), index in axis.halves)
+        return DimPlace(*place_in(move.dims, index, others), index in axis.halves)
 
     match now, then:
         case LoopIndex(), None:

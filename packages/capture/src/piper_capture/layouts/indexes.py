@@ -161,20 +161,6 @@ def indexed(
     return space.indexed()
 
 
-def of_call(call: OpCall) -> OpIndexes:
-    """Return the indexes of a single call, whose tensors are all different."""
-    graph = fx.Graph()
-    space = _Space()
-    keys = []
-    for k, tensor in enumerate(call.tensors):
-        node = graph.placeholder(f"t{k}")
-        space.add_tensors(node, (tensor,))
-        keys.append((node, 0))
-    op = graph.placeholder("op")
-    space.add_op(op, call, tuple(keys))
-    return space.indexed().ops[op]
-
-
 @dataclass(frozen=True)
 class _Op:
     call: OpCall

@@ -18,9 +18,9 @@ from piper_capture.graphs.stepgraph import Joint
 from piper_capture.layouts.choice import Unshared
 from piper_capture.layouts.context import ATTENTION, BLOCKS, ZIGZAG, tokens_of
 from piper_capture.layouts.conversions import (
+    Redistribution,
     convert,
     joined_axis,
-    joined_until,
     own_what_is_spoiled,
     place_in,
 )
@@ -250,7 +250,8 @@ class _Builder:
             last = number + 1
             if (index := indexes[number]) is not None:
                 inside = op.dim(op.rewritten[index]) if index in op.rewritten else tokens_of(op)
-                last = joined_until([inside], self._axes, indexes, whole, number)
+                move = Redistribution([inside], self._axes, indexes, whole)
+                last = move.joined_until(number)
                 axis = joined_axis(self._axes, number, last)
                 done.update(i for i in indexes[number:last] if i is not None)
                 rest = prod(i.size for i in inside[inside.index(index) + 1 :] if i not in done)
@@ -296,9 +297,8 @@ class _Builder:
         if base is not None:
             return base
         with self._emit.like(user, late, reason(key, user, summed=PARTIAL in before)):
-            source = convert(
-                self._emit, source, self._indexes.tensors[key], self._axes, before, want
-            )
+            move = Redistribution(self._indexes.tensors[key], self._axes, before, want)
+            source = convert(self._emit, source, move)
         return source
 
     def _of_base(

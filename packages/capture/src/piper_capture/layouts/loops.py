@@ -198,13 +198,3 @@ class Loops:
     linear: tuple[frozenset[int], ...] = ()
     localize: Localize = field(default=unchanged, compare=False)
     rewrites: Mapping[DimOf, LoopRewrite] = field(default_factory=dict)
-
-
-def place_of(tensor: Tensor, dim: int, outer: int, degree: int, place: int) -> Tensor:
-    """Return a device's shard of a tensor whose dimension `dim` is [outer, degree, rest]."""
-    size = tensor.shape[dim]
-    split = tensor.reshape(
-        *tensor.shape[:dim], outer, degree, size // outer // degree, *tensor.shape[dim + 1 :]
-    )
-    own = split.select(dim + 1, place)
-    return own.reshape(*tensor.shape[:dim], size // degree, *tensor.shape[dim + 1 :])

@@ -167,14 +167,8 @@ def looks(value: object, inside: tuple[int, ...] = ()) -> str:
 
     For tensors it has their dtype, shape and requires_grad. An opaque value has another text every time.
     """
-    if type(value) in _PLAIN:
-        return f"{type(value).__name__} {value!r}"
-    if isinstance(value, Tensor):
-        return f"tensor {value.dtype} {tuple(value.shape)} {value.requires_grad}"
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return f"size {value.node.expr}"
-    if isinstance(value, (*_FIXED, Unknown)):
-        return f"{type(value).__name__} {id(value)}"
+    if (text := _leaf_looks(value)) is not None:
+        return text
     if id(value) in inside:
         return f"again {inside.index(id(value))}"
     parts = None if value is _MISSING else _parts(value)
@@ -182,6 +176,17 @@ def looks(value: object, inside: tuple[int, ...] = ()) -> str:
         return f"tick {next(_TICKS)}"
     inside = (*inside, id(value))
     return f"{type(value).__qualname__} [{', '.join(looks(part, inside) for part in parts)}]"
+
+
+def _leaf_looks(value: object) -> str | None:
+    """Return the text of a value that forward cannot look into; None for other values."""
+    if type(value) in _PLAIN:
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, Tensor):
+        return f"tensor {value.dtype} {tuple(value.shape)} {value.requires_grad}"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return f"size {value.node.expr}"
+    return f"{type(value).__name__} {id(value)}" if isinstance(value, (*_FIXED, Unknown)) else None
 
 
 def _parts(value: object) -> list[object] | None:

@@ -46,8 +46,10 @@ class _Rebound:
             return self._memo[id(value)]
         if id(value) in self._made:
             return self._made[id(value)][1]
-        if not self._refers(value, set()):
-            return value
+        return self._copy(value) if self._refers(value, set()) else value
+
+    def _copy(self, value: Any) -> Any:
+        """Return a copy of a value that refers to original objects."""
         match value:
             case FunctionType():
                 return self._function(value)

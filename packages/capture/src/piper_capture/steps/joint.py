@@ -30,7 +30,6 @@ from piper_capture.values import aliasing
 from piper_capture.values.casts import CASTS
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec
-from piper_ir.program.ops import KEEP_ALL
 from piper_ir.program.program import Signature, Step
 from piper_ops import dtype_name, is_model_code
 
@@ -84,21 +83,6 @@ class TracedChunk:
     draws: tuple[Drawn, ...] = ()
 
 
-def trace_chunk(
-    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], reduce: torch.dtype | None = None,
-    keep: str = KEEP_ALL,
-) -> TracedChunk:  # fmt: skip
-    """Return the steps of `module`, whose placeholders are `inputs`, under a policy of recomputation.
-
-    W adds to accumulators of the dtype `reduce`.
-
-    The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient;
-    entries for the values that the module changes in place follow, in the order of the inputs. Raises CaptureError,
-    with the user's line if it is known, for code that cannot be traced or made functional.
-    """
-    return cut_chunk(trace_joint(module, inputs, tangent_mask, reduce), keep)
-
-
 def cut_chunk(joint: Joint, keep: str) -> TracedChunk:
     """Return the steps of a traced chunk under a policy of recomputation; the joint graph stays as it is."""
     cut = phases.cut(joint, keep)
@@ -131,7 +115,14 @@ def trace_joint(
     tangent_mask: Sequence[bool],
     reduce: torch.dtype | None = None,
 ) -> Joint:
-    """Return the functional graph of a chunk's forward and backward; see `trace_chunk`."""
+    """Return the functional graph of the forward and backward of `module`, whose placeholders are `inputs`.
+
+    W adds to accumulators of the dtype `reduce`.
+
+    The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient;
+    entries for the values that the module changes in place follow, in the order of the inputs. Raises CaptureError,
+    with the user's line if it is known, for code that cannot be traced or made functional.
+    """
     return replace(_traced_joint(module, inputs, tangent_mask), reduce=reduce)
 
 

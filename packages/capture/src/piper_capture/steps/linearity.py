@@ -146,10 +146,17 @@ def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Linearity]) -> Line
         return _added(kind for key in varying for kind in _kinds(named[key], kinds))
     if aliasing.is_view(node):
         return max(kinds[n] for n in node.all_input_nodes)
+    if name in ADDED:
+        return _sum(named, varying, kinds)
+    return _of_name(name, named, varying, kinds)
+
+
+def _of_name(
+    name: str, named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Linearity]
+) -> Linearity:
+    """Return the dependence of a copy or of an operator that multiplies, from its arguments by name."""
     if name == "copy":
         return max(_kinds(named["src"], kinds), default=CONSTANT)
-    if name in ADDED:
-        return _sum(node, named, varying, kinds)
     first, *rest = ([*_kinds(value, kinds), CONSTANT][0] for value in named.values())
     if name in PRODUCTS:
         return _product((first, *rest))
@@ -162,7 +169,7 @@ def _of_op(node: fx.Node, name: str, kinds: Mapping[fx.Node, Linearity]) -> Line
 
 
 def _sum(
-    node: fx.Node, named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Linearity]
+    named: Mapping[str, Any], varying: set[str], kinds: Mapping[fx.Node, Linearity]
 ) -> Linearity:
     """Return the dependence of a sum, copy or selection; one on conditions, indexes or masks is not linear."""
     chosen = {"condition", "index", "indices", "mask", "dim"}

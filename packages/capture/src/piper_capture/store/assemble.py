@@ -29,7 +29,7 @@ from piper_capture.store.codestore import Captured, CodeStore, TraceSpec
 from piper_capture.store.sizes import Fitter, NotAffine, explain
 from piper_capture.store.traced import Traced, outline_of
 from piper_capture.torch_api import _torch
-from piper_capture.trace.dynamo import Forward, capture_forward
+from piper_capture.trace.dynamo import Forward, ForwardOptions, capture_forward
 from piper_capture.trace.own_backwards import has_own_backward
 from piper_capture.trace.tracing import NONE
 from piper_capture.values.casts import Casts
@@ -125,12 +125,8 @@ def trace(
     """
     with _torch.CAPTURING:
         casts = Casts(dtype, reduce, keep or {}, wide=wide)
-        settings: dict[str, Any] = {
-            "statistics": statistics,
-            "metrics": metrics,
-            "evaluating": evaluating,
-        }
-        forward = capture_forward(model, batch, loss, casts, most, shared, **settings)
+        options = ForwardOptions(casts, most, shared, statistics, metrics, evaluating)
+        forward = capture_forward(model, batch, loss, options)
         check_steady(forward)
         forward = holding_at_other_rows(forward, most)
         if statistics:

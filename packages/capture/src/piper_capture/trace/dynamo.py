@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,7 +37,7 @@ from piper_capture.torch_api.attributes import held_tensors
 from piper_capture.trace.automatic import AutomaticRegions
 from piper_capture.trace.dynamo_errors import unknown_tensor
 from piper_capture.trace.exact_batch import exact_tensors, layers_cast_inputs
-from piper_capture.trace.tracing import EXAMPLE_ROWS, NONE, Recorder, followed, step
+from piper_capture.trace.tracing import EXAMPLE_ROWS, Recorder, StepCall, followed, step
 from piper_capture.values.casts import Casts
 from piper_capture.values.concrete import line_of
 from piper_ir.ground.errors import CaptureError
@@ -173,32 +172,40 @@ class Repeat:
     trace: Callable[[], Forward]
 
 
+@dataclass(frozen=True)
+class ForwardOptions:
+    """Say how a forward is traced.
+
+    Attributes:
+        casts: the dtypes of parameters and batch.
+        most: as in `trace`, and likewise `shared`, `metrics` and `evaluating`.
+        statistics: whether batch norms use statistics of each microbatch.
+    """
+
+    casts: Casts = field(default_factory=Casts)
+    most: int = ASKED_ROWS
+    shared: tuple[str, ...] = ()
+    statistics: bool = False
+    metrics: OutputMetrics = field(default_factory=dict)
+    evaluating: bool = False
+
+
 def capture_forward(
     model: nn.Module | Callable[[], nn.Module],
     batch: BatchMaker,
     loss: Loss,
-    casts: Casts | None = None,
-    most: int = ASKED_ROWS,
-    shared: tuple[str, ...] = (),
-    *,
-    statistics: bool = False,
-    metrics: OutputMetrics = NONE,
-    evaluating: bool = False,
+    options: ForwardOptions | None = None,
 ) -> Forward:
-    """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured.
-
-    With `statistics` batch norms use statistics of each microbatch; `evaluating` puts the model into eval mode.
-    """
-    casts = casts or Casts()
+    """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
+    options = options or ForwardOptions()
     with _torch.CAPTURING:
-        trace = partial(_made, model, batch, loss, most=most, shared=shared, evaluating=evaluating)
-        how: dict[str, Any] = {"statistics": statistics, "metrics": metrics}
-        first = trace(casts, how)
-        exact = _exact(first, casts)
+        first = _made(model, batch, loss, options)
+        exact = _exact(first, options.casts)
         if not exact:
             return first
         try:
-            return trace(replace(casts, exact=exact), how)
+            casts = replace(options.casts, exact=exact)
+            return _made(model, batch, loss, replace(options, casts=casts))
         except CaptureError as error:  # two dtypes where one is needed
             said = f"{', '.join(sorted(exact))} of the batch are rounded for computing: as they are, {error}"
             return replace(first, notes=(*first.notes, said))
@@ -219,23 +226,28 @@ def _made(
     model: nn.Module | Callable[[], nn.Module],
     batch: BatchMaker,
     loss: Loss,
-    casts: Casts,
-    how: Mapping[str, Any],
-    *,
-    most: int,
-    shared: tuple[str, ...],
-    evaluating: bool,
+    options: ForwardOptions,
 ) -> Forward:
-    """Return the graph of a forward with these casts."""
+    """Return the graph of a forward with the casts of the options."""
+    casts, metrics = options.casts, options.metrics
     module = fake_model(model, _torch.fake_cpu(), casts)
-    if evaluating:
+    if options.evaluating:
         module.eval()
-    check_batch_norms(module, statistics=how["statistics"])
-    example = check_batch(batch, EXAMPLE_ROWS, casts, most, shared)
+    check_batch_norms(module, statistics=options.statistics)
+    example = check_batch(batch, EXAMPLE_ROWS, casts, options.most, options.shared)
     loss = cast_loss(loss, casts)
-    state = KeptState({"model": module, "loss": loss, "metrics": how["metrics"]}, step.__globals__)
+    state = KeptState({"model": module, "loss": loss, "metrics": metrics}, step.__globals__)
     regions = AutomaticRegions(module)
-    calls = _Calls(module, loss, example, state, regions, **how, exact=bool(casts.exact))
+    calls = _Calls(
+        module,
+        loss,
+        example,
+        state,
+        regions,
+        statistics=options.statistics,
+        metrics=metrics,
+        exact=bool(casts.exact),
+    )
     first = calls.trace()
     if state.as_found():  # so the next call is like this one
         return replace(first, trace_at=calls.trace_at)
@@ -270,15 +282,8 @@ class _Calls:
             _torch.mark_rows(tensor)
         modules = {str(id(m)): m for m in self.model.modules()}
         with self.state.call(), layers_cast_inputs() if self.exact else nullcontext():
-            recorder, result = followed(
-                self.model,
-                self.loss,
-                self.example,
-                self.regions,
-                self.statements,
-                modules,
-                self.metrics,
-            )
+            call = StepCall(self.model, self.loss, self.example, self.metrics)
+            recorder, result = followed(call, self.regions, self.statements, modules)
         gm = recorder.graph_module()
         self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
         try:

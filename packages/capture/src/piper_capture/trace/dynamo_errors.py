@@ -67,6 +67,8 @@ OBSERVERS = (
 """The reason and the way out for FakeQuantize and observers."""
 RAISED = re.compile(r"raised exception (.{1,300})")
 """A pattern for Dynamo's text about an exception: its class and arguments."""
+SEES_IT_RAISE = "Dynamo, which traces this line, sees it raise"
+"""The beginning of the reason for a line that raises an exception under Dynamo."""
 OTHERWISE = (
     "Where they do, Dynamo runs this line otherwise than Python does: say it with less of Python, such as a plain "
     "dict, an attribute that is set in the constructor, or an operation of torch."
@@ -137,6 +139,18 @@ def as_capture_error(
     where = (
         f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else part and f"the {part}"
     )
+    text, reason = str(error), _reason(error)
+    if "fake impl" in text:
+        advice = CUSTOM_OP
+    elif refusal := _refused(text, reason, frames) or _follows_values(text, reason, part, where):
+        reason, advice = refusal
+    else:
+        advice = _advice(error, reason, part, batch)
+    return CaptureError(f"{where}{': ' if where else ''}cannot be captured: {reason}\n{advice}")
+
+
+def _reason(error: BaseException) -> str:
+    """Return Dynamo's words for code that it cannot trace, without its hints; for an operator that fails, torch's."""
     text = str(error)
     lines = text.partition("from user code:")[0].partition("\n\n")[0].splitlines()
     reason = " ".join(
@@ -144,50 +158,58 @@ def as_capture_error(
         for line in lines
         if not line.strip().startswith(("Hint:", "Developer debug context"))
     )
-    raised = reason.startswith("Observed exception")
-    if raised:
+    if reason.startswith("Observed exception"):
         seen = RAISED.search(text)
-        reason = (
-            f"Dynamo, which traces this line, sees it raise {seen[1] if seen else 'an exception'}"
-        )
+        return f"{SEES_IT_RAISE} {seen[1] if seen else 'an exception'}"
     failed = FAILED.search(reason) if isinstance(error, _torch.RuntimeFailure) else None
-    if failed is not None:
-        reason = f"{failed[1] or failed[2]} fails: {re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
-    if "fake impl" in text:
-        advice = CUSTOM_OP
-    elif "FakeQuant" in reason or (
+    if failed is None:
+        return reason
+    return (
+        f"{failed[1] or failed[2]} fails: {re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
+    )
+
+
+def _refused(text: str, reason: str, frames: Sequence[FrameSummary]) -> tuple[str, str] | None:
+    """Return the reason and the way out for a part of torch that has no place in a plan; None for other code."""
+    if "FakeQuant" in reason or (
         "marked as skipped" in reason and any("quantization" in f.filename for f in frames)
     ):
-        reason, advice = OBSERVERS
-    elif "sparse" in reason:
-        reason, advice = SPARSE
-    elif NESTED in text:
-        reason, advice = NESTED_BATCHES
-    elif refused := next((said for sign, said in REFUSED.items() if sign in reason), None):
-        reason, advice = refused
-    elif any("flex_attention" in f.filename and f.name == "create_block_mask" for f in frames):
-        reason, advice = BLOCK_MASK
-    elif "data-dependent" in text and "branching" not in reason:
-        reason = "how often it runs, or a size, depends on values of tensors"
-        advice = "Values are there in a run alone." if part == "loss" else WAY_OUT
-    elif "branching" in reason:
-        reason, advice = CAUSES["branching"], DRAWN if where and "rand" in where else CHOSEN
-    elif PYTHON_RANDOM.search(text):
-        reason, advice = NUMBERS_OF_PYTHON, RANDOM
-    elif names_device(text):
-        advice = f"{DEVICES}."
-    elif DTYPES_DIFFER.search(reason):
-        advice = CASTS
-    elif part == "loss" and (
+        return OBSERVERS
+    if "sparse" in reason:
+        return SPARSE
+    if NESTED in text:
+        return NESTED_BATCHES
+    if refused := next((said for sign, said in REFUSED.items() if sign in reason), None):
+        return refused
+    masks = any("flex_attention" in f.filename and f.name == "create_block_mask" for f in frames)
+    return BLOCK_MASK if masks else None
+
+
+def _follows_values(text: str, reason: str, part: str, where: str) -> tuple[str, str] | None:
+    """Return the reason and the way out for code that follows values or Python's random numbers, else None."""
+    if "data-dependent" in text and "branching" not in reason:
+        said = "Values are there in a run alone." if part == "loss" else WAY_OUT
+        return "how often it runs, or a size, depends on values of tensors", said
+    if "branching" in reason:
+        return CAUSES["branching"], DRAWN if where and "rand" in where else CHOSEN
+    return (NUMBERS_OF_PYTHON, RANDOM) if PYTHON_RANDOM.search(text) else None
+
+
+def _advice(error: BaseException, reason: str, part: str, batch: Mapping[str, Tensor]) -> str:
+    """Return the way out for code that fails, or that is no graph, for a reason in Dynamo's own words."""
+    text, raised = str(error), reason.startswith(SEES_IT_RAISE)
+    if names_device(text):
+        return f"{DEVICES}."
+    if DTYPES_DIFFER.search(reason):
+        return CASTS
+    if part == "loss" and (
         raised or "bind arguments" in text or "object has no attribute" in reason
     ):
-        advice = LOSS
-    elif isinstance(error, _torch.RuntimeFailure) or raised:
+        return LOSS
+    if isinstance(error, _torch.RuntimeFailure) or raised:
         advice = f"The batch has {_shapes(batch)}. Check that the model and the loss run on such a batch without Piper."
-        advice += f" {OTHERWISE}" if raised else ""
-    else:
-        advice = ONE_GRAPH
-    return CaptureError(f"{where}{': ' if where else ''}cannot be captured: {reason}\n{advice}")
+        return f"{advice} {OTHERWISE}" if raised else advice
+    return ONE_GRAPH
 
 
 def _part(frames: Sequence[FrameSummary], step_file: str) -> str:

@@ -159,22 +159,29 @@ class Recorder:
         )
 
 
+@dataclass(frozen=True)
+class StepCall:
+    """Hold the call of `step` that is traced: model, loss and metrics, on an example of the batch."""
+
+    model: nn.Module
+    loss: Loss
+    example: Example
+    metrics: OutputMetrics
+
+
 def followed(
-    model: nn.Module,
-    loss: Loss,
-    example: Example,
+    call: StepCall,
     regions: AutomaticRegions,
     statements: Statements,
     modules: Mapping[str, nn.Module],
-    metrics: OutputMetrics = NONE,
 ) -> tuple[Recorder, tuple[Any, ...]]:
     """Trace a step, again for each module that must become opaque; `modules` are by id, as in nn_module_stack."""
     locked = LockedCalls()
     while True:
-        recorder = Recorder({id(t) for t in example.rows.values()})
+        recorder = Recorder({id(t) for t in call.example.rows.values()})
         try:
             with statements.running(), locked.noted():
-                result = _run(recorder, model, loss, example, regions, metrics)
+                result = _run(recorder, call, regions)
         except _Unfollowed as found:
             if why := regions.take_written(found.module, found.line, found.reason):
                 raise CaptureError(f"{found.error} {why}") from found
@@ -230,14 +237,7 @@ class _Unfollowed(Exception):
         self.error, self.module, self.line, self.reason = error, module, line, reason
 
 
-def _run(
-    recorder: Recorder,
-    model: nn.Module,
-    loss: Loss,
-    example: Example,
-    regions: AutomaticRegions,
-    metrics: OutputMetrics,
-) -> tuple[Any, ...]:
+def _run(recorder: Recorder, call: StepCall, regions: AutomaticRegions) -> tuple[Any, ...]:
     with (
         _torch.own_settings(),
         attention_modules_traced(),
@@ -246,22 +246,22 @@ def _run(
         torch.enable_grad(),
         regions.planning(),
     ):
-        if repeated := repeated_layers(model):
+        if repeated := repeated_layers(call.model):
             try:
-                with as_regions(model, repeated):
-                    return _traced(recorder, model, loss, example, metrics)
+                with as_regions(call.model, repeated):
+                    return _traced(recorder, call)
             except (
                 Exception
             ):  # the plain trace gives a graph, or raises an error in the user's terms
                 recorder.problem = None
         try:
             with _torch.regions_apart(), failing_module() as failing:
-                return _traced(recorder, model, loss, example, metrics)
+                return _traced(recorder, call)
         except _torch.CAPTURE_ERRORS as error:
             refusal = (
                 regions.problem
                 or recorder.problem
-                or as_capture_error(error, __file__, example.tensors)
+                or as_capture_error(error, __file__, call.example.tensors)
             )
             if refusal in (regions.problem, recorder.problem) or not follows_values(error):
                 raise refusal from error
@@ -282,11 +282,10 @@ def _run(
             ) from error
 
 
-def _traced(
-    recorder: Recorder, model: nn.Module, loss: Loss, example: Example, metrics: OutputMetrics
-) -> tuple[Any, ...]:
+def _traced(recorder: Recorder, call: StepCall) -> tuple[Any, ...]:
+    example = call.example
     result = _torch.compile_once(step, recorder)(
-        model, loss, example.inputs, example.targets, example.joined, metrics
+        call.model, call.loss, example.inputs, example.targets, example.joined, call.metrics
     )
     recorder.clean()
     assert isinstance(result, tuple)

@@ -125,6 +125,13 @@ def _collected(rows: Rows) -> TableFacts:
                     r, c, f"{event} stands in cell {at[event][1] + 1} of this row already"
                 )
             at[event] = r, c
+    _check_computes(rows)
+    computed = [e for e in at if isinstance(e, Action)]
+    return TableFacts(at, home, 1 + max((a.mb for a in computed), default=-1), lowered)
+
+
+def _check_computes(rows: Rows) -> None:
+    """Check that each device computes something."""
     for r, row in enumerate(rows):
         if not any(isinstance(cell, tuple) for cell in row):
             raise CellFault(
@@ -132,8 +139,6 @@ def _collected(rows: Rows) -> TableFacts:
                 0,
                 f"device {r} computes nothing; a row holds the actions of one device, so remove an empty line",
             )
-    computed = [e for e in at if isinstance(e, Action)]
-    return TableFacts(at, home, 1 + max((a.mb for a in computed), default=-1), lowered)
 
 
 def _check_complete(facts: TableFacts) -> None:

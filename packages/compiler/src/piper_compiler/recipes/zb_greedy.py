@@ -208,7 +208,7 @@ class Greedy:
                 return best
         elif not blocked:
             done = now + self.problem.seconds[kind] * (1 - policy.wait)
-            if done > later and any([self._comes(r, done, *move) for move in self.moves[r]]):
+            if done > later and any([self._comes(r, done, move) for move in self.moves[r]]):
                 return best
         return upcoming[kind]
 
@@ -217,18 +217,9 @@ class Greedy:
         waiting = (self.next[second + INPUT] - self.next[second + WEIGHT] + 1) // self.width
         return max(0.0, reserve - waiting * held)
 
-    def _comes(
-        self,
-        r: int,
-        by: float,
-        kind: int,
-        ahead: int,
-        keeps: float,
-        second: int,
-        reserve: float,
-        held: float,
-    ) -> bool:
+    def _comes(self, r: int, by: float, move: _Move) -> bool:
         """Return whether an operation that no limit delays arrives before `by`."""
+        kind, ahead, keeps, second, reserve, after = move
         upcoming = self.next
         op = upcoming[kind]
         if self.arrives[op] >= by:
@@ -237,7 +228,7 @@ class Greedy:
             return True
         need = self.used[r] + keeps
         if second >= 0 and upcoming[second] + INPUT == upcoming[second + INPUT]:
-            need += self._missing(second, reserve, held)
+            need += self._missing(second, reserve, after)
         return op - upcoming[kind + INPUT] < ahead and need <= self.problem.limit[r]
 
 

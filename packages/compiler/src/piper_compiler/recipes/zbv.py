@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import cast
+
 from piper_compiler.actions import ActionPhase, Orders, Slot
 from piper_compiler.directives import Boundaries, Directive
 from piper_compiler.recipes.registry import recipe
@@ -39,35 +42,23 @@ def zbv_orders(pp: int, microbatches: int) -> Orders:
 
 
 def _device(pp: int, r: int, microbatches: int) -> list[Slot]:
+    """Return the order of device r, whose turns each take a chunk's next microbatch through some phases."""
+    turns: list[tuple[int, str]] = [
+        *[(0, "F")] * (2 * (pp - r) - 1),  # until the first microbatch is back from the far end
+        *[(1, "F"), (0, "F")] * r,
+        *[(1, "FIW")] * (pp - r),  # until its gradient is back; all forwards of pp microbatches
+        *[(0, "FIW"), (1, "FIW")] * (microbatches - pp),
+        *[(0, "I"), (1, "I")] * r,  # nothing to do but input gradients that other devices wait for
+        *[(0, "IW")] * (pp - r),
+        *[(1, "W")] * r,
+        *[(0, "W")] * r,
+    ]
     slots: list[Slot] = []
-    count: dict[tuple[int, ActionPhase], int] = {}
-
-    def run(chunk: int, phases: tuple[ActionPhase, ...]) -> None:
-        """Append the next microbatch of the chunk in each of the phases, unless all are through."""
+    count: Counter[tuple[int, str]] = Counter()
+    for chunk, phases in turns:
         for phase in phases:
-            mb = count.get((chunk, phase), 0)
-            if mb < microbatches:
-                count[chunk, phase] = mb + 1
-                slots.append(slot(v_stage(pp, r, chunk), phase, mb))
-
-    for _ in range(
-        2 * (pp - r) - 1
-    ):  # until the first microbatch is back from the far end of the V
-        run(0, ("F",))
-    for _ in range(r):
-        run(1, ("F",))
-        run(0, ("F",))
-    for _ in range(pp - r):  # until its gradient is back
-        run(1, ("F", "I", "W"))
-    while count[1, "F"] < microbatches:
-        run(0, ("F", "I", "W"))
-        run(1, ("F", "I", "W"))
-    for _ in range(r):  # nothing to do but input gradients that other devices wait for
-        run(0, ("I",))
-        run(1, ("I",))
-    for _ in range(pp - r):
-        run(0, ("I", "W"))
-    for chunk in (1, 0):
-        for _ in range(r):
-            run(chunk, ("W",))
+            mb = count[chunk, phase]
+            if mb < microbatches:  # else all are through
+                count[chunk, phase] += 1
+                slots.append(slot(v_stage(pp, r, chunk), cast(ActionPhase, phase), mb))
     return slots

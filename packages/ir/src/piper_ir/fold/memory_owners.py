@@ -107,9 +107,7 @@ def origins(plan: Plan, role: RolePlan, wanted: Collection[str]) -> dict[str, tu
     for part in (part for instr in role.program for part in instr.parts):
         match part.op:
             case Compute(chunk=chunk):
-                for v in part.writes:
-                    if v in wanted:
-                        origin_of[v] = chunk, part.mb
+                origin_of |= {v: (chunk, part.mb) for v in part.writes if v in wanted}
                 for v in part.reads:
                     if v in others:
                         origin_of.setdefault(v, (chunk, part.mb))

@@ -139,10 +139,6 @@ class Selecting:
             ids_by_role.setdefault(node.role, []).append(node.id)
         return [(role, ids[0], ids if len(ids) > 1 else ()) for role, ids in ids_by_role.items()]
 
-    def matching(self, selection: Where) -> list[Node]:
-        """Return the selected nodes by their names in each microbatch, in no order; none is no error."""
-        return self.copies(self.find(selection))
-
     def select(self, selection: Where) -> list[Node]:
         """Return the selected nodes by their names in each microbatch, in topological order.
 

@@ -259,14 +259,8 @@ def _fail(where: str, expected: str, value: Any) -> FormatError:
 @cache
 def _decoder(hint: Any) -> Decoder:
     origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return _union_decoder(get_args(hint))
-    if origin is Literal:
-        return _literal_decoder(get_args(hint))
-    if origin is tuple:
-        return _tuple_decoder(get_args(hint))
-    if origin is Sequence:
-        return _tuple_decoder((*get_args(hint), ...))
+    if origin in _GENERIC:
+        return _GENERIC[origin](get_args(hint))
     if origin is not None and issubclass(origin, Mapping):
         return _mapping_decoder(get_args(hint)[1])
     if hint is Affine:
@@ -380,6 +374,16 @@ def _union_decoder(options: tuple[Any, ...]) -> Decoder:
         raise _fail(where, expected, value)
 
     return run
+
+
+_GENERIC: dict[Any, Callable[[tuple[Any, ...]], Decoder]] = {
+    Union: _union_decoder,
+    types.UnionType: _union_decoder,
+    Literal: _literal_decoder,
+    tuple: _tuple_decoder,
+    Sequence: lambda args: _tuple_decoder((*args, ...)),
+}
+"""The maker of a decoder from the arguments of a generic type, by the type."""
 
 
 def _dataclass_decoder(kind: type) -> Decoder:

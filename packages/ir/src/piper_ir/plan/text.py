@@ -114,39 +114,43 @@ def _usual_node(op: Op, mb: int) -> str:
 
 
 def _op(op: Op) -> list[str]:
+    """Return the words of an op: its name (of a chunk its step), the names that it is about, and its settings."""
     name = op_name(op)
+    names: tuple[str, ...] = ()
+    settings: list[str] = []
     match op:
         case Compute(chunk=chunk, step=step, keep=keep, apart=apart):
-            policy = ["keeping", written_word(keep)] if keep != KEEP_ALL else []
-            return [step, written_word(chunk), *policy, *["apart"] * apart]
-        case Load(tensor=tensor):
-            return [name, written_word(tensor)]
-        case Seed(value=value, dtype=dtype):
-            return [name, json.dumps(value), written_word(dtype)]
-        case Add():
-            return [name]
-        case Zeros(dtype=dtype):
-            return [name, written_word(dtype)]
-        case SquaredNorm(buckets=buckets, dtype=dtype, once=once, over=over):
-            return [
-                name,
-                written_word(dtype),
-                *map(written_word, buckets),
-                *_clause("once", once),
-                *_clause("over", over),
+            name, names = step, (chunk,)
+            settings = [
+                *_clause("keeping", () if keep == KEEP_ALL else (keep,)),
+                *["apart"] * apart,
             ]
-        case Fresh(bucket=bucket) | Fold(bucket=bucket):
-            return [name, written_word(bucket)]
-        case Send(channel=channel) | Recv(channel=channel):
-            return [name, written_word(channel)]
+        case (
+            Load(tensor=subject)
+            | Zeros(dtype=subject)
+            | Fresh(bucket=subject)
+            | Fold(bucket=subject)
+            | Send(channel=subject)
+            | Recv(channel=subject)
+        ):
+            names = (subject,)
+        case Seed(value=value, dtype=dtype):
+            settings = [json.dumps(value), written_word(dtype)]
+        case Add():
+            pass
+        case SquaredNorm(buckets=buckets, dtype=dtype, once=once, over=over):
+            names = (dtype, *buckets)
+            settings = [*_clause("once", once), *_clause("over", over)]
         case Collective(channel=channel, bucket=bucket):
-            return [name, written_word(channel), *([written_word(bucket)] if bucket else [])]
-        case Update(buckets=buckets, weighted=weighted, clip=clip, workspace=held):
-            flags = ["weighted"] * weighted + ([] if clip is None else ["clip", json.dumps(clip)])
-            flags += ["holds", str(held)] if held else []
-            return [name, *map(written_word, buckets), *flags]
+            names = (channel, bucket) if bucket else (channel,)
+        case Update(buckets=names, weighted=weighted, clip=clip, workspace=workspace):
+            settings = ["weighted"] * weighted + (
+                [] if clip is None else ["clip", json.dumps(clip)]
+            )
+            settings += ["holds", str(workspace)] if workspace else []
         case _:
             assert_never(op)
+    return [name, *map(written_word, names), *settings]
 
 
 def _clause(name: str, words: Iterable[str]) -> list[str]:

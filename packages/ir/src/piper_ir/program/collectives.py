@@ -126,8 +126,3 @@ def law_of(kind: str) -> Law:
     if kind not in COLLECTIVES:
         raise PlanError(f"there is no collective {kind!r}; known are {', '.join(COLLECTIVES)}")
     return COLLECTIVES[kind]
-
-
-def kind_named(name: str) -> str | None:
-    """Return the kind of the collective with this name in a plan's text, or None."""
-    return next((kind for kind, law in COLLECTIVES.items() if law.name == name), None)

@@ -167,44 +167,56 @@ class _Dataflow:
 
     def compute(self, role: RolePlan, index: int, part: Part) -> None:
         """Compare the reads of a part with the terms that its op asks for, and record its writes."""
-        op, origin = part.op, self._origin
+        op = part.op
+        problems: Iterable[str] = ()
         match op:
             case Compute():
-                mb = part.mb
-                asks, only, writes = self._ports(op)
-                if [origin[v] for v in part.reads] != [
-                    (term, mb) for term in only
-                ]:  # most ask for one atom
-                    for value, asked in zip(part.reads, asks, strict=True):
-                        problem = asked.problem(origin[value], mb)
-                        if problem:
-                            text = f"{part_name(part)} reads {value} as {asked.name}: {problem}"
-                            self._findings.add("R27-dataflow", text, role, index)
-                origin.update(zip(part.writes, [(term, mb) for term in writes], strict=True))
+                problems = self._step(op, part)
+            case Load() | Seed() | Add() | Zeros() | SquaredNorm() | Fresh():
+                self._origin[part.writes[0]] = self._written(op, part)
+            case Fold():
+                pass  # folded gradients are followed by `sharding`
+            case Update():
+                problems = self._update_problems(op, part)
+            case Send() | Recv() | Collective():
+                raise AssertionError("communication happens in `communicate`")
+            case _:
+                assert_never(op)
+        for problem in problems:
+            self._findings.add("R27-dataflow", f"{part_name(part)}{problem}", role, index)
+
+    def _step(self, op: Compute, part: Part) -> list[str]:
+        """Record the writes of a chunk's step, and return the problems of its reads."""
+        origin, mb = self._origin, part.mb
+        asks, only, writes = self._ports(op)
+        problems = []
+        if [origin[v] for v in part.reads] != [
+            (term, mb) for term in only
+        ]:  # most ask for one atom
+            for value, asked in zip(part.reads, asks, strict=True):
+                if problem := asked.problem(origin[value], mb):
+                    problems.append(f" reads {value} as {asked.name}: {problem}")
+        origin.update(zip(part.writes, [(term, mb) for term in writes], strict=True))
+        return problems
+
+    def _written(self, op: Load | Seed | Add | Zeros | SquaredNorm | Fresh, part: Part) -> _Origin:
+        """Return the origin of the one value that an op writes."""
+        match op:
             case Load(tensor=tensor):
-                origin[part.writes[0]] = ("", tensor), part.mb
+                return ("", tensor), part.mb
             case Seed():
-                origin[part.writes[0]] = ("", SEED), part.mb
+                return ("", SEED), part.mb
             case Add():
-                origin[part.writes[0]] = _Sum(tuple(origin[v] for v in part.reads))
+                return _Sum(tuple(self._origin[v] for v in part.reads))
             case Zeros():
-                origin[part.writes[0]] = _Sum(())
+                return _Sum(())
             case SquaredNorm(buckets=buckets, once=once, over=over):
                 along = frozenset(a for a in over if self._plan.mesh.size(a) > 1)
-                origin[part.writes[0]] = _Sum(
+                return _Sum(
                     tuple([_counted(b, along if b in once else frozenset()) for b in buckets])
                 )
             case Fresh(bucket=bucket):
-                origin[part.writes[0]] = ("", f"gradients of {bucket}"), -1
-            case Fold():
-                pass  # folded gradients are followed by `sharding`
-            case Update() if self._plan.evaluates:
-                pass  # of no buckets (R25)
-            case Update():
-                for problem in self._update_problems(op, part):
-                    self._findings.add("R27-dataflow", f"{part_name(part)}: {problem}", role, index)
-            case Send() | Recv() | Collective():
-                raise AssertionError("communication happens in `communicate`")
+                return ("", f"gradients of {bucket}"), -1
             case _:
                 assert_never(op)
 
@@ -247,6 +259,8 @@ class _Dataflow:
         return term, frozenset(dict(writer.terms).get(port, ())) if source else NOWHERE
 
     def _update_problems(self, op: Update, part: Part) -> Iterable[str]:
+        if self._plan.evaluates:
+            return  # of no buckets (R25)
         reads = list(part.reads)
         if op.weighted:
             yield from self._weight_problems(self._origin[reads.pop(0)])
@@ -255,7 +269,7 @@ class _Dataflow:
             wanted = Counter([self._norm(bucket, opened) for bucket in self._plan.buckets])
             if opened != wanted:
                 yield (
-                    f"the norm that it clips by is not the sum over each bucket, once: "
+                    f": the norm that it clips by is not the sum over each bucket, once: "
                     f"{_difference(opened, wanted)}"
                 )
 
@@ -283,7 +297,7 @@ class _Dataflow:
         )
         if opened != wanted:
             yield (
-                f"the weight that it divides by is not the sum over microbatches and replicas: "
+                f": the weight that it divides by is not the sum over microbatches and replicas: "
                 f"{_difference(opened, wanted)}"
             )
 

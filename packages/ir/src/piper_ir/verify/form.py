@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from re import compile as regex
 from typing import assert_never
 
@@ -77,33 +77,47 @@ def check_instructions(findings: Findings) -> None:
         done = dict.fromkeys(role.streams, 0)
         sound: set[int] = set()  # the same ones in other microbatches are so too
         for index, (instr, kind) in enumerate(zip(role.program, _alike(plan, role), strict=True)):
-            judged, known = len(findings.violations), kind in sound
-            problem = "" if known else _parts_problem(instr)
-            if problem:
-                findings.add("R03-parts", problem, role, index)
-            if instr.stream != COMPUTE and (
-                instr.frees_before or instr.allocs_after or any(p.frees for p in instr.parts)
-            ):
-                findings.add(
-                    "R04-allocation",
-                    f"stream {instr.stream} allocates or frees; move it to a compute instruction",
-                    role,
-                    index,
-                )
-            for stream, count in instr.waits:
-                if not 1 <= count <= done.get(stream, 0):
-                    findings.add("R05-waits", _wait_problem(role, stream, count, done), role, index)
-            for part in () if known else instr.parts:
-                for problem in signatures.problems(part):
-                    findings.add("R07-signature", f"{part_name(part)}: {problem}", role, index)
-                if isinstance(part.op, COMM):
-                    use = _use_problem(plan, role, instr, part.op)
-                    if use:
-                        findings.add("R10-channel-use", use, role, index)
+            problems = list(_stream_problems(role, instr, done))
+            if kind not in sound:
+                problems += _content_problems(role, instr, signatures)
+            for rule, problem in sorted(problems, key=lambda problem: problem[0]):
+                findings.add(rule, problem, role, index)
             done[instr.stream] += 1
-            if len(findings.violations) == judged:
+            if not problems:
                 sound.add(kind)
         states.check(findings, role)
+
+
+def _stream_problems(
+    role: RolePlan, instr: Instr, done: Mapping[str, int]
+) -> Iterator[tuple[str, str]]:
+    """Yield (rule, problem) of the allocations, frees and waits of an instruction.
+
+    `done` has the number of instructions before it, by stream.
+    """
+    if instr.stream != COMPUTE and (
+        instr.frees_before or instr.allocs_after or any(p.frees for p in instr.parts)
+    ):
+        text = f"stream {instr.stream} allocates or frees; move it to a compute instruction"
+        yield "R04-allocation", text
+    for stream, count in instr.waits:
+        if not 1 <= count <= done.get(stream, 0):
+            yield "R05-waits", _wait_problem(role, stream, count, done)
+
+
+def _content_problems(
+    role: RolePlan, instr: Instr, signatures: Signatures
+) -> Iterator[tuple[str, str]]:
+    """Yield (rule, problem) of an instruction's parts, which are those of other microbatches too."""
+    if problem := _parts_problem(instr):
+        yield "R03-parts", problem
+    for part in instr.parts:
+        for problem in signatures.problems(part):
+            yield "R07-signature", f"{part_name(part)}: {problem}"
+        if isinstance(part.op, COMM) and (
+            problem := _use_problem(signatures.plan, role, instr, part.op)
+        ):
+            yield "R10-channel-use", problem
 
 
 def _ids(findings: Findings) -> None:
@@ -250,19 +264,8 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     unknown = [r for r in channel.roles if r not in plan._roles]
     if unknown:
         return f"there is no role {', '.join(unknown)}"
-    if len(channel.streams) != len(channel.roles):
-        return f"it has {len(channel.roles)} roles and {len(channel.streams)} streams; one stream per role is expected"
-    if channel.sms and (
-        len(channel.sms) != len(channel.roles) or any(n is not None and n < 0 for n in channel.sms)
-    ):
-        return (
-            f"its sms are {channel.sms}; per role none or a number that is not negative is expected"
-        )
-    for role, stream in zip(channel.roles, channel.streams, strict=True):
-        if channel.purpose == "tensor" and stream == COMPUTE:
-            continue
-        if stream == COMPUTE or stream not in plan.role(role).streams:
-            return f"role {role} has no communication stream {stream}"
+    if problem := _channel_streams_problem(plan, channel):
+        return problem
     if len(set(channel.roles)) != len(channel.roles):
         return f"a role occurs twice in {', '.join(channel.roles)}"
     if channel.kind == "group":
@@ -280,12 +283,37 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     return "" if same else f"its roles place different axes, {dict(source)} and {dict(destination)}"
 
 
+def _channel_streams_problem(plan: Plan, channel: Channel) -> str:
+    """Return the fault of a channel's streams and of the multiprocessors that it takes; "" if there is none."""
+    if len(channel.streams) != len(channel.roles):
+        return f"it has {len(channel.roles)} roles and {len(channel.streams)} streams; one stream per role is expected"
+    if channel.sms and (
+        len(channel.sms) != len(channel.roles) or any(n is not None and n < 0 for n in channel.sms)
+    ):
+        return (
+            f"its sms are {channel.sms}; per role none or a number that is not negative is expected"
+        )
+    for role, stream in zip(channel.roles, channel.streams, strict=True):
+        if channel.purpose == "tensor" and stream == COMPUTE:
+            continue
+        if stream == COMPUTE or stream not in plan.role(role).streams:
+            return f"role {role} has no communication stream {stream}"
+    return ""
+
+
 class _Names:
     """Find the names in instructions that the plan does not have."""
 
     def __init__(self, findings: Findings) -> None:
-        self._plan = findings.plan
+        plan = findings.plan
         self._values = set(findings.kinds)
+        self._tables: dict[str, Collection[str]] = {
+            "chunk": plan._chunks,
+            "batch tensor": {b.name for b in plan.batch},
+            "channel": plan._channels,
+            "bucket": plan._buckets,
+            "collective": COLLECTIVES,
+        }
         self._known: dict[
             int, Op
         ] = {}  # by identity: microbatches share ops; these name what is there
@@ -300,7 +328,7 @@ class _Names:
             values += part.frees
             values += part.held
             if id(part.op) not in self._known:
-                missing = list(_unknown_in_op(self._plan, part.op))
+                missing = self._unknown_in_op(part.op)
                 names += missing
                 if not missing:
                     self._known[id(part.op)] = part.op
@@ -308,30 +336,28 @@ class _Names:
             names[:0] = [f"value {v}" for v in values if v not in self._values]
         return names
 
+    def _unknown_in_op(self, op: Op) -> list[str]:
+        unknown = [(kind, n) for kind, n in _names_in(op) if n not in self._tables[kind]]
+        known = f" (known are {', '.join(COLLECTIVES)})"
+        return [f"{kind} {n}{known if kind == 'collective' else ''}" for kind, n in unknown]
 
-def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
+
+def _names_in(op: Op) -> Iterable[tuple[str, str]]:
+    """Yield (kind of thing, name) of each name in an op."""
     match op:
         case Compute():
-            if op.variant not in plan._chunks:
-                yield f"chunk {op.variant}"
+            yield "chunk", op.variant
         case Load(tensor=tensor):
-            if all(tensor != b.name for b in plan.batch):
-                yield f"batch tensor {tensor}"
+            yield "batch tensor", tensor
         case Send(channel=channel) | Recv(channel=channel):
-            if channel not in plan._channels:
-                yield f"channel {channel}"
+            yield "channel", channel
         case Collective(kind=kind, channel=channel, bucket=bucket):
-            if kind not in COLLECTIVES:
-                yield f"collective {kind} (known are {', '.join(COLLECTIVES)})"
-            if channel not in plan._channels:
-                yield f"channel {channel}"
-            if bucket and bucket not in plan._buckets:
-                yield f"bucket {bucket}"
+            yield from [("collective", kind), ("channel", channel)]
+            yield from [("bucket", bucket)] if bucket else []
         case SquaredNorm(buckets=buckets) | Update(buckets=buckets):
-            yield from (f"bucket {b}" for b in buckets if b not in plan._buckets)
+            yield from [("bucket", bucket) for bucket in buckets]
         case Fresh(bucket=bucket) | Fold(bucket=bucket):
-            if bucket not in plan._buckets:
-                yield f"bucket {bucket}"
+            yield "bucket", bucket
         case Seed() | Add() | Zeros():
             pass
         case _:
@@ -364,7 +390,7 @@ def _parts_problem(instr: Instr) -> str:
     )
 
 
-def _wait_problem(role: RolePlan, stream: str, count: int, done: dict[str, int]) -> str:
+def _wait_problem(role: RolePlan, stream: str, count: int, done: Mapping[str, int]) -> str:
     if stream not in done:
         return f"it waits for the stream {stream}; the role has {', '.join(role.streams)}"
     earlier = done[stream]

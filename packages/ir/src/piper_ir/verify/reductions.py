@@ -26,6 +26,12 @@ class _Use:
     reductions: list[UsePosition] = field(default_factory=list)
     updates: list[UsePosition] = field(default_factory=list)
 
+    def of_collective(self, op: Collective) -> list[UsePosition]:
+        """Return the list for a collective on the bucket."""
+        if op.law.state == "param":
+            return self.gathers
+        return self.scatters if op.law.writes == "part" else self.reductions
+
 
 def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R24, R25, and the part of R26 that all updates clip alike."""
@@ -110,12 +116,8 @@ class _Touched:
                     uses[b].updates.append(place)
             case Fold(bucket=b):
                 uses[b].folds.append(place)
-            case Collective(bucket=b) if b and part.op.law.state == "param":
-                uses[b].gathers.append(place)
-            case Collective(bucket=b) if b and part.op.law.writes == "part":
-                uses[b].scatters.append(place)
-            case Collective(bucket=b) if b:
-                uses[b].reductions.append(place)
+            case Collective(bucket=b) as op if b:
+                uses[b].of_collective(op).append(place)
             case _:
                 pass
 

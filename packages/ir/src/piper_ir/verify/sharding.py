@@ -38,6 +38,12 @@ def _shard_problem(plan: Plan, bucket: Bucket) -> str:
     parts = plan.mesh.degree(shard.optim)
     if bucket.numel % parts or bucket.numel // parts * bucket.narrowest % ALIGNMENT:
         return f"has {bucket.numel} elements, which {parts} ranks cannot share in whole {ALIGNMENT} bytes"
+    return _state_channels_problem(plan, bucket)
+
+
+def _state_channels_problem(plan: Plan, bucket: Bucket) -> str:
+    """Return the fault, if any, of the channels that gather a bucket's parameters and scatter its gradients."""
+    axes = set(bucket.shard.optim)
     for what, channels in (("gather", bucket.gather), ("scatter", bucket.scatter)):
         if len(channels) != len(bucket.roles):
             return f"has {len(channels)} channels to {what} for {len(bucket.roles)} roles"
@@ -110,6 +116,18 @@ class _SharedValues:
 
     def check(self) -> None:
         """Add the violations of the role."""
+        self._follow_collectives()
+        for index, instr in enumerate(self.role.program):
+            for part in instr.parts:
+                if isinstance(part.op, Fold):
+                    self._fold(index, part.op.bucket, part.reads[0])
+                elif isinstance(part.op, Compute) or part.held:
+                    self._held(index, part.op if isinstance(part.op, Compute) else None, part.held)
+        for value, buffer in self.buffers.items():
+            self._check_buffer(value, buffer)
+
+    def _follow_collectives(self) -> None:
+        """Find the gathered parameters and the gradient buffers, and check how buffers are scattered."""
         for index, instr in enumerate(self.role.program):
             for part in instr.parts:
                 match part.op:
@@ -121,14 +139,6 @@ class _SharedValues:
                         self._scatter(index, part.op, part.reads[0], part.writes[0])
                     case _:
                         pass
-        for index, instr in enumerate(self.role.program):
-            for part in instr.parts:
-                if isinstance(part.op, Fold):
-                    self._fold(index, part.op.bucket, part.reads[0])
-                elif isinstance(part.op, Compute) or part.held:
-                    self._held(index, part.op if isinstance(part.op, Compute) else None, part.held)
-        for value, buffer in self.buffers.items():
-            self._check_buffer(value, buffer)
 
     def _scatter(self, index: int, op: Collective, value: str, result: str) -> None:
         bucket = self.findings.plan.bucket(self.buffers[value].bucket)

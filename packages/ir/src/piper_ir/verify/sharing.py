@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import COMPUTE, Bucket, Channel, Plan, RolePlan, inside_channel
@@ -15,8 +15,14 @@ from piper_ir.verify.rules import Findings
 
 def check_sharing(findings: Findings) -> None:
     """Check R35 and R36."""
+    params = {p.name: p for p in findings.plan.params}
+    _check_parts(findings, params)
+    _check_inside(findings, params)
+
+
+def _check_parts(findings: Findings, params: Mapping[str, Param]) -> None:
+    """Check R35."""
     plan = findings.plan
-    params = {p.name: p for p in plan.params}
     for axis in plan.shared:
         if problem := _axis_problem(plan, axis):
             findings.add("R35-parts", f"devices share chunks along {axis}, {problem}")
@@ -26,6 +32,11 @@ def check_sharing(findings: Findings) -> None:
     for bucket in plan.buckets:
         if problem := _bucket_problem(bucket, [params[name] for name in bucket.params]):
             findings.add("R35-parts", f"bucket {bucket.id} {problem}")
+
+
+def _check_inside(findings: Findings, params: Mapping[str, Param]) -> None:
+    """Check R36."""
+    plan = findings.plan
     known: dict[tuple[str, str], tuple[str, tuple[StepCollective, ...]]] = {}
     for chunk in (*plan.chunks, *plan.variants):
         for problem in (*_step_problems(plan, chunk, params), *_alike_problems(chunk, known)):
@@ -89,7 +100,7 @@ def _bucket_problem(bucket: Bucket, members: Iterable[Param]) -> str:
     return ""
 
 
-def _step_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Iterator[str]:
+def _step_problems(plan: Plan, chunk: Chunk, params: Mapping[str, Param]) -> Iterator[str]:
     for step, sig in chunk.steps.items():
         for one in sig.collectives:
             if problem := _collective_problem(plan, one):

@@ -31,7 +31,7 @@ class Signatures:
     """Check R07: the reads and writes of the parts of a plan."""
 
     def __init__(self, findings: Findings) -> None:
-        self._plan = plan = findings.plan
+        self.plan = plan = findings.plan
         self._kinds = findings.kinds
         self._batch = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
         self._steps: dict[tuple[str, str], tuple[list[TensorSpec], list[TensorSpec]]] = {}
@@ -39,29 +39,17 @@ class Signatures:
 
     def problems(self, part: Part) -> Iterable[str]:
         """Yield the problems of a part's reads and writes."""
-        if (
-            isinstance(part.op, Compute | Load | Seed)
-            and not 0 <= part.mb < self._plan.microbatches
-        ):
-            yield f"microbatch {part.mb} is not in 0..{self._plan.microbatches - 1}"
+        if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self.plan.microbatches:
+            yield f"microbatch {part.mb} is not in 0..{self.plan.microbatches - 1}"
         elif part.mb != -1 and _of_step(part.op):
             yield f"it is an op of the whole step, and names the microbatch {part.mb}"
-        elif not -1 <= part.mb < self._plan.microbatches:
-            yield f"microbatch {part.mb} is not in -1..{self._plan.microbatches - 1}"
-        if isinstance(part.op, Compute):
-            if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.variant).steps:
-                steps = ", ".join(self._plan.chunk(part.op.variant).steps)
-                yield (
-                    f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has {steps}"
-                )
-                return
-            reads, writes = self._step(part.op)
-        else:
-            try:
-                reads, writes = self._op(part)
-            except PlanError as e:
-                yield str(e)
-                return
+        elif not -1 <= part.mb < self.plan.microbatches:
+            yield f"microbatch {part.mb} is not in -1..{self.plan.microbatches - 1}"
+        try:
+            reads, writes = self._op(part)
+        except PlanError as e:
+            yield str(e)
+            return
         yield from self._compare("reads", part.reads, reads)
         yield from self._compare("writes", part.writes, writes)
 
@@ -78,10 +66,15 @@ class Signatures:
                     yield f"it {verb} {value}, a {actual}; {spec} is expected"
 
     def _step(self, op: Compute) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """Return the tensors that a chunk's step reads and writes; raise PlanError if the chunk has no such step."""
         key = (op.variant, op.step)
         if key not in self._steps:
-            chunk = self._plan.chunk(op.variant)
-            assert op.step != "B"
+            chunk = self.plan.chunk(op.variant)
+            if op.step == "B" or op.step not in chunk.steps:
+                steps = ", ".join(chunk.steps)
+                raise PlanError(
+                    f"the step {op.step} does not exist in a plan; chunk {op.chunk} has {steps}"
+                )
             sig = chunk.steps[op.step]
             reads = [port_spec(chunk, p) for p in sig.reads if not is_state(chunk, p)]
             self._steps[key] = reads, [port_spec(chunk, p) for p in sig.writes]
@@ -93,46 +86,40 @@ class Signatures:
         first = [kinds[v][0] for v in (*part.reads, *part.writes)[:1]] or [
             TensorSpec((), "float32")
         ]
+        reads: list[TensorSpec] = []
+        writes: list[TensorSpec] = []
         match op:
             case Load(tensor=tensor):
-                return [], [self._batch[tensor]]
-            case Seed(dtype=dtype) | Zeros(dtype=dtype) | SquaredNorm(dtype=dtype) if (
-                dtype not in ITEM_BYTES
-            ):
-                raise PlanError(
-                    f"there is no dtype {dtype}; one of {', '.join(ITEM_BYTES)} is expected"
-                )
-            case Seed(dtype=dtype):  # of the loss's shape, which synthetic programs leave empty
-                return [], [TensorSpec(first[0].shape, dtype)]
-            case Zeros(dtype=dtype) | SquaredNorm(dtype=dtype):
-                return [], [TensorSpec((), dtype)]
-            case Fresh(bucket=id):
-                return [], [self._flat(id, "reduced")]
-            case Fold(bucket=id):
-                return [
-                    self._flat(
-                        id, "reduced", self._plan.mesh.degree(self._plan.bucket(id).shard.grads)
-                    )
-                ], []
+                writes = [self._batch[tensor]]
+            case Seed() | Zeros() | SquaredNorm():
+                writes = [_scalar(op, first[0])]
+            case Fresh() | Fold():
+                reads, writes = self._gradients(op)
             case Add():
-                return first * max(1, len(part.reads)), first
-            case Send():
-                return first, []
-            case Recv():
-                return [], first
+                reads, writes = first * max(1, len(part.reads)), first
+            case Send() | Recv():
+                reads, writes = (first, []) if isinstance(op, Send) else ([], first)
             case Collective():
-                return self._collective(op, first)
+                reads, writes = self._collective(op, first)
             case Update(weighted=weighted, clip=clip):
                 scalars = [TensorSpec((), kinds[v][0].dtype) for v in part.reads] + first * 2
-                return scalars[: int(weighted) + int(clip is not None)], []
+                reads = scalars[: int(weighted) + int(clip is not None)]
             case Compute():
-                raise AssertionError("handled by _step")
+                reads, writes = self._step(op)
             case _:
                 assert_never(op)
+        return reads, writes
+
+    def _gradients(self, op: Fresh | Fold) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """Return the gradients of a bucket: a buffer that is written, or this rank's share of it, which is read."""
+        if isinstance(op, Fresh):
+            return [], [self._flat(op.bucket, "reduced")]
+        parts = self.plan.mesh.degree(self.plan.bucket(op.bucket).shard.grads)
+        return [self._flat(op.bucket, "reduced", parts)], []
 
     def _flat(self, bucket: str, category: Category, parts: int = 1) -> TensorSpec:
         """Return the size of one of the parts of a bucket, as a value of a category."""
-        flat = self._plan.bucket(bucket)
+        flat = self.plan.bucket(bucket)
         return TensorSpec((flat.numel // parts,), flat.dtype_of(category))
 
     def _collective(
@@ -143,17 +130,27 @@ class Signatures:
             return first, [op.law.written(first[0], self._members(op.channel))]
         if not op.law.state:
             raise PlanError(f"{op.law.name} works on values, and it names the bucket {op.bucket}")
-        gathers = op.law.state == "param" and self._plan.bucket(op.bucket).shard.params
+        gathers = op.law.state == "param" and self.plan.bucket(op.bucket).shard.params
         return [], [self._flat(op.bucket, "gathered")] if gathers else []
 
     def _members(self, channel: str) -> int:
         """Return how many ranks meet on a group channel."""
         if channel not in self._sizes:
-            group = self._plan.channel(channel)
+            group = self.plan.channel(channel)
             self._sizes[channel] = len(
-                self._plan.peers(group, self._plan.role(group.roles[0]).ranks[0])
+                self.plan.peers(group, self.plan.role(group.roles[0]).ranks[0])
             )
         return self._sizes[channel]
+
+
+def _scalar(op: Seed | Zeros | SquaredNorm, loss: TensorSpec) -> TensorSpec:
+    """Return the number that an op makes; a seed has the loss's shape, which synthetic programs leave empty.
+
+    Raises PlanError for a dtype that does not exist.
+    """
+    if op.dtype not in ITEM_BYTES:
+        raise PlanError(f"there is no dtype {op.dtype}; one of {', '.join(ITEM_BYTES)} is expected")
+    return TensorSpec(loss.shape if isinstance(op, Seed) else (), op.dtype)
 
 
 def _of_step(op: Op) -> bool:

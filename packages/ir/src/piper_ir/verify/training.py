@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
 from math import isclose
 
 from piper_ir.ground.expert_tokens import counts_tokens
 from piper_ir.ground.sizes import bind
 from piper_ir.plan.plan import Bucket, Part, Plan, RolePlan
-from piper_ir.program.ops import KEEP_ALL, Compute, Seed, Update
+from piper_ir.program.ops import KEEP_ALL, Compute, Op, Seed, Update
 from piper_ir.program.program import Step
 from piper_ir.verify.rules import Findings
 from piper_ir.verify.values import UsePosition
@@ -32,26 +32,8 @@ def check_steps(findings: Findings) -> None:
             ran.setdefault((op.chunk, part.mb, op.step), []).append((role, place))
             if op.keep != KEEP_ALL:
                 variants[op.chunk, part.mb] = op.variant
-        elif isinstance(part.op, Seed):
-            expected = 1 / (plan.microbatches * plan.replicas) if plan.loss_kind == "mean" else 1.0
-            if not isclose(part.op.value, expected, rel_tol=1e-12):
-                findings.add(
-                    "R26-scale",
-                    f"the loss gradient starts from {part.op.value!r}; {expected!r} is expected",
-                    role,
-                    place[0],
-                )
-        elif (
-            isinstance(part.op, Update)
-            and part.op.weighted != (plan.loss_kind == "sum")
-            and not plan.evaluates
-        ):
-            findings.add(
-                "R26-scale",
-                f"weighted is {part.op.weighted}, but the loss is a {plan.loss_kind}",
-                role,
-                place[0],
-            )
+        elif problem := _scale_problem(plan, op):
+            findings.add("R26-scale", problem, role, place[0])
     if plan.chunks and plan.microbatches > len(
         ran
     ):  # said once, since there may be any number of microbatches
@@ -61,6 +43,27 @@ def check_steps(findings: Findings) -> None:
         )
         return
     _check_buffers(findings, ran)
+    _check_runs(findings, variants, ran)
+
+
+def _scale_problem(plan: Plan, op: Op) -> str:
+    """Return the fault of the number from which a loss gradient starts, or of an update's weight; "" if none."""
+    if isinstance(op, Seed):
+        expected = 1 / (plan.microbatches * plan.replicas) if plan.loss_kind == "mean" else 1.0
+        if not isclose(op.value, expected, rel_tol=1e-12):
+            return f"the loss gradient starts from {op.value!r}; {expected!r} is expected"
+    elif isinstance(op, Update) and op.weighted != (plan.loss_kind == "sum") and not plan.evaluates:
+        return f"weighted is {op.weighted}, but the loss is a {plan.loss_kind}"
+    return ""
+
+
+def _check_runs(
+    findings: Findings,
+    variants: Mapping[tuple[str, int], str],
+    ran: Mapping[tuple[str, int, str], list[_RolePosition]],
+) -> None:
+    """Check R21 for chunks: each step runs once for each microbatch, after the step before it."""
+    plan = findings.plan
     for chunk in plan.chunks:
         for mb in range(plan.microbatches):
             before: _RolePosition | None = None
@@ -187,28 +190,8 @@ def check_layout(findings: Findings) -> None:
 def check_holders(findings: Findings) -> None:
     """Check R23."""
     plan = findings.plan
-    inside: dict[str, Bucket] = {}
-    for bucket in plan.buckets:
-        for name in bucket.params:
-            if name in inside:
-                findings.add(
-                    "R23-holders",
-                    f"parameter {name} is in the buckets {inside[name].id} and {bucket.id}",
-                )
-            inside[name] = bucket
-    users: dict[str, set[str]] = {}
-    for role in plan.roles:
-        for chunk in sorted(
-            {
-                part.op.chunk
-                for i in role.program
-                for part in i.parts
-                if isinstance(part.op, Compute)
-            }
-        ):
-            for entry in plan.chunk(chunk).inputs:
-                if entry.kind == "param":
-                    users.setdefault(entry.ref, set()).add(role.role)
+    inside = _check_one_bucket(findings)
+    users = _users(plan)
     for param in plan.params:
         own_bucket = inside.get(param.name)
         if param.trained != (own_bucket is not None):
@@ -233,8 +216,34 @@ def check_holders(findings: Findings) -> None:
             findings.add("R23-holders", f"bucket {bucket.id}: {problem}")
 
 
+def _check_one_bucket(findings: Findings) -> dict[str, Bucket]:
+    """Check that no parameter is in two buckets; return the bucket of each parameter that is in one."""
+    inside: dict[str, Bucket] = {}
+    for bucket in findings.plan.buckets:
+        for name in bucket.params:
+            if name in inside:
+                findings.add(
+                    "R23-holders",
+                    f"parameter {name} is in the buckets {inside[name].id} and {bucket.id}",
+                )
+            inside[name] = bucket
+    return inside
+
+
+def _users(plan: Plan) -> dict[str, set[str]]:
+    """Return the roles whose chunks read each parameter."""
+    users: dict[str, set[str]] = {}
+    for role in plan.roles:
+        parts = (part for instr in role.program for part in instr.parts)
+        for chunk in {part.op.chunk for part in parts if isinstance(part.op, Compute)}:
+            for entry in plan.chunk(chunk).inputs:
+                if entry.kind == "param":
+                    users.setdefault(entry.ref, set()).add(role.role)
+    return users
+
+
 def _members_problem(plan: Plan, bucket: Bucket) -> str:
-    """Return the fault, if any, of a bucket's channel, which must join just the ranks that keep the same of it."""
+    """Return the fault, if any, of a bucket's axes and channel, which joins just the ranks that keep the same of it."""
     for name in bucket.roles:
         open_axes = [
             a for a in plan.replicated if plan.mesh.size(a) > 1 and a not in plan.role(name).placed
@@ -260,6 +269,11 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
         return f"it adds gradients along {', '.join(alone)}, and rows are shared out along {along}"
     if mixed := [a for a in bucket.over if a in bucket.parts]:
         return f"it adds gradients along {', '.join(mixed)}, where each rank has another part of its parameters"
+    return _reduction_problem(plan, bucket)
+
+
+def _reduction_problem(plan: Plan, bucket: Bucket) -> str:
+    """Return the fault, if any, of the channel that reduces a bucket's gradients."""
     over = tuple(a for a in bucket.over if a not in bucket.shard.optim)
     several = len(bucket.roles) > 1 or any(plan.mesh.size(a) > 1 for a in over)
     if not bucket.channel:

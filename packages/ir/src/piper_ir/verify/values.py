@@ -35,10 +35,8 @@ class _Life:
 
 def check_values(findings: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R11 to R16 and R29 on plans whose form is right."""
-    home: dict[str, str] = {}
     settled = settled_values(findings.plan.roles, orders)
-    for name, (values, _) in settled.items():
-        home.update(dict.fromkeys(values, name))
+    home = {value: name for name, (values, _) in settled.items() for value in values}
     lives = {role.role: _lives(role, settled[role.role][1]) for role in findings.plan.roles}
     for role in findings.plan.roles:
         for value, life in lives[role.role].items():

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from piper_ops.ground.library import LIBRARY, contiguous_empty, define
 
-ZIGZAG, BLOCKS, ALL = "zigzag", "blocks", ""
-"""The orders of the tokens of causal queries on devices, and the empty order for queries that meet all keys."""
+ZIGZAG, BLOCKS = "zigzag", "blocks"
+"""The orders of the tokens of causal queries on devices; the order of queries that meet all keys is empty."""
 
 
 def chosen(place: int, step: int, keys: bool) -> tuple[int, int]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from piper_ops.experts import reserved
+from piper_ops.experts.trades import Round
 from piper_ops.experts.trades import add_home as _add_home
 from piper_ops.experts.trades import give as _give
 from piper_ops.experts.trades import home as _home
@@ -73,50 +74,55 @@ def _most(table: Tensor) -> int:
 # --- further rounds
 
 
+@dataclass(frozen=True, slots=True)
 class _Rounds:
-    """Run further rounds: the rows to experts, and the results back."""
+    """Run further rounds: the rows to experts, and the results back.
 
-    def __init__(
-        self, exchange: Exchanged, table: Tensor, body: ExpertBody, axis: str, slot: int, place: int
-    ) -> None:
-        self._exchange, self._table, self._axis = exchange, table, axis
-        self._slot, self._place = slot, place
-        self._body = body
+    Attributes:
+        exchange: runs a collective between the devices.
+        table: the counts of all devices [n, E].
+        weights: the matrices of the own experts.
+        body: the experts' computation.
+        axis: the axis along which the devices lie.
+        slot: the places for each other device in a round.
+        place: the place of this device.
+    """
+
+    exchange: Exchanged
+    table: Tensor
+    weights: Sequence[Tensor]
+    body: ExpertBody
+    axis: str
+    slot: int
+    place: int
 
     @property
     def numbers(self) -> range:
-        return range(1, round_count(self._table, self._slot))
+        return range(1, round_count(self.table, self.slot))
 
-    def _places(self, number: int) -> int:
-        """Return how many rows the fullest pair of devices trades in a round, as far as the body can take them."""
-        if not self._body.any_rows or self._table.is_meta:
-            return self._slot
-        return max(1, min(self._slot, _most(self._table) - number * self._slot))
+    def _trade(self, number: int) -> Round:
+        """Return a round, of as many places as the fullest pair of devices needs if the body takes any number."""
+        fewer = None
+        if self.body.any_rows and not self.table.is_meta:
+            fewer = max(1, min(self.slot, _most(self.table) - number * self.slot))
+        return Round(self.table, self.place, self.slot, number, fewer)
 
     def there(self, rows: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return the rows of all devices for the own experts, and their counts."""
-        places = self._places(number)
-        sent = _send(rows, self._table, self._place, self._slot, number, places)
-        return _take(
-            self._exchange("all_to_all", self._axis, sent),
-            self._table,
-            self._place,
-            number,
-            self._slot,
-        )
+        trade = self._trade(number)
+        return _take(self.exchange("all_to_all", self.axis, _send(rows, trade)), trade)
 
     def add_back(self, made: Tensor, number: int, total: Tensor) -> None:
         """Add all devices' results for the own rows to `total`, in the rows' places."""
-        sent = _give(made, self._table, self._place, number, self._slot, self._places(number))
-        came = self._exchange("all_to_all", self._axis, sent)
-        _add_home(came, self._table, self._place, total, number, self._slot)
+        trade = self._trade(number)
+        _add_home(self.exchange("all_to_all", self.axis, _give(made, trade)), trade, total)
 
     def made(self, rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        return self._body.run([rows, counts, *weights])[0]
+        return self.body.run([rows, counts, *weights])[0]
 
     def busy(self, counts: Tensor) -> slice:
         """Return the range of experts with rows in a round, if the body takes any number of experts; else all."""
-        if not self._body.any_rows or counts.is_meta:
+        if not self.body.any_rows or counts.is_meta:
             return slice(0, counts.shape[0])
         busy = [k for k, count in enumerate(counts.tolist()) if count]
         return slice(busy[0], busy[-1] + 1) if busy else slice(0, 1)
@@ -128,45 +134,33 @@ def run_return(
 ) -> Tensor:  # fmt: skip
     """Compute piper::experts_return."""
     reserved.reserve(room[0], rows.device)
-    total = _home(back, table, place, rows.shape[0], 0)
-    return add_further(exchange, total, rows, table, weights, body, axis, slot, place)
-
-
-def add_further(
-    exchange: Exchanged, out: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
-    body: ExpertBody, axis: str, slot: int, place: int,
-) -> Tensor:  # fmt: skip
-    """Add the rows of further rounds to the result of round 0, at the places that they were sent from."""
-    run = _Rounds(exchange, table, body, axis, slot, place)
+    total = _home(back, Round(table, place, slot), rows.shape[0])
+    run = _Rounds(exchange, table, weights, body, axis, slot, place)
     for number in run.numbers:
-        run.add_back(run.made(*run.there(rows, number), weights), number, out)
-    return out
+        run.add_back(run.made(*run.there(rows, number), weights), number, total)
+    return total
 
 
 def run_return_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
     """Compute the gradient of the rows of further rounds; the rows of round 0 have zeros."""
     *how, room = rest
     reserved.reserve(room[1], rows.device)
-    return _add_dgrad(exchange, torch.zeros_like(rows), grad, rows, *how)
+    return _add_dgrad(_Rounds(exchange, *how), torch.zeros_like(rows), grad, rows)
 
 
 def run_further_dgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> Tensor:
     """Add the gradient of the rows of further rounds to `total`, the gradient of the rows of round 0."""
     *how, room, total = rest
     reserved.reserve(room[3], rows.device)
-    return _add_dgrad(exchange, total, grad, rows, *how)
+    return _add_dgrad(_Rounds(exchange, *how), total, grad, rows)
 
 
-def _add_dgrad(
-    exchange: Exchanged, total: Tensor, grad: Tensor, rows: Tensor, table: Tensor, weights: Sequence[Tensor],
-    body: ExpertBody, axis: str, slot: int, place: int,
-) -> Tensor:  # fmt: skip
-    run = _Rounds(exchange, table, body, axis, slot, place)
+def _add_dgrad(run: _Rounds, total: Tensor, grad: Tensor, rows: Tensor) -> Tensor:
     for number in run.numbers:
         received, counts = run.there(rows, number)
         above, _ = run.there(grad, number)
         with torch.enable_grad():
-            result = run.made(received.requires_grad_(), counts, weights)
+            result = run.made(received.requires_grad_(), counts, run.weights)
         (gradient,) = torch.autograd.grad(result, received, above)
         del result, above, received
         run.add_back(gradient, number, total)
@@ -174,14 +168,13 @@ def _add_dgrad(
     return total
 
 
-def run_return_wgrad(
-    exchange: Exchanged, grad: Tensor, rows: Tensor, table: Tensor, weights: Any, *rest: Any
-) -> list[Tensor]:
+def run_return_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: Any) -> list[Tensor]:
     """Compute the gradients of the wanted matrices in further rounds."""
     *how, room, wanted = rest
     reserved.reserve(room[2], rows.device)
-    totals = [torch.zeros_like(w) for w, mine in zip(weights, wanted, strict=True) if mine]
-    _add_wgrad(exchange, totals, wanted, grad, rows, table, weights, *how)
+    run = _Rounds(exchange, *how)
+    totals = [torch.zeros_like(w) for w, mine in zip(run.weights, wanted, strict=True) if mine]
+    _add_wgrad(run, totals, wanted, grad, rows)
     return totals
 
 
@@ -189,23 +182,22 @@ def run_further_wgrad(exchange: Exchanged, grad: Tensor, rows: Tensor, *rest: An
     """Add the gradients of the matrices to their running sums, the tensors of `total` and `others`."""
     *how, room, wanted, others, total = rest
     reserved.reserve(room[4], rows.device)
-    _add_wgrad(exchange, [total, *others], wanted, grad, rows, *how)
+    _add_wgrad(_Rounds(exchange, *how), [total, *others], wanted, grad, rows)
     return total  # type: ignore[no-any-return]  # a tensor
 
 
 def _add_wgrad(
-    exchange: Exchanged, totals: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, rows: Tensor, table: Tensor,
-    weights: Sequence[Tensor], body: ExpertBody, axis: str, slot: int, place: int,
-) -> None:  # fmt: skip
+    run: _Rounds, totals: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, rows: Tensor
+) -> None:
     if not any(wanted):  # frozen experts: all devices know it, and none exchanges anything
         return
-    run = _Rounds(exchange, table, body, axis, slot, place)
     for number in run.numbers:
         received, counts = run.there(rows, number)
         above, _ = run.there(grad, number)
         busy = run.busy(counts)
         own = [
-            w[busy].detach().requires_grad_(mine) for w, mine in zip(weights, wanted, strict=True)
+            w[busy].detach().requires_grad_(mine)
+            for w, mine in zip(run.weights, wanted, strict=True)
         ]
         with torch.enable_grad():
             result = run.made(received, counts[busy], own)
@@ -353,25 +345,25 @@ _SCHEMA = "Tensor rows, Tensor table, Tensor[] weights, str body, str axis, int 
 
 experts_home = define(
     "experts_home", "(Tensor back, Tensor table, int place, int rows) -> Tensor", _home_fake,
-    lambda back, table, place, rows: _home(back, table, place, rows, 0),
+    lambda back, table, place, rows: _home(back, Round(table, place, back.shape[1]), rows),
     direct=True, backward=_home_backward, setup_context=_home_setup,
 )  # fmt: skip
 """An op that returns the rows (M, W) of round 0 at the places that they were sent from; zeros elsewhere."""
 experts_send = define(
     "experts_send", "(Tensor rows, Tensor table, int place, int slot) -> Tensor", _send_fake,
-    lambda rows, table, place, slot: _send(rows, table, place, slot, 0),
+    lambda rows, table, place, slot: _send(rows, Round(table, place, slot)),
     direct=True, backward=_send_backward, setup_context=_send_setup,
 )  # fmt: skip
 """An op that returns the rows for each device in round 0, (n, slot, W)."""
 experts_give = define(
     "experts_give", "(Tensor made, Tensor table, int place) -> Tensor", _give_fake,
-    lambda made, table, place: _give(made, table, place, 0),
+    lambda made, table, place: _give(made, Round(table, place, len(made) // len(table))),
     direct=True, backward=_give_backward, setup_context=_give_setup,
 )  # fmt: skip
 """An op that puts rows that are sorted by expert into the order of their arrival in round 0."""
 experts_take = define(
     "experts_take", "(Tensor came, Tensor table, int place) -> (Tensor, Tensor)", _take_fake,
-    lambda came, table, place: _take(came, table, place, 0),
+    lambda came, table, place: _take(came, Round(table, place, came.shape[1])),
     direct=True, backward=_take_backward, setup_context=_take_setup,
 )  # fmt: skip
 """An op that sorts the rows received in round 0 by own expert, and returns how many rows each has."""

@@ -1,7 +1,7 @@
 """Bring rows to the devices of their experts and back, in one round.
 
 `table` [n, E] has the counts of all devices. A device has `slot` places for each other one in a round; a further round
-may use fewer of them: `places`. Rows for one expert that come from one device always lie behind each other, so each
+may use fewer of them. Rows for one expert that come from one device always lie behind each other, so each
 pass gathers blocks of rows whose sizes the table says. No pass asks the host for a count.
 
 Rows behind the last group are zeros, and so are rows that were not sent in a round. Nobody reads the places of a
@@ -9,6 +9,8 @@ message behind a device's rows.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,41 +43,65 @@ def _gather_blocks(rows: Tensor, first: Tensor, sizes: Tensor, count: int) -> Te
     return blocks
 
 
-def _sent(table: Tensor, place: int, first: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Describe one round of a device's trades.
+
+    Attributes:
+        table: the counts of all devices [n, E].
+        place: the place of the device among the n.
+        slot: the places for each other device in a round.
+        number: the number of the round, from 0.
+        fewer: the places in this round, if they are fewer than `slot`.
+    """
+
+    table: Tensor
+    place: int
+    slot: int
+    number: int = 0
+    fewer: int | None = None
+
+    @property
+    def places(self) -> int:
+        return self.slot if self.fewer is None else self.fewer
+
+    @property
+    def first(self) -> int:
+        """Return the number of the rows for a device that went in earlier rounds."""
+        return self.number * self.slot
+
+
+def _sent(trade: Round, places: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each device how many of its rows are before the sent ones, are sent, and are behind them [n]."""
-    total = totals(table)[place]
-    before = total.clamp(max=first)
+    total = totals(trade.table)[trade.place]
+    before = total.clamp(max=trade.first)
     sent = (total - before).clamp_(max=places)
     return before, sent, total - before - sent
 
 
-def _received(table: Tensor, place: int, first: int, places: int) -> tuple[Tensor, Tensor]:
+def _received(trade: Round, places: int) -> tuple[Tensor, Tensor]:
     """Return where in each device's message the rows for each own expert begin, and how many there are [n, E / n]."""
-    own = table.shape[1] // table.shape[0]
-    counts = table[:, place * own : (place + 1) * own]
-    ends = counts.cumsum(1).sub_(first)
+    own = trade.table.shape[1] // trade.table.shape[0]
+    counts = trade.table[:, trade.place * own : (trade.place + 1) * own]
+    ends = counts.cumsum(1).sub_(trade.first)
     begin = (ends - counts).clamp_(0, places)
     return begin, ends.clamp_(0, places).sub_(begin)
 
 
-def send(
-    rows: Tensor, table: Tensor, place: int, slot: int, number: int, places: int = 0
-) -> Tensor:
-    """Return the rows for each device in a round [n, places, W].
-
-    `places` is the number of places for a device in this round, `slot` unless there are fewer.
-    """
-    places = places or slot
-    total = totals(table)[place]
-    first = (total.cumsum(0) - total).unsqueeze(1) + number * slot
-    picked = (first + torch.arange(places, device=rows.device)).clamp_(max=rows.shape[0] - 1)
-    return rows.index_select(0, picked.view(-1)).view(table.shape[0], places, rows.shape[1])
+def send(rows: Tensor, trade: Round) -> Tensor:
+    """Return the rows for each device in a round [n, places, W]."""
+    total = totals(trade.table)[trade.place]
+    first = (total.cumsum(0) - total).unsqueeze(1) + trade.first
+    picked = (first + torch.arange(trade.places, device=rows.device)).clamp_(max=rows.shape[0] - 1)
+    return rows.index_select(0, picked.view(-1)).view(
+        trade.table.shape[0], trade.places, rows.shape[1]
+    )
 
 
-def home(back: Tensor, table: Tensor, place: int, rows: int, number: int, slot: int = 0) -> Tensor:
-    """Return a round's rows at the places that they were sent from, zeros elsewhere; round 0 has `slot` places."""
+def home(back: Tensor, trade: Round, rows: int) -> Tensor:
+    """Return a round's rows at the places that they were sent from, zeros elsewhere."""
     devices, places, width = back.shape
-    before, sent, behind = _sent(table, place, number * (slot or places), places)
+    before, sent, behind = _sent(trade, places)
     begin = torch.arange(0, devices * places, places, device=back.device)
     gap = torch.full_like(begin, ZEROS)
     sizes = torch.stack((before, sent, behind), 1).view(-1)
@@ -89,36 +115,28 @@ def _filled(first: Tensor, sizes: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat((first, first.new_full((1,), ZEROS))), torch.cat((sizes, rest))
 
 
-def add_home(
-    back: Tensor, table: Tensor, place: int, total: Tensor, number: int, slot: int
-) -> None:
-    """Add the rows of a round to `total` at the places that they were sent from; round 0 has `slot` places."""
-    total += home(back, table, place, total.shape[0], number, slot)
+def add_home(back: Tensor, trade: Round, total: Tensor) -> None:
+    """Add the rows of a round to `total` at the places that they were sent from."""
+    total += home(back, trade, total.shape[0])
 
 
-def take(
-    came: Tensor, table: Tensor, place: int, number: int, slot: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return the rows received in a round sorted by own expert, zeros behind them, and how many rows each expert has.
+def take(came: Tensor, trade: Round) -> tuple[Tensor, Tensor]:
+    """Return the rows received in a round sorted by own expert, zeros behind them, and how many rows each has.
 
     Rows of one expert are in the order of the devices that they come from.
     """
     devices, places, width = came.shape
-    begin, sizes = _received(table, place, number * (slot or places), places)
+    begin, sizes = _received(trade, places)
     messages = torch.arange(0, devices * places, places, device=came.device)
     first = begin.add_(messages.unsqueeze(1))
     blocks = _filled(first.t().reshape(-1), sizes.t().reshape(-1), devices * places)
     return _gather_blocks(came.view(-1, width), *blocks, devices * places), sizes.sum(0)
 
 
-def give(
-    made: Tensor, table: Tensor, place: int, number: int, slot: int = 0, places: int = 0
-) -> Tensor:
+def give(made: Tensor, trade: Round) -> Tensor:
     """Return rows that are sorted by expert as they came in [n, places, W]."""
-    devices = table.shape[0]
-    slot = slot or made.shape[0] // devices
-    places = places or slot
-    _, sizes = _received(table, place, number * slot, places)
+    devices, places = trade.table.shape[0], trade.places
+    _, sizes = _received(trade, places)
     by_expert = sizes.t().reshape(-1)
     first = by_expert.cumsum(0).sub_(by_expert).view(-1, devices).t()
     unused = places - sizes.sum(1, keepdim=True)

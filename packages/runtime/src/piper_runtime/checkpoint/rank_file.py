@@ -35,7 +35,6 @@ class SaveDone:
         problem: why the rank could not write; empty when it could.
         copied_s: seconds of copying the state to the host.
         blocked_s: seconds for which the rank did not train, these among them; without waiting for the save before.
-        written_s: seconds from then on until the file was written.
     """
 
     rank: int
@@ -50,7 +49,6 @@ class SaveDone:
     problem: str = ""
     copied_s: float = 0.0
     blocked_s: float = 0.0
-    written_s: float = 0.0
 
 
 def rank_file(writer: int | str) -> str:

@@ -112,15 +112,12 @@ class RankSaver:
             self._idle.set()
 
     def _write(self, report: SaveDone, contents: Contents) -> None:
-        began = time.perf_counter()
         try:
             self._copies.settle()
             folder = self._checkpoint.path / partial_folder(report.step)
             folder.mkdir(exist_ok=True)
             boxes, size = write_boxes(folder / rank_file(report.rank), contents, self._count)
-            report = replace(
-                report, boxes=boxes, nbytes=size, written_s=time.perf_counter() - began
-            )
+            report = replace(report, boxes=boxes, nbytes=size)
         except (OSError, RuntimeError) as e:  # torch has its own class for a disk that is full
             report = replace(report, problem=f"rank {report.rank}: {e}")
         self._tell(report)

@@ -69,11 +69,11 @@ class _CountedHere:
 
 
 class InlineEngine:
-    """Run steps of ranks that are bound to one plan; `counters` observe the memory of ranks."""
+    """Run steps of ranks that are bound to one plan; `counters`, by rank, observe their memory."""
 
-    def __init__(self, ranks: Sequence[Rank], counters: dict[int, Counter] | None = None):
+    def __init__(self, ranks: Sequence[Rank]):
         self._ranks = ranks
-        self.counters = counters or {}
+        self.counters: dict[int, Counter] = {}
         self._meeting = {r.rank: _meeting(r) for r in ranks}
         self._mates: dict[tuple[int, str], tuple[int, ...]] = {}
         counting = set(counting_ranks(ranks[0].plan)) if ranks else set()

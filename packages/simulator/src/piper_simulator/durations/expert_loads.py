@@ -118,7 +118,7 @@ def mixture_of(plan: Plan) -> Mixture | None:
     """Return the experts of a plan; None if it has none."""
     shared = [c for c in plan.chunks if of_experts(c)]
     for chunk in shared or plan.chunks:
-        for kernel, experts in _of_weights(plan, chunk):
+        for kernel, experts in _of_weights(chunk):
             ranks = plan.mesh.degree(plan.mesh.along(chunk.experts))
             tokens = ranks * plan.rows * (plan.tokens_per_row or 0)
             if (region := chunk.steps["F"].experts) is not None:
@@ -130,7 +130,7 @@ def mixture_of(plan: Plan) -> Mixture | None:
     return None
 
 
-def _of_weights(plan: Plan, chunk: Chunk) -> Iterator[tuple[Kernel, int]]:
+def _of_weights(chunk: Chunk) -> Iterator[tuple[Kernel, int]]:
     """Yield the forward products of a chunk with the weights of experts, [E, K, N], and how many experts these have."""
     weights = {tuple(bind(d, 0) for d in i.spec.shape) for i in chunk.inputs if i.kind == "param"}
     weights = {w for w in weights if len(w) == 3}

@@ -46,26 +46,26 @@ def idle_gaps(prepared: Prepared, times: Times, chains: Chains) -> list[list[Gap
             if prepared.group_of[node] >= 0:
                 continue
             if times.start[node] > reached:
-                gaps.append(_gap(chains, r, reached, times.start[node], node, node, "start"))
+                causes = _causes(chains, reached, node, "start")
+                gaps.append(Gap(r, reached, times.start[node], node, causes))
             reached = max(reached, times.end[node])
         if makespan > reached:
-            gaps.append(_gap(chains, r, reached, makespan, -1, last, "done"))
+            causes = _causes(chains, reached, last, "done")
+            gaps.append(Gap(r, reached, makespan, -1, causes))
         gaps_by_role.append(gaps)
     return gaps_by_role
 
 
-def _gap(
-    chains: Chains, role: int, start: float, end: float, node: int, of: int, moment: NodeMoment
-) -> Gap:
-    """Return the part of the chain to a moment of node `of` that lies in the gap."""
+def _causes(chains: Chains, start: float, node: int, moment: NodeMoment) -> tuple[PathPiece, ...]:
+    """Return the part of the chain to a moment of a node that lies in the gap from `start` on."""
     pieces = []
-    for piece in chains.back(of, moment):
+    for piece in chains.back(node, moment):
         pieces.append(
             piece if piece.start >= start else PathPiece(start, piece.end, piece.holder, piece.node)
         )
         if piece.start <= start:
             break
-    return Gap(role, start, end, node, tuple(pieces[::-1]))
+    return tuple(pieces[::-1])
 
 
 @dataclass(frozen=True, slots=True)

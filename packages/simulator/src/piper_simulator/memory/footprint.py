@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from piper_ir.fold.memory_owners import Held, held_at_peak
 from piper_ir.plan.plan import Plan, RolePlan
 from piper_ir.program.ops import Compute
@@ -92,8 +90,3 @@ def _line(held: Held, special: str, losses: set[str]) -> str:
     if held.category == "workspace":
         return "kernels" if held.chunk else "update"
     return _VALUES[held.category]
-
-
-def largest(lines: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return the lines with bytes, largest first."""
-    return sorted(((name, b) for name, b in lines.items() if b), key=lambda x: (-x[1], x[0]))

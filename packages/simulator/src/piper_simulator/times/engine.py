@@ -49,7 +49,8 @@ def run_engine(
         Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles))
         for _ in range(steps)
     ]
-    engine = _Engine(prepared, durations, latency, issue, steps, flows, times, inside)
+    work = _Work(prepared, durations, latency, issue, flows, inside or {})
+    engine = _Engine(work, steps, times)
     engine.start()
     engine.env.run()
     engine.finish()
@@ -78,8 +79,9 @@ def period(
     host = host_seconds(prepared, issue)
     if not prepared.streams:
         return 0.0
+    work = _Work(prepared, durations, latency, issue, flows, inside or {})
     for steps in PERIOD_STEPS:
-        engine = _Engine(prepared, durations, latency, issue, steps, flows, (), inside)
+        engine = _Engine(work, steps, ())
         ends = _StepEnds(engine.env, len(prepared.streams), steps, host)
         engine.start(ends)
         engine.env.run(until=ends.known)
@@ -303,38 +305,35 @@ class _Stream:
             engine.ends.ended(self.index, self.step)
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Hold the work of each step; see `run_engine` for the fields."""
+
+    prepared: Prepared
+    durations: Sequence[float]
+    latency: float
+    issue: float
+    flows: Sequence[Flow] | None
+    inside: Mapping[int, Sequence[TimedPiece]]
+
+
 class _Engine:
     """Hold the streams of a plan and their shared state; `times` has an entry per step, or none."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        durations: Sequence[float],
-        latency: float,
-        issue: float,
-        steps: int,
-        flows: Sequence[Flow] | None,
-        times: Sequence[Times],
-        inside: Mapping[int, Sequence[TimedPiece]] | None,
-    ) -> None:
-        self.env, self.inside = Environment(), inside or {}
-        self.prepared, self.durations, self.latency, self.steps, self.times = (
-            prepared,
-            durations,
-            latency,
-            steps,
-            times,
-        )
-        self.flows: Sequence[Flow | None] = (
-            [None] * len(prepared.groups) if flows is None else flows
-        )
-        self.shared = None if flows is None else SharedActivities(self.env, len(prepared.roles))
+    def __init__(self, work: _Work, steps: int, times: Sequence[Times]) -> None:
+        self.env = Environment()
+        prepared = self.prepared = work.prepared
+        self.durations, self.latency, self.inside = work.durations, work.latency, work.inside
+        self.steps, self.times = steps, times
+        shares = work.flows is not None
+        self.flows: Sequence[Flow | None] = work.flows or [None] * len(prepared.groups)
+        self.shared = SharedActivities(self.env, len(prepared.roles)) if shares else None
         self.ends: _StepEnds | None = None
         self.streams: list[_Stream] = []
         self.counters = [_Counter() for _ in prepared.streams]
-        roles = range(len(prepared.roles) if issue else 0)
+        roles = range(len(prepared.roles) if work.issue else 0)
         self.issued = [
-            array("d", accumulate(repeat(issue, self.instructions(r) * steps))) for r in roles
+            array("d", accumulate(repeat(work.issue, self.instructions(r) * steps))) for r in roles
         ]
         groups = zip(prepared.groups, prepared.p2p)
         self.meetings = [

@@ -46,11 +46,6 @@ RULES: dict[OpOverload, LoopRule] = {
 """The rules by op, without those of ops that torch tags as element-wise."""
 
 
-def known(op: OpOverload) -> bool:
-    """Return whether an op has a rule."""
-    return op in RULES or _elementwise(op)
-
-
 def loops_of(call: OpCall) -> Loops | None:
     """Return the loops of a call, or None if its op has no rule."""
     rule = RULES.get(call.op)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from piper_capture.layouts.loops import DimOf, Loops, Nest, OpCall
+from piper_capture.layouts.loops import Loops, Nest, OpCall
 from piper_capture.torch_api._torch import OpOverload
 
 aten = torch.ops.aten
@@ -63,13 +63,6 @@ def broadcast(call: OpCall, argument: int, result: int) -> list[tuple[Nest, Nest
     """Return the dimensions that an argument and a result share when they are aligned from the right."""
     pairs = zip(call.dims(argument)[::-1], call.dims(result)[::-1], strict=False)
     return [((a,), (b,)) for a, b in pairs if call.size(a) == call.size(b)]
-
-
-def alike(call: OpCall, *tensors: int) -> tuple[tuple[Nest, Nest], ...]:
-    """Return the dimensions of tensors of equal shapes, as equal loops."""
-    first, *others = tensors
-    dims = range(len(call.shape(first)))
-    return tuple(((DimOf(first, d),), (DimOf(other, d),)) for other in others for d in dims)
 
 
 def _linear(call: OpCall) -> tuple[frozenset[int], ...]:

@@ -62,7 +62,6 @@ LOSSES = frozenset(
 """The losses whose mean divides by a number of elements or rows that is the same for equal numbers of rows."""
 PORTABLE_NAME = "piper::cross_entropy"
 """The name of Piper's own cross-entropy in its schema."""
-_METHODS: Mapping[str, tuple[str, ...]] = {"mean": ("input", "dim"), "sum": ("input", "dim")}
 _POSITIONS: Mapping[str, tuple[str, ...]] = {
     PORTABLE_NAME: ("input", "target", "reduction", "ignore_index"),
     "nll_loss_nd": ("input", "target", "weight", "reduction", "ignore_index"),
@@ -108,14 +107,17 @@ def reduced(node: fx.Node) -> Base | Literal["classes", "rows"] | None:
     "classes" is a mean over targets that are not ignored, and "rows" a loss of each row by itself.
     """
     name = call_name(node)
-    if name in SUMS:
+    if name in SUMS | PRODUCTS:
         return "sum"
     if name in MEANS:
         return "mean"
-    if name in PRODUCTS:
-        return "sum"
     if name in ADDED:
         return "sum" if _adds_to_zeros(node) else None
+    return _reduced_by_loss(node, name)
+
+
+def _reduced_by_loss(node: fx.Node, name: str) -> Base | Literal["classes", "rows"] | None:
+    """Return how a loss of torch adds up, as `reduced` does; None for other functions."""
     if name not in CLASSES | LOSSES or (
         not is_portable_loss(node) and not hasattr(F, name) and name not in _POSITIONS
     ):

@@ -366,22 +366,25 @@ class Dependences:
         if name == "where" and node.op == "call_function" and len(node.args) == 3:
             return self._chosen(node, base, spoiled)
         if name == "mul":
-            changing = [d for d in inputs if not d.constant]
-            first = next((d for d in changing if d.model), changing[0])
-            others = [d for d in changing if d is not first]
-            if not others and len(changing) == sum(
-                isinstance(a, fx.Node) and not self.of[a].constant for a in node.args
-            ):
-                return replace(base, terms=first.terms)
-            sizes = any(is_size(n) and not self.of[n].constant for n in node.all_input_nodes)
-            if all(not d.model for d in others) and len(others) == 1 and not sizes:
-                return self._over(first, "batch", base, spoiled)
-            return spoiled
+            return self._multiplied(node, inputs, base, spoiled)
         if name == "div" and isinstance(node.args[0], fx.Node):
-            by = node.args[1]
-            if not isinstance(by, fx.Node) or self.of[by].constant:
-                return replace(base, terms=self.of[node.args[0]].terms)
-            return self._divided(self.of[node.args[0]], by, base, spoiled)
+            return self._divided(self.of[node.args[0]], node.args[1], base, spoiled)
+        return spoiled
+
+    def _multiplied(
+        self, node: fx.Node, inputs: list[Dependence], base: Dependence, spoiled: Dependence
+    ) -> Dependence:
+        """Return the dependence of a product of a reduction and numbers."""
+        changing = [d for d in inputs if not d.constant]
+        first = next((d for d in changing if d.model), changing[0])
+        others = [d for d in changing if d is not first]
+        if not others and len(changing) == sum(
+            isinstance(a, fx.Node) and not self.of[a].constant for a in node.args
+        ):
+            return replace(base, terms=first.terms)
+        sizes = any(is_size(n) and not self.of[n].constant for n in node.all_input_nodes)
+        if all(not d.model for d in others) and len(others) == 1 and not sizes:
+            return self._over(first, "batch", base, spoiled)
         return spoiled
 
     def _chosen(self, node: fx.Node, base: Dependence, spoiled: Dependence) -> Dependence:
@@ -405,9 +408,11 @@ class Dependences:
         return replace(base, terms=frozenset(terms))
 
     def _divided(
-        self, over: Dependence, by: fx.Node, base: Dependence, spoiled: Dependence
+        self, over: Dependence, by: object, base: Dependence, spoiled: Dependence
     ) -> Dependence:
-        """Return the dependence of a quotient of two reductions."""
+        """Return the dependence of a quotient of a reduction and another one, or a number."""
+        if not isinstance(by, fx.Node) or self.of[by].constant:
+            return replace(base, terms=over.terms)
         under = self.of[by]
         if under.grad or under.mixed is not None:
             return replace(spoiled, mixed=under.mixed or spoiled.mixed)

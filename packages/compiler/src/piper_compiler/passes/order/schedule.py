@@ -99,7 +99,7 @@ class Scheduler:
         )
         self.free = {self.group[i] for i in deps.ordered if kinds[deps.of[i]][0] == FORWARD}
         """The groups of forwards that an order mentions."""
-        self.limit = _limits(graph, deps, kinds)
+        self.limit = _limits(deps, kinds)
         self.backward = deps.column(
             [
                 isinstance(n.op, Compute) and k[0] != FORWARD
@@ -122,19 +122,13 @@ class Scheduler:
 
     def run(self) -> list[int]:
         waiting: list[int] = np.bincount(self.deps.target, minlength=len(self.deps.comm)).tolist()
-        after, events, comm, backward = self.deps.after, self.events, self.deps.comm, self.backward
-        roles, role_of, ready, communicate = (
-            self.roles,
-            self.role_of,
-            self._ready,
-            self._communicate,
-        )
+        events = self.events
         now, done = 0.0, 0
         dirty = set(range(len(self.roles)))
         over: list[int] = []
         for i, n in enumerate(waiting):
             if n == 0:
-                communicate(i, now, over) if comm[i] else ready(i)
+                self._communicate(i, now, over) if self.deps.comm[i] else self._ready(i)
         while True:
             if dirty:
                 self._start(dirty, now)
@@ -142,31 +136,46 @@ class Scheduler:
                 now = events[0][0]
             while events and events[0][0] == now:
                 over.append(heappop(events)[2])
-            if not over:
-                if done == len(waiting) or not self._force(dirty):
-                    break
-                continue
-            for i in over:  # which grows by communication that takes no time
-                if not comm[i]:
-                    role = roles[role_of[i]]
-                    role.busy = False
-                    dirty.add(role_of[i])
-                    if backward[i]:
-                        self._finish(role, self.group[i] % self.each)
-                for j in after[i]:
-                    waiting[j] -= 1
-                    if waiting[j]:
-                        continue
-                    if comm[j]:
-                        communicate(j, now, over)
-                    else:
-                        ready(j)
-                        dirty.add(role_of[j])
-            done += len(over)
-            over.clear()
+            if over:
+                self._end(over, waiting, dirty, now)
+                done += len(over)
+                over.clear()
+            elif done == len(waiting) or not self._force(dirty):
+                break
         if done < len(waiting):
             raise cycle_error(self.graph, self.deps, {i for i, n in enumerate(waiting) if n})
         return self.sequence
+
+    def _end(self, over: list[int], waiting: list[int], dirty: set[int], now: float) -> None:
+        """End the nodes that are over, and let those start that waited for nothing else.
+
+        Args:
+            over: the nodes, which grow by communication that takes no time.
+            waiting: how many nodes each node waits for.
+            dirty: collects the roles that may have something new to do.
+        """
+        after, comm, backward, role_of = (
+            self.deps.after,
+            self.deps.comm,
+            self.backward,
+            self.role_of,
+        )
+        for i in over:
+            if not comm[i]:
+                role = self.roles[role_of[i]]
+                role.busy = False
+                dirty.add(role_of[i])
+                if backward[i]:
+                    self._finish(role, self.group[i] % self.each)
+            for j in after[i]:
+                waiting[j] -= 1
+                if waiting[j]:
+                    continue
+                if comm[j]:
+                    self._communicate(j, now, over)
+                else:
+                    self._ready(j)
+                    dirty.add(role_of[j])
 
     def _ready(self, i: int) -> None:
         """Let a node that computes start when its role has nothing better to do."""
@@ -355,7 +364,7 @@ def overlap_seconds(graph: Graph, bound: BoundChunks) -> dict[At, float]:
     return dict(zip(places, node_seconds(graph, nodes, bound), strict=True))
 
 
-def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> dict[int, int]:
+def _limits(deps: Dependencies, kinds: list[tuple[int, int]]) -> dict[int, int]:
     """Return for each stage how many microbatches may be in flight.
 
     It is 1 + the most changes of device on a way from the stage to the end of forward.

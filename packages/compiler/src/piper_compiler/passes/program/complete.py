@@ -248,19 +248,27 @@ def _share(edit: Editor) -> None:
     for bucket in reversed(list(edit.buckets.values())):
         if bucket.shard.optim and not bucket.shard.params:
             for role, channel in zip(bucket.roles, bucket.gather, strict=True):
-                _on_bucket(edit, "gather", "all_gather", bucket, role, channel, "F")
+                _on_bucket(edit, "gather", bucket, role, channel)
     for bucket in list(edit.buckets.values()):
         for role, channel in zip(bucket.roles, bucket.scatter, strict=bool(bucket.scatter)):
             if bucket.shard.grads:
                 fold: dict[str, int | str] = {"phase": "U", "op": "fold", "bucket": bucket.id}
                 edit.add(Node(f"fold.{bucket.id}#{role}", Fold(bucket.id), fold, (), (), role))
             else:
-                _on_bucket(edit, "scatter", "reduce_scatter", bucket, role, channel, "B")
+                _on_bucket(edit, "scatter", bucket, role, channel)
 
 
-def _on_bucket(
-    edit: Editor, name: str, kind: str, bucket: Bucket, role: str, channel: str, phase: str
-) -> None:
+_ON_BUCKETS = {
+    "gather": ("all_gather", "F"),
+    "scatter": ("reduce_scatter", "B"),
+    "reduce": ("all_reduce", "B"),
+}
+"""The collectives on whole buckets, by the name of their nodes: the kind, and the phase."""
+
+
+def _on_bucket(edit: Editor, name: str, bucket: Bucket, role: str, channel: str) -> None:
+    """Add a collective of `_ON_BUCKETS` to a role."""
+    kind, phase = _ON_BUCKETS[name]
     coords: dict[str, int | str] = {
         "phase": phase,
         "op": kind.replace("_", ""),
@@ -284,7 +292,7 @@ def _reduce(edit: Editor) -> None:
     """Add one all-reduce per bucket and holder, for buckets that several ranks keep replicated."""
     for bucket in list(edit.buckets.values()):
         for role in bucket.roles if bucket.channel else ():
-            _on_bucket(edit, "reduce", "all_reduce", bucket, role, bucket.channel, "B")
+            _on_bucket(edit, "reduce", bucket, role, bucket.channel)
 
 
 def _sum_over_roles(

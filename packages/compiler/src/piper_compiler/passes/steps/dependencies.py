@@ -245,7 +245,7 @@ class _Edges:
             if (shared := common(self.nodes[k].mbs, node.mbs)) is None or shared
         ]
 
-    def _late(self, node: Node, op: Compute) -> list[int]:
+    def _late(self, node: Node) -> list[int]:
         """Return the predecessors of a backward that its late R waits for, too."""
         backward = self.late.get(node.id, ())
         links = [
@@ -263,7 +263,7 @@ class _Edges:
             # The step before it, even if it reads no value of that step.
             earlier = (self._with(node, compute_id(op.chunk, step)) for step in _EARLIER[op.step])
             own = next(filter(None, earlier), [])
-            return [*own, *self._late(node, op)] if op.step == "R" else own
+            return [*own, *self._late(node)] if op.step == "R" else own
         return [] if isinstance(op, Send | Recv) else self.states.of(k, node)
 
     def _gathers(self, node: Node, op: Compute) -> list[int]:

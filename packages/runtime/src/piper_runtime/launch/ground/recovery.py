@@ -36,7 +36,7 @@ class Recovery:
         self._records: dict[int, StepRecord] = {}
         self._raised_in: int | None = None
         self._since: float | None = None
-        self.restarts: list[Restart] = []
+        self.failures: list[Restart] = []
 
     @property
     def next(self) -> int:
@@ -46,7 +46,7 @@ class Recovery:
     def heard(self, record: StepRecord) -> None:
         """Take a finished step of any attempt; this is an OnStep."""
         if self._since is not None:
-            self.restarts[-1] = replace(self.restarts[-1], seconds=time.monotonic() - self._since)
+            self.failures[-1] = replace(self.failures[-1], seconds=time.monotonic() - self._since)
             self._since = None
         if record.step < self.next:
             return
@@ -61,7 +61,7 @@ class Recovery:
     def check(self, error: PiperError) -> None:
         """Raise the error of an attempt again unless the run is to be started again."""
         self._since = time.monotonic()
-        if not self._options.restarts:
+        if not self._options.goes_on:
             raise error
         raised = isinstance(error, RankError | HangError) and not lost(error)
         again = raised and self._raised_in == self.next
@@ -71,7 +71,7 @@ class Recovery:
             raise self._ended(
                 error, f"It came again in step {self.next}, and no step was finished in between"
             )
-        if len(self.restarts) >= self._options.restarts:
+        if len(self.failures) >= self._options.restarts:
             raise self._ended(
                 error, f"No more restarts are allowed (restarts={self._options.restarts})"
             )
@@ -82,15 +82,15 @@ class Recovery:
         if isinstance(error, NonFiniteLossError):
             return False
         return isinstance(error, RankError | HangError) or (
-            bool(self.restarts) and isinstance(error, ExecutionError)
+            bool(self.failures) and isinstance(error, ExecutionError)
         )
 
     def _ended(self, error: PiperError, why: str) -> PiperError:
         """Return the error that ends the run, with the reason and the restarts so far."""
         tried = ""
-        if self.restarts:
-            times = "once" if len(self.restarts) == 1 else f"{len(self.restarts)} times"
-            tried = f"The run had been started again {times}, the last time from step {self.restarts[-1].resumed}"
+        if self.failures:
+            times = "once" if len(self.failures) == 1 else f"{len(self.failures)} times"
+            tried = f"The run had been started again {times}, the last time from step {self.failures[-1].resumed}"
         error.args = (". ".join(text for text in (str(error).rstrip("."), why, tried) if text),)
         return error
 
@@ -139,10 +139,10 @@ class Recovery:
             plan.mesh.world,
             source=where,
         )
-        self.restarts.append(restart)
+        self.failures.append(restart)
         fewer = f" on {plan.mesh}" if self.replans else ""
         warnings.warn(
-            f"{error}. Restart {len(self.restarts)} of {self._options.restarts}: the run goes on with step "
+            f"{error}. Restart {len(self.failures)} of {self._options.restarts}: the run goes on with step "
             f"{resumed}{fewer}, from {where}",
             PiperWarning,
             stacklevel=2,

@@ -96,9 +96,19 @@ class RunOptions:
         return self.first + min(1, self.steps - 1)
 
     @property
+    def goes_on(self) -> bool:
+        """Return whether the run may be started again after a failure."""
+        return self.restarts > 0
+
+    @property
+    def once(self) -> RunOptions:
+        """Return the options of the same run, which a failure ends."""
+        return replace(self, restarts=0)
+
+    @property
     def reports_steps(self) -> bool:
         """Return whether ranks report every finished step: somebody listens, or a restart has to know them."""
-        return self.on_step is not None or self.restarts > 0
+        return self.on_step is not None or self.goes_on
 
     @property
     def snapshot_every(self) -> int | None:
@@ -106,7 +116,7 @@ class RunOptions:
 
         Only a run that may be started again has a use for them.
         """
-        return self.checkpoint.snapshot if self.checkpoint is not None and self.restarts else None
+        return self.checkpoint.snapshot if self.checkpoint is not None and self.goes_on else None
 
     def devices(self, world: int) -> int:
         """Return how many ranks there can be at the beginning of a run of `world` ranks."""
@@ -168,7 +178,7 @@ class RunOptions:
         for name, number in (("restarts", self.restarts), ("spares", self.spares)):
             if not _is_count(number):
                 raise JobError(f"{name}={number!r}: an integer of at least 0 is needed")
-        if self.restarts and self.gradients:
+        if self.goes_on and self.gradients:
             raise JobError(
                 f"restarts={self.restarts} and gradients=True: the gradients of the steps before a failure would be "
                 f"lost; leave one of them out"
@@ -188,7 +198,7 @@ class RunOptions:
 
     def check_replans(self, kind: LauncherKind) -> None:
         """Raise JobError when a run with these options cannot go on with fewer devices."""
-        if not self.restarts:
+        if not self.goes_on:
             raise JobError(
                 'on_loss="replan": a run that may not be started again cannot go on; give restarts of at least 1'
             )

@@ -38,8 +38,8 @@ class RankActor:
     Hearts of the ranks of a node lie in one piece of shared memory, so that each can report a dead one's instruction.
     """
 
-    def __init__(self, rank: int, world: int, name: str, threads: int):
-        torch.set_num_threads(threads)
+    def __init__(self, rank: int, world: int, name: str):
+        torch.set_num_threads(1)
         keep_freed_memory()
         threading.Thread(
             target=_end_with, args=(os.getppid(),), name="piper lifeline", daemon=True

@@ -140,10 +140,10 @@ def connect(cluster: str, cpus: int, wording: RayWording = LAUNCHER) -> RayLink:
     return _start(ray, cpus, wording) if wanted == "local" else _join(ray, wanted, wording)
 
 
-def check_ray(cluster: str = "auto") -> None:
+def check_ray() -> None:
     """Raise ExecutionError when a launcher's `connect` would fail for want of Ray or of an answer; start nothing."""
     ray = import_ray()
-    if not ray.is_initialized() and (wanted := _wanted(ray, cluster)) != "local":
+    if not ray.is_initialized() and (wanted := _wanted(ray, "auto")) != "local":
         _check_address(ray, wanted, LAUNCHER)
 
 

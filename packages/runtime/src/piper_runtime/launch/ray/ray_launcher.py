@@ -225,10 +225,10 @@ class _Team:
 
 
 class RayPool(TeamPool[_Team]):
-    """Run Ray actors with one CPU each; see `TeamPool`.
+    """Run Ray actors with one CPU and one thread each; see `TeamPool`.
 
     `cluster` is as for `piper_runtime.launch.ray.ray_cluster.connect`; a Ray that was started for this pool ends with
-    it. `gpus` are per rank; None: one if the cluster has as many as ranks, unless runs are to take the CPU. The output
+    it. A rank gets a GPU if the cluster has as many as ranks, unless runs are to take the CPU. The output
     of workers stays in Ray's logs. The pool keeps room for `spares` more ranks, which take the places of ranks that
     die.
     """
@@ -238,12 +238,10 @@ class RayPool(TeamPool[_Team]):
         world: int,
         *,
         cluster: str = "auto",
-        threads: int = 1,
-        gpus: int | None = None,
         spares: int = 0,
     ):
         super().__init__(world)
-        self._cluster, self._threads, self._gpus = cluster, threads, gpus
+        self._cluster = cluster
         self._link: RayLink | None = None
         self._had_gpus = False
         self._spare_room = SpareRoom(spares) if spares else None
@@ -269,8 +267,6 @@ class RayPool(TeamPool[_Team]):
         )
 
     def _gpus_per_rank(self, ray: Any) -> int:
-        if self._gpus is not None:
-            return self._gpus
         # A cluster that has lost a node may have too few for all ranks; the remaining ranks still need theirs.
         self._had_gpus |= bool(gpus_per_rank(ray.cluster_resources(), self.world))
         return int(self._had_gpus and device.default != "cpu")
@@ -319,14 +315,14 @@ class RayPool(TeamPool[_Team]):
             _Team(ray, self._link.fault, group, places, kept=self._spare_room is not None)
         )
         try:
-            _bring_up(team, self._threads, gpus)
+            _bring_up(team, gpus)
         except BaseException:
             self._end_team()
             raise
         return team
 
 
-def _bring_up(team: _Team, threads: int, gpus: int) -> None:
+def _bring_up(team: _Team, gpus: int) -> None:
     """Create the actors, compare their software, and connect them."""
     ray, world = team.ray, len(team.places)
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
@@ -335,7 +331,7 @@ def _bring_up(team: _Team, threads: int, gpus: int) -> None:
         num_cpus=1,
         num_gpus=gpus,
         max_concurrency=4,
-        runtime_env={"env_vars": _variables(threads, gpus)},
+        runtime_env={"env_vars": _variables(gpus)},
     )
     for rank, place in enumerate(team.places):
         chosen = strategy(
@@ -344,7 +340,7 @@ def _bring_up(team: _Team, threads: int, gpus: int) -> None:
             placement_group_capture_child_tasks=False,
         )
         actor = ray.remote(RankActor).options(scheduling_strategy=chosen, **options)
-        team.actors.append(actor.remote(rank, world, team.shared, threads))
+        team.actors.append(actor.remote(rank, world, team.shared))
     descriptions = team.ask("start", {a.describe.remote(): r for r, a in enumerate(team.actors)})
     team.pids = [descriptions[r][0] for r in range(world)]
     first_of_node = {place.node: rank for rank, place in reversed(list(enumerate(team.places)))}
@@ -387,15 +383,15 @@ def gpus_per_rank(resources: Mapping[str, float], world: int) -> int:
     return int(device.default != "cpu" and resources.get("GPU", 0) >= world)
 
 
-def _variables(threads: int, gpus: int) -> dict[str, str]:
+def _variables(gpus: int) -> dict[str, str]:
     """Return the environment of actors, with this process's paths outside of its Python installation."""
     installed = (sys.prefix, sys.base_prefix)
     paths = [os.path.abspath(p) for p in sys.path]
     ours = [p for p in paths if not p.startswith(installed)]
     variables = {
         "PYTHONPATH": os.pathsep.join(ours),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
     }
     wanted = {SHARED_DEVICE: os.environ[SHARED_DEVICE]} if SHARED_DEVICE in os.environ else {}
     return variables | wanted | ({OWN_DEVICE: "1"} if gpus else {})

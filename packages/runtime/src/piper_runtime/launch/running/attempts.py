@@ -147,6 +147,6 @@ class Attempts:
             {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
             joined_states(plan, reports), joined_gradients(plan, reports),
             {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, self.initial, [r.batch_s for r in records],
-            records[0].step if records else first, tuple(recovery.restarts), [r.metrics for r in records],
+            records[0].step if records else first, tuple(recovery.failures), [r.metrics for r in records],
             {r.step: evaluated(r, self.job.metrics) for r in records if r.evaluation},
         )  # fmt: skip

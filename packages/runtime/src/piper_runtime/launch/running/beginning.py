@@ -137,7 +137,7 @@ def next_beginning(
 def under_torchrun(options: RunOptions) -> RunOptions:
     """Return the options of a run whose ranks torchrun starts: only it can start them again.
 
-    It does so in new processes. There, a run with restarts goes on from its newest complete checkpoint with the steps
+    It does so in new processes. There, a run that may go on does so from its newest complete checkpoint with the steps
     that are left. Raises JobError if `replan` is asked for.
     """
     if options.replan is not None:
@@ -145,9 +145,9 @@ def under_torchrun(options: RunOptions) -> RunOptions:
             'on_loss="replan": torchrun has started the ranks, and their number cannot change; use launcher="ray", '
             'or "processes" without torchrun'
         )
-    alone, checkpoint = replace(options, restarts=0), options.checkpoint
+    alone, checkpoint = options.once, options.checkpoint
     if (
-        not options.restarts
+        not options.goes_on
         or checkpoint is None
         or options.resume is not None
         or not restart_count()

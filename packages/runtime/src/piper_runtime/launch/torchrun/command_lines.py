@@ -31,7 +31,7 @@ class Launch:
         gpus: whether to ask for a GPU for each rank.
         arguments: more arguments of `piper run`.
         of_ray: further ones that only Ray takes.
-        restarts: how many times torchrun starts failed ranks again.
+        of_torchrun: arguments of torchrun itself.
     """
 
     file: str | Path
@@ -40,7 +40,7 @@ class Launch:
     gpus: bool = False
     arguments: Sequence[str] = ()
     of_ray: Sequence[str] = ()
-    restarts: int = 0
+    of_torchrun: Sequence[str] = ()
 
 
 def launch_sections(launch: Launch) -> dict[str, Section]:
@@ -58,9 +58,11 @@ def launch_sections(launch: Launch) -> dict[str, Section]:
     each = world // nodes
     words = ["run", str(launch.file), *launch.arguments]
     text = shlex.join(words)
-    again = f"--max-restarts {launch.restarts} " if launch.restarts else ""
-    ranks = f"{again}--nproc-per-node {each} -m piper {text} --launcher processes"
-    alone = f"torchrun --standalone {again}--nproc-per-node {world} -m piper {text} --launcher processes"
+    own = "".join(f"{shlex.quote(word)} " for word in launch.of_torchrun)
+    ranks = f"{own}--nproc-per-node {each} -m piper {text} --launcher processes"
+    alone = (
+        f"torchrun --standalone {own}--nproc-per-node {world} -m piper {text} --launcher processes"
+    )
     meet = f"torchrun --nnodes {nodes} --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint HEAD:{PORT} {ranks}"
     return {
         "torchrun": Section("torchrun, one machine", alone),

@@ -91,7 +91,7 @@ class RankOptimizer:
         self._ways: tuple[Way, ...] = ways
         if not self.flat:
             self._check_whole(optimizers)
-            on_views = self._on_views(optimizers)
+            on_views = self._on_views()
             named = [(n, store.parameter(n) if n in on_views else p) for n, p in named]
             optimizers = call_optimizers(function, named)
         self._optimizers = optimizers
@@ -121,7 +121,7 @@ class RankOptimizer:
     def _way_of(self, bucket: Bucket) -> Way:
         return self._ways[self._owner[bucket.group]]
 
-    def _on_views(self, optimizers: Sequence[Optimizer]) -> set[str]:
+    def _on_views(self) -> set[str]:
         """Return the parameters of this rank that are updated one by one."""
         return {n for b in self._store.buckets if self._way_of(b) == "parameters" for n in b.params}
 
