@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import piper
 from piper import cli
 from piper.cli import planning
-from piper.planning.answers import Training, answer, structures
-from piper.planning.sources import Wanted, count, understand
+from piper.planning.answers import TrainingBudget, answer, structures
+from piper.planning.sources import StepSize, count, understand
 from piper.planning.written import PLANNED
 from piper_ir.ground.errors import JobError
 from piper_simulator import load_cluster
@@ -87,9 +87,9 @@ def test_json_is_one_object_with_the_fields_that_programs_read(tmp_path: Path) -
 
 
 def test_a_step_has_as_many_tokens_as_are_asked_for() -> None:
-    assert Wanted(tokens_per_step=4_000_000).global_batch(8192) == 512, "a power of two is near"
-    assert Wanted(tokens_per_step=3_000_000).global_batch(8192) == 366
-    assert Wanted(rows=7).global_batch(8192) == 7
+    assert StepSize(tokens_per_step=4_000_000).global_batch(8192) == 512, "a power of two is near"
+    assert StepSize(tokens_per_step=3_000_000).global_batch(8192) == 366
+    assert StepSize(rows=7).global_batch(8192) == 7
     assert [count(text, "--tokens") for text in ("8192", "4M", "1.5T")] == [
         8192,
         4_000_000,
@@ -100,14 +100,14 @@ def test_a_step_has_as_many_tokens_as_are_asked_for() -> None:
 @each_case(
     ("source", "wanted", "says"),
     [
-        ("llama9-3b", Wanted(rows=8), "no such preset or file; accepted are gpt3-175b"),
-        ("torchtitan:llama3_70b", Wanted(rows=8), "files of torchtitan are not read yet"),
-        ("llama3-8b", Wanted(), "--tokens-per-step, such as 4M, or --global-batch"),
-        ("llama3-8b", Wanted(rows=8, tokens_per_step=9), "one of them"),
+        ("llama9-3b", StepSize(rows=8), "no such preset or file; accepted are gpt3-175b"),
+        ("torchtitan:llama3_70b", StepSize(rows=8), "files of torchtitan are not read yet"),
+        ("llama3-8b", StepSize(), "--tokens-per-step, such as 4M, or --global-batch"),
+        ("llama3-8b", StepSize(rows=8, tokens_per_step=9), "one of them"),
     ],
 )
 def test_a_source_that_says_too_little_is_one_message(
-    source: str, wanted: Wanted, says: str
+    source: str, wanted: StepSize, says: str
 ) -> None:
     with pytest.raises(JobError) as error:
         understand(source, wanted)
@@ -151,5 +151,7 @@ def test_where_nothing_fits_the_nearest_is_named(
     assert done.exit_code == 2 and "DOES NOT FIT" in done.stdout and "smallest" in done.stdout
     (folder,) = tmp_path.glob("plan-*")
     assert (folder / "study.json").is_file() and not (folder / PLANNED).exists()
-    asked = answer(understand(str(source), Wanted(64, rows=16)).job, small, Training(), trials=1)
+    asked = answer(
+        understand(str(source), StepSize(64, rows=16)).job, small, TrainingBudget(), trials=1
+    )
     assert not asked.strategies and asked.best is None and not list(structures(asked.study))

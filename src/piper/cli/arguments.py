@@ -1,4 +1,4 @@
-"""Define the options of `piper simulate`, `tune`, `plan`, `profile` and `show`, each command's as the fields of a record."""
+"""Define the options of `piper simulate`, `tune`, `plan`, `profile` and `show` as the fields of records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run `piper plan`: understand a source, search its strategies, print those that fit, and write the best."""
+"""Run `piper plan`: understand a source, search its strategies, print the best that fit, and write the best."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
 from piper.cli.options import searchers
 from piper.planning.answer_text import numbers, table
-from piper.planning.answers import Training, answer
-from piper.planning.sources import Source, Wanted, count, of_file, understand
+from piper.planning.answers import TrainingBudget, answer
+from piper.planning.sources import PlanSource, StepSize, count, of_file, understand
 from piper.planning.written import write
 from piper.views.display import show
 from piper.views.study_view import bar
@@ -43,7 +43,7 @@ def planned(arguments: PlanArguments) -> int:
         found = answer(
             source.job,
             cluster,
-            Training(tokens, a.price),
+            TrainingBudget(tokens, a.price),
             source.strategy,
             trials=a.trials,
             seed=a.seed,
@@ -64,9 +64,9 @@ def planned(arguments: PlanArguments) -> int:
     return 0 if found.strategies else NOTHING_FITS
 
 
-def _source(a: PlanArguments) -> Source:
+def _source(a: PlanArguments) -> PlanSource:
     per_step = None if a.tokens_per_step is None else count(a.tokens_per_step, "--tokens-per-step")
-    wanted = Wanted(a.length, per_step, a.global_batch)
+    wanted = StepSize(a.length, per_step, a.global_batch)
     path = Path(a.source)
     if path.suffix != ".py":
         return understand(a.source, wanted)

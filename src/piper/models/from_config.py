@@ -49,7 +49,14 @@ DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rope_theta": 10_00
 
 @dataclass(frozen=True)
 class Family:
-    """Say which of the models here a type of Hugging Face's is, with its fields' names, and values that never change."""
+    """Say which of the models here a type of Hugging Face's is.
+
+    Attributes:
+        make: the sizes' class here.
+        fields: names of sizes here -> names of the file's fields.
+        fixed: sizes that are the same in all models of the type.
+        activation: the only activation that the models here have.
+    """
 
     make: Callable[..., Config]
     fields: Mapping[str, str]
@@ -88,7 +95,7 @@ NEAREST: Mapping[str, str] = {
     "resid_pdrop": "taken as 0: the time of its draws is not counted",
     "output_router_logits": "the loss that balances experts is left out: it takes almost no time",
 }
-"""Fields that are taken in the nearest form where they are set, and how."""
+"""The fields that are taken in the nearest form if they are set, and how."""
 NO_EFFECT = frozenset({
     "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "use_cache",
     "transformers_version", "initializer_range", "rope_scaling", "rope_parameters", "router_aux_loss_coef",
@@ -98,7 +105,7 @@ NO_EFFECT = frozenset({
     "chunk_size_feed_forward", "is_encoder_decoder", "layer_types", "return_dict", "output_attentions",
     "output_hidden_states", "unsloth_version", "original_max_position_embeddings",
 })  # fmt: skip
-"""Fields that change no time and no memory of a training step."""
+"""The fields that change neither time nor memory of a training step."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ class Described:
         type: the file's `model_type`.
         config: the sizes of one of the models here; None if only the class of transformers says them.
         fields: the file's fields.
-        notes: what is taken in the nearest form.
+        notes: the fields that are taken in the nearest form.
         missing: why the models here do not say the same; "" if they do.
     """
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from piper.planning.answers import Answer, Planned
-from piper.planning.sources import Source
+from piper.planning.answers import Answer, PlannedStrategy
+from piper.planning.sources import PlanSource
 from piper_ir.tools import size_text, time_text
 from piper_report import Table
 
 COLUMNS = ("", "mesh", "schedule", "s/step", "tokens/s/device", "MFU", "device", "most of it")
 
 
-def table(source: Source, answer: Answer, cluster: str) -> Table:
+def table(source: PlanSource, answer: Answer, cluster: str) -> Table:
     """Return the strategies as a table, best first, with the notes under it."""
     every = [*answer.strategies, *([answer.own] if answer.own is not None else [])]
     costs = any(one.days is not None for one in every)
@@ -27,7 +27,7 @@ def table(source: Source, answer: Answer, cluster: str) -> Table:
     )
 
 
-def numbers(source: Source, answer: Answer, cluster: str) -> dict[str, Any]:
+def numbers(source: PlanSource, answer: Answer, cluster: str) -> dict[str, Any]:
     """Return the answer for programs: the job, the strategies, the warnings."""
     more = {"failure": answer.failure} if answer.failure else {}
     if answer.own is not None:
@@ -45,7 +45,7 @@ def numbers(source: Source, answer: Answer, cluster: str) -> dict[str, Any]:
     }
 
 
-def _cells(number: int, one: Planned, costs: bool) -> tuple[str, ...]:
+def _cells(number: int, one: PlannedStrategy, costs: bool) -> tuple[str, ...]:
     cells = (
         "yours" if one.own else str(number),
         one.mesh,
@@ -62,7 +62,7 @@ def _cells(number: int, one: Planned, costs: bool) -> tuple[str, ...]:
     return (*cells, days, "" if one.dollars is None else f"{one.dollars:,.0f}")
 
 
-def _notes(source: Source, answer: Answer) -> Iterator[str]:
+def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:
     yield from (f"as nearest: {note}" for note in source.notes)
     if answer.failure:
         yield f"DOES NOT FIT: {answer.failure}"
@@ -79,7 +79,7 @@ def _notes(source: Source, answer: Answer) -> Iterator[str]:
         yield "warning: interrupted; these are the strategies until then"
 
 
-def _held(first: Planned, second: Planned) -> str:
+def _held(first: PlannedStrategy, second: PlannedStrategy) -> str:
     change = first.device_bytes - second.device_bytes
     return (
         "as much" if not change else f"{size_text(abs(change))} {'more' if change > 0 else 'less'}"

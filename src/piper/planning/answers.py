@@ -1,4 +1,4 @@
-"""Search a job's strategies on a cluster, and rank those that differ in structure, with what each takes."""
+"""Search a job's strategies on a cluster, and rank the best that differ in structure, with time, memory and cost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 SHOWN = 5
 """The most strategies of an answer."""
 LOW, HIGH, HIGH_WITHOUT_STACK = 0.9, 1.3, 1.6
-"""The measured step over the predicted one, at least and at most, with and without a kernel stack: dense models that
-wait for the device lie between on an H200 and an H100 (docs/clusters.md, the table of measured steps)."""
+"""The least and the most of a measured step over its prediction, with and without a kernel stack.
+
+Dense models that wait for the device lie between on an H200 and an H100 (docs/clusters.md, table of measured steps).
+"""
 SECONDS_PER_DAY = 86_400
 OWNERS: Mapping[str, str] = {
     "param": "parameters",
@@ -36,8 +38,8 @@ OWNERS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Training:
-    """Say how long a training is, and what a device costs.
+class TrainingBudget:
+    """Say how long a training is, and the price of a device.
 
     Attributes:
         tokens: of the whole training; None if it is not asked for.
@@ -49,8 +51,8 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Planned:
-    """Hold a strategy and its prediction; `as_dict` is what `piper plan --json` prints of it.
+class PlannedStrategy:
+    """Hold a strategy and its prediction; `piper plan --json` prints it `as_dict`.
 
     Attributes:
         strategy: the strategy.
@@ -62,7 +64,7 @@ class Planned:
         tokens_per_s_per_device: None if the tokens of a row are not known.
         mfu: model FLOPs over the peak; None if one is not known.
         device_bytes: of the fullest device.
-        largest: what holds most of these, with its bytes.
+        largest: the largest category of these, with its bytes.
         fits: whether all devices have the memory.
         days: of the whole training; None unless its tokens are known.
         dollars: likewise, if the devices have a price.
@@ -101,13 +103,13 @@ class Answer:
         own: the strategy of the user's file, if it has one.
         study: the search.
         failure: why nothing fits, with the nearest that does; "" if something fits.
-        warnings: what the predictions rest on.
+        warnings: the assumptions of the predictions.
         space: that was searched.
         best: the first strategy, compiled; None if nothing fits.
     """
 
-    strategies: tuple[Planned, ...]
-    own: Planned | None
+    strategies: tuple[PlannedStrategy, ...]
+    own: PlannedStrategy | None
     study: Study
     failure: str
     warnings: tuple[str, ...]
@@ -118,7 +120,7 @@ class Answer:
 def answer(
     job: Job,
     cluster: Cluster,
-    training: Training,
+    training: TrainingBudget,
     own: Strategy | None = None,
     *,
     trials: int,
@@ -172,12 +174,12 @@ def structures(study: Study, most: int = SHOWN) -> Iterator[Row]:
 class _Predictor:
     """Predict strategies of one job, and keep the warnings and the plans."""
 
-    def __init__(self, job: Job, cluster: Cluster, training: Training) -> None:
+    def __init__(self, job: Job, cluster: Cluster, training: TrainingBudget) -> None:
         self._job, self._cluster, self._training = job, cluster, training
         self.warnings: dict[str, None] = {}
         self.compiled: dict[int, Compiled] = {}
 
-    def __call__(self, strategy: Strategy, *, own: bool = False) -> Planned:
+    def __call__(self, strategy: Strategy, *, own: bool = False) -> PlannedStrategy:
         compiled = compile(self._job, strategy, options=Options(device=device_type(self._cluster)))
         self.compiled[id(strategy)] = compiled
         simulation = simulate(compiled.plan, self._cluster)
@@ -187,7 +189,7 @@ class _Predictor:
         facts = facts_of(strategy, self._job.global_batch)
         high = HIGH if self._cluster.device.stack else HIGH_WITHOUT_STACK
         days, dollars = self._takes(simulation, strategy.mesh.world)
-        return Planned(
+        return PlannedStrategy(
             strategy,
             facts.mesh,
             facts.schedule + ("" if facts.rows is None else f", {facts.rows} rows each"),

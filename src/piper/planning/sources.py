@@ -24,8 +24,8 @@ _UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Say what a step holds, for a source that does not say it itself.
+class StepSize:
+    """Say how large a step is, for a source that does not say it itself.
 
     Attributes:
         length: tokens of a row; None for the model's own.
@@ -52,14 +52,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Source:
+class PlanSource:
     """Hold a source that is understood.
 
     Attributes:
         name: of the model, for titles and files.
         job: the job.
         facts: the job in words.
-        notes: what is taken in the nearest form.
+        notes: the fields that are taken in the nearest form.
         lines: Python that makes `job` in a file for people.
         strategy: the file's own strategy, if it has one.
     """
@@ -81,7 +81,7 @@ def count(text: str, flag: str) -> int:
     return number
 
 
-def understand(text: str, wanted: Wanted) -> Source:
+def understand(text: str, wanted: StepSize) -> PlanSource:
     """Return the job of a preset or a config.json; raise JobError if there is none, or a step has no size."""
     system, colon, _ = text.partition(":")
     if colon and system in SYSTEMS:
@@ -99,16 +99,16 @@ def understand(text: str, wanted: Wanted) -> Source:
     )
 
 
-def _preset(name: str, wanted: Wanted) -> Source:
+def _preset(name: str, wanted: StepSize) -> PlanSource:
     config = models.preset(name)
     length = wanted.length or config.length
     rows = wanted.global_batch(length)
     job = models.job(name, global_batch=rows, length=length)
     line = f"job = piper.models.job({name!r}, global_batch={rows}, length={length})"
-    return Source(name, job, _facts(config, rows, length), (line,))
+    return PlanSource(name, job, _facts(config, rows, length), (line,))
 
 
-def _config(path: Path, wanted: Wanted) -> Source:
+def _config(path: Path, wanted: StepSize) -> PlanSource:
     described = describe(path)
     folder = path if path.is_dir() else path.parent
     name = folder.resolve().name if path.name in (CONFIG, folder.name) else path.stem
@@ -122,7 +122,7 @@ def _config(path: Path, wanted: Wanted) -> Source:
         f"sizes = piper.models.{config!r}",
         f"job = piper.models.job(sizes, global_batch={rows}, length={length})",
     )
-    return Source(name, job, _facts(config, rows, length), lines, described.notes)
+    return PlanSource(name, job, _facts(config, rows, length), lines, described.notes)
 
 
 def _unsaid(path: Path, described: Described) -> JobError:
@@ -133,9 +133,9 @@ def _unsaid(path: Path, described: Described) -> JobError:
     )
 
 
-def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: Wanted) -> Source:
+def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: StepSize) -> PlanSource:
     """Return the source of a FILE.py's job; raise JobError for numbers that the file says itself."""
-    if wanted != Wanted():
+    if wanted != StepSize():
         raise JobError(
             f"{path} defines the job, with its rows and tokens; leave --length, --tokens-per-step and --global-batch "
             f"out"
@@ -143,7 +143,7 @@ def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: Wanted) -> 
     tokens = "" if job.tokens_per_row is None else f" of {job.tokens_per_row:,} tokens"
     facts = f"{job.global_batch} rows{tokens} per step, {_precision(job)}"
     lines = ("import runpy", "", f"job = runpy.run_path({str(path.resolve())!r})['job']")
-    return Source(path.stem, job, facts, lines, strategy=strategy)
+    return PlanSource(path.stem, job, facts, lines, strategy=strategy)
 
 
 def _facts(config: Config, rows: int, length: int) -> str:

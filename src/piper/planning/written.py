@@ -8,7 +8,7 @@ from piper.api.ground.results import save_plan, writing
 from piper.api.problems.job_space import KnownChoices
 from piper.api.problems.spaces import StrategySpace
 from piper.planning.answers import Answer
-from piper.planning.sources import Source
+from piper.planning.sources import PlanSource
 from piper_compiler import Strategy, save_strategy
 from piper_ir.tools import write_whole
 
@@ -17,7 +17,7 @@ PLANNED = "planned.py"
 BEST = "best.json"
 
 
-def write(folder: Path, source: Source, answer: Answer, cluster: str) -> Path:
+def write(folder: Path, source: PlanSource, answer: Answer, cluster: str) -> Path:
     """Write the files of an answer into a folder, and return the file for people."""
     assert answer.best is not None and answer.best.strategy is not None
     strategy = answer.best.strategy
@@ -29,7 +29,7 @@ def write(folder: Path, source: Source, answer: Answer, cluster: str) -> Path:
     return file
 
 
-def text(source: Source, strategy: Strategy, space: StrategySpace, cluster: str) -> str:
+def text(source: PlanSource, strategy: Strategy, space: StrategySpace, cluster: str) -> str:
     """Return the FILE.py: the job, and the strategy as directives."""
     mesh, calls = space.chosen(KnownChoices(strategy.params))
     sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in reversed(mesh.axes))

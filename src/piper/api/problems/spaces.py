@@ -27,7 +27,7 @@ MOST_STAGES = 16
 MOST_ROWS = 8
 """The most rows of a microbatch."""
 LEAST_TOKENS = 2_048
-"""The fewest tokens of a row that a device has along cp: below, messages take longer than the compute that they save."""
+"""The fewest tokens of a row that a device has along cp; of fewer, messages take longer than the compute saved."""
 MOST_CHUNKS = 8
 """The most stages of a device that schedules interleave."""
 KEPT = ("all", "products", "attention", "inputs")
@@ -71,7 +71,7 @@ class RecipeCall:
 class StrategySpace:
     """Make a strategy of a trial's choices: `piper.tune(job, piper.space(job, cluster), cluster=cluster)`.
 
-    All devices of the cluster are used: those that the other axes leave are replicas. Choices that do not divide are
+    All devices of the cluster are used; the ones that the other axes leave are replicas. Choices that do not divide are
     skipped, with the reason.
 
     Attributes:
