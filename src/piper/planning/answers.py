@@ -192,7 +192,7 @@ class _Predictor:
         return PlannedStrategy(
             strategy,
             facts.mesh,
-            facts.schedule + ("" if facts.rows is None else f", {facts.rows} rows each"),
+            facts.schedule + _rows_text(facts.rows),
             simulation.period_s,
             simulation.period_s * LOW,
             simulation.period_s * high,
@@ -215,3 +215,8 @@ class _Predictor:
         seconds = self._training.tokens / simulation.tokens_per_s
         price = self._training.price_per_hour or self._cluster.device.price_per_hour
         return seconds / SECONDS_PER_DAY, price * world * seconds / 3600 if price else None
+
+
+def _rows_text(rows: int | None) -> str:
+    """Return the rows of a microbatch as the end of a schedule's words."""
+    return "" if rows is None else f" of {rows} row{'s' if rows > 1 else ''}"
