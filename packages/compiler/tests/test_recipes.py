@@ -113,6 +113,16 @@ def test_each_stage_has_one_instruction_per_phase_and_microbatch() -> None:
     assert len(compute) == 2 * 3 * 2
 
 
+def test_recipes_say_their_stages() -> None:
+    numbers = {"pp": 2, "microbatches": 4}
+    stages = {
+        name: recipes.stages_of(getattr(recipes, name)(**numbers))
+        for name in ("gpipe", "one_f_one_b", "zb_h1", "interleaved", "zbv", "dualpipe_v")
+    }
+    assert list(stages.values()) == [2, 2, 2, 4, 4, 4]
+    assert recipes.stages_of(recipes.data_parallel()) is None
+
+
 def test_recipes_compose_with_data_parallelism() -> None:
     both = (*recipes.one_f_one_b(pp=2, microbatches=4), *recipes.data_parallel())
     plan = planned(layered(4), both, pp=2, dp=3)

@@ -219,4 +219,4 @@ class _Predictor:
 
 def _rows_text(rows: int | None) -> str:
     """Return the rows of a microbatch as the end of a schedule's words."""
-    return "" if rows is None else f" of {rows} row{'s' if rows > 1 else ''}"
+    return "" if rows is None else f", {rows} row{'s' if rows > 1 else ''} per microbatch"

@@ -11,8 +11,7 @@ from typing import Any, TypeGuard
 
 from piper.api.compiling.compiling import Compiled, compile
 from piper_compiler import MOST_SECONDS, Directive, Options, Strategy, read_schedule_csv, synthetic
-from piper_compiler.interchange import stages_of
-from piper_compiler.recipes import RECIPES, Recipe
+from piper_compiler.recipes import RECIPES, Recipe, stages_of
 from piper_ir.ground.codec import unique_keys
 from piper_ir.ground.errors import FormatError, JobError
 from piper_ir.ground.mesh import Mesh

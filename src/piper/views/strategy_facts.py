@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from piper_compiler import Strategy
+from piper_compiler import Strategy, recipes
 from piper_compiler.directives import (
     order,
-    partition,
     recompute,
     replicate,
     shard,
@@ -34,7 +33,7 @@ class StrategyFacts:
 
 def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
     """Return the facts of a strategy's directives, without a user's own directives."""
-    stages = next((d.stages for d in strategy.directives if isinstance(d, partition)), 1)
+    stages = recipes.stages_of(strategy.directives) or 1
     microbatches = next((d.microbatches for d in strategy.directives if isinstance(d, split)), 1)
     words = [
         f"{stages} stages" if stages > 1 else "1 stage",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -46,18 +47,13 @@ class RecipeCall:
     name: str
     how: Mapping[str, Any]
 
+    @cached_property
     def directives(self) -> Sequence[Any]:
         """Return the recipe's directives."""
         if self.name == "recompute":
             return (recompute(**self.how),)
         directives: Sequence[Any] = getattr(recipes, self.name)(**self.how)
         return directives
-
-    @property
-    def stages(self) -> int:
-        """Return the stages of a pipeline's recipe."""
-        two = self.name in ("zbv", "dualpipe_v")
-        return int(self.how["pp"]) * int(self.how.get("chunks", 2 if two else 1))
 
     def text(self) -> str:
         """Return the call as people write it, in a tuple of directives."""
@@ -95,7 +91,7 @@ class StrategySpace:
     def __call__(self, trial: Any) -> Strategy:
         """Return the strategy of a trial."""
         mesh, calls = self.chosen(trial)
-        return Strategy(mesh, [directive for call in calls for directive in call.directives()])
+        return Strategy(mesh, [directive for call in calls for directive in call.directives])
 
     def chosen(self, trial: Any) -> tuple[Mesh, list[RecipeCall]]:
         """Return the mesh of a trial, and the recipes that make its strategy."""
@@ -177,8 +173,9 @@ class StrategySpace:
             most = max(2, min(MOST_CHUNKS, self.layers // pp))
             how["chunks"] = trial.suggest_int("chunks", 2, most)
         call = RecipeCall("one_f_one_b" if schedule == "1f1b" else schedule, how)
-        if call.stages > self.layers:
-            trial.skip(f"{self.layers} layers do not fill {call.stages} stages")
+        stages = recipes.stages_of(call.directives) or 1
+        if stages > self.layers:
+            trial.skip(f"{self.layers} layers do not fill {stages} stages")
         return call
 
     def _replicated(self, trial: Any, at: Mapping[str, int]) -> RecipeCall:

@@ -16,11 +16,12 @@ Legality
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from piper_compiler.directives.base import describe, directive, fail, site_field
+from piper_compiler.directives.base import Directive, describe, directive, fail, site_field
 from piper_compiler.directives.decided import Decided
 from piper_compiler.directives.prepare import (
     CaptureRequest,
@@ -325,3 +326,8 @@ def _balanced(seconds: list[float], stages: int) -> list[int]:
         i = cut[i]
         firsts.append(i)
     return firsts
+
+
+def stages_of(directives: Iterable[Directive]) -> int | None:
+    """Return the number of stages that the `partition` among directives makes; None without one."""
+    return next((d.stages for d in directives if isinstance(d, Partition)), None)

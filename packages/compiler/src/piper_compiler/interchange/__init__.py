@@ -4,6 +4,6 @@ It may import piper_ir and everything of the compiler except capture.
 """
 
 from piper_compiler.interchange.files import parse_schedule, read_schedule_csv, write_schedule_csv
-from piper_compiler.interchange.schedule import Schedule, stages_of
+from piper_compiler.interchange.schedule import Schedule
 
-__all__ = ["Schedule", "parse_schedule", "read_schedule_csv", "stages_of", "write_schedule_csv"]
+__all__ = ["Schedule", "parse_schedule", "read_schedule_csv", "write_schedule_csv"]

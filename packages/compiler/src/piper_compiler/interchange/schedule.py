@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from piper_compiler.actions import Orders, Slot
 from piper_compiler.directives import Boundaries, Directive
-from piper_compiler.directives.partition import Partition
+from piper_compiler.directives.partition import stages_of
 from piper_compiler.interchange.check import TableFacts, checked
 from piper_compiler.interchange.lower import with_communication
 from piper_compiler.interchange.of_plan import rows_of_plan
@@ -135,9 +134,3 @@ def plan_of(strategy: Strategy) -> Plan:
             "the strategy has no partition, so its stages are not known; compile it, and write the plan"
         )
     return compile_program(synthetic(stages=stages, F=1, I=1, W=1), strategy).plan
-
-
-def stages_of(directives: Iterable[Directive]) -> int | None:
-    """Return the number of stages that the directives' `partition` makes; None without one."""
-    counts: Iterator[int] = (d.stages for d in directives if isinstance(d, Partition))
-    return next(counts, None)

@@ -5,6 +5,7 @@ is data: no pass knows any recipe.
 """
 
 from piper_compiler.actions import Action
+from piper_compiler.directives.partition import stages_of
 from piper_compiler.recipes.basic import (
     context_parallel,
     data_parallel,
@@ -45,6 +46,7 @@ __all__ = [
     "recomputation",
     "scheduled",
     "stage_orders",
+    "stages_of",
     "tensor_parallel",
     "v_frontier",
     "v_half",
