@@ -61,11 +61,11 @@ def root(version: VersionOption = False) -> None:
 def simulate(arguments: SimulateArguments) -> None:
     """Predict step time and memory of a strategy without running it; say why; or compare two strategies.
 
-    Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
+    Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py -p tp=2,4 -p zero=1,3
     """
-    from piper.cli import predicting
+    from piper.cli import predicting, several
 
-    predicting.simulated(arguments)
+    (several if several.asked(arguments) else predicting).simulated(arguments)
 
 
 @app.command()
