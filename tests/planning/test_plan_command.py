@@ -41,7 +41,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("plan")
     source = written(folder, LLAMA)
     out = folder / "runs"
-    tokens = ["--tokens", "1M", "--price", "3"]
+    tokens = ["--tokens", "1M", "--price", "3", "--mtbf", "10"]
     return folder, command(source, "--cluster", CLUSTER, *SMALL, *tokens, "--out", out)
 
 
@@ -50,9 +50,10 @@ def test_strategies_that_differ_in_structure_are_ranked(planned: tuple[Path, Any
     assert done.exit_code == 0, done.stderr
     first, title, head, *rows = done.stdout.splitlines()
     assert "Llama of 0M parameters, 2 layers; 16 rows of 64 tokens per step (1,024)" in first
-    assert CLUSTER in title and "dollars" in head
+    assert CLUSTER in title and head.split()[-3:] == ["goodput", "days", "dollars"]
     ranked = [row for row in rows if row[:1].isdigit()]
     assert len(ranked) >= 3 and "faster than the second" in done.stdout
+    assert "exposed messages" in done.stdout
     assert len({tuple(row.split("  ")[1:3]) for row in ranked}) > 1
 
 

@@ -61,6 +61,9 @@ class PlanArguments:
     global_batch: flags.GlobalBatchOption = None
     tokens: flags.TokensOption = None
     price: flags.PriceOption = 0.0
+    mtbf: flags.MtbfOption = None
+    checkpoint_rate: flags.CheckpointRateOption = 1.0
+    restart_s: flags.RestartOption = 300.0
     trials: flags.TrialsOption = 40
     seed: flags.SeedOption = 0
     workers: flags.SearchersOption = "1"

@@ -215,6 +215,21 @@ PriceOption = Annotated[
     float,
     typer.Option("--price", min=0, help="dollars per device and hour (default: the cluster's)"),
 ]
+MtbfOption = Annotated[
+    float | None,
+    typer.Option(
+        "--mtbf", min=0.01, metavar="HOURS", help="between failures of the cluster: goodput"
+    ),
+]
+CheckpointRateOption = Annotated[
+    float,
+    typer.Option(
+        min=0.001, metavar="GB/S", help="that each device writes of its states; of --mtbf"
+    ),
+]
+RestartOption = Annotated[
+    float, typer.Option("--restart-s", min=0, help="seconds until a failed run goes on; of --mtbf")
+]
 ConfirmOption = Annotated[
     int,
     typer.Option(min=0, help="run so many of the best on this machine, predicted beside measured"),

@@ -15,6 +15,7 @@ from piper.cli.loading import load_job
 from piper.cli.options import searchers
 from piper.planning.answer_text import numbers, table
 from piper.planning.answers import TrainingBudget, answer
+from piper.planning.goodput import Failures
 from piper.planning.sources import PlanSource, StepSize, count, of_file, understand
 from piper.planning.written import write
 from piper.views.display import show
@@ -43,7 +44,7 @@ def planned(arguments: PlanArguments) -> int:
         found = answer(
             source.job,
             cluster,
-            TrainingBudget(tokens, a.price),
+            TrainingBudget(tokens, a.price, _failures(a)),
             source.strategy,
             trials=a.trials,
             seed=a.seed,
@@ -62,6 +63,13 @@ def planned(arguments: PlanArguments) -> int:
     if found.study.interrupted:
         return INTERRUPTED
     return 0 if found.strategies else NOTHING_FITS
+
+
+def _failures(a: PlanArguments) -> Failures | None:
+    """Return how often the training fails; None unless it is asked for."""
+    if a.mtbf is None:
+        return None
+    return Failures(a.mtbf * 3600, a.checkpoint_rate * 1e9, a.restart_s)
 
 
 def _source(a: PlanArguments) -> PlanSource:

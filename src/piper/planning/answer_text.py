@@ -17,7 +17,8 @@ def table(source: PlanSource, answer: Answer, cluster: str) -> Table:
     """Return the strategies as a table, best first, with the notes under it."""
     every = [*answer.strategies, *([answer.own] if answer.own is not None else [])]
     costs = any(one.days is not None for one in every)
-    columns = (*COLUMNS, "days", "dollars") if costs else COLUMNS
+    fails = any(one.goodput is not None for one in every)
+    columns = COLUMNS + ("goodput",) * fails + ("days", "dollars") * costs
     rows = tuple(_cells(k, one, costs) for k, one in enumerate(every, 1))
     return Table(
         f"{source.name} on {cluster}: {len(answer.strategies)} strategies that differ in structure",
@@ -46,7 +47,7 @@ def numbers(source: PlanSource, answer: Answer, cluster: str) -> dict[str, Any]:
 
 
 def _cells(number: int, one: PlannedStrategy, costs: bool) -> tuple[str, ...]:
-    cells = (
+    cells: tuple[str, ...] = (
         "yours" if one.own else str(number),
         one.mesh,
         one.schedule,
@@ -56,6 +57,8 @@ def _cells(number: int, one: PlannedStrategy, costs: bool) -> tuple[str, ...]:
         size_text(one.device_bytes) + ("" if one.fits else ", does not fit"),
         one.largest,
     )
+    if one.goodput is not None:
+        cells = (*cells, f"{one.goodput:.1%}")
     if not costs:
         return cells
     days = "" if one.days is None else f"{one.days:,.1f}"
@@ -69,7 +72,12 @@ def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:
     if len(answer.strategies) > 1:
         first, second = answer.strategies[:2]
         gap = second.period_s / first.period_s - 1
-        yield f"the first is {gap:.1%} faster than the second, on {_held(first, second)} memory per device"
+        yield (
+            f"the first is {gap:.1%} faster than the second, on {_held(first, second)} memory per device: "
+            f"{_beside('compute', first.compute_s, second.compute_s)}, "
+            f"{_beside('exposed messages', first.exposed_s, second.exposed_s)}, "
+            f"{_beside('waiting', first.waiting_s, second.waiting_s)}"
+        )
     if answer.own is not None and answer.strategies:
         change = answer.own.period_s / answer.strategies[0].period_s - 1
         fits = "" if answer.own.fits else ", which does not fit"
@@ -77,6 +85,10 @@ def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:
     yield from (f"warning: {text}" for text in answer.warnings)
     if answer.study.interrupted:
         yield "warning: interrupted; these are the strategies until then"
+
+
+def _beside(name: str, first: float, second: float) -> str:
+    return f"{name} {time_text(first)} beside {time_text(second)}"
 
 
 def _held(first: PlannedStrategy, second: PlannedStrategy) -> str:

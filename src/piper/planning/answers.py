@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from piper.api.compiling.compiling import Compiled, compile
 from piper.api.problems.spaces import StrategySpace, space
 from piper.api.problems.tuning_problem import Conditions, problem_of
+from piper.planning.goodput import STATES, Failures, goodput
 from piper.views.strategy_facts import facts_of
 from piper_autotune import NothingFoundError, SearchProgress, Study, tune
 from piper_compiler import Options, Strategy, replicate
@@ -44,10 +45,12 @@ class TrainingBudget:
     Attributes:
         tokens: of the whole training; None if it is not asked for.
         price_per_hour: dollars per device; 0 for the cluster's own.
+        failures: how often it fails; None if that is not asked for.
     """
 
     tokens: int | None = None
     price_per_hour: float = 0.0
+    failures: Failures | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,11 @@ class PlannedStrategy:
         device_bytes: of the fullest device.
         largest: the largest category of these, with its bytes.
         fits: whether all devices have the memory.
-        days: of the whole training; None unless its tokens are known.
+        compute_s: seconds of a step in which the busiest device computes.
+        exposed_s: seconds in which a device waits for its own messages.
+        waiting_s: seconds in which it waits for others (bubbles).
+        goodput: the share of time that failures and checkpoints leave; None unless it is asked for.
+        days: of the whole training, with the time lost to failures; None unless its tokens are known.
         dollars: likewise, if the devices have a price.
         own: whether it is the strategy of the user's file.
     """
@@ -82,6 +89,10 @@ class PlannedStrategy:
     device_bytes: int
     largest: str
     fits: bool
+    compute_s: float
+    exposed_s: float
+    waiting_s: float
+    goodput: float | None
     days: float | None
     dollars: float | None
     own: bool = False
@@ -120,7 +131,7 @@ class Answer:
 def answer(
     job: Job,
     cluster: Cluster,
-    training: TrainingBudget,
+    budget: TrainingBudget,
     own: Strategy | None = None,
     *,
     trials: int,
@@ -145,7 +156,7 @@ def answer(
         )
     except NothingFoundError as e:
         study, failure = e.study, str(e)
-    predict = _Predictor(job, cluster, training)
+    predict = _Predictor(job, cluster, budget)
     ranked = [predict(study.strategies[row.number]) for row in structures(study)]
     fitting = sorted((one for one in ranked if one.fits), key=lambda one: one.period_s)
     mine = None if own is None else predict(own, own=True)
@@ -174,8 +185,8 @@ def structures(study: Study, most: int = SHOWN) -> Iterator[Row]:
 class _Predictor:
     """Predict strategies of one job, and keep the warnings and the plans."""
 
-    def __init__(self, job: Job, cluster: Cluster, training: TrainingBudget) -> None:
-        self._job, self._cluster, self._training = job, cluster, training
+    def __init__(self, job: Job, cluster: Cluster, budget: TrainingBudget) -> None:
+        self._job, self._cluster, self._budget = job, cluster, budget
         self.warnings: dict[str, None] = {}
         self.compiled: dict[int, Compiled] = {}
 
@@ -188,7 +199,9 @@ class _Predictor:
         owner, held = max(simulation.peak_by_category[rank].items(), key=lambda item: item[1])
         facts = facts_of(strategy, self._job.global_batch)
         high = HIGH if self._cluster.device.stack else HIGH_WITHOUT_STACK
-        days, dollars = self._takes(simulation, strategy.mesh.world)
+        kept = self._kept(simulation, rank)
+        days, dollars = self._takes(simulation, strategy.mesh.world, kept or 1.0)
+        idle = simulation.global_bubble_s
         return PlannedStrategy(
             strategy,
             facts.mesh,
@@ -203,17 +216,30 @@ class _Predictor:
             simulation.device_bytes[rank],
             f"{OWNERS.get(owner, owner)} {size_text(held)}",
             simulation.fits,
+            simulation.step_s - idle,
+            min(simulation.exposed_comm_s, idle),
+            max(0.0, idle - simulation.exposed_comm_s),
+            kept,
             days,
             dollars,
             own,
         )
 
-    def _takes(self, simulation: Simulation, world: int) -> tuple[float | None, float | None]:
+    def _kept(self, simulation: Simulation, rank: int) -> float | None:
+        """Return the share of time that failures leave; None unless it is asked for."""
+        if self._budget.failures is None:
+            return None
+        held = simulation.peak_by_category[rank]
+        return goodput(self._budget.failures, sum(held.get(state, 0) for state in STATES)).share
+
+    def _takes(
+        self, simulation: Simulation, world: int, kept: float
+    ) -> tuple[float | None, float | None]:
         """Return the days and dollars of the whole training, as far as they are known."""
-        if self._training.tokens is None or simulation.tokens_per_s is None:
+        if self._budget.tokens is None or not simulation.tokens_per_s or not kept:
             return None, None
-        seconds = self._training.tokens / simulation.tokens_per_s
-        price = self._training.price_per_hour or self._cluster.device.price_per_hour
+        seconds = self._budget.tokens / simulation.tokens_per_s / kept
+        price = self._budget.price_per_hour or self._cluster.device.price_per_hour
         return seconds / SECONDS_PER_DAY, price * world * seconds / 3600 if price else None
 
 
