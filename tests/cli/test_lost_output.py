@@ -44,7 +44,7 @@ def never(*args: Any, **more: Any) -> Costs:
 def test_profile_finds_out_first_that_a_disk_is_read_only(
     recipe: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("piper.cli.measuring.profile", never)
+    monkeypatch.setattr("piper.cli.actions.measuring.profile", never)
     fails(command("profile", recipe, "--out", path), f"cannot write the costs to {path}", "--out")
 
 
@@ -52,7 +52,7 @@ def test_profile_finds_out_first_that_a_disk_is_full(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is one whose files can be opened but hold nothing, as far as the check can see."""
-    monkeypatch.setattr("piper.cli.measuring.profile", never)
+    monkeypatch.setattr("piper.cli.actions.measuring.profile", never)
     full = recipe.with_name("costs.json.unfinished")
     full.symlink_to("/dev/full")
     fails(
@@ -63,7 +63,7 @@ def test_profile_finds_out_first_that_a_disk_is_full(
 
 
 def test_the_check_leaves_what_is_there(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper.cli.measuring.profile", never)
+    monkeypatch.setattr("piper.cli.actions.measuring.profile", never)
     out = recipe.with_name("costs.json")
     out.write_text("older")
     result = command("profile", recipe, "--out", out)
@@ -78,7 +78,7 @@ def test_the_check_leaves_what_is_there(recipe: Path, monkeypatch: pytest.Monkey
 def test_costs_that_cannot_be_written_after_all_are_kept(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("piper.cli.measuring.profile", lambda *_, **__: MEASURED)
+    monkeypatch.setattr("piper.cli.actions.measuring.profile", lambda *_, **__: MEASURED)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = command("profile", recipe, "--out", "/dev/full")
     fails(

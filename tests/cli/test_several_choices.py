@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from piper import cli
-from piper.cli.several import choices
+from piper.cli.actions.several import choices
 from piper_ir.ground.errors import JobError
 
 FILE = """

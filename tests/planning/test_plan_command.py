@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import piper
 from piper import cli
-from piper.cli import planning
+from piper.cli.actions import planning
 from piper.planning.answers import TrainingBudget, answer, structures
 from piper.planning.sources import StepSize, count, understand
 from piper.planning.written import PLANNED

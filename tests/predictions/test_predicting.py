@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from piper.cli.actions.predicting import Target, load_named, one_more
 from piper.cli.loading import load_file
-from piper.cli.predicting import Target, load_named, one_more
 from piper.views.recipe_view import Pipeline, shown
 from piper.views.why_tables import MOST, comparison_tables, why_tables
 from piper_ir.ground.errors import JobError

@@ -13,7 +13,7 @@ import pytest
 import piper
 from piper.api.captures import capturing
 from piper.api.problems.advice import changes
-from piper.cli import predicting
+from piper.cli.actions import predicting
 from piper.models import GPTConfig
 from piper_ir.ground.errors import PiperError
 from piper_simulator import load_cluster

@@ -63,7 +63,7 @@ def simulate(arguments: SimulateArguments) -> None:
 
     Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py -p tp=2,4 -p zero=1,3
     """
-    from piper.cli import predicting, several
+    from piper.cli.actions import predicting, several
 
     (several if several.asked(arguments) else predicting).simulated(arguments)
 
@@ -75,7 +75,7 @@ def tune(arguments: TuneArguments) -> None:
 
     Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
     """
-    from piper.cli import searching
+    from piper.cli.actions import searching
 
     if searching.tune(arguments).interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -88,7 +88,7 @@ def plan(arguments: PlanArguments) -> None:
 
     Example: piper plan llama3-70b --cluster 'h100x8*16' --tokens-per-step 4M; piper plan config.json --global-batch 512
     """
-    from piper.cli import planning
+    from piper.cli.actions import planning
 
     raise typer.Exit(planning.planned(arguments))
 
@@ -100,7 +100,7 @@ def run(arguments: RunArguments) -> None:
 
     Example: piper run examples/gpt_text.py --steps 20; without a GPU: piper run examples/gpt_text.py --emulate h100x8
     """
-    from piper.cli import running
+    from piper.cli.actions import running
 
     (running.print_launch if arguments.print_launch else running.run)(arguments)
 
@@ -112,7 +112,7 @@ def launch(arguments: LaunchArguments) -> None:
 
     Example: piper launch examples/gpt_text.py --nodes 2
     """
-    from piper.cli import running
+    from piper.cli.actions import running
 
     running.launch(arguments)
 
@@ -124,7 +124,7 @@ def profile(arguments: ProfileArguments) -> None:
 
     Example: piper profile examples/gpt_text.py --out costs.json
     """
-    from piper.cli import measuring
+    from piper.cli.actions import measuring
 
     measuring.measure(arguments)
 
@@ -281,7 +281,7 @@ def doctor(as_json: AsJsonOption = False) -> None:
     Example: piper doctor
     """
     with user_errors(locals()):
-        from piper.cli.doctor import examine, text
+        from piper.cli.actions.doctor import examine, text
 
         findings = examine()
         print(json.dumps([asdict(f) for f in findings]) if as_json else text(findings))

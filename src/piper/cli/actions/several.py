@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from piper.api.captures.capturing import captured_once
+from piper.cli.actions.predicting import Target, load_named
 from piper.cli.arguments import SimulateArguments
 from piper.cli.loading import load_file
 from piper.cli.options import pairs
-from piper.cli.predicting import Target, load_named
 from piper.views.display import show
 from piper_ir.ground.errors import JobError, PiperError
 from piper_ir.tools import size_text, time_text, working

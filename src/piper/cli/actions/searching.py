@@ -10,10 +10,10 @@ from piper.api.content.origin import save_origin
 from piper.api.ground.costs_file import load_costs
 from piper.api.ground.results import new_folder
 from piper.api.running import tuning
+from piper.cli.actions.predicting import load_named
 from piper.cli.arguments import TuneArguments
 from piper.cli.loading import load_space
 from piper.cli.options import searchers
-from piper.cli.predicting import load_named
 from piper.views.reporting import report_at_end
 from piper.views.study_view import as_numbers, bar, files_text, show_study
 from piper_autotune import OBJECTIVES, Objective, Study
