@@ -403,8 +403,8 @@ def test_a_shell_can_complete_commands() -> None:
 
 def test_a_space_is_a_function(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
-    path.write_text(RECIPE + "strategy = None\n")
-    fails(piper("tune", path), "no `strategy`", "def strategy(trial)")
+    path.write_text(RECIPE + "strategy = 3\n")
+    fails(piper("tune", path), "a `strategy` that is a int", "def strategy(trial)")
 
 
 def test_a_limit_that_nothing_fits_names_the_smallest_that_does(
