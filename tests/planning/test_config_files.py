@@ -88,6 +88,12 @@ def test_a_decoder_has_the_sizes_of_its_file(tmp_path: Path) -> None:
         ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, dict(kv_heads=8)),
         (LLAMA | {"rope_parameters": {"rope_theta": 5.0}}, dict(theta=5.0)),
         (
+            {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+            | {"model_type": "mistral"},
+            dict(kv_heads=8, head_dim=None),
+        ),
+        (LLAMA | {"model_type": "qwen3"}, dict(head_dim=128)),
+        (
             LLAMA | {"model_type": "qwen3", "use_sliding_window": False, "sliding_window": 9},
             dict(qk_norm=True),
         ),
@@ -110,7 +116,8 @@ def test_a_family_has_its_own_names(
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
         (LLAMA | {"q_lora_rank": 7}, "unknown fields: q_lora_rank"),
         (QWEN | {"mlp_only_layers": [0]}, r"mlp_only_layers=[0]"),
-        ({"model_type": "deepseek_v3"}, "no model here is a deepseek_v3"),
+        ({"model_type": "deepseek_v3"}, "its attention is latent"),
+        ({"model_type": "falcon"}, "no model here is of that type"),
     ],
 )
 def test_another_model_is_named_by_its_field(
@@ -132,6 +139,8 @@ def test_what_is_nearest_is_said(tmp_path: Path) -> None:
         ("[1]", "holds a list; an object with model_type is needed"),
         ({}, "has no model_type"),
         ({"model_type": 3}, "has no model_type"),
+        (LLAMA | {"rope_theta": "big"}, "rope_theta is 'big'; a number above 0 is needed"),
+        (LLAMA | {"tie_word_embeddings": "yes"}, "true or false is needed"),
         ({"model_type": "llama"}, "has no num_hidden_layers, which a model of type llama needs"),
         (LLAMA | {"num_attention_heads": 7}, "heads"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 import piper
-from piper import cli
+from piper import cli, models
 from piper.cli.actions import planning
 from piper.planning.answers import TrainingBudget, answer, structures
+from piper.planning.goodput import Failures
 from piper.planning.sources import StepSize, count, understand
 from piper.planning.written import PLANNED
 from piper_ir.ground.errors import JobError
-from piper_simulator import load_cluster
+from piper_simulator import Device, load_cluster
 from tests.helpers.cases import each_case
-from tests.planning.test_config_files import LLAMA, written
+from tests.planning.test_config_files import GPT2, LLAMA, written
 
 CLUSTER = "h100x8@eager"
 SMALL = ["--length", "64", "--global-batch", "16", "--trials", "6", "--workers", "0"]
@@ -120,7 +122,8 @@ def test_a_source_that_says_too_little_is_one_message(
     [
         (["nothing.json", "--global-batch", 8], "no such preset or file"),
         (["llama3-8b", "--global-batch", 8, "--tokens", "much"], "--tokens much: a number such as"),
-        (["llama3-8b", "--global-batch", 8, "--workers", "ray"], "a number of processes"),
+        (["llama3-8b", "--global-batch", 8, "--workers", "ray"], "valid integer"),
+        (["llama3-8b", "--global-batch", 8, "--cluster", "cpu-local"], "a plan is for a cluster"),
         (["llama3-8b", "--global-batch", 8, "--cluster", "h100x8*"], "h100x8*"),
         (["own.py", "--length", 8], "leave --length"),
     ],
@@ -133,6 +136,55 @@ def test_bad_input_at_the_command_line_has_exit_code_2(
     done = command(*arguments)
     assert done.exit_code == 2 and says in done.stderr, done.output
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_learned_positions_bound_the_length(tmp_path: Path) -> None:
+    source = str(written(tmp_path, GPT2))
+    assert understand(source, StepSize(64, rows=8)).job.tokens_per_row == 64
+    with pytest.raises(JobError, match="--length 65: the model has learned positions for 64"):
+        understand(source, StepSize(65, rows=8))
+
+
+NEIGHBOURED = """
+import sizes
+job = sizes.job
+strategy = sizes.strategy
+"""
+
+
+def test_a_file_with_neighbours_is_planned_and_a_strategy_that_is_too_large_has_no_row(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "sizes.py").write_text(OWN.replace("dp=2", "dp=16"))
+    path = tmp_path / "own.py"
+    path.write_text(NEIGHBOURED)
+    out = ["--trials", 2, "--workers", 0, "--out", tmp_path, "--json"]
+    done = command(path, "--cluster", CLUSTER, *out)
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert "own" not in said and "16 ranks" in " ".join(said["warnings"])
+    sys.modules.pop("sizes")
+    (file,) = tmp_path.glob(f"plan-own-*/{PLANNED}")
+    assert CliRunner().invoke(cli.app, ["explain", str(file)]).exit_code == 0
+
+
+def test_a_training_that_never_goes_on_has_no_days() -> None:
+    small = models.job(
+        models.LlamaConfig(layers=1, width=32, heads=2, kv_heads=2, hidden=32, vocab=64, length=64),
+        global_batch=8,
+    )
+    mixed = replace(load_cluster("h100x8"), nodes=priced(1.0, 9.0), per_node=1)
+    (one, *_) = answer(small, mixed, TrainingBudget(10**9), trials=1, workers=0).strategies
+    assert one.days is not None and one.dollars == pytest.approx(one.days * 24 * 10)
+    never = TrainingBudget(10**9, 1.0, Failures(1.0))
+    (one, *_) = answer(small, mixed, never, trials=1, workers=0).strategies
+    assert (one.goodput, one.days, one.dollars) == (0.0, None, None)
+
+
+def priced(*prices: float) -> tuple[tuple[int, Device], ...]:
+    """A node of one device for each price."""
+    device = load_cluster("h100x8").device
+    return tuple((1, replace(device, price_per_hour=price)) for price in prices)
 
 
 def test_a_class_that_no_model_here_is_is_told_the_way_out(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class PlanArguments:
     restart_s: flags.RestartOption = 300.0
     trials: flags.TrialsOption = 40
     seed: flags.SeedOption = 0
-    workers: flags.SearchersOption = "1"
+    workers: flags.ProcessesOption = 1
     out: flags.OutOption = flags.RUNS
     as_json: flags.AsJsonOption = False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper.api.problems.fixed_trial import FixedTrial
 from piper_compiler import Strategy, load_strategy
-from piper_ir.ground.errors import JobError, PiperError
+from piper_ir.ground.errors import JobError, PiperError, PiperWarning
 from piper_ir.tools import user_code
 
 if TYPE_CHECKING:
@@ -106,8 +107,12 @@ def load_job(path: str | Path) -> tuple[Job, Strategy | None]:
     module = _run(path)
     job, strategy = _job(path, module), getattr(module, "strategy", None)
     function, params = _function(module), _params(path, module)
+    if function is not None and not params:
+        text = f"{path}: strategy(trial) has no `params`, so that there is no row of its own"
+        warnings.warn(text, PiperWarning, stacklevel=2)
+        return job, None
     if function is not None:
-        return job, _answered(path, function, FixedTrial(params), ()) if params else None
+        return job, _answered(path, function, FixedTrial(params), ())
     return job, None if strategy is None else _checked(path, strategy)
 
 

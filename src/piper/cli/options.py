@@ -215,6 +215,9 @@ PriceOption = Annotated[
     float,
     typer.Option("--price", min=0, help="dollars per device and hour (default: the cluster's)"),
 ]
+ProcessesOption = Annotated[
+    int, typer.Option("--workers", min=0, help="processes that score candidates (0: this one)")
+]
 MtbfOption = Annotated[
     float | None,
     typer.Option(

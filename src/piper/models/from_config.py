@@ -1,4 +1,4 @@
-"""Make a job from a config.json of Hugging Face: by the models here where they say the same, else by transformers.
+"""Read a config.json of Hugging Face as the sizes of one of the models here, if that has the same blocks.
 
 A decoder is described by its sizes. Every field of the file is used, has no effect on the time or memory of a step, is
 taken in the nearest form, or is refused; none is passed over without a word.
@@ -7,8 +7,9 @@ taken in the nearest form, or is refused; none is passed over without a word.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,23 @@ class Family:
         fields: names of sizes here -> names of the file's fields.
         fixed: sizes that are the same in all models of the type.
         activation: the only activation that the models here have.
+        defaults: values of the type's fields that a file may leave out.
     """
 
     make: Callable[..., Config]
     fields: Mapping[str, str]
     fixed: Mapping[str, Any]
     activation: str = "silu"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(LlamaConfig, _LLAMA, {}),
-    "mistral": Family(LlamaConfig, _LLAMA, {}),
-    "qwen3": Family(LlamaConfig, _LLAMA, {"qk_norm": True}),
-    "mixtral": Family(MoEConfig, _MIXTURE, {"capacity_factor": None}),
+    "mistral": Family(LlamaConfig, _LLAMA, {}, defaults={"num_key_value_heads": 8}),
+    "qwen3": Family(LlamaConfig, _LLAMA, {"qk_norm": True}, defaults={"head_dim": 128}),
+    "mixtral": Family(
+        MoEConfig, _MIXTURE, {"capacity_factor": None}, defaults={"num_key_value_heads": 8}
+    ),
     "qwen3_moe": Family(MoEConfig, _QWEN_MIXTURE, {"qk_norm": True, "capacity_factor": None}),
     "gpt2": Family(GPTConfig, _GPT2, {}, "gelu_new"),
 }
@@ -103,9 +108,22 @@ NO_EFFECT = frozenset({
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params", "n_ctx",
     "scale_attn_weights", "_name_or_path", "name_or_path", "auto_map", "id2label", "label2id", "problem_type",
     "chunk_size_feed_forward", "is_encoder_decoder", "layer_types", "return_dict", "output_attentions",
-    "output_hidden_states", "unsloth_version", "original_max_position_embeddings",
+    "output_hidden_states", "unsloth_version", "original_max_position_embeddings", "n_special", "predict_special_tokens",
+    "output_past", "is_llama_config", "rope_interleaved", "attn_implementation", "_attn_implementation", "do_sample",
+    "temperature", "top_p", "max_length",
 })  # fmt: skip
 """The fields that change neither time nor memory of a training step."""
+
+
+OTHERS: Mapping[str, str] = {
+    "qwen2": "its queries, keys and values have biases",
+    "phi3": "its queries, keys and values are one matrix",
+    "gemma2": "its scores are capped, and its blocks have norms behind attention and feed-forward",
+    "gemma3_text": "its layers have windows, and norms behind attention and feed-forward",
+    "deepseek_v3": "its attention is latent, and its layers have shared experts",
+    "gpt_oss": "its experts have biases, its attention sinks",
+}
+"""The parts of other types that no model here has."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +132,7 @@ class Described:
 
     Attributes:
         type: the file's `model_type`.
-        config: the sizes of one of the models here; None if only the class of transformers says them.
+        config: the sizes of one of the models here; None if none has the same blocks.
         fields: the file's fields.
         notes: the fields that are taken in the nearest form.
         missing: why the models here do not say the same; "" if they do.
@@ -140,7 +158,8 @@ def describe(path: str | Path) -> Described:
         )
     family = FAMILIES.get(kind)
     if family is None:
-        return Described(kind, None, fields, missing=f"no model here is a {kind}")
+        why = OTHERS.get(kind, "no model here is of that type")
+        return Described(kind, None, fields, missing=why)
     if missing := _missing(family, fields):
         return Described(kind, None, fields, missing=missing)
     notes = tuple(
@@ -196,12 +215,13 @@ def _missing(family: Family, fields: Mapping[str, Any]) -> str:
 def _config(family: Family, fields: Mapping[str, Any], file: Path) -> Config:
     sizes: dict[str, Any] = dict(family.fixed)
     for ours, theirs in family.fields.items():
-        value = fields.get(theirs, DEFAULTS.get(theirs))
+        value = fields.get(theirs, {**DEFAULTS, **family.defaults}.get(theirs))
         if ours == "theta" and isinstance(fields.get("rope_parameters"), Mapping):
             value = fields["rope_parameters"].get("rope_theta", value)
         if ours == "kv_heads" and value is None:
             value = fields.get("num_attention_heads")
         if value is not None:
+            _check_kind(file, theirs, value, ours)
             sizes[ours] = value
         elif theirs not in ("head_dim", "rms_norm_eps"):
             raise JobError(
@@ -210,3 +230,14 @@ def _config(family: Family, fields: Mapping[str, Any], file: Path) -> Config:
     if family.make is GPTConfig:
         sizes["tied"] = fields.get("tie_word_embeddings", True)
     return family.make(**sizes)
+
+
+def _check_kind(file: Path, name: str, value: Any, size: str) -> None:
+    """Raise JobError for a value that is no number, or no truth value where one is needed."""
+    if size == "tied":
+        wrong = not isinstance(value, bool)
+    else:
+        wrong = isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
+    if wrong or value == math.inf:
+        needed = "true or false" if size == "tied" else "a number above 0"
+        raise JobError(f"{file}: {name} is {value!r}; {needed} is needed")

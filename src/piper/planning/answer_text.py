@@ -69,6 +69,7 @@ def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:
     yield from (f"as nearest: {note}" for note in source.notes)
     if answer.failure:
         yield f"DOES NOT FIT: {answer.failure}"
+        yield "to plan it here: more devices, devices with more memory, or a batch that divides among them"
     if len(answer.strategies) > 1:
         first, second = answer.strategies[:2]
         gap = second.period_s / first.period_s - 1
@@ -80,8 +81,8 @@ def _notes(source: PlanSource, answer: Answer) -> Iterator[str]:
         )
     if answer.own is not None and answer.strategies:
         change = answer.own.period_s / answer.strategies[0].period_s - 1
-        fits = "" if answer.own.fits else ", which does not fit"
-        yield f"yours takes {change:+.1%} of the time of the first{fits}"
+        fits = "" if answer.own.fits else ", and does not fit"
+        yield f"yours takes {abs(change):.1%} {'more' if change > 0 else 'less'} time per step than the first{fits}"
     yield from (f"warning: {text}" for text in answer.warnings)
     if answer.study.interrupted:
         yield "warning: interrupted; these are the strategies until then"

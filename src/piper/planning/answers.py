@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from piper.planning.goodput import STATES, Failures, goodput
 from piper.views.strategy_facts import facts_of
 from piper_autotune import NothingFoundError, SearchProgress, Study, tune
 from piper_compiler import Options, Strategy, replicate
+from piper_ir.ground.errors import PiperError
 from piper_ir.study.study import Row
 from piper_ir.tools import size_text
 from piper_simulator import Cluster, Simulation, device_type, simulate
@@ -28,14 +29,6 @@ LOW, HIGH, HIGH_WITHOUT_STACK = 0.9, 1.3, 1.6
 Dense models that wait for the device lie between on an H200 and an H100 (docs/clusters.md, table of measured steps).
 """
 SECONDS_PER_DAY = 86_400
-OWNERS: Mapping[str, str] = {
-    "param": "parameters",
-    "master": "master parameters",
-    "grad": "gradients",
-    "optim": "optimizer states",
-    "activation": "activations",
-}
-"""The words for categories of memory."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +134,8 @@ def answer(
 ) -> Answer:
     """Search the strategies of a job, and return the best that differ in structure, each simulated with contention."""
     failure, searched = "", space(job, cluster)
+    predict = _Predictor(job, cluster, budget)
+    mine = None if own is None else predict.own(own)
     try:
         limit = max(kind.device.memory_bytes for kind in cluster.kinds)
         problem, more = problem_of(job, Conditions(cluster, memory_limit=limit))
@@ -156,10 +151,8 @@ def answer(
         )
     except NothingFoundError as e:
         study, failure = e.study, str(e)
-    predict = _Predictor(job, cluster, budget)
     ranked = [predict(study.strategies[row.number]) for row in structures(study)]
     fitting = sorted((one for one in ranked if one.fits), key=lambda one: one.period_s)
-    mine = None if own is None else predict(own, own=True)
     best = None if not fitting else predict.compiled[id(fitting[0].strategy)]
     return Answer(tuple(fitting), mine, study, failure, tuple(predict.warnings), searched, best)
 
@@ -190,17 +183,26 @@ class _Predictor:
         self.warnings: dict[str, None] = {}
         self.compiled: dict[int, Compiled] = {}
 
+    def own(self, strategy: Strategy) -> PlannedStrategy | None:
+        """Return the strategy of the user's file; None, with a warning, if it cannot be simulated here."""
+        try:
+            return self(strategy, own=True)
+        except PiperError as e:
+            self.warnings[f"the strategy of the file has no row: {e}"] = None
+            return None
+
     def __call__(self, strategy: Strategy, *, own: bool = False) -> PlannedStrategy:
         compiled = compile(self._job, strategy, options=Options(device=device_type(self._cluster)))
         self.compiled[id(strategy)] = compiled
         simulation = simulate(compiled.plan, self._cluster)
         self.warnings |= dict.fromkeys(simulation.notes)
         rank = max(range(len(simulation.device_bytes)), key=simulation.device_bytes.__getitem__)
-        owner, held = max(simulation.peak_by_category[rank].items(), key=lambda item: item[1])
+        owner, held = max(simulation.memory(rank).items(), key=lambda item: item[1])
         facts = facts_of(strategy, self._job.global_batch)
-        high = HIGH if self._cluster.device.stack else HIGH_WITHOUT_STACK
+        stacks = all(kind.device.stack for kind in self._cluster.kinds)
+        high = HIGH if stacks else HIGH_WITHOUT_STACK
         kept = self._kept(simulation, rank)
-        days, dollars = self._takes(simulation, strategy.mesh.world, kept or 1.0)
+        days, dollars = self._takes(simulation, strategy.mesh.world, 1.0 if kept is None else kept)
         idle = simulation.global_bubble_s
         return PlannedStrategy(
             strategy,
@@ -214,7 +216,7 @@ class _Predictor:
             else simulation.tokens_per_s / strategy.mesh.world,
             simulation.mfu,
             simulation.device_bytes[rank],
-            f"{OWNERS.get(owner, owner)} {size_text(held)}",
+            f"{owner} {size_text(held)}",
             simulation.fits,
             simulation.step_s - idle,
             min(simulation.exposed_comm_s, idle),
@@ -239,8 +241,11 @@ class _Predictor:
         if self._budget.tokens is None or not simulation.tokens_per_s or not kept:
             return None, None
         seconds = self._budget.tokens / simulation.tokens_per_s / kept
-        price = self._budget.price_per_hour or self._cluster.device.price_per_hour
-        return seconds / SECONDS_PER_DAY, price * world * seconds / 3600 if price else None
+        ranks = range(min(world, self._cluster.devices))
+        prices = [
+            self._budget.price_per_hour or self._cluster.of(rank).price_per_hour for rank in ranks
+        ]
+        return seconds / SECONDS_PER_DAY, sum(prices) * seconds / 3600 if all(prices) else None
 
 
 def _rows_text(rows: int | None) -> str:

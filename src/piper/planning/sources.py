@@ -101,7 +101,7 @@ def understand(text: str, wanted: StepSize) -> PlanSource:
 
 def _preset(name: str, wanted: StepSize) -> PlanSource:
     config = models.preset(name)
-    length = wanted.length or config.length
+    length = _length(config, wanted)
     rows = wanted.global_batch(length)
     job = models.job(name, global_batch=rows, length=length)
     line = f"job = piper.models.job({name!r}, global_batch={rows}, length={length})"
@@ -112,10 +112,11 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
     described = describe(path)
     folder = path if path.is_dir() else path.parent
     name = folder.resolve().name if path.name in (CONFIG, folder.name) else path.stem
+    name = re.sub(r"[^\w.+-]+", "_", name)
     if described.config is None:
         raise _unsaid(path, described)
     config = described.config
-    length = wanted.length or config.length
+    length = _length(config, wanted)
     rows = wanted.global_batch(length)
     job = models.job(config, global_batch=rows, length=length)
     lines = (
@@ -123,6 +124,16 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
         f"job = piper.models.job(sizes, global_batch={rows}, length={length})",
     )
     return PlanSource(name, job, _facts(config, rows, length), lines, described.notes)
+
+
+def _length(config: Config, wanted: StepSize) -> int:
+    """Return the tokens of a row; raise JobError if the model has fewer learned positions."""
+    length = wanted.length or config.length
+    if isinstance(config, models.GPTConfig) and length > config.length:
+        raise JobError(
+            f"--length {length}: the model has learned positions for {config.length} tokens; give at most these"
+        )
+    return length
 
 
 def _unsaid(path: Path, described: Described) -> JobError:
@@ -142,7 +153,14 @@ def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: StepSize) -
         )
     tokens = "" if job.tokens_per_row is None else f" of {job.tokens_per_row:,} tokens"
     facts = f"{job.global_batch} rows{tokens} per step, {_precision(job)}"
-    lines = ("import runpy", "", f"job = runpy.run_path({str(path.resolve())!r})['job']")
+    home = path.resolve()
+    lines = (
+        "import runpy",
+        "import sys",
+        "",
+        f"sys.path.insert(0, {str(home.parent)!r})",
+        f"job = runpy.run_path({str(home)!r})['job']",
+    )
     return PlanSource(path.stem, job, facts, lines, strategy=strategy)
 
 

@@ -1,4 +1,4 @@
-"""Write the chosen strategy as a FILE.py for people, with best.json, the plan, its prediction and a report."""
+"""Write the chosen strategy as a FILE.py for people, with best.json and the plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def text(source: PlanSource, strategy: Strategy, space: StrategySpace, cluster: 
     head = (
         f'"""{source.name} on {cluster}, planned by `piper plan`: {source.facts}.',
         "",
-        f"piper simulate {PLANNED} --cluster {cluster}; piper verify, run and explain take it, too.",
+        f"piper simulate {PLANNED} --cluster '{cluster}'; piper verify, run and explain take it, too.",
         '"""',
         "",
         "import piper",

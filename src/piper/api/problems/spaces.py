@@ -134,7 +134,9 @@ class StrategySpace:
 
     def _least(self, at: Mapping[str, int]) -> dict[str, Any]:
         """Return the choices with which a mesh holds least: all states shared, and all of a layer made again."""
-        return {**at, "rows": self.rows[0], "keep": "inputs", "zero": 3, "schedule": "1f1b"}
+        states = {"zero": 3, "resident_mb": 0, "prefetch": 1, "bucket_mb": 100.0}
+        rest = {"rows": self.rows[0], "keep": "inputs", "schedule": "1f1b", "sequence": True}
+        return {**at, **rest, **states}
 
     def _published(self, cells: Sequence[Mapping[str, int]]) -> Iterator[dict[str, Any]]:
         """Yield the layouts that people publish, as far as they divide.
@@ -225,7 +227,10 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
     devices, tokens = target.devices, job.tokens_per_row or 0
     sizes = {
         "tp": _powers(devices, min(target.per_node, MOST_TP)),
-        "cp": _powers(devices, min(MOST_CP, max(1, tokens // LEAST_TOKENS))),
+        # Exchanges of dropless experts beside shared tokens are refused; so mixtures have no cp.
+        "cp": _powers(
+            devices, 1 if traced.experts else min(MOST_CP, max(1, tokens // LEAST_TOKENS))
+        ),
         "ep": _powers(devices, target.per_node if traced.experts else 1),
         "pp": tuple(n for n in _powers(devices, MOST_STAGES) if n <= max(layers, 1)),
     }

@@ -12,7 +12,6 @@ from piper.api.ground.results import new_folder, unless_empty
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
-from piper.cli.options import searchers
 from piper.planning.answer_text import numbers, table
 from piper.planning.answers import TrainingBudget, answer
 from piper.planning.goodput import Failures
@@ -22,6 +21,7 @@ from piper.views.display import show
 from piper.views.study_view import bar
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import working
+from piper_simulator import CPU
 
 NOTHING_FITS = 2
 """The exit code if no strategy fits."""
@@ -30,9 +30,8 @@ NOTHING_FITS = 2
 def planned(arguments: PlanArguments) -> int:
     """Print the answer or its JSON, write its files, and return the exit code."""
     a = arguments
-    workers = searchers(a.workers)
-    if isinstance(workers, str):
-        raise JobError(f"--workers {a.workers}: a number of processes is accepted here")
+    if a.cluster == CPU:
+        raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
     cluster = cluster_named(a.cluster)
     tokens = None if a.tokens is None else count(a.tokens, "--tokens")
     with working("reading the source"):
@@ -48,7 +47,7 @@ def planned(arguments: PlanArguments) -> int:
             source.strategy,
             trials=a.trials,
             seed=a.seed,
-            workers=workers,
+            workers=a.workers,
             progress=progress,
         )
     if a.as_json:

@@ -63,7 +63,7 @@ def tune(
     Args:
         problem: the job, the cluster and the limit of the search.
         strategy: takes a trial, chooses with Optuna's `suggest_*`, and returns a Strategy. If it has `starts`, choices
-            by name, a new search tries these first.
+            by name, a new search tries these first, in at most half of its trials.
         at_rows: as in `compile_program`.
         under: the program under policies of recomputation and shardings, at a number of rows.
         trials: candidates that are compiled and scored (or whose function raises). Known ones are free, and so are
@@ -104,7 +104,7 @@ def tune(
                 (seed + SEED_STEP * len(study.get_trials(deepcopy=False))) % (MOST_SEED + 1)
             )
         if not study.get_trials(deepcopy=False):
-            for start in getattr(strategy, "starts", ()):
+            for start in getattr(strategy, "starts", ())[: max(1, trials // 2)]:
                 study.enqueue_trial(start)
         ours = evaluator or (
             _evaluator(problem, programs, workers, timeout_s, modules)
