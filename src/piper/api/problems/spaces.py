@@ -147,7 +147,9 @@ class StrategySpace:
         flat = [at for at in cells if at["cp"] == 1]
         for at in flat:
             if at["pp"] == 1 and at["tp"] in (1, max(self.sizes["tp"])):
-                yield {**self._least(at), "keep": "attention"}
+                for keep, rows in product(("attention", "products"), self.rows[:2]):
+                    if not self._lacking(at, rows):
+                        yield {**self._least(at), "keep": keep, "rows": rows}
             if at["pp"] == 4 and at["tp"] > 1:
                 yield {**self._least(at), "schedule": "interleaved", "keep": "attention", "zero": 1}
 
