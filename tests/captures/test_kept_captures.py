@@ -132,7 +132,7 @@ def test_another_process_traces_nothing(folder: Path) -> None:
 
 
 def test_a_kept_capture_gives_its_warnings_again(counted: Mock, again: Callable[[], None]) -> None:
-    """In the same process and in another one: what a model is taken to do is no secret of its first compile."""
+    """Every compile warns, in the same process and in another one that reads the kept file."""
     for begin in (list, list, again):
         begin()
         with pytest.warns(PiperWarning, match=r"'layers\.0\.experts' .* opaque") as heard:

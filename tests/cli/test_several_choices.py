@@ -1,4 +1,4 @@
-"""`piper simulate FILE.py -p tp=2,4 -p zero=1,3`: one table of all choices, in which a refused one leaves the others."""
+"""Protect that `piper simulate FILE.py -p a=1,2 -p b=3,4` prints a row for each choice, refused or not."""
 
 from __future__ import annotations
 

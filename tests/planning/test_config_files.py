@@ -1,4 +1,4 @@
-"""config.json of Hugging Face: what is read says the same model, and nothing in a file is passed over without a word."""
+"""Protect that a config.json of Hugging Face gives the same model, and that no field of it is ignored silently."""
 
 from __future__ import annotations
 

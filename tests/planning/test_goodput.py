@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piper.planning.goodput import Failures, goodput
+from piper.planning.goodput import Failures, goodput, saved_bytes
 from tests.helpers.cases import each_case
 
 
@@ -26,6 +26,11 @@ def test_no_other_interval_loses_less(factor: float) -> None:
     failures = Failures(mtbf_s=3_600.0)
     found = goodput(failures, 20 * 10**9)
     assert lost(failures, 20.0, factor * found.every_s) > 1 - found.share
+
+
+def test_masters_are_saved_and_not_their_copies() -> None:
+    assert saved_bytes({"param": 2, "master": 4, "optim": 8, "grad": 16}) == 12
+    assert saved_bytes({"param": 4, "optim": 8, "activation": 16}) == 12
 
 
 def test_what_fails_at_once_keeps_nothing() -> None:

@@ -77,7 +77,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(MoEConfig, _QWEN_MIXTURE, {"qk_norm": True, "capacity_factor": None}),
     "gpt2": Family(GPTConfig, _GPT2, {}, "gelu_new"),
 }
-"""The types (`model_type`) whose blocks are those of a model here, to the parameter."""
+"""The types (`model_type`) that have the same blocks as a model here, to the parameter."""
 MUST: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from piper.api.captures.capturing import captured_once
 from piper.api.compiling.compiling import Compiled, compile
 from piper.api.problems.spaces import StrategySpace, space
 from piper.api.problems.tuning_problem import Conditions, problem_of
-from piper.planning.goodput import STATES, Failures, goodput
+from piper.planning.goodput import Failures, goodput, saved_bytes
 from piper.views.strategy_facts import facts_of
 from piper_autotune import NothingFoundError, SearchProgress, Study, tune
 from piper_compiler import Options, Strategy, replicate
@@ -121,6 +122,7 @@ class Answer:
     best: Compiled | None
 
 
+@captured_once()
 def answer(
     job: Job,
     cluster: Cluster,
@@ -231,8 +233,7 @@ class _Predictor:
         """Return the share of time that failures leave; None unless it is asked for."""
         if self._budget.failures is None:
             return None
-        held = simulation.peak_by_category[rank]
-        return goodput(self._budget.failures, sum(held.get(state, 0) for state in STATES)).share
+        return goodput(self._budget.failures, saved_bytes(simulation.peak_by_category[rank])).share
 
     def _takes(
         self, simulation: Simulation, world: int, kept: float

@@ -7,11 +7,9 @@ loses least (J. W. Young, "A first order approximation to the optimum checkpoint
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
-
-STATES = ("param", "master", "optim")
-"""The categories of memory that a checkpoint holds."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,14 @@ class Goodput:
 
     share: float
     every_s: float
+
+
+def saved_bytes(held: Mapping[str, int]) -> int:
+    """Return the bytes that a device writes of its memory by category: parameters and optimizer states.
+
+    In mixed precision the masters are saved, and not their copies in the narrow dtype.
+    """
+    return (held.get("master") or held.get("param", 0)) + held.get("optim", 0)
 
 
 def goodput(failures: Failures, state_bytes: int) -> Goodput:

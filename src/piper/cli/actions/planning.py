@@ -56,7 +56,7 @@ def planned(arguments: PlanArguments) -> int:
         show(table(source, found, a.cluster))
     if folder is not None:
         found.study.save(folder)
-        save_origin(folder, a.seed, None)
+        save_origin(folder, a.seed, Path(a.source) if a.source.endswith(".py") else None)
         if found.best is not None:
             print(f"written: {write(folder, source, found, a.cluster)}", file=sys.stderr)
     if found.study.interrupted:

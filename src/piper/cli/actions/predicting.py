@@ -34,12 +34,14 @@ from piper.views.why_tables import comparison_tables, why_tables
 from piper_autotune import OneWord
 from piper_compiler import Options, load_strategy
 from piper_ir.ground.errors import JobError, PiperError
+from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
 from piper_ir.tools import size_text, working
 from piper_report import memory_table, prediction_table
 from piper_simulator import (
     Cluster,
     GivenLoad,
+    Simulation,
     WhatIf,
     Why,
     Zipf,
@@ -74,6 +76,12 @@ class Target:
     @cached_property
     def costs(self) -> Costs | None:
         return load_costs(self.file) if self.file is not None else None
+
+    def simulated(self, plan: Plan) -> Simulation:
+        """Return the simulation of a plan on the target."""
+        return simulate(
+            plan, self.cluster, costs=self.costs, contention=self.contention, load=self.load
+        )
 
     def compiled(self, job_file: JobFile) -> Compiled:
         return compile(
@@ -175,13 +183,7 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     with working("compiling"):
         cluster, compiled = target.cluster, target.compiled(job_file)
     with working("simulating"):
-        result = simulate(
-            compiled.plan,
-            cluster,
-            costs=target.costs,
-            contention=target.contention,
-            load=target.load,
-        )
+        result = target.simulated(compiled.plan)
     spread = noise and result.distribution(
         noise.jitter, seed=noise.seed, repetitions=noise.repetitions
     )

@@ -18,7 +18,7 @@ from piper.views.display import show
 from piper_ir.ground.errors import JobError, PiperError
 from piper_ir.tools import size_text, time_text, working
 from piper_report import Table
-from piper_simulator import Simulation, simulate
+from piper_simulator import Simulation
 
 MOST = 1_000
 """The most choices of a table."""
@@ -79,14 +79,7 @@ def predict_several(
     for number, params in enumerate(every, 1):
         with working(f"simulating {number} of {len(every)}"):
             try:
-                compiled = target.compiled(load_file(path, params))
-                result = simulate(
-                    compiled.plan,
-                    target.cluster,
-                    costs=target.costs,
-                    contention=target.contention,
-                    load=target.load,
-                )
+                result = target.simulated(target.compiled(load_file(path, params)).plan)
             except PiperError as e:  # one that is refused leaves the others
                 first = first or e
                 tried.append(Tried(params, None, str(e)))
