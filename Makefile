@@ -1,7 +1,7 @@
 # Every target works on a fresh clone with Python 3.11 or newer, pip, make and a C compiler; the first one installs into .venv.
 
 VENV := .venv
-SOURCES := src:packages/ir/src:packages/ops/src:packages/capture/src:packages/compiler/src:packages/simulator/src:packages/runtime/src:packages/report/src:packages/autotune/src
+SOURCES := src:packages/ir/src:packages/ops/src:packages/capture/src:packages/compiler/src:packages/simulator/src:packages/runtime/src:packages/report/src:packages/autotune/src:packages/interop/src
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 MANIFESTS := constraints.txt pyproject.toml VERSION

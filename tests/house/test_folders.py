@@ -26,6 +26,7 @@ PACKAGES = {
         "piper_runtime.rank": "ranks",
         "piper_report": "report",
         "piper_autotune": "tuner",
+        "piper_interop": "interop",
         "piper.api": "calls",
     }.items()
 }

@@ -1,0 +1,70 @@
+"""Read jobs of other systems as a job and a strategy here, and write strategies as those systems' own files.
+
+No system needs to be installed, but for torchtitan's recipes, which are code. Nothing of another system is imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from piper_interop.neutral.described import Described, Layout, Recompute, Sizes
+from piper_interop.neutral.options import Judgement, judge
+from piper_interop.neutral.system import Asked, Exported, Imported, System
+from piper_interop.neutral.writer import python
+from piper_ir.ground.errors import JobError
+
+SYSTEMS = ("torchtitan", "megatron", "deepspeed", "accelerate")
+"""The systems whose files are read and written."""
+
+
+def system(name: str) -> System:
+    """Return a system by its name; raise JobError, with all names, for an unknown one."""
+    if name not in SYSTEMS:
+        raise JobError(f"unknown system {name!r}; known are {', '.join(SYSTEMS)}")
+    found: System = import_module(f"piper_interop.{name}.system").SYSTEM
+    return found
+
+
+def import_job(name: str, source: str, asked: Asked) -> Imported:
+    """Read a job of another system.
+
+    Args:
+        name: of the system.
+        source: a file of it, a text of its options, or the name of one of its configurations.
+        asked: what the file does not say.
+
+    Raises JobError for a source that cannot be read, and, all at once, for options that are unknown or that cannot be
+    said here.
+    """
+    of = system(name)
+    if unknown := sorted(asked.stand_ins - of.stand_ins.keys()):
+        raise JobError(
+            f"--as {unknown[0]}: {name} has no such stand-in; "
+            + (f"accepted are {', '.join(of.stand_ins)}" if of.stand_ins else "it has none")
+        )
+    foreign = of.read(source, asked)
+    judgement = judge(foreign, of.table, asked.stand_ins, asked.skip_unknown)
+    return Imported(foreign, judgement, of.describe(foreign, asked))
+
+
+def export_job(name: str, described: Described) -> Exported:
+    """Return the files of another system for a job; raise JobError that names all that the system cannot do."""
+    return system(name).export(described)
+
+
+__all__ = [
+    "SYSTEMS",
+    "Asked",
+    "Described",
+    "Exported",
+    "Imported",
+    "Judgement",
+    "Layout",
+    "Recompute",
+    "Sizes",
+    "export_job",
+    "import_job",
+    "judge",
+    "python",
+    "system",
+]

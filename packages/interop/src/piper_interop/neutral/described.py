@@ -1,0 +1,160 @@
+"""Describe a job in words that all systems share; every reader ends here, and every export begins here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def literal(value: Any) -> str:
+    """Return a value as people write it in Python: texts between double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(literal, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{literal(k)}: {literal(v)}' for k, v in value.items())}}}"
+    return repr(value)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Hold the sizes of a decoder: the fields of `piper.models.DecoderConfig` that are not at their defaults.
+
+    Attributes:
+        fields: the values by name; `experts` and `latent` are Sizes, too.
+        kind: the name of the class in `piper.models`.
+    """
+
+    fields: Mapping[str, Any]
+    kind: str = "DecoderConfig"
+
+    def text(self) -> str:
+        """Return the Python that makes it, after `import piper`."""
+        arguments = ", ".join(
+            f"{name}={value.text() if isinstance(value, Sizes) else literal(value)}"
+            for name, value in self.fields.items()
+        )
+        return f"piper.models.{self.kind}({arguments})"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Say which layers compute their activations again, and from what: the directive `recompute`.
+
+    Attributes:
+        keep: the policy, such as "inputs" or "products".
+        layers: the number of layers, from the first; None for all.
+        group: neighbouring layers that are made again as one.
+    """
+
+    keep: str
+    layers: int | None = None
+    group: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Say how a job is spread over devices.
+
+    Attributes:
+        tp: devices that share each layer.
+        sequence: whether activations between layers are sharded along their tokens over these.
+        cp: devices that share the tokens of a row.
+        attention: how these exchange keys and values: "ring", "gather" or "heads".
+        pp: devices along the pipeline.
+        schedule: the name of a recipe, such as "one_f_one_b" or "interleaved".
+        chunks: stages of a device.
+        group: microbatches that an interleaved schedule takes together; None for the recipe's own.
+        at: the first layers of the stages 1, 2, ...; () for stages as even as they go.
+        units: "layers", or "all" if embedding and head count as layers in `at` and among the stages.
+        dp: replicas with rows of their own, of which each holds one shard of the states.
+        dp_replicate: groups of these that hold the same shards (hybrid sharding).
+        ep: devices among the replicas that share experts.
+        zero: the states that are sharded: 0 none, 1 the optimizer's, 2 gradients too, 3 parameters too.
+        over_cp: whether states are sharded over cp, too.
+        reshard: whether gathered parameters are dropped after the forward and gathered again (zero=3).
+        bucket_mb: MiB of a bucket of gradients; None for the recipe's own.
+        prefetch: uses ahead for which parameters are gathered; None for the recipe's own.
+    """
+
+    tp: int = 1
+    sequence: bool = False
+    cp: int = 1
+    attention: str = "ring"
+    pp: int = 1
+    schedule: str = "one_f_one_b"
+    chunks: int = 1
+    group: int | None = None
+    at: tuple[int, ...] = ()
+    units: str = "layers"
+    dp: int = 1
+    dp_replicate: int = 1
+    ep: int = 1
+    zero: int = 0
+    over_cp: bool = False
+    reshard: bool = True
+    bucket_mb: float | None = None
+    prefetch: int | None = None
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices."""
+        return self.tp * self.cp * self.pp * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of replicas with rows of their own."""
+        return self.dp * self.dp_replicate
+
+
+ORIGINS = ("sizes", "job", "mesh", "tp", "cp", "ep", "pp", "recompute", "dp")
+"""The lines of a FILE.py that name the options that they come from."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """Describe a job and its strategy.
+
+    Attributes:
+        name: of the model, for titles and files.
+        sizes: of the model.
+        length: tokens of a row.
+        global_batch: rows of a step.
+        rows: rows of a microbatch of one replica.
+        layout: the devices' shares.
+        recompute: the layers that are computed again; () for none.
+        params: the dtype of parameters, gradients' sums and optimizer states.
+        compute: the dtype of forward and backward.
+        reduce: the dtype of gradients in messages.
+        clip_norm: the largest norm of the gradients; None for no bound.
+        lr: the learning rate.
+        parameters: the count that the system itself says; None if it says none.
+        stack: the kernels, as clusters name them: "eager", "inductor" or "megatron"; "" if the job does not say it.
+        notes: stand-ins and nearest forms, which every prediction of the job must name.
+        origins: the options that lines of a FILE.py come from, by the names of ORIGINS; not a part of what is described.
+    """
+
+    name: str
+    sizes: Sizes
+    length: int
+    global_batch: int
+    rows: int
+    layout: Layout = field(default_factory=Layout)
+    recompute: tuple[Recompute, ...] = ()
+    params: str = "float32"
+    compute: str = "bfloat16"
+    reduce: str = "float32"
+    clip_norm: float | None = None
+    lr: float = 3e-4
+    parameters: int | None = None
+    stack: str = ""
+    notes: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def microbatches(self) -> int:
+        """Return the number of microbatches of a replica."""
+        return self.global_batch // (self.rows * self.layout.replicas)

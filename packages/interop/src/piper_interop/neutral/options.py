@@ -1,0 +1,179 @@
+"""Say for every option of another system what becomes of it here: a table of rows as data, and its judgement.
+
+An option that no row names is an error: nothing is ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from piper_interop.neutral.foreign import Foreign
+from piper_ir.ground.errors import JobError
+
+SAYS_NOTHING = (None, False, 0, "", [], (), {})
+"""The values with which an option asks for nothing, unless its row lists others."""
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Say that an option becomes part of the job or the strategy; `to` names the part."""
+
+    to: str
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Say that an option changes neither memory nor time of a step, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """Say that an option is taken in the nearest form.
+
+    Attributes:
+        how: the form in which it is taken.
+        direction: how the prediction differs from the truth because of that, such as "predicted too fast".
+        unless: the values with which the option asks for nothing.
+        when: whether the option matters beside the others; without it, it does.
+    """
+
+    how: str
+    direction: str
+    unless: tuple[Any, ...] = SAYS_NOTHING
+    when: Callable[[Foreign], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Say that an option cannot be said here, and changes memory or time too much to leave it out.
+
+    Attributes:
+        missing: the thing that is missing, as a noun.
+        instead: the way out.
+        unless: the values with which the option asks for nothing.
+        stand_in: the name with which `--as NAME` accepts a stand-in; "" if there is none.
+        how: the stand-in in words, with the direction in which the prediction differs.
+        when: whether the option matters beside the others; without it, it does.
+    """
+
+    missing: str
+    instead: str
+    unless: tuple[Any, ...] = SAYS_NOTHING
+    stand_in: str = ""
+    how: str = ""
+    when: Callable[[Foreign], bool] | None = None
+
+
+Row = Mapped | Ignored | Nearest | Refused
+Table = Mapping[str, Row | tuple[Row, ...]]
+"""Rows by the option's full name, or by a pattern such as "checkpoint.*"; a name goes before patterns, and longer patterns
+before shorter ones. Of several rows of an option the first one that its value concerns holds."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Hold what became of one option: its name and value as text, and the words about it."""
+
+    option: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Hold what became of every option of a job.
+
+    Attributes:
+        mapped: the options that are parts of the job and the strategy.
+        ignored: the options that change no step, with the reasons.
+        nearest: the options in the nearest form, with how and the direction.
+        stand_ins: the options for which a stand-in was accepted, with how.
+        refused: the options that cannot be said, with the way out.
+        unknown: the options that no row names.
+    """
+
+    mapped: tuple[Line, ...] = ()
+    ignored: tuple[Line, ...] = ()
+    nearest: tuple[Line, ...] = ()
+    stand_ins: tuple[Line, ...] = ()
+    refused: tuple[Line, ...] = ()
+    unknown: tuple[Line, ...] = ()
+
+
+def judge(
+    foreign: Foreign,
+    table: Table,
+    stand_ins: frozenset[str] = frozenset(),
+    skip_unknown: bool = False,
+) -> Judgement:
+    """Return what becomes of each option of a job.
+
+    Raises JobError that names all options that are unknown, unless they are to be skipped, and all that are refused.
+    """
+    kinds: dict[str, list[Line]] = {name: [] for name in Judgement.__dataclass_fields__}
+    for name, value in foreign.values.items():
+        rows = row_of(table, name)
+        if not rows:
+            kinds["unknown"].append(Line(name, _written(foreign, name)))
+            continue
+        row = next((row for row in rows if _concerns(row, value.value, foreign)), None)
+        kind, text = _verdict(row, stand_ins)
+        kinds[kind].append(Line(name, f"{_written(foreign, name)}: {text}"))
+    judgement = Judgement(**{name: tuple(lines) for name, lines in kinds.items()})
+    unknown = () if skip_unknown else judgement.unknown
+    if unknown or judgement.refused:
+        raise JobError(_complaint(foreign, unknown, judgement.refused))
+    return judgement
+
+
+def row_of(table: Table, name: str) -> tuple[Row, ...]:
+    """Return the rows of an option; empty if the table has none."""
+    if name not in table:
+        patterns = [pattern for pattern in table if fnmatchcase(name, pattern)]
+        if not patterns:
+            return ()
+        name = max(patterns, key=len)
+    rows = table[name]
+    return rows if isinstance(rows, tuple) else (rows,)
+
+
+def _concerns(row: Row, value: Any, foreign: Foreign) -> bool:
+    """Return whether a row is about this value."""
+    if isinstance(row, Mapped | Ignored):
+        return True
+    says_nothing = any(type(value) is type(none) and value == none for none in row.unless)
+    return not says_nothing and (row.when is None or row.when(foreign))
+
+
+def _verdict(row: Row | None, stand_ins: frozenset[str]) -> tuple[str, str]:
+    """Return the kind of a judgement's lines, and the words; no row means that the option asks for nothing."""
+    if row is None:
+        return "ignored", "asks for nothing"
+    if isinstance(row, Mapped):
+        return "mapped", row.to
+    if isinstance(row, Ignored):
+        return "ignored", row.reason
+    if isinstance(row, Nearest):
+        return "nearest", f"{row.how}; {row.direction}"
+    if row.stand_in and row.stand_in in stand_ins:
+        return "stand_ins", row.how
+    way = f"--as {row.stand_in} ({row.how}), or {row.instead}" if row.stand_in else row.instead
+    return "refused", f"{row.missing} cannot be said here; {way}"
+
+
+def _written(foreign: Foreign, name: str) -> str:
+    return f"{name}={foreign.values[name].value!r}{foreign.at(name)}"
+
+
+def _complaint(foreign: Foreign, unknown: tuple[Line, ...], refused: tuple[Line, ...]) -> str:
+    lines = [f"{foreign.source}: {len(unknown) + len(refused)} options of this job stop its import"]
+    lines += [
+        f"  {line.text}: no such option of {foreign.system} is known here; mend its name, or give --skip-unknown"
+        for line in unknown
+    ]
+    lines += [f"  {line.text}" for line in refused]
+    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""Say what a system's folder gives: a reader, a table of its options, the description of a job, and an export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from piper_interop.neutral.described import Described, Sizes
+from piper_interop.neutral.foreign import Foreign
+from piper_interop.neutral.options import Judgement, Table
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Hold what a user says beside the file of another system.
+
+    Attributes:
+        devices: of the job; None if the file says it.
+        sets: further options as the system's own command line writes them, such as "--training.seq_len=4096".
+        python: the interpreter that has the system installed; "" for the one that runs.
+        sizes: of the model, for systems whose files have none of it.
+        length: tokens of a row, for systems whose files do not say it.
+        rows: rows of a step, likewise.
+        stand_ins: the names given with `--as`.
+        skip_unknown: whether options that no row names are passed over.
+    """
+
+    devices: int | None = None
+    sets: tuple[str, ...] = ()
+    python: str = ""
+    sizes: Sizes | None = None
+    length: int | None = None
+    rows: int | None = None
+    stand_ins: frozenset[str] = frozenset()
+    skip_unknown: bool = False
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Hold a job in the form of another system.
+
+    Attributes:
+        files: texts by the names of the files; the first one is the one to start with.
+        notes: the parts of the strategy that the system says in the nearest form.
+    """
+
+    files: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class System:
+    """Hold one system.
+
+    Attributes:
+        name: such as "megatron".
+        read: return the job's options as the system resolves them; raise JobError for a file that is none of its own.
+        table: what becomes of each option.
+        describe: return the job that judged options describe; raise JobError for what cannot be said.
+        export: return the system's files for a described job; raise JobError that names all that the system cannot do,
+            with the nearest that it can.
+        stand_ins: the names that `--as` accepts, with the words about each.
+    """
+
+    name: str
+    read: Callable[[str, Asked], Foreign]
+    table: Table
+    describe: Callable[[Foreign, Asked], Described]
+    export: Callable[[Described], Exported]
+    stand_ins: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Hold an imported job: as the system says it, what became of each option, and the description."""
+
+    foreign: Foreign
+    judgement: Judgement
+    described: Described

@@ -1,0 +1,195 @@
+"""Write a described job as a FILE.py of `job` and `strategy`, in at most forty lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from textwrap import wrap
+from typing import Any
+
+from piper_interop.neutral.described import Described, Layout, Recompute, literal
+from piper_ir.ground.errors import JobError
+
+COLUMNS = 120
+
+
+def python(described: Described, title: str) -> str:
+    """Return the text of the FILE.py; `title` says where the job comes from, in a sentence without a full stop.
+
+    Raises JobError if rows do not divide into microbatches of replicas, which no line could say.
+    """
+    check_batch(described)
+    notes = [line for note in described.notes for line in _warning(note)]
+    selects = any(r for r in described.recompute)
+    head = [
+        *wrap(f'"""{title}, written by `piper import`.', COLUMNS),
+        "",
+        "piper simulate FILE.py --cluster NAME predicts it; piper plan FILE.py searches for a faster strategy.",
+        '"""',
+        "",
+        *(["import warnings", ""] if notes else []),
+        "import piper",
+        f"from piper import {'ANY, recipes, where' if selects else 'recipes'}",
+        "",
+        *notes,
+    ]
+    return "\n".join([*head, *_job(described), *_strategy(described)]) + "\n"
+
+
+def check_batch(described: Described) -> None:
+    """Raise JobError unless the rows of a step divide into microbatches of all replicas."""
+    replicas, rows = described.layout.replicas, described.rows
+    if described.global_batch % (replicas * rows) or described.global_batch < 1:
+        raise JobError(
+            f"{described.name}: {described.global_batch} rows of a step do not divide into {replicas} replicas of "
+            f"{rows} rows per microbatch; give another number of devices, or other rows"
+        )
+
+
+def _warning(note: str) -> Iterator[str]:
+    yield f"warnings.warn({literal(note)}, stacklevel=1)"
+
+
+def _job(described: Described) -> Iterator[str]:
+    yield from _comment(described, "sizes")
+    yield from _call(f"sizes = {described.sizes.text()}")
+    yield from _comment(described, "job")
+    precision = f"params={literal(described.params)}, compute={literal(described.compute)}"
+    if described.compute == described.params:
+        precision = f"params={literal(described.params)}"
+    if described.reduce != described.params:
+        precision += f", reduce={literal(described.reduce)}"
+    arguments = [
+        f"global_batch={described.global_batch}",
+        f"length={described.length}",
+        f"precision=piper.Precision({precision}{_kept(described)})",
+    ]
+    if described.clip_norm:
+        arguments.append(f"clip_norm={described.clip_norm!r}")
+    if described.lr != 3e-4:
+        arguments.append(f"lr={described.lr!r}")
+    yield from _call(f"job = piper.models.job(sizes, {', '.join(arguments)})")
+
+
+def _kept(described: Described) -> str:
+    """Return the precision of a mixture's router, whose rounded scores would send tokens to other experts."""
+    mixture = "experts" in described.sizes.fields and described.compute != described.params
+    return ', keep={"*.router.*": "float32"}' if mixture else ""
+
+
+def _strategy(described: Described) -> Iterator[str]:
+    layout = described.layout
+    yield from _comment(described, "mesh")
+    yield "strategy = piper.Strategy("
+    yield f"    piper.Mesh({', '.join(f'{axis}={size}' for axis, size in mesh(layout).items())}),"
+    yield "    ("
+    for part, call in calls(described):
+        origin = described.origins.get(part, "")
+        line = f"        {call},"
+        if origin and len(line) + len(origin) + 4 <= COLUMNS:
+            yield f"{line}  # {origin}"
+        else:
+            if origin:
+                yield from wrap(
+                    origin, COLUMNS, initial_indent="        # ", subsequent_indent="        # "
+                )
+            yield line
+    yield "    ),"
+    yield ")"
+
+
+def mesh(layout: Layout) -> dict[str, int]:
+    """Return the sizes of the mesh's axes; the ones of size 1 are left out, but for dp."""
+    sizes = {
+        "pp": layout.pp,
+        "rep": layout.dp_replicate,
+        "dp": layout.dp // layout.ep,
+        "ep": layout.ep,
+        "cp": layout.cp,
+        "tp": layout.tp,
+    }
+    return {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"}
+
+
+def calls(described: Described) -> Iterator[tuple[str, str]]:
+    """Yield the calls that make the directives, each with the name of its part in ORIGINS."""
+    layout = described.layout
+    if layout.tp > 1:
+        yield "tp", f"*recipes.tensor_parallel(sequence={layout.sequence})"
+    if layout.cp > 1:
+        yield "cp", f"*recipes.context_parallel(attention={literal(layout.attention)})"
+    if layout.ep > 1:
+        yield "ep", "*recipes.expert_parallel()"
+    yield from (("pp", call) for call in _pipeline(described))
+    yield from (("recompute", _recompute(r)) for r in described.recompute)
+    if layout.replicas > 1 or (layout.zero and layout.over_cp and layout.cp > 1):
+        yield "dp", f"*recipes.data_parallel({_arguments(_replicated(layout))})"
+
+
+def _pipeline(described: Described) -> Iterator[str]:
+    layout = described.layout
+    how: dict[str, Any] = {"pp": layout.pp, "microbatches": described.microbatches}
+    if layout.schedule in ("interleaved", "looped_bfs", "interleaved_zb"):
+        how["chunks"] = layout.chunks
+    if layout.group is not None:
+        how["group"] = layout.group
+    if layout.at and layout.units == "layers":
+        how["at"] = layout.at
+    elif layout.at:
+        yield f"piper.partition({len(layout.at) + 1}, at={layout.at!r}, units={literal(layout.units)})"
+    yield f"*recipes.{layout.schedule}({_arguments(how)})"
+
+
+def _recompute(recompute: Recompute) -> str:
+    layers = "ANY" if recompute.layers is None else f"range({recompute.layers})"
+    group = "" if recompute.group == 1 else f", group={recompute.group}"
+    return f"piper.recompute(where(layer={layers}), keep={literal(recompute.keep)}{group})"
+
+
+def _replicated(layout: Layout) -> dict[str, Any]:
+    """Return the arguments of `recipes.data_parallel`."""
+    shards = ["dp", *(["ep"] if layout.ep > 1 else [])]
+    if layout.zero and layout.over_cp and layout.cp > 1:
+        shards.append("cp")
+    how: dict[str, Any] = {"over": tuple(shards)}
+    if layout.dp_replicate > 1:
+        how["over"] = (*shards, "rep")
+        states = ("optim", "grads", "params")[: layout.zero]
+        if states:
+            how["shard"] = {state: tuple(shards) for state in states}
+    else:
+        how["zero"] = layout.zero
+    if layout.bucket_mb is not None:
+        how["bucket_mb"] = layout.bucket_mb
+    if layout.prefetch is not None:
+        how["prefetch"] = layout.prefetch
+    if layout.zero == 3 and not layout.reshard:
+        how["resident_mb"] = "step"
+    return how
+
+
+def _arguments(how: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={literal(value)}" for name, value in how.items())
+
+
+def _comment(described: Described, part: str) -> Iterator[str]:
+    origin = described.origins.get(part, "")
+    if origin:
+        yield from wrap(origin, COLUMNS, initial_indent="# ", subsequent_indent="# ")
+
+
+def _call(text: str) -> Iterator[str]:
+    """Yield a call in as many lines as it needs; the first argument stands behind the bracket."""
+    if len(text) <= COLUMNS:
+        yield text
+        return
+    head, _, rest = text.partition("(")
+    yield f"{head}("
+    yield from wrap(
+        rest.removesuffix(")") + ",",
+        COLUMNS,
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    yield ")"
