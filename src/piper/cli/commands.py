@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from piper.cli.arguments import (
+    ImportArguments,
     PlanArguments,
     ProfileArguments,
     ShowArguments,
@@ -91,6 +92,18 @@ def plan(arguments: PlanArguments) -> None:
     from piper.cli.actions import planning
 
     raise typer.Exit(planning.planned(arguments))
+
+
+@app.command(name="import")
+@command_of(ImportArguments)
+def import_(arguments: ImportArguments) -> None:
+    """Read a job of torchtitan, Megatron-LM, DeepSpeed or Accelerate, and write it as a FILE.py.
+
+    Example: piper import torchtitan llama3_70b --gpus 256 --cluster 'h100x8*32@eager' --out job.py
+    """
+    from piper.cli.actions import importing
+
+    raise typer.Exit(importing.imported(arguments))
 
 
 @app.command()

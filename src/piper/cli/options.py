@@ -193,7 +193,8 @@ SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="a preset such as llama3-70b, a config.json of Hugging Face or its folder, or a FILE.py with a `job`",
+        help="a preset such as llama3-70b, a config.json of Hugging Face or its folder, a FILE.py with a `job`, or a job "
+        "of another system, such as torchtitan:llama3_70b or megatron:pretrain.sh",
     ),
 ]
 LengthOption = Annotated[

@@ -15,7 +15,15 @@ from piper.cli.loading import load_job
 from piper.planning.answer_text import numbers, table
 from piper.planning.answers import TrainingBudget, answer
 from piper.planning.goodput import Failures
-from piper.planning.sources import PlanSource, StepSize, count, of_file, understand
+from piper.planning.sources import (
+    PlanSource,
+    StepSize,
+    count,
+    is_foreign,
+    of_file,
+    of_system,
+    understand,
+)
 from piper.planning.written import write
 from piper.views.display import show
 from piper.views.study_view import bar
@@ -32,10 +40,11 @@ def planned(arguments: PlanArguments) -> int:
     a = arguments
     if a.cluster == CPU:
         raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
-    cluster = cluster_named(a.cluster)
+    name = _cluster_name(a)
+    cluster = cluster_named(name)
     tokens = None if a.tokens is None else count(a.tokens, "--tokens")
     with working("reading the source"):
-        source = _source(a)
+        source = _source(a, cluster.devices)
     if not a.as_json:
         print(f"{source.name}: {source.facts}", flush=True)
     folder = new_folder(a.out, f"plan-{source.name}") if a.out else None
@@ -51,14 +60,14 @@ def planned(arguments: PlanArguments) -> int:
             progress=progress,
         )
     if a.as_json:
-        print(json.dumps(numbers(source, found, a.cluster)))
+        print(json.dumps(numbers(source, found, name)))
     else:
-        show(table(source, found, a.cluster))
+        show(table(source, found, name))
     if folder is not None:
         found.study.save(folder)
         save_origin(folder, a.seed, Path(a.source) if a.source.endswith(".py") else None)
         if found.best is not None:
-            print(f"written: {write(folder, source, found, a.cluster)}", file=sys.stderr)
+            print(f"written: {write(folder, source, found, name)}", file=sys.stderr)
     if found.study.interrupted:
         return INTERRUPTED
     return 0 if found.strategies else NOTHING_FITS
@@ -71,9 +80,27 @@ def _failures(a: PlanArguments) -> Failures | None:
     return Failures(a.mtbf * 3600, a.checkpoint_rate * 1e9, a.restart_s)
 
 
-def _source(a: PlanArguments) -> PlanSource:
+def _cluster_name(a: PlanArguments) -> str:
+    """Return the name of a cluster with as many devices as asked: whole nodes of the one that --cluster names."""
+    if a.gpus is None:
+        return a.cluster
+    whole, at, stack = a.cluster.partition("@")
+    kind = whole.partition("*")[0]
+    per_node = cluster_named(kind).per_node
+    if "*" in whole or (a.gpus % per_node and a.gpus > per_node):
+        raise JobError(
+            f"--gpus {a.gpus}: nodes of {kind} have {per_node} devices; give a multiple, or --cluster '{kind}*NODES'"
+        )
+    if a.gpus < per_node:
+        return f"{kind.removesuffix(str(per_node))}{a.gpus}{at}{stack}"
+    return f"{kind}*{a.gpus // per_node}{at}{stack}" if a.gpus > per_node else a.cluster
+
+
+def _source(a: PlanArguments, devices: int) -> PlanSource:
     per_step = None if a.tokens_per_step is None else count(a.tokens_per_step, "--tokens-per-step")
     wanted = StepSize(a.length, per_step, a.global_batch)
+    if is_foreign(a.source):
+        return of_system(a.source, wanted, devices)
     path = Path(a.source)
     if path.suffix != ".py":
         return understand(a.source, wanted)
