@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,17 +80,15 @@ def sizes_of(path: Path) -> ModelSizes:
         raise JobError(
             f"--model {path}: the models here do not say the same as a {described.type} ({described.missing})"
         )
-    return _sizes(described.config)
+    return model_sizes(described.config)
 
 
-def _sizes(config: Any) -> ModelSizes:
+def model_sizes(config: Any) -> ModelSizes:
     """Return the fields of a description that are not at their defaults."""
-    from dataclasses import fields, is_dataclass
-
     values = {
         f.name: getattr(config, f.name)
         for f in fields(config)
         if getattr(config, f.name) != f.default
     }
-    nested = {name: _sizes(value) for name, value in values.items() if is_dataclass(value)}
+    nested = {name: model_sizes(value) for name, value in values.items() if is_dataclass(value)}
     return ModelSizes({**values, **nested}, type(config).__name__)

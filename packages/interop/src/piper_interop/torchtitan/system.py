@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from piper_interop.neutral.system import System
 from piper_interop.torchtitan.describe import describe
+from piper_interop.torchtitan.export import export
 from piper_interop.torchtitan.reader import read
 from piper_interop.torchtitan.table import STAND_INS, TABLE
 
-SYSTEM = System("torchtitan", read, TABLE, describe, STAND_INS)
+SYSTEM = System("torchtitan", read, TABLE, describe, STAND_INS, export)
