@@ -6,6 +6,8 @@ The blocks are in an nn.ModuleList, so that `partition` finds them. This room ma
 `piper_runtime`, and no other room of `piper`.
 """
 
+from piper.models.decoder import Decoder
+from piper.models.decoder_config import DecoderConfig, Experts, Latent
 from piper.models.families import hugging_face
 from piper.models.gpt import GPT, GPTConfig
 from piper.models.jobs import job, parameter_count
@@ -17,8 +19,12 @@ from piper_runtime.weights import Into
 __all__ = [
     "GPT",
     "PRESETS",
+    "Decoder",
+    "DecoderConfig",
+    "Experts",
     "GPTConfig",
     "Into",
+    "Latent",
     "Llama",
     "LlamaConfig",
     "MoE",

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.models.gpt import GPT, GPTConfig
-from piper.models.llama import Llama, LlamaConfig
+from piper.models.decoder_config import DecoderConfig
+from piper.models.gpt import GPTConfig
+from piper.models.llama import LlamaConfig
 from piper.models.moe import MoEConfig
 from piper.models.presets import Config, preset
 from piper_ir.ground.errors import JobError
@@ -48,15 +49,15 @@ def job(
         seed: As in `piper.Job`.
     """
     config = preset(model) if isinstance(model, str) else model
-    if not isinstance(config, GPTConfig | LlamaConfig):
+    if not isinstance(config, DecoderConfig | GPTConfig | LlamaConfig):
         raise JobError(
-            f"models.job({model!r}): a preset's name or a GPTConfig, LlamaConfig or MoEConfig is needed"
+            f"models.job({model!r}): a preset's name or a DecoderConfig, GPTConfig, LlamaConfig or MoEConfig is needed"
         )
     config = config if length is None else replace(config, length=length)
     return Job(
         _build(config),
         _batch(config.vocab, config.length),
-        _loss(getattr(config, "balance", 0.0)),
+        _loss(_balance(config)),
         partial(adamw, lr=lr),
         global_batch=global_batch,
         tokens_per_row=config.length,
@@ -75,8 +76,21 @@ def mixed(config: Config) -> Precision:
 
     The router of a mixture computes in float32: a rounded score sends a token to another expert.
     """
-    keep = {"*.router.*": "float32"} if isinstance(config, MoEConfig) else {}
+    keep = {"*.router.*": "float32"} if _has_experts(config) else {}
     return Precision(params="float32", compute="bfloat16", reduce="float32", keep=keep)
+
+
+def _has_experts(config: Config) -> bool:
+    return isinstance(config, MoEConfig) or (
+        isinstance(config, DecoderConfig) and config.experts is not None
+    )
+
+
+def _balance(config: Config) -> float:
+    """Return the weight of the loss that balances experts; 0 for none."""
+    if isinstance(config, DecoderConfig):
+        return config.experts.balance if config.experts is not None else 0.0
+    return config.balance if isinstance(config, MoEConfig) else 0.0
 
 
 def parameter_count(config: Config) -> int:
@@ -86,7 +100,7 @@ def parameter_count(config: Config) -> int:
 
 
 @cache  # a capture is found by the identity of its callables
-def _build(config: Config) -> Callable[[], GPT | Llama]:
+def _build(config: Config) -> Callable[[], nn.Module]:
     return config.build
 
 

@@ -5,13 +5,25 @@ These are checks of sizes, the start of weights, rotary positions, grouped-query
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper_ir.ground.errors import JobError
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"]
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+"""The functions of a feed-forward part, by name; squared_relu is that of Primer (arXiv 2109.08668)."""
 
 
 def check_sizes(config: object, **sizes: object) -> None:
@@ -96,6 +108,37 @@ class Attention(nn.Module):
             q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads
         )
         return self.out(mixed.transpose(1, 2).reshape(rows, length, self.heads * self.head_dim))
+
+
+def norm_of(config: Any, width: int) -> nn.Module:
+    """Return a norm of a `DecoderConfig`'s kind over the last `width` elements."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=config.eps)
+    return nn.LayerNorm(width, eps=config.eps, bias=config.norm_bias)
+
+
+class FeedForward(nn.Module):
+    """Compute down(activation(gate(x)) * up(x)) of x: [..., width], or down(activation(up(x))) if it has no gate.
+
+    See GLU Variants Improve Transformer, arXiv 2002.05202, eq. 6.
+    """
+
+    def __init__(
+        self, width: int, hidden: int, activation: Activation, *, gated: bool, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.activation, self.gated = ACTIVATIONS[activation], gated
+        if gated:
+            self.gate = nn.Linear(width, hidden, bias=bias)
+        self.up, self.down = (
+            nn.Linear(width, hidden, bias=bias),
+            nn.Linear(hidden, width, bias=bias),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gated:
+            return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.up(x)))
 
 
 class SwiGLU(nn.Module):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from piper.models.decoder_config import DecoderConfig
 from piper.models.gpt import GPTConfig
 from piper.models.llama import LlamaConfig
 from piper.models.moe import MoEConfig
 from piper_ir.ground.errors import JobError
 
-Config = GPTConfig | LlamaConfig
+Config = DecoderConfig | GPTConfig | LlamaConfig
 """The type of the sizes of any of the models."""
 
 PRESETS: Mapping[str, Config] = {
@@ -42,6 +43,6 @@ def preset(name: str) -> Config:
     """Return the sizes of a published model; raise JobError, with all known names, for an unknown one."""
     if name not in PRESETS:
         raise JobError(
-            f"unknown model {name!r}; known are {', '.join(PRESETS)}, and any GPTConfig, LlamaConfig or MoEConfig"
+            f"unknown model {name!r}; known are {', '.join(PRESETS)}, and any DecoderConfig, GPTConfig, LlamaConfig or MoEConfig"
         )
     return PRESETS[name]
