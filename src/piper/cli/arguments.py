@@ -1,4 +1,4 @@
-"""Define the options of `piper simulate`, `tune`, `plan`, `import`, `profile` and `show` as the fields of records."""
+"""Define the options of `piper simulate`, `tune`, `plan`, `import`, `export`, `profile` and `show` as the fields of records."""
 
 from __future__ import annotations
 
@@ -90,6 +90,18 @@ class ImportArguments:
     cluster: foreign.PredictedClusterOption = None
     out: foreign.WrittenFileOption = None
     every: foreign.IgnoredOption = False
+    as_json: flags.AsJsonOption = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments:
+    """Hold the options of `piper export`."""
+
+    file: flags.FileArgument
+    to: foreign.TargetOption
+    params: flags.ParamsOption = None
+    strategy: flags.StrategyFileOption = None
+    out: foreign.ExportFolderOption = None
     as_json: flags.AsJsonOption = False
 
 

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from piper.cli.arguments import (
+    ExportArguments,
     ImportArguments,
     PlanArguments,
     ProfileArguments,
@@ -104,6 +105,18 @@ def import_(arguments: ImportArguments) -> None:
     from piper.cli.actions import importing
 
     raise typer.Exit(importing.imported(arguments))
+
+
+@app.command()
+@command_of(ExportArguments)
+def export(arguments: ExportArguments) -> None:
+    """Write a strategy as files of torchtitan, Megatron-LM, DeepSpeed or Accelerate, or say what they lack.
+
+    Example: piper export job.py --to torchtitan --out launch
+    """
+    from piper.cli.actions import exporting
+
+    exporting.exported(arguments)
 
 
 @app.command()

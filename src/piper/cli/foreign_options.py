@@ -1,4 +1,4 @@
-"""Define the options of `piper import`."""
+"""Define the options of `piper import` and `piper export`."""
 
 from __future__ import annotations
 
@@ -68,4 +68,17 @@ WrittenFileOption = Annotated[
 ]
 IgnoredOption = Annotated[
     bool, typer.Option("--all", help="name every ignored option, with the reason")
+]
+TargetOption = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="SYSTEM",
+        autocompletion=one_of("torchtitan", "megatron", "deepspeed", "accelerate"),
+        help="torchtitan, megatron, deepspeed or accelerate",
+    ),
+]
+ExportFolderOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="a folder for the files (default: shown)"),
 ]

@@ -58,7 +58,7 @@ def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
 
 def _sizes(job: Job) -> ModelSizes:
     """Return the sizes of a model of `piper.models`; without fields for any other."""
-    config = getattr(job.build, "__self__", None)
+    config = getattr(job.model, "__self__", None)
     if config is None or not type(config).__module__.startswith("piper.models."):
         return ModelSizes({}, "")
     return model_sizes(config)

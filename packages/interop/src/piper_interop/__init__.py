@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from piper_interop.neutral.described import DeviceLayout, JobDescription, ModelSizes, Recomputation
-from piper_interop.neutral.options import Judgement, judge
+from piper_interop.neutral.options import Judgement
 from piper_interop.neutral.system import Asked, Exported, Imported, System
 from piper_interop.neutral.writer import job_lines, python
 from piper_ir.ground.errors import JobError
@@ -43,8 +43,7 @@ def import_job(name: str, source: str, asked: Asked) -> Imported:
             + (f"accepted are {', '.join(of.stand_ins)}" if of.stand_ins else "it has none")
         )
     foreign = of.read(source, asked)
-    judgement = judge(foreign, of.table, asked.stand_ins, asked.skip_unknown)
-    return Imported(foreign, judgement, of.describe(foreign, asked))
+    return Imported(foreign, *of.described(foreign, asked))
 
 
 def export_job(name: str, described: JobDescription) -> Exported:
@@ -68,7 +67,6 @@ __all__ = [
     "export_job",
     "import_job",
     "job_lines",
-    "judge",
     "python",
     "system",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from piper_interop.neutral.described import JobDescription, ModelSizes
 from piper_interop.neutral.foreign import Foreign
-from piper_interop.neutral.options import Judgement, OptionTable
+from piper_interop.neutral.options import Judgement, OptionTable, judge
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,14 @@ class System:
     describe: Callable[[Foreign, Asked], JobDescription]
     stand_ins: dict[str, str]
     export: Callable[[JobDescription], Exported] | None = None
+
+    def described(self, foreign: Foreign, asked: Asked) -> tuple[Judgement, JobDescription]:
+        """Return the verdicts on a job's options, and the job that they describe.
+
+        Raises JobError for options that are unknown or cannot be said here, and for those that do not go together.
+        """
+        judgement = judge(foreign, self.table, asked.stand_ins, asked.skip_unknown)
+        return judgement, self.describe(foreign, asked)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
     python ask.py --module llama3 --config llama3_70b --training.steps=10
     python ask.py --list
+    python ask.py --every
 
 It needs torchtitan and the standard library alone: that interpreter need not have Piper.
 """
@@ -72,7 +73,24 @@ def parameters(config: Any) -> int | str | None:
 
 def answer(arguments: list[str]) -> dict[str, Any]:
     """Return the configuration of torchtitan's command line."""
-    config = importlib.import_module(f"{SYSTEM}.config").ConfigManager().parse_args(arguments)
+    manager = importlib.import_module(f"{SYSTEM}.config").ConfigManager()
+    return answer_of(manager.parse_args(arguments))
+
+
+def every() -> dict[str, Any]:
+    """Return the answer of every recipe by "module:name", or why it cannot be made here, as a text."""
+    answers: dict[str, Any] = {}
+    for module, name in registry():
+        recipe = getattr(importlib.import_module(f"{SYSTEM}.models.{module}.config_registry"), name)
+        try:
+            answers[f"{module}:{name}"] = answer_of(recipe())
+        except (ImportError, ValueError) as e:  # of a library or a device that a recipe needs
+            answers[f"{module}:{name}"] = f"{type(e).__name__}: {e}"
+    return answers
+
+
+def answer_of(config: Any) -> dict[str, Any]:
+    """Return a configuration with its defaults and the count of parameters."""
     return {
         "version": importlib.metadata.version(SYSTEM),
         "config": plain(config),
@@ -100,5 +118,6 @@ def registry() -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    told = {"registry": registry()} if sys.argv[1:] == ["--list"] else answer(sys.argv[1:])
-    print(MARK + json.dumps(told))
+    modes = {"--list": lambda: {"registry": registry()}, "--every": every}
+    mode = modes.get(sys.argv[1]) if len(sys.argv) == 2 else None
+    print(MARK + json.dumps(mode() if mode is not None else answer(sys.argv[1:])))

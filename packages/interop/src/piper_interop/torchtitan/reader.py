@@ -86,8 +86,16 @@ def _recipe(source: str, python: str) -> tuple[str, str]:
 
 def _asked(recipe: tuple[str, str], asked: Asked) -> Json:
     module, name = recipe
-    sets = [text if text.startswith("--") else f"--{text}" for text in asked.sets]
+    # A word without "=" is a value of the option before it, or the kind of a part: "activation-checkpoint:full".
+    sets = [
+        text if text.startswith("--") or "=" not in text else f"--{text}" for text in asked.sets
+    ]
     return _run(["--module", module, "--config", name, *sets], asked.python)
+
+
+def every(python: str) -> Json:
+    """Return the answer of every recipe of an installed torchtitan, or why there is none, by "module:name"."""
+    return _run(["--every"], python)
 
 
 def _run(arguments: list[str], python: str) -> Json:
