@@ -136,5 +136,7 @@ def _numbers(
         "options": kinds,
         "warnings": list(imported.described.notes),
         "file": None if file is None else str(file),
-        "prediction": None if simulation is None else simulation.summary(),
+        "prediction": None
+        if simulation is None
+        else {**simulation.summary(), "fits": simulation.fits},
     }
