@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from piper import cli
 from tests.helpers.titan_answers import answer, model
 
-
 DEBUG = {"__class__": "torchtitan.config.configs.DebugConfig", "deterministic": True}
 
 

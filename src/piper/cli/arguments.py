@@ -67,6 +67,7 @@ class PlanArguments:
     checkpoint_rate: flags.CheckpointRateOption = 1.0
     restart_s: flags.RestartOption = 300.0
     trials: flags.TrialsOption = 40
+    rehearse: flags.RehearseOption = False
     seed: flags.SeedOption = 0
     workers: flags.ProcessesOption = 1
     out: flags.OutOption = flags.RUNS

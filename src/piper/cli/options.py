@@ -216,6 +216,13 @@ PriceOption = Annotated[
     float,
     typer.Option("--price", min=0, help="dollars per device and hour (default: the cluster's)"),
 ]
+RehearseOption = Annotated[
+    bool,
+    typer.Option(
+        "--rehearse",
+        help="train a small twin under the best strategy in float64, and compare with one device",
+    ),
+]
 ProcessesOption = Annotated[
     int, typer.Option("--workers", min=0, help="processes that score candidates (0: this one)")
 ]

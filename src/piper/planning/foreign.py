@@ -43,8 +43,13 @@ class ForeignJob:
     def job(self) -> Job:
         """Return the job; raise JobError for sizes that do not go together."""
         job: Job = self._names["job"]
-        self._check(self._names["sizes"])
+        self._check(self.sizes)
         return job
+
+    @property
+    def sizes(self) -> Any:
+        """Return the sizes of the model, a DecoderConfig."""
+        return self._names["sizes"]
 
     @property
     def strategy(self) -> Strategy:

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from piper import models
 from piper.models.from_config import CONFIG, Described, describe
@@ -62,6 +62,7 @@ class PlanSource:
         notes: the fields that are taken in the nearest form.
         lines: Python that makes `job` in a file for people.
         strategy: the file's own strategy, if it has one.
+        config: the sizes of the model; None for one of a FILE.py.
     """
 
     name: str
@@ -70,6 +71,7 @@ class PlanSource:
     lines: tuple[str, ...]
     notes: tuple[str, ...] = ()
     strategy: Strategy | None = None
+    config: Any = None
 
 
 def count(text: str, flag: str) -> int:
@@ -106,7 +108,7 @@ def _preset(name: str, wanted: StepSize) -> PlanSource:
     rows = wanted.global_batch(length)
     job = models.job(name, global_batch=rows, length=length)
     line = f"job = piper.models.job({name!r}, global_batch={rows}, length={length})"
-    return PlanSource(name, job, _facts(config, rows, length), (line,))
+    return PlanSource(name, job, _facts(config, rows, length), (line,), config=config)
 
 
 def _config(path: Path, wanted: StepSize) -> PlanSource:
@@ -124,7 +126,9 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
         f"sizes = piper.models.{config!r}",
         f"job = piper.models.job(sizes, global_batch={rows}, length={length})",
     )
-    return PlanSource(name, job, _facts(config, rows, length), lines, described.notes)
+    return PlanSource(
+        name, job, _facts(config, rows, length), lines, described.notes, config=config
+    )
 
 
 def _length(config: Config, wanted: StepSize) -> int:
@@ -157,7 +161,8 @@ def of_system(text: str, wanted: StepSize, devices: int) -> PlanSource:
     name = re.sub(r"[^\w.+-]+", "_", described.name)
     lines = tuple(job_lines(described))
     facts = job_facts(foreign.job)
-    return PlanSource(name, foreign.job, facts, lines, described.notes, foreign.strategy)
+    notes, strategy = described.notes, foreign.strategy
+    return PlanSource(name, foreign.job, facts, lines, notes, strategy, foreign.sizes)
 
 
 def job_facts(job: Job) -> str:

@@ -12,9 +12,11 @@ from piper.api.ground.results import new_folder, unless_empty
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
+from piper.models import DecoderConfig
 from piper.planning.answer_text import numbers, table
 from piper.planning.answers import TrainingBudget, answer
 from piper.planning.goodput import Failures
+from piper.planning.rehearsal import rehearse
 from piper.planning.sources import (
     PlanSource,
     StepSize,
@@ -33,6 +35,8 @@ from piper_simulator import CPU
 
 NOTHING_FITS = 2
 """The exit code if no strategy fits."""
+DIFFERS = 1
+"""The exit code if the rehearsal is not what one device computes."""
 
 
 def planned(arguments: PlanArguments) -> int:
@@ -47,6 +51,11 @@ def planned(arguments: PlanArguments) -> int:
         source = _source(a, cluster.devices)
     if not a.as_json:
         print(f"{source.name}: {source.facts}", flush=True)
+    if a.rehearse and not isinstance(source.config, DecoderConfig):
+        raise JobError(
+            f"--rehearse: the model of {a.source} is not one of piper.models, so that there is no small twin of it; "
+            f"`piper verify FILE.py` compares a small job of your own with one device"
+        )
     folder = new_folder(a.out, f"plan-{source.name}") if a.out else None
     with unless_empty(folder), bar(a.trials) as progress:
         found = answer(
@@ -59,10 +68,16 @@ def planned(arguments: PlanArguments) -> int:
             workers=a.workers,
             progress=progress,
         )
+    rehearsal = None
+    if a.rehearse and found.best is not None and found.best.strategy is not None:
+        rehearsal = rehearse(source.config, found.best.strategy, found.space)
     if a.as_json:
-        print(json.dumps(numbers(source, found, name)))
+        told = None if rehearsal is None else {"equal": rehearsal.equal, "text": rehearsal.text()}
+        print(json.dumps({**numbers(source, found, name), "rehearsal": told}))
     else:
         show(table(source, found, name))
+        if rehearsal is not None:
+            print(rehearsal.text())
     if folder is not None:
         found.study.save(folder)
         save_origin(folder, a.seed, Path(a.source) if a.source.endswith(".py") else None)
@@ -70,6 +85,8 @@ def planned(arguments: PlanArguments) -> int:
             print(f"written: {write(folder, source, found, name)}", file=sys.stderr)
     if found.study.interrupted:
         return INTERRUPTED
+    if rehearsal is not None and not rehearsal.equal:
+        return DIFFERS
     return 0 if found.strategies else NOTHING_FITS
 
 
