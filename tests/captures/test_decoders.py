@@ -41,7 +41,8 @@ class Plainly:
             x = self.block(x, layer)
         head = "tokens" if config.tied else "head"
         y = self.norm(x, "norm") @ state[f"{head}.weight"].T
-        return y + state["head.bias"] if config.head_bias else y
+        y = y + state["head.bias"] if config.head_bias else y
+        return config.logit_cap * (y / config.logit_cap).tanh() if config.logit_cap else y
 
     def block(self, x: Tensor, layer: int) -> Tensor:
         at, config = f"layers.{layer}", self.config
@@ -305,6 +306,7 @@ def test_a_balanced_mixture_returns_its_loss_once_for_each_mixture() -> None:
         (BASE, dict(gated="yes"), "gated='yes'.*True or False"),
         (BASE, dict(attention="flash"), "attention='flash'.*'fused' or 'math'"),
         (BASE, dict(dropout=1.0), "dropout=1.0.*below 1"),
+        (BASE, dict(logit_cap=0.0), "logit_cap=0.0.*above 0"),
         (BASE, dict(eps=0), "eps=0.*above 0"),
         (BASE, dict(parallel=True, norms="after"), "norms='before' is needed"),
         (BASE, dict(parallel_norms=2), "parallel_norms=2.*parallel=True"),

@@ -21,7 +21,7 @@ DECODERS: dict[str, DecoderConfig] = {
     "Gemma 3": replace(
         BASE, norms="sandwich", activation="gelu_tanh", window=3, window_every=2, qk_norm=True, tied=True
     ),
-    "Mistral": replace(BASE, window=3),
+    "Mistral": replace(BASE, window=3, logit_cap=3.0),
     "Nemotron": replace(BASE, **PLAIN, activation="squared_relu", rotary_part=0.5),
     "GPT-2": replace(
         BASE, **PLAIN, kv_heads=None, positions="learned", activation="gelu_tanh", attention_bias="all", mlp_bias=True,

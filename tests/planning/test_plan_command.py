@@ -51,7 +51,7 @@ def test_strategies_that_differ_in_structure_are_ranked(planned: tuple[Path, Any
     _, done = planned
     assert done.exit_code == 0, done.stderr
     first, title, head, *rows = done.stdout.splitlines()
-    assert "Llama of 0M parameters, 2 layers; 16 rows of 64 tokens per step (1,024)" in first
+    assert "a decoder of 0M parameters, 2 layers; 16 rows of 64 tokens per step (1,024)" in first
     assert CLUSTER in title and head.split()[-3:] == ["goodput", "days", "dollars"]
     ranked = [row for row in rows if row[:1].isdigit()]
     assert len(ranked) >= 3 and "faster than the second" in done.stdout

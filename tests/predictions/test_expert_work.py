@@ -125,7 +125,9 @@ def test_further_rounds_of_experts_as_wide_as_tokens_have_the_products_of_others
 ) -> None:
     """W has three products of weights, and for rows above the bound a forward and the last product's gradient too."""
     small = models.job(
-        replace(LARGE, width=16, hidden=hidden, length=16), global_batch=4, precision="float32"
+        replace(LARGE, width=16, length=16).with_experts(hidden=hidden),
+        global_batch=4,
+        precision="float32",
     )
     shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))
     chunk, each = (
@@ -245,7 +247,7 @@ def test_products_for_gradients_of_rows_have_rows_first_in_any_step() -> None:
 @cache
 def plan_of(capacity: float | None, **more: Any) -> Plan:
     work = models.job(
-        replace(LARGE, capacity_factor=capacity), global_batch=32, precision="bfloat16"
+        LARGE.with_experts(capacity_factor=capacity), global_batch=32, precision="bfloat16"
     )
     shared = (*recipes.expert_parallel(**more), *recipes.data_parallel(over=("ep",)))
     return piper.compile(work, Strategy(Mesh(ep=4), shared)).plan
@@ -388,7 +390,7 @@ def test_places_without_rows_count_in_no_flops() -> None:
 
 @pytest.mark.long
 def test_a_runs_log_serves_predictions_of_dropless_experts(tmp_path: Path) -> None:
-    small = replace(LARGE, width=16, hidden=24, length=8)
+    small = replace(LARGE, width=16, length=8).with_experts(hidden=24)
     shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))
     made = piper.compile(
         models.job(small, global_batch=8, precision="float32"), Strategy(Mesh(ep=2), shared)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.models.decoder_attention import Attention, LatentAttention, alibi, windowed
+from piper.models.decoder_attention import Attention, LatentAttention, windowed
 from piper.models.decoder_config import DecoderConfig
 from piper.models.mixture import Mixture
 from piper.models.parts import FeedForward, norm_of, rotary, start
@@ -117,22 +117,21 @@ class Decoder(nn.Module):
         cos, sin = (
             (self.cos[:length], self.sin[:length]) if self.config.rotary_dim else (None, None)
         )
-        masks = self.masks(x)
+        mask = self.mask(x)
         for number, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, masks[self.config.window_of(number) is not None], balance)
+            window = self.config.window_of(number)
+            x = layer(x, cos, sin, None if window is None else mask, balance)
             if self.config.balanced:
                 x, balance = x
-        logits = self.head(self.norm(x))
+        logits, cap = self.head(self.norm(x)), self.config.logit_cap
+        if cap is not None:
+            logits = cap * (logits / cap).tanh()
         return (logits, balance) if self.config.balanced else logits
 
-    def masks(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the masks of layers that attend to all earlier tokens, and of those with a window.
+    def mask(self, x: Tensor) -> Tensor | None:
+        """Return the mask of layers with a window.
 
         None stands for a causal mask: kernels know that one without being given it.
         """
-        config, length = self.config, x.shape[1]
-        if config.positions == "alibi":
-            return alibi(config.heads, x), None
-        if config.window is None or config.window >= length:
-            return None, None
-        return None, windowed(length, config.window, x.device)
+        window, length = self.config.window, x.shape[1]
+        return None if window is None or window >= length else windowed(length, window, x.device)

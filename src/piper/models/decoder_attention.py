@@ -19,27 +19,20 @@ def windowed(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def alibi(heads: int, x: Tensor) -> Tensor:
-    """Return the bias [heads, T, T] of scores that falls with the distance of a key, in the dtype of x [rows, T, width].
+def slopes(heads: int) -> list[float]:
+    """Return ALiBi's slope of each head: powers of 2 ** (-8 / heads) (Press et al., arXiv 2108.12409, section 3).
 
-    The slopes are those of Press et al., arXiv 2108.12409, section 3: powers of 2 ** (-8 / heads). Heads above a power
-    of two take every second slope of twice as many, as their code does.
+    Heads above a power of two take every second slope of twice as many, as the authors' code does.
     """
-    places = torch.arange(x.shape[1], device=x.device)
-    distance = places.unsqueeze(1) - places
-    slopes = torch.tensor(_slopes(heads), dtype=x.dtype, device=x.device)
-    bias = -distance.to(x.dtype) * slopes.view(-1, 1, 1)
-    return bias.masked_fill(distance < 0, float("-inf"))
-
-
-def _slopes(heads: int) -> list[float]:
     power = 2 ** int(math.log2(heads))
-    slopes = [2 ** (-8 * (k + 1) / power) for k in range(power)]
-    return slopes + (_slopes(2 * power)[::2][: heads - power] if heads > power else [])
+    first = [2 ** (-8 * (k + 1) / power) for k in range(power)]
+    return first + (slopes(2 * power)[::2][: heads - power] if heads > power else [])
 
 
 class Heads(nn.Module):
     """Attend with queries, keys and values of heads, as a kernel or written out."""
+
+    slopes: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -47,7 +40,19 @@ class Heads(nn.Module):
         self.dropout = float(config.dropout)
         if config.sinks:
             self.sinks = nn.Parameter(torch.empty(config.heads).normal_(std=0.02))
-        self.has_sinks = config.sinks
+        self.has_sinks, self.alibi = config.sinks, config.positions == "alibi"
+        if self.alibi:
+            self.register_buffer("slopes", torch.tensor(slopes(config.heads)), persistent=False)
+
+    def biased(self, q: Tensor) -> Tensor:
+        """Return ALiBi's bias [heads, T, T] of scores, which falls with the distance of a key.
+
+        Each layer makes its own: devices that share heads need those of theirs.
+        """
+        places = torch.arange(q.shape[1], device=q.device)
+        distance = places.unsqueeze(1) - places
+        bias = self.slopes.to(q.dtype).view(-1, 1, 1) * -distance.to(q.dtype)
+        return bias.masked_fill(distance < 0, float("-inf"))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return the attention [rows, T, heads x value_dim] of q, k and v, all [rows, T, heads, head_dim].
@@ -56,6 +61,8 @@ class Heads(nn.Module):
         """
         rows, length = q.shape[:2]
         grouped = k.shape[2] != q.shape[2]
+        if self.alibi:
+            mask = self.biased(q)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.written:
             mixed = self.written_out(q, k, v, mask)
@@ -108,7 +115,7 @@ def additive(scores: Tensor, mask: Tensor | None, groups: int) -> Tensor:
 class NormOverHeads(nn.Module):
     """Compute the RMSNorm of x [..., heads x head_dim] over all heads.
 
-    It is written out: devices that share the heads add up the squares of theirs, where a kernel needs all heads at once.
+    It is written out: devices that share the heads add up the squares of theirs; a kernel needs all heads at once.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -118,7 +125,7 @@ class NormOverHeads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         exact = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         wide = x.to(exact)
-        mean = wide.square().mean(-1, keepdim=True)
+        mean = wide.square().sum(-1, keepdim=True) / x.shape[-1]
         return (wide * (mean + self.eps).rsqrt()).to(x.dtype) * self.weight
 
 
@@ -134,9 +141,16 @@ class Attention(Heads):
         self.head_dim, self.turned = config.dim_of_head, config.rotary_dim
         inner, grouped = config.heads * self.head_dim, config.key_heads * self.head_dim
         bias = config.attention_bias
-        self.q = nn.Linear(config.width, inner, bias=bias != "none")
+        self.fused = config.fused_qkv
+        if self.fused:
+            self.qkv = nn.Linear(config.width, 3 * inner, bias=bias != "none")
+        else:
+            self.q = nn.Linear(config.width, inner, bias=bias != "none")
         self.out = nn.Linear(inner, config.width, bias=bias == "all")
-        self.k, self.v = (nn.Linear(config.width, grouped, bias=bias != "none") for _ in range(2))
+        if not self.fused:
+            self.k, self.v = (
+                nn.Linear(config.width, grouped, bias=bias != "none") for _ in range(2)
+            )
         self.qk_norm, self.over_all = config.qk_norm, config.qk_norm_over == "all"
         if self.qk_norm:
             self.norm_q, self.norm_k = (
@@ -147,10 +161,13 @@ class Attention(Heads):
     def forward(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None
     ) -> Tensor:
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        if self.qk_norm and self.over_all:
-            q, k = self.norm_q(q), self.norm_k(k)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if self.fused:
+            q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(2)
+        else:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            if self.qk_norm and self.over_all:
+                q, k = self.norm_q(q), self.norm_k(k)
+            q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
         if self.qk_norm and not self.over_all:
             q, k = self.norm_q(q), self.norm_k(k)
         if cos is not None and sin is not None:

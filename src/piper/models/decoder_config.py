@@ -7,7 +7,7 @@ its name, with what is accepted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from piper.models.parts import Activation, check_multiple, check_sizes
@@ -108,7 +108,7 @@ class Experts:
         size = self.number // self.groups
         if self.top_k > self.top_groups * size:
             raise JobError(
-                f"Experts(top_k={self.top_k}): {self.top_groups} groups of {size} have fewer experts; choose more groups"
+                f"Experts(top_k={self.top_k}): {self.top_groups} groups of {size} have fewer; choose more groups"
             )
         if self.top_groups < self.groups and self.score == "sigmoid" and size < 2:
             raise JobError("Experts(score='sigmoid'): groups of at least two experts are needed")
@@ -165,6 +165,7 @@ class DecoderConfig:
         attention_bias: The products of attention that have biases.
         mlp_bias: Whether the products of the feed-forward part have biases.
         head_bias: Whether the head has.
+        fused_qkv: Whether queries, keys and values come from one product, in this order.
         positions: How attention knows the order of tokens.
         theta: Base of the rotary angles.
         rotary_part: The share of a head's elements that is turned, its first ones.
@@ -173,6 +174,7 @@ class DecoderConfig:
         window: Tokens that a token attends to, itself among them; None for all before it.
         window_every: With n > 1, layer i attends to all tokens when (i + 1) % n == 0; with 1 none does.
         sinks: Whether each head has a score that is learned and takes a part of the attention (GPT-OSS).
+        logit_cap: Logits are bounded by it, as logit_cap x tanh(logits / logit_cap) (Gemma 2); None bounds none.
         tied: Whether embedding and head are one parameter.
         dropout: The share of attention's probabilities, of the output that each part adds to the tokens, and of the
             embedding that is set to 0. With it, "fused" is written out as well, in float32.
@@ -203,6 +205,7 @@ class DecoderConfig:
     attention_bias: Biases = "none"
     mlp_bias: bool = False
     head_bias: bool = False
+    fused_qkv: bool = False
     positions: Positions = "rotary"
     theta: float = 500_000.0
     rotary_part: float = 1.0
@@ -211,6 +214,7 @@ class DecoderConfig:
     window: int | None = None
     window_every: int = 1
     sinks: bool = False
+    logit_cap: float | None = None
     tied: bool = False
     dropout: float = 0.0
     attention: Written = "fused"
@@ -229,7 +233,7 @@ class DecoderConfig:
         _check_choices(self, positions=Positions, attention=Written)
         _check_choices(self, qk_norm_over=Literal["head", "all"])
         _check_switches(self, "gated", "norm_bias", "parallel", "mlp_bias", "head_bias", "qk_norm")
-        _check_switches(self, "sinks", "tied", "embedding_norm")
+        _check_switches(self, "sinks", "tied", "embedding_norm", "fused_qkv")
         self._check_numbers()
         self._check_positions()
         for field, value, refused, accepted in self._refusals():
@@ -271,11 +275,21 @@ class DecoderConfig:
         """Return whether this layer is a mixture."""
         return self.experts is not None and layer >= self.dense_layers
 
+    def with_experts(self, **changes: Any) -> DecoderConfig:
+        """Return the description with other fields of its `Experts`; raise JobError if it has none."""
+        if self.experts is None:
+            raise JobError(f"with_experts({', '.join(changes)}): this description has no experts")
+        return replace(self, experts=replace(self.experts, **changes))
+
     def build(self) -> Decoder:
         """Return the module, on the device that is current; on meta nothing is allocated."""
         from piper.models.decoder import Decoder  # which reads this description
 
         return Decoder(self)
+
+    def source(self) -> str:
+        """Return Python that makes this description, with the fields that are not as by default."""
+        return _source(self)
 
     def _check_numbers(self) -> None:
         if not isinstance(self.dropout, float | int) or not 0 <= self.dropout < 1:
@@ -286,6 +300,9 @@ class DecoderConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, float | int) or not value > 0:
                 raise JobError(f"DecoderConfig({name}={value!r}): a number above 0 is needed")
+        cap = self.logit_cap
+        if cap is not None and (isinstance(cap, bool) or not 0 < cap < math.inf):
+            raise JobError(f"DecoderConfig(logit_cap={cap!r}): a number above 0 is needed, or None")
         if self.window is not None:
             check_sizes(self, window=self.window)
         dense = self.dense_layers
@@ -318,6 +335,8 @@ class DecoderConfig:
              "positions='rotary', 'learned' or 'none' are accepted with it"),
             ("sinks", True, self.sinks and (self.attention == "fused" or latent),
              "fused attention has no sinks; attention='math' without `latent` is accepted"),
+            ("fused_qkv", True, self.fused_qkv and (self.key_heads != self.heads or latent or self.qk_norm_over == "all"),
+             "as many heads of keys as of queries, with norms over a head or none, are needed"),
             ("rotary_part", self.rotary_part, self.rotary_part != 1 and (self.positions != "rotary" or latent),
              "positions='rotary' without `latent` is needed"),
             ("qk_norm_over", self.qk_norm_over, self.qk_norm_over != "head" and not self.qk_norm, "it needs qk_norm=True"),
@@ -332,6 +351,15 @@ class DecoderConfig:
             ("dense_layers", self.dense_layers, self.dense_layers > 0 and self.experts is None, "it needs `experts`"),
             ("tied", True, self.tied and self.head_bias, "head_bias=False is needed"),
         ]  # fmt: skip
+
+
+def _source(config: Any) -> str:
+    said = (
+        f"{f.name}={_source(value) if is_dataclass(value) else repr(value)}"
+        for f in fields(config)
+        if (value := getattr(config, f.name)) != f.default
+    )
+    return f"piper.models.{type(config).__name__}({', '.join(said)})"
 
 
 def _check_choices(config: object, **choices: Any) -> None:

@@ -47,9 +47,10 @@ class ForeignJob:
         return job
 
     @property
-    def sizes(self) -> Any:
-        """Return the sizes of the model, a DecoderConfig."""
-        return self._names["sizes"]
+    def sizes(self) -> models.DecoderConfig:
+        """Return the sizes of the model."""
+        sizes: models.DecoderConfig = self._names["sizes"]
+        return sizes
 
     @property
     def strategy(self) -> Strategy:
@@ -57,7 +58,7 @@ class ForeignJob:
         strategy: Strategy = self._names["strategy"]
         return strategy
 
-    def _check(self, sizes: Any) -> None:
+    def _check(self, sizes: models.DecoderConfig) -> None:
         """Raise JobError if the model here has another number of parameters than the system says of its own."""
         told = self.imported.described.parameters
         own = models.parameter_count(sizes)

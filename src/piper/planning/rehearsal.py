@@ -40,6 +40,10 @@ class Rehearsal:
         """Return whether all twins are equal to one device."""
         return all(report.equal for report in self.reports)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the outcome for programs."""
+        return {"equal": self.equal, "text": self.text()}
+
     def text(self) -> str:
         """Return a sentence, or the first difference."""
         for report in self.reports:
@@ -85,7 +89,9 @@ def _twin(
     microbatches = next(call.how["microbatches"] for call in small if "microbatches" in call.how)
     rows = 2 ** len({"dp", "ep"} & set(axes)) * microbatches
     job = models.job(shrunk_model(config, stages), global_batch=rows)
-    return verify_strategy(job, Strategy(Mesh(**dict.fromkeys(axes, 2)), directives), steps=STEPS)
+    return verify_strategy(
+        job, Strategy(Mesh(tuple((axis, 2) for axis in axes)), directives), steps=STEPS
+    )
 
 
 def _shrunk(call: RecipeCall, axes: tuple[str, ...]) -> RecipeCall | None:

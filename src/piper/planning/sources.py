@@ -6,11 +6,11 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from piper import models
 from piper.models.from_config import CONFIG, Described, describe
-from piper.models.presets import PRESETS, Config
+from piper.models.presets import PRESETS
 from piper.planning.foreign import foreign_job
 from piper_interop import SYSTEMS, Asked, job_lines
 from piper_ir.ground.errors import JobError
@@ -71,7 +71,7 @@ class PlanSource:
     lines: tuple[str, ...]
     notes: tuple[str, ...] = ()
     strategy: Strategy | None = None
-    config: Any = None
+    config: models.DecoderConfig | None = None
 
 
 def count(text: str, flag: str) -> int:
@@ -123,7 +123,7 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
     rows = wanted.global_batch(length)
     job = models.job(config, global_batch=rows, length=length)
     lines = (
-        f"sizes = piper.models.{config!r}",
+        f"sizes = {config.source()}",
         f"job = piper.models.job(sizes, global_batch={rows}, length={length})",
     )
     return PlanSource(
@@ -131,10 +131,10 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
     )
 
 
-def _length(config: Config, wanted: StepSize) -> int:
+def _length(config: models.DecoderConfig, wanted: StepSize) -> int:
     """Return the tokens of a row; raise JobError if the model has fewer learned positions."""
     length = wanted.length or config.length
-    if isinstance(config, models.GPTConfig) and length > config.length:
+    if config.positions == "learned" and length > config.length:
         raise JobError(
             f"--length {length}: the model has learned positions for {config.length} tokens; give at most these"
         )
@@ -160,7 +160,7 @@ def of_system(text: str, wanted: StepSize, devices: int) -> PlanSource:
     described = foreign.imported.described
     name = re.sub(r"[^\w.+-]+", "_", described.name)
     lines = tuple(job_lines(described))
-    facts = job_facts(foreign.job)
+    facts = _facts(foreign.sizes, described.global_batch, described.length)
     notes, strategy = described.notes, foreign.strategy
     return PlanSource(name, foreign.job, facts, lines, notes, strategy, foreign.sizes)
 
@@ -189,13 +189,12 @@ def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: StepSize) -
     return PlanSource(path.stem, job, job_facts(job), lines, strategy=strategy)
 
 
-def _facts(config: Config, rows: int, length: int) -> str:
+def _facts(config: models.DecoderConfig, rows: int, length: int) -> str:
     parameters = models.parameter_count(config)
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
-    experts = getattr(config, "experts", 0)
-    mixture = f", {experts} experts" if experts else ""
+    mixture = f", {config.experts.number} experts" if config.experts is not None else ""
     return (
-        f"{type(config).__name__.removesuffix('Config')} of {size} parameters, {config.layers} layers{mixture}; "
+        f"a decoder of {size} parameters, {config.layers} layers{mixture}; "
         f"{rows} rows of {length:,} tokens per step ({rows * length:,}); bfloat16 over float32, AdamW"
     )
 

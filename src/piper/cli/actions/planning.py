@@ -12,7 +12,6 @@ from piper.api.ground.results import new_folder, unless_empty
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
-from piper.models import DecoderConfig
 from piper.planning.answer_text import numbers, table
 from piper.planning.answers import TrainingBudget, answer
 from piper.planning.goodput import Failures
@@ -51,7 +50,7 @@ def planned(arguments: PlanArguments) -> int:
         source = _source(a, cluster.devices)
     if not a.as_json:
         print(f"{source.name}: {source.facts}", flush=True)
-    if a.rehearse and not isinstance(source.config, DecoderConfig):
+    if a.rehearse and source.config is None:
         raise JobError(
             f"--rehearse: the model of {a.source} is not one of piper.models, so that there is no small twin of it; "
             f"`piper verify FILE.py` compares a small job of your own with one device"
@@ -69,11 +68,12 @@ def planned(arguments: PlanArguments) -> int:
             progress=progress,
         )
     rehearsal = None
-    if a.rehearse and found.best is not None and found.best.strategy is not None:
-        rehearsal = rehearse(source.config, found.best.strategy, found.space)
+    best = None if found.best is None else found.best.strategy
+    if a.rehearse and source.config is not None and best is not None:
+        rehearsal = rehearse(source.config, best, found.space)
     if a.as_json:
-        told = None if rehearsal is None else {"equal": rehearsal.equal, "text": rehearsal.text()}
-        print(json.dumps({**numbers(source, found, name), "rehearsal": told}))
+        told = {} if rehearsal is None else {"rehearsal": rehearsal.as_dict()}
+        print(json.dumps({**numbers(source, found, name), **told}))
     else:
         show(table(source, found, name))
         if rehearsal is not None:
