@@ -8,9 +8,10 @@ from itertools import product
 import pytest
 
 import piper
-from piper import models
+from piper import Mesh, Strategy, models, recipes
 from piper.api.reference.verification import verify_strategy
-from piper_compiler import Directive, Mesh, Strategy, recipes
+from piper_capture import layout_facts
+from piper_compiler import Directive
 from tests.helpers.decoders import DECODERS
 
 Layout = tuple[Mesh, Callable[[], tuple[Directive, ...]]]
@@ -42,10 +43,29 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_decoder_trains_what_one_device_trains(name: str, layout: str) -> None:
     mesh, directives = LAYOUTS[layout]
     job = models.job(DECODERS[name], global_batch=8, precision="float64", lr=0.01)
     strategy = Strategy(mesh, directives())
     assert verify_strategy(job, strategy, steps=2).equal
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", DECODERS)
+def test_devices_share_heads_and_products(name: str) -> None:
+    """Whole on each device are norms, routers and what passes between layers: no attention, and no large product."""
+    mesh, directives = LAYOUTS["tp"]
+    job = models.job(DECODERS[name], global_batch=8, precision="float64")
+    compiled = piper.compile(job, Strategy(mesh, directives()))
+    assert compiled.code is not None
+    whole: set[str] = set()
+    for facts in layout_facts(compiled.code, compiled.program):
+        assert facts.work is not None and not facts.unknown
+        whole |= {title.partition(" ")[0] for title in facts.work.whole}
+        held = {facts.inputs[k] for k in facts.unshared or ()}
+        assert not [
+            n for n in held if n.endswith(("up.weight", "attention.out.weight", ".q.weight"))
+        ]
+    assert not whole & {"mm", "addmm", "bmm", "grouped_mm", "attention", "attention_dgrad"}
