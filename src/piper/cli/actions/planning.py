@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from math import isfinite
 from pathlib import Path
 
 from piper.api.content.origin import save_origin
 from piper.api.ground.clusters import cluster_named
-from piper.api.ground.results import new_folder, unless_empty
+from piper.api.ground.results import new_folder, save_prediction, unless_empty
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
@@ -27,6 +28,7 @@ from piper.planning.sources import (
 )
 from piper.planning.written import write
 from piper.views.display import show
+from piper.views.reporting import report_at_end
 from piper.views.study_view import bar
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import working
@@ -43,6 +45,8 @@ def planned(arguments: PlanArguments) -> int:
     a = arguments
     if a.cluster == CPU:
         raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
+    if not isfinite(a.price):
+        raise JobError(f"--price {a.price}: dollars per device and hour are needed, such as 2.5")
     name = _cluster_name(a)
     cluster = cluster_named(name)
     tokens = None if a.tokens is None else count(a.tokens, "--tokens")
@@ -81,8 +85,10 @@ def planned(arguments: PlanArguments) -> int:
     if folder is not None:
         found.study.save(folder)
         save_origin(folder, a.seed, Path(a.source) if a.source.endswith(".py") else None)
-        if found.best is not None:
+        if found.best is not None and found.simulation is not None:
             print(f"written: {write(folder, source, found, name)}", file=sys.stderr)
+            save_prediction(folder, found.simulation)
+            report_at_end(folder, found.best.plan)
     if found.study.interrupted:
         return INTERRUPTED
     if rehearsal is not None and not rehearsal.equal:
