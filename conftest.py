@@ -64,8 +64,8 @@ def runs_take_the_cpu() -> None:
         sys.modules["piper_runtime.rank.values.device"].default = "cpu"
 
 
-DRAWING = ("packages/report/", "tests/reports/")
-"""The folders of tests that look at drawings."""
+DRAWING = "packages/report/"
+"""The folder of tests that look at drawings."""
 NOT_DRAWN = {"png": b"\x89PNG\r\n\x1a\n", "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>'}
 
 
