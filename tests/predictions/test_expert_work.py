@@ -232,7 +232,7 @@ def of_a_round(chunk: Chunk, step: Step) -> Counter[str]:
     return Counter({k.op: k.count for k in experts.round.kernels})
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
 def test_a_further_round_makes_gradients_of_matrices_without_those_of_rows(layers: int) -> None:
     """However wide the layers are: here all products have the same sizes."""
     chunk = stacked(layers)
