@@ -35,6 +35,7 @@ DAMAGED: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "no version": (("version",), LEFT_OUT, '"version" is None'),
     "an axis of negative size": (("mesh", "sizes", 0, 1), -2, "axis dp has size -2"),
     "an axis of no device": (("mesh", "sizes", 0, 1), 0, "axis dp has size 0"),
+    "an axis twice": (("mesh", "sizes", 0, 0), "pp", "Mesh: axis pp stands twice"),
     "rows that are a text": (("rows",), "2", "rows: an integer is expected, found a string"),
     "negative rows": (("rows",), -2, "the plan has -2 rows in a microbatch"),
     "no microbatches": (("microbatches",), 0, "the plan has 0 microbatches"),
