@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import piper
 from piper import Job, Mesh, Precision, Strategy, recipes
 from piper_ir.ground.errors import CaptureError
+from tests.helpers import parity
 from tests.helpers.memory_judge import lies
 
 ONE = Strategy(Mesh(), [piper.split(piper.where(), microbatches=2)])
@@ -62,6 +63,9 @@ def test_what_the_loss_reads_is_exact_and_its_bytes_are_planned(precision: Preci
     assert [t.spec.dtype for t in compiled.program.batch] == ["bfloat16", "float32", "float32"]
     run = piper.execute(compiled, steps=1, launcher="inline")
     assert run.losses[0] == pytest.approx(TARGET - 1, rel=1e-6)
+    assert parity.reference(job, microbatches=2, steps=1).losses[0] == pytest.approx(
+        TARGET - 1, rel=1e-6
+    ), "the judge rounds a target"
     assert not lies(compiled.plan, dict(run.memory))
 
 
@@ -129,7 +133,6 @@ def test_negative_control_mutants_of_backwards_and_batches_have_no_difference_wi
     None
 ):
     from tests.faults import backward_faults
-    from tests.helpers import parity
 
     mixed = Job(Identities, uneven, masked, still, global_batch=ROWS, precision=TWO_KINDS)
     auxiliary = backward_faults.own_backwards

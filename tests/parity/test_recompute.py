@@ -209,8 +209,9 @@ def test_what_is_kept_grows_with_the_policy() -> None:
 
 def test_the_fullest_moment_of_a_recomputed_forward_is_planned_to_the_byte() -> None:
     """It is that of attention, whose kernel gives a logsumexp that is made contiguous."""
-    compiled = compositions.compiled(Composition("own_loss", 2, 1, 2, "gpipe", keep="inputs"))
-    record = trained(compiled, gradients=False, memory=True).memory[0]
+    c = Composition("own_loss", 2, 1, 2, "gpipe", rows=4, keep="inputs", fuse=False)
+    compiled = compositions.compiled(c)
+    record = compositions.run(c, compiled, gradients=False, memory=True).memory[0]
     role = compiled.plan.role_of(0)
     within = {p.instr: p.within - record.states for p in record.points}
     forwards = [

@@ -39,6 +39,9 @@ class Mesh:
     sizes: tuple[tuple[str, int], ...]
 
     def __init__(self, sizes: tuple[tuple[str, int], ...] = (), **axes: int) -> None:
+        named = [name for name, _ in sizes]
+        if twice := [name for name in named if named.count(name) > 1]:
+            raise CompileError(f"Mesh: axis {twice[0]} stands twice; leave one of them out")
         size_by_axis = dict(sizes) | axes
         for name, size in size_by_axis.items():
             if whole_axis(name) not in AXES:

@@ -1,4 +1,4 @@
-"""Say where and why an instruction failed, and of an allocation that failed what the plan says is in memory then."""
+"""Say where and why an instruction failed, and of an allocation that failed the bytes that the plan has there."""
 
 from __future__ import annotations
 
