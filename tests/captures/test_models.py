@@ -119,7 +119,7 @@ PLANS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "schedule"), list(product(SMALL, PLANS)))
 def test_a_small_one_trains_what_one_device_trains(name: str, schedule: str) -> None:
     axes, recipe = PLANS[schedule]

@@ -1,20 +1,20 @@
 """The compositions of the parity suite: their factors, which values of them may meet, and a pairwise cover.
 
-`QUICK` is the product of `make test`, of which `cover` takes few rows; `WIDE` is that of `make test-long`, from which
-`drawn` takes any. What costs time is to capture a model, under a precision, a policy of recomputation or shared by
+`QUICK` is the product of `cover`, of whose rows `quick` takes some for `make test`; `WIDE` is that of `make test-long`,
+from which `drawn` takes any. What costs time is to capture a model, under a precision, a policy of recomputation or shared by
 devices: so quick rows have each of these with a few models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
 from random import Random
 from typing import Any
 
 from tests.helpers import models, transformers
 from tests.helpers.compositions import PIPELINES, Composition, chunks_of
-from tests.helpers.cover import Product, Row, Rule
+from tests.helpers.cover import Product, Row, Rule, part
 
 SIZES: Mapping[str, tuple[int, tuple[int, ...]]] = {
     "gpt": (5, (1, 2, 3)),
@@ -405,8 +405,36 @@ def composition(row: Row, seed: int) -> Composition:
 
 @cache
 def rows() -> list[Row]:
-    """Return the pairwise cover; `make test` runs one in four of its rows."""
+    """Return the pairwise cover."""
     return QUICK.pairwise()
+
+
+SHARE = 0.7
+"""The pairs of the cover that meet in the rows of `make test`."""
+LARGE = {
+    **dict(moe=4, mixture=3, own_loss=3, dict=3, pairs=3, steered=3),
+    **dict(sequential=2, opaque=2, deep=2),
+}
+"""The models that take longer to capture than others, and how many times as long."""
+
+
+def _captures(row: Row) -> dict[Hashable, float]:
+    """Return the captures that a row needs with the CPU seconds that each takes, or its forms under directives."""
+    cost = LARGE.get(row["model"], 1)
+    capture = row["model"], row["precision"]
+    needed: dict[Hashable, float] = {capture: 2 * cost}
+    form = row["sharing"], row["ep"], row["keep"]
+    if form != ("", 1, "all"):
+        needed[*capture, form] = cost
+    if row["rows"] != 2:
+        needed[*capture, row["rows"]] = cost
+    return needed
+
+
+@cache
+def quick() -> frozenset[int]:
+    """Return the numbers of the rows that `make test` runs: all values, most pairs, and few captures."""
+    return frozenset(part(QUICK, rows(), SHARE, _captures))
 
 
 @cache

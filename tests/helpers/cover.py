@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import combinations
 from random import Random
 from typing import Any
@@ -14,7 +14,11 @@ TRIES = 4
 Row = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 Rule = Callable[..., bool]
-"""A function that says whether values may meet; its arguments name their factors."""
+"""A function that says whether values may meet; its arguments name their factors. It depends on nothing else."""
+Costs = Callable[[Row], Mapping[Hashable, float]]
+"""A function that says what a row needs, and what it takes to make each of that; rows share what they need."""
+EACH = 0.5
+"""What a row costs beside what it needs, in the same unit."""
 
 
 class Product:
@@ -30,19 +34,27 @@ class Product:
         costly: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         self.factors, self.costly = factors, costly or {}
-        self._rules: dict[str, list[tuple[tuple[str, ...], Rule]]] = {name: [] for name in factors}
+        self._rules: dict[str, list[tuple[tuple[str, ...], Rule, dict[Any, bool]]]] = {
+            name: [] for name in factors
+        }
         for rule in rules:
             names = tuple(inspect.signature(rule).parameters)
+            known: dict[Any, bool] = {}  # what the rule has said about values
             for name in names:
-                self._rules[name].append((names, rule))
+                self._rules[name].append((names, rule, known))
 
     def allows(self, row: Row, name: str) -> bool:
         """Return whether a row, which need not be complete, keeps the rules about a factor and others in the row."""
-        return all(
-            rule(*(row[n] for n in names))
-            for names, rule in self._rules[name]
-            if all(n in row for n in names)
-        )
+        for names, rule, known in self._rules[name]:
+            try:
+                values = tuple([row[n] for n in names])
+            except KeyError:  # the row has not all of them yet
+                continue
+            if values not in known:
+                known[values] = rule(*values)
+            if not known[values]:
+                return False
+        return True
 
     def pairs(self) -> dict[Pair, None]:
         """Return every two values of two factors of which no rule says that they must not meet."""
@@ -105,3 +117,28 @@ class Product:
 def met(product: Product, row: Row) -> list[Pair]:
     """Return the pairs of a row."""
     return [((a, row[a]), (b, row[b])) for a, b in combinations(product.factors, 2)]
+
+
+def part(product: Product, rows: Sequence[Row], share: float, costs: Costs) -> list[int]:
+    """Return the numbers of cheap rows with all values that are in any, in which `share` of the pairs of all meet."""
+    unmet = [set(met(product, row)) for row in rows]
+    wanted = share * len(set[Pair]().union(*unmet))
+    values = {value for row in rows for value in row.items()}
+    needed, pairs, chosen = set[Hashable](), 0, list[int]()
+    while values or pairs < wanted:
+
+        def gain(k: int) -> float:
+            return len(unmet[k]) / (
+                EACH + sum(cost for what, cost in costs(rows[k]).items() if what not in needed)
+            )
+
+        new_values = [k for k, row in enumerate(rows) if not values.isdisjoint(row.items())]
+        best = max(new_values or range(len(rows)), key=gain)
+        chosen.append(best)
+        values -= rows[best].items()
+        needed.update(costs(rows[best]))
+        met_now = unmet[best].copy()
+        pairs += len(met_now)
+        for others in unmet:
+            others -= met_now
+    return sorted(chosen)

@@ -1,8 +1,8 @@
 """Protect that every composition of model, mesh, schedule and directives trains what one device trains on the whole
 batch in plain PyTorch, in the memory that its plan says, under every launcher.
 
-The cases are a pairwise cover of all factors (tests/helpers/composition_cover.py). `make test` runs one in four, in
-which about seven of ten pairs meet; `make test-long` runs all, and random ones.
+The cases are a pairwise cover of all factors (tests/helpers/composition_cover.py). `make test` runs some of them, in
+which every value is and seven of ten pairs meet; `make test-long` runs all, and random ones.
 """
 
 from __future__ import annotations
@@ -32,11 +32,16 @@ def judged(c: Composition, launcher: str, request: pytest.FixtureRequest) -> Non
         judge(c)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("c", "launcher"),
-    covers.cover(),
-    ids=[f"{c}-{launcher}-{c.seed}" for c, launcher in covers.cover()],
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{case[1]}-{k}",
+            marks=[pytest.mark.long] * (k not in covers.quick()),
+        )
+        for k, case in enumerate(covers.cover())
+    ],
 )
 def test_a_composition_trains_what_one_device_trains(
     c: Composition, launcher: str, request: pytest.FixtureRequest
@@ -60,6 +65,17 @@ def test_the_cover_has_every_two_values_that_may_meet() -> None:
     assert len(missing) < 0.02 * len(covers.QUICK.pairs()), missing
     without_the_last = {pair for row in rows[:-1] for pair in met(covers.QUICK, row)}
     assert together - without_the_last, "each row was added for a pair that no row before has"
+
+
+def test_the_quick_rows_have_every_value_and_seven_of_ten_pairs() -> None:
+    rows = [covers.rows()[k] for k in covers.quick()]
+    for name, values in covers.FACTORS.items():
+        assert {row[name] for row in rows} == set(values), name
+    quick, every = (
+        {pair for row in some for pair in met(covers.QUICK, row)} for some in (rows, covers.rows())
+    )
+    assert len(quick) >= covers.SHARE * len(every)
+    assert len(rows) < 0.25 * len(covers.rows())
 
 
 def test_the_sizes_of_models_are_those_that_the_cover_counts_with() -> None:

@@ -28,10 +28,8 @@ from tests.helpers.memory_judge import lies
 @pytest.mark.parametrize(
     ("tp", "stream"),
     [
-        (4, ""),
         (8, "tokens"),
-        pytest.param(4, "tokens", marks=pytest.mark.long),
-        pytest.param(8, "", marks=pytest.mark.long),
+        *(pytest.param(*way, marks=pytest.mark.long) for way in ((4, ""), (4, "tokens"), (8, ""))),
     ],
 )
 def test_fewer_heads_of_keys_than_devices(tp: int, stream: str) -> None:

@@ -260,8 +260,29 @@ def _embedding_part_dgrad(call: Call) -> Workspace:
 
 
 def _whole_kernel(op: torch._ops.OpOverload, call: Call) -> int:
-    """Count the workspace of a kernel that is written in Python by running it on meta tensors."""
-    return peak_bytes_inside(OP_KERNELS[op], *map(_on_meta, call.args.values()))
+    return _bytes_inside(OP_KERNELS[op], call)
+
+
+_BYTES_INSIDE: dict[tuple[Any, ...], int] = {}
+"""Kernel and forms of its arguments -> the workspace of the call."""
+
+
+def _bytes_inside(kernel: Callable[..., Any], call: Call) -> int:
+    """Count the workspace of a kernel that is written in Python by running it on meta tensors.
+
+    It depends on the forms of the arguments alone, and layers that are alike call with the same ones.
+    """
+    key = kernel, *map(_form, call.args.values())
+    if key not in _BYTES_INSIDE:
+        _BYTES_INSIDE[key] = peak_bytes_inside(kernel, *map(_on_meta, call.args.values()))
+    return _BYTES_INSIDE[key]
+
+
+def _form(value: Any) -> Any:
+    """Return the shape, strides and dtype of a tensor, and other values as they are."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_form, value)) if isinstance(value, list | tuple) else value
 
 
 def _room(op: torch._ops.OpOverload, call: Call) -> int:
@@ -278,7 +299,7 @@ def _further(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
 def _routing_on_cpu(op: torch._ops.OpOverload) -> Callable[[Call], int]:
     """Return a function that counts the memory of an op's CPU kernel, which may be another kernel than on CUDA."""
     kernel = experts.CPU_KERNELS.get(op._schema.name.removeprefix("piper::"), OP_KERNELS[op])
-    return lambda call: peak_bytes_inside(kernel, *map(_on_meta, call.args.values()))
+    return lambda call: _bytes_inside(kernel, call)
 
 
 def _routing(op: torch._ops.OpOverload) -> Callable[[Call], Workspace]:
