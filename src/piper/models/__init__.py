@@ -6,8 +6,8 @@ The blocks are in an nn.ModuleList, so that `partition` finds them. This room ma
 `piper_runtime`, and no other room of `piper`.
 """
 
-from piper.models.decoder import Decoder
-from piper.models.decoder_config import DecoderConfig, Experts, Latent
+from piper.models.decoder import Decoder, DecoderConfig
+from piper.models.decoder_config import Experts, Latent
 from piper.models.decoder_kinds import GPTConfig, LlamaConfig, MoEConfig
 from piper.models.families import hugging_face
 from piper.models.jobs import job, parameter_count

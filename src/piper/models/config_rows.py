@@ -1,6 +1,6 @@
 """Say which decoder a type of Hugging Face's (`model_type`) is: a row of data for each.
 
-Names of fields and the values that a file may leave out are those of transformers 5's classes of configurations.
+Names of fields, and the values that a file may leave out, stand in transformers 5's classes of configurations.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class Unsaid(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """Say how a type's fields become those of a DecoderConfig.
+    """Say how a type's fields become the fields of a DecoderConfig.
 
     Attributes:
         sizes: names of a DecoderConfig ("experts.number" is one of its Experts) -> the file's field, or the fields of
             which the first that is there counts.
-        fixed: what is the same in all models of the type.
+        fixed: fields of a DecoderConfig that are the same in all models of the type.
         defaults: values of fields that a file may leave out.
-        switches: fields -> their values -> what these say; other values are refused.
+        switches: fields -> their values -> the fields of a DecoderConfig that these set; other values are refused.
         window: how `sliding_window` counts: "always", if `use_sliding_window` is true ("asked"), in the layers that
             `layer_types` or a pattern names ("typed"), or not at all ("").
-        derived: a function of all fields, for what no table says.
+        derived: a function of all fields that returns further fields of a DecoderConfig.
         reads: the fields that it reads.
-        notes: what is taken in the nearest form in all models of the type.
+        notes: the parts that are taken in the nearest form in all models of the type.
     """
 
     sizes: Mapping[str, str | tuple[str, ...]]
@@ -48,7 +48,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu", "swish": "silu", "swiglu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "squared_relu",
 }  # fmt: skip
-"""The names of activations in files -> those of a DecoderConfig."""
+"""The names of activations in files -> the names that a DecoderConfig has for them."""
 ACTIVATION_FIELDS = ("hidden_activation", "hidden_act", "activation_function", "activation")
 
 _BASE = {
@@ -151,7 +151,7 @@ def _gptj(fields: Fields) -> Mapping[str, Any]:
 
 
 def _falcon(fields: Fields) -> Mapping[str, Any]:
-    """Say what Falcon's architectures differ in: heads of keys, norms, biases and positions."""
+    """Say how Falcon's architectures differ: heads of keys, norms, biases and positions."""
     new, heads = (
         fields.get("new_decoder_architecture", False),
         fields.get("num_attention_heads", fields.get("n_head")),
@@ -347,4 +347,4 @@ OTHERS: Mapping[str, str] = {
     "mamba": "it has no attention",
     "mamba2": "it has no attention",
 }
-"""Why other types are none."""
+"""The reasons why no DecoderConfig describes other types."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.models.decoder_attention import Attention, LatentAttention, windowed
-from piper.models.decoder_config import DecoderConfig
+from piper.models.decoder_config import DecoderFields
 from piper.models.mixture import Mixture
 from piper.models.parts import FeedForward, norm_of, rotary, start
 
@@ -20,7 +21,7 @@ class DecoderBlock(nn.Module):
     read the tokens as they come in.
     """
 
-    def __init__(self, config: DecoderConfig, number: int) -> None:
+    def __init__(self, config: DecoderFields, number: int) -> None:
         super().__init__()
         self.parallel, self.balanced = config.parallel, config.balanced
         self.one_norm = config.parallel and config.parallel_norms == 1
@@ -88,7 +89,7 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderFields) -> None:
         super().__init__()
         self.config, self.dropout = config, float(config.dropout)
         self.tokens = nn.Embedding(config.vocab, config.width)
@@ -135,3 +136,12 @@ class Decoder(nn.Module):
         """
         window, length = self.config.window, x.shape[1]
         return None if window is None or window >= length else windowed(length, window, x.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(DecoderFields):
+    """Describe a decoder that can be built; its fields stand in `DecoderFields`."""
+
+    def build(self) -> Decoder:
+        """Return the module, on the device that is current; on meta nothing is allocated."""
+        return Decoder(self)

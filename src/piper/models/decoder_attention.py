@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.models.decoder_config import DecoderConfig
+from piper.models.decoder_config import DecoderFields
 from piper.models.parts import norm_of, rotate
 
 
@@ -34,7 +34,7 @@ class Heads(nn.Module):
 
     slopes: Tensor
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderFields) -> None:
         super().__init__()
         self.heads, self.written = config.heads, config.attention == "math"
         self.dropout = float(config.dropout)
@@ -47,7 +47,7 @@ class Heads(nn.Module):
     def biased(self, q: Tensor) -> Tensor:
         """Return ALiBi's bias [heads, T, T] of scores, which falls with the distance of a key.
 
-        Each layer makes its own: devices that share heads need those of theirs.
+        Each layer makes its own: devices that share heads need the biases of theirs.
         """
         places = torch.arange(q.shape[1], device=q.device)
         distance = places.unsqueeze(1) - places
@@ -102,7 +102,7 @@ class Heads(nn.Module):
 
 
 def additive(scores: Tensor, mask: Tensor | None, groups: int) -> Tensor:
-    """Return what is added to scores [rows, heads, T, T], or [rows, kv_heads, groups, T, T], for a mask of `attend`."""
+    """Return the addend of scores [rows, heads, T, T], or [rows, kv_heads, groups, T, T], for a mask of `attend`."""
     if mask is None:
         shape, inf = scores.shape[-2:], float("-inf")
         return torch.full(shape, inf, dtype=scores.dtype, device=scores.device).triu(1)
@@ -133,10 +133,10 @@ class Attention(Heads):
     """Compute causal grouped-query attention (GQA, arXiv 2305.13245) of x: [rows, T, width].
 
     With `qk_norm` there is a norm over queries and keys before they are turned: over each head's (Qwen3, arXiv
-    2505.09388, section 2) or over those of all (OLMo 2, arXiv 2501.00656, section 3.2).
+    2505.09388, section 2) or over all heads together (OLMo 2, arXiv 2501.00656, section 3.2).
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderFields) -> None:
         super().__init__(config)
         self.head_dim, self.turned = config.dim_of_head, config.rotary_dim
         inner, grouped = config.heads * self.head_dim, config.key_heads * self.head_dim
@@ -189,7 +189,7 @@ class LatentAttention(Heads):
     part of keys and queries is turned; that of keys is one for all heads.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderFields) -> None:
         super().__init__(config)
         assert config.latent is not None
         sizes = self.sizes = config.latent

@@ -1,20 +1,17 @@
-"""Say how a decoder is built: `DecoderConfig`, with `Latent` for latent attention and `Experts` for a mixture.
+"""Say how a decoder is built: the fields of `DecoderConfig`, `Latent` attention and the `Experts` of a mixture.
 
-The fields are what public configurations of decoders differ in. A combination that cannot be built or run is refused by
-its name, with what is accepted.
+Public configurations of decoders differ in these fields. A combination that cannot be built or run is refused by
+its name, with the accepted alternative.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from piper.models.parts import Activation, check_multiple, check_sizes
 from piper_ir.ground.errors import JobError
-
-if TYPE_CHECKING:
-    from piper.models.decoder import Decoder
 
 Norm = Literal["rmsnorm", "layernorm"]
 Norms = Literal["before", "sandwich", "after"]
@@ -32,7 +29,7 @@ class Latent:
         q_rank: Elements of the vector that a token's queries are made of; None makes them of the token itself.
         kv_rank: Elements of the vector that a token's keys and values are made of.
         nope_dim: Elements of a head's queries and keys without positions.
-        rope_dim: Elements of them that are turned; those of keys are the same for all heads.
+        rope_dim: Elements of them that are turned; in keys they are the same for all heads.
         value_dim: Elements of a head's values.
     """
 
@@ -141,8 +138,8 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """Describe a decoder; raise JobError if its sizes do not fit together or cannot be built.
+class DecoderFields:
+    """Hold the fields of a DecoderConfig; raise JobError if they do not fit together or cannot be built.
 
     Attributes:
         layers: Number of blocks.
@@ -170,7 +167,7 @@ class DecoderConfig:
         theta: Base of the rotary angles.
         rotary_part: The share of a head's elements that is turned, its first ones.
         qk_norm: Whether queries and keys have norms, before they are turned.
-        qk_norm_over: The elements of such a norm: those of a "head" (Qwen3), or of "all" heads (OLMo 2).
+        qk_norm_over: The elements of such a norm: of a "head" (Qwen3), or of "all" heads (OLMo 2).
         window: Tokens that a token attends to, itself among them; None for all before it.
         window_every: With n > 1, layer i attends to all tokens when (i + 1) % n == 0; with 1 none does.
         sinks: Whether each head has a score that is learned and takes a part of the attention (GPT-OSS).
@@ -275,17 +272,11 @@ class DecoderConfig:
         """Return whether this layer is a mixture."""
         return self.experts is not None and layer >= self.dense_layers
 
-    def with_experts(self, **changes: Any) -> DecoderConfig:
+    def with_experts(self, **changes: Any) -> Self:
         """Return the description with other fields of its `Experts`; raise JobError if it has none."""
         if self.experts is None:
             raise JobError(f"with_experts({', '.join(changes)}): this description has no experts")
         return replace(self, experts=replace(self.experts, **changes))
-
-    def build(self) -> Decoder:
-        """Return the module, on the device that is current; on meta nothing is allocated."""
-        from piper.models.decoder import Decoder  # which reads this description
-
-        return Decoder(self)
 
     def source(self) -> str:
         """Return Python that makes this description, with the fields that are not as by default."""
@@ -323,7 +314,7 @@ class DecoderConfig:
             )
 
     def _refusals(self) -> list[tuple[str, Any, bool, str]]:
-        """Return combinations: a field, its value, whether it is refused, and what is accepted."""
+        """Return combinations: a field, its value, whether it is refused, and the alternative as a text."""
         one_by_one, latent = not self.parallel, self.latent is not None
         own = self.head_dim is not None or self.kv_heads not in (None, self.heads)
         return [

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from piper.models.decoder_config import DecoderConfig, Experts
+from piper.models.decoder import DecoderConfig
+from piper.models.decoder_config import Experts
 
 LlamaConfig = DecoderConfig
-"""A Llama (Llama 3, arXiv 2407.21783) is what a description says that names nothing but sizes."""
+"""A description that names nothing but sizes is a Llama (Llama 3, arXiv 2407.21783)."""
 
 
 def GPTConfig(

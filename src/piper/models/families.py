@@ -6,7 +6,7 @@ The names come from Hugging Face's transformers. A family whose blocks have para
 
 from __future__ import annotations
 
-from piper.models.decoder_config import DecoderConfig
+from piper.models.decoder import DecoderConfig
 from piper_runtime.weights import Into, RenameTarget
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from piper.models.config_rows import ACTIVATION_FIELDS, ACTIVATIONS, OTHERS, ROWS, Row, Unsaid
-from piper.models.decoder_config import DecoderConfig, Experts, Latent
+from piper.models.decoder import DecoderConfig
+from piper.models.decoder_config import Experts, Latent
 from piper_ir.ground.errors import JobError
 
 CONFIG = "config.json"
@@ -69,7 +70,7 @@ _READ = frozenset({
 })  # fmt: skip
 """The fields that count in more than one type."""
 _OPTIONAL = {"kv_heads", "head_dim", "rotary_part", "latent.q_rank", "logit_cap", "eps"}
-"""What a DecoderConfig has a default for, if a file leaves it out."""
+"""The fields of a DecoderConfig that have a default if a file leaves them out."""
 _FROM_ZERO = {"dense_layers", "experts.shared_hidden"}
 _SWITCHES = {"tied", "experts.normalized"}
 
@@ -97,7 +98,7 @@ def describe(path: str | Path) -> Described:
     """Read a config.json, or that of a folder; raise JobError, with the file's name, if it is none."""
     path = Path(path)
     file = path / CONFIG if path.is_dir() else path
-    fields = _read(file)
+    fields = read_fields(file)
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         raise JobError(
@@ -109,14 +110,15 @@ def describe(path: str | Path) -> Described:
         return Described(kind, None, fields, missing=OTHERS.get(kind, "no row describes that type"))
     try:
         said = _said(row, fields, file)
-        config = _built(said)
+        config = _built(said, file)
         notes = tuple(_notes(row, fields))
     except Unsaid as error:
         return Described(kind, None, fields, missing=str(error))
     return Described(kind, config, fields, notes)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_fields(file: Path) -> dict[str, Any]:
+    """Return the fields of a config.json; raise JobError, with the file's name, if it is none."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
@@ -133,7 +135,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _said(row: Row, fields: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the fields of a DecoderConfig; raise Unsaid for what it cannot say, JobError for what is no value."""
+    """Return the fields of a DecoderConfig; raise Unsaid for values that it cannot hold, JobError for wrong ones."""
     _check_all(row, fields)
     said = {**row.fixed, "activation": _activation(row, fields)}
     for name, values in row.switches.items():
@@ -185,7 +187,7 @@ def _activation(row: Row, fields: Mapping[str, Any]) -> str:
 
 
 def _sizes(row: Row, fields: Mapping[str, Any], file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield what the file's own fields say; raise JobError for one that is needed and is not there."""
+    """Yield the fields of a DecoderConfig that a row names; raise JobError for one that is not there."""
     for ours, names in row.sizes.items():
         theirs = (names,) if isinstance(names, str) else names
         name = next((n for n in theirs if fields.get(n) is not None), theirs[0])
@@ -241,17 +243,17 @@ def _every(row: Row, fields: Mapping[str, Any]) -> int:
     raise Unsaid(f"layer_types={types!r}")
 
 
-def _built(said: Mapping[str, Any]) -> DecoderConfig:
-    """Return the description, with the parts whose fields have a dot."""
+def _built(said: Mapping[str, Any], file: Path) -> DecoderConfig:
+    """Return the description, with the parts whose fields have a dot; raise JobError for sizes that do not fit."""
     plain = {name: value for name, value in said.items() if "." not in name}
-    parts: dict[str, Any] = {}
-    for part, make in (("experts", Experts), ("latent", Latent)):
-        own = {n.partition(".")[2]: value for n, value in said.items() if n.startswith(f"{part}.")}
-        if own:
-            parts[part] = make(**own)
-    if "experts" in parts and "hidden" not in plain:
-        plain["hidden"] = parts["experts"].hidden
-    return DecoderConfig(**plain, **parts)
+    try:
+        for part, make in (("experts", Experts), ("latent", Latent)):
+            dotted = {n: value for n, value in said.items() if n.startswith(f"{part}.")}
+            if dotted:
+                plain[part] = make(**{n.partition(".")[2]: value for n, value in dotted.items()})
+        return DecoderConfig(**plain)
+    except JobError as error:
+        raise JobError(f"{file}: {error}") from None
 
 
 def _notes(row: Row, fields: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.models.decoder_config import DecoderConfig
+from piper.models.decoder import DecoderConfig
 from piper.models.presets import preset
 from piper_ir.ground.errors import JobError
 from piper_runtime.rank import Job, Precision

@@ -124,7 +124,7 @@ class Mixture(nn.Module):
         """Return the loss of each row [rows] that is least when its tokens choose all experts equally often.
 
         That is the sum over experts of f x P: f is how often the row's tokens choose the expert, over how often they
-        would if all were chosen equally often, and P its mean score over those of all (DeepSeek-V3, arXiv 2412.19437,
+        would if all were chosen equally often, and P its mean share of all scores (DeepSeek-V3, arXiv 2412.19437,
         section 2.1.2: the sequence-wise loss). Gradients flow through P alone.
         """
         experts, length = self.config.number, chosen.shape[1]

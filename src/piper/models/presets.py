@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from piper.models.decoder_config import DecoderConfig, Experts, Latent
+from piper.models.decoder import DecoderConfig
+from piper.models.decoder_config import Experts, Latent
 from piper.models.decoder_kinds import GPTConfig, LlamaConfig, MoEConfig
 from piper_ir.ground.errors import JobError
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from piper import models
 from piper.models.from_config import CONFIG, Described, describe
+from piper.models.library import has_library, library_job, library_length
 from piper.models.presets import PRESETS
 from piper.planning.foreign import foreign_job
 from piper_interop import SYSTEMS, Asked, job_lines
@@ -117,6 +118,8 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
     name = folder.resolve().name if path.name in (CONFIG, folder.name) else path.stem
     name = re.sub(r"[^\w.+-]+", "_", name)
     if described.config is None:
+        if has_library() and described.fields.get("quantization_config") is None:
+            return _library(path / CONFIG if path.is_dir() else path, name, described, wanted)
         raise _unsaid(path, described)
     config = described.config
     length = _length(config, wanted)
@@ -131,6 +134,21 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
     )
 
 
+def _library(file: Path, name: str, described: Described, wanted: StepSize) -> PlanSource:
+    """Return the job of a type that no description says, by its class of transformers."""
+    length = wanted.length or library_length(file)
+    rows = wanted.global_batch(length)
+    job = library_job(file, global_batch=rows, length=length)
+    line = f"job = library_job({str(file.resolve())!r}, global_batch={rows}, length={length})"
+    facts = (
+        f"a {described.type} of transformers; {rows} rows of {length:,} tokens per step ({rows * length:,}); "
+        f"bfloat16 over float32, AdamW"
+    )
+    note = f"no description says a {described.type} ({described.missing}): its class of transformers is captured"
+    lines = ("from piper.models.library import library_job", "", line)
+    return PlanSource(name, job, facts, lines, (note,))
+
+
 def _length(config: models.DecoderConfig, wanted: StepSize) -> int:
     """Return the tokens of a row; raise JobError if the model has fewer learned positions."""
     length = wanted.length or config.length
@@ -143,9 +161,8 @@ def _length(config: models.DecoderConfig, wanted: StepSize) -> int:
 
 def _unsaid(path: Path, described: Described) -> JobError:
     return JobError(
-        f"{path}: the models here do not say the same as a {described.type} ({described.missing}); write a FILE.py "
-        f"whose `job` takes the class of transformers unchanged (docs/models.md, examples/hugging_face_llama.py), and "
-        f"plan that"
+        f"{path}: no description says a {described.type} ({described.missing}); where transformers is installed its class "
+        f"is taken instead, unless weights are quantised, or write a FILE.py whose `job` is yours (docs/models.md)"
     )
 
 
