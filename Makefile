@@ -2,6 +2,7 @@
 
 VENV := .venv
 SOURCES := src:packages/ir/src:packages/ops/src:packages/capture/src:packages/compiler/src:packages/simulator/src:packages/runtime/src:packages/report/src:packages/autotune/src:packages/interop/src
+PACKAGES := piper piper_ir piper_ops piper_capture piper_compiler piper_simulator piper_runtime piper_report piper_autotune piper_interop
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 MANIFESTS := constraints.txt pyproject.toml VERSION
@@ -23,7 +24,7 @@ PIP_FAILED := { echo "make: pip could not install the above; nothing is lost, th
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run check test test-long bench gpu-check gallery mutants zoo interop clean FORCE
+.PHONY: help install run check test test-long bench gpu-check gallery docs mutants zoo interop clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -55,6 +56,10 @@ gallery: $(INSTALLED) ## docs/schedules.md: all schedules drawn, with their numb
 	$(PY) docs/gallery.py
 	$(PY) docs/why.py
 	$(PY) docs/overview.py
+
+docs: $(INSTALLED) ## build/docs: a reference of the API, made of the docstrings (a package)
+	@$(PIP) --no-build-isolation -e '.[docs]' || $(PIP_FAILED)
+	$(PY) -m pdoc --docformat google --output-directory build/docs $(PACKAGES)
 
 mutants: $(INSTALLED) ## seed faults into compiler and runtime; a table of which check catches each
 	$(PY) -m tests.faults.mutants $(ARGS)

@@ -15,7 +15,7 @@ from piper_simulator import Why, compare, why
 
 HERE = Path(__file__).resolve().parent
 GPT = "simulate examples/gpt_text.py --cluster h100x8 --why"
-SHOWN = ("critical path of the step", "what if", "sensitivity of the step")
+SHOWN = ("what if", "sensitivity of the step")
 """Tables of GPT that the page shows."""
 PAGE = """\
 # Why a step takes as long as it does
@@ -107,8 +107,8 @@ The same pipeline under GPipe and 1F1B:
 
 {comparison}
 
-The changes of either table of seconds add up to the change of the step. *The mean rank* is where all ranks are, on
-average: computing, in the bubble, or waiting for messages.
+Two more tables say the same of the mean rank (computing, in the bubble, or waiting for messages), and of the fullest
+rank's memory at its peak. The changes of either table of seconds add up to the change of the step.
 """
 
 
@@ -126,9 +126,8 @@ def parts() -> dict[str, str]:
     tables = {"path": path, "order": order, "ranks": ranks, "gaps": gaps}
     out = {name: _block(table) for name, table in tables.items()}
     result = compare(example("gpipe"), found)
-    out["comparison"] = "\n\n".join(
-        _block(t) for t in comparison_tables(result, ("gpipe", "one_f_one_b"), "given durations")
-    )
+    compared, by_path, *_ = comparison_tables(result, ("gpipe", "one_f_one_b"), "given durations")
+    out["comparison"] = f"{_block(compared)}\n\n{_block(by_path)}"
     return out | {"one_f_one_b": f"a step of {found.step_s:g} s"}
 
 
