@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from piper_interop import Asked, Described, Imported, import_job
+from piper_interop import Asked, Imported, JobDescription, import_job
 from piper_interop.neutral.system import System
 
 DENSE = (
@@ -24,7 +24,7 @@ def imported(options: str, devices: int | None = 8, *stand_ins: str) -> Imported
 
 def described(
     more: str = "", devices: int | None = 8, *stand_ins: str, base: str = DENSE
-) -> Described:
+) -> JobDescription:
     """Return the description of a base with more options."""
     return imported(f"{base} {more}", devices, *stand_ins).described
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from packages.interop.tests.megatron_jobs import DENSE, MIXTURE, described, imported
-from piper_interop import Layout, Recompute, python
+from piper_interop import DeviceLayout, Recomputation, python
 from piper_interop.megatron import words
 from piper_interop.megatron.table import TABLE
 from piper_interop.neutral.options import row_of
@@ -32,7 +32,7 @@ def test_a_dense_job() -> None:
     assert (job.length, job.global_batch, job.rows, job.microbatches) == (32, 64, 2, 8)
     assert (job.params, job.compute, job.reduce) == ("float32", "bfloat16", "float32")
     assert (job.clip_norm, job.lr, job.stack) == (1.0, 1e-4, "megatron")
-    assert job.layout == Layout(tp=2, sequence=True, dp=4, zero=1, bucket_mb=1_000_000.0)
+    assert job.layout == DeviceLayout(tp=2, sequence=True, dp=4, zero=1, bucket_mb=1_000_000.0)
     assert job.origins["tp"] == "--tensor-model-parallel-size 2 --sequence-parallel"
     compile(python(job, "A job"), "FILE.py", "exec")
 
@@ -121,40 +121,40 @@ def test_latent_attention_and_mixtures() -> None:
 @each_case(
     ("more", "layout"),
     [
-        ("--pipeline-model-parallel-size 4", Layout(pp=4, dp=2, bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 4", DeviceLayout(pp=4, dp=2, bucket_mb=1e6)),
         ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
-         Layout(pp=4, dp=2, schedule="interleaved", chunks=2, bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, bucket_mb=1e6)),
         ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
          "--microbatch-group-size-per-virtual-pipeline-stage 5",
-         Layout(pp=4, dp=2, schedule="interleaved", chunks=2, group=5, bucket_mb=1e6)),
-        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1", Layout(pp=4, dp=2, bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, group=5, bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1", DeviceLayout(pp=4, dp=2, bucket_mb=1e6)),
         ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
-         Layout(pp=4, dp=2, at=(1, 3, 5), bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, at=(1, 3, 5), bucket_mb=1e6)),
         ("--num-layers 10 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 "
          "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-         Layout(pp=4, dp=2, schedule="interleaved", chunks=3, at=tuple(range(1, 12)), units="all", bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=3, at=tuple(range(1, 12)), units="all", bucket_mb=1e6)),
         ("--num-layers 14 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
          "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-         Layout(pp=4, dp=2, schedule="interleaved", chunks=2, at=(1, 3, 5, 7, 9, 11, 13), bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, at=(1, 3, 5, 7, 9, 11, 13), bucket_mb=1e6)),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*2|(t|)*2,t*3|,t|L",
-         Layout(pp=2, dp=4, schedule="interleaved", chunks=3, at=(3, 4, 5, 8, 9), units="all", bucket_mb=1e6)),
+         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=3, at=(3, 4, 5, 8, 9), units="all", bucket_mb=1e6)),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*5|t*2|tL",
-         Layout(pp=2, dp=4, schedule="interleaved", chunks=2, at=(1, 6, 8), units="all", bucket_mb=1e6)),
+         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=2, at=(1, 6, 8), units="all", bucket_mb=1e6)),
         ("--context-parallel-size 2 --use-distributed-optimizer",
-         Layout(cp=2, dp=4, zero=1, over_cp=True, bucket_mb=1e6)),
-        ("--context-parallel-size 2 --cp-comm-type a2a", Layout(cp=2, attention="heads", dp=4, bucket_mb=1e6)),
-        ("--context-parallel-size 2 --cp-comm-type all_gather", Layout(cp=2, attention="gather", dp=4, bucket_mb=1e6)),
+         DeviceLayout(cp=2, dp=4, zero=1, over_cp=True, bucket_mb=1e6)),
+        ("--context-parallel-size 2 --cp-comm-type a2a", DeviceLayout(cp=2, attention="heads", dp=4, bucket_mb=1e6)),
+        ("--context-parallel-size 2 --cp-comm-type all_gather", DeviceLayout(cp=2, attention="gather", dp=4, bucket_mb=1e6)),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-         Layout(dp=8, zero=1, bucket_mb=152.587890625)),
-        ("--overlap-grad-reduce --grad-reduce-in-bf16 --ddp-bucket-size 1048576", Layout(dp=8, bucket_mb=2.0)),
+         DeviceLayout(dp=8, zero=1, bucket_mb=152.587890625)),
+        ("--overlap-grad-reduce --grad-reduce-in-bf16 --ddp-bucket-size 1048576", DeviceLayout(dp=8, bucket_mb=2.0)),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 2",
-         Layout(dp=4, dp_replicate=2, zero=1, bucket_mb=1e6)),
-        ("--use-megatron-fsdp", Layout(dp=8, zero=3)),
-        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", Layout(dp=8, zero=2)),
-        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", Layout(dp=8, zero=3, reshard=False)),
+         DeviceLayout(dp=4, dp_replicate=2, zero=1, bucket_mb=1e6)),
+        ("--use-megatron-fsdp", DeviceLayout(dp=8, zero=3)),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", DeviceLayout(dp=8, zero=2)),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", DeviceLayout(dp=8, zero=3, reshard=False)),
     ],
 )  # fmt: skip
-def test_layouts(more: str, layout: Layout) -> None:
+def test_layouts(more: str, layout: DeviceLayout) -> None:
     assert described(more).layout == layout
 
 
@@ -163,14 +163,14 @@ def test_layouts(more: str, layout: Layout) -> None:
     [
         ("", ()),
         ("--recompute-granularity selective", ()),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", (Recompute("inputs", group=2),)),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", (Recompute("inputs", layers=3),)),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", (Recompute("inputs"),)),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", (Recomputation("inputs", group=2),)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", (Recomputation("inputs", layers=3),)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", (Recomputation("inputs"),)),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 "
-         "--pipeline-model-parallel-size 2", (Recompute("inputs", layers=(0, 4)),)),
+         "--pipeline-model-parallel-size 2", (Recomputation("inputs", layers=(0, 4)),)),
     ],
 )  # fmt: skip
-def test_recomputation(more: str, rules: tuple[Recompute, ...]) -> None:
+def test_recomputation(more: str, rules: tuple[Recomputation, ...]) -> None:
     job = described(more)
     assert job.recompute == rules
     compile(python(job, "A job"), "FILE.py", "exec")

@@ -11,7 +11,7 @@ from piper_ir.ground.errors import JobError
 
 @dataclass(frozen=True)
 class Degrees:
-    """Hold how many devices share what.
+    """Hold the numbers of devices that share a layer, tokens, the pipeline, and experts.
 
     Attributes:
         devices: of the job.
@@ -203,11 +203,11 @@ KNOWN = {
     "gpt2-vocab.json": 50257,
     "nemotron_2_256k.model": 256000,
 }
-"""Tokens of public tokenizers, by the type or the name of the file."""
+"""The tokens of public tokenizers, by the type or the name of the file."""
 
 
 def tokens_of(foreign: Foreign) -> int | None:
-    """Return the tokens of the vocabulary: as given, or those of a public tokenizer; None for another one."""
+    """Return the tokens of the vocabulary: the given ones, or the ones of a public tokenizer; None for another one."""
     given = foreign.get("vocab-size")
     if given is not None:
         return int(given)

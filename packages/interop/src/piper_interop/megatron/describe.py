@@ -18,17 +18,17 @@ from piper_interop.megatron.stages import boundaries
 from piper_interop.megatron.table import TABLE
 from piper_interop.megatron.table_model import mixture
 from piper_interop.megatron.table_strategy import sharded
-from piper_interop.neutral.described import Described, Layout, Recompute
+from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.options import judge
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
 
 WHOLE_MB = 1_000_000.0
-"""MiB of a bucket that holds all gradients of a device: they are reduced behind the backward, in one message."""
+"""The MiB of a bucket that holds all gradients of a device, which are then reduced behind the backward at once."""
 
 BUCKET, BUCKET_OF_REPLICA = 40_000_000, 1_000_000
-"""Elements of a bucket of gradients: the larger of the first, and the second for each replica."""
+"""The elements of a bucket of gradients: the first number, or the second for each replica if that is more."""
 
 KINDS = {
     "p2p": "ring",
@@ -65,7 +65,7 @@ PARTS = {
 """The options that lines of a FILE.py come from."""
 
 
-def describe(foreign: Foreign, asked: Asked) -> Described:
+def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     """Return the job that the options describe; raise JobError for numbers that do not fit together."""
     found = check(foreign)
     whole, rows = batch(foreign, found.dp)
@@ -73,7 +73,7 @@ def describe(foreign: Foreign, asked: Asked) -> Described:
     compute = "bfloat16" if low else "float32"
     layout = _layout(foreign, found, asked)
     _check_group(foreign, layout, whole // (rows * found.dp))
-    return Described(
+    return JobDescription(
         name=foreign.facts.get("name", "megatron"),
         sizes=sizes(foreign),
         length=length(foreign),
@@ -119,7 +119,7 @@ def _written(name: str, value: Any) -> str:
     return f"--{name} {' '.join(value) if isinstance(value, list) else value}"
 
 
-def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> Layout:
+def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
     number = chunks(foreign)
     at, units = boundaries(layers_of_stages(foreign))
     group = foreign.get("microbatch-group-size-per-virtual-pipeline-stage")
@@ -131,7 +131,7 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> Layout:
         and foreign.get("moe-expert-capacity-factor") is None
     )
     experts = found.experts_cut_alike if found.etp != found.tp else found.ep
-    return Layout(
+    return DeviceLayout(
         tp=found.tp,
         sequence=foreign["sequence-parallel"] and found.tp > 1 and not alone,
         cp=found.cp,
@@ -154,7 +154,7 @@ def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> Layout:
     )
 
 
-def _check_group(foreign: Foreign, layout: Layout, microbatches: int) -> None:
+def _check_group(foreign: Foreign, layout: DeviceLayout, microbatches: int) -> None:
     """Raise JobError for a group of microbatches that Megatron refuses."""
     if layout.group is not None and not layout.pp <= layout.group <= microbatches:
         raise JobError(
@@ -184,7 +184,7 @@ def _bucket(foreign: Foreign, found: Degrees, zero: int) -> float | None:
     return float(elements * size / 2**20)
 
 
-def _recompute(foreign: Foreign, layout: Layout) -> tuple[Recompute, ...]:
+def _recompute(foreign: Foreign, layout: DeviceLayout) -> tuple[Recomputation, ...]:
     """Return the layers that are computed again.
 
     With a fused kernel there is nothing inside of attention to keep, so that `selective` of it is no recomputation.
@@ -198,12 +198,12 @@ def _recompute(foreign: Foreign, layout: Layout) -> tuple[Recompute, ...]:
             f"{foreign.source}: --recompute-granularity full needs --recompute-method and --recompute-num-layers"
         )
     if method == "uniform":
-        return (Recompute("inputs", group=number),)
+        return (Recomputation("inputs", group=number),)
     counts = layers_of_stages(foreign)
     if all(layers <= number for layers in counts):
-        return (Recompute("inputs"),)
+        return (Recomputation("inputs"),)
     if len(counts) == 1:
-        return (Recompute("inputs", layers=number),)
+        return (Recomputation("inputs", layers=number),)
     starts = [sum(counts[:stage]) for stage in range(len(counts))]
     first = [range(start, start + min(number, n)) for start, n in zip(starts, counts, strict=True)]
-    return (Recompute("inputs", layers=tuple(layer for layers in first for layer in layers)),)
+    return (Recomputation("inputs", layers=tuple(layer for layers in first for layer in layers)),)

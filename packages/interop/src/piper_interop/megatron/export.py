@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from piper_interop.megatron.describe import WHOLE_MB
 from piper_interop.megatron.export_sizes import write_sizes
-from piper_interop.megatron.exported import Options
+from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.stages import counts_of, evened, layout
-from piper_interop.neutral.described import Described, Layout, Recompute
+from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.system import Exported
 from piper_interop.neutral.writer import check_batch
 
@@ -23,10 +23,10 @@ _TWICE = "interleaved with chunks=2"
 _DEFAULT_MB = 25.0
 
 
-def export(described: Described) -> Exported:
+def export(described: JobDescription) -> Exported:
     """Return the options of a job in one file; raise JobError that names all that Megatron cannot do."""
     check_batch(described)
-    plan, options = described.layout, Options()
+    plan, options = described.layout, WrittenOptions()
     write_sizes(described.sizes, described.length, plan.tp, options)
     options.add("micro-batch-size", described.rows)
     options.add("global-batch-size", described.global_batch)
@@ -43,7 +43,7 @@ def export(described: Described) -> Exported:
     return Exported({FILE: text}, (*options.notes, _start(described)))
 
 
-def _start(described: Described) -> str:
+def _start(described: JobDescription) -> str:
     """Return how the job is started."""
     plan = described.layout
     alone = plan.zero < 2 and plan.tp * plan.cp > 1
@@ -51,7 +51,7 @@ def _start(described: Described) -> str:
     return f"start it on {plan.devices} devices: {connections}torchrun ... pretrain_gpt.py $(cat {FILE})"
 
 
-def _precision(described: Described, options: Options) -> None:
+def _precision(described: JobDescription, options: WrittenOptions) -> None:
     params, compute, reduce = described.params, described.compute, described.reduce
     if params != "float32" or compute not in ("float32", "bfloat16"):
         options.refuse(
@@ -65,7 +65,7 @@ def _precision(described: Described, options: Options) -> None:
     options.add("accumulate-allreduce-grads-in-fp32", reduce == "float32" and compute == "bfloat16")
 
 
-def _shared(described: Described, options: Options) -> None:
+def _shared(described: JobDescription, options: WrittenOptions) -> None:
     plan, fields = described.layout, described.sizes.fields
     options.add("tensor-model-parallel-size", plan.tp if plan.tp > 1 else None)
     options.add("sequence-parallel", plan.sequence and plan.tp > 1)
@@ -85,7 +85,7 @@ def _shared(described: Described, options: Options) -> None:
         options.add("expert-model-parallel-size", plan.ep)
 
 
-def _pipeline(described: Described, options: Options) -> None:
+def _pipeline(described: JobDescription, options: WrittenOptions) -> None:
     plan = described.layout
     options.add("pipeline-model-parallel-size", plan.pp if plan.pp > 1 else None)
     if plan.pp == 1:
@@ -104,7 +104,7 @@ def _pipeline(described: Described, options: Options) -> None:
     _stages(described, chunks, options)
 
 
-def _stages(described: Described, chunks: int, options: Options) -> None:
+def _stages(described: JobDescription, chunks: int, options: WrittenOptions) -> None:
     plan, layers = described.layout, int(described.sizes.fields["layers"])
     number = plan.pp * chunks
     if (plan.at and len(plan.at) + 1 != number) or layers < number - 2 * (plan.units == "all"):
@@ -119,7 +119,7 @@ def _stages(described: Described, chunks: int, options: Options) -> None:
         options.add("pipeline-model-parallel-layout", layout(counts))
 
 
-def _states(described: Described, options: Options) -> None:
+def _states(described: JobDescription, options: WrittenOptions) -> None:
     plan = described.layout
     if plan.zero and plan.cp > 1 and not plan.over_cp:
         options.near(
@@ -145,7 +145,7 @@ def _states(described: Described, options: Options) -> None:
         options.near(f"bucket_mb={plan.bucket_mb}", "Megatron's FSDP has a bucket for each layer")
 
 
-def _torch_fsdp(described: Described, options: Options) -> None:
+def _torch_fsdp(described: JobDescription, options: WrittenOptions) -> None:
     plan = described.layout
     if plan.pp > 1 or plan.ep > 1 or plan.dp_replicate > 1 or described.sizes.fields.get("tied"):
         options.refuse(
@@ -158,7 +158,7 @@ def _torch_fsdp(described: Described, options: Options) -> None:
     options.add("ckpt-format", "torch_dist")
 
 
-def _buckets(described: Described, options: Options) -> None:
+def _buckets(described: JobDescription, options: WrittenOptions) -> None:
     """Add the sizes of buckets, where gradients are reduced at all."""
     plan = described.layout
     if plan.replicas == 1 and not (plan.zero and plan.cp > 1):
@@ -173,7 +173,7 @@ def _buckets(described: Described, options: Options) -> None:
     )
 
 
-def _recompute(described: Described, options: Options) -> None:
+def _recompute(described: JobDescription, options: WrittenOptions) -> None:
     rules = [rule for rule in described.recompute if rule.keep != "all"]
     if not rules:
         return
@@ -200,7 +200,7 @@ def _recompute(described: Described, options: Options) -> None:
     options.add("recompute-num-layers", first)
 
 
-def _first_of_stages(rule: Recompute, plan: Layout, layers: int) -> int | None:
+def _first_of_stages(rule: Recomputation, plan: DeviceLayout, layers: int) -> int | None:
     """Return the number n for which a rule is about the first n layers of each stage; None for other rules."""
     chosen = set(range(rule.layers)) if isinstance(rule.layers, int) else set(rule.layers or ())
     chunks = plan.chunks if plan.schedule == "interleaved" and plan.pp > 1 else 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from piper_interop.megatron.exported import Options
+from piper_interop.megatron.exported import WrittenOptions
 from piper_interop.megatron.sizes import DEFAULTS, EXPERT_DEFAULTS
-from piper_interop.neutral.described import Sizes
+from piper_interop.neutral.described import ModelSizes
 
 _ACTIVATIONS = {
     ("silu", True): "swiglu",
@@ -19,11 +19,11 @@ _ELSEWHERE: dict[str, Any] = {
     "norm_bias": True, "embedding_norm": False, "norms": "before", "parallel": False, "head_bias": False,
     "qk_norm_over": "head",
 }  # fmt: skip
-"""Fields that Megatron's models have at one value alone."""
+"""The fields that Megatron's models have at one value alone."""
 
 
-def write_sizes(sizes: Sizes, length: int, tp: int, options: Options) -> None:
-    """Add the options of a model; note in `options` what Megatron cannot say.
+def write_sizes(sizes: ModelSizes, length: int, tp: int, options: WrittenOptions) -> None:
+    """Add the options of a model; note in `options` the fields that Megatron cannot say.
 
     Args:
         sizes: of the model.
@@ -51,7 +51,7 @@ def write_sizes(sizes: Sizes, length: int, tp: int, options: Options) -> None:
         _experts(fields, options)
 
 
-def _vocabulary(fields: dict[str, Any], tp: int, options: Options) -> None:
+def _vocabulary(fields: dict[str, Any], tp: int, options: WrittenOptions) -> None:
     options.add("tokenizer-type", "NullTokenizer")
     options.add("vocab-size", fields["vocab"])
     options.add("make-vocab-size-divisible-by", 1)
@@ -59,7 +59,7 @@ def _vocabulary(fields: dict[str, Any], tp: int, options: Options) -> None:
         options.near(f"vocab={fields['vocab']}", f"Megatron fills it up to a multiple of tp={tp}")
 
 
-def _attention(fields: dict[str, Any], options: Options) -> None:
+def _attention(fields: dict[str, Any], options: WrittenOptions) -> None:
     latent, written = fields["latent"], fields["attention"] == "math"
     if fields["kv_heads"] not in (None, fields["heads"]):
         options.add("group-query-attention")
@@ -84,7 +84,7 @@ def _attention(fields: dict[str, Any], options: Options) -> None:
             options.add(their, latent.fields.get(name))
 
 
-def _positions(fields: dict[str, Any], length: int, options: Options) -> None:
+def _positions(fields: dict[str, Any], length: int, options: WrittenOptions) -> None:
     kind = {"rotary": "rope", "learned": "learned_absolute", "none": "none"}.get(
         fields["positions"]
     )
@@ -103,7 +103,7 @@ def _positions(fields: dict[str, Any], length: int, options: Options) -> None:
     options.add("rotary-percent", fields["rotary_part"] if fields["rotary_part"] != 1 else None)
 
 
-def _feed_forward(fields: dict[str, Any], options: Options) -> None:
+def _feed_forward(fields: dict[str, Any], options: WrittenOptions) -> None:
     kind = (fields["activation"], fields["gated"])
     if kind not in _ACTIVATIONS:
         options.refuse(
@@ -125,7 +125,7 @@ def _feed_forward(fields: dict[str, Any], options: Options) -> None:
     options.add("disable-bias-linear", said == "none")
 
 
-def _experts(fields: dict[str, Any], options: Options) -> None:
+def _experts(fields: dict[str, Any], options: WrittenOptions) -> None:
     own = EXPERT_DEFAULTS | dict(fields["experts"].fields)
     softmax, top_k = own["score"] == "softmax", own["top_k"]
     if not softmax and own["normalized"] != (top_k > 1):

@@ -1,4 +1,4 @@
-"""Collect the options of an export, with what is said in the nearest form and what cannot be said."""
+"""Collect the options of an export, with the parts that are said in the nearest form or cannot be said."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from piper_ir.ground.errors import JobError
 
 
 @dataclass
-class Options:
+class WrittenOptions:
     """Hold the options of a job in the order in which they are written.
 
     Attributes:
         options: the values by name; True for an option without a value.
-        notes: what Megatron says in the nearest form.
-        refused: what it cannot say, with the nearest that it can.
+        notes: the parts that Megatron says in the nearest form.
+        refused: the parts that it cannot say, each with the nearest that it can.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -27,13 +27,13 @@ class Options:
         if value is not None and value is not False:
             self.options[name] = value
 
-    def refuse(self, what: str, nearest: str) -> None:
+    def refuse(self, part: str, nearest: str) -> None:
         """Note a part that Megatron cannot do."""
-        self.refused.append(f"{what}: Megatron cannot do that; the nearest is {nearest}")
+        self.refused.append(f"{part}: Megatron cannot do that; the nearest is {nearest}")
 
-    def near(self, what: str, nearest: str) -> None:
+    def near(self, part: str, nearest: str) -> None:
         """Note a part that is written in the nearest form."""
-        self.notes.append(f"{what}: {nearest}")
+        self.notes.append(f"{part}: {nearest}")
 
     def text(self, job: str) -> str:
         """Return the options, one a line; raise JobError that names all that cannot be said."""

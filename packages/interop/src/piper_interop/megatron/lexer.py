@@ -1,6 +1,6 @@
-"""Split a shell script into words and operators, without running anything.
+"""Split a shell script into words and operators, without running anything of it.
 
-A word is a list of parts, so that what a variable stands for can be put in later; each word knows its line.
+A word is a list of parts, so that the values of variables can be put in later; each word knows its line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Part:
     """Hold a piece of a word.
 
     Attributes:
-        text: the letters; of a variable, what stands between the braces; of a command, the command.
+        text: the letters; of a variable, the text between the braces; of a command, the command.
         kind: "text", "variable" or "command": a substitution by a command or arithmetic.
         quoted: whether it stood between double or single quotes.
     """
@@ -140,7 +140,7 @@ class Lexer:
         return Part(match[0], "variable", quoted)
 
     def _between(self, start: str, end: str, kind: str, quoted: bool) -> Part:
-        """Return what stands between brackets, which may hold brackets of the same kind."""
+        """Return the text between brackets, which may hold brackets of the same kind."""
         line, begin, depth = self.line, self.at + len(start), 1
         self.at = begin
         while self.at < len(self.text):

@@ -15,7 +15,7 @@ import yaml
 from piper_interop.megatron import words
 from piper_interop.megatron.shell import Launch, Token, launch
 from piper_interop.megatron.table import TABLE
-from piper_interop.neutral.foreign import Foreign, Value
+from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.options import Ignored, row_of
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
@@ -34,7 +34,7 @@ _INVERTED = {
     "overlap-p2p-comm": "no-overlap-p2p-communication",
     "perform-initialization": "no-initialization",
 }
-"""Names that YAML says with false for what the command line says by an option of its own."""
+"""The names to which YAML gives false where the command line has an option of its own."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Option:
 
 
 def read(source: str, asked: Asked) -> Foreign:
-    """Return the options of a job with their values, and the defaults of those that a description reads.
+    """Return the options of a job with their values, and the defaults of the ones that a description reads.
 
     `source` is a text that begins with an option, or the path of a file. Raises JobError, all at once, for values that
     an option does not take and for parts of a script that cannot be known.
@@ -79,7 +79,7 @@ def read(source: str, asked: Asked) -> Foreign:
     values = _values(options, label, asked.skip_unknown)
     facts = _facts(source, started, asked)
     if started:
-        values["program"] = Value(facts["program"], f"{label}:{started.line}")
+        values["program"] = OptionValue(facts["program"], f"{label}:{started.line}")
     return Foreign("megatron", "", label, values, facts)
 
 
@@ -133,7 +133,7 @@ def _options(tokens: Sequence[Token], label: str) -> Iterator[Option]:
 
 
 def _of_yaml(text: str, label: str) -> Iterator[Option]:
-    """Yield the options of a YAML file: those of MODEL_ARGS of a functional test, else all, by their own names."""
+    """Yield the options of a YAML file: the ones below MODEL_ARGS of a functional test, else all, by their own names."""
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -163,7 +163,7 @@ def _of_key(key: str, value: Any, label: str, lines: dict[str, int]) -> Iterator
 
 
 def _texts(item: Any, *, many: bool) -> list[str]:
-    """Return the words of a value; those of a list stand between blanks, too: [attn mlp]."""
+    """Return the words of a value; in a list they stand between blanks, too: [attn mlp]."""
     return str(item).split() if many else [str(item)]
 
 
@@ -177,9 +177,9 @@ def _lines_of_keys(text: str) -> dict[str, int]:
     return lines
 
 
-def _values(options: Sequence[Option], label: str, skip_unknown: bool) -> dict[str, Value]:
+def _values(options: Sequence[Option], label: str, skip_unknown: bool) -> dict[str, OptionValue]:
     """Return the value of each option; a later one stands for an earlier one, as in Megatron's parser."""
-    values = {name: Value(value, default=True) for name, value in words.defaults().items()}
+    values = {name: OptionValue(value, default=True) for name, value in words.defaults().items()}
     problems = []
     for option in {option.name: option for option in options}.values():
         rows = row_of(TABLE, option.name)
@@ -195,7 +195,7 @@ def _values(options: Sequence[Option], label: str, skip_unknown: bool) -> dict[s
             shown = " ".join([f"--{option.name}", *(token.text for token in option.tokens)])
             problems.append(f"{option.origin}: {shown}: {error}")
             continue
-        values[option.name] = Value(value, option.origin)
+        values[option.name] = OptionValue(value, option.origin)
     if problems:
         raise JobError("\n  ".join([f"{label}: {len(problems)} options cannot be read", *problems]))
     return values

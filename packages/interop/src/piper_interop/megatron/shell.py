@@ -1,8 +1,8 @@
 """Follow a shell script to the line that starts the job, without running anything.
 
-Variables and arrays are put in where they are known. What a command, arithmetic or an argument of the script would give
-is unknown, and so is what depends on a condition that cannot be told. Such words are marked, and whoever reads the
-options refuses those that matter.
+Variables and arrays are put in where they are known. The result of a command or of arithmetic and an argument of the
+script are unknown, and so is a value that depends on a condition which cannot be told. Such words are marked, and the
+reader of the options refuses the ones that matter.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Launch:
 
 def launch(text: str, source: str) -> Launch:
     """Return the one command of a script that starts a job; raise JobError if there is none, or more than one."""
-    script = Script(source)
+    script = ShellScript(source)
     script.follow(Lexer(text, source).all())
     launches = [
         run
@@ -86,12 +86,12 @@ def launch(text: str, source: str) -> Launch:
 
 
 @dataclass
-class Script:
+class ShellScript:
     """Follow the commands of a script.
 
     Attributes:
         source: its name, for messages.
-        variables: texts, and arrays as tuples, with marks for lines and for what is unknown or conditional.
+        variables: texts, and arrays as tuples, with marks for lines, unknown values and conditions.
         launches: the commands that start a Python file.
         unknowns: the line and the words of each unknown part, by the number in its mark.
         conditions: the lines of the open conditions that cannot be told.
@@ -171,7 +171,7 @@ class Script:
         return None if any("\0" in term or "\1" in term for term in terms) else truth(terms)
 
     def _undecided(self, bodies: Sequence[Sequence[Word]], line: int) -> None:
-        """Follow each body by itself, and mark what it changes as conditional."""
+        """Follow each body by itself, and mark its changes as conditional."""
         before, results = dict(self.variables), []
         for body in bodies:
             self.variables = dict(before)
@@ -224,7 +224,7 @@ class Script:
         return at
 
     def _behind(self, words: Sequence[Word], at: int, fields: list[tuple[str, int]]) -> int:
-        """Go past the operator behind a command; a function's body and what follows && or || is conditional."""
+        """Go past the operator behind a command; a function's body and a command behind && or || are conditional."""
         operator = words[at].text
         if operator == "(" and words[at + 1 : at + 2] and words[at + 1].text == ")":
             fields.clear()
@@ -329,7 +329,7 @@ class Script:
         return [text for text in fields if text or kept]
 
     def _value(self, part: Part, line: int) -> Value:
-        """Return what a variable stands for; a mark for what is unknown."""
+        """Return the value of a variable; a mark if it is unknown."""
         shown = f"$({part.text})" if part.kind == "command" else f"${{{part.text}}}"
         match = _VARIABLE.fullmatch(part.text) if part.kind == "variable" else None
         if match is None:

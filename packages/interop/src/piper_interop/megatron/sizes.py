@@ -8,7 +8,7 @@ from typing import Any
 
 from piper_interop.megatron.degrees import layers, vocabulary
 from piper_interop.megatron.table_model import latent, mixture, written_out
-from piper_interop.neutral.described import Sizes
+from piper_interop.neutral.described import ModelSizes
 from piper_interop.neutral.foreign import Foreign
 from piper_ir.ground.errors import JobError
 
@@ -25,8 +25,8 @@ EXPERT_DEFAULTS: dict[str, Any] = {
 _POSITIONS = {"learned_absolute": "learned", "none": "none"}
 
 
-def sizes(foreign: Foreign) -> Sizes:
-    """Return the sizes of the model; raise JobError for what is missing or does not fit together."""
+def sizes(foreign: Foreign) -> ModelSizes:
+    """Return the sizes of the model; raise JobError for sizes that are missing or do not fit together."""
     fields: dict[str, Any] = {
         "layers": layers(foreign),
         "width": _needed(foreign, "hidden-size"),
@@ -48,7 +48,9 @@ def sizes(foreign: Foreign) -> Sizes:
             "dense_layers": dense_layers(foreign) if mixture(foreign) else 0,
         }
     )
-    return Sizes(fields | {name: more[name] for name in DEFAULTS if more[name] != DEFAULTS[name]})
+    return ModelSizes(
+        fields | {name: more[name] for name in DEFAULTS if more[name] != DEFAULTS[name]}
+    )
 
 
 def length(foreign: Foreign) -> int:
@@ -60,7 +62,7 @@ def length(foreign: Foreign) -> int:
 
 
 def positions_of(foreign: Foreign) -> int:
-    """Return the positions that the model knows: all that it learns, else those of a row."""
+    """Return the positions that the model knows: all that it learns, else as many as a row has."""
     learned = _kind(foreign) == "learned"
     return (
         int(foreign.get("max-position-embeddings", length(foreign))) if learned else length(foreign)
@@ -76,7 +78,7 @@ def hidden(foreign: Foreign) -> int:
     return int((4 * width * 2 / 3) / 64) * 64 if foreign["swiglu"] else 4 * width
 
 
-def experts(foreign: Foreign) -> Sizes:
+def experts(foreign: Foreign) -> ModelSizes:
     """Return the sizes of the mixture."""
     softmax = foreign["moe-router-score-function"] == "softmax"
     several = foreign["moe-router-topk"] > 1
@@ -96,7 +98,7 @@ def experts(foreign: Foreign) -> Sizes:
         "top_k": foreign["moe-router-topk"],
         "hidden": foreign.get("moe-ffn-hidden-size", hidden(foreign)),
     }
-    return Sizes(
+    return ModelSizes(
         fields | {name: value for name, value in more.items() if value != EXPERT_DEFAULTS[name]},
         "Experts",
     )
@@ -166,7 +168,7 @@ def _attention(foreign: Foreign) -> dict[str, Any]:
     }
     ranks = {name: value for name, value in own.items() if value is not None}
     plain = {"kv_heads": None, "head_dim": None, "attention_bias": "none", "qk_norm": False}
-    return fields | plain | {"latent": Sizes(ranks, "Latent")}
+    return fields | plain | {"latent": ModelSizes(ranks, "Latent")}
 
 
 def _window(foreign: Foreign) -> dict[str, Any]:

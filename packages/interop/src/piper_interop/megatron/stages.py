@@ -24,7 +24,7 @@ _NAMES = {
 def unrolled(layout: str) -> list[str]:
     """Return the stages of a layout string, such as ["Et", "tt", "tL"] of "Et|tt|tL" or "Et|t*2|tL".
 
-    `(tt|)*3` and `t*3` repeat what stands before the star; commas and blanks mean nothing. Raises JobError for a
+    `(tt|)*3` and `t*3` repeat the part before the star; commas and blanks mean nothing. Raises JobError for a
     string that is no layout, or whose embedding or loss stands elsewhere than first and last.
     """
     text = re.sub(r"[,\s]", "", layout)
@@ -126,7 +126,7 @@ def boundaries(counts: Sequence[int]) -> tuple[tuple[int, ...], str]:
 
 
 def counts_of(at: Sequence[int], units: str, layers: int, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage: what `boundaries` was given."""
+    """Return the layers of each stage, from which `boundaries` made these units."""
     if not at:
         return evened(layers, stages)
     whole = layers + 2 if units == "all" else layers

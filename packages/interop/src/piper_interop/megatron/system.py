@@ -1,4 +1,4 @@
-"""Join what Megatron-LM's folder gives."""
+"""Join the parts of Megatron-LM's folder."""
 
 from __future__ import annotations
 

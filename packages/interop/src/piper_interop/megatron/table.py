@@ -1,6 +1,6 @@
-"""Say what becomes of every option of Megatron-LM: rows by name or pattern, in three parts.
+"""Give the verdict on every option of Megatron-LM: rows by name or pattern, in three parts.
 
-The names are those of commit d98e8a64 of August 2026; older spellings that its parser still takes have rows, too.
+The names are of commit d98e8a64, August 2026; older spellings that its parser still takes have rows, too.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from piper_interop.megatron.table_aside import ASIDE
 from piper_interop.megatron.table_model import MODEL
 from piper_interop.megatron.table_strategy import STRATEGY
-from piper_interop.neutral.options import Table
+from piper_interop.neutral.options import OptionTable
 
-TABLE: Table = {**ASIDE, **MODEL, **STRATEGY}
+TABLE: OptionTable = {**ASIDE, **MODEL, **STRATEGY}
 
 STAND_INS = {
     "bf16": "fp8, fp4 and fp16 are taken as bfloat16",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper_interop.neutral.options import Ignored, Nearest, Refused, Table
+from piper_interop.neutral.options import Ignored, Nearest, OptionTable, Unsupported
 
 _LOGS, _DATA = "a message, no part of a step", "data, which a step waits for only if it is late"
 _SAVES, _RATES = "checkpoints, which are between steps", "the learning rate, a number of each step"
@@ -11,7 +11,7 @@ _KERNELS = "clusters say how fast the kernels of Megatron are"
 _OTHER = "a part of another program"
 _OLD = "an option that Megatron itself refuses"
 
-ASIDE: Table = {
+ASIDE: OptionTable = {
     **dict.fromkeys(
         (
             "log-*", "no-log-*", "disable-log-*", "logging-level", "timing-*", "tensorboard-*", "wandb-*", "otel-*",
@@ -94,7 +94,7 @@ ASIDE: Table = {
         ("dataloader-inter-document-masking", "reset-attention-mask"),
         Nearest("attention over whole rows, across documents", "predicted too slow"),
     ),
-    "logits-load-dir": Refused("distillation from saved logits", "leave it out with --set"),
+    "logits-load-dir": Unsupported("distillation from saved logits", "leave it out with --set"),
     "use-checkpoint-args": Nearest("the options given here", "another job, if those of the checkpoint differ"),
     **dict.fromkeys(
         (
@@ -131,8 +131,8 @@ ASIDE: Table = {
         Ignored(_OTHER),
     ),
     "use-mcore-models": Ignored("Megatron itself passes it over"),
-    "batch-size": Refused(_OLD, "give --micro-batch-size"),
-    "model-parallel-size": Refused(_OLD, "give --tensor-model-parallel-size"),
-    "warmup": Refused(_OLD, "give --lr-warmup-fraction"),
-    "yaml-cfg": Refused("options in another file", "give that file itself to be imported"),
+    "batch-size": Unsupported(_OLD, "give --micro-batch-size"),
+    "model-parallel-size": Unsupported(_OLD, "give --tensor-model-parallel-size"),
+    "warmup": Unsupported(_OLD, "give --lr-warmup-fraction"),
+    "yaml-cfg": Unsupported("options in another file", "give that file itself to be imported"),
 }  # fmt: skip

@@ -1,9 +1,9 @@
-"""Say what becomes of the options that make the model."""
+"""Give the verdict on the options that make the model."""
 
 from __future__ import annotations
 
 from piper_interop.neutral.foreign import Foreign
-from piper_interop.neutral.options import Ignored, Mapped, Nearest, Refused, Table
+from piper_interop.neutral.options import Ignored, Mapped, Nearest, OptionTable, Unsupported
 
 FAST, SLOW = "predicted too fast", "predicted too slow"
 MORE, LESS = "too much memory", "too little memory"
@@ -22,7 +22,7 @@ def latent(foreign: Foreign) -> bool:
 def written_out(foreign: Foreign) -> bool:
     """Return whether attention keeps its matrix of tokens x tokens: kernels of torch's own, not fused ones.
 
-    Recomputing what is inside of attention has the same effect as a fused kernel.
+    Recomputing the inside of attention has the same effect as a fused kernel.
     """
     written = foreign["attention-backend"] in ("unfused", "local")
     written = written or (foreign["transformer-impl"] == "local" and not foreign["use-flash-attn"])
@@ -41,7 +41,7 @@ def _differ(foreign: Foreign) -> bool:
     return foreign["attention-dropout"] != foreign["hidden-dropout"]
 
 
-MODEL: Table = {
+MODEL: OptionTable = {
     # sizes
     "num-layers": Mapped("layers"),
     "encoder-num-layers": Mapped("layers, as --num-layers"),
@@ -60,12 +60,12 @@ MODEL: Table = {
     "no-pad-vocab-size": Mapped("vocab"),
     "disable-pad-vocab-size": Mapped("vocab"),
     "tokenizer-type": (
-        Refused(
+        Unsupported(
             "an encoder with word pieces (BERT, T5)",
             "take a decoder; --skip-unknown does not help",
             when=lambda foreign: foreign["tokenizer-type"].startswith("Bert"),
         ),
-        Refused(
+        Unsupported(
             "a model of pictures and text",
             "import its language model alone",
             when=lambda foreign: "Multimodal" in foreign["tokenizer-type"],
@@ -74,7 +74,7 @@ MODEL: Table = {
     ),
     "tokenizer-model": Mapped("vocab, where it is a public tokenizer"),
     "vocab-file": (
-        Refused(
+        Unsupported(
             "an encoder with word pieces (BERT, T5)",
             "take a decoder",
             when=lambda foreign: foreign["vocab-file"].endswith(".txt"),
@@ -93,7 +93,7 @@ MODEL: Table = {
     "normalization": Mapped("norm"),
     "norm-epsilon": Mapped("eps"),
     "apply-layernorm-1p": Ignored("a norm's weights are stored less 1, in as many bytes"),
-    "apply-residual-connection-post-layernorm": Refused(
+    "apply-residual-connection-post-layernorm": Unsupported(
         "a residual that begins behind the norm", "take pre-norm, Megatron's default"
     ),
     "fp32-residual-connection": Nearest("residuals in bfloat16", f"{FAST}, {LESS}"),
@@ -111,11 +111,11 @@ MODEL: Table = {
     "qk-l2-norm": Nearest("queries and keys without the norm", FAST),
     "qk-clip": Nearest("no clipping of queries and keys", FAST),
     "qk-clip-*": Ignored("a part of --qk-clip"),
-    "attention-output-gate": Refused(
+    "attention-output-gate": Unsupported(
         "a gate behind attention", "leave it out with --set, if a job without it is worth a look"
     ),
     "position-embedding-type": (
-        Refused(
+        Unsupported(
             "an attention bias by distance (T5's positions)",
             "take rope",
             when=lambda foreign: foreign["position-embedding-type"] == "relative",
@@ -182,7 +182,7 @@ MODEL: Table = {
     "transformer-impl": Nearest(
         "the kernels that the cluster has for Megatron", FAST, unless=("transformer_engine",)
     ),
-    "spec": Refused(
+    "spec": Unsupported(
         "layers that a Python file builds (--spec)",
         "give the options of a decoder without it",
         unless=(None, ["local"]),
@@ -238,7 +238,7 @@ MODEL: Table = {
     "moe-router-padding-for-*": Ignored("a part of fp8"),
     "moe-router-fusion": Ignored("clusters say how fast the router is"),
     "moe-enable-routing-replay": Ignored("it replays routes that are given"),
-    "moe-latent-size": Refused("experts behind a projection to fewer elements", "leave it out with --set"),
+    "moe-latent-size": Unsupported("experts behind a projection to fewer elements", "leave it out with --set"),
     "moe-grouped-gemm": Ignored("experts are one grouped product here"),
     "moe-use-grouped-tensor": Ignored("clusters say how fast grouped products are"),
     "moe-single-grouped-*": Ignored("how weights are stored, in as many bytes"),
@@ -255,37 +255,37 @@ MODEL: Table = {
     "moe-paged-stash": Nearest("activations of experts in plain memory", MORE),
     "moe-paged-stash-*": Ignored("a part of --moe-paged-stash"),
     "moe-routing-trace-*": Ignored("a record, no part of a step"),
-    # what is not a decoder of equal layers
-    "mtp-num-layers": Refused(
+    # models that are no decoders of equal layers
+    "mtp-num-layers": Unsupported(
         "layers for further tokens (MTP)",
         "give --set without them",
         stand_in="no-mtp",
         how=f"they are left out: {FAST}, {LESS}, by one layer and one head for each",
     ),
     "mtp-*": Ignored("a part of --mtp-num-layers"),
-    "decoder-num-layers": Refused("an encoder and a decoder (T5)", "take a decoder"),
+    "decoder-num-layers": Unsupported("an encoder and a decoder (T5)", "take a decoder"),
     "decoder-seq-length": Ignored("a part of --decoder-num-layers"),
-    "bert-no-binary-head": Refused("an encoder (BERT)", "take a decoder"),
-    "hybrid-layer-pattern": Refused("layers of several kinds, such as Mamba's", "take a transformer"),
-    "hybrid-override-pattern": Refused("layers of several kinds, such as Mamba's", "take a transformer"),
-    "is-hybrid-model": Refused("layers of several kinds, such as Mamba's", "take a transformer"),
+    "bert-no-binary-head": Unsupported("an encoder (BERT)", "take a decoder"),
+    "hybrid-layer-pattern": Unsupported("layers of several kinds, such as Mamba's", "take a transformer"),
+    "hybrid-override-pattern": Unsupported("layers of several kinds, such as Mamba's", "take a transformer"),
+    "is-hybrid-model": Unsupported("layers of several kinds, such as Mamba's", "take a transformer"),
     "mamba-*": Ignored("a part of --hybrid-layer-pattern"),
     "disable-mamba-mem-eff-path": Ignored("a part of --hybrid-layer-pattern"),
     "gdp-*": Ignored("a part of --hybrid-layer-pattern"),
-    "experimental-attention-variant": Refused("attention of another kind", "take plain or latent attention"),
+    "experimental-attention-variant": Unsupported("attention of another kind", "take plain or latent attention"),
     "linear-*": Ignored("a part of --experimental-attention-variant"),
     "dsa-*": Ignored("a part of --experimental-attention-variant"),
     "*-dsa-*": Ignored("a part of --experimental-attention-variant"),
-    "heterogeneous-layers-config-*": Refused("layers of several shapes", "take a model of equal layers"),
-    "enable-mhc-connections": Refused("several residual streams (mHC)", "leave them out with --set"),
+    "heterogeneous-layers-config-*": Unsupported("layers of several shapes", "take a model of equal layers"),
+    "enable-mhc-connections": Unsupported("several residual streams (mHC)", "leave them out with --set"),
     "mhc-*": Ignored("a part of --enable-mhc-connections"),
-    "vision-*": Refused("a model of pictures", "take a decoder of text"),
-    "ict-head-size": Refused("an encoder for retrieval", "take a decoder of text"),
+    "vision-*": Unsupported("a model of pictures", "take a decoder of text"),
+    "ict-head-size": Unsupported("an encoder for retrieval", "take a decoder of text"),
     "biencoder-*": Ignored("a part of --ict-head-size"),
-    "freeze-all-layers": Refused("a model whose layers do not train", "leave it out with --set"),
-    "program": Refused(
+    "freeze-all-layers": Unsupported("a model whose layers do not train", "leave it out with --set"),
+    "program": Unsupported(
         "the model of this program",
-        "take pretrain_gpt.py, whose options those of a decoder are",
+        "take pretrain_gpt.py, whose options make a decoder",
         unless=("", "pretrain_gpt.py", "finetune_gpt.py", "train.py"),
     ),
     # first weights, and formulas of as many operations

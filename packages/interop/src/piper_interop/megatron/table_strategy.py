@@ -1,11 +1,18 @@
-"""Say what becomes of the options that spread the job, and of those that change how it runs."""
+"""Give the verdict on the options that spread the job over devices, or change how it runs."""
 
 from __future__ import annotations
 
 from piper_interop.megatron.degrees import degrees
 from piper_interop.megatron.table_model import FAST, LESS, MORE, SLOW, mixture
 from piper_interop.neutral.foreign import Foreign
-from piper_interop.neutral.options import Ignored, Mapped, Nearest, Refused, Row, Table
+from piper_interop.neutral.options import (
+    Ignored,
+    Mapped,
+    Nearest,
+    OptionRow,
+    OptionTable,
+    Unsupported,
+)
 
 _BF16 = "taken as bfloat16: predicted too slow, too much memory"
 
@@ -52,40 +59,40 @@ def _mixed(foreign: Foreign) -> bool:
     return foreign["context-parallel-size"] > 1 and len(set(foreign["cp-comm-type"])) > 1
 
 
-def _offload(what: str) -> Row:
-    return Refused(
-        f"{what} in the host's memory",
+def _offload(states: str) -> OptionRow:
+    return Unsupported(
+        f"{states} in the host's memory",
         "leave it out with --set",
         stand_in="no-offload",
         how=f"nothing is moved to the host: {MORE}, {FAST}",
     )
 
 
-def _low(what: str) -> Row:
-    return Refused(what, "leave it out with --set", stand_in="bf16", how=_BF16)
+def _low(dtypes: str) -> OptionRow:
+    return Unsupported(dtypes, "leave it out with --set", stand_in="bf16", how=_BF16)
 
 
-_EXPERTS_OVER_MORE = Refused(
+_EXPERTS_OVER_MORE = Unsupported(
     "experts over devices that are no replicas (folded over tp or cp)",
     "give --gpus or an --expert-model-parallel-size that divides the replicas",
     unless=(),
     when=_experts_do_not_fit,
 )
 
-STRATEGY: Table = {
+STRATEGY: OptionTable = {
     # devices
     "tensor-model-parallel-size": Mapped("tp"),
-    "tensor-parallel-num-weight-shards": Refused(
+    "tensor-parallel-num-weight-shards": Unsupported(
         "weights in more shards than tp (GTP)",
         "leave it out with --set",
         when=lambda f: f["tensor-parallel-num-weight-shards"] != f["tensor-model-parallel-size"],
     ),
-    "expert-tensor-parallel-num-weight-shards": Refused(
+    "expert-tensor-parallel-num-weight-shards": Unsupported(
         "experts in more shards than their devices (GTP)", "leave it out with --set"
     ),
     "*gtp-*": Ignored("a part of --tensor-parallel-num-weight-shards"),
     "sequence-parallel": (
-        Refused(
+        Unsupported(
             "tokens divided over tp beside dropless experts",
             "give --set --moe-expert-capacity-factor=1.0",
             stand_in="no-sp",
@@ -96,20 +103,20 @@ STRATEGY: Table = {
     ),
     "context-parallel-size": Mapped("cp"),
     "cp-comm-type": (
-        Refused(
+        Unsupported(
             "context parallelism of two levels (a2a+p2p)",
             "give --set --cp-comm-type=p2p",
             stand_in="ring",
             how=f"keys go round one ring of all devices: {SLOW}",
             when=_levels,
         ),
-        Refused(
+        Unsupported(
             "context parallelism of several kinds by layer", "give --set with one --cp-comm-type", when=_mixed
         ),
         Mapped("cp: attention"),
     ),
     "hierarchical-context-parallel-sizes": Ignored("a part of --cp-comm-type a2a+p2p"),
-    "hybrid-context-parallel": Refused("context parallelism by the length of a row", "leave it out with --set"),
+    "hybrid-context-parallel": Unsupported("context parallelism by the length of a row", "leave it out with --set"),
     "max-seqlen-per-dp-cp-rank": Ignored("a part of --hybrid-context-parallel"),
     "pipeline-model-parallel-size": Mapped("pp"),
     "num-layers-per-virtual-pipeline-stage": Mapped("pp: chunks"),
@@ -126,7 +133,7 @@ STRATEGY: Table = {
     "pipeline-model-parallel-comm-backend": Ignored("clusters say how fast messages are"),
     "expert-model-parallel-size": (_EXPERTS_OVER_MORE, Mapped("ep")),
     "expert-tensor-parallel-size": (
-        Refused(
+        Unsupported(
             "experts cut by another number than tp",
             "give --set with --expert-tensor-parallel-size equal to tp",
             stand_in="etp",
@@ -151,7 +158,7 @@ STRATEGY: Table = {
     "use-torch-fsdp2": Mapped("dp: zero=3"),
     "torch-fsdp2-no-reshard-after-forward": Mapped('dp: resident_mb="step"'),
     "num-distributed-optimizer-instances": (
-        Refused(
+        Unsupported(
             "copies of sharded states that do not divide the replicas",
             "give a number that divides them",
             unless=(1,),
@@ -159,13 +166,13 @@ STRATEGY: Table = {
         ),
         Mapped("rep: groups that hold the same shards"),
     ),
-    "outer-dp-sharding-strategy": Refused(
+    "outer-dp-sharding-strategy": Unsupported(
         "optimizer states sharded over the copies, too",
         "give --set --outer-dp-sharding-strategy=no_shard",
         unless=("no_shard",),
         when=lambda f: f["num-distributed-optimizer-instances"] > 1,
     ),
-    "enable-full-sharding-in-hsdp": Refused(
+    "enable-full-sharding-in-hsdp": Unsupported(
         "states sharded over the copies, too", "leave it out with --set",
         when=lambda f: f["num-distributed-optimizer-instances"] > 1,
     ),
@@ -207,7 +214,7 @@ STRATEGY: Table = {
     "keep-fp8-transpose-cache": Ignored("a part of fp8"),
     "use-nccl-ub": Nearest("messages that take processors from compute", SLOW),
     "disable-symmetric-registration": Ignored("a part of --use-nccl-ub"),
-    # what is computed again
+    # recomputation
     "recompute-granularity": Mapped("recompute"),
     "recompute-method": Mapped("recompute"),
     "recompute-num-layers": Mapped("recompute: layers, or group"),
@@ -217,10 +224,10 @@ STRATEGY: Table = {
     ),
     "moe-layer-recompute": Nearest("results inside of experts are kept", f"{MORE}, {FAST}"),
     "distribute-saved-activations": Nearest("kept inputs whole on each tp device", MORE),
-    "checkpoint-activations": Refused("an option that Megatron itself refuses", "give --recompute-granularity"),
+    "checkpoint-activations": Unsupported("an option that Megatron itself refuses", "give --recompute-granularity"),
     # precision
     "bf16": Mapped("precision: compute in bfloat16, masters in float32"),
-    "fp16": Refused(
+    "fp16": Unsupported(
         "float16 with a scaled loss",
         "give --set --bf16 without it",
         stand_in="bf16",
@@ -256,7 +263,7 @@ STRATEGY: Table = {
     # optimizer
     "optimizer": (
         Nearest("AdamW", MORE, when=lambda f: f["optimizer"] == "sgd"),
-        Refused(
+        Unsupported(
             "an optimizer over whole matrices, or with other states",
             "give --set --optimizer=adam",
             unless=("adam",),
@@ -307,5 +314,5 @@ STRATEGY: Table = {
     "batch-invariant-backend": Ignored("a part of --batch-invariant-mode"),
     "train-sync-interval": Nearest("steps without a wait for the device", FAST, unless=(None, 0)),
     "sft": Nearest("rows of full length", SLOW),
-    "perform-rl-step": Refused("steps of reinforcement learning", "import the training step alone, without it"),
+    "perform-rl-step": Unsupported("steps of reinforcement learning", "import the training step alone, without it"),
 }  # fmt: skip

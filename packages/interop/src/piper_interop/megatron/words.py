@@ -1,6 +1,6 @@
 """Hold the options that a description reads, with their kinds, defaults and words, and turn words into values.
 
-Names are those of the command line without the leading dashes, with dashes for underscores.
+The names are as on the command line without the leading dashes, with dashes for underscores.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WHOLE: dict[str, int | None] = {
     "recompute-num-layers": None,
     "cpu-offloading-num-layers": 0,
 }
-"""Whole numbers, with the default."""
+"""The options of whole numbers, with the default."""
 
 REAL: dict[str, float | None] = {
     "norm-epsilon": 1e-5,
@@ -66,7 +66,7 @@ REAL: dict[str, float | None] = {
     "clip-grad": 1.0,
     "lr": None,
 }
-"""Numbers, with the default."""
+"""The options of numbers, with the default."""
 
 TEXT: dict[str, str | None] = {
     "position-embedding-type": "learned_absolute",
@@ -93,7 +93,7 @@ TEXT: dict[str, str | None] = {
     "fp8-format": None,
     "fp4-format": None,
 }
-"""Texts, with the default."""
+"""The options of texts, with the default."""
 
 WORDS: dict[str, tuple[str, ...]] = {
     "position-embedding-type": ("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
@@ -127,7 +127,7 @@ LISTS: dict[str, tuple[str, ...] | None] = {
     "step-batch-size-schedule": None,
     "spec": None,
 }
-"""Options of one or more texts, with the default."""
+"""The options of one or more texts, with the default."""
 
 SWITCHES = (
     "group-query-attention",
@@ -162,11 +162,11 @@ SWITCHES = (
     "decrease-batch-size-if-needed",
     "cross-entropy-loss-fusion",
 )
-"""Options without a value; each is off unless it is given."""
+"""The options without a value; each is off unless it is given."""
 
 
 FILES = ("tokenizer-model", "vocab-file", "merge-file")
-"""Names of files, which matter only if they are public tokenizers'."""
+"""The options that name files, which matter only if they are public tokenizers'."""
 
 
 def defaults() -> dict[str, Any]:
@@ -176,7 +176,7 @@ def defaults() -> dict[str, Any]:
 
 
 class WrongValueError(ValueError):
-    """Say what an option needs in place of the words that were given."""
+    """Say which words an option needs in place of the given ones."""
 
 
 def value_of(name: str, given: Sequence[str]) -> Any:
