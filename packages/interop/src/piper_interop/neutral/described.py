@@ -46,12 +46,12 @@ class Recomputation:
 
     Attributes:
         keep: the policy, such as "inputs" or "products".
-        layers: the number of layers, from the first; None for all.
+        layers: the number of layers, from the first; their numbers, if others are chosen; None for all.
         group: neighbouring layers that are made again as one.
     """
 
     keep: str
-    layers: int | None = None
+    layers: int | tuple[int, ...] | None = None
     group: int = 1
 
 

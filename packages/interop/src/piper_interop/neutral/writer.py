@@ -149,7 +149,9 @@ def _pipeline(described: JobDescription) -> Iterator[str]:
 
 
 def _recompute(recompute: Recomputation) -> str:
-    layers = "ANY" if recompute.layers is None else f"range({recompute.layers})"
+    layers = "ANY" if recompute.layers is None else literal(recompute.layers)
+    if isinstance(recompute.layers, int):
+        layers = f"range({recompute.layers})"
     group = "" if recompute.group == 1 else f", group={recompute.group}"
     return f"piper.recompute(where(layer={layers}), keep={literal(recompute.keep)}{group})"
 

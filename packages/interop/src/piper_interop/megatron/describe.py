@@ -1,0 +1,209 @@
+"""Describe a job of Megatron-LM: the model, the batch, the devices' shares, precision and recomputation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from piper_interop.megatron.degrees import (
+    Degrees,
+    batch,
+    check,
+    chunks,
+    layers_of_stages,
+)
+from piper_interop.megatron.sizes import length, sizes
+from piper_interop.megatron.stages import boundaries
+from piper_interop.megatron.table import TABLE
+from piper_interop.megatron.table_model import mixture
+from piper_interop.megatron.table_strategy import sharded
+from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
+from piper_interop.neutral.foreign import Foreign
+from piper_interop.neutral.options import judge
+from piper_interop.neutral.system import Asked
+from piper_ir.ground.errors import JobError
+
+WHOLE_MB = 1_000_000.0
+"""The MiB of a bucket that holds all gradients of a device, which are then reduced behind the backward at once."""
+
+BUCKET, BUCKET_OF_REPLICA = 40_000_000, 1_000_000
+"""The elements of a bucket of gradients: the first number, or the second for each replica if that is more."""
+
+KINDS = {
+    "p2p": "ring",
+    "all_gather": "gather",
+    "allgather": "gather",
+    "a2a": "heads",
+    "a2a+p2p": "ring",
+}
+ZERO = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+PARTS = {
+    "sizes": (
+        "num-layers", "encoder-num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups",
+        "kv-channels", "max-position-embeddings", "vocab-size", "padded-vocab-size", "make-vocab-size-divisible-by",
+        "untie-embeddings-and-output-weights", "swiglu", "squared-relu", "normalization", "disable-bias-linear",
+        "position-embedding-type", "multi-latent-attention", "num-experts",
+    ),
+    "job": ("micro-batch-size", "global-batch-size", "step-batch-size-schedule", "seq-length", "bf16", "lr", "clip-grad"),
+    "tp": ("tensor-model-parallel-size", "sequence-parallel"),
+    "cp": ("context-parallel-size", "cp-comm-type"),
+    "ep": ("expert-model-parallel-size", "expert-tensor-parallel-size"),
+    "pp": (
+        "pipeline-model-parallel-size", "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
+        "microbatch-group-size-per-virtual-pipeline-stage", "decoder-first-pipeline-num-layers",
+        "decoder-last-pipeline-num-layers", "account-for-embedding-in-pipeline-split",
+        "account-for-loss-in-pipeline-split", "pipeline-model-parallel-layout",
+    ),
+    "recompute": ("recompute-granularity", "recompute-method", "recompute-num-layers", "recompute-activations"),
+    "dp": (
+        "use-distributed-optimizer", "use-megatron-fsdp", "data-parallel-sharding-strategy", "use-torch-fsdp2",
+        "num-distributed-optimizer-instances", "overlap-grad-reduce", "ddp-bucket-size",
+    ),
+}  # fmt: skip
+"""The options that lines of a FILE.py come from."""
+
+
+def describe(foreign: Foreign, asked: Asked) -> JobDescription:
+    """Return the job that the options describe; raise JobError for numbers that do not fit together."""
+    found = check(foreign)
+    whole, rows = batch(foreign, found.dp)
+    low = any(foreign[name] for name in ("bf16", "fp16", "fp8-format", "fp4-format"))
+    compute = "bfloat16" if low else "float32"
+    layout = _layout(foreign, found, asked)
+    _check_group(foreign, layout, whole // (rows * found.dp))
+    return JobDescription(
+        name=foreign.facts.get("name", "megatron"),
+        sizes=sizes(foreign),
+        length=length(foreign),
+        global_batch=whole,
+        rows=rows,
+        layout=layout,
+        recompute=_recompute(foreign, layout),
+        compute=compute,
+        reduce="bfloat16" if low and foreign["grad-reduce-in-bf16"] else "float32",
+        clip_norm=foreign["clip-grad"] or None,
+        lr=foreign.get("lr", 3e-4),
+        stack="megatron",
+        notes=notes(foreign, asked),
+        origins={part: _origin(foreign, names) for part, names in PARTS.items()},
+    )
+
+
+def notes(foreign: Foreign, asked: Asked) -> tuple[str, ...]:
+    """Return a warning for each stand-in and one for the nearest forms in each direction of the error."""
+    judgement = judge(foreign, TABLE, asked.stand_ins, skip_unknown=True)
+    stand_ins = [f"--{line.option}: {_words(line.text)}" for line in judgement.stand_ins]
+    nearest: dict[str, list[str]] = defaultdict(list)
+    for line in judgement.nearest:
+        how, _, direction = _words(line.text).rpartition("; ")
+        nearest[direction].append(f"{how} (--{line.option})")
+    return (*stand_ins, *(f"{direction}: {', '.join(hows)}" for direction, hows in nearest.items()))
+
+
+def _words(text: str) -> str:
+    """Return the words of a judgement's line, which stand behind the option and its value."""
+    return text.partition(": ")[2]
+
+
+def _origin(foreign: Foreign, names: Sequence[str]) -> str:
+    """Return the options of these that somebody wrote, as a command line has them."""
+    given = (name for name in names if name in foreign.values and not foreign.values[name].default)
+    return " ".join(_written(name, foreign[name]) for name in given)
+
+
+def _written(name: str, value: Any) -> str:
+    if value is True:
+        return f"--{name}"
+    return f"--{name} {' '.join(value) if isinstance(value, list) else value}"
+
+
+def _layout(foreign: Foreign, found: Degrees, asked: Asked) -> DeviceLayout:
+    number = chunks(foreign)
+    at, units = boundaries(layers_of_stages(foreign))
+    group = foreign.get("microbatch-group-size-per-virtual-pipeline-stage")
+    zero, copies = _zero(foreign), foreign["num-distributed-optimizer-instances"]
+    copies = copies if zero else 1
+    alone = (
+        "no-sp" in asked.stand_ins
+        and mixture(foreign)
+        and foreign.get("moe-expert-capacity-factor") is None
+    )
+    experts = found.experts_cut_alike if found.etp != found.tp else found.ep
+    return DeviceLayout(
+        tp=found.tp,
+        sequence=foreign["sequence-parallel"] and found.tp > 1 and not alone,
+        cp=found.cp,
+        attention=KINDS.get(foreign["cp-comm-type"][0], "ring") if found.cp > 1 else "ring",
+        pp=found.pp,
+        schedule="interleaved" if number > 1 else "one_f_one_b",
+        chunks=number,
+        group=None if number == 1 or group == found.pp else group,
+        at=at,
+        units=units,
+        dp=found.dp // copies,
+        dp_replicate=copies,
+        ep=experts if mixture(foreign) else 1,
+        zero=zero,
+        over_cp=bool(zero) and found.cp > 1,
+        reshard=not (
+            foreign["use-torch-fsdp2"] and foreign["torch-fsdp2-no-reshard-after-forward"]
+        ),
+        bucket_mb=_bucket(foreign, found, zero),
+    )
+
+
+def _check_group(foreign: Foreign, layout: DeviceLayout, microbatches: int) -> None:
+    """Raise JobError for a group of microbatches that Megatron refuses."""
+    if layout.group is not None and not layout.pp <= layout.group <= microbatches:
+        raise JobError(
+            f"{foreign.source}: --microbatch-group-size-per-virtual-pipeline-stage {layout.group}: a group of at least "
+            f"pp={layout.pp} and at most all {microbatches} microbatches is needed"
+        )
+
+
+def _zero(foreign: Foreign) -> int:
+    """Return how many kinds of states are sharded."""
+    if foreign["use-torch-fsdp2"]:
+        return 3
+    if foreign["use-megatron-fsdp"]:
+        return ZERO[foreign["data-parallel-sharding-strategy"]]
+    return int(foreign["use-distributed-optimizer"])
+
+
+def _bucket(foreign: Foreign, found: Degrees, zero: int) -> float | None:
+    """Return the MiB of a bucket of gradients; None where nothing is reduced, or FSDP reduces by layer."""
+    replicas = found.dp * found.cp
+    if sharded(foreign) or (found.dp == 1 and not (zero and found.cp > 1)):
+        return None
+    if not foreign["overlap-grad-reduce"]:
+        return WHOLE_MB
+    elements = foreign.get("ddp-bucket-size") or max(BUCKET, BUCKET_OF_REPLICA * replicas)
+    size = 2 if foreign["grad-reduce-in-bf16"] and foreign["bf16"] else 4
+    return float(elements * size / 2**20)
+
+
+def _recompute(foreign: Foreign, layout: DeviceLayout) -> tuple[Recomputation, ...]:
+    """Return the layers that are computed again.
+
+    With a fused kernel there is nothing inside of attention to keep, so that `selective` of it is no recomputation.
+    """
+    granularity, method = foreign.get("recompute-granularity"), foreign.get("recompute-method")
+    number = foreign.get("recompute-num-layers")
+    if foreign["recompute-activations"] or granularity != "full":
+        return ()
+    if method is None or not number or number < 1:
+        raise JobError(
+            f"{foreign.source}: --recompute-granularity full needs --recompute-method and --recompute-num-layers"
+        )
+    if method == "uniform":
+        return (Recomputation("inputs", group=number),)
+    counts = layers_of_stages(foreign)
+    if all(layers <= number for layers in counts):
+        return (Recomputation("inputs"),)
+    if len(counts) == 1:
+        return (Recomputation("inputs", layers=number),)
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    first = [range(start, start + min(number, n)) for start, n in zip(starts, counts, strict=True)]
+    return (Recomputation("inputs", layers=tuple(layer for layers in first for layer in layers)),)

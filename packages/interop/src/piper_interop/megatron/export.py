@@ -1,0 +1,213 @@
+"""Write a described job as options of Megatron-LM, one a line."""
+
+from __future__ import annotations
+
+from piper_interop.megatron.describe import WHOLE_MB
+from piper_interop.megatron.export_sizes import write_sizes
+from piper_interop.megatron.exported import WrittenOptions
+from piper_interop.megatron.stages import counts_of, evened, layout
+from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
+from piper_interop.neutral.system import Exported
+from piper_interop.neutral.writer import check_batch
+
+FILE = "megatron.args"
+_KINDS = {"ring": "p2p", "gather": "all_gather", "heads": "a2a"}
+_SHARDED = {2: "optim_grads", 3: "optim_grads_params"}
+_NEAREST = {
+    "gpipe": "one_f_one_b",
+    "zb_h1": "one_f_one_b",
+    "zb_h2": "one_f_one_b",
+    "zero_bubble": "one_f_one_b",
+}
+_TWICE = "interleaved with chunks=2"
+_DEFAULT_MB = 25.0
+
+
+def export(described: JobDescription) -> Exported:
+    """Return the options of a job in one file; raise JobError that names all that Megatron cannot do."""
+    check_batch(described)
+    plan, options = described.layout, WrittenOptions()
+    write_sizes(described.sizes, described.length, plan.tp, options)
+    options.add("micro-batch-size", described.rows)
+    options.add("global-batch-size", described.global_batch)
+    _precision(described, options)
+    _shared(described, options)
+    _pipeline(described, options)
+    _states(described, options)
+    _recompute(described, options)
+    options.add("clip-grad", described.clip_norm or 0.0)
+    options.add("lr", described.lr)
+    for name, value in (("mock-data", True), ("train-iters", 100), ("eval-iters", 0)):
+        options.add(name, value)
+    text = options.text(described.name)
+    return Exported({FILE: text}, (*options.notes, _start(described)))
+
+
+def _start(described: JobDescription) -> str:
+    """Return how the job is started."""
+    plan = described.layout
+    alone = plan.zero < 2 and plan.tp * plan.cp > 1
+    connections = "CUDA_DEVICE_MAX_CONNECTIONS=1 " if alone else ""
+    return f"start it on {plan.devices} devices: {connections}torchrun ... pretrain_gpt.py $(cat {FILE})"
+
+
+def _precision(described: JobDescription, options: WrittenOptions) -> None:
+    params, compute, reduce = described.params, described.compute, described.reduce
+    if params != "float32" or compute not in ("float32", "bfloat16"):
+        options.refuse(
+            f"params={params!r} with compute={compute!r}", "params='float32', compute='bfloat16'"
+        )
+    options.add("bf16", compute == "bfloat16")
+    if reduce == "bfloat16" and compute == "bfloat16":
+        options.add("grad-reduce-in-bf16")
+    elif reduce != "float32":
+        options.refuse(f"reduce={reduce!r} with compute={compute!r}", "reduce='float32'")
+    options.add("accumulate-allreduce-grads-in-fp32", reduce == "float32" and compute == "bfloat16")
+
+
+def _shared(described: JobDescription, options: WrittenOptions) -> None:
+    plan, fields = described.layout, described.sizes.fields
+    options.add("tensor-model-parallel-size", plan.tp if plan.tp > 1 else None)
+    options.add("sequence-parallel", plan.sequence and plan.tp > 1)
+    if plan.tp > 1 and "experts" in fields and not plan.sequence:
+        options.refuse(
+            "experts with tp and whole tokens", "sequence=True with a capacity_factor, or tp=1"
+        )
+    if plan.cp > 1:
+        options.add("context-parallel-size", plan.cp)
+        options.add("cp-comm-type", _KINDS[plan.attention])
+        if described.length % (2 * plan.cp):
+            options.refuse(
+                f"{described.length} tokens over cp={plan.cp}",
+                f"a multiple of {2 * plan.cp} tokens",
+            )
+    if plan.ep > 1:
+        options.add("expert-model-parallel-size", plan.ep)
+
+
+def _pipeline(described: JobDescription, options: WrittenOptions) -> None:
+    plan = described.layout
+    options.add("pipeline-model-parallel-size", plan.pp if plan.pp > 1 else None)
+    if plan.pp == 1:
+        return
+    if plan.schedule not in ("one_f_one_b", "interleaved"):
+        options.refuse(f"schedule={plan.schedule!r}", _NEAREST.get(plan.schedule, _TWICE))
+        return
+    chunks = plan.chunks if plan.schedule == "interleaved" else 1
+    if chunks > 1 and plan.group is not None:
+        if plan.group < plan.pp or plan.group > described.microbatches:
+            options.refuse(
+                f"group={plan.group}",
+                f"a group from pp={plan.pp} to all {described.microbatches} microbatches",
+            )
+        options.add("microbatch-group-size-per-virtual-pipeline-stage", plan.group)
+    _stages(described, chunks, options)
+
+
+def _stages(described: JobDescription, chunks: int, options: WrittenOptions) -> None:
+    plan, layers = described.layout, int(described.sizes.fields["layers"])
+    number = plan.pp * chunks
+    if (plan.at and len(plan.at) + 1 != number) or layers < number - 2 * (plan.units == "all"):
+        options.refuse(
+            f"{len(plan.at) + 1} stages of {layers} layers", f"{number} stages, pp x chunks"
+        )
+        return
+    counts = counts_of(plan.at, plan.units, layers, number)
+    if counts == evened(layers, number) and layers % number == 0:
+        options.add("num-virtual-stages-per-pipeline-rank", chunks if chunks > 1 else None)
+    else:
+        options.add("pipeline-model-parallel-layout", layout(counts))
+
+
+def _states(described: JobDescription, options: WrittenOptions) -> None:
+    plan = described.layout
+    if plan.zero and plan.cp > 1 and not plan.over_cp:
+        options.near(
+            "states sharded over dp alone", "Megatron shards them over cp, too: less memory"
+        )
+    if plan.zero and plan.dp_replicate > 1:
+        options.add("num-distributed-optimizer-instances", plan.dp_replicate)
+    if plan.prefetch not in (None, 1):
+        options.near(f"prefetch={plan.prefetch}", "Megatron gathers one use ahead")
+    if plan.zero == 3 and not plan.reshard:
+        _torch_fsdp(described, options)
+    elif plan.zero >= 2:
+        options.add("use-megatron-fsdp")
+        options.add("data-parallel-sharding-strategy", _SHARDED[plan.zero])
+        options.add("use-distributed-optimizer")
+        options.add("overlap-grad-reduce")
+        options.add("overlap-param-gather")
+        options.add("ckpt-format", "fsdp_dtensor")
+    else:
+        options.add("use-distributed-optimizer", plan.zero == 1)
+        _buckets(described, options)
+    if plan.zero >= 2 and plan.bucket_mb is not None:
+        options.near(f"bucket_mb={plan.bucket_mb}", "Megatron's FSDP has a bucket for each layer")
+
+
+def _torch_fsdp(described: JobDescription, options: WrittenOptions) -> None:
+    plan = described.layout
+    if plan.pp > 1 or plan.ep > 1 or plan.dp_replicate > 1 or described.sizes.fields.get("tied"):
+        options.refuse(
+            "parameters that are gathered once a step, beside a pipeline, experts, copies or tied weights",
+            "reshard=True",
+        )
+    options.add("use-torch-fsdp2")
+    options.add("torch-fsdp2-no-reshard-after-forward")
+    options.add("no-gradient-accumulation-fusion")
+    options.add("ckpt-format", "torch_dist")
+
+
+def _buckets(described: JobDescription, options: WrittenOptions) -> None:
+    """Add the sizes of buckets, where gradients are reduced at all."""
+    plan = described.layout
+    if plan.replicas == 1 and not (plan.zero and plan.cp > 1):
+        return
+    size = _DEFAULT_MB if plan.bucket_mb is None else plan.bucket_mb
+    if size >= WHOLE_MB:
+        return
+    options.add("overlap-grad-reduce")
+    options.add("overlap-param-gather", plan.zero == 1)
+    options.add(
+        "ddp-bucket-size", round(size * 2**20 / (2 if described.reduce == "bfloat16" else 4))
+    )
+
+
+def _recompute(described: JobDescription, options: WrittenOptions) -> None:
+    rules = [rule for rule in described.recompute if rule.keep != "all"]
+    if not rules:
+        return
+    rule, layers = rules[0], int(described.sizes.fields["layers"])
+    if len(rules) > 1 or rule.keep != "inputs":
+        kept = ", ".join(f"keep={rule.keep!r}" for rule in rules)
+        options.refuse(
+            f"recompute with {kept}", 'one recompute with keep="inputs" for all or the first layers'
+        )
+        return
+    options.add("recompute-granularity", "full")
+    if rule.layers is None:
+        options.add("recompute-method", "uniform")
+        options.add("recompute-num-layers", rule.group)
+        return
+    first = _first_of_stages(rule, described.layout, layers)
+    if first is None or rule.group != 1:
+        options.refuse(
+            f"recompute of layers {rule.layers} in groups of {rule.group}",
+            "the first layers of each stage, one by one",
+        )
+        return
+    options.add("recompute-method", "block")
+    options.add("recompute-num-layers", first)
+
+
+def _first_of_stages(rule: Recomputation, plan: DeviceLayout, layers: int) -> int | None:
+    """Return the number n for which a rule is about the first n layers of each stage; None for other rules."""
+    chosen = set(range(rule.layers)) if isinstance(rule.layers, int) else set(rule.layers or ())
+    chunks = plan.chunks if plan.schedule == "interleaved" and plan.pp > 1 else 1
+    counts = counts_of(plan.at, plan.units, layers, plan.pp * chunks)
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    for number in range(1, max(counts) + 1):
+        first = {s + k for s, n in zip(starts, counts, strict=True) for k in range(min(number, n))}
+        if first == chosen:
+            return number
+    return None

@@ -1,0 +1,307 @@
+"""Give the verdict on the options that make the model."""
+
+from __future__ import annotations
+
+from piper_interop.neutral.foreign import Foreign
+from piper_interop.neutral.options import Ignored, Mapped, Nearest, OptionTable, Unsupported
+
+FAST, SLOW = "predicted too fast", "predicted too slow"
+MORE, LESS = "too much memory", "too little memory"
+
+
+def mixture(foreign: Foreign) -> bool:
+    """Return whether the model has experts."""
+    return bool(foreign["num-experts"])
+
+
+def latent(foreign: Foreign) -> bool:
+    """Return whether attention is latent."""
+    return bool(foreign["multi-latent-attention"])
+
+
+def written_out(foreign: Foreign) -> bool:
+    """Return whether attention keeps its matrix of tokens x tokens: kernels of torch's own, not fused ones.
+
+    Recomputing the inside of attention has the same effect as a fused kernel.
+    """
+    written = foreign["attention-backend"] in ("unfused", "local")
+    written = written or (foreign["transformer-impl"] == "local" and not foreign["use-flash-attn"])
+    modules = foreign.get("recompute-modules", ["core_attn"])
+    granularity = (
+        "selective" if foreign["recompute-activations"] else foreign["recompute-granularity"]
+    )
+    return bool(written) and not (granularity == "selective" and "core_attn" in modules)
+
+
+def _experts_have_biases(foreign: Foreign) -> bool:
+    return mixture(foreign) and not foreign["disable-bias-linear"]
+
+
+def _differ(foreign: Foreign) -> bool:
+    return foreign["attention-dropout"] != foreign["hidden-dropout"]
+
+
+MODEL: OptionTable = {
+    # sizes
+    "num-layers": Mapped("layers"),
+    "encoder-num-layers": Mapped("layers, as --num-layers"),
+    "hidden-size": Mapped("width"),
+    "ffn-hidden-size": Mapped("hidden; without it 4 x width, with SwiGLU two thirds of that"),
+    "num-attention-heads": Mapped("heads"),
+    "group-query-attention": Mapped("kv_heads, with --num-query-groups"),
+    "num-query-groups": Mapped("kv_heads, with --group-query-attention"),
+    "kv-channels": Mapped("head_dim"),
+    "seq-length": Mapped("length"),
+    "encoder-seq-length": Mapped("length, as --seq-length"),
+    "max-position-embeddings": Mapped("learned positions, if there are any"),
+    "vocab-size": Mapped("vocab"),
+    "padded-vocab-size": Mapped("vocab"),
+    "make-vocab-size-divisible-by": Mapped("vocab"),
+    "no-pad-vocab-size": Mapped("vocab"),
+    "disable-pad-vocab-size": Mapped("vocab"),
+    "tokenizer-type": (
+        Unsupported(
+            "an encoder with word pieces (BERT, T5)",
+            "take a decoder; --skip-unknown does not help",
+            when=lambda foreign: foreign["tokenizer-type"].startswith("Bert"),
+        ),
+        Unsupported(
+            "a model of pictures and text",
+            "import its language model alone",
+            when=lambda foreign: "Multimodal" in foreign["tokenizer-type"],
+        ),
+        Mapped("vocab, where it is that of a public tokenizer"),
+    ),
+    "tokenizer-model": Mapped("vocab, where it is a public tokenizer"),
+    "vocab-file": (
+        Unsupported(
+            "an encoder with word pieces (BERT, T5)",
+            "take a decoder",
+            when=lambda foreign: foreign["vocab-file"].endswith(".txt"),
+        ),
+        Mapped("vocab, where it is that of a public tokenizer"),
+    ),
+    "merge-file": Mapped("vocab: pairs of bytes as GPT-2's, with 50,257 tokens"),
+    "untie-embeddings-and-output-weights": Mapped("tied"),
+    # parts of a layer
+    "swiglu": Mapped("activation and gated"),
+    "squared-relu": Mapped("activation"),
+    "openai-gelu": Mapped("activation"),
+    "quick-geglu": Nearest("a gated GELU", "as fast within the gate's formula"),
+    "glu-linear-offset": Nearest("no offset in the gate", "as fast within one addition", unless=(0, 0.0, None)),
+    "activation-func-clamp-value": Nearest("no bound on the gate", FAST),
+    "normalization": Mapped("norm"),
+    "norm-epsilon": Mapped("eps"),
+    "apply-layernorm-1p": Ignored("a norm's weights are stored less 1, in as many bytes"),
+    "apply-residual-connection-post-layernorm": Unsupported(
+        "a residual that begins behind the norm", "take pre-norm, Megatron's default"
+    ),
+    "fp32-residual-connection": Nearest("residuals in bfloat16", f"{FAST}, {LESS}"),
+    "disable-bias-linear": (
+        Nearest(
+            "experts without biases",
+            f"{LESS}, by 1 / width of the experts",
+            unless=(True,),
+            when=_experts_have_biases,
+        ),
+        Mapped("attention_bias and mlp_bias"),
+    ),
+    "add-qkv-bias": Mapped("attention_bias"),
+    "qk-layernorm": Mapped("qk_norm; norms of the latents with latent attention"),
+    "qk-l2-norm": Nearest("queries and keys without the norm", FAST),
+    "qk-clip": Nearest("no clipping of queries and keys", FAST),
+    "qk-clip-*": Ignored("a part of --qk-clip"),
+    "attention-output-gate": Unsupported(
+        "a gate behind attention", "leave it out with --set, if a job without it is worth a look"
+    ),
+    "position-embedding-type": (
+        Unsupported(
+            "an attention bias by distance (T5's positions)",
+            "take rope",
+            when=lambda foreign: foreign["position-embedding-type"] == "relative",
+        ),
+        Nearest(
+            "rotary positions of one axis",
+            "as fast within a table",
+            when=lambda foreign: foreign["position-embedding-type"] in ("mrope", "yarn"),
+        ),
+        Nearest(
+            "rotary positions alone, inside of latent attention",
+            f"{LESS}, by one table of positions",
+            when=lambda f: latent(f) and f["position-embedding-type"] == "learned_absolute"
+            and not f["use-rotary-position-embeddings"],
+        ),
+        Mapped("positions"),
+    ),
+    "use-rotary-position-embeddings": Mapped("positions"),
+    "no-position-embedding": Ignored("it says nothing beside --position-embedding-type"),
+    "rotary-percent": Mapped("rotary_part"),
+    "rotary-base": Mapped("theta"),
+    "no-rope-freq": Nearest("rotary positions in every layer", SLOW),
+    "rotary-*": Ignored("rotary angles have other values, in as many operations"),
+    "use-rope-scaling": Ignored("rotary angles have other values, in as many operations"),
+    "rope-*": Ignored("rotary angles have other values, in as many operations"),
+    "yarn-*": Ignored("rotary angles have other values, in as many operations"),
+    "no-yarn-*": Ignored("rotary angles have other values, in as many operations"),
+    "mrope-section": Ignored("a part of --position-embedding-type mrope"),
+    "relative-attention-*": Ignored("a part of --position-embedding-type relative"),
+    "mscale*": Ignored("a factor on attention's scores"),
+    "softmax-type": (
+        Nearest(
+            "no constant in the sum of a softmax",
+            "as fast within one addition",
+            when=lambda foreign: foreign["softmax-type"] == "off-by-one",
+        ),
+        Mapped("sinks"),
+    ),
+    "window-size": Mapped("window"),
+    "window-attn-skip-freq": Mapped("window_every"),
+    "hidden-dropout": (
+        Nearest(
+            "no dropout, since fused attention has it in all parts or none",
+            f"{FAST}, {LESS}, by two masks of a layer",
+            unless=(0.0,),
+            when=lambda foreign: not written_out(foreign),
+        ),
+        Mapped("dropout"),
+    ),
+    "attention-dropout": (
+        Nearest(
+            "as much dropout as elsewhere",
+            "as fast within the masks",
+            when=lambda foreign: written_out(foreign) and _differ(foreign),
+            unless=(),
+        ),
+        Mapped("dropout"),
+    ),
+    "attention-backend": Mapped("attention: fused, or written out"),
+    "use-flash-attn": Mapped("attention: fused"),
+    "flash-attention-version": Ignored("clusters say how fast attention is"),
+    "attention-softmax-in-fp32": Ignored("attention's sums are in float32 here, too"),
+    "apply-query-key-layer-scaling": Ignored("a factor on attention's scores"),
+    "transformer-impl": Nearest(
+        "the kernels that the cluster has for Megatron", FAST, unless=("transformer_engine",)
+    ),
+    "spec": Unsupported(
+        "layers that a Python file builds (--spec)",
+        "give the options of a decoder without it",
+        unless=(None, ["local"]),
+    ),
+    # latent attention
+    "multi-latent-attention": Mapped("latent"),
+    "q-lora-rank": Mapped("latent.q_rank"),
+    "kv-lora-rank": Mapped("latent.kv_rank"),
+    "qk-head-dim": Mapped("latent.nope_dim"),
+    "qk-pos-emb-head-dim": Mapped("latent.rope_dim"),
+    "v-head-dim": Mapped("latent.value_dim"),
+    "cache-mla-latents": Ignored("a part of inference"),
+    "mla-down-proj-fusion": Ignored("clusters say how fast products are"),
+    # mixtures
+    "num-experts": Mapped("experts.number"),
+    "moe-ffn-hidden-size": Mapped("experts.hidden; --ffn-hidden-size without it"),
+    "moe-router-topk": Mapped("experts.top_k"),
+    "moe-layer-freq": Mapped("dense_layers"),
+    "moe-router-pre-softmax": Mapped("experts.normalized"),
+    "moe-router-score-function": (
+        Nearest(
+            "scores by a sigmoid",
+            "as fast within the formula of a score",
+            when=lambda foreign: foreign["moe-router-score-function"] == "sqrtsoftplus",
+        ),
+        Mapped("experts.score"),
+    ),
+    "moe-router-topk-scaling-factor": Mapped("experts.scale"),
+    "moe-router-num-groups": Mapped("experts.groups"),
+    "moe-router-group-topk": Mapped("experts.top_groups"),
+    "moe-shared-expert-intermediate-size": Mapped("experts.shared_hidden"),
+    "moe-shared-expert-gate": Mapped("experts.shared_gate"),
+    "moe-expert-capacity-factor": Mapped("experts.capacity_factor"),
+    "moe-router-load-balancing-type": (
+        Nearest(
+            "a router of scores and top k, without the iterations that balance it",
+            FAST,
+            when=lambda foreign: mixture(foreign)
+            and bool({"sinkhorn", "quantile_balancing"} & set(foreign["moe-router-load-balancing-type"])),
+        ),
+        Mapped("experts.balance"),
+    ),
+    "moe-aux-loss-coeff": Mapped("experts.balance"),
+    "moe-z-loss-coeff": Nearest("no loss on the router's scores", "as fast within one sum", unless=(None, 0, 0.0)),
+    "moe-input-jitter-eps": Nearest("no noise in the router's input", FAST),
+    "moe-router-enable-expert-bias": Nearest(
+        "a router without a bias for each expert", "as fast within one addition"
+    ),
+    "moe-router-bias-update-rate": Ignored("a part of --moe-router-enable-expert-bias"),
+    "moe-router-quantile-balancing-ema": Ignored("a part of the router's balancing"),
+    "moe-router-force-*": Ignored("simulations say by `load` how experts are chosen"),
+    "moe-router-dtype": Ignored("the router is in float32 here"),
+    "moe-router-padding-for-*": Ignored("a part of fp8"),
+    "moe-router-fusion": Ignored("clusters say how fast the router is"),
+    "moe-enable-routing-replay": Ignored("it replays routes that are given"),
+    "moe-latent-size": Unsupported("experts behind a projection to fewer elements", "leave it out with --set"),
+    "moe-grouped-gemm": Ignored("experts are one grouped product here"),
+    "moe-use-grouped-tensor": Ignored("clusters say how fast grouped products are"),
+    "moe-single-grouped-*": Ignored("how weights are stored, in as many bytes"),
+    "use-grouped-gemm-for-*": Ignored("clusters say how fast grouped products are"),
+    "moe-*-glu-interleave-size": Ignored("how weights are stored, in as many bytes"),
+    "moe-pad-*": Ignored("places of experts are filled up, as they are here"),
+    "moe-token-drop-policy": Ignored("it says which tokens are left out, not how many"),
+    "moe-apply-probs-on-input": Ignored("the shares are multiplied in before experts or behind them"),
+    "moe-permute-*": Ignored("clusters say how fast rows are moved"),
+    "moe-per-layer-logging": Ignored("a message, no part of a step"),
+    "moe-use-upcycling": Ignored("it makes the first weights"),
+    "moe-upcycling-granularity": Ignored("it makes the first weights"),
+    "moe-expert-rank-capacity-factor": Nearest("no bound on the rows of a device", MORE),
+    "moe-paged-stash": Nearest("activations of experts in plain memory", MORE),
+    "moe-paged-stash-*": Ignored("a part of --moe-paged-stash"),
+    "moe-routing-trace-*": Ignored("a record, no part of a step"),
+    # models that are no decoders of equal layers
+    "mtp-num-layers": Unsupported(
+        "layers for further tokens (MTP)",
+        "give --set without them",
+        stand_in="no-mtp",
+        how=f"they are left out: {FAST}, {LESS}, by one layer and one head for each",
+    ),
+    "mtp-*": Ignored("a part of --mtp-num-layers"),
+    "decoder-num-layers": Unsupported("an encoder and a decoder (T5)", "take a decoder"),
+    "decoder-seq-length": Ignored("a part of --decoder-num-layers"),
+    "bert-no-binary-head": Unsupported("an encoder (BERT)", "take a decoder"),
+    "hybrid-layer-pattern": Unsupported("layers of several kinds, such as Mamba's", "take a transformer"),
+    "hybrid-override-pattern": Unsupported("layers of several kinds, such as Mamba's", "take a transformer"),
+    "is-hybrid-model": Unsupported("layers of several kinds, such as Mamba's", "take a transformer"),
+    "mamba-*": Ignored("a part of --hybrid-layer-pattern"),
+    "disable-mamba-mem-eff-path": Ignored("a part of --hybrid-layer-pattern"),
+    "gdp-*": Ignored("a part of --hybrid-layer-pattern"),
+    "experimental-attention-variant": Unsupported("attention of another kind", "take plain or latent attention"),
+    "linear-*": Ignored("a part of --experimental-attention-variant"),
+    "dsa-*": Ignored("a part of --experimental-attention-variant"),
+    "*-dsa-*": Ignored("a part of --experimental-attention-variant"),
+    "heterogeneous-layers-config-*": Unsupported("layers of several shapes", "take a model of equal layers"),
+    "enable-mhc-connections": Unsupported("several residual streams (mHC)", "leave them out with --set"),
+    "mhc-*": Ignored("a part of --enable-mhc-connections"),
+    "vision-*": Unsupported("a model of pictures", "take a decoder of text"),
+    "ict-head-size": Unsupported("an encoder for retrieval", "take a decoder of text"),
+    "biencoder-*": Ignored("a part of --ict-head-size"),
+    "freeze-all-layers": Unsupported("a model whose layers do not train", "leave it out with --set"),
+    "program": Unsupported(
+        "the model of this program",
+        "take pretrain_gpt.py, whose options make a decoder",
+        unless=("", "pretrain_gpt.py", "finetune_gpt.py", "train.py"),
+    ),
+    # first weights, and formulas of as many operations
+    "use-mup": Ignored("it scales the first weights and the learning rates"),
+    "mup-*": Ignored("a part of --use-mup"),
+    "init-method-*": Ignored("it makes the first weights"),
+    "embedding-init-method-std": Ignored("it makes the first weights"),
+    "init-model-with-meta-device": Ignored("it makes the first weights"),
+    "no-initialization": Ignored("it makes the first weights"),
+    "use-cpu-initialization": Ignored("it makes the first weights"),
+    "calculate-per-token-loss": Ignored("the loss is divided by another number"),
+    "cross-entropy-loss-fusion": Nearest(
+        "the loss as torch computes it, of logits in float32", f"{SLOW}, {MORE} at the last stage"
+    ),
+    "cross-entropy-fusion-impl": Ignored("a part of --cross-entropy-loss-fusion"),
+    "output-logit-dtype": Nearest("logits as torch computes them", "as fast within a cast"),
+    "*-clone-scatter-output-in-embedding": Ignored("it lets a buffer go early, once a step"),
+    "mlp-chunks-for-*": Ignored("a part of inference, or as many operations in pieces"),
+}  # fmt: skip

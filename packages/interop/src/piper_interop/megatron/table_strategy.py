@@ -1,0 +1,318 @@
+"""Give the verdict on the options that spread the job over devices, or change how it runs."""
+
+from __future__ import annotations
+
+from piper_interop.megatron.degrees import degrees
+from piper_interop.megatron.table_model import FAST, LESS, MORE, SLOW, mixture
+from piper_interop.neutral.foreign import Foreign
+from piper_interop.neutral.options import (
+    Ignored,
+    Mapped,
+    Nearest,
+    OptionRow,
+    OptionTable,
+    Unsupported,
+)
+
+_BF16 = "taken as bfloat16: predicted too slow, too much memory"
+
+
+def sharded(foreign: Foreign) -> bool:
+    """Return whether states are sharded by Megatron's or torch's FSDP."""
+    return bool(foreign["use-megatron-fsdp"] or foreign["use-torch-fsdp2"])
+
+
+def replicated(foreign: Foreign) -> bool:
+    """Return whether gradients are reduced at all."""
+    found = degrees(foreign)
+    return found.dp * found.cp > 1 and not sharded(foreign)
+
+
+def _dropless_in_parts(foreign: Foreign) -> bool:
+    """Return whether tokens of a dropless mixture would be divided over tp."""
+    return (
+        mixture(foreign)
+        and foreign["tensor-model-parallel-size"] > 1
+        and foreign.get("moe-expert-capacity-factor") is None
+    )
+
+
+def _experts_differ(foreign: Foreign) -> bool:
+    found = degrees(foreign)
+    return mixture(foreign) and found.etp != found.tp and bool(found.experts_cut_alike)
+
+
+def _experts_do_not_fit(foreign: Foreign) -> bool:
+    """Return whether experts would be spread over more than the replicas."""
+    found = degrees(foreign)
+    if not mixture(foreign):
+        return False
+    whole = found.experts_cut_alike if found.etp != found.tp else found.ep
+    return whole < 1 or found.dp % whole != 0
+
+
+def _levels(foreign: Foreign) -> bool:
+    return foreign["context-parallel-size"] > 1 and "a2a+p2p" in foreign["cp-comm-type"]
+
+
+def _mixed(foreign: Foreign) -> bool:
+    return foreign["context-parallel-size"] > 1 and len(set(foreign["cp-comm-type"])) > 1
+
+
+def _offload(states: str) -> OptionRow:
+    return Unsupported(
+        f"{states} in the host's memory",
+        "leave it out with --set",
+        stand_in="no-offload",
+        how=f"nothing is moved to the host: {MORE}, {FAST}",
+    )
+
+
+def _low(dtypes: str) -> OptionRow:
+    return Unsupported(dtypes, "leave it out with --set", stand_in="bf16", how=_BF16)
+
+
+_EXPERTS_OVER_MORE = Unsupported(
+    "experts over devices that are no replicas (folded over tp or cp)",
+    "give --gpus or an --expert-model-parallel-size that divides the replicas",
+    unless=(),
+    when=_experts_do_not_fit,
+)
+
+STRATEGY: OptionTable = {
+    # devices
+    "tensor-model-parallel-size": Mapped("tp"),
+    "tensor-parallel-num-weight-shards": Unsupported(
+        "weights in more shards than tp (GTP)",
+        "leave it out with --set",
+        when=lambda f: f["tensor-parallel-num-weight-shards"] != f["tensor-model-parallel-size"],
+    ),
+    "expert-tensor-parallel-num-weight-shards": Unsupported(
+        "experts in more shards than their devices (GTP)", "leave it out with --set"
+    ),
+    "*gtp-*": Ignored("a part of --tensor-parallel-num-weight-shards"),
+    "sequence-parallel": (
+        Unsupported(
+            "tokens divided over tp beside dropless experts",
+            "give --set --moe-expert-capacity-factor=1.0",
+            stand_in="no-sp",
+            how=f"activations between layers are whole on each tp device: {MORE}, by up to tp times, {SLOW}",
+            when=_dropless_in_parts,
+        ),
+        Mapped("tp: sequence"),
+    ),
+    "context-parallel-size": Mapped("cp"),
+    "cp-comm-type": (
+        Unsupported(
+            "context parallelism of two levels (a2a+p2p)",
+            "give --set --cp-comm-type=p2p",
+            stand_in="ring",
+            how=f"keys go round one ring of all devices: {SLOW}",
+            when=_levels,
+        ),
+        Unsupported(
+            "context parallelism of several kinds by layer", "give --set with one --cp-comm-type", when=_mixed
+        ),
+        Mapped("cp: attention"),
+    ),
+    "hierarchical-context-parallel-sizes": Ignored("a part of --cp-comm-type a2a+p2p"),
+    "hybrid-context-parallel": Unsupported("context parallelism by the length of a row", "leave it out with --set"),
+    "max-seqlen-per-dp-cp-rank": Ignored("a part of --hybrid-context-parallel"),
+    "pipeline-model-parallel-size": Mapped("pp"),
+    "num-layers-per-virtual-pipeline-stage": Mapped("pp: chunks"),
+    "num-virtual-stages-per-pipeline-rank": Mapped("pp: chunks"),
+    "microbatch-group-size-per-virtual-pipeline-stage": Mapped("pp: group"),
+    "decoder-first-pipeline-num-layers": Mapped("pp: at"),
+    "decoder-last-pipeline-num-layers": Mapped("pp: at"),
+    "account-for-embedding-in-pipeline-split": Mapped("pp: at and units"),
+    "account-for-loss-in-pipeline-split": Mapped("pp: at and units"),
+    "pipeline-model-parallel-layout": Mapped("pp: at and units"),
+    "no-overlap-p2p-communication": Nearest("messages of the pipeline beside compute", FAST),
+    "overlap-p2p-communication-warmup-flush": Ignored("messages are beside compute in every phase here"),
+    "use-ring-exchange-p2p": Ignored("the same messages, sent by another call"),
+    "pipeline-model-parallel-comm-backend": Ignored("clusters say how fast messages are"),
+    "expert-model-parallel-size": (_EXPERTS_OVER_MORE, Mapped("ep")),
+    "expert-tensor-parallel-size": (
+        Unsupported(
+            "experts cut by another number than tp",
+            "give --set with --expert-tensor-parallel-size equal to tp",
+            stand_in="etp",
+            how=f"experts are cut by tp, over ep x etp / tp devices, as many parameters on a device: {SLOW}",
+            when=_experts_differ,
+        ),
+        Mapped("ep: experts are cut by tp"),
+    ),
+    "use-tp-pp-dp-mapping": Nearest(
+        "devices in the order tp, cp, dp, pp", "messages may be inside of a node that are between nodes, or the reverse"
+    ),
+    # batch
+    "micro-batch-size": Mapped("rows of a microbatch"),
+    "global-batch-size": Mapped("rows of a step; without it one microbatch of each replica"),
+    "decrease-batch-size-if-needed": Mapped("rows of a step"),
+    "step-batch-size-schedule": Nearest("the last batch of the schedule", "earlier steps have fewer rows"),
+    "rampup-batch-size": Nearest("the batch after the ramp", "earlier steps have fewer rows"),
+    # states
+    "use-distributed-optimizer": Mapped("dp: zero=1, over cp, too"),
+    "use-megatron-fsdp": Mapped("dp: zero"),
+    "data-parallel-sharding-strategy": Mapped("dp: zero, with --use-megatron-fsdp"),
+    "use-torch-fsdp2": Mapped("dp: zero=3"),
+    "torch-fsdp2-no-reshard-after-forward": Mapped('dp: resident_mb="step"'),
+    "num-distributed-optimizer-instances": (
+        Unsupported(
+            "copies of sharded states that do not divide the replicas",
+            "give a number that divides them",
+            unless=(1,),
+            when=lambda f: degrees(f).dp % f["num-distributed-optimizer-instances"] != 0,
+        ),
+        Mapped("rep: groups that hold the same shards"),
+    ),
+    "outer-dp-sharding-strategy": Unsupported(
+        "optimizer states sharded over the copies, too",
+        "give --set --outer-dp-sharding-strategy=no_shard",
+        unless=("no_shard",),
+        when=lambda f: f["num-distributed-optimizer-instances"] > 1,
+    ),
+    "enable-full-sharding-in-hsdp": Unsupported(
+        "states sharded over the copies, too", "leave it out with --set",
+        when=lambda f: f["num-distributed-optimizer-instances"] > 1,
+    ),
+    "overlap-grad-reduce": Mapped("dp: bucket_mb; without it all gradients are one bucket"),
+    "overlap-param-gather": (
+        Nearest(
+            "parameters gathered beside compute",
+            FAST,
+            unless=(True,),
+            when=lambda f: replicated(f) and f["use-distributed-optimizer"] and f["overlap-grad-reduce"],
+        ),
+        Mapped("dp: gathers beside compute; without --overlap-grad-reduce all at once"),
+    ),
+    "overlap-param-gather-with-optimizer-step": Nearest("gathers behind the whole update", SLOW),
+    "ddp-bucket-size": Mapped("dp: bucket_mb"),
+    "ddp-num-buckets": Nearest("buckets of Megatron's default size", "gradients are reduced earlier or later"),
+    "ddp-pad-buckets-for-high-nccl-busbw": Ignored("it adds less than a page to a bucket"),
+    "ddp-average-in-collective": Ignored("the same sums, divided elsewhere"),
+    "ddp-reduce-scatter-with-fp32-accumulation": Nearest("a reduce-scatter", "as fast within its rounds"),
+    "ddp-param-name-patterns-for-fp32-local-accumulation": Nearest(
+        "sums of gradients in one dtype for all", LESS, unless=(None, [], ())
+    ),
+    "no-gradient-reduce-div-fusion": Ignored("the same sums, divided elsewhere"),
+    "no-align-*": Ignored("when a device of the pipeline starts its own messages"),
+    "disable-align-grad-reduce": Ignored("when a device of the pipeline starts its own messages"),
+    "megatron-fsdp-version": Ignored("two versions of the same sharding"),
+    "megatron-fsdp-main-params-dtype": Ignored("float32, or as the parameters"),
+    "megatron-fsdp-main-grads-dtype": Ignored("the sums have the dtype that --grad-reduce-in-bf16 says"),
+    "megatron-fsdp-grad-comm-dtype": Nearest(
+        "messages in the dtype of the sums", SLOW, unless=("auto", "fp32", None)
+    ),
+    "megatron-fsdp-enable-fine-grained-param-gather": Ignored("gathers are by bucket here"),
+    "megatron-fsdp-max-pool-double-buffer": Ignored("how gathered parameters are stored"),
+    "fsdp-*": Ignored("how buffers of messages are stored"),
+    "suggested-communication-unit-size": Nearest(
+        "gathers one use ahead", "gathered parameters take more or less memory"
+    ),
+    "create-all-gather-group": Ignored("gathers and reductions do not wait for each other here"),
+    "keep-fp8-transpose-cache": Ignored("a part of fp8"),
+    "use-nccl-ub": Nearest("messages that take processors from compute", SLOW),
+    "disable-symmetric-registration": Ignored("a part of --use-nccl-ub"),
+    # recomputation
+    "recompute-granularity": Mapped("recompute"),
+    "recompute-method": Mapped("recompute"),
+    "recompute-num-layers": Mapped("recompute: layers, or group"),
+    "recompute-activations": Mapped("recompute, as --recompute-granularity selective"),
+    "recompute-modules": Nearest(
+        "parts of a layer other than attention's inside are kept", f"{MORE}, {FAST}", unless=(None, ["core_attn"])
+    ),
+    "moe-layer-recompute": Nearest("results inside of experts are kept", f"{MORE}, {FAST}"),
+    "distribute-saved-activations": Nearest("kept inputs whole on each tp device", MORE),
+    "checkpoint-activations": Unsupported("an option that Megatron itself refuses", "give --recompute-granularity"),
+    # precision
+    "bf16": Mapped("precision: compute in bfloat16, masters in float32"),
+    "fp16": Unsupported(
+        "float16 with a scaled loss",
+        "give --set --bf16 without it",
+        stand_in="bf16",
+        how="as bfloat16, without a scale: as fast within a pass over the gradients",
+    ),
+    "fp8-format": _low("fp8"),
+    "fp4-format": _low("fp4"),
+    "fp8-*": Ignored("a part of --fp8-format"),
+    "fp4-*": Ignored("a part of --fp4-format"),
+    "no-fp8-*": Ignored("a part of --fp8-format"),
+    "disable-fp8-*": Ignored("a part of --fp8-format"),
+    "fp16-lm-cross-entropy": Ignored("a part of --fp16"),
+    "first-last-layers-bf16": Ignored("a part of --fp8-format"),
+    "num-layers-at-*-in-bf16": Ignored("a part of --fp8-format"),
+    "te-precision-config-file": _low("dtypes by module"),
+    "use-kitchen-attention": _low("attention in fewer bits"),
+    "kitchen-*": Ignored("a part of --use-kitchen-attention"),
+    "reuse-grad-buf-for-mxfp8-param-ag": Ignored("a part of fp8"),
+    "moe-dispatch-fwd-dtype": Nearest("tokens exchanged in bfloat16", SLOW, unless=("bf16", None)),
+    "moe-combine-bwd-dtype": Nearest("tokens exchanged in bfloat16", SLOW, unless=("bf16", None)),
+    "accumulate-allreduce-grads-in-fp32": Mapped("precision: reduce"),
+    "grad-reduce-in-bf16": Mapped("precision: reduce"),
+    "use-precision-aware-optimizer": Ignored("its dtypes are in options of their own"),
+    "main-grads-dtype": Nearest("float32", MORE, unless=("fp32",)),
+    "main-params-dtype": Nearest("float32", MORE, unless=("fp32",)),
+    "exp-avg-dtype": Nearest("float32", MORE, unless=("fp32",)),
+    "exp-avg-sq-dtype": Nearest("float32", MORE, unless=("fp32",)),
+    "disable-bf16-reduced-precision-matmul": Ignored("clusters say how fast products are"),
+    "loss-scale*": Ignored("a part of --fp16"),
+    "initial-loss-scale": Ignored("a part of --fp16"),
+    "min-loss-scale": Ignored("a part of --fp16"),
+    "hysteresis": Ignored("a part of --fp16"),
+    # optimizer
+    "optimizer": (
+        Nearest("AdamW", MORE, when=lambda f: f["optimizer"] == "sgd"),
+        Unsupported(
+            "an optimizer over whole matrices, or with other states",
+            "give --set --optimizer=adam",
+            unless=("adam",),
+            stand_in="adam",
+            how=f"as AdamW: {FAST}, {MORE}",
+        ),
+        Mapped("AdamW"),
+    ),
+    "clip-grad": Mapped("clip_norm"),
+    "lr": Mapped("lr"),
+    "optimizer-cpu-offload": _offload("optimizer states"),
+    "cpu-offloading-num-layers": _offload("activations"),
+    "fine-grained-activation-offloading": _offload("activations"),
+    # messages beside compute, and how steps are started
+    "tp-comm-overlap": Nearest("messages of tp before and behind products", SLOW),
+    "tp-comm-*": Ignored("a part of --tp-comm-overlap"),
+    "*-tp-comm-*": Ignored("a part of --tp-comm-overlap"),
+    "overlap-moe-expert-parallel-comm": Nearest("exchanges with experts that compute waits for", SLOW),
+    "delay-wgrad-compute": Nearest("gradients of weights computed at once", SLOW),
+    "overlap-dispatch-backward-with-experts-wgrad": Nearest("exchanges that compute waits for", SLOW),
+    "ep-overlap-early-attn-memory-release": Ignored("a part of --overlap-moe-expert-parallel-comm"),
+    "moe-shared-expert-overlap": Nearest("shared experts before the exchange", SLOW),
+    "defer-embedding-wgrad-compute": Nearest("the head's gradients computed at once", SLOW),
+    "wgrad-deferral-limit": Ignored("a part of --defer-embedding-wgrad-compute"),
+    "moe-token-dispatcher-type": Nearest(
+        "an all-to-all",
+        FAST,
+        unless=("alltoall", "flex"),
+        when=lambda f: mixture(f) and degrees(f).ep > 1,
+    ),
+    "moe-enable-deepep": Nearest("an all-to-all of NCCL", SLOW),
+    "moe-flex-dispatcher-backend": Nearest(
+        "an all-to-all of NCCL", SLOW, unless=(),
+        when=lambda f: mixture(f) and f["moe-token-dispatcher-type"] == "flex" and degrees(f).ep > 1,
+    ),
+    "moe-flex-*": Ignored("a part of --moe-token-dispatcher-type flex"),
+    "moe-deepep-*": Ignored("a part of --moe-token-dispatcher-type flex"),
+    "moe-hybridep-*": Ignored("a part of --moe-token-dispatcher-type flex"),
+    "moe-ncclep-*": Ignored("a part of --moe-token-dispatcher-type flex"),
+    "high-priority-*": Ignored("clusters say how messages and compute share a device"),
+    "enable-cuda-graph": Nearest("kernels that the host starts one by one", SLOW),
+    "external-cuda-graph": Nearest("kernels that the host starts one by one", SLOW),
+    "cuda-graph-impl": Nearest("kernels that the host starts one by one", SLOW, unless=("none", None)),
+    "cuda-graph-*": Ignored("a part of --cuda-graph-impl"),
+    "optimizer-cuda-graph": Nearest("kernels that the host starts one by one", SLOW),
+    "deterministic-mode": Nearest("kernels that need not add in a fixed order", FAST),
+    "batch-invariant-mode": Nearest("kernels that may depend on the batch", FAST),
+    "batch-invariant-backend": Ignored("a part of --batch-invariant-mode"),
+    "train-sync-interval": Nearest("steps without a wait for the device", FAST, unless=(None, 0)),
+    "sft": Nearest("rows of full length", SLOW),
+    "perform-rl-step": Unsupported("steps of reinforcement learning", "import the training step alone, without it"),
+}  # fmt: skip

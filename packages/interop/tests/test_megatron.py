@@ -1,0 +1,272 @@
+"""Options of Megatron-LM become the job that they make there; each number here was worked out by hand from its rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from packages.interop.tests.megatron_jobs import DENSE, MIXTURE, described, imported
+from piper_interop import DeviceLayout, Recomputation, python
+from piper_interop.megatron import words
+from piper_interop.megatron.table import TABLE
+from piper_interop.neutral.options import row_of
+from piper_ir.ground.errors import JobError
+from tests.helpers.cases import each_case
+
+
+def test_a_dense_job() -> None:
+    job = described(
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+    )
+    assert dict(job.sizes.fields) == {
+        "layers": 8,
+        "width": 64,
+        "heads": 4,
+        "hidden": 128,  # 4 x 64 x 2 / 3 = 170, and the next multiple of 64 below
+        "vocab": 1024,  # 1,000 filled up to a multiple of 128 x 2
+        "length": 32,
+        "theta": 10_000.0,
+        "tied": True,
+    }
+    assert (job.length, job.global_batch, job.rows, job.microbatches) == (32, 64, 2, 8)
+    assert (job.params, job.compute, job.reduce) == ("float32", "bfloat16", "float32")
+    assert (job.clip_norm, job.lr, job.stack) == (1.0, 1e-4, "megatron")
+    assert job.layout == DeviceLayout(tp=2, sequence=True, dp=4, zero=1, bucket_mb=1_000_000.0)
+    assert job.origins["tp"] == "--tensor-model-parallel-size 2 --sequence-parallel"
+    compile(python(job, "A job"), "FILE.py", "exec")
+
+
+def test_defaults_are_those_of_megatron() -> None:
+    plain = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 40 "
+    job = described(base=f"{plain} --micro-batch-size 3 --merge-file merges.txt", devices=4)
+    assert dict(job.sizes.fields) == {
+        "layers": 2,
+        "width": 64,
+        "heads": 4,
+        "hidden": 256,
+        "vocab": 50_304,  # GPT-2's 50,257
+        "length": 40,
+        "activation": "gelu",
+        "gated": False,
+        "norm": "layernorm",
+        "attention_bias": "all",
+        "mlp_bias": True,
+        "positions": "learned",
+        "tied": True,
+    }
+    assert (job.global_batch, job.rows, job.compute, job.layout.zero) == (12, 3, "float32", 0)
+    assert any("no dropout" in note for note in job.notes)
+
+
+@each_case(
+    ("more", "fields"),
+    [
+        ("--group-query-attention --num-query-groups 2", {"kv_heads": 2}),
+        ("--group-query-attention --num-query-groups 4", {"kv_heads": None}),
+        ("--num-query-groups 2", {"kv_heads": None}),
+        ("--kv-channels 32", {"head_dim": 32}),
+        ("--kv-channels 16", {"head_dim": None}),
+        ("--ffn-hidden-size 200", {"hidden": 200}),
+        ("--rotary-percent 0.5 --rotary-base 500000", {"rotary_part": 0.5, "theta": None}),
+        ("--add-qkv-bias", {"attention_bias": "qkv"}),
+        ("--qk-layernorm --norm-epsilon 1e-6", {"qk_norm": True, "eps": 1e-6}),
+        ("--untie-embeddings-and-output-weights", {"tied": None}),
+        ("--window-size 15,0 --window-attn-skip-freq 4", {"window": 16, "window_every": 4}),
+        ("--window-size (15,0) --window-attn-skip-freq ([1]*3+[0])*2", {"window": 16, "window_every": 4}),
+        ("--attention-backend unfused", {"attention": "math", "dropout": None}),
+        ("--attention-backend unfused --hidden-dropout 0.1", {"attention": "math", "dropout": 0.1}),
+        ("--attention-backend unfused --recompute-granularity selective", {"attention": None}),
+        ("--attention-backend unfused --recompute-activations", {"attention": None}),
+        ("--softmax-type learnable", {"attention": "math", "sinks": True}),
+        ("--padded-vocab-size 1111", {"vocab": 1111}),
+        ("--make-vocab-size-divisible-by 7 --tensor-model-parallel-size 2", {"vocab": 1008}),
+    ],
+)  # fmt: skip
+def test_sizes(more: str, fields: dict[str, Any]) -> None:
+    sizes = described(more).sizes.fields
+    assert {name: sizes.get(name) for name in fields} == fields
+
+
+def test_latent_attention_and_mixtures() -> None:
+    job = described(
+        "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+        "--v-head-dim 8 --qk-layernorm --moe-layer-freq ([0]*3+[1]*5) --moe-router-topk 3 --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
+        "--moe-shared-expert-intermediate-size 40 --expert-model-parallel-size 4 --use-distributed-optimizer",
+        base=MIXTURE,
+    )
+    fields = job.sizes.fields
+    ranks = {"q_rank": 24, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
+    assert fields["latent"].fields == ranks and fields["latent"].kind == "Latent"
+    assert "qk_norm" not in fields
+    assert fields["dense_layers"] == 3
+    assert fields["experts"].fields == {
+        "number": 8,
+        "top_k": 3,
+        "hidden": 48,
+        "shared_hidden": 40,
+        "score": "sigmoid",
+        "scale": 2.5,
+        "groups": 4,
+        "top_groups": 2,
+        "balance": 1e-4,
+    }
+    assert (job.layout.dp, job.layout.ep) == (8, 4)
+    softmax = described("--moe-router-pre-softmax", base=MIXTURE).sizes.fields["experts"].fields
+    assert softmax == {"number": 8, "top_k": 2, "hidden": 48, "normalized": False}
+
+
+@each_case(
+    ("more", "layout"),
+    [
+        ("--pipeline-model-parallel-size 4", DeviceLayout(pp=4, dp=2, bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+         "--microbatch-group-size-per-virtual-pipeline-stage 5",
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, group=5, bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1", DeviceLayout(pp=4, dp=2, bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
+         DeviceLayout(pp=4, dp=2, at=(1, 3, 5), bucket_mb=1e6)),
+        ("--num-layers 10 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 "
+         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=3, at=tuple(range(1, 12)), units="all", bucket_mb=1e6)),
+        ("--num-layers 14 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
+         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, at=(1, 3, 5, 7, 9, 11, 13), bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*2|(t|)*2,t*3|,t|L",
+         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=3, at=(3, 4, 5, 8, 9), units="all", bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*5|t*2|tL",
+         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=2, at=(1, 6, 8), units="all", bucket_mb=1e6)),
+        ("--context-parallel-size 2 --use-distributed-optimizer",
+         DeviceLayout(cp=2, dp=4, zero=1, over_cp=True, bucket_mb=1e6)),
+        ("--context-parallel-size 2 --cp-comm-type a2a", DeviceLayout(cp=2, attention="heads", dp=4, bucket_mb=1e6)),
+        ("--context-parallel-size 2 --cp-comm-type all_gather", DeviceLayout(cp=2, attention="gather", dp=4, bucket_mb=1e6)),
+        ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+         DeviceLayout(dp=8, zero=1, bucket_mb=152.587890625)),
+        ("--overlap-grad-reduce --grad-reduce-in-bf16 --ddp-bucket-size 1048576", DeviceLayout(dp=8, bucket_mb=2.0)),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 2",
+         DeviceLayout(dp=4, dp_replicate=2, zero=1, bucket_mb=1e6)),
+        ("--use-megatron-fsdp", DeviceLayout(dp=8, zero=3)),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", DeviceLayout(dp=8, zero=2)),
+        ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", DeviceLayout(dp=8, zero=3, reshard=False)),
+    ],
+)  # fmt: skip
+def test_layouts(more: str, layout: DeviceLayout) -> None:
+    assert described(more).layout == layout
+
+
+@each_case(
+    ("more", "rules"),
+    [
+        ("", ()),
+        ("--recompute-granularity selective", ()),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", (Recomputation("inputs", group=2),)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", (Recomputation("inputs", layers=3),)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", (Recomputation("inputs"),)),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1 "
+         "--pipeline-model-parallel-size 2", (Recomputation("inputs", layers=(0, 4)),)),
+    ],
+)  # fmt: skip
+def test_recomputation(more: str, rules: tuple[Recomputation, ...]) -> None:
+    job = described(more)
+    assert job.recompute == rules
+    compile(python(job, "A job"), "FILE.py", "exec")
+
+
+@each_case(
+    ("more", "stand_in", "words_of_it"),
+    [
+        ("--fp16", "bf16", "without a scale"),
+        ("--fp8-format hybrid --fp8-recipe blockwise", "bf16", "too slow"),
+        ("--mtp-num-layers 1", "no-mtp", "left out"),
+        ("--optimizer muon", "adam", "as AdamW"),
+        ("--optimizer-cpu-offload", "no-offload", "nothing is moved"),
+        ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "ring", "one ring"),
+    ],
+)  # fmt: skip
+def test_stand_ins_are_asked_for_and_noted(more: str, stand_in: str, words_of_it: str) -> None:
+    with pytest.raises(JobError, match=f"--as {stand_in} .*{words_of_it}"):
+        described(more)
+    assert any(words_of_it in note for note in described(more, 8, stand_in).notes)
+
+
+def test_stand_ins_of_mixtures() -> None:
+    parts = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
+    with pytest.raises(JobError, match="2 options of this job") as refusal:
+        described(parts, base=MIXTURE)
+    assert "--as no-sp" in str(refusal.value) and "--as etp" in str(refusal.value)
+    job = described(parts, 8, "no-sp", "etp", base=MIXTURE)
+    assert (job.layout.tp, job.layout.sequence, job.layout.dp, job.layout.ep) == (2, False, 4, 4)
+    assert len(job.notes) == 2
+    with_capacity = described(f"{parts} --moe-expert-capacity-factor 1.0", 8, "etp", base=MIXTURE)
+    assert with_capacity.layout.sequence
+
+
+@each_case(
+    ("more", "devices", "complaint"),
+    [
+        ("", None, "give --gpus N, a multiple of tp 1 x cp 1 x pp 1 = 1"),
+        ("--tensor-model-parallel-size 3", 8, "8 devices are no multiple of tp 3"),
+        ("--pipeline-model-parallel-size 3", 3, "8 layers do not divide into 3 devices of 1 stages"),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", 8, "do not divide over 2 devices"),
+        ("--num-virtual-stages-per-pipeline-rank 2", 8, "2 stages on a device need"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttttx", 8, "'x' in stage 1"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tttL", 8, "it has 6 layers"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout ttttE|ttttL", 8, "one E first"),
+        ("--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett||t*6L", 3, "stage 1 of 3 is empty"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4mL --mtp-num-layers 1", 8, "MTP"),
+        ("--global-batch-size 60", 8, "60 rows of a step do not divide into 8 replicas"),
+        ("--step-batch-size-schedule 0:16 many", 8, "pairs such as"),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+         "--microbatch-group-size-per-virtual-pipeline-stage 3", 8, "group"),
+        ("--window-size 15", 8, "a pair such as"),
+        ("--window-size 15,0 --window-attn-skip-freq [1,0,0,1,1,1,1,1]", 8, "one layer of n"),
+        ("--recompute-granularity full", 8, "needs --recompute-method"),
+        ("--swiglu --squared-relu", 8, "exclude each other"),
+        ("--num-layers twelve --hidden-size 1.5", 8, "2 options cannot be read"),
+        ("--swiglu yes", 8, "it takes no value"),
+        ("--normalization BatchNorm", 8, "LayerNorm or RMSNorm is needed"),
+        ("--clip-grad", 8, "one value is needed"),
+        ("--numlayers 3 --tensor-parallel 8", 8, "2 options of this job"),
+        ("--spec some.module layers", 8, "a Python file builds"),
+        ("--tokenizer-type BertWordPieceCase", 8, "word pieces"),
+        ("--hybrid-layer-pattern M*M*", 8, "Mamba"),
+        ("--decoder-num-layers 4", 8, "T5"),
+        ("--expert-model-parallel-size 2 --num-experts 4 --moe-layer-freq 2", 8, "all layers but some first ones"),
+        ("--expert-model-parallel-size 8 --num-experts 8 --context-parallel-size 2", 8, "folded over tp or cp"),
+        ("--num-experts 8 --moe-aux-loss-coeff much", 8, "numbers are needed"),
+        ("--num-distributed-optimizer-instances 3", 8, "do not divide the replicas"),
+    ],
+)  # fmt: skip
+def test_refusals(more: str, devices: int | None, complaint: str) -> None:
+    with pytest.raises(JobError) as refusal:
+        described(more, devices)
+    assert complaint in str(refusal.value)
+
+
+def test_every_renamed_option_is_named() -> None:
+    options = [f"--{option}" for option in DENSE.split("--") if option.strip()]
+    for number, option in enumerate(options):
+        name = option.split()[0]
+        renamed = [
+            *options[:number],
+            option.replace(name, f"--new{name[1:]}"),
+            *options[number + 1 :],
+        ]
+        with pytest.raises(JobError, match=f"new{name[1:]}"):
+            imported(" ".join(renamed))
+
+
+def test_every_option_with_a_kind_has_a_row() -> None:
+    assert [name for name in words.defaults() if not row_of(TABLE, name)] == []
+    assert set(words.WORDS) <= set(words.defaults())
+
+
+def test_a_batch_that_decreases_or_grows() -> None:
+    assert described("--global-batch-size 60 --decrease-batch-size-if-needed").global_batch == 48
+    job = described("--step-batch-size-schedule 0:16 200B:32 400B:64")
+    assert job.global_batch == 64
+    assert any("earlier steps have fewer rows" in note for note in job.notes)
