@@ -89,3 +89,83 @@ def asked(**others: Any) -> Asked:
 def imported(system: str, folder: Path, options: dict[str, Any], **others: Any) -> Described:
     """Return the described job of options of a system."""
     return import_job(system, write(folder, options), asked(**others)).described
+
+
+def _launch(kind: str, **others: Any) -> dict[str, Any]:
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind,
+        "mixed_precision": "bf16",
+        "num_processes": 16,
+        "num_machines": 2,
+        **others,
+    }
+
+
+ACCELERATE: dict[str, dict[str, Any]] = {
+    "hybrid": _launch(
+        "FSDP",
+        fsdp_config={
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+            "fsdp_activation_checkpointing": True,
+            "fsdp_offload_params": False,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        },
+        parallelism_config={
+            "parallelism_config_dp_replicate_size": 2,
+            "parallelism_config_dp_shard_size": 4,
+            "parallelism_config_tp_size": 2,
+        },
+    ),
+    "fsdp1": _launch(
+        "FSDP",
+        fsdp_config={
+            "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+            "fsdp_backward_prefetch": "NO_PREFETCH",
+            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+            "fsdp_min_num_params": 100_000_000,
+            "fsdp_forward_prefetch": False,
+            "fsdp_use_orig_params": True,
+            "fsdp_cpu_ram_efficient_loading": True,
+        },
+        dynamo_config={"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"},
+    ),
+    "ddp": _launch("MULTI_GPU", main_training_function="main", rdzv_backend="static"),
+}
+TRAINER: dict[str, dict[str, Any]] = {
+    "trainer": {
+        "output_dir": "out",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "learning_rate": 1e-5,
+        "max_grad_norm": 0.5,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "optim": "adamw_torch",
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {
+            "version": 2,
+            "reshard_after_forward": True,
+            "transformer_layer_cls_to_wrap": ["A Layer"],
+        },
+        "logging_steps": 10,
+    },
+    "trainer_deepspeed": {
+        "output_dir": "out",
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+        "deepspeed": {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+            "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"},
+        },
+    },
+}

@@ -83,13 +83,13 @@ def checked(
     """
     foreign = Foreign(system, "", source, values)
     wrong: list[str] = []
-    checked: dict[str, Value] = {}
+    plain_values: dict[str, Value] = {}
     for name, value in values.items():
         kind = kinds.get(nearest_name(kinds, name), ANY)
         plain = kind.plain(value.value)
-        checked[name] = replace(value, value=plain)
+        plain_values[name] = replace(value, value=plain)
         if not kind.takes(plain):
             wrong.append(f"  {name}={value.value!r}{foreign.at(name)}: {kind.words} is expected")
     if wrong:
         raise JobError("\n".join([f"{source}: {len(wrong)} options have wrong values", *wrong]))
-    return checked
+    return plain_values
