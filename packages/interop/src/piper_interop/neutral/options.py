@@ -5,7 +5,7 @@ An option that no row names is an error: nothing is ignored in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -133,15 +133,30 @@ def judge(
     return judgement
 
 
+def forms(foreign: Foreign, table: OptionTable, stand_ins: frozenset[str]) -> tuple[str, ...]:
+    """Return the options of a job that are taken in the nearest form or by a stand-in, as notes for predictions."""
+    notes = []
+    for name, value in foreign.values.items():
+        row = next(
+            (row for row in row_of(table, name) if _concerns(row, value.value, foreign)), None
+        )
+        kind, text = _verdict(row, stand_ins)
+        if kind in ("nearest", "stand_ins"):
+            notes.append(f"{name}={value.value!r}: {text}")
+    return tuple(notes)
+
+
 def row_of(table: OptionTable, name: str) -> tuple[OptionRow, ...]:
     """Return the rows of an option; empty if the table has none."""
-    if name not in table:
-        patterns = [pattern for pattern in table if fnmatchcase(name, pattern)]
-        if not patterns:
-            return ()
-        name = max(patterns, key=len)
-    rows = table[name]
+    rows = table.get(nearest_name(table, name), ())
     return rows if isinstance(rows, tuple) else (rows,)
+
+
+def nearest_name(names: Collection[str], option: str) -> str:
+    """Return the name or the longest pattern that an option matches; "" if it matches none."""
+    if option in names:
+        return option
+    return max((name for name in names if fnmatchcase(option, name)), key=len, default="")
 
 
 def _concerns(row: OptionRow, value: Any, foreign: Foreign) -> bool:

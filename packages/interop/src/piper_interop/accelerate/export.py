@@ -1,0 +1,159 @@
+"""Write a described job as a launch file of Accelerate, with TrainingArguments beside it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from piper_interop.accelerate.units import layer_parameters, megabytes
+from piper_interop.deepspeed.export import export as export_deepspeed
+from piper_interop.neutral.described import JobDescription
+from piper_interop.neutral.missing import lacks
+from piper_interop.neutral.system import Exported
+
+LAUNCH, ARGUMENTS, DEEPSPEED = "accelerate_config.yaml", "training_args.json", "ds_config.json"
+
+
+def export(described: JobDescription) -> Exported:
+    """Return a launch file, TrainingArguments, and a DeepSpeed file for strategies that only DeepSpeed has.
+
+    DDP has whole states, FSDP 2 shards all of them, and DeepSpeed the rest: zero=1, zero=2, and attention by heads.
+    Raises JobError that names all that none of them can do.
+    """
+    layout = described.layout
+    if layout.zero in (1, 2) or (layout.cp > 1 and layout.attention == "heads"):
+        return _by_deepspeed(described)
+    lacks("Accelerate", described, _impossible(described))
+    sharded = layout.zero == 3
+    options = _launch(described, "FSDP" if sharded else "MULTI_GPU")
+    if sharded:
+        options["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": layout.reshard,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_offload_params": False,
+            "fsdp_cpu_ram_efficient_loading": False,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_activation_checkpointing": bool(described.recompute),
+        }
+        options["parallelism_config"] = {
+            f"parallelism_config_{name}": size for name, size in _mesh(described).items()
+        }
+    arguments = _arguments(described)
+    if not sharded:
+        arguments["gradient_checkpointing"] = bool(described.recompute)
+        if layout.bucket_mb is not None:
+            arguments["ddp_bucket_cap_mb"] = max(1, round(layout.bucket_mb))
+    return Exported({LAUNCH: _yaml(options), ARGUMENTS: _json(arguments)}, _notes(described))
+
+
+def _by_deepspeed(described: JobDescription) -> Exported:
+    """Return a launch file with the DeepSpeed file that it names."""
+    exported = export_deepspeed(described)
+    options = _launch(described, "DEEPSPEED")
+    options["deepspeed_config"] = {"deepspeed_config_file": DEEPSPEED, "zero3_init_flag": False}
+    # The DeepSpeed file says the precision, and Accelerate wants it said once.
+    del options["mixed_precision"]
+    if described.layout.cp > 1:
+        options["parallelism_config"] = {"parallelism_config_sp_size": described.layout.cp}
+    return Exported({LAUNCH: _yaml(options), **exported.files}, exported.notes)
+
+
+def _impossible(described: JobDescription) -> list[str]:
+    layout = described.layout
+    lines = []
+    if layout.pp > 1:
+        lines.append(
+            f"pp={layout.pp}: Accelerate has no pipeline for training; nearest: pp=1, zero=3"
+        )
+    if layout.sequence and layout.tp > 1:
+        lines.append("sequence parallelism over tp; nearest: tp without it")
+    if layout.ep > 1:
+        lines.append(
+            f"ep={layout.ep}; nearest: ep=1, with experts sharded as all parameters (zero=3)"
+        )
+    if layout.tp * layout.cp > 1 and not layout.zero:
+        lines.append("tp or cp with whole states; nearest: zero=3")
+    if layout.cp > 1 and layout.zero and not layout.over_cp:
+        lines.append("states that are whole along cp; nearest: states sharded over dp and cp")
+    if layout.zero and layout.dp * layout.cp == 1:
+        lines.append("zero=3 over one device; nearest: zero=0")
+    if described.params != "float32":
+        lines.append(f"params={described.params}: the script loads the weights; nearest: float32")
+    lines += [
+        f'keep="{part.keep}" of {"all" if part.layers is None else part.layers} layers; nearest: "inputs" of all layers'
+        for part in described.recompute
+        if part.keep != "inputs"
+        or part.layers not in (None, described.sizes.fields["layers"])
+        or part.group > 1
+    ]
+    return lines
+
+
+def _launch(described: JobDescription, kind: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind if described.layout.devices > 1 else "NO",
+        "mixed_precision": "bf16" if described.compute == "bfloat16" else "no",
+        "num_processes": described.layout.devices,
+        "use_cpu": False,
+        "debug": False,
+    }
+    if described.stack == "inductor":
+        options["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+    return options
+
+
+def _mesh(described: JobDescription) -> dict[str, Any]:
+    layout = described.layout
+    sizes: dict[str, Any] = {
+        "dp_replicate_size": layout.dp_replicate,
+        "dp_shard_size": layout.dp,
+        "tp_size": layout.tp,
+        "cp_size": layout.cp,
+    }
+    if layout.cp > 1:
+        sizes["cp_comm_strategy"] = "alltoall" if layout.attention == "ring" else "allgather"
+    return sizes
+
+
+def _arguments(described: JobDescription) -> dict[str, Any]:
+    return {
+        "per_device_train_batch_size": described.rows,
+        "gradient_accumulation_steps": described.microbatches,
+        "max_grad_norm": described.clip_norm or 0.0,
+        "learning_rate": described.lr,
+        "bf16": described.compute == "bfloat16",
+        "optim": "adamw_torch_fused",
+    }
+
+
+def _notes(described: JobDescription) -> tuple[str, ...]:
+    """Return the parts that are said in the nearest form."""
+    layout = described.layout
+    notes = ["the model and the tokens of a row are the script's; the files do not say them"]
+    reduce = "bfloat16" if layout.zero and described.compute == "bfloat16" else "float32"
+    if described.reduce != reduce:
+        notes.append(f"gradients are reduced in {reduce}, not in {described.reduce}")
+    if layout.zero == 3:
+        unit = megabytes(layer_parameters(described.sizes), 2 if reduce == "bfloat16" else 4)
+        if layout.bucket_mb != unit:
+            notes.append(
+                f"FSDP gathers layer by layer ({unit:g} MiB), not in buckets of {layout.bucket_mb or 25:g} MiB"
+            )
+        if layout.prefetch not in (None, 1):
+            notes.append(f"FSDP 2 gathers one unit ahead, not {layout.prefetch}")
+    if layout.dp_replicate > 1 and not layout.zero:
+        notes.append(f"DDP has one group of {layout.replicas} replicas")
+    return tuple(notes)
+
+
+def _yaml(options: dict[str, Any]) -> str:
+    text: str = yaml.safe_dump(options, sort_keys=True)
+    return text
+
+
+def _json(options: dict[str, Any]) -> str:
+    return json.dumps(options, indent=2) + "\n"

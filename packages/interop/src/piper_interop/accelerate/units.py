@@ -1,0 +1,61 @@
+"""Count the parameters of a layer, which is the unit that FSDP gathers and reduces at once."""
+
+from __future__ import annotations
+
+from piper_interop.neutral.described import ModelSizes
+
+MIB = 2**20
+
+
+def layer_parameters(sizes: ModelSizes) -> int:
+    """Return the parameters of one layer: the matrices of attention and of its feed-forward part, and its norms.
+
+    Biases are left out; they are less than a thousandth.
+    """
+    fields = sizes.fields
+    width = fields["width"]
+    return _attention(sizes) + _feed_forward(sizes) + 2 * width
+
+
+def _attention(sizes: ModelSizes) -> int:
+    fields = sizes.fields
+    width, heads = fields["width"], fields["heads"]
+    latent = fields.get("latent")
+    if isinstance(latent, ModelSizes):
+        part = latent.fields
+        key = part["nope_dim"] + part["rope_dim"]
+        query = part.get("q_rank") or 0
+        return int(
+            (width * query + query * heads * key if query else width * heads * key)
+            + width * (part["kv_rank"] + part["rope_dim"])
+            + part["kv_rank"] * heads * (part["nope_dim"] + part["value_dim"])
+            + heads * part["value_dim"] * width
+        )
+    size = fields.get("head_dim") or width // heads
+    shared = fields.get("kv_heads") or heads
+    return int(2 * width * heads * size + 2 * width * shared * size)
+
+
+def _feed_forward(sizes: ModelSizes) -> int:
+    fields = sizes.fields
+    width = fields["width"]
+    matrices = 3 if fields.get("gated", True) else 2
+    experts = fields.get("experts")
+    if not isinstance(experts, ModelSizes):
+        return int(matrices * width * fields["hidden"])
+    part = experts.fields
+    each = matrices * width * (part.get("hidden") or fields["hidden"])
+    shared = matrices * width * (part.get("shared_hidden") or 0)
+    return int(part["number"] * (each + width) + shared)
+
+
+def whole(sizes: ModelSizes) -> int:
+    """Return the parameters of the model: its layers, its embedding, and its head."""
+    fields = sizes.fields
+    ends = fields["vocab"] * fields["width"] * (1 if fields.get("tied") else 2)
+    return int(fields["layers"] * layer_parameters(sizes) + ends)
+
+
+def megabytes(parameters: int, width: int) -> float:
+    """Return MiB of parameters of `width` bytes each, rounded up."""
+    return float(-(-parameters * width // MIB))

@@ -1,0 +1,274 @@
+"""Describe the job of a DeepSpeed file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from piper_interop.deepspeed.arguments import PREFIX
+from piper_interop.deepspeed.table import TABLE
+from piper_interop.deepspeed.zero import BUCKET, ahead, gathers, stage
+from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
+from piper_interop.neutral.foreign import Foreign
+from piper_interop.neutral.missing import asked_for
+from piper_interop.neutral.options import forms
+from piper_interop.neutral.system import Asked
+from piper_ir.ground.errors import JobError
+
+BYTES = {"float32": 4, "bfloat16": 2}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "bfloat16"}
+"""The dtypes by DeepSpeed's names for them; fp16 has its stand-in."""
+
+CLIP = 1.0
+"""The bound of gradients' norms without `gradient_clipping`, in DeepSpeed 0.19 (runtime/constants.py)."""
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Hold DeepSpeed's three numbers of a batch.
+
+    Attributes:
+        step: rows of a step.
+        rows: rows of a microbatch of one rank.
+        microbatches: of a step.
+    """
+
+    step: int
+    rows: int
+    microbatches: int
+
+
+def describe(foreign: Foreign, asked: Asked) -> JobDescription:
+    """Return the job of a file.
+
+    Raises JobError if the model, its length or the number of devices is missing, or if these do not divide.
+    """
+    sizes, length, devices = asked_for(foreign.system, asked)
+    layout = _layout(foreign, devices)
+    if layout.ep > 1 and "experts" not in sizes.fields:
+        raise JobError(f"{foreign.source}: expert_parallel is enabled, but --model has no experts")
+    batch = batch_of(foreign, asked, layout.replicas)
+    params, compute, reduce = _precision(foreign)
+    return JobDescription(
+        name=Path(foreign.source).stem,
+        sizes=sizes,
+        length=length,
+        global_batch=batch.step,
+        rows=batch.rows,
+        layout=layout,
+        recompute=(Recomputation("inputs"),) if recomputes(foreign) else (),
+        params=params,
+        compute=compute,
+        reduce=reduce,
+        clip_norm=float(foreign.get("gradient_clipping", CLIP)) or None,
+        lr=float(foreign.get("optimizer.params.lr", foreign.get(f"{PREFIX}learning_rate", 1e-3))),
+        stack="inductor" if _compiled(foreign) else "eager",
+        notes=forms(foreign, TABLE, asked.stand_ins) + _unsaid(foreign),
+        origins=_origins(foreign),
+    )
+
+
+def batch_of(foreign: Foreign, asked: Asked, world: int) -> BatchSizes:
+    """Return the batch by DeepSpeed's rules: any two of its numbers give the third, and one alone has the others.
+
+    Args:
+        foreign: the options.
+        asked: has the rows of a step if no option says them.
+        world: ranks with rows of their own.
+    """
+    step: int | None = foreign.get("train_batch_size", asked.rows)
+    rows: int | None = foreign.get("train_micro_batch_size_per_gpu")
+    count: int | None = foreign.get("gradient_accumulation_steps")
+    if step is None and rows is None:
+        raise JobError(
+            f"{foreign.source}: neither train_batch_size nor train_micro_batch_size_per_gpu is there; give --rows, the "
+            "rows of a step"
+        )
+    if step is not None and rows is not None and count is None:
+        count = step // (rows * world)
+    elif step is not None and rows is None:
+        count = count or 1
+        rows = step // (world * count)
+    count = count or 1
+    rows = rows or 0
+    step = rows * count * world if step is None else step
+    if step != rows * count * world or not step:
+        raise JobError(
+            f"{foreign.source}: {step} rows of a step are not {rows} rows x {count} microbatches x {world} ranks; mend "
+            "train_batch_size, train_micro_batch_size_per_gpu or gradient_accumulation_steps, or --gpus"
+        )
+    if asked.rows not in (None, step):
+        raise JobError(
+            f"{foreign.source} says {step} rows of a step, and --rows {asked.rows}; leave --rows out"
+        )
+    return BatchSizes(step, rows, count)
+
+
+def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
+    tp = _tp(foreign)
+    cp = foreign.get("sequence_parallel_size", 1)
+    if devices % (tp * cp):
+        raise JobError(
+            f"{foreign.source}: --gpus {devices} are not a multiple of tensor_parallel.autotp_size={tp} x "
+            f"sequence_parallel_size={cp}"
+        )
+    replicas = devices // (tp * cp)
+    stated = foreign.get("data_parallel_size", replicas)
+    if stated != replicas:
+        raise JobError(
+            f"{foreign.source}: data_parallel_size={stated}, but --gpus {devices} give {replicas} replicas"
+        )
+    sharing = _mics(foreign, replicas)
+    level = stage(foreign)
+    return DeviceLayout(
+        tp=tp,
+        cp=cp,
+        attention="heads" if cp > 1 else "ring",
+        dp=sharing,
+        dp_replicate=replicas // sharing,
+        ep=_ep(foreign, sharing, tp * cp),
+        zero=level,
+        over_cp=cp > 1 and level > 0,
+        bucket_mb=_bucket(foreign),
+        prefetch=(1 if ahead(foreign) else 0) if gathers(foreign) else None,
+    )
+
+
+def _tp(foreign: Foreign) -> int:
+    sizes = (
+        foreign.get("tensor_parallel.autotp_size", 0),
+        foreign.get("tensor_parallel.tp.tp_size", 1),
+        foreign.get("tensor_parallel.tensor_parallel.tp_size", 1),
+    )
+    return max(1, *map(int, sizes))
+
+
+def _mics(foreign: Foreign, replicas: int) -> int:
+    """Return the replicas that share one copy of the states."""
+    size = foreign.get("zero_optimization.mics_shard_size", -1)
+    if not gathers(foreign) or size < 1:
+        return replicas
+    if replicas % size:
+        raise JobError(
+            f"{foreign.source}: {replicas} replicas are not a multiple of zero_optimization.mics_shard_size={size}"
+        )
+    return int(size)
+
+
+def _ep(foreign: Foreign, replicas: int, folded: int) -> int:
+    if not foreign.get("expert_parallel.enabled", False):
+        return 1
+    size = int(foreign.get("expert_parallel.autoep_size", 1))
+    if size > 1 and folded > 1:
+        raise JobError(
+            f"{foreign.source}: expert_parallel over tensor- or sequence-parallel ranks cannot be said here; give 1 for "
+            "these sizes, or for expert_parallel.autoep_size"
+        )
+    if replicas % size:
+        raise JobError(
+            f"{foreign.source}: {replicas} replicas are not a multiple of expert_parallel.autoep_size={size}"
+        )
+    return size
+
+
+def _bucket(foreign: Foreign) -> float | None:
+    """Return the MiB of a bucket in the gradients' dtype; parameters are gathered in buckets of the same elements."""
+    if not stage(foreign):
+        return None
+    elements = foreign.get("zero_optimization.reduce_bucket_size", BUCKET)
+    if gathers(foreign):
+        elements = ahead(foreign) or elements
+    return float(elements * BYTES[_precision(foreign)[2]] / 2**20)
+
+
+def _precision(foreign: Foreign) -> tuple[str, str, str]:
+    """Return the dtypes of parameters and states, of forward and backward, and of gradients."""
+    half = any(foreign.get(f"{name}.enabled", False) for name in ("bf16", "bfloat16", "fp16"))
+    autocast = foreign.get("torch_autocast.enabled", False)
+    params = "bfloat16" if half and _narrow_states(foreign) else "float32"
+    compute = "bfloat16" if half or autocast else "float32"
+    summed = _dtype(foreign, "data_types.grad_accum_dtype", "bfloat16" if half else "float32")
+    sent = _dtype(foreign, "communication_data_type", "bfloat16" if half else "float32")
+    # One dtype is both here: the sums over microbatches, and the messages.
+    return params, compute, summed if BYTES[summed] > BYTES[sent] else sent
+
+
+def _narrow_states(foreign: Foreign) -> bool:
+    return any(
+        foreign.get(f"{section}.bf16_master_weights_and_grads", False)
+        for section in ("bf16", "bfloat16")
+    )
+
+
+def _dtype(foreign: Foreign, option: str, otherwise: str) -> str:
+    name = foreign.get(option)
+    if name is None:
+        return otherwise
+    plain = str(name).removeprefix("torch.")
+    if plain not in (*DTYPES, *DTYPES.values(), "float16", "half", "float"):
+        raise JobError(
+            f"{foreign.source}: {option}={name!r}{foreign.at(option)} is no dtype that is known here"
+        )
+    return DTYPES.get(plain, "float32" if plain in ("float", "float32") else "bfloat16")
+
+
+def recomputes(foreign: Foreign) -> bool:
+    """Return whether layers are computed again: the arguments say it, or the section has a buffer for checkpoints."""
+    section = "activation_checkpointing."
+    return bool(
+        foreign.get(f"{PREFIX}gradient_checkpointing", False)
+        or foreign.get(f"{section}number_checkpoints")
+        or foreign.get(f"{section}contiguous_memory_optimization", False)
+    )
+
+
+def _compiled(foreign: Foreign) -> bool:
+    return bool(
+        foreign.get("compile.deepcompile", False) or foreign.get(f"{PREFIX}torch_compile", False)
+    )
+
+
+def _unsaid(foreign: Foreign) -> tuple[str, ...]:
+    """Return notes on the script's own decisions."""
+    notes = []
+    said = ("activation_checkpointing.number_checkpoints", f"{PREFIX}gradient_checkpointing")
+    if not recomputes(foreign) and not any(name in foreign.values for name in said):
+        notes.append(
+            "the file does not say whether the script checkpoints activations: none are computed again here, too much "
+            "memory if it does (--set gradient_checkpointing=true)"
+        )
+    summed = foreign.get("data_types.grad_accum_dtype")
+    sent = foreign.get("communication_data_type")
+    if (
+        BYTES[_dtype(foreign, "data_types.grad_accum_dtype", _precision(foreign)[2])]
+        != BYTES[_dtype(foreign, "communication_data_type", _precision(foreign)[2])]
+    ):
+        notes.append(
+            f"data_types.grad_accum_dtype={summed} and communication_data_type={sent}: sums and messages are both in "
+            "the wider one, predicted too slow or too much memory"
+        )
+    return tuple(notes)
+
+
+def _origins(foreign: Foreign) -> dict[str, str]:
+    """Return the options that lines of the FILE.py come from."""
+    level = stage(foreign)
+    parts = {
+        "sizes": "--model",
+        "job": ", ".join(
+            f"{name}={foreign[name]}"
+            for name in (
+                "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"
+            )
+            if name in foreign.values
+        )
+        or "--rows",
+        "mesh": "--gpus, tensor_parallel.autotp_size, sequence_parallel_size",
+        "tp": "tensor_parallel.autotp_size",
+        "cp": "sequence_parallel_size",
+        "ep": "expert_parallel.autoep_size",
+        "dp": f"zero_optimization.stage={level}",
+    }  # fmt: skip
+    if recomputes(foreign):
+        parts["recompute"] = "activation_checkpointing, gradient_checkpointing"
+    return {part: origin for part, origin in parts.items() if origin}

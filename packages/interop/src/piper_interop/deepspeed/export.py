@@ -1,0 +1,147 @@
+"""Write a described job as a DeepSpeed file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from piper_interop.neutral.described import JobDescription
+from piper_interop.neutral.documents import nested
+from piper_interop.neutral.missing import lacks
+from piper_interop.neutral.system import Exported
+
+BYTES = {"float32": 4, "bfloat16": 2}
+NAMES = {"float32": "fp32", "bfloat16": "bf16"}
+BUCKET_MB = 25
+"""The MiB of a bucket where nothing says them, as in `replicate`."""
+
+
+def export(described: JobDescription) -> Exported:
+    """Return ds_config.json; raise JobError that names all that DeepSpeed cannot do."""
+    lacks("DeepSpeed", described, _impossible(described))
+    return Exported(
+        {"ds_config.json": json.dumps(nested(_options(described)), indent=2) + "\n"},
+        _notes(described),
+    )
+
+
+def _impossible(described: JobDescription) -> list[str]:
+    layout = described.layout
+    lines = []
+    if layout.pp > 1:
+        lines.append(
+            f"pp={layout.pp}: stages are in the script (PipelineModule, 1F1B only); nearest: pp=1, zero=3"
+        )
+    if layout.sequence and layout.tp > 1:
+        lines.append(
+            "sequence parallelism over tp; nearest: tp without it, or cp with attention by heads"
+        )
+    if layout.cp > 1 and layout.attention != "heads":
+        lines.append(f'attention="{layout.attention}" over cp; nearest: "heads" (Ulysses)')
+    if layout.cp > 1 and layout.zero and not layout.over_cp:
+        lines.append("states that are whole along cp; nearest: states sharded over dp and cp")
+    if layout.dp_replicate > 1 and layout.zero:
+        lines.append(
+            f"hybrid sharding (rep={layout.dp_replicate}); nearest: one group, dp={layout.replicas}"
+        )
+    if layout.ep > 1 and layout.tp * layout.cp > 1:
+        lines.append("experts beside tp or cp; nearest: tp=cp=1")
+    if layout.zero == 3 and not layout.reshard:
+        lines.append(
+            "parameters that stay gathered through a step; nearest: zero=2, or zero=3 with reshard"
+        )
+    if layout.prefetch is not None and layout.prefetch > 1 and layout.zero == 3:
+        lines.append(f"prefetch={layout.prefetch}; nearest: 1")
+    lines += [
+        f'keep="{part.keep}" of {"all" if part.layers is None else part.layers} layers; nearest: "inputs" of all layers'
+        for part in described.recompute
+        if part.keep != "inputs"
+        or part.layers not in (None, described.sizes.fields["layers"])
+        or part.group > 1
+    ]
+    if (described.params, described.compute) not in _PRECISIONS:
+        lines.append(
+            f"params={described.params} with compute={described.compute}; nearest: bf16 over float32"
+        )
+    return lines
+
+
+_PRECISIONS = {
+    ("float32", "float32"): {},
+    ("float32", "bfloat16"): {"bf16.enabled": True},
+    ("bfloat16", "bfloat16"): {
+        "bf16.enabled": True,
+        "bf16.bf16_master_weights_and_grads": True,
+        "bf16.bf16_optimizer_states": True,
+    },
+}
+
+
+def _options(described: JobDescription) -> dict[str, Any]:
+    layout = described.layout
+    options: dict[str, Any] = {
+        "train_batch_size": described.global_batch,
+        "train_micro_batch_size_per_gpu": described.rows,
+        "gradient_accumulation_steps": described.microbatches,
+        "gradient_clipping": described.clip_norm or 0.0,
+        "optimizer.type": "AdamW",
+        "optimizer.params.lr": described.lr,
+        **_PRECISIONS[described.params, described.compute],
+        "communication_data_type": NAMES[described.reduce],
+        "data_types.grad_accum_dtype": NAMES[described.reduce],
+        "zero_optimization.stage": layout.zero,
+        # null says that the script checkpoints nothing, which a missing option leaves open.
+        "activation_checkpointing.number_checkpoints": described.sizes.fields["layers"]
+        if described.recompute
+        else None,
+        **_zero(described),
+    }
+    if layout.tp > 1:
+        options["tensor_parallel.autotp_size"] = layout.tp
+        options["tensor_parallel.vocab_parallel_lm_head"] = True
+    if layout.cp > 1:
+        options["sequence_parallel_size"] = layout.cp
+        options["data_parallel_size"] = layout.replicas
+    if layout.ep > 1:
+        options["expert_parallel.enabled"] = True
+        options["expert_parallel.autoep_size"] = layout.ep
+    if described.stack == "inductor":
+        options["compile.deepcompile"] = True
+    return options
+
+
+def _zero(described: JobDescription) -> dict[str, Any]:
+    """Return the options of the section beside the stage."""
+    layout = described.layout
+    if not layout.zero:
+        return {}
+    megabytes = BUCKET_MB if layout.bucket_mb is None else layout.bucket_mb
+    elements = max(1, round(megabytes * 2**20 / BYTES[described.reduce]))
+    sizes = {
+        "overlap_comm": True,
+        "reduce_bucket_size": elements,
+        "allgather_bucket_size": elements,
+    }
+    if layout.zero == 3:
+        sizes |= {
+            "stage3_prefetch_bucket_size": 0 if layout.prefetch == 0 else elements,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+        }
+    return {f"zero_optimization.{name}": value for name, value in sizes.items()}
+
+
+def _notes(described: JobDescription) -> tuple[str, ...]:
+    notes = [
+        "the model, the tokens of a row and the number of devices are the script's; the file does not say them"
+    ]
+    if described.recompute:
+        notes.append(
+            "the script must checkpoint each layer (deepspeed.checkpointing, or gradient_checkpointing_enable)"
+        )
+    if described.layout.cp > 1:
+        notes.append("the script must use Ulysses attention (deepspeed.runtime.sequence_parallel)")
+    if described.layout.zero == 3:
+        notes.append("stage 3 gathers module by module; a bucket bounds what it gathers ahead")
+    return tuple(notes)
