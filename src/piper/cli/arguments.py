@@ -1,4 +1,4 @@
-"""Define the options of `piper simulate`, `tune`, `plan`, `import`, `export`, `profile` and `show` as the fields of records."""
+"""Define the options of `piper simulate`, `tune`, `plan`, `import`, `export`, `profile` and `show` as records."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from piper_simulator import CPU
 NOTHING_FITS = 2
 """The exit code if no strategy fits."""
 DIFFERS = 1
-"""The exit code if the rehearsal is not what one device computes."""
+"""The exit code if the rehearsal is not equal to one device."""
 
 
 def planned(arguments: PlanArguments) -> int:

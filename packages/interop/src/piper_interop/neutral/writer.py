@@ -98,7 +98,11 @@ def _strategy(described: JobDescription) -> Iterator[str]:
         else:
             if origin:
                 yield from wrap(
-                    origin, COLUMNS, initial_indent="        # ", subsequent_indent="        # "
+                    origin,
+                    COLUMNS,
+                    initial_indent="        # ",
+                    subsequent_indent="        # ",
+                    break_on_hyphens=False,
                 )
             yield line
     yield "    ),"
@@ -185,7 +189,9 @@ def _arguments(how: dict[str, Any]) -> str:
 def _comment(described: JobDescription, part: str) -> Iterator[str]:
     origin = described.origins.get(part, "")
     if origin:
-        yield from wrap(origin, COLUMNS, initial_indent="# ", subsequent_indent="# ")
+        yield from wrap(
+            origin, COLUMNS, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+        )
 
 
 def _call(text: str) -> Iterator[str]:

@@ -13,9 +13,9 @@ from piper_ir.ground.errors import JobError
 
 FILE = "torchtitan.args"
 NAMES = {recipe: name for name, (recipe, _) in SCHEDULES.items()}
-"""torchtitan's names of schedules, in small letters, by the recipes here."""
+"""The names of schedules in torchtitan, in small letters, by the recipes here."""
 CHECKPOINTING = {"inputs": "full", "products": "selective"}
-"""torchtitan's names of activation checkpointing by the policies here."""
+"""The names of activation checkpointing in torchtitan by the policies here."""
 
 
 def export(described: JobDescription) -> Exported:
