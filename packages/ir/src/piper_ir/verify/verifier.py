@@ -65,7 +65,7 @@ def check(plan: Plan) -> list[Violation]:
 
 
 def check_named(plan: Plan) -> list[Violation]:
-    """Return the violations of rules on names alone: of ranks, streams, values, chunks and channels (R01 to R09).
+    """Return the violations of rules on names alone: of ranks, streams, values, chunks, channels (R01, R02, R06, R09).
 
     A plan without any can be read and shown; it need not run.
     """
