@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from packages.ir.tests.plans_for_tests import good_plan
 from piper.api.ground.costs_file import load_costs
 from piper_compiler import Strategy
-from piper_ir.ground.codec import loads
+from piper_ir.ground.codec import dumps, loads
 from piper_ir.ground.errors import FormatError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.costs import Costs
@@ -61,3 +63,21 @@ def test_costs_are_numbers(value: str, tmp_path: Path) -> None:
     )
     with pytest.raises(FormatError, match=r"costs\.json: NaN or Infinity"):
         load_costs(path)
+
+
+@each_case("name", ["value", "chunk", "channel"])
+def test_a_plan_that_names_what_it_lacks(name: str, tmp_path: Path) -> None:
+    document = json.loads(dumps(good_plan()))
+    load, forward = document["roles"][0]["program"][0]["parts"]
+    if name == "value":
+        forward["reads"] = ["ghost"]
+    elif name == "chunk":
+        forward["op"]["chunk"] = "ghost"
+    else:
+        load["op"] = {"is": "Recv", "channel": "ghost"}
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    fails(
+        command("report", tmp_path),
+        "plan.json: the plan is not valid",
+        f"there is no {name} ghost in the plan",
+    )

@@ -3,6 +3,8 @@ has, and holds what was planned."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
@@ -16,10 +18,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import piper
 from piper import Job, Mesh, Precision, Strategy, recipes
+from piper.api.problems.tuning_problem import Conditions, problem_of
 from piper.api.reference.reference import reference
+from piper_autotune.space.problem import packed
 from piper_ir.ground.errors import JobError, PiperWarning
 from piper_ir.program.ops import Update
 from piper_runtime.rank.optimizers import fused
+from piper_simulator import cpu_local
 from tests.helpers.cases import each_case
 from tests.helpers.memory_judge import planned
 
@@ -169,6 +174,23 @@ def test_a_stage_is_planned_with_the_temporaries_of_its_own_parameters(microbatc
         assert point.within - record.states == update.fullest
         temporaries[rank] = update.fullest - update.before
     assert temporaries[0] > 2 * temporaries[1] > 2 * WIDTH * WIDTH * 8
+
+
+def test_a_search_sends_its_workers_no_optimizer() -> None:
+    """They have no torch: there the temporaries of a step over all parameters count."""
+    uneven = replace(job(of(torch.optim.Adafactor), "float64"), model=Uneven)
+    problem, more = problem_of(uneven, Conditions(cpu_local()))
+    buckets = piper.compile(uneven, Strategy(Mesh())).plan.buckets
+    script = (
+        "import pickle, sys; problem, buckets = pickle.loads(sys.stdin.buffer.read()); "
+        "print(problem.training.update_bytes(buckets), 'torch' in sys.modules)"
+    )
+    sent = packed((problem, buckets), more["modules"])
+    worker = subprocess.run(
+        [sys.executable, "-c", script], input=sent, capture_output=True, check=True
+    )
+    assert worker.stdout.split() == [str(problem.training.update_bytes(buckets)).encode(), b"False"]
+    assert problem.training.update_bytes(buckets) > WIDTH * WIDTH * 8
 
 
 def test_kernels_are_tried_once_and_a_failure_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

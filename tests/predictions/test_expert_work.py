@@ -3,6 +3,7 @@ not."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 import piper
 from piper import Mesh, Strategy, models, recipes
 from piper_capture import region
-from piper_ir.ground.errors import PlanError
+from piper_ir.ground.codec import dumps, loads
+from piper_ir.ground.errors import PiperError, PlanError
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute
 from piper_ir.program.program import Chunk, Cost, Step
+from piper_ir.verify import verify
 from piper_ops import grouped_mm, route, unroute
 from piper_ops.experts import rounds
 from piper_simulator import Cluster, DeviceModel, Zipf, cpu_local, load_cluster, simulate
@@ -33,6 +36,7 @@ from piper_simulator.durations.expert_loads import mixture_of
 from piper_simulator.durations.expert_work import loaded, messages
 from piper_simulator.durations.kernels import step_seconds
 from piper_simulator.metrics import executed_flops, model_flops
+from tests.helpers.cases import each_case
 from tests.helpers.steered import DEVICES, EXPERTS, HIDDEN, LOADS, TOKENS, TOP, WIDTH, preferred
 from tests.parity.test_dropless_experts import compiled, job, shared
 
@@ -255,6 +259,19 @@ def test_a_further_round_for_matrices_adds_up_no_gradients_of_rows() -> None:
     assert (backward["grouped_mm_dgrad"], weights["grouped_mm_dgrad"]) == (3, 1)
     assert weights["silu_backward"] == backward["silu_backward"] == 1
     assert (weights["grouped_mm"], weights["grouped_mm_wgrad"]) == (3, 3)
+
+
+@each_case("rows", [0, -4, [0, 4]])
+def test_experts_of_an_edited_plan_have_rows(rows: Any) -> None:
+    document = json.loads(dumps(compiled("uniform", Mesh(ep=DEVICES)).plan))
+    verify(loads(Plan, json.dumps(document)))
+    chunk = next(c for c in document["chunks"] if "experts" in c["steps"]["F"])
+    chunk["steps"]["F"]["experts"]["rows"] = rows
+    with pytest.raises(
+        PiperError,
+        match=r"(?s)steps\.F\.experts: an ExpertRegion has rows -?\d;|R37-experts.* step F has .* a plan has",
+    ):
+        verify(loads(Plan, json.dumps(document)))
 
 
 def test_what_else_is_in_the_region_of_experts_is_in_no_further_round() -> None:

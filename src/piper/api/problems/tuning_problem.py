@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,12 @@ def problem_of(
     )
     per_row = source.tokens_per_row
     tokens = None if per_row is None else per_row * source.global_batch
-    known = captured.program, source.global_batch, trained.training, cluster, costs, limit, one_role
+    # A worker has no torch to take a step over a stage's own parameters with: there, a step over all of them counts.
+    sizes = replace(spec, whole_steps=None)
+    training = replace(
+        trained.training, state_bytes=sizes.state_bytes, update_bytes=sizes.update_bytes
+    )
+    known = captured.program, source.global_batch, training, cluster, costs, limit, one_role
     problem = TuningProblem(*known, model=model, tokens_per_step=tokens)
     modules: tuple[ModuleType, ...] = (
         import_module(type(spec).__module__),

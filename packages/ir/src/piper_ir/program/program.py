@@ -25,6 +25,7 @@ from typing import Literal
 
 from piper_ir.ground.content import content_key
 from piper_ir.ground.draws import Draw
+from piper_ir.ground.errors import FormatError
 from piper_ir.ground.sizes import Dim, TensorSpec, bind
 from piper_ir.program.layout import Layout, StepCollective
 from piper_ir.program.liveness import Inside as Inside
@@ -115,11 +116,20 @@ class ExpertRegion:
         rows: the rows that a device's experts have if all devices' experts have equally many.
         places: the places for rows.
         round: the work of a further round that fills all places; no kernels where no further rounds run.
+
+    FormatError unless there is at least one row and one place.
     """
 
     rows: Dim
     places: Dim
     round: Cost = Cost()
+
+    def __post_init__(self) -> None:
+        for name, size in (("rows", self.rows), ("places", self.places)):
+            if bind(size, 1) < 1:
+                raise FormatError(
+                    f"an ExpertRegion has {name} {size}; experts have at least one row, and a place for it"
+                )
 
     @property
     def bound(self) -> float:

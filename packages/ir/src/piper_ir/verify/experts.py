@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from piper_ir.ground.sizes import Affine
 from piper_ir.plan.plan import Channel, Plan, RolePlan
 from piper_ir.program.ops import Collective
 from piper_ir.program.program import Chunk, Param
@@ -62,6 +63,14 @@ def _chunk_problems(plan: Plan, chunk: Chunk, params: dict[str, Param]) -> Itera
             f"reads parameters of the experts of one device along {', '.join(along)}, and is not "
             f"said to compute them"
         )
+    for step, sig in chunk.steps.items():
+        if sig.experts is None:
+            continue
+        if isinstance(sig.experts.rows, Affine) or isinstance(sig.experts.places, Affine):
+            yield (
+                f"says that its step {step} has {sig.experts.rows} rows for the experts of a device and "
+                f"{sig.experts.places} places; a plan has numbers"
+            )
     if chunk.experts and any(i.kind == "batch" for i in chunk.inputs):
         yield "has the rows of several devices, and reads the batch, of which each has its own"
 

@@ -17,6 +17,7 @@ from piper_ir.plan.plan import Plan
 from piper_ir.plan.plan_file import read_plan
 from piper_ir.program.costs import Costs
 from piper_ir.study.study import StudyDocument
+from piper_ir.verify import check_named
 from piper_report.facts.expert_history import ExpertHistory
 from piper_report.facts.metrics_file import Metric, read_metrics
 from piper_report.facts.reading import checked, text_of
@@ -267,7 +268,7 @@ def load(folder: str | Path, plan: Plan | None = None) -> Results:
             f"{folder} holds no results; a folder with some of these files is expected:\n{known}"
         )
     said = _read(folder, "strategy.json", _strategy) or {}
-    plan = _read(folder, "plan.json", read_plan) if plan is None else plan
+    plan = _read(folder, "plan.json", _plan) if plan is None else plan
     steps = folder / "metrics.jsonl"
     metrics, experts = read_metrics(steps, plan) if steps.is_file() else ((), None)
     results = Results(
@@ -300,6 +301,14 @@ def _read(folder: Path, name: str, reader: Reader[T]) -> T | None:
     if not path.is_file():
         return None
     return reader(text_of(path), str(path))
+
+
+def _plan(text: str, where: str) -> Plan:
+    """Return the plan of a file that names nothing which it does not have; it may have been edited."""
+    plan = read_plan(text, where)
+    if violations := check_named(plan):
+        raise FormatError(f"{where}: the plan is not valid. {violations[0]}")
+    return plan
 
 
 def _document(kind: type[T]) -> Reader[T]:

@@ -31,7 +31,6 @@ from piper_runtime.rank.optimizers.optimizer_kinds import (
     declared_elementwise,
     declared_per_parameter,
     separable,
-    with_declarations,
 )
 from piper_runtime.rank.optimizers.optimizer_sizes import (
     WholeSteps,
@@ -86,7 +85,8 @@ class OptimizerSpec:
         groups: how each group is updated.
         param_bytes: bytes of state per parameter, of groups that are not flat.
         separable: whether each is known to update each parameter by itself.
-        whole_steps: finds the temporaries of a step over some parameters of groups that are not flat.
+        whole_bytes: bytes of temporaries in a step over all parameters of groups that are not flat.
+        whole_steps: finds these bytes for some of the parameters; None where all count, since it takes torch.
     """
 
     kind: str
@@ -94,6 +94,7 @@ class OptimizerSpec:
     groups: tuple[GroupSpec, ...]
     param_bytes: Mapping[str, int] = field(default_factory=dict)
     separable: bool = True
+    whole_bytes: int = 0
     whole_steps: WholeSteps | None = None
 
     @property
@@ -124,8 +125,8 @@ class OptimizerSpec:
     def update_bytes(self, buckets: Sequence[Bucket]) -> int:
         """Return the most bytes of temporaries in a step of a holder of these buckets; fused kernels hold none."""
         one_by_one = [p for b in buckets if b.group in self.whole_groups for p in b.params]
-        of_whole = self.whole_steps.held(one_by_one) if one_by_one and self.whole_steps else 0
-        return max((of_whole, *map(_held_by, self._pieces(buckets).values())))
+        of_whole = self.whole_steps.held(one_by_one) if self.whole_steps else self.whole_bytes
+        return max((of_whole if one_by_one else 0, *map(_held_by, self._pieces(buckets).values())))
 
     def _pieces(self, buckets: Sequence[Bucket]) -> dict[int, list[tuple[PieceSizes, int]]]:
         """Return by optimizer the pieces that it updates, in order: their sizes and numbers of elements."""
@@ -186,13 +187,14 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
             groups += [GroupSpec(type(optimizer).__name__, number, False)] * len(
                 optimizer.param_groups
             )
-    steps = WholeSteps(with_declarations(job.make_optimizers), params, dtype, one_by_one_fused)
+    steps = WholeSteps(job.make_optimizers, params, dtype, one_by_one_fused)
     return OptimizerSpec(
         names_of(optimizers),
         group_of,
         tuple(groups),
         param_bytes,
         all(map(separable, optimizers)),
+        steps.held(trained) if one_by_one_fused else 0,
         steps if one_by_one_fused else None,
     )
 

@@ -61,7 +61,7 @@ def own_parameters(optimizer: Optimizer, named: NamedParameters) -> NamedParamet
 
 @dataclass
 class WholeSteps:
-    """Find what a step holds that updates some parameters one by one: temporaries of one outlive the next one's.
+    """Find the temporaries of a step that updates some parameters one by one: those of one outlive the next one's.
 
     Attributes:
         function: makes the job's optimizers.
@@ -76,10 +76,6 @@ class WholeSteps:
     fused: dict[int, bool]
     _steps: dict[frozenset[str], int] = field(default_factory=dict)
     _optimizers: list[tuple[Optimizer, NamedParameters]] = field(default_factory=list)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out optimizers, which another process makes again."""
-        return {**self.__dict__, "_optimizers": []}
 
     def held(self, names: Collection[str]) -> int:
         """Return the bytes of temporaries in a second step; raise JobError when it cannot be taken."""
