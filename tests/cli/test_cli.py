@@ -86,23 +86,10 @@ def _interruptible() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["processes", "inline"])
 def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "piper",
-        "run",
-        recipe,
-        "--launcher",
-        launcher,
-        "--steps",
-        "1000000",
-        "--out",
-        tmp_path / "runs",
-    ]
+    more = ["--launcher", launcher, "--steps", "1000000", "--out", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "piper", "run", str(recipe), *more]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started = subprocess.Popen(
-        [*map(str, command)], cwd=tmp_path, preexec_fn=_interruptible, **pipes
-    )
+    started = subprocess.Popen(command, cwd=tmp_path, preexec_fn=_interruptible, **pipes)
     assert started.stdout is not None
     while not started.stdout.readline().startswith("step    3"):
         assert started.poll() is None
@@ -343,33 +330,22 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
         "def bad(step, rows):\n    x, y = batch(step, rows)\n    return (x, y * float('nan')) if step == 1 and "
         "rows.start == 4 else (x, y)\nfrom dataclasses import replace\njob = replace(job, batch=bad)\n"
     )
-    result = piper(
-        "run",
-        with_strategy(tmp_path / "f.py", text),
-        "--launcher",
-        "inline",
-        "--steps",
-        3,
-        "--out",
-        tmp_path / "o",
-    )
+    path, more = with_strategy(tmp_path / "f.py", text), ["--steps", 3, "--out", tmp_path / "o"]
+    result = piper("run", path, "--launcher", "inline", *more)
     fails(result, "step 1", "rank 1", "microbatch 1")
 
 
-def test_the_launcher_that_needs_a_cluster_to_imitate(recipe: Path, tmp_path: Path) -> None:
-    fails(
-        piper("run", recipe, "--launcher", "emulated", "--out", tmp_path / "o"),
-        "emulated",
-        "--emulate CLUSTER",
-    )
-
-
-def test_a_launcher_that_is_not_known(recipe: Path, tmp_path: Path) -> None:
-    fails(
-        piper("run", recipe, "--launcher", "mpi", "--out", tmp_path / "o"),
-        "'mpi' is not known",
-        "processes",
-    )
+@each_case(
+    ("launcher", "words"),
+    [
+        ("emulated", ["emulated", "--emulate CLUSTER"]),
+        ("mpi", ["'mpi' is not known", "processes"]),
+    ],
+)
+def test_a_launcher_that_cannot_be(
+    recipe: Path, tmp_path: Path, launcher: str, words: list[str]
+) -> None:
+    fails(piper("run", recipe, "--launcher", launcher, "--out", tmp_path / "o"), *words)
 
 
 def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path) -> None:
@@ -396,22 +372,8 @@ def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path
 
 
 def test_launch_prints_what_print_launch_does(recipe: Path) -> None:
-    given = [
-        recipe,
-        "--nodes",
-        2,
-        "--steps",
-        5,
-        "--log",
-        "wandb",
-        "--timeout-s",
-        9,
-        "--ranges",
-        "--costs",
-        "c.json",
-        "--out",
-        "o",
-    ]
+    more = "--nodes 2 --steps 5 --log wandb --timeout-s 9 --ranges --costs c.json --out o"
+    given = [recipe, *more.split()]
     printed = piper("launch", *given)
     assert (
         printed.exit_code == 0 and printed.output == piper("run", "--print-launch", *given).output
