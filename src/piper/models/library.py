@@ -73,12 +73,14 @@ def library_model(file: str) -> Any:
     """Return the module, on the device that is current; raise JobError if transformers cannot make it."""
     library: Any = importlib.import_module(LIBRARY)
     fields: Mapping[str, Any] = read_fields(Path(file))
+    # the grouped kernels of experts number the rows of the batch, which no plan can cut
+    loops = {"experts_implementation": "eager"} if any("experts" in f for f in fields) else {}
     try:
         config = library.AutoConfig.for_model(**{**fields, "use_cache": False})
-        return library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return library.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **loops)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise JobError(
-            f"{file}: transformers makes no causal language model of it ({type(error).__name__}: {error})"
+            f"{file}: transformers makes no causal language model of it ({str(error).partition('. ')[0]})"
         ) from error
 
 
