@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from piper_interop import Asked, Imported, JobDescription, import_job
+from piper_interop import Asked, DeviceLayout, Imported, JobDescription, ModelSizes, import_job
+from piper_interop.megatron.describe import WHOLE_MB
 from piper_interop.neutral.system import System
 
 DENSE = (
@@ -42,3 +45,37 @@ def megatron() -> System:
     from piper_interop import system
 
     return system("megatron")
+
+
+LAYOUTS = (
+    DeviceLayout(tp=2, sequence=True, dp=4, zero=1, bucket_mb=152.587890625),
+    DeviceLayout(tp=2, cp=2, attention="gather", dp=2, zero=1, over_cp=True, bucket_mb=WHOLE_MB),
+    DeviceLayout(cp=2, attention="heads", dp=4, bucket_mb=2.0),
+    DeviceLayout(pp=4, dp=2, bucket_mb=WHOLE_MB),
+    DeviceLayout(pp=4, schedule="interleaved", chunks=2, group=5, dp=2, zero=1, bucket_mb=2.0),
+    DeviceLayout(pp=4, dp=2, at=(1, 4, 6), bucket_mb=WHOLE_MB),
+    DeviceLayout(pp=3, dp=2, bucket_mb=WHOLE_MB),
+    DeviceLayout(
+        pp=2, dp=2, schedule="interleaved", chunks=2, at=(1, 6, 9), units="all", bucket_mb=WHOLE_MB
+    ),
+    DeviceLayout(dp=4, dp_replicate=2, zero=1, bucket_mb=WHOLE_MB),
+    DeviceLayout(dp=8, zero=2),
+    DeviceLayout(dp=8, zero=3),
+)
+"""Layouts that Megatron can say, for a decoder of eight layers."""
+
+
+def job_with(layout: DeviceLayout, **changes: Any) -> JobDescription:
+    """Return the decoder of eight layers under a layout; rows of a step are twelve microbatches of each replica."""
+    job = described()
+    rows = 12 * job.rows * layout.replicas
+    fields = dict(job.sizes.fields) | {"vocab": 1024}
+    return replace(
+        job,
+        name="megatron",
+        sizes=ModelSizes(fields),
+        global_batch=rows,
+        layout=layout,
+        notes=(),
+        **changes,
+    )

@@ -193,6 +193,13 @@ def test_stand_ins_are_asked_for_and_noted(more: str, stand_in: str, words_of_it
     assert any(words_of_it in note for note in described(more, 8, stand_in).notes)
 
 
+def test_layers_for_further_tokens_leave_a_layout() -> None:
+    parts = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*3m*2L --mtp-num-layers 2"
+    assert described(parts, 8, "no-mtp").layout.at == (5,)
+    with pytest.raises(JobError, match="stage 2 of 4 is empty"):
+        described(parts.replace("t*3m*2L", "t*3|m*2|L"), 8, "no-mtp")
+
+
 def test_stand_ins_of_mixtures() -> None:
     parts = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
     with pytest.raises(JobError, match="2 options of this job") as refusal:
@@ -237,6 +244,7 @@ def test_stand_ins_of_mixtures() -> None:
         ("--decoder-num-layers 4", 8, "T5"),
         ("--expert-model-parallel-size 2 --num-experts 4 --moe-layer-freq 2", 8, "all layers but some first ones"),
         ("--expert-model-parallel-size 8 --num-experts 8 --context-parallel-size 2", 8, "folded over tp or cp"),
+        ("--context-parallel-size 2 --seq-length 30", 8, "give a multiple of 4"),
         ("--num-experts 8 --moe-aux-loss-coeff much", 8, "numbers are needed"),
         ("--num-distributed-optimizer-instances 3", 8, "do not divide the replicas"),
     ],

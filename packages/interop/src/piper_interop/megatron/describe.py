@@ -68,6 +68,11 @@ PARTS = {
 def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     """Return the job that the options describe; raise JobError for numbers that do not fit together."""
     found = check(foreign)
+    if length(foreign) % (2 * found.cp) and found.cp > 1:
+        raise JobError(
+            f"{foreign.source}: --seq-length {length(foreign)} is no multiple of 2 x --context-parallel-size, which "
+            f"Megatron asks for; give a multiple of {2 * found.cp}"
+        )
     whole, rows = batch(foreign, found.dp)
     low = any(foreign[name] for name in ("bf16", "fp16", "fp8-format", "fp4-format"))
     compute = "bfloat16" if low else "float32"

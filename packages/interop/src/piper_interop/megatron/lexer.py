@@ -15,7 +15,7 @@ _OPERATORS = ("&&", "||", ";;", "\n", ";", "&", "|", "(", ")", "<", ">")
 
 
 @dataclass(frozen=True)
-class Part:
+class WordPart:
     """Hold a piece of a word.
 
     Attributes:
@@ -34,7 +34,7 @@ class Word:
     """Hold a word of the script; an operator has one part and `operator`."""
 
     line: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[WordPart] = field(default_factory=list)
     operator: bool = False
 
     @property
@@ -76,7 +76,7 @@ class Lexer:
         elif operator := next((o for o in _OPERATORS if self.text.startswith(o, self.at)), ""):
             self._operator(operator)
         else:
-            self._add(Part(letter))
+            self._add(WordPart(letter))
             self.at += 1
 
     def _escaped(self) -> None:
@@ -85,26 +85,26 @@ class Lexer:
             self.line += 1
             self._end()
         else:
-            self._add(Part(following, quoted=True))
+            self._add(WordPart(following, quoted=True))
         self.at += 2
 
     def _operator(self, operator: str) -> None:
         if operator == "(" and self.word is not None and self.word.text.endswith("="):
-            self._add(Part("("))
+            self._add(WordPart("("))
             self.at += 1
             self._end()
             return
         if operator in "<>" and self.word is not None and self.word.text.isdigit():
             self.word = None  # the number of a stream, as in 2>file
         self._end()
-        self.words.append(Word(self.line, [Part(operator)], operator=True))
+        self.words.append(Word(self.line, [WordPart(operator)], operator=True))
         self.line += operator == "\n"
         self.at += len(operator)
 
     def _quoted(self, quote: str) -> None:
         start = self.line
         self.at += 1
-        self._add(Part("", quoted=True))
+        self._add(WordPart("", quoted=True))
         while self.at < len(self.text) and self.text[self.at] != quote:
             letter = self.text[self.at]
             if quote == '"' and letter in "$`":
@@ -118,13 +118,13 @@ class Lexer:
                     letter = " "
             elif letter == "\n":
                 self.line += 1
-            self._add(Part(letter, quoted=True))
+            self._add(WordPart(letter, quoted=True))
             self.at += 1
         if self.at >= len(self.text):
             raise JobError(f"{self.source}:{start}: a quote {quote} begins here and never ends")
         self.at += 1
 
-    def _expansion(self, *, quoted: bool) -> Part:
+    def _expansion(self, *, quoted: bool) -> WordPart:
         """Return the part that a dollar or a backquote begins, and go behind it."""
         if self.text[self.at] == "`":
             return self._between("`", "`", "command", quoted)
@@ -135,11 +135,11 @@ class Lexer:
         match = _NAME.match(self.text, self.at + 1)
         self.at += 1
         if match is None:
-            return Part("$", quoted=quoted)
+            return WordPart("$", quoted=quoted)
         self.at = match.end()
-        return Part(match[0], "variable", quoted)
+        return WordPart(match[0], "variable", quoted)
 
-    def _between(self, start: str, end: str, kind: str, quoted: bool) -> Part:
+    def _between(self, start: str, end: str, kind: str, quoted: bool) -> WordPart:
         """Return the text between brackets, which may hold brackets of the same kind."""
         line, begin, depth = self.line, self.at + len(start), 1
         self.at = begin
@@ -156,9 +156,9 @@ class Lexer:
         if depth:
             raise JobError(f"{self.source}:{line}: {start} begins here and never ends")
         self.at += 1
-        return Part(self.text[begin : self.at - 1], kind, quoted)
+        return WordPart(self.text[begin : self.at - 1], kind, quoted)
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: WordPart) -> None:
         if self.word is None:
             self.word = Word(self.line)
         self.word.parts.append(part)

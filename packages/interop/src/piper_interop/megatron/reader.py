@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from piper_interop.megatron import words
-from piper_interop.megatron.shell import Launch, Token, launch
+from piper_interop.megatron.shell import JobCommand, Token, launch
 from piper_interop.megatron.table import TABLE
 from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.options import Ignored, row_of
@@ -60,7 +60,7 @@ def read(source: str, asked: Asked) -> Foreign:
     `source` is a text that begins with an option, or the path of a file. Raises JobError, all at once, for values that
     an option does not take and for parts of a script that cannot be known.
     """
-    started: Launch | None = None
+    started: JobCommand | None = None
     if _OPTION.match(source.lstrip()):
         label, options = "options", list(_options(_split(source, "options", 0), "options"))
     else:
@@ -218,7 +218,7 @@ def _unknown(option: Option, *, aside: bool) -> str:
     )
 
 
-def _facts(source: str, started: Launch | None, asked: Asked) -> dict[str, Any]:
+def _facts(source: str, started: JobCommand | None, asked: Asked) -> dict[str, Any]:
     """Return the devices, None if nobody says them, the program, and a name for the job."""
     devices = asked.devices if asked.devices is not None else _devices(started)
     program = Path(started.program).name if started else ""
@@ -229,7 +229,7 @@ def _facts(source: str, started: Launch | None, asked: Asked) -> dict[str, Any]:
     return {"devices": devices, "program": program, "name": name}
 
 
-def _devices(started: Launch | None) -> int | None:
+def _devices(started: JobCommand | None) -> int | None:
     """Return the devices that the launcher's options say."""
     if started is None:
         return None

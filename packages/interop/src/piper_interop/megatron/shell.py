@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from piper_interop.megatron.conditions import truth
-from piper_interop.megatron.lexer import Lexer, Part, Word
+from piper_interop.megatron.lexer import Lexer, Word, WordPart
 from piper_ir.ground.errors import JobError
 
 Value = str | tuple[str, ...]
@@ -47,7 +47,7 @@ class Token:
 
 
 @dataclass
-class Launch:
+class JobCommand:
     """Hold the command that starts the job.
 
     Attributes:
@@ -63,7 +63,7 @@ class Launch:
     after: list[Token]
 
 
-def launch(text: str, source: str) -> Launch:
+def launch(text: str, source: str) -> JobCommand:
     """Return the one command of a script that starts a job; raise JobError if there is none, or more than one."""
     script = ShellScript(source)
     script.follow(Lexer(text, source).all())
@@ -99,7 +99,7 @@ class ShellScript:
 
     source: str
     variables: dict[str, Value] = field(default_factory=dict)
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[JobCommand] = field(default_factory=list)
     unknowns: list[tuple[int, str]] = field(default_factory=list)
     conditions: list[int] = field(default_factory=list)
 
@@ -293,7 +293,7 @@ class ShellScript:
         )
         name = tokens[first].text if program is not None else ""
         after = tokens[first + 1 :] if program is not None else tokens[first:]
-        self.launches.append(Launch(line, name, tokens[:first], after))
+        self.launches.append(JobCommand(line, name, tokens[:first], after))
 
     def _token(self, text: str, line: int) -> Token:
         condition, written = _CONDITIONAL.search(text), _LINE.search(text)
@@ -328,7 +328,7 @@ class ShellScript:
                 fields += pieces[1:]
         return [text for text in fields if text or kept]
 
-    def _value(self, part: Part, line: int) -> Value:
+    def _value(self, part: WordPart, line: int) -> Value:
         """Return the value of a variable; a mark if it is unknown."""
         shown = f"$({part.text})" if part.kind == "command" else f"${{{part.text}}}"
         match = _VARIABLE.fullmatch(part.text) if part.kind == "variable" else None
@@ -359,7 +359,7 @@ class ShellScript:
         return f"\0{len(self.unknowns) - 1}\0"
 
 
-def _plain(part: Part) -> bool:
+def _plain(part: WordPart) -> bool:
     return part.kind == "text" and not part.quoted
 
 

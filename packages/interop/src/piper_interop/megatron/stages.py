@@ -47,8 +47,11 @@ def unrolled(layout: str) -> list[str]:
 
 
 def of_layout(layout: str, layers: int) -> tuple[int, ...]:
-    """Return the layers of each stage of a layout string without MTP; raise JobError if they are not all `layers`."""
-    counts = tuple(stage.count("t") for stage in unrolled(layout.replace("m", "")))
+    """Return the layers of each stage of a layout string; raise JobError if they are not all `layers`.
+
+    Layers for further tokens (MTP) are left out.
+    """
+    counts = tuple(stage.count("t") for stage in unrolled(layout))
     if sum(counts) != layers:
         raise JobError(
             f"layout {layout!r}: it has {sum(counts)} layers, and the model has {layers}"

@@ -45,7 +45,7 @@ def _experts_differ(foreign: Foreign) -> bool:
 def _experts_do_not_fit(foreign: Foreign) -> bool:
     """Return whether experts would be spread over more than the replicas."""
     found = degrees(foreign)
-    if not mixture(foreign):
+    if not mixture(foreign) or not found.devices:
         return False
     whole = found.experts_cut_alike if found.etp != found.tp else found.ep
     return whole < 1 or found.dp % whole != 0
@@ -176,7 +176,12 @@ STRATEGY: OptionTable = {
         "states sharded over the copies, too", "leave it out with --set",
         when=lambda f: f["num-distributed-optimizer-instances"] > 1,
     ),
-    "overlap-grad-reduce": Mapped("dp: bucket_mb; without it all gradients are one bucket"),
+    "overlap-grad-reduce": (
+        Nearest(
+            "gradients scattered beside compute", FAST, unless=(True,), when=lambda f: f["use-megatron-fsdp"]
+        ),
+        Mapped("dp: bucket_mb; without it all gradients are one bucket"),
+    ),
     "overlap-param-gather": (
         Nearest(
             "parameters gathered beside compute",
