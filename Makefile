@@ -23,7 +23,7 @@ PIP_FAILED := { echo "make: pip could not install the above; nothing is lost, th
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run check test test-long bench gpu-check gallery mutants zoo clean FORCE
+.PHONY: help install run check test test-long bench gpu-check gallery mutants zoo interop clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -61,6 +61,9 @@ mutants: $(INSTALLED) ## seed faults into compiler and runtime; a table of which
 
 zoo: $(INSTALLED) ## train public models on two stages beside plain PyTorch: the table of docs/models.md (packages, an hour and more)
 	PYTHONPATH=. $(PY) -m tests.zoo.run $(ARGS)
+
+interop: $(INSTALLED) ## let the parsers of torchtitan and other systems judge imports and exports (packages, some minutes)
+	$(PY) -m tests.interop.run $(ARGS)
 
 clean: ## remove .venv, caches and build leftovers
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -64,6 +64,26 @@ def runs_take_the_cpu() -> None:
         sys.modules["piper_runtime.rank.values.device"].default = "cpu"
 
 
+DRAWING = "packages/report/"
+"""The folder of tests that look at drawings."""
+NOT_DRAWN = {"png": b"\x89PNG\r\n\x1a\n", "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>'}
+
+
+@pytest.fixture(autouse=True)
+def figures_are_not_rendered(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make the figures of a report, but render them for the tests of reports only.
+
+    Rendering takes ten times as long as the command that writes the report.
+    """
+    style = sys.modules.get("piper_report.figures.style")
+    if style is None or request.node.nodeid.startswith(DRAWING):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(style, "rendered", lambda figure, kind: NOT_DRAWN[kind])
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Processes for plans of up to four ranks, started once per test process: a worker's imports take seconds.
@@ -119,6 +139,10 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "tests/predictions/test_memory_snapshot.py",
         "tests/parity/test_settled_values.py",
         "tests/parity/test_sharded_tables.py",
+        "tests/parity/test_parity_judge.py",
+        "tests/parity/test_recompute_refused.py",
+        "tests/predictions/test_recompute_costs.py",
+        "tests/predictions/test_memory_copies.py",
         "packages/capture/tests/test_layout_indexes.py",
         "packages/capture/tests/test_capture_parity.py",
         "packages/capture/tests/test_capture_sizes.py",
@@ -139,6 +163,21 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "tests/parity/test_sums_between_chunks.py",
         "tests/parity/test_expert_parallel.py",
         "tests/runs/test_expert_runs.py",
+        "tests/parity/test_shared_optimizers.py",
+        "tests/parity/test_shared_halves.py",
+        "tests/parity/test_shared_means.py",
+        "tests/parity/test_shared_tables.py",
+        "tests/predictions/test_explain_shared_states.py",
+    ),
+    "dropless mixtures": (
+        "tests/parity/test_dropless.py",
+        "tests/parity/test_dropless_experts.py",
+        "tests/predictions/test_expert_work.py",
+        "tests/predictions/test_tuned_load.py",
+    ),
+    "losses": (
+        "tests/parity/test_losses.py",
+        "tests/parity/test_own_losses.py",
     ),
     "steps of chunks, each traced once": (
         "packages/capture/tests/test_joint_parity.py",

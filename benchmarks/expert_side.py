@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import piper
 from benchmarks.step_model import VOCAB, Regime, fused_adamw, job
 from benchmarks.step_sides import Setup, TorchSide, initial_model
-from piper.models import MoEConfig
+from piper.models import DecoderConfig, MoEConfig
 
 EXPERTS = "experts"
 """The kind of this comparison."""
@@ -37,7 +37,7 @@ class MixtureRegime(Regime):
     dtype: str = "float32"
 
     @property
-    def config(self) -> MoEConfig:
+    def config(self) -> DecoderConfig:
         return MoEConfig(
             layers=self.layers, width=self.width, heads=self.heads, kv_heads=self.heads // 2, hidden=self.hidden,
             vocab=VOCAB, length=self.context, experts=self.experts, top_k=self.top_k, capacity_factor=None,
@@ -82,8 +82,8 @@ class TorchExperts(nn.Module):
         config: Any = whole.config
         self.router, self.top_k, self.group = whole.router, config.top_k, group
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.own = config.experts // self.world
-        self.tokens = torch.zeros(config.experts, dtype=torch.int64)
+        self.own = config.number // self.world
+        self.tokens = torch.zeros(config.number, dtype=torch.int64)
         """How many tokens chose each expert: torchtitan counts them, and ours does."""
         mine = slice(self.rank * self.own, (self.rank + 1) * self.own)
         self.gate, self.up, self.down = (

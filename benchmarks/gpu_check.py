@@ -35,7 +35,7 @@ import piper
 from benchmarks import gpu, gpu_hazards, gpu_layouts, gpu_states
 from benchmarks.measure import Row, machine
 from piper import models
-from piper.models.presets import Config
+from piper.models import DecoderConfig
 from piper_runtime.launch import Pool
 from piper_runtime.rank import using
 
@@ -156,7 +156,7 @@ def table(here: dict[str, object], rows: Sequence[Row], failed: Sequence[str]) -
 
 
 def blocks(
-    device: str, cluster: Cluster, sizes: dict[str, Config], global_batch: int = ROWS
+    device: str, cluster: Cluster, sizes: dict[str, DecoderConfig], global_batch: int = ROWS
 ) -> Iterator[Row]:
     """Measure blocks of each model in bfloat16, eager.
 

@@ -18,7 +18,7 @@ import piper
 from benchmarks.gpu import joined_pool, peak_errors
 from benchmarks.measure import Goal, Row
 from piper import models
-from piper.models.presets import Config
+from piper.models import DecoderConfig
 from piper_ir.fold.memory import on_device
 from piper_ir.plan.plan import Plan
 from piper_runtime.launch import Pool
@@ -50,11 +50,11 @@ MIXTURE = models.MoEConfig(
 class Shared:
     """Hold a model and the strategy of two ranks that share its work."""
 
-    config: Config
+    config: DecoderConfig
     strategy: piper.Strategy
 
 
-def cases(llama: Config = LLAMA, mixture: Config = MIXTURE) -> dict[str, Shared]:
+def cases(llama: DecoderConfig = LLAMA, mixture: DecoderConfig = MIXTURE) -> dict[str, Shared]:
     """Return each way in which two ranks share the work of chunks."""
     recipes, halves = piper.recipes, piper.split(piper.where(), microbatches=MICROBATCHES)
     ring = recipes.context_parallel(attention="ring", order="zigzag")
@@ -81,7 +81,7 @@ def counting(vocab: int, length: int, step: int, rows: range) -> tuple[Tensor, T
     return numbers[:, :-1].contiguous(), numbers[:, 1:].contiguous()
 
 
-def work_of(config: Config) -> piper.Job:
+def work_of(config: DecoderConfig) -> piper.Job:
     """Return the job of a case: bfloat16 beside parameters in float32."""
     made = models.job(config, global_batch=ROWS, lr=1e-3, clip_norm=1.0)
     return replace(made, batch=partial(counting, config.vocab, config.length))

@@ -25,7 +25,7 @@ from benchmarks.gpu import EQUAL, difference, error_row, joined_pool, peak_error
 from benchmarks.measure import Goal, Row, pairs_row
 from benchmarks.step_model import Regime, adamw, job
 from piper import models
-from piper.models.presets import Config
+from piper.models import DecoderConfig
 from piper_ir.fold.memory import on_device
 from piper_ir.plan.plan import COMPUTE, Plan, RolePlan
 from piper_runtime.engine import MemoryRecord
@@ -45,7 +45,7 @@ BLOCKED, BESIDE = Goal("below", 100), Goal("below", 1.05)
 SPEED = Goal("above", 1.0)
 BUCKET_MB = 1
 POLICIES = ("products", "attention", "inputs")
-RECOMPUTED: dict[str, Config] = {
+RECOMPUTED: dict[str, DecoderConfig] = {
     "GPT, width 1024, 4 blocks": models.GPTConfig(
         layers=4, width=1024, heads=16, vocab=8192, length=1024
     ),
@@ -162,7 +162,7 @@ def peak_row(section: str, title: str, plan: Plan, asked: Mapping[int, int]) -> 
 
 
 def mixed(
-    device: str, sizes: Mapping[str, Config], rows: int = ROWS, steps: int = STEPS
+    device: str, sizes: Mapping[str, DecoderConfig], rows: int = ROWS, steps: int = STEPS
 ) -> Iterator[Row]:
     """Compare bfloat16 beside parameters in float32 with plain torch that keeps masters: losses, and seconds per step.
 
@@ -250,7 +250,7 @@ class MasterLoop:
 
 
 def policies_of(
-    config: Config, rows: int = ROWS
+    config: DecoderConfig, rows: int = ROWS
 ) -> Iterator[tuple[str, piper.Job, piper.Strategy]]:
     """Yield a job without recomputation and under each policy, with the strategy."""
     work = models.job(config, global_batch=rows)
@@ -264,7 +264,7 @@ def policies_of(
         )
 
 
-def peaks(device: str, sizes: Mapping[str, Config], rows: int = ROWS) -> Iterator[Row]:
+def peaks(device: str, sizes: Mapping[str, DecoderConfig], rows: int = ROWS) -> Iterator[Row]:
     """Compare the peak of each policy with what the allocator was asked for; less is kept than without any."""
     with using(device), Pool(1) as pool:
         for name, config in sizes.items():
@@ -280,7 +280,7 @@ def peaks(device: str, sizes: Mapping[str, Config], rows: int = ROWS) -> Iterato
 
 
 def overheads(
-    device: str, cluster: Cluster, sizes: Mapping[str, Config] = RECOMPUTED, rows: int = ROWS
+    device: str, cluster: Cluster, sizes: Mapping[str, DecoderConfig] = RECOMPUTED, rows: int = ROWS
 ) -> Iterator[Row]:
     """Compare by how much policies lengthen a step with what a profile says, in points of per cent."""
     with using(device), Pool(1) as pool:

@@ -133,7 +133,7 @@ class Size:
     replicas: int = REPLICAS
     microbatches: int = MICROBATCHES
 
-    def config(self) -> models.GPTConfig:
+    def config(self) -> models.DecoderConfig:
         return models.GPTConfig(layers=self.layers, width=64, heads=4, vocab=256, length=64)
 
     def seconds(self) -> tuple[int, dict[str, float]]:

@@ -41,13 +41,13 @@ PREFETCH = (1, 2)
 STREAMS = ("own", "shared")
 
 
-def job(config: models.LlamaConfig = MODEL) -> piper.Job:
+def job(config: models.DecoderConfig = MODEL) -> piper.Job:
     """Return the job, whose batch is never used."""
     return models.job(config, global_batch=GLOBAL_BATCH)
 
 
 @lru_cache(maxsize=2)
-def problem(config: models.LlamaConfig = MODEL) -> tuple[TuningProblem, Programs, dict[str, Any]]:
+def problem(config: models.DecoderConfig = MODEL) -> tuple[TuningProblem, Programs, dict[str, Any]]:
     """Return the captured model as the tuner sees it."""
     from piper.api.running.tuning import Conditions, problem_of
 

@@ -29,7 +29,8 @@ from torch.nn import functional as F
 import piper
 from benchmarks.step_model import LARGE, SMALL, Regime, job
 from benchmarks.step_sides import Setup, TorchSide, initial_model
-from piper.models.parts import SwiGLU, rotary, rotate
+from piper.models.parts import FeedForward as ModelFeedForward
+from piper.models.parts import rotary, rotate
 
 VOCAB = 257
 
@@ -110,7 +111,7 @@ class Kind:
 
 
 def _swiglu(r: Regime) -> nn.Module:
-    return SwiGLU(r.width, 4 * r.width)
+    return ModelFeedForward(r.width, 4 * r.width, "silu", gated=True)
 
 
 GPT_COLUMNS = ("attention.qkv", "feed_forward.up")

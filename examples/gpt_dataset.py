@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import piper
-from piper.models import GPT, GPTConfig
+from piper.models import GPTConfig
 
 FILE = Path(tempfile.gettempdir()) / "piper_sentences.txt"
 SENTENCES, LENGTH, VOCAB = 4000, 64, 128
@@ -84,7 +84,7 @@ def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def model() -> nn.Module:
-    return GPT(GPTConfig(layers=4, width=64, heads=4, vocab=VOCAB, length=LENGTH))
+    return GPTConfig(layers=4, width=64, heads=4, vocab=VOCAB, length=LENGTH).build()
 
 
 dataset = Lines(FILE)

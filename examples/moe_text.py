@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import piper
-from piper.models import MoEConfig
+from piper.models import DecoderConfig, MoEConfig
 
 if TYPE_CHECKING:
     from piper.sessions.training import Session, Settings
@@ -60,7 +60,7 @@ def batch(size: int, length: int, step: int, rows: range) -> tuple[Tensor, Tenso
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def mixture(sizes: MoEConfig, global_batch: int) -> piper.Job:
+def mixture(sizes: DecoderConfig, global_batch: int) -> piper.Job:
     """Return the job that trains a mixture of these sizes on the text, with a loss that balances experts."""
     # In float32, because a CPU may have no products of bfloat16. On GPUs leave `precision` out.
     made = piper.models.job(

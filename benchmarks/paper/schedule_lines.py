@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -39,14 +39,13 @@ class Setup:
     rows: int = 4
     length: int = 512
     shared: bool = False
-    sizes: models.MoEConfig | None = None
+    sizes: models.DecoderConfig | None = None
 
     @cached_property
     def job(self) -> piper.Job:
         config = self.sizes or models.preset(self.model)
-        assert isinstance(config, models.MoEConfig)
         batch = self.rows * self.microbatches * self.width
-        balanced = replace(config, capacity_factor=1.0)
+        balanced = config.with_experts(capacity_factor=1.0)
         return models.job(balanced, global_batch=batch, length=self.length)
 
     @property

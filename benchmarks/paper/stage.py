@@ -63,10 +63,14 @@ class Setting:
     reached: float | None = None
 
     @property
-    def config(self) -> models.MoEConfig:
-        found = models.PRESETS[self.model]
-        assert isinstance(found, models.MoEConfig)
-        return found
+    def config(self) -> models.DecoderConfig:
+        return models.PRESETS[self.model]
+
+    @property
+    def experts(self) -> models.Experts:
+        """Return the sizes of the model's mixtures."""
+        assert self.config.experts is not None
+        return self.config.experts
 
     @property
     def tokens(self) -> int:
@@ -75,17 +79,17 @@ class Setting:
     @property
     def exchanged(self) -> int:
         """Return the bytes of an all-to-all on each rank: each token goes to `top_k` experts."""
-        return self.tokens * self.config.top_k * self.config.width * ITEM
+        return self.tokens * self.experts.top_k * self.config.width * ITEM
 
     @property
     def kv_width(self) -> int:
-        return self.config.width * self.config.kv_heads // self.config.heads
+        return self.config.width * self.config.key_heads // self.config.heads
 
     @property
     def dense(self) -> int:
         """Return the bytes of the gradients of a layer that both ranks hold: attention and router."""
         c = self.config
-        return ITEM * c.width * (2 * c.width + 2 * self.kv_width + c.experts)
+        return ITEM * c.width * (2 * c.width + 2 * self.kv_width + self.experts.number)
 
     @property
     def head(self) -> int:
@@ -107,8 +111,9 @@ class Setting:
         square, narrow = self._matmul(t, c.width, c.width), self._matmul(t, self.kv_width, c.width)
         core = self._attention()
         # a rank computes as many tokens as it sends: its own experts' share of everybody's
-        experts = (self._matmul(t * c.top_k, c.hidden, c.width),) * 2 + (
-            self._matmul(t * c.top_k, c.width, c.hidden),
+        taken, hidden = t * self.experts.top_k, self.experts.hidden
+        experts = (self._matmul(taken, hidden, c.width),) * 2 + (
+            self._matmul(taken, c.width, hidden),
         )
         head = (self._matmul(t, c.vocab, c.width),)
         return {

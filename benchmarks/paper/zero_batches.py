@@ -4,7 +4,7 @@ keeps."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -81,7 +81,7 @@ class Setting:
         length: tokens per row.
     """
 
-    model: models.MoEConfig = field(default_factory=lambda: dropless("qwen3-moe-9b"))
+    model: models.DecoderConfig = field(default_factory=lambda: dropless("qwen3-moe-9b"))
     length: int = 512
     pp: int = 8
     dp: int = 4
@@ -106,11 +106,11 @@ class Setting:
         return piper.compile(job, strategy, options=Options(device="cuda")).plan
 
 
-def dropless(model: str) -> models.MoEConfig:
+def dropless(model: str) -> models.DecoderConfig:
     """Return a mixture in which no expert is ever full."""
     config = models.preset(model)
-    assert isinstance(config, models.MoEConfig)
-    return replace(config, capacity_factor=config.experts / config.top_k)
+    assert config.experts is not None
+    return config.with_experts(capacity_factor=config.experts.number / config.experts.top_k)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers, which do not 
     from piper_compiler import write_schedule_csv as write_schedule_csv
     from piper_ir.ground.errors import DirectiveError as DirectiveError
     from piper_ir.ground.errors import PiperError as PiperError
+    from piper_ir.ground.errors import PiperWarning as PiperWarning
     from piper_ir.ground.mesh import Mesh as Mesh
     from piper_ir.ground.select import ANY as ANY
     from piper_ir.ground.select import NONE as NONE
@@ -157,6 +158,7 @@ _HOME = {
     "Run": "piper_runtime",
     "verify": "piper_ir.verify",
     "PiperError": "piper_ir.ground.errors",
+    "PiperWarning": "piper_ir.ground.errors",
     "DirectiveError": "piper_ir.ground.errors",
 }
 

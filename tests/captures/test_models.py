@@ -11,7 +11,7 @@ from torch import Tensor
 
 import piper
 from piper import models
-from piper.models.moe import Experts
+from piper.models.mixture import Mixture
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.sizes import bind
 from piper_ir.verify import verify
@@ -19,7 +19,7 @@ from piper_simulator.metrics import model_flops
 from tests.helpers import parity
 from tests.helpers.cases import each_case
 
-SMALL: dict[str, models.GPTConfig | models.LlamaConfig] = {
+SMALL: dict[str, models.DecoderConfig] = {
     "gpt": models.GPTConfig(layers=4, width=16, heads=2, vocab=32, length=8),
     "llama": models.LlamaConfig(layers=4, width=16, heads=4, kv_heads=2, hidden=24, vocab=32, length=8),
     "moe": models.MoEConfig(
@@ -30,14 +30,32 @@ SMALL: dict[str, models.GPTConfig | models.LlamaConfig] = {
 
 PUBLISHED = {
     "gpt3-175b": "175",
+    "llama2-7b": "6.74",
+    "llama2-13b": "13.0",
+    "llama2-70b": "69.0",
+    "llama3.2-1b": "1.24",
+    "llama3.2-3b": "3.21",
+    "qwen3-8b": "8.2",
+    "qwen3-32b": "32.8",
+    "qwen3-30b-a3b": "30.5",
+    "qwen3-235b-a22b": "235",
+    "mixtral-8x7b": "46.7",
+    "mixtral-8x22b": "141",
+    "deepseek-v2": "236",
+    "deepseek-v3": "671",
+    "gpt-neox-20b": "20.555",
+    "nemotron-15b": "15.6",
+    "nemotron-340b": "341",
+    "gemma2-27b": "27.2",
+    "bloom-176b": "176.247",
     "llama3-8b": "8.03",
     "llama3-70b": "70.6",
     "llama3-405b": "406",
     "qwen3-moe-1b": "1",
     "qwen3-moe-9b": "9",
 }
-"""10^9 parameters as their authors say, in as many digits: GPT-3, arXiv 2005.14165, table 2.1; the model cards of Llama
-3 8B, 70B and 3.1 405B; the names of the mixtures in arXiv 2606.11169."""
+"""10^9 parameters as their authors say, in as many digits, by the sources that stand beside the presets; Llama 2 and 3.2
+by their published weights, the mixtures of arXiv 2606.11169 by their names."""
 
 
 def rounded(count: int, digits: str) -> str:
@@ -63,12 +81,12 @@ def test_model_flops_of_a_mixture_are_those_of_its_active_parameters() -> None:
     """Half of the numbers of experts: top 2 of 4, with as many places as are taken. The embedding counts, the field's
     way."""
     config = SMALL["moe"]
-    assert isinstance(config, models.MoEConfig)
+    assert config.experts is not None
     work = models.job(config, global_batch=4, precision="float64")
     plan = piper.compile(
         work, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))
     ).plan
-    experts = config.layers * config.experts * 3 * config.width * config.hidden
+    experts = config.layers * config.experts.number * 3 * config.width * config.experts.hidden
     active = models.parameter_count(config) - experts // 2
     attention = 12 * config.layers * config.heads * 6 * config.length
     assert model_flops(plan, config.length) == (6 * active + attention) * 4 * config.length
@@ -147,12 +165,12 @@ def test_a_row_of_tokens_is_the_same_in_every_range() -> None:
     assert not torch.equal(work.batch(4, range(0, 8))[0], tokens)
 
 
-def by_loops(experts: Experts, x: Tensor) -> tuple[Tensor, int]:
+def by_loops(experts: Mixture, x: Tensor) -> tuple[Tensor, int]:
     """The mixture token by token, and how many choices found their expert full."""
     out, dropped = torch.zeros_like(x), 0
     share, chosen = experts.routed(x)
     for row in range(x.shape[0]):
-        taken = [0] * experts.config.experts
+        taken = [0] * experts.config.number
         for t, k in product(range(x.shape[1]), range(experts.config.top_k)):
             e = int(chosen[row, t, k])
             if taken[e] == experts.config.capacity(x.shape[1]):
@@ -169,19 +187,9 @@ def by_loops(experts: Experts, x: Tensor) -> tuple[Tensor, int]:
 @pytest.mark.parametrize(("factor", "drops"), [(0.5, True), (1.0, True), (4.0, False)])
 def test_experts_are_what_loops_over_tokens_compute(factor: float, drops: bool) -> None:
     """Values and gradients; tokens that find an expert full among them."""
-    config = models.MoEConfig(
-        layers=1,
-        width=8,
-        heads=1,
-        kv_heads=1,
-        hidden=12,
-        experts=4,
-        top_k=2,
-        capacity_factor=factor,
-        length=16,
-    )
+    config = models.Experts(number=4, top_k=2, hidden=12, capacity_factor=factor)
     torch.manual_seed(0)
-    experts = Experts(config).double()
+    experts = Mixture(8, config).double()
     for p in experts.parameters():
         torch.nn.init.normal_(p)
     found: list[list[Tensor]] = []
@@ -222,7 +230,7 @@ def test_attention_written_out_saves_what_was_published(width: int, heads: int) 
     )  # negative control: without masks and T x T numbers it is far from that
 
 
-def bytes_saved(config: models.GPTConfig) -> int:
+def bytes_saved(config: models.DecoderConfig) -> int:
     """The bytes of one row that live from F of a layer to its backward, its input among them; nothing is allocated."""
     work = models.job(config, global_batch=2)
     program = piper.compile(work, piper.Strategy(piper.Mesh())).program
@@ -254,7 +262,9 @@ def test_dropout_and_attention_written_out_train_what_one_device_trains() -> Non
 
 
 def test_rows_never_compete_for_an_expert() -> None:
-    experts = Experts(SMALL["moe"]).double()  # type: ignore[arg-type]  # the MoEConfig among them
+    sizes = SMALL["moe"].experts
+    assert sizes is not None
+    experts = Mixture(16, sizes).double()
     x = torch.randn(4, 8, 16, dtype=torch.float64)
     torch.testing.assert_close(experts(x)[1:2], experts(x[1:2]), rtol=1e-12, atol=1e-14)
 
@@ -263,15 +273,16 @@ def test_rows_never_compete_for_an_expert() -> None:
     ("make", "message"),
     [
         (lambda: models.preset("gpt5"), "unknown model 'gpt5'; known are gpt3-175b"),
-        (lambda: models.job(7, global_batch=1), "a preset's name or a GPTConfig"),
+        (lambda: models.job(7, global_batch=1), "a preset's name or a DecoderConfig"),
         (lambda: models.GPTConfig(layers=0, width=8, heads=2), "layers=0"),
         (lambda: models.GPTConfig(layers=1, width=9, heads=2), "width=9.*multiple of heads=2"),
         (lambda: replace(SMALL["gpt"], attention="flash"), "attention='flash'.*'fused' or 'math'"),
         (lambda: replace(SMALL["gpt"], dropout=1.0), "dropout=1.0.*below 1"),
         (lambda: replace(SMALL["llama"], kv_heads=3), "heads=4.*multiple of kv_heads=3"),
         (lambda: replace(SMALL["llama"], head_dim=5), "heads of 5 elements"),
-        (lambda: replace(SMALL["moe"], top_k=5), "top_k=5.*there are 4 experts"),
-        (lambda: replace(SMALL["moe"], capacity_factor=0.0), "capacity_factor=0.0"),
+        (lambda: SMALL["moe"].with_experts(top_k=5), "top_k=5.*there are 4 experts"),
+        (lambda: SMALL["moe"].with_experts(capacity_factor=0.0), "capacity_factor=0.0"),
+        (lambda: SMALL["gpt"].with_experts(top_k=1), r"with_experts\(top_k\): .* has no experts"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make: object, message: str) -> None:

@@ -256,14 +256,16 @@ def counting_before_a_region(net: Any, x: Tensor) -> Tensor:
         return net.linear(x) * net.count
 
 
-def positive_sum(net: Any, x: Tensor) -> Tensor:
+def positive_entries(net: Any, x: Tensor) -> Tensor:
     y = net.linear(x)
-    return y[y > 0].sum() + y
+    kept = torch.zeros_like(y)
+    kept[y > 0] = y[y > 0]
+    return kept + net.out(y)
 
 
-def positive_sum_by_mask(net: Any, x: Tensor) -> Tensor:
+def positive_entries_by_mask(net: Any, x: Tensor) -> Tensor:
     y = net.linear(x)
-    return torch.where(y > 0, y, 0.0).sum() + y
+    return torch.where(y > 0, y, 0.0) + net.out(y)
 
 
 ROWS_OF_THE_TABLE: dict[str, Row] = {
@@ -357,7 +359,9 @@ ROWS_OF_THE_TABLE: dict[str, Row] = {
         lambda net, x: net.linear(x) * net.scale,
         build=(None, add_global),
     ),
-    "shape that depends on values": Row(r"torch\.where, masks", positive_sum, positive_sum_by_mask),
+    "shape that depends on values": Row(
+        r"torch\.where, masks", positive_entries, positive_entries_by_mask
+    ),
     "shared memory": Row(
         r"`b\.weight = a\.weight` ties parameters",
         lambda net, x: net.out(net.linear(x)),

@@ -243,7 +243,7 @@ def test_strategies_that_cannot_be(
     fails(piper("explain", path), *words)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "words"),
     [
         (lambda t: t.replace('"is": "Split"', '"is": "Splitt"'), ["'Splitt'", "Split"]),
@@ -268,7 +268,7 @@ def test_unknown_cluster_and_flag(recipe: Path) -> None:
     assert piper("simulate", recipe, "--clutser", "h100x8").exit_code == 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "words"),
     [
         (

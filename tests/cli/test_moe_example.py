@@ -17,7 +17,7 @@ from piper_ir.program.ops import Collective
 from piper_report import load
 from piper_runtime.launch import RunOptions
 
-SIZES = replace(moe_text.SIZES, layers=1, width=32, hidden=32, length=32, experts=4)
+SIZES = replace(moe_text.SIZES, layers=1, width=32, length=32).with_experts(number=4, hidden=32)
 STEPS = 12
 
 
@@ -73,8 +73,9 @@ def test_it_is_measured_predicted_trained_and_reported(
         json.loads(line)["experts"]
         for line in (done.folder / "metrics.jsonl").read_text().splitlines()
     ]
+    assert SIZES.experts is not None
     assert all(
-        sum(of["tokens"]) == 8 * SIZES.length * SIZES.top_k
+        sum(of["tokens"]) == 8 * SIZES.length * SIZES.experts.top_k
         for step in steps
         for of in step.values()
     )

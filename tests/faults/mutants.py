@@ -1,6 +1,6 @@
 """The mutation score: seeded faults in compiler and runtime, and which check catches each.
 
-`python -m tests.faults.mutants` prints the table. A compiler fault changes a finished plan: plan_faults.py,
+`python -m tests.faults.mutants` prints the table. A compiler fault changes a finished plan: plan_faults.py, update_faults.py,
 schedule_faults.py, sharding_faults.py, recompute_faults.py, layout_faults.py, expert_faults.py (peaks are computed
 after it). A runtime fault is one of runtime_faults.py, a job fault one of job_faults.py, sharer_faults.py,
 expert_faults.py, dropless_faults.py, backward_faults.py, loss_faults.py or state_faults.py. Each is tried on the cases
@@ -34,6 +34,7 @@ from tests.faults.schedule_faults import SCHEDULE
 from tests.faults.sharding_faults import SHARDING
 from tests.faults.sharer_faults import SHARERS
 from tests.faults.state_faults import STATES
+from tests.faults.update_faults import UPDATES
 from tests.helpers import compositions, parity
 from tests.helpers.compositions import Composition
 
@@ -183,7 +184,7 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
 MUTANTS: tuple[Mutant, ...] = (
     *(
         Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f)
-        for f in (*COMPILER, *SCHEDULE, *SHARDING, *RECOMPUTE, *LAYOUTS, *EXPERT_PLANS)
+        for f in (*COMPILER, *UPDATES, *SCHEDULE, *SHARDING, *RECOMPUTE, *LAYOUTS, *EXPERT_PLANS)
     ),
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
     *(

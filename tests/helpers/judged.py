@@ -7,14 +7,14 @@ from typing import Any
 
 from piper_ir.verify import verify
 from piper_runtime.launch.ground.result import Run
-from tests.helpers import compositions, models, parity
+from tests.helpers import compositions, parity
 from tests.helpers.compositions import MIXED, Composition
 from tests.helpers.memory_judge import lies
 
 
 def judge(c: Composition, memory: bool = True, **options: Any) -> Run:
     """Compile, verify, run for three steps and compare with plain PyTorch on the whole batch; memory is measured in the
-    second step (not that of Adafactor).
+    second step.
 
     Raises AssertionError with the composition and the first differences.
     """
@@ -24,10 +24,6 @@ def judge(c: Composition, memory: bool = True, **options: Any) -> Run:
     assert plan.shared or c.tp == c.cp == 1, f"{c!r}: no device shares a chunk"
     if c.precision in MIXED:
         assert all(b.mastered for b in plan.buckets), f"{c!r}: parameters without a master"
-    # An update of Adafactor is planned with the temporaries of its largest parameter, and holds fewer.
-    memory = memory and c.optimizer != "adafactor"
-    # Open: a recomputed F of these models holds 64 bytes per row more than its plan says, in the first layer alone.
-    memory = memory and not (c.keep != "all" and models.is_transformer(c.model))
     run = compositions.run(c, compiled, memory=memory, **options)
     exact = c.precision == "float64"
     parity.assert_parity(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from piper.models.moe import MoEConfig
+from piper.models import MoEConfig
 from piper_capture import Captured, capture, region
 from tests.helpers import losses, steered, transformers
 from tests.helpers.small_transformers import VOCAB, D, DeepGPT, TinyGPT, TinyLlama

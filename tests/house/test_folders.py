@@ -26,7 +26,7 @@ PACKAGES = {
         "piper_runtime.rank": "ranks",
         "piper_report": "report",
         "piper_autotune": "tuner",
-        "piper_interop": "interop",
+        "piper_interop": "systems",
         "piper.api": "calls",
     }.items()
 }

@@ -10,15 +10,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from packages.interop.tests.jobs import ACCELERATE, LLAMA, imported
-from piper_interop import Described, Layout, Recompute, export_job
+from piper_interop import DeviceLayout, JobDescription, Recomputation, export_job
 from piper_interop.accelerate.table import TABLE
 from piper_interop.neutral.options import row_of
 from tests.interop.real_parsers import answer
 
 PYTHON = "PIPER_ACCELERATE_PYTHON"
+pytestmark = pytest.mark.long
 
 FIELDS = """
 import dataclasses, json, warnings
@@ -131,21 +133,27 @@ def test_files_have_the_same_sizes_as_by_accelerate_itself(tmp_path: Path) -> No
 
 
 EXPORTED = [
-    Described(
-        "a", LLAMA, 4096, 64, 2, Layout(dp=8, zero=3, dp_replicate=2, tp=2), (Recompute("inputs"),)
+    JobDescription(
+        "a",
+        LLAMA,
+        4096,
+        64,
+        2,
+        DeviceLayout(dp=8, zero=3, dp_replicate=2, tp=2),
+        (Recomputation("inputs"),),
     ),
-    Described(
-        "b", LLAMA, 4096, 32, 1, Layout(dp=2, cp=4, attention="gather", zero=3, over_cp=True)
+    JobDescription(
+        "b", LLAMA, 4096, 32, 1, DeviceLayout(dp=2, cp=4, attention="gather", zero=3, over_cp=True)
     ),
-    Described(
+    JobDescription(
         "c",
         LLAMA,
         4096,
         32,
         1,
-        Layout(dp=2, cp=4, attention="ring", zero=3, over_cp=True, reshard=False),
+        DeviceLayout(dp=2, cp=4, attention="ring", zero=3, over_cp=True, reshard=False),
     ),
-    Described("d", LLAMA, 4096, 16, 1, Layout(dp=8), clip_norm=1.0),
+    JobDescription("d", LLAMA, 4096, 16, 1, DeviceLayout(dp=8), clip_norm=1.0),
 ]
 
 
@@ -170,7 +178,9 @@ def test_exports_are_taken_by_accelerate() -> None:
 
 
 def test_deepspeed_files_that_are_exported_here_are_named_in_the_launch_file() -> None:
-    files = export_job("accelerate", Described("e", LLAMA, 4096, 16, 1, Layout(dp=8, zero=2))).files
+    files = export_job(
+        "accelerate", JobDescription("e", LLAMA, 4096, 16, 1, DeviceLayout(dp=8, zero=2))
+    ).files
     launch = yaml.safe_load(files["accelerate_config.yaml"])
     assert launch["deepspeed_config"]["deepspeed_config_file"] in files
     (parsed,) = answer(PYTHON, PARSED, [[files["accelerate_config.yaml"], None]])

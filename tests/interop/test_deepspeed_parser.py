@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from packages.interop.tests.jobs import DEEPSPEED, LLAMA, MIXTURE, imported
-from piper_interop import Described, Layout, Recompute, export_job
+from piper_interop import DeviceLayout, JobDescription, Recomputation, export_job
 from piper_interop.deepspeed.table import KINDS, TABLE
 from piper_interop.neutral.options import row_of
 from tests.interop.real_parsers import answer
 
 PYTHON = "PIPER_DEEPSPEED_PYTHON"
+pytestmark = pytest.mark.long
 
 FIELDS = """
 import dataclasses, json, logging, re, sys, typing
@@ -133,18 +134,20 @@ def test_files_have_the_same_numbers_as_by_deepspeed_itself(tmp_path: Path) -> N
 
 
 EXPORTED = [
-    Described("a", LLAMA, 4096, 64, 2, Layout(dp=8, zero=3, bucket_mb=100, prefetch=1)),
-    Described("b", LLAMA, 4096, 32, 1, Layout(tp=4, dp=4, zero=2), (Recompute("inputs"),)),
-    Described(
+    JobDescription("a", LLAMA, 4096, 64, 2, DeviceLayout(dp=8, zero=3, bucket_mb=100, prefetch=1)),
+    JobDescription(
+        "b", LLAMA, 4096, 32, 1, DeviceLayout(tp=4, dp=4, zero=2), (Recomputation("inputs"),)
+    ),
+    JobDescription(
         "c",
         LLAMA,
         4096,
         8,
         1,
-        Layout(dp=2, cp=4, attention="heads", zero=1, over_cp=True),
+        DeviceLayout(dp=2, cp=4, attention="heads", zero=1, over_cp=True),
         reduce="bfloat16",
     ),
-    Described("d", MIXTURE, 4096, 16, 1, Layout(dp=16, ep=8, zero=1), params="bfloat16"),
+    JobDescription("d", MIXTURE, 4096, 16, 1, DeviceLayout(dp=16, ep=8, zero=1), params="bfloat16"),
 ]
 
 

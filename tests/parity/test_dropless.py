@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import piper
-import piper.models.moe
+import piper.models.mixture
 from piper import Mesh, Precision, Strategy, models, recipes
 from piper.api.compiling.compiling import Compiled
-from piper.models.moe import Experts
+from piper.models.mixture import Mixture
 from piper_capture.torch_api import replacements
 from piper_ir.ground.errors import PiperWarning, SelectorError
 from piper_ir.ground.sizes import bind
@@ -26,9 +26,9 @@ from tests.helpers import expert_loops, parity
 from tests.helpers.cases import each_case
 from tests.helpers.memory_judge import lies
 
-CONFIG = models.MoEConfig(
-    layers=4, width=16, heads=4, kv_heads=2, head_dim=6, hidden=24, vocab=32, length=8, qk_norm=True,
-    experts=4, top_k=2, capacity_factor=None,
+SIZES = models.Experts(number=4, top_k=2, hidden=24)
+CONFIG = models.DecoderConfig(
+    layers=4, width=16, heads=4, kv_heads=2, head_dim=6, hidden=24, vocab=32, length=8, qk_norm=True, experts=SIZES
 )  # fmt: skip
 SCHEDULES: dict[str, tuple[Mesh, Any]] = {
     "gpipe": (Mesh(pp=2), lambda: recipes.gpipe(pp=2, microbatches=4)),
@@ -95,11 +95,11 @@ def test_it_trains_what_one_device_trains(schedule: str) -> None:
     assert_trained(compiled(schedule), job())
 
 
-def looped(self: Experts, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+def looped(self: Mixture, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
     """The same by a plain loop over experts."""
     share, chosen = share.flatten(0, 1), chosen.flatten(0, 1)
     tokens, out = x.flatten(0, 1), torch.zeros_like(x.flatten(0, 1))
-    for expert in range(self.config.experts):
+    for expert in range(self.config.number):
         token, choice = (chosen == expert).nonzero(as_tuple=True)
         hidden = F.silu(tokens[token] @ self.gate[expert]) * (tokens[token] @ self.up[expert])
         out = out.index_add(0, token, hidden @ self.down[expert] * share[token, choice, None])
@@ -109,19 +109,19 @@ def looped(self: Experts, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
 def test_a_plan_is_a_plain_loop_over_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The judge runs the module as it is, which calls the ops; here it runs the loop in their place."""
     found = piper.execute(compiled("1f1b"), steps=2, launcher="inline", gradients=True)
-    monkeypatch.setattr(Experts, "dropless", looped)
+    monkeypatch.setattr(Mixture, "dropless", looped)
     parity.assert_parity(found, parity.reference(job(), replicas=1, microbatches=4, steps=2))
 
 
 def test_negative_control_a_loop_without_shares_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     found = piper.execute(compiled("1f1b"), steps=2, launcher="inline", gradients=True)
-    routed = Experts.routed
+    routed = Mixture.routed
 
-    def equal(self: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+    def equal(self: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
         share, chosen = routed(self, x)
         return torch.full_like(share, 0.5), chosen
 
-    monkeypatch.setattr(Experts, "routed", equal)
+    monkeypatch.setattr(Mixture, "routed", equal)
     expected = parity.reference(job(), replicas=1, microbatches=4, steps=2)
     assert any(
         "experts" in d.name or "gate" in d.name
@@ -133,13 +133,13 @@ def test_no_token_is_dropped() -> None:
     """With places for all tokens a mixture with a capacity computes the same."""
     torch.manual_seed(3)
     dropless, full = (
-        Experts(CONFIG).double().requires_grad_(False),
-        Experts(replace(CONFIG, capacity_factor=4.0)).double(),
+        Mixture(16, SIZES).double().requires_grad_(False),
+        Mixture(16, replace(SIZES, capacity_factor=4.0)).double(),
     )
     full.requires_grad_(False).load_state_dict(dropless.state_dict())
     x = torch.randn(3, 8, 16, dtype=torch.float64)
     assert float((dropless(x) - full(x)).abs().max()) < 1e-12
-    bounded = Experts(replace(CONFIG, capacity_factor=0.5)).double().requires_grad_(False)
+    bounded = Mixture(16, replace(SIZES, capacity_factor=0.5)).double().requires_grad_(False)
     bounded.load_state_dict(dropless.state_dict())
     assert float((dropless(x) - bounded(x)).abs().max()) > 1e-4
 
@@ -147,7 +147,7 @@ def test_no_token_is_dropped() -> None:
 @pytest.mark.long
 def test_experts_without_tokens_have_zeros_as_gradients() -> None:
     """At most 8 of 16 experts are chosen in a layer: two microbatches of one row of 4 tokens."""
-    config = replace(CONFIG, layers=1, length=4, experts=16, top_k=1)
+    config = replace(CONFIG, layers=1, length=4).with_experts(number=16, top_k=1)
     work = models.job(config, global_batch=2, precision="float64", lr=0.01)
     made = piper.compile(work, Strategy(Mesh(), [piper.split(piper.where(), microbatches=2)]))
     found = piper.execute(made, steps=1, launcher="inline", gradients=True)
@@ -172,7 +172,7 @@ def test_steps_and_peaks_are_affine_in_the_rows() -> None:
 
 def test_model_flops_count_the_experts_that_a_token_visits() -> None:
     plan = compiled("1f1b").plan
-    experts = CONFIG.layers * CONFIG.experts * 3 * CONFIG.width * CONFIG.hidden
+    experts = CONFIG.layers * SIZES.number * 3 * CONFIG.width * SIZES.hidden
     active = models.parameter_count(CONFIG) - experts // 2
     attention = 12 * CONFIG.layers * CONFIG.heads * 6 * CONFIG.length
     assert model_flops(plan, CONFIG.length) == (6 * active + attention) * 8 * CONFIG.length
@@ -185,7 +185,7 @@ def test_devices_that_share_experts_add_up_tokens_and_not_choices() -> None:
     tokens = 4 * CONFIG.length * 8  # rows x length x bytes of float64
     sizes = {step: sorted(c.nbytes for c in sig.collectives) for step, sig in chunk.steps.items()}
     assert sizes["F"] == [tokens * CONFIG.width] * 2
-    assert sizes["I"] == [tokens * CONFIG.top_k, *[tokens * CONFIG.width] * 2]
+    assert sizes["I"] == [tokens * SIZES.top_k, *[tokens * CONFIG.width] * 2]
 
 
 @pytest.mark.long

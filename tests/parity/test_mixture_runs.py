@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import piper
 from piper import Mesh, models, recipes
 from piper.api.running.metrics import JsonLines, StepMetrics
-from piper.models.moe import Experts
+from piper.models.mixture import Mixture
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.expert_tokens import counts_tokens, experts_of
 from piper_ops import grouped_mm, route, unroute
@@ -46,7 +46,8 @@ CONFIG = models.MoEConfig(
 
 def test_it_is_how_often_an_expert_is_chosen_times_its_mean_score() -> None:
     """Expert by expert and row by row; all experts alike give 1, and a row that loves one of them more."""
-    experts = Experts(CONFIG).double()
+    assert CONFIG.experts is not None
+    experts = Mixture(16, CONFIG.experts).double()
     x = torch.randn(3, 8, 16, dtype=torch.float64)
     scores = experts.scored(x)
     _, chosen = experts.routed(x)
@@ -63,18 +64,18 @@ def test_it_is_how_often_an_expert_is_chosen_times_its_mean_score() -> None:
 
 
 def test_there_is_none_by_default() -> None:
-    plain, tokens = replace(CONFIG, balance=0.0), torch.zeros(2, 8, dtype=torch.int64)
+    plain, tokens = CONFIG.with_experts(balance=0.0), torch.zeros(2, 8, dtype=torch.int64)
     assert isinstance(plain.build()(tokens), Tensor) and len(CONFIG.build()(tokens)) == 2
     for wrong in (-0.1, float("nan"), float("inf")):
         with pytest.raises(
             JobError, match=r"balance=.*a number from 0 on is needed, such as 0.001"
         ):
-            replace(CONFIG, balance=wrong)
+            CONFIG.with_experts(balance=wrong)
 
 
 @cache
 def job(balance: float) -> Any:
-    made = models.job(replace(CONFIG, balance=balance), global_batch=8, precision="float64")
+    made = models.job(CONFIG.with_experts(balance=balance), global_batch=8, precision="float64")
     return replace(made, optimizer=adamw, clip_norm=0.5)
 
 
@@ -135,7 +136,9 @@ def test_every_token_of_a_step_is_counted_once() -> None:
 @pytest.mark.long
 def test_a_dropless_mixture_is_counted_and_nothing_overflows() -> None:
     found: list[dict[str, Any]] = []
-    work = models.job(replace(CONFIG, capacity_factor=None), global_batch=8, precision="float64")
+    work = models.job(
+        CONFIG.with_experts(capacity_factor=None), global_batch=8, precision="float64"
+    )
     made = piper.compile(work, piper.Strategy(Mesh(pp=1), ()))
     piper.execute(
         made, steps=1, launcher="inline", on_step=lambda record: found.append(dict(record.experts))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import piper
-from piper import Job, Mesh, Precision, Strategy
+from piper import Job, Mesh, Precision, Strategy, recipes
 from piper.api.reference.reference import reference
 from piper_ir.ground.errors import JobError, PiperWarning
+from piper_ir.program.ops import Update
 from piper_runtime.rank.optimizers import fused
 from tests.helpers.cases import each_case
+from tests.helpers.memory_judge import planned
 
 Named = list[tuple[str, nn.Parameter]]
 WIDTH, ROWS, STEPS = 32, 4, 3
@@ -130,6 +133,42 @@ def test_the_plan_counts_what_the_plain_kernel_holds(
     assert piper.execute(compiled, steps=STEPS, launcher="inline").peak_bytes == {
         0: role.peak_bytes
     }
+
+
+class Uneven(nn.Module):
+    """A stage of two weights, and one of a smaller weight and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.last, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with piper.region(stage=0):
+            hidden = self.down(self.up(x))
+        with piper.region(stage=1):
+            return self.last(hidden) * self.gain
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_stage_is_planned_with_the_temporaries_of_its_own_parameters(microbatches: int) -> None:
+    uneven = replace(job(of(torch.optim.Adafactor), "float64"), model=Uneven)
+    compiled = piper.compile(
+        uneven, Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=microbatches))
+    )
+    run = piper.execute(compiled, steps=2, launcher="inline", memory=True)
+    temporaries = {}
+    for rank, record in run.memory.items():
+        role = compiled.plan.role_of(rank)
+        (update,) = (
+            p
+            for p in planned(compiled.plan, role)
+            if isinstance(role.program[p.instr].parts[0].op, Update)
+        )
+        (point,) = (p for p in record.points if p.instr == update.instr)
+        assert point.within - record.states == update.fullest
+        temporaries[rank] = update.fullest - update.before
+    assert temporaries[0] > 2 * temporaries[1] > 2 * WIDTH * WIDTH * 8
 
 
 def test_kernels_are_tried_once_and_a_failure_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

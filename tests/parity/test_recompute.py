@@ -36,7 +36,7 @@ from piper_runtime.launch.running.run import execute
 from piper_runtime.rank.binding import parts
 from tests.helpers import compositions, models
 from tests.helpers.compositions import Composition, fitted, job_of, strategy_of
-from tests.helpers.memory_judge import lies
+from tests.helpers.memory_judge import lies, planned
 from tests.helpers.parity import RunOutcome
 
 POLICIES = ("inputs", "attention", "products", ("addmm", "native_dropout"))
@@ -205,6 +205,18 @@ def test_what_is_kept_grows_with_the_policy() -> None:
             piper.compile(dropout_job(), Strategy(Mesh(pp=2), directives)).plan.roles[0].peak_bytes
         )
     assert peaks == sorted(peaks) and len(set(peaks)) == 4
+
+
+def test_the_fullest_moment_of_a_recomputed_forward_is_planned_to_the_byte() -> None:
+    """It is that of attention, whose kernel gives a logsumexp that is made contiguous."""
+    compiled = compositions.compiled(Composition("own_loss", 2, 1, 2, "gpipe", keep="inputs"))
+    record = trained(compiled, gradients=False, memory=True).memory[0]
+    role = compiled.plan.role_of(0)
+    within = {p.instr: p.within - record.states for p in record.points}
+    forwards = [
+        p for p in planned(compiled.plan, role) if role.program[p.instr].name.startswith("layer0.F")
+    ]
+    assert [within[p.instr] for p in forwards] == [p.fullest for p in forwards] != []
 
 
 def test_an_order_may_name_recomputation_and_put_it_early() -> None:

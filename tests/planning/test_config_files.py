@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+import piper
 from piper import models
-from piper.models.from_config import FAMILIES, MUST, describe
+from piper.models.config_rows import ROWS
+from piper.models.from_config import describe
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
+from tests.planning.public_configs import PUBLIC
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -78,14 +81,71 @@ def test_a_decoder_has_the_sizes_of_its_file(tmp_path: Path) -> None:
 @each_case(
     ("fields", "config"),
     [
-        (MIXTRAL, dict(experts=4, top_k=2, capacity_factor=None, hidden=96, qk_norm=False)),
-        (QWEN, dict(experts=8, top_k=2, capacity_factor=None, hidden=48, qk_norm=True)),
-        (GPT2, dict(layers=3, width=48, heads=4, length=64, vocab=99, tied=True)),
+        (
+            MIXTRAL,
+            dict(experts=models.Experts(number=4, top_k=2, hidden=96), hidden=96, qk_norm=False),
+        ),
+        (
+            QWEN | {"mlp_only_layers": [0]},
+            dict(
+                experts=models.Experts(number=8, top_k=2, hidden=48, normalized=False),
+                hidden=96,
+                qk_norm=True,
+                dense_layers=1,
+            ),
+        ),
+        (
+            GPT2,
+            dict(
+                layers=3,
+                width=48,
+                heads=4,
+                length=64,
+                vocab=99,
+                tied=True,
+                activation="gelu_tanh",
+                hidden=192,
+            ),
+        ),
+        (GPT2 | {"n_inner": 100}, dict(hidden=100)),
+        (
+            LLAMA | {"attention_bias": True, "mlp_bias": True},
+            dict(attention_bias="all", mlp_bias=True),
+        ),
+        (LLAMA | {"hidden_act": "gelu"}, dict(activation="gelu")),
+        (
+            LLAMA | {"model_type": "mistral", "sliding_window": 128},
+            dict(window=128, window_every=1),
+        ),
+        (
+            LLAMA
+            | {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 0,
+            },
+            dict(window=9, attention_bias="qkv"),
+        ),
+        (
+            LLAMA
+            | {
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 3,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            },
+            dict(window=5, window_every=3, norms="sandwich", head_dim=256),
+        ),
+        (
+            LLAMA | {"model_type": "gemma3_text", "layer_types": ["full_attention"] * 2},
+            dict(window=None, window_every=1),
+        ),
         (
             {k: v for k, v in LLAMA.items() if k != "tie_word_embeddings"},
             dict(tied=False, kv_heads=2),
         ),
-        ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, dict(kv_heads=8)),
+        ({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, dict(key_heads=8)),
         (LLAMA | {"rope_parameters": {"rope_theta": 5.0}}, dict(theta=5.0)),
         (
             {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
@@ -110,14 +170,37 @@ def test_a_family_has_its_own_names(
 @each_case(
     ("fields", "missing"),
     [
-        (LLAMA | {"attention_bias": True}, "attention_bias=True"),
+        (LLAMA | {"attention_bias": "some"}, "attention_bias='some'"),
+        (LLAMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         (LLAMA | {"sliding_window": 128}, "sliding_window=128"),
-        (LLAMA | {"hidden_act": "gelu"}, "the activation 'gelu'"),
+        (LLAMA | {"hidden_act": "xielu"}, "the activation 'xielu'"),
+        (
+            LLAMA
+            | {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+                "sliding_window": 9,
+            },
+            "max_window_layers=1 with use_sliding_window",
+        ),
+        (
+            LLAMA
+            | {"model_type": "gemma3_text", "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types=['full_attention', 'sliding_attention']",
+        ),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
         (LLAMA | {"q_lora_rank": 7}, "unknown fields: q_lora_rank"),
-        (QWEN | {"mlp_only_layers": [0]}, r"mlp_only_layers=[0]"),
-        ({"model_type": "deepseek_v3"}, "its attention is latent"),
-        ({"model_type": "falcon"}, "no model here is of that type"),
+        (QWEN | {"mlp_only_layers": [1]}, r"mlp_only_layers=[1]"),
+        (QWEN | {"decoder_sparse_step": 2}, r"decoder_sparse_step=2"),
+        (
+            PUBLIC["deepseek-v3"][0] | {"topk_method": "greedy"},
+            "topk_method='greedy' with scoring_func='sigmoid'",
+        ),
+        (PUBLIC["mpt-7b"][0] | {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv=6"),
+        (GPT2 | {"n_inner": -1}, "n_inner=-1"),
+        ({"model_type": "gpt_oss"}, "its experts have biases"),
+        ({"model_type": "bert"}, "no row describes that type"),
     ],
 )
 def test_another_model_is_named_by_its_field(
@@ -158,7 +241,9 @@ def test_damage_of_any_kind_is_one_message_and_no_field_is_lost(tmp_path: Path) 
     draw = random.Random(0)
     refused = 0
     for number in range(300):
-        fields = dict(draw.choice([LLAMA, MIXTRAL, QWEN, GPT2]))
+        fields = dict(
+            draw.choice([LLAMA, MIXTRAL, QWEN, GPT2, *(fields for fields, _ in PUBLIC.values())])
+        )
         name = draw.choice(sorted(fields))
         match number % 3:
             case 0:
@@ -177,7 +262,27 @@ def test_damage_of_any_kind_is_one_message_and_no_field_is_lost(tmp_path: Path) 
     assert refused > 100
 
 
-def test_every_family_names_its_fields_once() -> None:
-    for family in FAMILIES.values():
-        assert len({*family.fields.values()}) == len(family.fields)
-        assert not {*family.fields.values()} & {*MUST}
+@each_case("name", PUBLIC)
+def test_a_public_file_has_as_many_parameters_as_was_published(name: str, tmp_path: Path) -> None:
+    fields, published = PUBLIC[name]
+    described = describe(written(tmp_path, fields))
+    assert described.missing == "" and described.config is not None
+    digits = len(published.partition(".")[2])
+    assert f"{models.parameter_count(described.config) / 1e9:.{digits}f}" == published
+
+
+def test_every_type_has_a_public_file() -> None:
+    assert {fields["model_type"] for fields, _ in PUBLIC.values()} >= {*ROWS} - {"qwen3", "gemma"}
+
+
+def test_a_description_is_written_as_python_that_makes_it(tmp_path: Path) -> None:
+    for fields, _ in PUBLIC.values():
+        config = describe(written(tmp_path, fields)).config
+        assert config is not None and len(config.source()) < 700
+        assert eval(config.source(), {"piper": piper}) == config
+
+
+def test_what_has_a_note_is_said(tmp_path: Path) -> None:
+    notes = describe(written(tmp_path, PUBLIC["deepseek-v3"][0])).notes
+    assert any(note.startswith("num_nextn_predict_layers=1: the blocks") for note in notes)
+    assert "quantization_config: weights have the precision of the job" in notes

@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -125,7 +126,9 @@ def test_further_rounds_of_experts_as_wide_as_tokens_have_the_products_of_others
 ) -> None:
     """W has three products of weights, and for rows above the bound a forward and the last product's gradient too."""
     small = models.job(
-        replace(LARGE, width=16, hidden=hidden, length=16), global_batch=4, precision="float32"
+        replace(LARGE, width=16, length=16).with_experts(hidden=hidden),
+        global_batch=4,
+        precision="float32",
     )
     shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))
     chunk, each = (
@@ -193,9 +196,31 @@ class Stacked(nn.Module):
         return x + (mixed + of_all).view_as(x)
 
 
+class Gated(Stacked):
+    """A mixture of two products of the rows, and one of what the first lets through of the second."""
+
+    def __init__(self) -> None:
+        super().__init__(3, beside=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.chosen.expand(x.shape[0], TOKENS, TOP).flatten(0, 1)
+        tokens = self.first(x).flatten(0, 1)
+        with region(experts=0):
+            rows, counts = route(tokens, chosen, EXPERTS)
+            share = self.router(tokens).softmax(-1).gather(1, chosen)
+            gate, up, down = self.layers
+            through = F.silu(grouped_mm(rows, counts, gate)) * grouped_mm(rows, counts, up)
+            mixed = unroute(grouped_mm(through, counts, down), chosen, share)
+        return x + mixed.view_as(x)
+
+
 @cache
 def stacked(layers: int, *, beside: bool = False) -> Chunk:
-    work = replace(job("uniform"), model=partial(Stacked, layers, beside=beside))
+    return chunk_of(partial(Stacked, layers, beside=beside))
+
+
+def chunk_of(model: Callable[[], nn.Module]) -> Chunk:
+    work = replace(job("uniform"), model=model)
     strategy = Strategy(Mesh(ep=2), [shared(), *recipes.data_parallel(over=("ep",))])
     return of_experts(piper.compile(work, strategy).plan)
 
@@ -207,7 +232,7 @@ def of_a_round(chunk: Chunk, step: Step) -> Counter[str]:
     return Counter({k.op: k.count for k in experts.round.kernels})
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
 def test_a_further_round_makes_gradients_of_matrices_without_those_of_rows(layers: int) -> None:
     """However wide the layers are: here all products have the same sizes."""
     chunk = stacked(layers)
@@ -220,6 +245,16 @@ def test_a_further_round_makes_gradients_of_matrices_without_those_of_rows(layer
         "I": [layers, layers, 0],
         "W": [layers, layers - 1, layers],
     }
+
+
+def test_a_further_round_for_matrices_adds_up_no_gradients_of_rows() -> None:
+    """Two products read the same rows: I adds their two gradients, and autograd makes neither for W."""
+    chunk = chunk_of(Gated)
+    backward, weights = of_a_round(chunk, "I"), of_a_round(chunk, "W")
+    assert (backward["add"], weights["add"]) == (1, 0)
+    assert (backward["grouped_mm_dgrad"], weights["grouped_mm_dgrad"]) == (3, 1)
+    assert weights["silu_backward"] == backward["silu_backward"] == 1
+    assert (weights["grouped_mm"], weights["grouped_mm_wgrad"]) == (3, 3)
 
 
 def test_what_else_is_in_the_region_of_experts_is_in_no_further_round() -> None:
@@ -245,7 +280,7 @@ def test_products_for_gradients_of_rows_have_rows_first_in_any_step() -> None:
 @cache
 def plan_of(capacity: float | None, **more: Any) -> Plan:
     work = models.job(
-        replace(LARGE, capacity_factor=capacity), global_batch=32, precision="bfloat16"
+        LARGE.with_experts(capacity_factor=capacity), global_batch=32, precision="bfloat16"
     )
     shared = (*recipes.expert_parallel(**more), *recipes.data_parallel(over=("ep",)))
     return piper.compile(work, Strategy(Mesh(ep=4), shared)).plan
@@ -388,7 +423,7 @@ def test_places_without_rows_count_in_no_flops() -> None:
 
 @pytest.mark.long
 def test_a_runs_log_serves_predictions_of_dropless_experts(tmp_path: Path) -> None:
-    small = replace(LARGE, width=16, hidden=24, length=8)
+    small = replace(LARGE, width=16, length=8).with_experts(hidden=24)
     shared = (*recipes.expert_parallel(), *recipes.data_parallel(over=("ep",)))
     made = piper.compile(
         models.job(small, global_batch=8, precision="float32"), Strategy(Mesh(ep=2), shared)

@@ -200,8 +200,8 @@ def test_collectives_say_why() -> None:
     found = whys(shared_jobs.compiled("llama", Mesh(tp=2), [], stream="tokens"))
     assert found["layer0"] == found["layer3"]
     first, second, *_ = found["layer0"]
-    assert re.fullmatch(r"before mm \(parts.py:\d+: q = self.q\(x\).*\)", first)
-    assert re.fullmatch(r"after mm \(parts.py:\d+: return self.out\(.*\)", second)
+    assert re.fullmatch(r"before mm \(decoder_attention.py:\d+: .* = self.q\(x\).*\)", first)
+    assert re.fullmatch(r"after mm \(decoder_attention.py:\d+: return self.out\(.*\)", second)
     assert any(re.match(r"in cross_entropy \(jobs.py:\d+: ", why) for why in found["root.1"])
     assert all(why and "/" not in why.split(":")[0] for each in found.values() for why in each)
 

@@ -74,7 +74,6 @@ def published(name: str, degree: int, stream: str = "") -> float:
     They are s b h (8 + 24 / t), and 32 s b h / t with sequence parallelism; statistics are not counted.
     """
     sizes = models.preset(name)
-    assert isinstance(sizes, models.GPTConfig)
     factor = 32 / degree if stream else 8 + 24 / degree
     return factor * sizes.length * sizes.width
 

@@ -6,7 +6,7 @@ import pytest
 
 import piper
 from piper import models
-from piper.models.gpt import GPTConfig
+from piper.models import GPTConfig
 from piper_ir.plan.plan import COMPUTE, Instr, Part, Plan
 from piper_ir.plan.plan_bytes import PlanBytes
 from piper_ir.program.ops import Fold, Fresh, Op, SquaredNorm, Update

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 import piper
 from piper import models
 from piper.api.ground.results import save_plan, save_prediction
-from piper.models.gpt import GPTConfig
+from piper.models import GPTConfig
 from piper_ir.plan.plan import Plan
 from piper_ir.program.ops import Compute
 from piper_report import load, write_report

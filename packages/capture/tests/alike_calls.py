@@ -137,9 +137,81 @@ class SetsGlobalList(Model):
         return layer(x, bias)
 
 
+class SetsGlobalContext(Model):
+    """The dict is new and reached through what was there before, as in transformers; layers only read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        STATE["list"] = {"kept": 1}
+        y = super().forward(x)
+        STATE["list"] = ()
+        return y
+
+    def call(self, k: int, layer: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
+        counts = {}
+        for name in ("x", "bias"):
+            counts[name] = k
+        return layer(x, bias * counts["x"] / max(counts["bias"], 1))
+
+
+class GrowsYoungList(Model):
+    """A list is made after the first call, and put where layers read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        STATE["list"] = []
+        y = super().forward(x)
+        STATE["list"] = ()
+        return y
+
+    def call(self, k: int, layer: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
+        if k == 1:
+            young = []
+            STATE["list"] = young
+            young.append(k)
+        return layer(x, bias)
+
+
+class GrowsNestedList(Model):
+    """A list that is made after the first call is put into one from before it, and grows then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        STATE["list"] = [[]]
+        y = super().forward(x)
+        STATE["list"] = ()
+        return y
+
+    def call(self, k: int, layer: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
+        if k == 1:
+            young = []
+            STATE["list"][0] = young
+            young.append(k)
+        return layer(x, bias)
+
+
 class Listed(Layer):
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         return super().forward(x, bias) * (1 + len(STATE["list"]))
+
+
+class GrowsLater(Model):
+    """A list is made after the first trace, and grows after the second, which read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        STATE["list"] = []
+        y = super().forward(x)
+        STATE["list"] = ()
+        return y
+
+    def call(self, k: int, layer: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
+        if k == 1:
+            STATE["list"] = [k]
+        if k == 3:
+            STATE["list"].append(k)
+        return layer(x, bias)
+
+
+class ListedInside(Layer):
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return super().forward(x, bias) * (1 + len(STATE["list"][0]))
 
 
 class Below(Layer):
@@ -246,8 +318,12 @@ class ReadsWeights(Model):
 
 
 MODELS_CHANGE: dict[str, tuple[Callable[[], nn.Module], Work]] = {
-    "a global number": (lambda: SetsGlobal(layers(Global)), (2, 1, 1)),
-    "a new global list": (lambda: SetsGlobalList(layers(Listed)), (0, 0, 0)),
+    "a global number": (lambda: SetsGlobal(layers(Global)), (4, 2, 2)),
+    "a new global list": (lambda: SetsGlobalList(layers(Listed)), (4, 2, 2)),
+    "a dict between the layers": (lambda: SetsGlobalContext(layers(Listed)), (4, 1, 3)),
+    "a list that is younger than a trace": (lambda: GrowsYoungList(layers(Listed)), (3, 1, 2)),
+    "a list in an older one": (lambda: GrowsNestedList(layers(ListedInside)), (3, 1, 2)),
+    "a list between two traces": (lambda: GrowsLater(layers(Listed)), (2, 1, 1)),
     "a number that layers reach": (lambda: SetsNumber(layers(Below)), (2, 1, 1)),
     "a new list that layers reach": (lambda: AddsToList(layers(Below)), (0, 0, 0)),
     "a layer": (lambda: SetsLater(layers()), (2, 1, 1)),

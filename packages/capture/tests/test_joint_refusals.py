@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,14 @@ REFUSED: dict[Callable[..., Any], str] = {
 def test_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(CaptureError, match=REFUSED[function]):
         trace(Case(function, ("value", "param"), (rand(4, 8), rand(8, 8))))
+
+
+def test_a_refusal_names_its_line_whatever_warnings_are_hidden() -> None:
+    """Autograd names the line of the forward in a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CaptureError, match=REFUSED[overwrites_saved]):
+            trace(Case(overwrites_saved, ("value", "param"), (rand(4, 8), rand(8, 8))))
 
 
 def test_a_tensor_with_gradient_that_is_no_parameter_is_refused() -> None:

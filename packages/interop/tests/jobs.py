@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from piper_interop import Asked, Described, Sizes, import_job
+from piper_interop import Asked, JobDescription, ModelSizes, import_job
 
-LLAMA = Sizes(
+LLAMA = ModelSizes(
     {
         "layers": 32,
         "width": 4096,
@@ -19,10 +19,10 @@ LLAMA = Sizes(
         "length": 8192,
     }
 )
-MIXTURE = Sizes(
+MIXTURE = ModelSizes(
     {
         **LLAMA.fields,
-        "experts": Sizes({"number": 8, "top_k": 2, "hidden": 14336}, "Experts"),
+        "experts": ModelSizes({"number": 8, "top_k": 2, "hidden": 14336}, "Experts"),
     }
 )
 
@@ -86,7 +86,7 @@ def asked(**others: Any) -> Asked:
     return Asked(**{"devices": 16, "length": 4096, "sizes": LLAMA, **others})
 
 
-def imported(system: str, folder: Path, options: dict[str, Any], **others: Any) -> Described:
+def imported(system: str, folder: Path, options: dict[str, Any], **others: Any) -> JobDescription:
     """Return the described job of options of a system."""
     return import_job(system, write(folder, options), asked(**others)).described
 

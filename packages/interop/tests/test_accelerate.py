@@ -12,7 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packages.interop.tests.jobs import ACCELERATE, LLAMA, MIXTURE, TRAINER, asked, imported, write
-from piper_interop import Described, Layout, Recompute, Sizes, export_job, import_job, python
+from piper_interop import (
+    DeviceLayout,
+    JobDescription,
+    ModelSizes,
+    Recomputation,
+    export_job,
+    import_job,
+    python,
+)
 from piper_interop.accelerate.units import layer_parameters, megabytes, whole
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
@@ -21,7 +29,7 @@ LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
 """The parameters of a layer of Llama 3 8B."""
 
 
-def launched(folder: Path, options: dict[str, Any], **others: Any) -> Described:
+def launched(folder: Path, options: dict[str, Any], **others: Any) -> JobDescription:
     """Return the job of a launch file, with 2 rows per device and 4 microbatches unless said otherwise."""
     sets = ("per_device_train_batch_size=2", "gradient_accumulation_steps=4")
     return imported("accelerate", folder, options, **{"sets": sets, "devices": None, **others})
@@ -32,22 +40,22 @@ def test_a_unit_of_fsdp_is_a_layer() -> None:
     assert whole(LLAMA) == 32 * LAYER + 2 * 128256 * 4096
     experts = layer_parameters(MIXTURE)
     assert experts == LAYER + 7 * 3 * 4096 * 14336 + 8 * 4096
-    latent = Sizes(
+    latent = ModelSizes(
         {"q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128},
         "Latent",
     )
-    deep = Sizes({"width": 7168, "heads": 128, "hidden": 18432, "latent": latent})
+    deep = ModelSizes({"width": 7168, "heads": 128, "hidden": 18432, "latent": latent})
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     assert layer_parameters(deep) == attention + 3 * 7168 * 18432 + 2 * 7168
 
 
 def test_a_mesh_of_two_kinds_of_replicas_and_tp(tmp_path: Path) -> None:
     described = launched(tmp_path, ACCELERATE["hybrid"])
-    assert described.layout == Layout(
+    assert described.layout == DeviceLayout(
         tp=2, dp=4, dp_replicate=2, zero=3, bucket_mb=megabytes(LAYER, 2), prefetch=1
     )
     assert (described.rows, described.microbatches, described.global_batch) == (2, 4, 64)
-    assert described.recompute == (Recompute("inputs"),)
+    assert described.recompute == (Recomputation("inputs"),)
     assert (described.params, described.compute, described.reduce) == (
         "float32",
         "bfloat16",
@@ -69,7 +77,7 @@ def test_shard_grad_op_keeps_parameters_for_a_step(tmp_path: Path) -> None:
 
 def test_ddp_has_whole_states_and_reduces_in_float32(tmp_path: Path) -> None:
     described = launched(tmp_path, ACCELERATE["ddp"])
-    assert described.layout == Layout(dp=16)
+    assert described.layout == DeviceLayout(dp=16)
     assert (described.compute, described.reduce) == ("bfloat16", "float32")
 
 
@@ -113,9 +121,11 @@ def test_context_parallelism(tmp_path: Path, how: str | None, attention: str) ->
 
 def test_training_arguments(tmp_path: Path) -> None:
     described = imported("accelerate", tmp_path, TRAINER["trainer"])
-    assert described.layout == Layout(dp=16, zero=3, bucket_mb=megabytes(LAYER, 2), prefetch=1)
+    assert described.layout == DeviceLayout(
+        dp=16, zero=3, bucket_mb=megabytes(LAYER, 2), prefetch=1
+    )
     assert (described.rows, described.microbatches, described.clip_norm) == (2, 4, 0.5)
-    assert (described.lr, described.recompute) == (1e-5, (Recompute("inputs"),))
+    assert (described.lr, described.recompute) == (1e-5, (Recomputation("inputs"),))
 
 
 def test_defaults_of_training_arguments(tmp_path: Path) -> None:
@@ -126,14 +136,14 @@ def test_defaults_of_training_arguments(tmp_path: Path) -> None:
         1.0,
         5e-5,
     )
-    assert described.layout == Layout(dp=16)
+    assert described.layout == DeviceLayout(dp=16)
 
 
 def test_training_arguments_fill_in_deepspeed(tmp_path: Path) -> None:
     options = TRAINER["trainer_deepspeed"]
     described = imported("accelerate", tmp_path, options)
     assert (described.global_batch, described.rows, described.microbatches) == (32, 1, 2)
-    assert described.layout == Layout(dp=16, zero=2, bucket_mb=4096 * 4096 * 2 / 2**20)
+    assert described.layout == DeviceLayout(dp=16, zero=2, bucket_mb=4096 * 4096 * 2 / 2**20)
     write(tmp_path, options["deepspeed"], "ds.json")
     assert imported("accelerate", tmp_path, {**options, "deepspeed": "ds.json"}) == described
 
@@ -227,14 +237,14 @@ def test_rows_of_a_step_are_enough(tmp_path: Path) -> None:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Described:
+def jobs(draw: st.DrawFn) -> JobDescription:
     """Return jobs that Accelerate can say: DDP, FSDP 2, and DeepSpeed's stages."""
     zero = draw(st.integers(0, 3))
     cp = draw(st.sampled_from([1, 2])) if zero == 3 else 1
     tp = draw(st.sampled_from([1, 4])) if zero == 3 else 1
     half = draw(st.booleans())
     reduce = "bfloat16" if half and zero else "float32"
-    layout = Layout(
+    layout = DeviceLayout(
         tp=tp,
         cp=cp,
         attention=draw(st.sampled_from(["ring", "gather"])) if cp > 1 else "ring",
@@ -249,14 +259,14 @@ def jobs(draw: st.DrawFn) -> Described:
         prefetch=1 if zero == 3 else None,
     )
     rows = draw(st.integers(1, 3))
-    return Described(
+    return JobDescription(
         name="accelerate_config",
         sizes=LLAMA,
         length=4096,
         global_batch=rows * layout.replicas * draw(st.integers(1, 3)),
         rows=rows,
         layout=layout,
-        recompute=draw(st.sampled_from([(), (Recompute("inputs"),)])),
+        recompute=draw(st.sampled_from([(), (Recomputation("inputs"),)])),
         compute="bfloat16" if half else "float32",
         reduce=reduce,
         clip_norm=draw(st.sampled_from([None, 1.0])),
@@ -269,7 +279,7 @@ def jobs(draw: st.DrawFn) -> Described:
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(jobs())
-def test_an_exported_job_is_read_back(tmp_path: Path, described: Described) -> None:
+def test_an_exported_job_is_read_back(tmp_path: Path, described: JobDescription) -> None:
     files = export_job("accelerate", described).files
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -282,9 +292,9 @@ def test_an_exported_job_is_read_back(tmp_path: Path, described: Described) -> N
 
 
 def test_what_accelerate_cannot_do_is_named_at_once() -> None:
-    layout = Layout(tp=2, sequence=True, pp=4, dp=4, ep=2)
-    described = Described(
-        "x", MIXTURE, 4096, 16, 1, layout, (Recompute("products"),), params="bfloat16"
+    layout = DeviceLayout(tp=2, sequence=True, pp=4, dp=4, ep=2)
+    described = JobDescription(
+        "x", MIXTURE, 4096, 16, 1, layout, (Recomputation("products"),), params="bfloat16"
     )
     with pytest.raises(JobError) as error:
         export_job("accelerate", described)
@@ -294,8 +304,10 @@ def test_what_accelerate_cannot_do_is_named_at_once() -> None:
 
 
 def test_nearest_forms_of_an_export_are_notes() -> None:
-    layout = Layout(dp=8, zero=3, bucket_mb=100, prefetch=2)
-    notes = "\n".join(export_job("accelerate", Described("x", LLAMA, 4096, 8, 1, layout)).notes)
+    layout = DeviceLayout(dp=8, zero=3, bucket_mb=100, prefetch=2)
+    notes = "\n".join(
+        export_job("accelerate", JobDescription("x", LLAMA, 4096, 8, 1, layout)).notes
+    )
     assert all(
         word in notes for word in ("bfloat16, not in float32", "417 MiB", "one unit ahead, not 2")
     )

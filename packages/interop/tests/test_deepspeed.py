@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 
 from packages.interop.tests.jobs import DEEPSPEED, LLAMA, MIXTURE, asked, imported, write
 from piper_interop import (
-    Described,
-    Layout,
-    Recompute,
+    DeviceLayout,
+    JobDescription,
+    Recomputation,
     export_job,
     import_job,
     python,
 )
 from piper_interop.deepspeed.describe import batch_of
 from piper_interop.deepspeed.table import OPTIONS
-from piper_interop.neutral.foreign import Foreign, Value
+from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
 
 
 def test_stage_3_with_buckets(tmp_path: Path) -> None:
     described = imported("deepspeed", tmp_path, DEEPSPEED["zero3"])
-    assert described.layout == Layout(dp=16, zero=3, bucket_mb=4e7 * 2 / 2**20, prefetch=1)
+    assert described.layout == DeviceLayout(dp=16, zero=3, bucket_mb=4e7 * 2 / 2**20, prefetch=1)
     assert (described.global_batch, described.rows, described.microbatches) == (64, 2, 2)
     assert (described.params, described.compute, described.reduce) == (
         "float32",
@@ -42,11 +42,11 @@ def test_stage_3_with_buckets(tmp_path: Path) -> None:
 
 def test_ulysses_is_context_parallelism_by_heads_with_states_over_it(tmp_path: Path) -> None:
     described = imported("deepspeed", tmp_path, DEEPSPEED["ulysses"])
-    assert described.layout == Layout(
+    assert described.layout == DeviceLayout(
         dp=4, cp=4, attention="heads", zero=1, over_cp=True, bucket_mb=100
     )
     assert described.global_batch == 1 * 4 * 4, "ranks of a row count once"
-    assert described.recompute == (Recompute("inputs"),)
+    assert described.recompute == (Recomputation("inputs"),)
     assert described.reduce == "float32"
     assert described.notes == ()
 
@@ -72,7 +72,7 @@ def test_tensor_parallelism_divides_the_replicas(tmp_path: Path) -> None:
     ],
 )
 def test_any_two_numbers_give_the_third(options: dict[str, int], batch: tuple[int, ...]) -> None:
-    foreign = Foreign("deepspeed", "", "x.json", {k: Value(v) for k, v in options.items()})
+    foreign = Foreign("deepspeed", "", "x.json", {k: OptionValue(v) for k, v in options.items()})
     result = batch_of(foreign, asked(), 8)
     assert (result.step, result.rows, result.microbatches) == batch
 
@@ -90,7 +90,7 @@ def test_any_two_numbers_give_the_third(options: dict[str, int], batch: tuple[in
 def test_a_batch_that_does_not_divide_is_refused(
     options: dict[str, int], rows: int | None, words: str
 ) -> None:
-    foreign = Foreign("deepspeed", "", "x.json", {k: Value(v) for k, v in options.items()})
+    foreign = Foreign("deepspeed", "", "x.json", {k: OptionValue(v) for k, v in options.items()})
     with pytest.raises(JobError, match=words):
         batch_of(foreign, asked(rows=rows), 8)
 
@@ -237,11 +237,11 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> DeviceLayout:
     """Return layouts that DeepSpeed can say."""
     zero = draw(st.integers(0, 3))
     cp = draw(st.sampled_from([1, 2, 4]))
-    return Layout(
+    return DeviceLayout(
         tp=draw(st.sampled_from([1, 2, 8])),
         cp=cp,
         attention="heads" if cp > 1 else "ring",
@@ -254,20 +254,20 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Described:
+def jobs(draw: st.DrawFn) -> JobDescription:
     layout = draw(layouts())
     rows = draw(st.integers(1, 4))
     params, compute = draw(
         st.sampled_from([("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")])
     )
-    return Described(
+    return JobDescription(
         name="ds_config",
         sizes=LLAMA,
         length=draw(st.sampled_from([512, 4096])),
         global_batch=rows * layout.replicas * draw(st.integers(1, 5)),
         rows=rows,
         layout=layout,
-        recompute=draw(st.sampled_from([(), (Recompute("inputs"),)])),
+        recompute=draw(st.sampled_from([(), (Recomputation("inputs"),)])),
         params=params,
         compute=compute,
         reduce=draw(st.sampled_from(["float32", "bfloat16"])),
@@ -281,7 +281,7 @@ def jobs(draw: st.DrawFn) -> Described:
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(jobs())
-def test_an_exported_job_is_read_back(tmp_path: Path, described: Described) -> None:
+def test_an_exported_job_is_read_back(tmp_path: Path, described: JobDescription) -> None:
     files = export_job("deepspeed", described).files
     path = tmp_path / "ds_config.json"
     path.write_text(files["ds_config.json"], encoding="utf-8")
@@ -290,17 +290,17 @@ def test_an_exported_job_is_read_back(tmp_path: Path, described: Described) -> N
 
 
 def test_what_deepspeed_cannot_do_is_named_at_once() -> None:
-    layout = Layout(
+    layout = DeviceLayout(
         tp=2, sequence=True, pp=4, dp=2, dp_replicate=2, zero=3, reshard=False, prefetch=2
     )
-    described = Described(
+    described = JobDescription(
         "x",
         LLAMA,
         4096,
         16,
         1,
         layout,
-        (Recompute("products"),),
+        (Recomputation("products"),),
         params="bfloat16",
         compute="float32",
     )
@@ -317,7 +317,7 @@ def test_what_deepspeed_cannot_do_is_named_at_once() -> None:
     )
     assert all(word in str(error.value) for word in words)
     assert str(error.value).count("nearest") == len(words)
-    simple = replace(described, layout=Layout(dp=4), recompute=(), compute="bfloat16")
+    simple = replace(described, layout=DeviceLayout(dp=4), recompute=(), compute="bfloat16")
     assert (
         json.loads(export_job("deepspeed", simple).files["ds_config.json"])["train_batch_size"]
         == 16

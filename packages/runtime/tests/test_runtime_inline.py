@@ -1,6 +1,7 @@
 """The inline engine: equal to one device, deadlocks and failures named, faults noticed."""
 
 import gc
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import CODE, adamw, batch
+from piper_ir.fold.memory import scan
 from piper_ir.ground.errors import ExecutionError, JobError, NonFiniteLossError
 from piper_ir.plan.plan import COMPUTE, Plan
+from piper_ir.tools.units import size_text
 from piper_runtime import execute
 from piper_runtime.launch.ground.report import StepRecord
 from piper_runtime.rank.binding.rank import Binder, Rank
+from piper_runtime.rank.values.code import ShippedCode
 from tests.faults import runtime_faults as faults
 from tests.helpers.cases import each_case
 
@@ -110,6 +114,41 @@ def test_a_failure_names_rank_step_and_instruction() -> None:
         match=r"rank 0, step 1, instruction 0 \(load\.inputs@0.* on compute\): OSError: disk full",
     ):
         run(plan, job)
+
+
+CUDA = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1.00 GiB"
+CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 800 bytes. Error code 12"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "launcher"),
+    [
+        ("torch.OutOfMemoryError", CUDA, "inline"),
+        ("torch.OutOfMemoryError", CUDA, "processes"),
+        ("RuntimeError", CPU, "inline"),
+        ("MemoryError", "", "inline"),
+    ],
+)
+def test_an_allocation_that_fails_names_the_bytes_of_the_plan(
+    kind: str, said: str, launcher: str
+) -> None:
+    plan, job = chain(schedule="gpipe")
+    failing = ShippedCode(f"import torch\ndef step(args):\n    raise {kind}({said!r})\n")
+    code = {**CODE, "head.mean": {**CODE["head.mean"], "I": failing}}
+    role = plan.role_of(1)
+    usages = {u.instr: u.total for u in scan(plan, role)}
+    with pytest.raises(ExecutionError) as failed:
+        execute(plan, code, job, steps=1, launcher=launcher)
+    told = re.search(
+        r"rank 1, step 0, instruction (\d+) \(.* on compute\): (\w+Error)(?:: (.*))?\. The plan "
+        r"says that the rank holds at most (\S+ \S+) \((.*)\) in this instruction, and (\S+ \S+) in (\S+), its peak",
+        str(failed.value),
+    )
+    assert told is not None, failed.value
+    assert (told[2], told[3]) == (kind.removeprefix("torch."), said or None)
+    assert told[4] == size_text(usages[int(told[1])])
+    assert "activation" in told[5]
+    assert (told[6], told[7]) == (size_text(role.peak_bytes), role.program[role.peak_at].name)
 
 
 def test_a_loss_that_is_not_finite_names_step_rank_and_microbatch() -> None:

@@ -1,10 +1,11 @@
-"""Define the options of `piper simulate`, `tune`, `plan`, `profile` and `show` as the fields of records."""
+"""Define the options of `piper simulate`, `tune`, `plan`, `import`, `export`, `profile` and `show` as the fields of records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from piper.cli import foreign_options as foreign
 from piper.cli import options as flags
 
 
@@ -56,6 +57,7 @@ class PlanArguments:
 
     source: flags.SourceArgument
     cluster: flags.ClusterNameOption = "h100x8"
+    gpus: foreign.GpusOption = None
     length: flags.LengthOption = None
     tokens_per_step: flags.TokensPerStepOption = None
     global_batch: flags.GlobalBatchOption = None
@@ -65,9 +67,42 @@ class PlanArguments:
     checkpoint_rate: flags.CheckpointRateOption = 1.0
     restart_s: flags.RestartOption = 300.0
     trials: flags.TrialsOption = 40
+    rehearse: flags.RehearseOption = False
     seed: flags.SeedOption = 0
     workers: flags.ProcessesOption = 1
     out: flags.OutOption = flags.RUNS
+    as_json: flags.AsJsonOption = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportArguments:
+    """Hold the options of `piper import`."""
+
+    system: foreign.SystemArgument
+    source: foreign.ForeignSourceArgument
+    gpus: foreign.GpusOption = None
+    sets: foreign.SetOption = None
+    model: foreign.ModelFileOption = None
+    length: flags.LengthOption = None
+    global_batch: flags.GlobalBatchOption = None
+    python: foreign.SystemPythonOption = None
+    stand_ins: foreign.StandInOption = None
+    skip_unknown: foreign.SkipUnknownOption = False
+    cluster: foreign.PredictedClusterOption = None
+    out: foreign.WrittenFileOption = None
+    every: foreign.IgnoredOption = False
+    as_json: flags.AsJsonOption = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments:
+    """Hold the options of `piper export`."""
+
+    file: flags.FileArgument
+    to: foreign.TargetOption
+    params: flags.ParamsOption = None
+    strategy: flags.StrategyFileOption = None
+    out: foreign.ExportFolderOption = None
     as_json: flags.AsJsonOption = False
 
 

@@ -16,6 +16,8 @@ from typing import Annotated
 import typer
 
 from piper.cli.arguments import (
+    ExportArguments,
+    ImportArguments,
     PlanArguments,
     ProfileArguments,
     ShowArguments,
@@ -91,6 +93,30 @@ def plan(arguments: PlanArguments) -> None:
     from piper.cli.actions import planning
 
     raise typer.Exit(planning.planned(arguments))
+
+
+@app.command(name="import")
+@command_of(ImportArguments)
+def import_(arguments: ImportArguments) -> None:
+    """Read a job of torchtitan, Megatron-LM, DeepSpeed or Accelerate, and write it as a FILE.py.
+
+    Example: piper import torchtitan llama3_70b --gpus 256 --cluster 'h100x8*32@eager' --out job.py
+    """
+    from piper.cli.actions import importing
+
+    raise typer.Exit(importing.imported(arguments))
+
+
+@app.command()
+@command_of(ExportArguments)
+def export(arguments: ExportArguments) -> None:
+    """Write a strategy as files of torchtitan, Megatron-LM, DeepSpeed or Accelerate, or say what they lack.
+
+    Example: piper export job.py --to torchtitan --out launch
+    """
+    from piper.cli.actions import exporting
+
+    exporting.exported(arguments)
 
 
 @app.command()

@@ -193,7 +193,8 @@ SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="a preset such as llama3-70b, a config.json of Hugging Face or its folder, or a FILE.py with a `job`",
+        help="a preset such as llama3-70b, a config.json of Hugging Face or its folder, a FILE.py with a `job`, or a job "
+        "of another system, such as torchtitan:llama3_70b or megatron:pretrain.sh",
     ),
 ]
 LengthOption = Annotated[
@@ -214,6 +215,13 @@ TokensOption = Annotated[
 PriceOption = Annotated[
     float,
     typer.Option("--price", min=0, help="dollars per device and hour (default: the cluster's)"),
+]
+RehearseOption = Annotated[
+    bool,
+    typer.Option(
+        "--rehearse",
+        help="train a small twin under the best strategy in float64, and compare with one device",
+    ),
 ]
 ProcessesOption = Annotated[
     int, typer.Option("--workers", min=0, help="processes that score candidates (0: this one)")

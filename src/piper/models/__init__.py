@@ -1,27 +1,28 @@
-"""Provide models to plan with: GPT, Llama and a mixture of experts at any size.
+"""Provide decoders to plan with: dense ones and mixtures of experts of any size, each by one description.
 
-There are presets of published ones, and a job for each. A size is a frozen dataclass:
+There are presets of published ones, and a job for each. A description is a frozen dataclass:
 `dataclasses.replace(models.preset("llama3-8b"), layers=2)` is another. Nothing is allocated until a plan is executed.
 The blocks are in an nn.ModuleList, so that `partition` finds them. This room may import `piper_ir`, `piper_ops` and
 `piper_runtime`, and no other room of `piper`.
 """
 
+from piper.models.decoder import Decoder
+from piper.models.decoder_config import DecoderConfig, Experts, Latent
+from piper.models.decoder_kinds import GPTConfig, LlamaConfig, MoEConfig
 from piper.models.families import hugging_face
-from piper.models.gpt import GPT, GPTConfig
 from piper.models.jobs import job, parameter_count
-from piper.models.llama import Llama, LlamaConfig
-from piper.models.moe import MoE, MoEConfig
 from piper.models.presets import PRESETS, preset
 from piper_runtime.weights import Into
 
 __all__ = [
-    "GPT",
     "PRESETS",
+    "Decoder",
+    "DecoderConfig",
+    "Experts",
     "GPTConfig",
     "Into",
-    "Llama",
+    "Latent",
     "LlamaConfig",
-    "MoE",
     "MoEConfig",
     "hugging_face",
     "job",

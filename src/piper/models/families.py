@@ -1,25 +1,23 @@
 """Map the names of published weights to the names of the models here, for Job(init=FOLDER, rename=...).
 
-The names come from Hugging Face's transformers. A family whose blocks have parameters that the models here lack
-(Qwen2's biases), or lack parameters that they have (OLMo's norms), is refused with these names when a job is run.
+The names come from Hugging Face's transformers. A family whose blocks have parameters that the described decoder lacks
+(a bias), or lack parameters that it has (OLMo's norms), is refused with these names when a job is run.
 """
 
 from __future__ import annotations
 
-from piper.models.gpt import GPTConfig
-from piper.models.llama import LlamaConfig
-from piper.models.moe import MoEConfig
-from piper.models.presets import Config
+from piper.models.decoder_config import DecoderConfig
 from piper_runtime.weights import Into, RenameTarget
 
 
-def hugging_face(config: Config) -> dict[str, RenameTarget]:
+def hugging_face(config: DecoderConfig) -> dict[str, RenameTarget]:
     """Return the `rename` of a job for published weights, with and without the prefix that whole models have.
 
-    A GPT takes the names of GPT-2, a Llama the ones of Llama, Mistral, Qwen3 and Phi-3, a mixture of experts the ones
-    of Mixtral and Qwen3-MoE. The sizes of `config` must be the sizes of the weights.
+    A decoder with learned positions takes the names of GPT-2, any other the ones of Llama, Mistral, Qwen, OLMo 2 and
+    Phi-3, a mixture of experts the ones of Mixtral, Qwen2-MoE and Qwen3-MoE. The sizes of `config` must be the sizes of
+    the weights.
     """
-    if isinstance(config, GPTConfig):
+    if config.positions == "learned":
         return {
             prefix + pattern: target
             for prefix in ("transformer.", "")
@@ -27,8 +25,10 @@ def hugging_face(config: Config) -> dict[str, RenameTarget]:
         }
     parts = {
         **_LLAMA,
+        **(_BEHIND if config.norms == "after" else {}),
         **_fused(config),
-        **(_experts() if isinstance(config, MoEConfig) else _FEED_FORWARD),
+        **_FEED_FORWARD,
+        **(_experts() if config.experts is not None else {}),
     }
     return {
         prefix + pattern: target for prefix in ("model.", "") for pattern, target in parts.items()
@@ -49,6 +49,10 @@ _LLAMA: dict[str, RenameTarget] = {
     "layers.*.self_attn.k_norm.*": "layers.*.attention.norm_k.*",
     "layers.*.self_attn.rotary_emb.inv_freq": None,
 }
+_BEHIND: dict[str, RenameTarget] = {
+    "layers.*.post_attention_layernorm.*": "layers.*.after1.*",
+    "layers.*.post_feedforward_layernorm.*": "layers.*.after2.*",
+}
 _FEED_FORWARD: dict[str, RenameTarget] = {
     "layers.*.mlp.gate_proj.*": "layers.*.feed_forward.gate.*",
     "layers.*.mlp.up_proj.*": "layers.*.feed_forward.up.*",
@@ -56,11 +60,11 @@ _FEED_FORWARD: dict[str, RenameTarget] = {
 }
 
 
-def _fused(config: LlamaConfig) -> dict[str, RenameTarget]:
+def _fused(config: DecoderConfig) -> dict[str, RenameTarget]:
     """Return the places of matrices that Phi-3 has one below the other."""
     queries, grouped, hidden = (
         config.heads * config.dim_of_head,
-        config.kv_heads * config.dim_of_head,
+        config.key_heads * config.dim_of_head,
         config.hidden,
     )
     return {
@@ -81,6 +85,10 @@ def _experts() -> dict[str, RenameTarget]:
     names = {
         "block_sparse_moe.gate.weight": "router.weight",
         "mlp.gate.weight": "router.weight",
+        "mlp.shared_expert.gate_proj.weight": "shared.gate.weight",
+        "mlp.shared_expert.up_proj.weight": "shared.up.weight",
+        "mlp.shared_expert.down_proj.weight": "shared.down.weight",
+        "mlp.shared_expert_gate.weight": "shared_gate.weight",
     }
     stacked = {
         "block_sparse_moe.experts.*.w1.weight": "gate[*]",
@@ -101,7 +109,12 @@ def _experts() -> dict[str, RenameTarget]:
 
 def _gpt2() -> dict[str, RenameTarget]:
     """Return the places of GPT-2's tensors; its matrices have a row per input."""
-    matrices = {"attn.c_attn": "qkv", "attn.c_proj": "out", "mlp.c_fc": "up", "mlp.c_proj": "down"}
+    matrices = {
+        "attn.c_attn": "attention.qkv",
+        "attn.c_proj": "attention.out",
+        "mlp.c_fc": "feed_forward.up",
+        "mlp.c_proj": "feed_forward.down",
+    }
     targets: dict[str, RenameTarget] = {
         "wte.weight": "tokens.weight",
         "wpe.weight": "positions.weight",

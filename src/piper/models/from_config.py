@@ -1,129 +1,77 @@
-"""Read a config.json of Hugging Face as the sizes of one of the models here, if that has the same blocks.
+"""Read a config.json of Hugging Face as the description of a decoder, if one says the same.
 
-A decoder is described by its sizes. Every field of the file is used, has no effect on the time or memory of a step, is
-taken in the nearest form, or is refused; none is passed over without a word.
+Every field of the file is used, has no effect on the time or memory of a step, is taken in the nearest form, or is
+refused; none is passed over without a word.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from piper.models.gpt import GPTConfig
-from piper.models.llama import LlamaConfig
-from piper.models.moe import MoEConfig
-from piper.models.presets import Config
+from piper.models.config_rows import ACTIVATION_FIELDS, ACTIVATIONS, OTHERS, ROWS, Row, Unsaid
+from piper.models.decoder_config import DecoderConfig, Experts, Latent
 from piper_ir.ground.errors import JobError
 
 CONFIG = "config.json"
 """The file of a published model's folder that has its sizes."""
-_LLAMA = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "hidden": "intermediate_size",
-    "vocab": "vocab_size",
-    "length": "max_position_embeddings",
-    "head_dim": "head_dim",
-    "theta": "rope_theta",
-    "eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-}
-_MIXTURE = {**_LLAMA, "experts": "num_local_experts", "top_k": "num_experts_per_tok"}
-_QWEN_MIXTURE = {**_MIXTURE, "hidden": "moe_intermediate_size", "experts": "num_experts"}
-_GPT2 = {
-    "layers": "n_layer",
-    "width": "n_embd",
-    "heads": "n_head",
-    "vocab": "vocab_size",
-    "length": "n_positions",
-    "tied": "tie_word_embeddings",
-}
-DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rope_theta": 10_000.0}
-"""The values of fields that transformers leaves out of a file, where the models here have others."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """Say which of the models here a type of Hugging Face's is.
-
-    Attributes:
-        make: the sizes' class here.
-        fields: names of sizes here -> names of the file's fields.
-        fixed: sizes that are the same in all models of the type.
-        activation: the only activation that the models here have.
-        defaults: values of the type's fields that a file may leave out.
-    """
-
-    make: Callable[..., Config]
-    fields: Mapping[str, str]
-    fixed: Mapping[str, Any]
-    activation: str = "silu"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(LlamaConfig, _LLAMA, {}),
-    "mistral": Family(LlamaConfig, _LLAMA, {}, defaults={"num_key_value_heads": 8}),
-    "qwen3": Family(LlamaConfig, _LLAMA, {"qk_norm": True}, defaults={"head_dim": 128}),
-    "mixtral": Family(
-        MoEConfig, _MIXTURE, {"capacity_factor": None}, defaults={"num_key_value_heads": 8}
-    ),
-    "qwen3_moe": Family(MoEConfig, _QWEN_MIXTURE, {"qk_norm": True, "capacity_factor": None}),
-    "gpt2": Family(GPTConfig, _GPT2, {}, "gelu_new"),
-}
-"""The types (`model_type`) that have the same blocks as a model here, to the parameter."""
 MUST: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "quantization_config": (None,),
-    "sliding_window": (None,),
-    "use_sliding_window": (False, None),
-    "decoder_sparse_step": (1,),
+    "decoder_sparse_step": (1, None),
+    "moe_layer_freq": (1, None),
     "mlp_only_layers": ([], None),
-    "n_inner": (None,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),
     "add_cross_attention": (False,),
-    "pretraining_tp": (1,),
+    "is_encoder_decoder": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "use_bidirectional_attention": (False, None),
+    "embedding_fraction": (1, None),
 }
-"""The values of fields for which the models here say the same."""
+"""The values of fields for which a DecoderConfig says the same, where a type's row says nothing of them."""
+_NOT_DRAWN = "taken as 0: the time of its draws is not counted"
 NEAREST: Mapping[str, str] = {
-    "attention_dropout": "taken as 0: the time of its draws is not counted",
-    "attn_pdrop": "taken as 0: the time of its draws is not counted",
-    "embd_pdrop": "taken as 0: the time of its draws is not counted",
-    "resid_pdrop": "taken as 0: the time of its draws is not counted",
+    **dict.fromkeys(
+        ("attention_dropout", "attn_pdrop", "embd_pdrop", "emb_pdrop", "resid_pdrop", "hidden_dropout", "residual_dropout",
+         "embedding_dropout"),
+        _NOT_DRAWN,
+    ),
     "output_router_logits": "the loss that balances experts is left out: it takes almost no time",
-}
+    "aux_loss_alpha": "the loss that balances experts is left out: it takes almost no time",
+    "attn_logit_softcapping": "scores of attention are not capped: a kernel that caps them takes longer",
+    "num_nextn_predict_layers": "the blocks that predict further tokens are left out: they take time and memory",
+    "num_mtp_layers": "the blocks that predict further tokens are left out: they take time and memory",
+}  # fmt: skip
 """The fields that are taken in the nearest form if they are set, and how."""
 NO_EFFECT = frozenset({
-    "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "use_cache",
-    "transformers_version", "initializer_range", "rope_scaling", "rope_parameters", "router_aux_loss_coef",
-    "router_jitter_noise", "norm_topk_prob", "max_window_layers", "layer_norm_epsilon", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params", "n_ctx",
-    "scale_attn_weights", "_name_or_path", "name_or_path", "auto_map", "id2label", "label2id", "problem_type",
-    "chunk_size_feed_forward", "is_encoder_decoder", "layer_types", "return_dict", "output_attentions",
-    "output_hidden_states", "unsloth_version", "original_max_position_embeddings", "n_special", "predict_special_tokens",
-    "output_past", "is_llama_config", "rope_interleaved", "attn_implementation", "_attn_implementation", "do_sample",
-    "temperature", "top_p", "max_length",
+    "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "torch_dtype", "dtype",
+    "use_cache", "transformers_version", "initializer_range", "rope_scaling", "router_aux_loss_coef", "router_jitter_noise",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "n_ctx", "scale_attn_weights", "_name_or_path", "name_or_path", "auto_map", "id2label", "label2id",
+    "problem_type", "chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states", "unsloth_version",
+    "original_max_position_embeddings", "n_special", "predict_special_tokens", "output_past", "is_llama_config",
+    "rope_interleaved", "rope_interleave", "attn_implementation", "_attn_implementation", "do_sample", "temperature", "top_p",
+    "max_length", "pretraining_tp", "gradient_checkpointing", "rotary", "tokenizer_class", "tokenizer_name", "is_decoder",
+    "classifier_dropout", "query_pre_attn_scalar", "rope_local_base_freq", "cache_implementation", "logit_scale",
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+    "ep_size", "seq_aux", "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi",
+    "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "init_config", "init_device", "verbose", "fc_type",
 })  # fmt: skip
-"""The fields that change neither time nor memory of a training step."""
-
-
-OTHERS: Mapping[str, str] = {
-    "qwen2": "its queries, keys and values have biases",
-    "phi3": "its queries, keys and values are one matrix",
-    "gemma2": "its scores are capped, and its blocks have norms behind attention and feed-forward",
-    "gemma3_text": "its layers have windows, and norms behind attention and feed-forward",
-    "deepseek_v3": "its attention is latent, and its layers have shared experts",
-    "gpt_oss": "its experts have biases, its attention sinks",
-}
-"""The parts of other types that no model here has."""
+"""The fields that change neither time nor memory of a training step, or almost nothing of them."""
+_READ = frozenset({
+    *MUST, *NEAREST, *NO_EFFECT, *ACTIVATION_FIELDS, "rope_parameters", "rope_theta", "quantization_config", "sliding_window",
+    "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
+})  # fmt: skip
+"""The fields that count in more than one type."""
+_OPTIONAL = {"kv_heads", "head_dim", "rotary_part", "latent.q_rank", "logit_cap", "eps"}
+"""What a DecoderConfig has a default for, if a file leaves it out."""
+_FROM_ZERO = {"dense_layers", "experts.shared_hidden"}
+_SWITCHES = {"tied", "experts.normalized"}
 
 
 @dataclass(frozen=True)
@@ -132,14 +80,14 @@ class Described:
 
     Attributes:
         type: the file's `model_type`.
-        config: the sizes of one of the models here; None if none has the same blocks.
+        config: the description of the decoder; None if none says the same.
         fields: the file's fields.
         notes: the fields that are taken in the nearest form.
-        missing: why the models here do not say the same; "" if they do.
+        missing: why no description says the same; "" if one does.
     """
 
     type: str
-    config: Config | None
+    config: DecoderConfig | None
     fields: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     missing: str = ""
@@ -156,16 +104,16 @@ def describe(path: str | Path) -> Described:
             f"{file} has no model_type, so that it is no config.json of Hugging Face; give the file of a published "
             f"model, its folder, the name of a preset, or a FILE.py that defines `job`"
         )
-    family = FAMILIES.get(kind)
-    if family is None:
-        why = OTHERS.get(kind, "no model here is of that type")
-        return Described(kind, None, fields, missing=why)
-    if missing := _missing(family, fields):
-        return Described(kind, None, fields, missing=missing)
-    notes = tuple(
-        f"{name}={fields[name]}: {how}" for name, how in NEAREST.items() if fields.get(name)
-    )
-    return Described(kind, _config(family, fields, file), fields, notes)
+    row = ROWS.get(kind)
+    if row is None:
+        return Described(kind, None, fields, missing=OTHERS.get(kind, "no row describes that type"))
+    try:
+        said = _said(row, fields, file)
+        config = _built(said)
+        notes = tuple(_notes(row, fields))
+    except Unsaid as error:
+        return Described(kind, None, fields, missing=str(error))
+    return Described(kind, config, fields, notes)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -184,60 +132,148 @@ def _read(file: Path) -> dict[str, Any]:
     return fields
 
 
-def _missing(family: Family, fields: Mapping[str, Any]) -> str:
-    """Return which fields the models here cannot follow, as a text; "" if there are none."""
+def _said(row: Row, fields: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the fields of a DecoderConfig; raise Unsaid for what it cannot say, JobError for what is no value."""
+    _check_all(row, fields)
+    said = {**row.fixed, "activation": _activation(row, fields)}
+    for name, values in row.switches.items():
+        value = fields.get(name, row.defaults.get(name, False if False in values else None))
+        if not any(value is known or value == known for known in values):
+            raise Unsaid(f"{name}={value!r}")
+        said |= values[value]
+    said |= dict(_sizes(row, fields, file))
+    if row.derived is not None:
+        said |= row.derived(fields)
+    return said | _window(row, fields)
+
+
+def _check_all(row: Row, fields: Mapping[str, Any]) -> None:
+    """Raise Unsaid for a field that is not known, or whose value no description says."""
     for name, accepted in MUST.items():
-        if name == "sliding_window" and fields.get("use_sliding_window") is False:
-            continue
-        if name in fields and fields[name] not in accepted:
-            return f"{name}={fields[name]!r}"
-    activation = fields.get("hidden_act", fields.get("activation_function", family.activation))
-    if activation != family.activation:
-        return f"the activation {activation!r}"
-    known = {
-        *family.fields.values(),
-        *MUST,
-        *NEAREST,
-        *NO_EFFECT,
-        "hidden_act",
-        "activation_function",
+        if (
+            name in fields
+            and name not in {*row.switches, *row.reads}
+            and fields[name] not in accepted
+        ):
+            raise Unsaid(f"{name}={fields[name]!r}")
+    quantized = fields.get("quantization_config")
+    if quantized is not None and not _trained_in_eight_bits(quantized):
+        raise Unsaid("quantization_config")
+    theirs = {
+        name
+        for names in row.sizes.values()
+        for name in ([names] if isinstance(names, str) else names)
     }
-    unread = sorted(
+    known = {*theirs, *row.switches, *row.reads, *row.defaults, *_READ}
+    if unread := sorted(
         name for name, value in fields.items() if name not in known and value is not None
-    )
-    if "intermediate_size" in unread and "moe_intermediate_size" in family.fields.values():
-        unread.remove(
-            "intermediate_size"
-        )  # of layers without experts, which such a model has none of
-    return f"unknown fields: {', '.join(unread)}" if unread else ""
+    ):
+        raise Unsaid(f"unknown fields: {', '.join(unread)}")
 
 
-def _config(family: Family, fields: Mapping[str, Any], file: Path) -> Config:
-    sizes: dict[str, Any] = dict(family.fixed)
-    for ours, theirs in family.fields.items():
-        value = fields.get(theirs, {**DEFAULTS, **family.defaults}.get(theirs))
-        if ours == "theta" and isinstance(fields.get("rope_parameters"), Mapping):
-            value = fields["rope_parameters"].get("rope_theta", value)
-        if ours == "kv_heads" and value is None:
-            value = fields.get("num_attention_heads")
+def _trained_in_eight_bits(quantized: object) -> bool:
+    return isinstance(quantized, Mapping) and quantized.get("quant_method") == "fp8"
+
+
+def _activation(row: Row, fields: Mapping[str, Any]) -> str:
+    names = (fields[name] for name in ACTIVATION_FIELDS if fields.get(name) is not None)
+    usual = next((row.defaults[name] for name in ACTIVATION_FIELDS if name in row.defaults), "silu")
+    value = next(names, usual)
+    if not isinstance(value, str) or value not in ACTIVATIONS:
+        raise Unsaid(f"the activation {value!r}")
+    return ACTIVATIONS[value]
+
+
+def _sizes(row: Row, fields: Mapping[str, Any], file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield what the file's own fields say; raise JobError for one that is needed and is not there."""
+    for ours, names in row.sizes.items():
+        theirs = (names,) if isinstance(names, str) else names
+        name = next((n for n in theirs if fields.get(n) is not None), theirs[0])
+        value = fields.get(name)
+        if ours in ("theta", "rotary_part"):
+            value = _of_rotation(fields, theirs, value)
+        if value is None and name not in fields:
+            value = next((row.defaults[n] for n in theirs if n in row.defaults), None)
         if value is not None:
-            _check_kind(file, theirs, value, ours)
-            sizes[ours] = value
-        elif theirs not in ("head_dim", "rms_norm_eps"):
+            _check_kind(file, name, value, ours)
+            yield ours, value
+        elif ours not in _OPTIONAL:
             raise JobError(
-                f"{file} has no {theirs}, which a model of type {fields['model_type']} needs"
+                f"{file} has no {name}, which a model of type {fields['model_type']} needs"
             )
-    if family.make is GPTConfig:
-        sizes["tied"] = fields.get("tie_word_embeddings", True)
-    return family.make(**sizes)
+
+
+def _of_rotation(fields: Mapping[str, Any], names: tuple[str, ...], value: Any) -> Any:
+    """Return a field of `rope_parameters`, as transformers 5 writes it, of full attention if it has several."""
+    rotation = fields.get("rope_parameters")
+    if isinstance(rotation, Mapping) and isinstance(rotation.get("full_attention"), Mapping):
+        rotation = rotation["full_attention"]
+    if not isinstance(rotation, Mapping):
+        return value
+    return next((rotation[name] for name in names if name in rotation), value)
+
+
+def _window(row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window of a type and the layers that have it."""
+    window = fields.get("sliding_window", row.defaults.get("sliding_window"))
+    if window is None or (row.window == "asked" and not fields.get("use_sliding_window")):
+        return {}
+    if not row.window:
+        raise Unsaid(f"sliding_window={window!r}")
+    if row.window == "asked" and fields.get("max_window_layers", 28) not in (0, None):
+        raise Unsaid(
+            f"max_window_layers={fields.get('max_window_layers', 28)!r} with use_sliding_window"
+        )
+    every = _every(row, fields) if row.window == "typed" or fields.get("layer_types") else 1
+    return {"window": window, "window_every": every} if every else {}
+
+
+def _every(row: Row, fields: Mapping[str, Any]) -> int:
+    """Return n if every n-th layer attends to all tokens, 1 if none does, 0 if all do."""
+    types = fields.get("layer_types")
+    if types is None:
+        return fields.get("sliding_window_pattern") or row.defaults["sliding_window_pattern"]
+    layers = len(types) if isinstance(types, list) else 0
+    for every in range(layers + 1):
+        full = (every == 0 or (every > 1 and (k + 1) % every == 0) for k in range(layers))
+        if types == ["full_attention" if f else "sliding_attention" for f in full]:
+            return every
+    raise Unsaid(f"layer_types={types!r}")
+
+
+def _built(said: Mapping[str, Any]) -> DecoderConfig:
+    """Return the description, with the parts whose fields have a dot."""
+    plain = {name: value for name, value in said.items() if "." not in name}
+    parts: dict[str, Any] = {}
+    for part, make in (("experts", Experts), ("latent", Latent)):
+        own = {n.partition(".")[2]: value for n, value in said.items() if n.startswith(f"{part}.")}
+        if own:
+            parts[part] = make(**own)
+    if "experts" in parts and "hidden" not in plain:
+        plain["hidden"] = parts["experts"].hidden
+    return DecoderConfig(**plain, **parts)
+
+
+def _notes(row: Row, fields: Mapping[str, Any]) -> Iterator[str]:
+    yield from row.notes
+    yield from (
+        f"{name}={fields[name]}: {how}" for name, how in NEAREST.items() if fields.get(name)
+    )
+    if fields.get("quantization_config") is not None:
+        yield "quantization_config: weights have the precision of the job"
 
 
 def _check_kind(file: Path, name: str, value: Any, size: str) -> None:
     """Raise JobError for a value that is no number, or no truth value where one is needed."""
-    if size == "tied":
-        wrong = not isinstance(value, bool)
+    if size in _SWITCHES:
+        wrong, needed = not isinstance(value, bool), "true or false"
     else:
-        wrong = isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
-    if wrong or value == math.inf:
-        needed = "true or false" if size == "tied" else "a number above 0"
+        least = 0 if size in _FROM_ZERO else 1e-30
+        wrong = (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not least <= value < math.inf
+        )
+        needed = "a number from 0 on" if size in _FROM_ZERO else "a number above 0"
+    if wrong:
         raise JobError(f"{file}: {name} is {value!r}; {needed} is needed")

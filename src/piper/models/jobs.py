@@ -11,10 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.models.gpt import GPT, GPTConfig
-from piper.models.llama import Llama, LlamaConfig
-from piper.models.moe import MoEConfig
-from piper.models.presets import Config, preset
+from piper.models.decoder_config import DecoderConfig
+from piper.models.presets import preset
 from piper_ir.ground.errors import JobError
 from piper_runtime.rank import Job, Precision
 
@@ -23,7 +21,7 @@ SEED_STRIDE = 1_000_003
 
 
 def job(
-    model: str | Config,
+    model: str | DecoderConfig,
     *,
     global_batch: int,
     length: int | None = None,
@@ -48,15 +46,13 @@ def job(
         seed: As in `piper.Job`.
     """
     config = preset(model) if isinstance(model, str) else model
-    if not isinstance(config, GPTConfig | LlamaConfig):
-        raise JobError(
-            f"models.job({model!r}): a preset's name or a GPTConfig, LlamaConfig or MoEConfig is needed"
-        )
+    if not isinstance(config, DecoderConfig):
+        raise JobError(f"models.job({model!r}): a preset's name or a DecoderConfig is needed")
     config = config if length is None else replace(config, length=length)
     return Job(
         _build(config),
         _batch(config.vocab, config.length),
-        _loss(getattr(config, "balance", 0.0)),
+        _loss(config.experts.balance if config.experts is not None else 0.0),
         partial(adamw, lr=lr),
         global_batch=global_batch,
         tokens_per_row=config.length,
@@ -70,23 +66,23 @@ def job(
     )
 
 
-def mixed(config: Config) -> Precision:
+def mixed(config: DecoderConfig) -> Precision:
     """Return bfloat16 for forward and backward, and float32 for parameters, their sums of gradients and AdamW's state.
 
     The router of a mixture computes in float32: a rounded score sends a token to another expert.
     """
-    keep = {"*.router.*": "float32"} if isinstance(config, MoEConfig) else {}
+    keep = {"*.router.*": "float32"} if config.experts is not None else {}
     return Precision(params="float32", compute="bfloat16", reduce="float32", keep=keep)
 
 
-def parameter_count(config: Config) -> int:
+def parameter_count(config: DecoderConfig) -> int:
     """Return the number of parameters of a model, a tied one once, from the module on meta."""
     with torch.device("meta"):
         return sum(p.numel() for p in config.build().parameters())
 
 
 @cache  # a capture is found by the identity of its callables
-def _build(config: Config) -> Callable[[], GPT | Llama]:
+def _build(config: DecoderConfig) -> Callable[[], nn.Module]:
     return config.build
 
 

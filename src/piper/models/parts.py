@@ -1,17 +1,29 @@
 """Hold the common parts of the models.
 
-These are checks of sizes, the start of weights, rotary positions, grouped-query attention and SwiGLU.
+These are checks of sizes, the start of weights, rotary positions, norms and the feed-forward part.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper_ir.ground.errors import JobError
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "squared_relu"]
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+"""The functions of a feed-forward part, by name; squared_relu is that of Primer (arXiv 2109.08668)."""
 
 
 def check_sizes(config: object, **sizes: object) -> None:
@@ -60,51 +72,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([b, a], dim=-1) * sin).to(x.dtype)
 
 
-class Attention(nn.Module):
-    """Compute causal grouped-query attention with rotary positions (GQA, arXiv 2305.13245) of x: [rows, T, width].
+def norm_of(config: Any, width: int) -> nn.Module:
+    """Return a norm of a `DecoderConfig`'s kind over the last `width` elements."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=config.eps)
+    return nn.LayerNorm(width, eps=config.eps, bias=config.norm_bias)
 
-    With `qk_norm` there is an RMSNorm over each head's queries and keys before they are turned (Qwen3, arXiv
-    2505.09388, section 2).
+
+class FeedForward(nn.Module):
+    """Compute down(activation(gate(x)) * up(x)) of x: [..., width], or down(activation(up(x))) if it has no gate.
+
+    See GLU Variants Improve Transformer, arXiv 2002.05202, eq. 6.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(
+        self, width: int, hidden: int, activation: Activation, *, gated: bool, bias: bool = False
+    ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.dim_of_head
-        inner, grouped = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.q, self.out = (
-            nn.Linear(config.width, inner, bias=False),
-            nn.Linear(inner, config.width, bias=False),
+        self.activation, self.gated = ACTIVATIONS[activation], gated
+        if gated:
+            self.gate = nn.Linear(width, hidden, bias=bias)
+        self.up, self.down = (
+            nn.Linear(width, hidden, bias=bias),
+            nn.Linear(hidden, width, bias=bias),
         )
-        self.k, self.v = (nn.Linear(config.width, grouped, bias=False) for _ in range(2))
-        self.qk_norm = config.qk_norm
-        if self.qk_norm:
-            self.norm_q, self.norm_k = (nn.RMSNorm(self.head_dim, eps=config.eps) for _ in range(2))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        q = self.q(x).view(rows, length, self.heads, self.head_dim)
-        k = self.k(x).view(rows, length, self.kv_heads, self.head_dim)
-        v = self.v(x).view(rows, length, self.kv_heads, self.head_dim)
-        if self.qk_norm:
-            q, k = self.norm_q(q), self.norm_k(k)
-        q, k, v = (
-            rotate(q, cos, sin).transpose(1, 2),
-            rotate(k, cos, sin).transpose(1, 2),
-            v.transpose(1, 2),
-        )
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads
-        )
-        return self.out(mixed.transpose(1, 2).reshape(rows, length, self.heads * self.head_dim))
-
-
-class SwiGLU(nn.Module):
-    """Compute the feed-forward part down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6) of x: [..., width]."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.gated:
+            return self.down(self.activation(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.up(x)))

@@ -111,6 +111,7 @@ class Answer:
         warnings: the assumptions of the predictions.
         space: that was searched.
         best: the first strategy, compiled; None if nothing fits.
+        simulation: that of the first strategy; None if nothing fits.
     """
 
     strategies: tuple[PlannedStrategy, ...]
@@ -120,6 +121,7 @@ class Answer:
     warnings: tuple[str, ...]
     space: StrategySpace
     best: Compiled | None
+    simulation: Simulation | None
 
 
 @captured_once()
@@ -155,8 +157,9 @@ def answer(
         study, failure = e.study, str(e)
     ranked = [predict(study.strategies[row.number]) for row in structures(study)]
     fitting = sorted((one for one in ranked if one.fits), key=lambda one: one.period_s)
-    best = None if not fitting else predict.compiled[id(fitting[0].strategy)]
-    return Answer(tuple(fitting), mine, study, failure, tuple(predict.warnings), searched, best)
+    best, simulation = predict.made[id(fitting[0].strategy)] if fitting else (None, None)
+    warned = tuple(predict.warnings)
+    return Answer(tuple(fitting), mine, study, failure, warned, searched, best, simulation)
 
 
 def structures(study: Study, most: int = SHOWN) -> Iterator[Row]:
@@ -178,12 +181,12 @@ def structures(study: Study, most: int = SHOWN) -> Iterator[Row]:
 
 
 class _Predictor:
-    """Predict strategies of one job, and keep the warnings and the plans."""
+    """Predict strategies of one job, and keep the warnings, the plans and their simulations."""
 
     def __init__(self, job: Job, cluster: Cluster, budget: TrainingBudget) -> None:
         self._job, self._cluster, self._budget = job, cluster, budget
         self.warnings: dict[str, None] = {}
-        self.compiled: dict[int, Compiled] = {}
+        self.made: dict[int, tuple[Compiled, Simulation]] = {}
 
     def own(self, strategy: Strategy) -> PlannedStrategy | None:
         """Return the strategy of the user's file; None, with a warning, if it cannot be simulated here."""
@@ -195,8 +198,8 @@ class _Predictor:
 
     def __call__(self, strategy: Strategy, *, own: bool = False) -> PlannedStrategy:
         compiled = compile(self._job, strategy, options=Options(device=device_type(self._cluster)))
-        self.compiled[id(strategy)] = compiled
         simulation = simulate(compiled.plan, self._cluster)
+        self.made[id(strategy)] = compiled, simulation
         self.warnings |= dict.fromkeys(simulation.notes)
         rank = max(range(len(simulation.device_bytes)), key=simulation.device_bytes.__getitem__)
         owner, held = max(simulation.memory(rank).items(), key=lambda item: item[1])

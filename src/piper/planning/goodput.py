@@ -1,15 +1,20 @@
 """Estimate the share of time that a training keeps, between checkpoints and failures.
 
-A training that is checkpointed every T seconds loses C of them to each checkpoint, and at each failure the work since
-the last one (T / 2 on average) and the R seconds until it runs again. With a failure every M seconds, T = sqrt(2 C M)
-loses least (J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974).
+With failures at random, one every M seconds on average, T seconds of work and a checkpoint of C seconds after it take
+M exp(R / M) (exp((T + C) / M) - 1) seconds, where R passes from a failure until the training runs again. The interval
+that keeps most is T = sqrt(2 C M) (1 + sqrt(C / (2 M)) / 3 + C / (18 M)) - C, which is Young's sqrt(2 C M) to first
+order, or M where a checkpoint takes longer than 2 M (J. W. Young, CACM 17(9), 1974; J. T. Daly, "A higher order
+estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3), 2006).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import exp, expm1, sqrt
+
+LARGEST = 700.0
+"""The largest exponent of a float64."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,13 @@ def saved_bytes(held: Mapping[str, int]) -> int:
 
 def goodput(failures: Failures, state_bytes: int) -> Goodput:
     """Return the goodput of a training whose fullest device saves so many bytes; no share is below 0."""
-    stopped = state_bytes / failures.bytes_per_s
-    every = max(sqrt(2 * stopped * failures.mtbf_s), stopped)
-    lost = stopped / every + (every / 2 + failures.restart_s) / failures.mtbf_s
-    return Goodput(max(0.0, 1.0 - lost), every)
+    stopped, mean = state_bytes / failures.bytes_per_s, failures.mtbf_s
+    share = stopped / (2 * mean)
+    every = mean
+    if share < 1:
+        every = sqrt(2 * stopped * mean) * (1 + sqrt(share) / 3 + share / 9) - stopped
+    every = max(every, 1.0)
+    restart, work = failures.restart_s / mean, (every + stopped) / mean
+    if restart + work > LARGEST:
+        return Goodput(0.0, every)
+    return Goodput(every / (mean * exp(restart) * expm1(work)), every)

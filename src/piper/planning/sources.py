@@ -1,4 +1,4 @@
-"""Understand the source of a plan as a job: a preset, a config.json of Hugging Face, or a FILE.py with a job."""
+"""Understand the source of a plan as a job: a preset, a config.json, a FILE.py with a job, or another system's job."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from piper import models
 from piper.models.from_config import CONFIG, Described, describe
-from piper.models.presets import PRESETS, Config
+from piper.models.presets import PRESETS
+from piper.planning.foreign import foreign_job
+from piper_interop import SYSTEMS, Asked, job_lines
 from piper_ir.ground.errors import JobError
 
 if TYPE_CHECKING:
     from piper_compiler import Strategy
     from piper_runtime import Job
 
-SYSTEMS = ("torchtitan", "megatron", "deepspeed", "accelerate")
-"""The systems whose files are not read yet; their sources begin with the name and a colon."""
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMBGT]?)", re.ASCII)
 _UNITS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
@@ -62,6 +62,7 @@ class PlanSource:
         notes: the fields that are taken in the nearest form.
         lines: Python that makes `job` in a file for people.
         strategy: the file's own strategy, if it has one.
+        config: the sizes of the model; None for one of a FILE.py.
     """
 
     name: str
@@ -70,6 +71,7 @@ class PlanSource:
     lines: tuple[str, ...]
     notes: tuple[str, ...] = ()
     strategy: Strategy | None = None
+    config: models.DecoderConfig | None = None
 
 
 def count(text: str, flag: str) -> int:
@@ -81,13 +83,14 @@ def count(text: str, flag: str) -> int:
     return number
 
 
+def is_foreign(text: str) -> bool:
+    """Return whether a source is a job of another system, such as "torchtitan:llama3_70b"."""
+    system, colon, _ = text.partition(":")
+    return bool(colon) and system in SYSTEMS
+
+
 def understand(text: str, wanted: StepSize) -> PlanSource:
     """Return the job of a preset or a config.json; raise JobError if there is none, or a step has no size."""
-    system, colon, _ = text.partition(":")
-    if colon and system in SYSTEMS:
-        raise JobError(
-            f"{text}: files of {system} are not read yet; give a preset, a config.json of Hugging Face, or a FILE.py"
-        )
     if text in PRESETS:
         return _preset(text, wanted)
     path = Path(text)
@@ -105,7 +108,7 @@ def _preset(name: str, wanted: StepSize) -> PlanSource:
     rows = wanted.global_batch(length)
     job = models.job(name, global_batch=rows, length=length)
     line = f"job = piper.models.job({name!r}, global_batch={rows}, length={length})"
-    return PlanSource(name, job, _facts(config, rows, length), (line,))
+    return PlanSource(name, job, _facts(config, rows, length), (line,), config=config)
 
 
 def _config(path: Path, wanted: StepSize) -> PlanSource:
@@ -120,16 +123,18 @@ def _config(path: Path, wanted: StepSize) -> PlanSource:
     rows = wanted.global_batch(length)
     job = models.job(config, global_batch=rows, length=length)
     lines = (
-        f"sizes = piper.models.{config!r}",
+        f"sizes = {config.source()}",
         f"job = piper.models.job(sizes, global_batch={rows}, length={length})",
     )
-    return PlanSource(name, job, _facts(config, rows, length), lines, described.notes)
+    return PlanSource(
+        name, job, _facts(config, rows, length), lines, described.notes, config=config
+    )
 
 
-def _length(config: Config, wanted: StepSize) -> int:
+def _length(config: models.DecoderConfig, wanted: StepSize) -> int:
     """Return the tokens of a row; raise JobError if the model has fewer learned positions."""
     length = wanted.length or config.length
-    if isinstance(config, models.GPTConfig) and length > config.length:
+    if config.positions == "learned" and length > config.length:
         raise JobError(
             f"--length {length}: the model has learned positions for {config.length} tokens; give at most these"
         )
@@ -144,6 +149,28 @@ def _unsaid(path: Path, described: Described) -> JobError:
     )
 
 
+def of_system(text: str, wanted: StepSize, devices: int) -> PlanSource:
+    """Return the source of a job of another system, such as "megatron:pretrain.sh".
+
+    Raises JobError for a job that cannot be said here, with all that stops it.
+    """
+    system, _, source = text.partition(":")
+    asked = Asked(devices=devices, length=wanted.length, rows=wanted.rows)
+    foreign = foreign_job(system, source, asked)
+    described = foreign.imported.described
+    name = re.sub(r"[^\w.+-]+", "_", described.name)
+    lines = tuple(job_lines(described))
+    facts = _facts(foreign.sizes, described.global_batch, described.length)
+    notes, strategy = described.notes, foreign.strategy
+    return PlanSource(name, foreign.job, facts, lines, notes, strategy, foreign.sizes)
+
+
+def job_facts(job: Job) -> str:
+    """Return the rows, tokens and precision of a job in words."""
+    tokens = "" if job.tokens_per_row is None else f" of {job.tokens_per_row:,} tokens"
+    return f"{job.global_batch} rows{tokens} per step, {_precision(job)}"
+
+
 def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: StepSize) -> PlanSource:
     """Return the source of a FILE.py's job; raise JobError for numbers that the file says itself."""
     if wanted != StepSize():
@@ -151,8 +178,6 @@ def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: StepSize) -
             f"{path} defines the job, with its rows and tokens; leave --length, --tokens-per-step and --global-batch "
             f"out"
         )
-    tokens = "" if job.tokens_per_row is None else f" of {job.tokens_per_row:,} tokens"
-    facts = f"{job.global_batch} rows{tokens} per step, {_precision(job)}"
     home = path.resolve()
     lines = (
         "import runpy",
@@ -161,16 +186,15 @@ def of_file(path: Path, job: Job, strategy: Strategy | None, wanted: StepSize) -
         f"sys.path.insert(0, {str(home.parent)!r})",
         f"job = runpy.run_path({str(home)!r})['job']",
     )
-    return PlanSource(path.stem, job, facts, lines, strategy=strategy)
+    return PlanSource(path.stem, job, job_facts(job), lines, strategy=strategy)
 
 
-def _facts(config: Config, rows: int, length: int) -> str:
+def _facts(config: models.DecoderConfig, rows: int, length: int) -> str:
     parameters = models.parameter_count(config)
     size = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
-    experts = getattr(config, "experts", 0)
-    mixture = f", {experts} experts" if experts else ""
+    mixture = f", {config.experts.number} experts" if config.experts is not None else ""
     return (
-        f"{type(config).__name__.removesuffix('Config')} of {size} parameters, {config.layers} layers{mixture}; "
+        f"a decoder of {size} parameters, {config.layers} layers{mixture}; "
         f"{rows} rows of {length:,} tokens per step ({rows * length:,}); bfloat16 over float32, AdamW"
     )
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from piper_interop.neutral.described import Described, Layout, Recompute, Sizes
-from piper_interop.neutral.options import Judgement, judge
+from piper_interop.neutral.described import DeviceLayout, JobDescription, ModelSizes, Recomputation
+from piper_interop.neutral.options import Judgement
 from piper_interop.neutral.system import Asked, Exported, Imported, System
-from piper_interop.neutral.writer import python
+from piper_interop.neutral.writer import job_lines, python
 from piper_ir.ground.errors import JobError
 
 SYSTEMS = ("torchtitan", "megatron", "deepspeed", "accelerate")
@@ -31,7 +31,7 @@ def import_job(name: str, source: str, asked: Asked) -> Imported:
     Args:
         name: of the system.
         source: a file of it, a text of its options, or the name of one of its configurations.
-        asked: what the file does not say.
+        asked: the answers that the file does not have.
 
     Raises JobError for a source that cannot be read, and, all at once, for options that are unknown or that cannot be
     said here.
@@ -43,28 +43,30 @@ def import_job(name: str, source: str, asked: Asked) -> Imported:
             + (f"accepted are {', '.join(of.stand_ins)}" if of.stand_ins else "it has none")
         )
     foreign = of.read(source, asked)
-    judgement = judge(foreign, of.table, asked.stand_ins, asked.skip_unknown)
-    return Imported(foreign, judgement, of.describe(foreign, asked))
+    return Imported(foreign, *of.described(foreign, asked))
 
 
-def export_job(name: str, described: Described) -> Exported:
+def export_job(name: str, described: JobDescription) -> Exported:
     """Return the files of another system for a job; raise JobError that names all that the system cannot do."""
-    return system(name).export(described)
+    export = system(name).export
+    if export is None:
+        raise JobError(f"files of {name} are not written yet")
+    return export(described)
 
 
 __all__ = [
     "SYSTEMS",
     "Asked",
-    "Described",
+    "JobDescription",
     "Exported",
     "Imported",
     "Judgement",
-    "Layout",
-    "Recompute",
-    "Sizes",
+    "DeviceLayout",
+    "Recomputation",
+    "ModelSizes",
     "export_job",
     "import_job",
-    "judge",
+    "job_lines",
     "python",
     "system",
 ]

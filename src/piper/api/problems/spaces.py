@@ -234,12 +234,12 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
             devices, 1 if traced.experts else min(MOST_CP, max(1, tokens // LEAST_TOKENS))
         ),
         "ep": _powers(devices, target.per_node if traced.experts else 1),
-        "pp": tuple(n for n in _powers(devices, MOST_STAGES) if n <= max(layers, 1)),
+        "pp": tuple(n for n in _divisors(devices, MOST_STAGES) if n <= max(layers, 1)),
     }
     for axis in AXES:
         if axis in fixed:
             sizes[axis] = (fixed[axis],)
-    rows = (fixed["rows"],) if "rows" in fixed else _powers(job.global_batch, MOST_ROWS)
+    rows = (fixed["rows"],) if "rows" in fixed else _divisors(job.global_batch, MOST_ROWS)
     rest = {name: value for name, value in fixed.items() if name not in (*AXES, "rows")}
     return StrategySpace(devices, job.global_batch, layers, sizes, rows, traced.experts, rest)
 
@@ -247,3 +247,8 @@ def space(job: Job, cluster: str | Cluster, **fixed: Any) -> StrategySpace:
 def _powers(number: int, most: int) -> Sizes:
     """Return the powers of two up to `most` that divide a number."""
     return tuple(2**k for k in range(20) if 2**k <= most and not number % 2**k)
+
+
+def _divisors(number: int, most: int) -> Sizes:
+    """Return the divisors of a number up to `most`."""
+    return tuple(n for n in range(1, most + 1) if not number % n)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
+from math import isfinite
 from pathlib import Path
 
 from piper.api.content.origin import save_origin
 from piper.api.ground.clusters import cluster_named
-from piper.api.ground.results import new_folder, unless_empty
+from piper.api.ground.results import new_folder, save_prediction, unless_empty
 from piper.cli.arguments import PlanArguments
 from piper.cli.interrupts import INTERRUPTED
 from piper.cli.loading import load_job
 from piper.planning.answer_text import numbers, table
 from piper.planning.answers import TrainingBudget, answer
 from piper.planning.goodput import Failures
-from piper.planning.sources import PlanSource, StepSize, count, of_file, understand
+from piper.planning.rehearsal import rehearse
+from piper.planning.sources import (
+    PlanSource,
+    StepSize,
+    count,
+    is_foreign,
+    of_file,
+    of_system,
+    understand,
+)
 from piper.planning.written import write
 from piper.views.display import show
+from piper.views.reporting import report_at_end
 from piper.views.study_view import bar
 from piper_ir.ground.errors import JobError
 from piper_ir.tools import working
@@ -25,6 +36,8 @@ from piper_simulator import CPU
 
 NOTHING_FITS = 2
 """The exit code if no strategy fits."""
+DIFFERS = 1
+"""The exit code if the rehearsal is not what one device computes."""
 
 
 def planned(arguments: PlanArguments) -> int:
@@ -32,12 +45,20 @@ def planned(arguments: PlanArguments) -> int:
     a = arguments
     if a.cluster == CPU:
         raise JobError(f"--cluster {CPU}: a plan is for a cluster, such as h100x8 or 'h100x8*16'")
-    cluster = cluster_named(a.cluster)
+    if not isfinite(a.price):
+        raise JobError(f"--price {a.price}: dollars per device and hour are needed, such as 2.5")
+    name = _cluster_name(a)
+    cluster = cluster_named(name)
     tokens = None if a.tokens is None else count(a.tokens, "--tokens")
     with working("reading the source"):
-        source = _source(a)
+        source = _source(a, cluster.devices)
     if not a.as_json:
         print(f"{source.name}: {source.facts}", flush=True)
+    if a.rehearse and source.config is None:
+        raise JobError(
+            f"--rehearse: the model of {a.source} is not one of piper.models, so that there is no small twin of it; "
+            f"`piper verify FILE.py` compares a small job of your own with one device"
+        )
     folder = new_folder(a.out, f"plan-{source.name}") if a.out else None
     with unless_empty(folder), bar(a.trials) as progress:
         found = answer(
@@ -50,17 +71,28 @@ def planned(arguments: PlanArguments) -> int:
             workers=a.workers,
             progress=progress,
         )
+    rehearsal = None
+    best = None if found.best is None else found.best.strategy
+    if a.rehearse and source.config is not None and best is not None:
+        rehearsal = rehearse(source.config, best, found.space)
     if a.as_json:
-        print(json.dumps(numbers(source, found, a.cluster)))
+        told = {} if rehearsal is None else {"rehearsal": rehearsal.as_dict()}
+        print(json.dumps({**numbers(source, found, name), **told}))
     else:
-        show(table(source, found, a.cluster))
+        show(table(source, found, name))
+        if rehearsal is not None:
+            print(rehearsal.text())
     if folder is not None:
         found.study.save(folder)
         save_origin(folder, a.seed, Path(a.source) if a.source.endswith(".py") else None)
-        if found.best is not None:
-            print(f"written: {write(folder, source, found, a.cluster)}", file=sys.stderr)
+        if found.best is not None and found.simulation is not None:
+            print(f"written: {write(folder, source, found, name)}", file=sys.stderr)
+            save_prediction(folder, found.simulation)
+            report_at_end(folder, found.best.plan)
     if found.study.interrupted:
         return INTERRUPTED
+    if rehearsal is not None and not rehearsal.equal:
+        return DIFFERS
     return 0 if found.strategies else NOTHING_FITS
 
 
@@ -71,9 +103,27 @@ def _failures(a: PlanArguments) -> Failures | None:
     return Failures(a.mtbf * 3600, a.checkpoint_rate * 1e9, a.restart_s)
 
 
-def _source(a: PlanArguments) -> PlanSource:
+def _cluster_name(a: PlanArguments) -> str:
+    """Return the name of a cluster with as many devices as asked: whole nodes of the one that --cluster names."""
+    if a.gpus is None:
+        return a.cluster
+    whole, at, stack = a.cluster.partition("@")
+    kind = whole.partition("*")[0]
+    per_node = cluster_named(kind).per_node
+    if "*" in whole or (a.gpus % per_node and a.gpus > per_node):
+        raise JobError(
+            f"--gpus {a.gpus}: nodes of {kind} have {per_node} devices; give a multiple, or --cluster '{kind}*NODES'"
+        )
+    if a.gpus < per_node:
+        return f"{kind.removesuffix(str(per_node))}{a.gpus}{at}{stack}"
+    return f"{kind}*{a.gpus // per_node}{at}{stack}" if a.gpus > per_node else a.cluster
+
+
+def _source(a: PlanArguments, devices: int) -> PlanSource:
     per_step = None if a.tokens_per_step is None else count(a.tokens_per_step, "--tokens-per-step")
     wanted = StepSize(a.length, per_step, a.global_batch)
+    if is_foreign(a.source):
+        return of_system(a.source, wanted, devices)
     path = Path(a.source)
     if path.suffix != ".py":
         return understand(a.source, wanted)

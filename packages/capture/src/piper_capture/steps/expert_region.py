@@ -27,7 +27,6 @@ from piper_ops import (
     experts_home,
     experts_send,
     experts_take,
-    grouped_mm_dgrad,
 )
 
 TRADES = (experts_send, experts_take, experts_give, experts_home)
@@ -77,10 +76,10 @@ def _gradients(backward: fx.Graph) -> list[fx.Node]:
 
 
 def _gradients_inside(step: StepGraph) -> list[fx.Node]:
-    """Return the same without the products for gradients of the rows, which W does not need."""
+    """Return those of them that gradients of matrices need: none of the last ones, those of the rows, nor their sum."""
     written = zip(step.writes, step.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]  # a tuple
     needed = ancestors(node for port, node in written if port.startswith("iw"))
-    return [n for n in _gradients(step.graph) if n in needed or n.target is not grouped_mm_dgrad]
+    return [n for n in _gradients(step.graph) if n in needed]
 
 
 def _calls(graph: fx.Graph, *ops: object) -> list[fx.Node]:

@@ -335,6 +335,7 @@ def _export(
         ]
         fixed = [torch.empty(c.shape, dtype=c.dtype) for c in constants.values()]
     with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")  # a refusal names its line whatever the user's filters hide
         try:
             with torch.enable_grad():
                 return _torch_joint.export_joint(wrapper, [*examples, *fixed])

@@ -171,7 +171,7 @@ class ExpertChunks:
             raise self._fail(
                 f"{' and '.join(named)}: only dropless mixtures take that, and {min(self._inside)} has places for "
                 f"so many tokens as its capacity says; leave it out, or let the mixture drop none: "
-                f"MoEConfig(capacity_factor=None), or route and unroute of piper_ops in a model of your own"
+                f"Experts(capacity_factor=None) of piper.models, or route and unroute of piper_ops in a model of your own"
             )
 
     def _experts(self, chunk: Chunk) -> tuple[list[DimNests], list[DimNests], Nested]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from piper_capture.chunks.tables import constant_values, masks, with_tables
 from piper_capture.chunks.ties import Ties
@@ -62,9 +61,34 @@ def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
         ).captured()
     apart = cut_at_experts(captured)
     expert_chunks = ExpertChunks(apart, wanted, params_of(apart.program))
+    _check_routed(apart, asked, expert_chunks)
     return _Shared(
         apart, (*_split(apart, tuple(s for s in asked if not s.experts)), wanted), expert_chunks
     ).captured()
+
+
+def _check_routed(
+    captured: Captured, asked: Sequence[Sharding], expert_chunks: ExpertChunks
+) -> None:
+    """Raise DirectiveError where devices share tokens that a dropless mixture needs whole."""
+    tokens = _shares_tokens(asked)
+    for chunk in captured.program.chunks if tokens else ():
+        if expert_chunks.routes(chunk):
+            raise DirectiveError(
+                f"chunk {chunk.id!r} is a dropless mixture whose experts devices share over "
+                f"{expert_chunks.axis}; it needs all tokens of a row on each device, and {tokens} shares them. Leave "
+                f"that out, or give it a capacity"
+            )
+
+
+def _shares_tokens(asked: Sequence[Sharding]) -> str:
+    """Return the user's setting that shares the tokens of all ops, or between layers; "" without one."""
+    for one in asked:
+        if one.context:
+            return f'shard(index="tokens", over={one.over!r})'
+        if one.stream == "tokens":
+            return 'stream="tokens"'
+    return ""
 
 
 def _split(captured: Captured, asked: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
@@ -113,7 +137,8 @@ class _Shared:
         self._captured, self._asked, self._experts = captured, asked, experts
         self._bodies: dict[str, Chunk] = {}
         self._params_of = params_of(captured.program)
-        streams = bool(self._shares_tokens)
+        self._tokens = _shares_tokens(asked)
+        streams = bool(self._tokens)
         self._constants = (
             constant_values(captured.program, self._joint) if streams else frozenset[str]()
         )
@@ -123,7 +148,6 @@ class _Shared:
     def captured(self) -> Captured:
         program = self._captured.program
         self._check_opaque()
-        self._check_routed()
         self._ties.settle()
         chunks = tuple(self._chunk(c) for c in program.chunks)
         params = self._params(program.params, chunks)
@@ -142,38 +166,15 @@ class _Shared:
 
     def _check_opaque(self) -> None:
         for chunk in self._captured.program.chunks:
-            if chunk.opaque and self._shares_tokens:
+            if chunk.opaque and self._tokens:
                 raise DirectiveError(
                     f"chunk {chunk.id!r} has an opaque region, which needs all tokens on each device, and "
-                    f"{self._shares_tokens} shares them; leave the region out (piper.tag without opaque=True), or "
-                    f"leave {self._shares_tokens} out"
+                    f"{self._tokens} shares them; leave the region out (piper.tag without opaque=True), or "
+                    f"leave {self._tokens} out"
                 )
-
-    @cached_property
-    def _shares_tokens(self) -> str:
-        """Return the user's setting that shares the tokens of all ops, or between layers; "" without one."""
-        for one in self._asked:
-            if one.context:
-                return f'shard(index="tokens", over={one.over!r})'
-            if one.stream == "tokens":
-                return 'stream="tokens"'
-        return ""
 
     def _joint(self, chunk: Chunk) -> Joint:
         return self._captured.code.joint(chunk.code, TRACE_ROWS[0][0])
-
-    def _check_routed(self) -> None:
-        for chunk in self._captured.program.chunks:
-            if (
-                self._experts is not None
-                and self._routes(chunk)
-                and (tokens := self._shares_tokens)
-            ):
-                raise DirectiveError(
-                    f"chunk {chunk.id!r} is a dropless mixture whose experts devices share over "
-                    f"{self._experts.axis}; it needs all tokens of a row on each device, and {tokens} shares them. "
-                    f"Leave that out, or give it a capacity"
-                )
 
     def _routes(self, chunk: Chunk) -> bool:
         return self._experts is not None and self._experts.routes(chunk)

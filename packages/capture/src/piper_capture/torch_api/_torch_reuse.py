@@ -30,24 +30,25 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import (
-    ConstantVariable,
     ListVariable,
     TensorVariable,
     UserFunctionVariable,
     higher_order_ops,
     invoke_subgraph,
 )
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.base import (
+    MutationType,
+)
 from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.invoke_subgraph import InputTag
-from torch._dynamo.variables.iter import IteratorVariable
 from torch._guards import ChainedSource
 from torch.utils._ordered_set import OrderedSet
 
 from piper_capture.torch_api import _torch
+from piper_capture.torch_api._torch_arguments import properties_of, quickly, tensor_facts
+from piper_capture.torch_api._torch_changes import Changes
 
 HOOKS = frozenset(
     name
@@ -91,8 +92,17 @@ def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
         _torch.in_place(VariableBuilder, read.noted()),
         _torch.in_place(invoke_subgraph, {"build_reuse_condition": condition}),
         _torch.in_place(invoke_subgraph, reuse.functions()),
+        _torch.in_place(
+            invoke_subgraph,
+            {
+                "build_fingerprint_with_pytree": quickly(
+                    invoke_subgraph.build_fingerprint_with_pytree
+                )
+            },
+        ),
         _torch.in_place(higher_order_ops, {"are_same_graph_modules": lambda *graphs: False}),
         _torch.in_place(SideEffects, reuse.changes.counted()),
+        _torch.in_place(MutationType, reuse.changes.dated()),
     ):
         yield
 
@@ -132,52 +142,13 @@ class _Read:
         return OrderedSet([*all_sources, *(first for first in firsts if first is not None)])
 
 
-class _Changes:
-    """Count the changes of objects that existed before the capture.
-
-    Once such an object may hold a new one, changes of all objects count.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._open = False
-        self._sources: dict[Any, None] = {}
-
-    def counted(self) -> dict[str, Callable[..., None]]:
-        """Return versions of the methods of SideEffects for every change that Dynamo sees, which also count it."""
-        store, mutate = SideEffects.store_attr, SideEffects.mutation
-
-        def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
-            self._count(
-                item, makes_reachable=not isinstance(value, TensorVariable | ConstantVariable)
-            )
-            store(effects, item, name, value, *rest)
-
-        def mutation(effects: SideEffects, var: Any) -> None:
-            self._count(var, makes_reachable=True)
-            mutate(effects, var)
-
-        return {"store_attr": store_attr, "mutation": mutation}
-
-    def objects(self, tx: Any) -> list[Any]:
-        """Return the objects that existed before the capture and have changed."""
-        return [_value(tx, source, {}) for source in self._sources]
-
-    def _count(self, var: Any, makes_reachable: bool) -> None:
-        existed = isinstance(var.mutation_type, AttributeMutationExisting | ValueMutationExisting)
-        self.number += existed or (self._open and not isinstance(var, IteratorVariable))
-        self._open |= existed and makes_reachable
-        if existed:
-            self._sources[var.source] = None
-
-
 class _Reuse:
     """Replace the functions that reuse traces in Dynamo, for one capture."""
 
     def __init__(
         self, tensors: frozenset[int], save: Callable[..., None], stamp_out: Callable[..., Any]
     ) -> None:
-        self.changes = _Changes()
+        self.changes = Changes()
         self._tensors, self._save, self._stamp_out = tensors, save, stamp_out
         self._traces: list[_Trace] = []
         self._found: tuple[_Trace, _Values] | None = None
@@ -195,20 +166,19 @@ class _Reuse:
     ) -> None:
         """Keep a trace that Dynamo found free of side effects."""
         self._save(tx, fn_var, fingerprint, *args, condition=condition, **kwargs)
+        self.changes.after_trace()
         if any(isinstance(argument, ListVariable) for argument in args):  # the return values
             return
         cache = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(_torch.INVOKE)
         _, entry = cache.subgraph_reuse_cache[invoke_subgraph.get_fn_code(fn_var)][-1]
         moment = _Moment.now(tx, fn_var, self.changes.number)
         if moment is not None:
-            self._traces += _trace(
-                tx, fingerprint, condition, entry, moment, self.changes.objects(tx)
-            )
+            self._traces += _trace(tx, fingerprint, condition, entry, moment, self._changed(tx))
 
     def find(self, tx: Any, fn_var: Any, fingerprint: Any) -> Any:
         """Return the trace that can be reused for a call, or None."""
-        moment, changed = _Moment.now(tx, fn_var, self.changes.number), self.changes.objects(tx)
-        arguments = _arguments(fingerprint)
+        moment, changed = _Moment.now(tx, fn_var, self.changes.number), self._changed(tx)
+        arguments = properties_of(fingerprint)
         for trace in self._traces:
             if (
                 moment == trace.moment
@@ -222,6 +192,10 @@ class _Reuse:
                     self._found = trace, values
                     return trace.entry
         return None
+
+    def _changed(self, tx: Any) -> list[Any]:
+        """Return the objects that existed before the capture and have changed."""
+        return [_value(tx, source, {}) for source in self.changes.sources]
 
     def stamp_out(self, tx: Any, fingerprint: Any, entry: Any) -> Any:
         """Add a call of the trace's graph.
@@ -387,7 +361,7 @@ def _trace(
         yield _Trace(
             entry,
             moment,
-            _arguments(fingerprint),
+            properties_of(fingerprint),
             sources,
             elsewhere,
             kept,
@@ -429,30 +403,6 @@ def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
     return True
 
 
-def _arguments(fingerprint: Any) -> tuple[Any, ...]:
-    """Return the properties of a call's arguments that no guard checks; a trace fits only calls with equal ones."""
-    nodes: dict[fx.Node, int] = {}
-    properties = [_argument(tag, vt, nodes) for tag, vt in fingerprint.flat_vts]
-    return (
-        fingerprint.treespec,
-        fingerprint.has_unknown,
-        tuple(s is not None for s in fingerprint.arg_sources),
-        *properties,
-    )
-
-
-def _argument(tag: Any, vt: Any, nodes: dict[fx.Node, int]) -> tuple[Any, ...]:
-    if tag is InputTag.MODULE:
-        return (tag,)
-    if tag is InputTag.CONSTANT:
-        return tag, type(vt.value), vt.value, repr(vt.value)
-    node = vt.as_proxy().node
-    same = nodes.setdefault(node, len(nodes))
-    if tag is InputTag.SYMNODE:
-        return tag, same, type(vt.sym_num), _size(vt.sym_num)
-    return tag, same, vt.python_type(), _tensor(node.meta["example_value"])
-
-
 def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) -> tuple[Any, ...]:
     """Return an index per object, equal for one object, and its properties that no guard checks.
 
@@ -473,7 +423,7 @@ def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) ->
 
 def _facts(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _tensor(value)
+        return tensor_facts(value)
     if isinstance(value, nn.Module):
         return _module(value)
     if isinstance(value, type | FunctionType | ModuleType):
@@ -488,13 +438,3 @@ def _module(module: nn.Module) -> tuple[Any, ...]:
         name: [id(hook) for hook in value.values()] for name, value in own.items() if name in HOOKS
     }
     return type(module), tuple(own), tuple(module._modules), hooks
-
-
-def _tensor(tensor: Tensor) -> tuple[Any, ...]:
-    sizes = (tuple(map(_size, tensor.shape)), tuple(map(_size, tensor.stride())))
-    return type(tensor), *sizes, tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def _size(size: Any) -> Any:
-    """Return a size, or the expression of a symbolic one: comparing symbolic sizes themselves would add guards."""
-    return size.node.expr if hasattr(size, "node") else size

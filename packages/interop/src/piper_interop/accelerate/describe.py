@@ -13,8 +13,8 @@ from piper_interop.deepspeed.arguments import PREFIX as ARGUMENTS
 from piper_interop.deepspeed.describe import describe as describe_deepspeed
 from piper_interop.deepspeed.describe import recomputes
 from piper_interop.deepspeed.table import TABLE as DEEPSPEED
-from piper_interop.neutral.described import Described, Layout, Recompute, Sizes
-from piper_interop.neutral.foreign import Foreign, Value
+from piper_interop.neutral.described import DeviceLayout, JobDescription, ModelSizes, Recomputation
+from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.missing import asked_for
 from piper_interop.neutral.options import forms
 from piper_interop.neutral.system import Asked
@@ -39,7 +39,7 @@ class Sharding:
     hybrid: bool = False
 
 
-def describe(foreign: Foreign, asked: Asked) -> Described:
+def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     """Return the job of a file.
 
     Raises JobError if the model, its length, the rows or the number of devices is missing, or if these do not divide.
@@ -54,14 +54,14 @@ def describe(foreign: Foreign, asked: Asked) -> Described:
     rows, count = _rows(foreign, asked, layout.replicas)
     half = _half(foreign)
     clip = float(foreign.get(f"{ARGUMENTS}max_grad_norm", 0.0))
-    return Described(
+    return JobDescription(
         name=Path(foreign.source).stem,
         sizes=sizes,
         length=length,
         global_batch=rows * count * layout.replicas,
         rows=rows,
         layout=layout,
-        recompute=(Recompute("inputs"),) if _recomputes(foreign) else (),
+        recompute=(Recomputation("inputs"),) if _recomputes(foreign) else (),
         compute="bfloat16" if half else "float32",
         reduce="bfloat16" if half and sharding.zero else "float32",
         clip_norm=clip or None,
@@ -72,12 +72,14 @@ def describe(foreign: Foreign, asked: Asked) -> Described:
     )
 
 
-def _by_deepspeed(foreign: Foreign, asked: Asked, notes: tuple[str, ...]) -> Described:
+def _by_deepspeed(foreign: Foreign, asked: Asked, notes: tuple[str, ...]) -> JobDescription:
     """Return the job of a file whose DeepSpeed options say it, but for the sizes of Accelerate's mesh."""
     inner = deepspeed_of(foreign)
     sequence = _size(foreign, "sp_size")
     if sequence > 1:
-        inner = replace(inner, values={**inner.values, "sequence_parallel_size": Value(sequence)})
+        inner = replace(
+            inner, values={**inner.values, "sequence_parallel_size": OptionValue(sequence)}
+        )
     if _size(foreign, "tp_size") > 1:
         raise JobError(
             f"{foreign.source}: tp_size beside DeepSpeed; DeepSpeed's own is tensor_parallel.autotp_size"
@@ -91,7 +93,7 @@ def _by_deepspeed(foreign: Foreign, asked: Asked, notes: tuple[str, ...]) -> Des
     return replace(
         described,
         stack="inductor" if _stack(foreign) == "inductor" else described.stack,
-        recompute=(Recompute("inputs"),) if recomputes(inner) or _recomputes(foreign) else (),
+        recompute=(Recomputation("inputs"),) if recomputes(inner) or _recomputes(foreign) else (),
         notes=notes + unsaid,
         origins=origins,
     )
@@ -170,7 +172,7 @@ def _legacy(foreign: Foreign) -> str:
     return next((str(text) for text in texts if str(text).upper() in STRATEGIES), "FULL_SHARD")
 
 
-def _layout(foreign: Foreign, devices: int, sharding: Sharding, sizes: Sizes) -> Layout:
+def _layout(foreign: Foreign, devices: int, sharding: Sharding, sizes: ModelSizes) -> DeviceLayout:
     tp, cp, sequence = (_size(foreign, name) for name in ("tp_size", "cp_size", "sp_size"))
     if cp > 1 and sequence > 1:
         raise JobError(
@@ -182,7 +184,7 @@ def _layout(foreign: Foreign, devices: int, sharding: Sharding, sizes: Sizes) ->
         )
     replicate, shard = _replicas(foreign, devices, sharding, tp * cp)
     sharded = sharding.zero > 0
-    return Layout(
+    return DeviceLayout(
         tp=tp,
         cp=cp,
         attention=_attention(foreign) if cp > 1 else "ring",
@@ -224,7 +226,7 @@ def _attention(foreign: Foreign) -> str:
     return "ring" if how == "alltoall" else "gather"
 
 
-def _bucket(foreign: Foreign, sizes: Sizes, sharded: bool) -> float | None:
+def _bucket(foreign: Foreign, sizes: ModelSizes, sharded: bool) -> float | None:
     """Return the MiB of a unit in the gradients' dtype; None for DDP's own 25."""
     if not sharded:
         capacity = foreign.get(f"{ARGUMENTS}ddp_bucket_cap_mb")

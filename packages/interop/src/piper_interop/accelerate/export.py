@@ -9,14 +9,14 @@ import yaml
 
 from piper_interop.accelerate.units import layer_parameters, megabytes
 from piper_interop.deepspeed.export import export as export_deepspeed
-from piper_interop.neutral.described import Described
+from piper_interop.neutral.described import JobDescription
 from piper_interop.neutral.missing import lacks
 from piper_interop.neutral.system import Exported
 
 LAUNCH, ARGUMENTS, DEEPSPEED = "accelerate_config.yaml", "training_args.json", "ds_config.json"
 
 
-def export(described: Described) -> Exported:
+def export(described: JobDescription) -> Exported:
     """Return a launch file, TrainingArguments, and a DeepSpeed file for strategies that only DeepSpeed has.
 
     DDP has whole states, FSDP 2 shards all of them, and DeepSpeed the rest: zero=1, zero=2, and attention by heads.
@@ -49,7 +49,7 @@ def export(described: Described) -> Exported:
     return Exported({LAUNCH: _yaml(options), ARGUMENTS: _json(arguments)}, _notes(described))
 
 
-def _by_deepspeed(described: Described) -> Exported:
+def _by_deepspeed(described: JobDescription) -> Exported:
     """Return a launch file with the DeepSpeed file that it names."""
     exported = export_deepspeed(described)
     options = _launch(described, "DEEPSPEED")
@@ -61,7 +61,7 @@ def _by_deepspeed(described: Described) -> Exported:
     return Exported({LAUNCH: _yaml(options), **exported.files}, exported.notes)
 
 
-def _impossible(described: Described) -> list[str]:
+def _impossible(described: JobDescription) -> list[str]:
     layout = described.layout
     lines = []
     if layout.pp > 1:
@@ -92,7 +92,7 @@ def _impossible(described: Described) -> list[str]:
     return lines
 
 
-def _launch(described: Described, kind: str) -> dict[str, Any]:
+def _launch(described: JobDescription, kind: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": kind if described.layout.devices > 1 else "NO",
@@ -106,7 +106,7 @@ def _launch(described: Described, kind: str) -> dict[str, Any]:
     return options
 
 
-def _mesh(described: Described) -> dict[str, Any]:
+def _mesh(described: JobDescription) -> dict[str, Any]:
     layout = described.layout
     sizes: dict[str, Any] = {
         "dp_replicate_size": layout.dp_replicate,
@@ -119,7 +119,7 @@ def _mesh(described: Described) -> dict[str, Any]:
     return sizes
 
 
-def _arguments(described: Described) -> dict[str, Any]:
+def _arguments(described: JobDescription) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": described.rows,
         "gradient_accumulation_steps": described.microbatches,
@@ -130,7 +130,7 @@ def _arguments(described: Described) -> dict[str, Any]:
     }
 
 
-def _notes(described: Described) -> tuple[str, ...]:
+def _notes(described: JobDescription) -> tuple[str, ...]:
     """Return the parts that are said in the nearest form."""
     layout = described.layout
     notes = ["the model and the tokens of a row are the script's; the files do not say them"]

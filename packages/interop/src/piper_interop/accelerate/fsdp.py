@@ -16,9 +16,9 @@ from piper_interop.neutral.kinds import (
     ValueKind,
     one_of,
 )
-from piper_interop.neutral.options import Ignored, Mapped, Nearest, Refused, Row
+from piper_interop.neutral.options import Ignored, Mapped, Nearest, OptionRow, Unsupported
 
-Option = tuple[ValueKind, Row | tuple[Row, ...]]
+Option = tuple[ValueKind, OptionRow | tuple[OptionRow, ...]]
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """The strategies of FSDP 1, in the order of torch's numbers from 1."""
@@ -46,7 +46,7 @@ STRATEGY = ValueKind(
 )
 CHECKPOINTS = Ignored("concerns checkpoints, and no step")
 LOADING = Ignored("concerns the loading of weights, and no step")
-OFFLOAD = Refused(
+OFFLOAD = Unsupported(
     "offload of parameters to the host",
     "leave the option out, or shard over more devices",
     unless=(False, None),
@@ -107,11 +107,11 @@ FSDP: dict[str, Option] = {
     "activation_checkpointing": (BOOL, Mapped("recompute")),
     "activation_checkpointing_offload": (
         BOOL,
-        Refused("offload of activations to the host", "leave the option out"),
+        Unsupported("offload of activations to the host", "leave the option out"),
     ),
     "mixed_precision_policy": (
         ANY,
-        Refused("a policy by hand", "give mixed_precision in its place", unless=(None,)),
+        Unsupported("a policy by hand", "give mixed_precision in its place", unless=(None,)),
     ),
     "ignored_modules": (
         ANY,
@@ -127,7 +127,7 @@ FSDP: dict[str, Option] = {
 }
 """The options of FSDP by their names without a prefix."""
 
-XLA = Refused("FSDP of PyTorch/XLA", "leave the option out")
+XLA = Unsupported("FSDP of PyTorch/XLA", "leave the option out")
 TRAINER_FSDP: dict[str, Option] = {
     **FSDP,
     "xla": (BOOL, XLA),

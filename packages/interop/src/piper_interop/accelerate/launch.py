@@ -14,11 +14,11 @@ from piper_interop.neutral.kinds import (
     ValueKind,
     one_of,
 )
-from piper_interop.neutral.options import Ignored, Mapped, Refused
+from piper_interop.neutral.options import Ignored, Mapped, Unsupported
 
 TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 HOSTS = Ignored("concerns how processes are started")
-FP8 = Refused(
+FP8 = Unsupported(
     "fp8 and fp16",
     "take bf16 in the file",
     unless=("no", "bf16", None),
@@ -29,32 +29,32 @@ PART_OF_FP8 = Ignored("a part of fp8, which mixed_precision decides")
 GRAPH = Ignored("a choice inside of the compiler, whose graph is not modelled")
 DEEPSPEED = Mapped("DeepSpeed's options")
 CORES = Ignored("concerns cores of the host")
-TPU = Refused("TPUs", "leave the option out", unless=(False, None, "no"))
+TPU = Unsupported("TPUs", "leave the option out", unless=(False, None, "no"))
 
 LAUNCH: dict[str, Option] = {
     "compute_environment": (
         TEXT,
-        Refused("SageMaker", "give LOCAL_MACHINE", unless=("LOCAL_MACHINE",)),
+        Unsupported("SageMaker", "give LOCAL_MACHINE", unless=("LOCAL_MACHINE",)),
     ),
     "distributed_type": (
         TEXT,
         (
-            Refused(
+            Unsupported(
                 "Megatron-LM behind Accelerate",
                 "give Megatron's own options to `piper import megatron`",
                 unless=("MULTI_GPU", "NO", "FSDP", "DEEPSPEED"),
                 when=lambda f: f["distributed_type"] == "MEGATRON_LM",
             ),
-            Refused("devices other than CUDA's", "take MULTI_GPU or FSDP in the file", unless=TYPES),
+            Unsupported("devices other than CUDA's", "take MULTI_GPU or FSDP in the file", unless=TYPES),
             Mapped("DDP, FSDP or DeepSpeed"),
         ),
     ),
     "mixed_precision": (one_of("no", "fp16", "bf16", "fp8").or_none, (FP8, Mapped("precision"))),
     "num_processes": (INT, Mapped("devices")),
     "num_machines": (COUNT, Mapped("devices of a node")),
-    "use_cpu": (BOOL, Refused("training on CPUs", "give false")),
+    "use_cpu": (BOOL, Unsupported("training on CPUs", "give false")),
     "debug": (BOOL, Ignored("checks shapes of messages; a debugged run is slower")),
-    "fp16": (BOOL, Refused("fp16 (an old option)", "give mixed_precision: bf16", unless=(False, None))),
+    "fp16": (BOOL, Unsupported("fp16 (an old option)", "give mixed_precision: bf16", unless=(False, None))),
     "main_training_function": (TEXT, HOSTS),
     "machine_rank": (SIZE, HOSTS),
     "gpu_ids": (ANY, HOSTS),
@@ -73,7 +73,7 @@ LAUNCH: dict[str, Option] = {
     "mpirun_config.mpirun_ccl": (ANY, HOSTS),
     "megatron_lm_config.*": (
         ANY,
-        Refused("Megatron-LM behind Accelerate", "give Megatron's own options to `piper import megatron`", unless=()),
+        Unsupported("Megatron-LM behind Accelerate", "give Megatron's own options to `piper import megatron`", unless=()),
     ),
     **{
         name: (ANY, TPU)
@@ -107,7 +107,7 @@ LAUNCH: dict[str, Option] = {
     "deepspeed_config.deepspeed_exclusion_filter": (TEXT, HOSTS),
     "deepspeed_config.deepspeed_inclusion_filter": (TEXT, HOSTS),
     "deepspeed_config.deepspeed_multinode_launcher": (TEXT, HOSTS),
-    "deepspeed_config.enable_msamp": (BOOL, Refused("fp8 by MS-AMP", "leave the option out")),
+    "deepspeed_config.enable_msamp": (BOOL, Unsupported("fp8 by MS-AMP", "leave the option out")),
     "deepspeed_config.msamp_opt_level": (TEXT, PART_OF_FP8),
     **{
         f"fp8_config.{name}": (kind, PART_OF_FP8)

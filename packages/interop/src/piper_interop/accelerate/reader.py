@@ -14,7 +14,7 @@ from piper_interop.deepspeed.arguments import ARGUMENTS as SHARED
 from piper_interop.deepspeed.arguments import PREFIX as ARGUMENTS
 from piper_interop.deepspeed.reader import resolved
 from piper_interop.neutral.documents import options_of, setting
-from piper_interop.neutral.foreign import Foreign, Value
+from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.kinds import checked
 from piper_interop.neutral.options import nearest_name
 from piper_interop.neutral.system import Asked
@@ -62,7 +62,7 @@ def read(source: str, asked: Asked) -> Foreign:
     return Foreign("accelerate", VERSION, source, {**own, **_deepspeed(values, asked, source)})
 
 
-def _are_arguments(values: Mapping[str, Value]) -> bool:
+def _are_arguments(values: Mapping[str, OptionValue]) -> bool:
     """Return whether a file has TrainingArguments: more of its keys are these than options of a launch file."""
     keys = {name.partition(".")[0] for name in values}
     launch = {name.partition(".")[0] for name in LAUNCH}
@@ -70,26 +70,28 @@ def _are_arguments(values: Mapping[str, Value]) -> bool:
     return len(keys & trainer) > len(keys & launch)
 
 
-def _settings(asked: Asked, arguments: bool) -> dict[str, Value]:
+def _settings(asked: Asked, arguments: bool) -> dict[str, OptionValue]:
     """Return the options of the command line; TrainingArguments are named without their prefix."""
     values = {}
     for text in asked.sets:
         name, value = setting(text)
         known = nearest_name(KINDS, f"{ARGUMENTS}{name}") != "" or name in SHARED
         full = f"{ARGUMENTS}{name}" if known and (arguments or name not in KINDS) else name
-        values[full] = Value(value, f"--set {name}")
+        values[full] = OptionValue(value, f"--set {name}")
     return values
 
 
-def _defaults(values: Mapping[str, Value]) -> dict[str, Value]:
+def _defaults(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     return {
-        f"{ARGUMENTS}{name}": Value(value, default=True)
+        f"{ARGUMENTS}{name}": OptionValue(value, default=True)
         for name, value in DEFAULTS.items()
         if f"{ARGUMENTS}{name}" not in values
     }
 
 
-def _deepspeed(values: Mapping[str, Value], asked: Asked, source: str) -> dict[str, Value]:
+def _deepspeed(
+    values: Mapping[str, OptionValue], asked: Asked, source: str
+) -> dict[str, OptionValue]:
     """Return the DeepSpeed options of a job under their prefix; none if it does not use DeepSpeed."""
     options = {
         name.removeprefix(PREFIX): value
@@ -123,7 +125,7 @@ def _beside(source: str, option: str, path: Any) -> str:
     return str(files[0])
 
 
-def _by_fields(values: Mapping[str, Value]) -> dict[str, Value]:
+def _by_fields(values: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
     """Return the options of DeepSpeed that Accelerate makes of the fields of a launch file."""
     options = {
         option: values[f"deepspeed_config.{field}"]
@@ -131,8 +133,8 @@ def _by_fields(values: Mapping[str, Value]) -> dict[str, Value]:
         if f"deepspeed_config.{field}" in values
     }
     # Accelerate's plugin has stage 2 where nothing is said, and rows of the script.
-    options.setdefault("zero_optimization.stage", Value(2, default=True))
-    precision = values.get("mixed_precision", Value("no"))
+    options.setdefault("zero_optimization.stage", OptionValue(2, default=True))
+    precision = values.get("mixed_precision", OptionValue("no"))
     for name in ("bf16", "fp16"):
         if precision.value == name:
             options[f"{name}.enabled"] = replace(precision, value=True)

@@ -11,7 +11,7 @@ from piper_interop.deepspeed.arguments import PREFIX as ARGUMENTS
 from piper_interop.deepspeed.table import TABLE as DEEPSPEED
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.kinds import ValueKind
-from piper_interop.neutral.options import Nearest, Refused, Row, Table
+from piper_interop.neutral.options import Nearest, OptionRow, OptionTable, Unsupported
 
 PREFIX = "deepspeed."
 """The prefix of DeepSpeed's options among Accelerate's."""
@@ -32,9 +32,9 @@ def deepspeed_of(foreign: Foreign) -> Foreign:
     return Foreign("deepspeed", "", foreign.source, values)
 
 
-def _inner(row: Row) -> Row:
+def _inner(row: OptionRow) -> OptionRow:
     """Return a row of DeepSpeed's table, whose condition looks at DeepSpeed's options."""
-    if isinstance(row, Nearest | Refused) and row.when is not None:
+    if isinstance(row, Nearest | Unsupported) and row.when is not None:
         return replace(row, when=_within(row.when))
     return row
 
@@ -44,7 +44,7 @@ def _within(when: Callable[[Foreign], bool]) -> Callable[[Foreign], bool]:
 
 
 KINDS: dict[str, ValueKind] = {name: kind for name, (kind, _) in {**LAUNCH, **TRAINER}.items()}
-TABLE: Table = {
+TABLE: OptionTable = {
     **{name: row for name, (_, row) in {**LAUNCH, **TRAINER}.items()},
     **{
         f"{PREFIX}{name}": tuple(

@@ -12,7 +12,7 @@ from piper_interop.neutral.kinds import (
     TEXT,
     ValueKind,
 )
-from piper_interop.neutral.options import Ignored, Mapped, Nearest, Refused
+from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
 
 LEARNING = Ignored("a factor of the optimizer's update, which changes neither time nor memory")
 LENGTH = Ignored("how long a run is, and not a step")
@@ -43,7 +43,7 @@ SAID: dict[str, Option] = {
     "bf16": (BOOL, Mapped("precision")),
     "fp16": (
         BOOL,
-        Refused(
+        Unsupported(
             "fp16 with a scaled loss",
             "take bf16 in the file",
             stand_in="bf16",
@@ -52,7 +52,7 @@ SAID: dict[str, Option] = {
     ),
     "optim": (
         TEXT,
-        Refused(
+        Unsupported(
             "an optimizer other than AdamW",
             "take adamw_torch in the file",
             unless=(*ADAMW, None),
@@ -73,7 +73,7 @@ SAID: dict[str, Option] = {
     ),
     "auto_find_batch_size": (
         BOOL,
-        Refused(
+        Unsupported(
             "a batch that is found by trial", "leave it out, and say per_device_train_batch_size"
         ),
     ),
@@ -90,8 +90,8 @@ SAID: dict[str, Option] = {
             when=lambda f: not f.get("TrainingArguments.bf16", False),
         ),
     ),
-    "use_cpu": (BOOL, Refused("training on CPUs", "give false")),
-    "no_cuda": (BOOL, Refused("training on CPUs", "give false")),
+    "use_cpu": (BOOL, Unsupported("training on CPUs", "give false")),
+    "no_cuda": (BOOL, Unsupported("training on CPUs", "give false")),
     "fsdp": (
         ValueKind("true, false or a text of options", (bool, str, list), empty=True),
         Mapped("zero"),
@@ -110,7 +110,7 @@ SAID: dict[str, Option] = {
 ACCELERATOR: dict[str, Option] = {
     "split_batches": (
         BOOL,
-        Refused("a batch that is split among ranks", "give false, and the rows of one rank"),
+        Unsupported("a batch that is split among ranks", "give false, and the rows of one rank"),
     ),
     "dispatch_batches": (BOOL.or_none, DATA),
     "even_batches": (BOOL, DATA),
@@ -121,7 +121,7 @@ ACCELERATOR: dict[str, Option] = {
     "gradient_accumulation_kwargs": (ANY, NUMERICS),
     "gradient_accumulation_kwargs.num_steps": (
         COUNT.or_none,
-        Refused("a second count of microbatches", "leave it out"),
+        Unsupported("a second count of microbatches", "leave it out"),
     ),
     "gradient_accumulation_kwargs.sync_each_batch": (
         BOOL,

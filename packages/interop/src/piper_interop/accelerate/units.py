@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from piper_interop.neutral.described import Sizes
+from piper_interop.neutral.described import ModelSizes
 
 MIB = 2**20
 
 
-def layer_parameters(sizes: Sizes) -> int:
+def layer_parameters(sizes: ModelSizes) -> int:
     """Return the parameters of one layer: the matrices of attention and of its feed-forward part, and its norms.
 
     Biases are left out; they are less than a thousandth.
     """
     fields = sizes.fields
     width = fields["width"]
-    return _attention(sizes) + _feed_forward(sizes) + 2 * width
+    return int(_attention(sizes) + _feed_forward(sizes) + 2 * width)
 
 
-def _attention(sizes: Sizes) -> int:
+def _attention(sizes: ModelSizes) -> int:
     fields = sizes.fields
     width, heads = fields["width"], fields["heads"]
     latent = fields.get("latent")
-    if isinstance(latent, Sizes):
+    if isinstance(latent, ModelSizes):
         part = latent.fields
         key = part["nope_dim"] + part["rope_dim"]
         query = part.get("q_rank") or 0
@@ -36,12 +36,12 @@ def _attention(sizes: Sizes) -> int:
     return int(2 * width * heads * size + 2 * width * shared * size)
 
 
-def _feed_forward(sizes: Sizes) -> int:
+def _feed_forward(sizes: ModelSizes) -> int:
     fields = sizes.fields
     width = fields["width"]
     matrices = 3 if fields.get("gated", True) else 2
     experts = fields.get("experts")
-    if not isinstance(experts, Sizes):
+    if not isinstance(experts, ModelSizes):
         return int(matrices * width * fields["hidden"])
     part = experts.fields
     each = matrices * width * (part.get("hidden") or fields["hidden"])
@@ -49,7 +49,7 @@ def _feed_forward(sizes: Sizes) -> int:
     return int(part["number"] * (each + width) + shared)
 
 
-def whole(sizes: Sizes) -> int:
+def whole(sizes: ModelSizes) -> int:
     """Return the parameters of the model: its layers, its embedding, and its head."""
     fields = sizes.fields
     ends = fields["vocab"] * fields["width"] * (1 if fields.get("tied") else 2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from piper_interop.deepspeed.zero import Option
-from piper_interop.neutral.foreign import Value
+from piper_interop.neutral.foreign import OptionValue
 from piper_interop.neutral.kinds import ANY, BOOL, COUNT, NUMBER
 from piper_interop.neutral.options import Ignored, Mapped
 from piper_interop.neutral.system import Asked
@@ -70,8 +70,8 @@ BY_WIDTH: dict[str, Callable[[int], int]] = {
 
 
 def filled_in(
-    values: Mapping[str, Value], takes_auto: Callable[[str], bool], asked: Asked, source: str
-) -> dict[str, Value]:
+    values: Mapping[str, OptionValue], takes_auto: Callable[[str], bool], asked: Asked, source: str
+) -> dict[str, OptionValue]:
     """Return options without "auto".
 
     Args:
@@ -119,7 +119,7 @@ def _filled(name: str, arguments: Mapping[str, Any], asked: Asked) -> Any:
     return None
 
 
-def _agree(values: Mapping[str, Value], arguments: Mapping[str, Any], source: str) -> None:
+def _agree(values: Mapping[str, OptionValue], arguments: Mapping[str, Any], source: str) -> None:
     """Raise JobError for options that contradict the arguments, which the Trainer refuses, too."""
     differences = [
         f"  {name}={values[name].value!r}, but {argument}={arguments[argument]!r}"

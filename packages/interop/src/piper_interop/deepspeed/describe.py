@@ -8,7 +8,7 @@ from pathlib import Path
 from piper_interop.deepspeed.arguments import PREFIX
 from piper_interop.deepspeed.table import TABLE
 from piper_interop.deepspeed.zero import BUCKET, ahead, gathers, stage
-from piper_interop.neutral.described import Described, Layout, Recompute
+from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.missing import asked_for
 from piper_interop.neutral.options import forms
@@ -38,7 +38,7 @@ class BatchSizes:
     microbatches: int
 
 
-def describe(foreign: Foreign, asked: Asked) -> Described:
+def describe(foreign: Foreign, asked: Asked) -> JobDescription:
     """Return the job of a file.
 
     Raises JobError if the model, its length or the number of devices is missing, or if these do not divide.
@@ -49,14 +49,14 @@ def describe(foreign: Foreign, asked: Asked) -> Described:
         raise JobError(f"{foreign.source}: expert_parallel is enabled, but --model has no experts")
     batch = batch_of(foreign, asked, layout.replicas)
     params, compute, reduce = _precision(foreign)
-    return Described(
+    return JobDescription(
         name=Path(foreign.source).stem,
         sizes=sizes,
         length=length,
         global_batch=batch.step,
         rows=batch.rows,
         layout=layout,
-        recompute=(Recompute("inputs"),) if recomputes(foreign) else (),
+        recompute=(Recomputation("inputs"),) if recomputes(foreign) else (),
         params=params,
         compute=compute,
         reduce=reduce,
@@ -104,7 +104,7 @@ def batch_of(foreign: Foreign, asked: Asked, world: int) -> BatchSizes:
     return BatchSizes(step, rows, count)
 
 
-def _layout(foreign: Foreign, devices: int) -> Layout:
+def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
     tp = _tp(foreign)
     cp = foreign.get("sequence_parallel_size", 1)
     if devices % (tp * cp):
@@ -120,7 +120,7 @@ def _layout(foreign: Foreign, devices: int) -> Layout:
         )
     sharing = _mics(foreign, replicas)
     level = stage(foreign)
-    return Layout(
+    return DeviceLayout(
         tp=tp,
         cp=cp,
         attention="heads" if cp > 1 else "ring",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from piper_interop.neutral.described import Described
+from piper_interop.neutral.described import JobDescription
 from piper_interop.neutral.documents import nested
 from piper_interop.neutral.missing import lacks
 from piper_interop.neutral.system import Exported
@@ -16,7 +16,7 @@ BUCKET_MB = 25
 """The MiB of a bucket where nothing says them, as in `replicate`."""
 
 
-def export(described: Described) -> Exported:
+def export(described: JobDescription) -> Exported:
     """Return ds_config.json; raise JobError that names all that DeepSpeed cannot do."""
     lacks("DeepSpeed", described, _impossible(described))
     return Exported(
@@ -25,7 +25,7 @@ def export(described: Described) -> Exported:
     )
 
 
-def _impossible(described: Described) -> list[str]:
+def _impossible(described: JobDescription) -> list[str]:
     layout = described.layout
     lines = []
     if layout.pp > 1:
@@ -77,7 +77,7 @@ _PRECISIONS = {
 }
 
 
-def _options(described: Described) -> dict[str, Any]:
+def _options(described: JobDescription) -> dict[str, Any]:
     layout = described.layout
     options: dict[str, Any] = {
         "train_batch_size": described.global_batch,
@@ -110,7 +110,7 @@ def _options(described: Described) -> dict[str, Any]:
     return options
 
 
-def _zero(described: Described) -> dict[str, Any]:
+def _zero(described: JobDescription) -> dict[str, Any]:
     """Return the options of the section beside the stage."""
     layout = described.layout
     if not layout.zero:
@@ -132,7 +132,7 @@ def _zero(described: Described) -> dict[str, Any]:
     return {f"zero_optimization.{name}": value for name, value in sizes.items()}
 
 
-def _notes(described: Described) -> tuple[str, ...]:
+def _notes(described: JobDescription) -> tuple[str, ...]:
     notes = [
         "the model, the tokens of a row and the number of devices are the script's; the file does not say them"
     ]

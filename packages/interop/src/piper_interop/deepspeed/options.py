@@ -18,7 +18,7 @@ from piper_interop.neutral.kinds import (
     ValueKind,
     one_of,
 )
-from piper_interop.neutral.options import Ignored, Mapped, Nearest, Refused
+from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
 
 STAND_INS = {
     "bf16": "fp16, or 8-bit numbers, are taken as bf16; the loss's scale and quantising are not counted",
@@ -35,31 +35,31 @@ PRECISION = Mapped("precision")
 SCALING = Ignored("scales the loss of fp16")
 OLD = "leave it out: DeepSpeed has removed it"
 
-FP16 = Refused(
+FP16 = Unsupported(
     "fp16 with a scaled loss",
     "take bf16 in the file",
     stand_in="bf16",
     how="fp16 is taken as bf16: of the same bytes and rates, without the loss's scale",
 )
-PIPELINE = Refused(
+PIPELINE = Unsupported(
     "a pipeline whose stages are in the script (PipelineModule)",
     'leave the section "pipeline" out, and write stages into the FILE.py: `pp=` of its mesh and a schedule',
     unless=(),
 )
-SAMPLED = Refused(
+SAMPLED = Unsupported(
     "a data-dependent length or batch",
     "leave it out, and predict one length and batch at a time (--length, train_batch_size)",
     unless=(None, False, {}),
     when=lambda f: f.get("data_efficiency.enabled", False),
 )
-QUANTISED = Refused("quantised weights", "leave the section out", unless=(None, {}))
-COMPILER_OFFLOAD = Refused("offload by the compiler", "leave the option out")
+QUANTISED = Unsupported("quantised weights", "leave the section out", unless=(None, {}))
+COMPILER_OFFLOAD = Unsupported("offload by the compiler", "leave the option out")
 COMPILER = Ignored("a choice inside of DeepCompile, whose graph is not modelled")
 EXPERTS = Ignored("finds the experts in the model, which its sizes say here")
 ROUTER = Ignored("of the router, which the model's sizes say here")
 KERNELS = Ignored("a choice between kernels of the same work")
-REMOVED = Refused("an option that DeepSpeed has removed", OLD, unless=(None, False, {}))
-HYBRID = Refused(
+REMOVED = Unsupported("an option that DeepSpeed has removed", OLD, unless=(None, False, {}))
+HYBRID = Unsupported(
     "generation between training steps (the hybrid engine)",
     "leave the section out",
     when=lambda f: f.get("hybrid_engine.enabled", False),
@@ -80,7 +80,7 @@ BATCH: dict[str, Option] = {
     "gradient_accumulation_steps": (COUNT, Mapped("microbatches")),
     "managed_gradient_accumulation": (
         BOOL,
-        Refused(
+        Unsupported(
             "accumulation of gradients by the script",
             "give true; the script's own count is gradient_accumulation_steps",
             unless=(True,),
@@ -160,7 +160,7 @@ PRECISIONS: dict[str, Option] = {
     "fp16.min_loss_scale": (NUMBER, SCALING),
     "fp16.fp16_master_weights_and_grads": (
         BOOL,
-        Refused("masters in fp16", "leave the option out"),
+        Unsupported("masters in fp16", "leave the option out"),
     ),
     "torch_autocast.enabled": (
         BOOL,
@@ -171,7 +171,7 @@ PRECISIONS: dict[str, Option] = {
     ),
     "torch_autocast.dtype": (
         TEXT,
-        Refused(
+        Unsupported(
             "autocast in fp16",
             "take bfloat16",
             unless=("bfloat16", "bf16", "torch.bfloat16"),
@@ -195,7 +195,7 @@ ADAM = ("adam", "adamw")
 OPTIMIZERS: dict[str, Option] = {
     "optimizer.type": (
         TEXT,
-        Refused(
+        Unsupported(
             "an optimizer other than Adam and AdamW",
             "take AdamW in the file",
             unless=("Adam", "AdamW", *ADAM, None),
@@ -235,11 +235,13 @@ OPTIMIZERS: dict[str, Option] = {
 CHECKPOINTING: dict[str, Option] = {
     "activation_checkpointing.partition_activations": (
         BOOL,
-        Refused("checkpoints that are sharded over tensor-parallel ranks", "leave the option out"),
+        Unsupported(
+            "checkpoints that are sharded over tensor-parallel ranks", "leave the option out"
+        ),
     ),
     "activation_checkpointing.cpu_checkpointing": (
         BOOL,
-        Refused("offload of activations to the host", "leave the option out"),
+        Unsupported("offload of activations to the host", "leave the option out"),
     ),
     "activation_checkpointing.contiguous_memory_optimization": (BOOL, Mapped("recompute")),
     "activation_checkpointing.number_checkpoints": (COUNT.or_none, Mapped("recompute")),
@@ -275,7 +277,7 @@ PARALLEL: dict[str, Option] = {
     "tensor_parallel.partition_config": (OBJECT.or_none, Ignored("asks for nothing")),
     "tensor_parallel.partition_config.*": (
         ANY,
-        Refused("rules by hand for the sharding of parameters", "leave the section out"),
+        Unsupported("rules by hand for the sharding of parameters", "leave the section out"),
     ),
     **{
         f"tensor_parallel.{section}.{name}": (kind, row)
@@ -288,7 +290,7 @@ PARALLEL: dict[str, Option] = {
         )
     },
     **{
-        f"tensor_parallel.{name}": (BOOL, Refused("kernels for inference", "leave the option out"))
+        f"tensor_parallel.{name}": (BOOL, Unsupported("kernels for inference", "leave the option out"))
         for name in ("replace_with_kernel_inject", "kernel_inject")
     },
     **{
@@ -305,7 +307,7 @@ EXPERT: dict[str, Option] = {
     "expert_parallel.autoep_size": (COUNT, Mapped("ep")),
     "expert_parallel.expert_tensor_parallel_size": (
         COUNT,
-        Refused("tensor parallelism of experts", "give 1", unless=(1,), when=_mixture),
+        Unsupported("tensor parallelism of experts", "give 1", unless=(1,), when=_mixture),
     ),
     **{
         f"expert_parallel.{name}": (ANY, KERNELS)

@@ -14,12 +14,12 @@ from piper_interop.deepspeed.options import (
 )
 from piper_interop.deepspeed.zero import PART_OF_OFFLOAD, Option
 from piper_interop.neutral.kinds import ANY, BOOL, COUNT, INT, LIST, NUMBER, OBJECT, TEXT, ValueKind
-from piper_interop.neutral.options import Ignored, Nearest, Row
+from piper_interop.neutral.options import Ignored, Nearest, OptionRow
 
 PROFILED = Nearest("a step is not profiled", "predicted too fast for that step")
 
 
-def _section(name: str, kinds: dict[str, ValueKind], row: Row) -> dict[str, Option]:
+def _section(name: str, kinds: dict[str, ValueKind], row: OptionRow) -> dict[str, Option]:
     """Return the options of a section of which all have the same row."""
     return {f"{name}.{option}": (kind, row) for option, kind in kinds.items()}
 
@@ -127,7 +127,7 @@ REMOVED_SECTIONS = (
 """The sections that DeepSpeed 0.19 refuses, too; a section that is off asks for nothing."""
 
 
-def _on(section: str) -> Row:
+def _on(section: str) -> OptionRow:
     """Return the row of the options in a removed section, which count only where the section is on."""
     return type(REMOVED)(
         REMOVED.missing,

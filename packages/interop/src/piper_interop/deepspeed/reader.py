@@ -9,7 +9,7 @@ from piper_interop.deepspeed.arguments import ARGUMENTS, PREFIX, filled_in
 from piper_interop.deepspeed.table import KINDS
 from piper_interop.deepspeed.zero import MAX_REUSE, PERSISTENT, gathers, gathers_not
 from piper_interop.neutral.documents import options_of, setting
-from piper_interop.neutral.foreign import Foreign, Value
+from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.kinds import ANY, checked
 from piper_interop.neutral.options import nearest_name
 from piper_interop.neutral.system import Asked
@@ -27,17 +27,17 @@ def read(source: str, asked: Asked) -> Foreign:
     return resolved({**options_of(source), **settings(asked)}, asked, source)
 
 
-def settings(asked: Asked) -> dict[str, Value]:
+def settings(asked: Asked) -> dict[str, OptionValue]:
     """Return the options of the command line; names without dots are TrainingArguments if these have them."""
     values = {}
     for text in asked.sets:
         name, value = setting(text)
         full = f"{PREFIX}{name}" if name in ARGUMENTS and name not in KINDS else name
-        values[full] = Value(value, f"--set {name}")
+        values[full] = OptionValue(value, f"--set {name}")
     return values
 
 
-def resolved(values: Mapping[str, Value], asked: Asked, source: str) -> Foreign:
+def resolved(values: Mapping[str, OptionValue], asked: Asked, source: str) -> Foreign:
     """Return options of a file as DeepSpeed resolves them: without "auto", and with the defaults that matter."""
     values = filled_in(values, _takes_auto, asked, source)
     values = checked("deepspeed", source, values, KINDS)
@@ -50,7 +50,7 @@ def _takes_auto(name: str) -> bool:
     return kind.takes("auto")
 
 
-def _defaults(foreign: Foreign) -> dict[str, Value]:
+def _defaults(foreign: Foreign) -> dict[str, OptionValue]:
     """Return the defaults that are taken in the nearest form, so that the judgement names them."""
     defaults: dict[str, object] = {}
     if gathers_not(foreign):
@@ -67,4 +67,4 @@ def _defaults(foreign: Foreign) -> dict[str, Value]:
                 defaults[f"zero_optimization.stage3_{name}"] = value
     if foreign.get("tensor_parallel.autotp_size", 0) > 1:
         defaults["tensor_parallel.vocab_parallel_lm_head"] = False
-    return {name: Value(value, default=True) for name, value in defaults.items()}
+    return {name: OptionValue(value, default=True) for name, value in defaults.items()}

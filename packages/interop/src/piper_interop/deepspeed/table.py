@@ -16,7 +16,7 @@ from piper_interop.deepspeed.options import (
 from piper_interop.deepspeed.other import OTHER
 from piper_interop.deepspeed.zero import ZERO, Option
 from piper_interop.neutral.kinds import ValueKind
-from piper_interop.neutral.options import Table
+from piper_interop.neutral.options import OptionTable
 
 OPTIONS: dict[str, Option] = {
     **BATCH,
@@ -34,4 +34,4 @@ OPTIONS: dict[str, Option] = {
 """The options of a DeepSpeed 0.19 file by its full name, each with its kind and its row."""
 
 KINDS: dict[str, ValueKind] = {name: kind for name, (kind, _) in OPTIONS.items()}
-TABLE: Table = {name: row for name, (_, row) in OPTIONS.items()}
+TABLE: OptionTable = {name: row for name, (_, row) in OPTIONS.items()}

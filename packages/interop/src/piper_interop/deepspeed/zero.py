@@ -16,9 +16,9 @@ from piper_interop.neutral.kinds import (
     ValueKind,
     one_of,
 )
-from piper_interop.neutral.options import Ignored, Mapped, Nearest, Refused, Row
+from piper_interop.neutral.options import Ignored, Mapped, Nearest, OptionRow, Unsupported
 
-Option = tuple[ValueKind, Row | tuple[Row, ...]]
+Option = tuple[ValueKind, OptionRow | tuple[OptionRow, ...]]
 
 MAX_REUSE = 10**9
 """The parameters that stage 3 may leave gathered, by DeepSpeed's default (runtime/zero/config.py)."""
@@ -59,8 +59,10 @@ def ahead(foreign: Foreign) -> int:
 
 
 STAGE = "leave the option out, or take a higher ZeRO stage in its place"
-OFFLOAD = Refused("offload of states to the host or to disks", STAGE, unless=(None, False, "none"))
-ZENFLOW = Refused("ZenFlow (updates in the host)", STAGE, unless=(None,))
+OFFLOAD = Unsupported(
+    "offload of states to the host or to disks", STAGE, unless=(None, False, "none")
+)
+ZENFLOW = Unsupported("ZenFlow (updates in the host)", STAGE, unless=(None,))
 PART_OF_OFFLOAD = Ignored("a part of the offload, which `device` decides")
 WIRE = "leave the option out: messages are then of the model's dtype"
 NUMERICS = Ignored("changes no time or memory that is counted")
@@ -173,9 +175,12 @@ SECTION: dict[str, Option] = {
     "offload_optimizer.pipeline_write": (BOOL, PART_OF_OFFLOAD),
     "offload_optimizer.fast_init": (BOOL, PART_OF_OFFLOAD),
     "offload_optimizer.ratio": (NUMBER, PART_OF_OFFLOAD),
-    "offload_optimizer.super_offload": (BOOL, Refused("SuperOffload", STAGE)),
+    "offload_optimizer.super_offload": (BOOL, Unsupported("SuperOffload", STAGE)),
     "offload_optimizer.cpuadam_cores_perc": (NUMBER, PART_OF_OFFLOAD),
-    "zenflow": (OBJECT.or_none, Refused("ZenFlow (updates in the host)", STAGE, unless=(None,))),
+    "zenflow": (
+        OBJECT.or_none,
+        Unsupported("ZenFlow (updates in the host)", STAGE, unless=(None,)),
+    ),
     "zenflow.topk_ratio": (NUMBER, ZENFLOW),
     "zenflow.select_strategy": (one_of("auto", "step", "epoch"), ZENFLOW),
     "zenflow.select_interval": (ANY, ZENFLOW),
@@ -209,7 +214,7 @@ SECTION: dict[str, Option] = {
     "ignore_unused_parameters": (BOOL, NUMERICS),
     "legacy_stage1": (
         BOOL,
-        Refused("the stage 1 of DeepSpeed before 0.5.9", "leave the option out"),
+        Unsupported("the stage 1 of DeepSpeed before 0.5.9", "leave the option out"),
     ),
     "round_robin_gradients": (
         BOOL,
@@ -218,19 +223,19 @@ SECTION: dict[str, Option] = {
     "parameter_alignment": (BOOL, Ignored("pads each parameter to 16 bytes")),
     "zero_hpz_partition_size": (
         SIZE,
-        Refused(
+        Unsupported(
             "a second copy of parameters in each node (hpZ)",
             "give 1, which gathers over all ranks, or hybrid sharding (Accelerate's HYBRID_SHARD)",
             unless=(0, 1),
         ),
     ),
-    "zero_quantized_weights": (BOOL, Refused("gathers of quantised parameters", WIRE)),
+    "zero_quantized_weights": (BOOL, Unsupported("gathers of quantised parameters", WIRE)),
     "zero_quantized_nontrainable_weights": (
         BOOL,
-        Refused("parameters stored in fewer bits", "leave the option out"),
+        Unsupported("parameters stored in fewer bits", "leave the option out"),
     ),
-    "zero_quantized_gradients": (BOOL, Refused("reductions of quantised gradients", WIRE)),
-    "zeropp_loco_param": (OBJECT.or_none, Refused("LoCo-Zero++", WIRE, unless=(None,))),
+    "zero_quantized_gradients": (BOOL, Unsupported("reductions of quantised gradients", WIRE)),
+    "zeropp_loco_param": (OBJECT.or_none, Unsupported("LoCo-Zero++", WIRE, unless=(None,))),
     "mics_shard_size": (INT, Mapped("dp and dp_replicate (MiCS)")),
     "mics_hierarchical_params_gather": (
         BOOL,

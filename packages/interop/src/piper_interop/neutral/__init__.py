@@ -1,4 +1,4 @@
 """Hold the words that all systems share: options and their rows, the described job, and the FILE.py that says it.
 
-May import: nothing.
+May import: nothing of the systems.
 """

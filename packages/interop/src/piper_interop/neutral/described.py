@@ -20,11 +20,11 @@ def literal(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """Hold the sizes of a decoder: the fields of `piper.models.DecoderConfig` that are not at their defaults.
 
     Attributes:
-        fields: the values by name; `experts` and `latent` are Sizes, too.
+        fields: the values by name; `experts` and `latent` are ModelSizes, too.
         kind: the name of the class in `piper.models`.
     """
 
@@ -34,15 +34,15 @@ class Sizes:
     def text(self) -> str:
         """Return the Python that makes it, after `import piper`."""
         arguments = ", ".join(
-            f"{name}={value.text() if isinstance(value, Sizes) else literal(value)}"
+            f"{name}={value.text() if isinstance(value, ModelSizes) else literal(value)}"
             for name, value in self.fields.items()
         )
         return f"piper.models.{self.kind}({arguments})"
 
 
 @dataclass(frozen=True)
-class Recompute:
-    """Say which layers compute their activations again, and from what: the directive `recompute`.
+class Recomputation:
+    """Say which layers compute their activations again, and from which tensors: the directive `recompute`.
 
     Attributes:
         keep: the policy, such as "inputs" or "products".
@@ -56,7 +56,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeviceLayout:
     """Say how a job is spread over devices.
 
     Attributes:
@@ -110,12 +110,12 @@ class Layout:
         return self.dp * self.dp_replicate
 
 
-ORIGINS = ("sizes", "job", "mesh", "tp", "cp", "ep", "pp", "recompute", "dp")
+ORIGINS = ("sizes", "job", "mesh", "tp", "cp", "ep", "pp", "batch", "recompute", "dp")
 """The lines of a FILE.py that name the options that they come from."""
 
 
 @dataclass(frozen=True)
-class Described:
+class JobDescription:
     """Describe a job and its strategy.
 
     Attributes:
@@ -134,16 +134,16 @@ class Described:
         parameters: the count that the system itself says; None if it says none.
         stack: the kernels, as clusters name them: "eager", "inductor" or "megatron"; "" if the job does not say it.
         notes: stand-ins and nearest forms, which every prediction of the job must name.
-        origins: the options that lines of a FILE.py come from, by the names of ORIGINS; not a part of what is described.
+        origins: the options that lines of a FILE.py come from, by the names of ORIGINS; no part of the description.
     """
 
     name: str
-    sizes: Sizes
+    sizes: ModelSizes
     length: int
     global_batch: int
     rows: int
-    layout: Layout = field(default_factory=Layout)
-    recompute: tuple[Recompute, ...] = ()
+    layout: DeviceLayout = field(default_factory=DeviceLayout)
+    recompute: tuple[Recomputation, ...] = ()
     params: str = "float32"
     compute: str = "bfloat16"
     reduce: str = "float32"

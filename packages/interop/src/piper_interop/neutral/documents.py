@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from piper_interop.neutral.foreign import Value
+from piper_interop.neutral.foreign import OptionValue
 from piper_ir.ground.errors import JobError
 
 DEEPEST = 20
@@ -27,7 +27,7 @@ def read_text(source: str) -> str:
         raise JobError(f"{source} cannot be read as a text: {error}") from None
 
 
-def options_of(source: str) -> dict[str, Value]:
+def options_of(source: str) -> dict[str, OptionValue]:
     """Return the options of a JSON or YAML file by names joined with dots, such as "zero_optimization.stage".
 
     Numbers such as 5e8 are numbers in both forms, and lines that begin with "//" are comments. A mapping without keys
@@ -38,7 +38,7 @@ def options_of(source: str) -> dict[str, Value]:
     text = _COMMENT.sub("", read_text(source).expandtabs())
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise JobError(f"{source} is neither JSON nor YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode):
         raise JobError(f"{source} holds no options: an object of names and values is expected")
@@ -65,7 +65,9 @@ def setting(text: str) -> tuple[str, Any]:
     return name, _plain(value)
 
 
-def _flat(node: yaml.MappingNode, above: tuple[str, ...], file: str) -> Iterator[tuple[str, Value]]:
+def _flat(
+    node: yaml.MappingNode, above: tuple[str, ...], file: str
+) -> Iterator[tuple[str, OptionValue]]:
     if len(above) > DEEPEST:
         raise JobError(f"{file}: {'.'.join(above[:3])}... has more than {DEEPEST} levels")
     lines: dict[str, int] = {}
@@ -81,7 +83,7 @@ def _flat(node: yaml.MappingNode, above: tuple[str, ...], file: str) -> Iterator
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _flat(value_node, path, file)
         else:
-            yield ".".join(path), Value(_value(value_node, len(path), file), f"{file}:{line}")
+            yield ".".join(path), OptionValue(_value(value_node, len(path), file), f"{file}:{line}")
 
 
 def _value(node: yaml.Node, depth: int, file: str) -> Any:

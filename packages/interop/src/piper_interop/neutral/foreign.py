@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Value:
+class OptionValue:
     """Hold the value of one option.
 
     Attributes:
@@ -37,7 +37,7 @@ class Foreign:
     system: str
     version: str
     source: str
-    values: Mapping[str, Value]
+    values: Mapping[str, OptionValue]
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:

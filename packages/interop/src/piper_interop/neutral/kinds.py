@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from piper_interop.neutral.foreign import Foreign, Value
+from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.options import nearest_name
 from piper_ir.ground.errors import JobError
 
@@ -75,15 +75,15 @@ def one_of(*choices: str) -> ValueKind:
 
 
 def checked(
-    system: str, source: str, values: Mapping[str, Value], kinds: Mapping[str, ValueKind]
-) -> dict[str, Value]:
+    system: str, source: str, values: Mapping[str, OptionValue], kinds: Mapping[str, ValueKind]
+) -> dict[str, OptionValue]:
     """Return options with values of their kinds; options that no kind names stay as they are.
 
     Raises JobError that names all options of another kind.
     """
     foreign = Foreign(system, "", source, values)
     wrong: list[str] = []
-    plain_values: dict[str, Value] = {}
+    plain_values: dict[str, OptionValue] = {}
     for name, value in values.items():
         kind = kinds.get(nearest_name(kinds, name), ANY)
         plain = kind.plain(value.value)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from piper_interop.neutral.described import Described, Sizes
+from piper_interop.neutral.described import JobDescription, ModelSizes
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
 
 
-def asked_for(system: str, asked: Asked) -> tuple[Sizes, int, int]:
+def asked_for(system: str, asked: Asked) -> tuple[ModelSizes, int, int]:
     """Return the sizes of the model, the tokens of a row and the number of devices.
 
     Raises JobError that names the flags of all that are missing, or that are no positive numbers.
@@ -31,7 +31,7 @@ def asked_for(system: str, asked: Asked) -> tuple[Sizes, int, int]:
     return asked.sizes, asked.length, asked.devices
 
 
-def lacks(system: str, described: Described, impossible: Sequence[str]) -> None:
+def lacks(system: str, described: JobDescription, impossible: Sequence[str]) -> None:
     """Raise JobError that names all parts of a job that a system cannot do, if there are any."""
     if impossible:
         lines = "\n".join(f"  {line}" for line in impossible)

@@ -1,4 +1,4 @@
-"""Say for every option of another system what becomes of it here: a table of rows as data, and its judgement.
+"""Give the verdict on every option of another system: a table of rows as data, and the judgement of a job.
 
 An option that no row names is an error: nothing is ignored in silence.
 """
@@ -49,7 +49,7 @@ class Nearest:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Unsupported:
     """Say that an option cannot be said here, and changes memory or time too much to leave it out.
 
     Attributes:
@@ -69,15 +69,18 @@ class Refused:
     when: Callable[[Foreign], bool] | None = None
 
 
-Row = Mapped | Ignored | Nearest | Refused
-Table = Mapping[str, Row | tuple[Row, ...]]
-"""Rows by the option's full name, or by a pattern such as "checkpoint.*"; a name goes before patterns, and longer patterns
-before shorter ones. Of several rows of an option the first one that its value concerns holds."""
+OptionRow = Mapped | Ignored | Nearest | Unsupported
+OptionTable = Mapping[str, OptionRow | tuple[OptionRow, ...]]
+"""The rows by the option's full name, or by a pattern such as "checkpoint.*".
+
+A name goes before patterns, and longer patterns before shorter ones. Of several rows of an option the first one holds
+that its value concerns.
+"""
 
 
 @dataclass(frozen=True)
-class Line:
-    """Hold what became of one option: its name and value as text, and the words about it."""
+class OptionVerdict:
+    """Hold the verdict on one option: its name, and its value with the reason as text."""
 
     option: str
     text: str
@@ -85,7 +88,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Hold what became of every option of a job.
+    """Hold the verdicts on all options of a job.
 
     Attributes:
         mapped: the options that are parts of the job and the strategy.
@@ -96,33 +99,33 @@ class Judgement:
         unknown: the options that no row names.
     """
 
-    mapped: tuple[Line, ...] = ()
-    ignored: tuple[Line, ...] = ()
-    nearest: tuple[Line, ...] = ()
-    stand_ins: tuple[Line, ...] = ()
-    refused: tuple[Line, ...] = ()
-    unknown: tuple[Line, ...] = ()
+    mapped: tuple[OptionVerdict, ...] = ()
+    ignored: tuple[OptionVerdict, ...] = ()
+    nearest: tuple[OptionVerdict, ...] = ()
+    stand_ins: tuple[OptionVerdict, ...] = ()
+    refused: tuple[OptionVerdict, ...] = ()
+    unknown: tuple[OptionVerdict, ...] = ()
 
 
 def judge(
     foreign: Foreign,
-    table: Table,
+    table: OptionTable,
     stand_ins: frozenset[str] = frozenset(),
     skip_unknown: bool = False,
 ) -> Judgement:
-    """Return what becomes of each option of a job.
+    """Return the verdict on each option of a job.
 
     Raises JobError that names all options that are unknown, unless they are to be skipped, and all that are refused.
     """
-    kinds: dict[str, list[Line]] = {name: [] for name in Judgement.__dataclass_fields__}
+    kinds: dict[str, list[OptionVerdict]] = {name: [] for name in Judgement.__dataclass_fields__}
     for name, value in foreign.values.items():
         rows = row_of(table, name)
         if not rows:
-            kinds["unknown"].append(Line(name, _written(foreign, name)))
+            kinds["unknown"].append(OptionVerdict(name, _written(foreign, name)))
             continue
         row = next((row for row in rows if _concerns(row, value.value, foreign)), None)
         kind, text = _verdict(row, stand_ins)
-        kinds[kind].append(Line(name, f"{_written(foreign, name)}: {text}"))
+        kinds[kind].append(OptionVerdict(name, f"{_written(foreign, name)}: {text}"))
     judgement = Judgement(**{name: tuple(lines) for name, lines in kinds.items()})
     unknown = () if skip_unknown else judgement.unknown
     if unknown or judgement.refused:
@@ -130,7 +133,7 @@ def judge(
     return judgement
 
 
-def forms(foreign: Foreign, table: Table, stand_ins: frozenset[str]) -> tuple[str, ...]:
+def forms(foreign: Foreign, table: OptionTable, stand_ins: frozenset[str]) -> tuple[str, ...]:
     """Return the options of a job that are taken in the nearest form or by a stand-in, as notes for predictions."""
     notes = []
     for name, value in foreign.values.items():
@@ -143,7 +146,7 @@ def forms(foreign: Foreign, table: Table, stand_ins: frozenset[str]) -> tuple[st
     return tuple(notes)
 
 
-def row_of(table: Table, name: str) -> tuple[Row, ...]:
+def row_of(table: OptionTable, name: str) -> tuple[OptionRow, ...]:
     """Return the rows of an option; empty if the table has none."""
     rows = table.get(nearest_name(table, name), ())
     return rows if isinstance(rows, tuple) else (rows,)
@@ -156,7 +159,7 @@ def nearest_name(names: Collection[str], option: str) -> str:
     return max((name for name in names if fnmatchcase(option, name)), key=len, default="")
 
 
-def _concerns(row: Row, value: Any, foreign: Foreign) -> bool:
+def _concerns(row: OptionRow, value: Any, foreign: Foreign) -> bool:
     """Return whether a row is about this value."""
     if isinstance(row, Mapped | Ignored):
         return True
@@ -164,7 +167,7 @@ def _concerns(row: Row, value: Any, foreign: Foreign) -> bool:
     return not says_nothing and (row.when is None or row.when(foreign))
 
 
-def _verdict(row: Row | None, stand_ins: frozenset[str]) -> tuple[str, str]:
+def _verdict(row: OptionRow | None, stand_ins: frozenset[str]) -> tuple[str, str]:
     """Return the kind of a judgement's lines, and the words; no row means that the option asks for nothing."""
     if row is None:
         return "ignored", "asks for nothing"
@@ -184,7 +187,9 @@ def _written(foreign: Foreign, name: str) -> str:
     return f"{name}={foreign.values[name].value!r}{foreign.at(name)}"
 
 
-def _complaint(foreign: Foreign, unknown: tuple[Line, ...], refused: tuple[Line, ...]) -> str:
+def _complaint(
+    foreign: Foreign, unknown: tuple[OptionVerdict, ...], refused: tuple[OptionVerdict, ...]
+) -> str:
     lines = [f"{foreign.source}: {len(unknown) + len(refused)} options of this job stop its import"]
     lines += [
         f"  {line.text}: no such option of {foreign.system} is known here; mend its name, or give --skip-unknown"

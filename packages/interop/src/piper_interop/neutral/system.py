@@ -1,18 +1,18 @@
-"""Say what a system's folder gives: a reader, a table of its options, the description of a job, and an export."""
+"""Define the face of a system's folder: a reader, a table of options, the description of a job, and an export."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from piper_interop.neutral.described import Described, Sizes
+from piper_interop.neutral.described import JobDescription, ModelSizes
 from piper_interop.neutral.foreign import Foreign
-from piper_interop.neutral.options import Judgement, Table
+from piper_interop.neutral.options import Judgement, OptionTable, judge
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Hold what a user says beside the file of another system.
+    """Hold the answers of a user beside the file of another system.
 
     Attributes:
         devices: of the job; None if the file says it.
@@ -28,7 +28,7 @@ class Asked:
     devices: int | None = None
     sets: tuple[str, ...] = ()
     python: str = ""
-    sizes: Sizes | None = None
+    sizes: ModelSizes | None = None
     length: int | None = None
     rows: int | None = None
     stand_ins: frozenset[str] = frozenset()
@@ -55,25 +55,33 @@ class System:
     Attributes:
         name: such as "megatron".
         read: return the job's options as the system resolves them; raise JobError for a file that is none of its own.
-        table: what becomes of each option.
-        describe: return the job that judged options describe; raise JobError for what cannot be said.
-        export: return the system's files for a described job; raise JobError that names all that the system cannot do,
-            with the nearest that it can.
+        table: the rows of its options.
+        describe: return the job that judged options describe; raise JobError for options that do not go together.
         stand_ins: the names that `--as` accepts, with the words about each.
+        export: return the system's files for a described job; raise JobError that names all that the system cannot do,
+            with the nearest that it can. None if its files are not written yet.
     """
 
     name: str
     read: Callable[[str, Asked], Foreign]
-    table: Table
-    describe: Callable[[Foreign, Asked], Described]
-    export: Callable[[Described], Exported]
+    table: OptionTable
+    describe: Callable[[Foreign, Asked], JobDescription]
     stand_ins: dict[str, str]
+    export: Callable[[JobDescription], Exported] | None = None
+
+    def described(self, foreign: Foreign, asked: Asked) -> tuple[Judgement, JobDescription]:
+        """Return the verdicts on a job's options, and the job that they describe.
+
+        Raises JobError for options that are unknown or cannot be said here, and for those that do not go together.
+        """
+        judgement = judge(foreign, self.table, asked.stand_ins, asked.skip_unknown)
+        return judgement, self.describe(foreign, asked)
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Hold an imported job: as the system says it, what became of each option, and the description."""
+    """Hold an imported job: as the system says it, the verdicts on its options, and the description."""
 
     foreign: Foreign
     judgement: Judgement
-    described: Described
+    described: JobDescription

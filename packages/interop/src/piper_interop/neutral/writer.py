@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from piper_interop.neutral.described import Described, Layout, Recompute, literal
+from piper_interop.neutral.described import DeviceLayout, JobDescription, Recomputation, literal
 from piper_ir.ground.errors import JobError
 
 COLUMNS = 120
 
 
-def python(described: Described, title: str) -> str:
+def python(described: JobDescription, title: str) -> str:
     """Return the text of the FILE.py; `title` says where the job comes from, in a sentence without a full stop.
 
     Raises JobError if rows do not divide into microbatches of replicas, which no line could say.
@@ -32,10 +32,10 @@ def python(described: Described, title: str) -> str:
         "",
         *notes,
     ]
-    return "\n".join([*head, *_job(described), *_strategy(described)]) + "\n"
+    return "\n".join([*head, *job_lines(described), *_strategy(described)]) + "\n"
 
 
-def check_batch(described: Described) -> None:
+def check_batch(described: JobDescription) -> None:
     """Raise JobError unless the rows of a step divide into microbatches of all replicas."""
     replicas, rows = described.layout.replicas, described.rows
     if described.global_batch % (replicas * rows) or described.global_batch < 1:
@@ -46,10 +46,18 @@ def check_batch(described: Described) -> None:
 
 
 def _warning(note: str) -> Iterator[str]:
-    yield f"warnings.warn({literal(note)}, stacklevel=1)"
+    """Yield the lines that tell a note to whoever loads the file, and with it every command that takes the file."""
+    yield "warnings.warn("
+    parts = wrap(note, COLUMNS - 8, drop_whitespace=False)
+    yield from (f"    {literal(part)}" for part in parts[:-1])
+    yield f"    {literal(parts[-1])},"
+    yield "    piper.PiperWarning,"
+    yield "    stacklevel=1,"
+    yield ")"
 
 
-def _job(described: Described) -> Iterator[str]:
+def job_lines(described: JobDescription) -> Iterator[str]:
+    """Yield the lines that make `sizes` and `job`, after `import piper`."""
     yield from _comment(described, "sizes")
     yield from _call(f"sizes = {described.sizes.text()}")
     yield from _comment(described, "job")
@@ -70,13 +78,13 @@ def _job(described: Described) -> Iterator[str]:
     yield from _call(f"job = piper.models.job(sizes, {', '.join(arguments)})")
 
 
-def _kept(described: Described) -> str:
+def _kept(described: JobDescription) -> str:
     """Return the precision of a mixture's router, whose rounded scores would send tokens to other experts."""
     mixture = "experts" in described.sizes.fields and described.compute != described.params
     return ', keep={"*.router.*": "float32"}' if mixture else ""
 
 
-def _strategy(described: Described) -> Iterator[str]:
+def _strategy(described: JobDescription) -> Iterator[str]:
     layout = described.layout
     yield from _comment(described, "mesh")
     yield "strategy = piper.Strategy("
@@ -97,7 +105,7 @@ def _strategy(described: Described) -> Iterator[str]:
     yield ")"
 
 
-def mesh(layout: Layout) -> dict[str, int]:
+def mesh(layout: DeviceLayout) -> dict[str, int]:
     """Return the sizes of the mesh's axes; the ones of size 1 are left out, but for dp."""
     sizes = {
         "pp": layout.pp,
@@ -110,7 +118,7 @@ def mesh(layout: Layout) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"}
 
 
-def calls(described: Described) -> Iterator[tuple[str, str]]:
+def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
     """Yield the calls that make the directives, each with the name of its part in ORIGINS."""
     layout = described.layout
     if layout.tp > 1:
@@ -119,13 +127,14 @@ def calls(described: Described) -> Iterator[tuple[str, str]]:
         yield "cp", f"*recipes.context_parallel(attention={literal(layout.attention)})"
     if layout.ep > 1:
         yield "ep", "*recipes.expert_parallel()"
-    yield from (("pp", call) for call in _pipeline(described))
+    part = "pp" if layout.pp > 1 else "batch"
+    yield from ((part, call) for call in _pipeline(described))
     yield from (("recompute", _recompute(r)) for r in described.recompute)
     if layout.replicas > 1 or (layout.zero and layout.over_cp and layout.cp > 1):
         yield "dp", f"*recipes.data_parallel({_arguments(_replicated(layout))})"
 
 
-def _pipeline(described: Described) -> Iterator[str]:
+def _pipeline(described: JobDescription) -> Iterator[str]:
     layout = described.layout
     how: dict[str, Any] = {"pp": layout.pp, "microbatches": described.microbatches}
     if layout.schedule in ("interleaved", "looped_bfs", "interleaved_zb"):
@@ -139,13 +148,13 @@ def _pipeline(described: Described) -> Iterator[str]:
     yield f"*recipes.{layout.schedule}({_arguments(how)})"
 
 
-def _recompute(recompute: Recompute) -> str:
+def _recompute(recompute: Recomputation) -> str:
     layers = "ANY" if recompute.layers is None else f"range({recompute.layers})"
     group = "" if recompute.group == 1 else f", group={recompute.group}"
     return f"piper.recompute(where(layer={layers}), keep={literal(recompute.keep)}{group})"
 
 
-def _replicated(layout: Layout) -> dict[str, Any]:
+def _replicated(layout: DeviceLayout) -> dict[str, Any]:
     """Return the arguments of `recipes.data_parallel`."""
     shards = ["dp", *(["ep"] if layout.ep > 1 else [])]
     if layout.zero and layout.over_cp and layout.cp > 1:
@@ -171,7 +180,7 @@ def _arguments(how: dict[str, Any]) -> str:
     return ", ".join(f"{name}={literal(value)}" for name, value in how.items())
 
 
-def _comment(described: Described, part: str) -> Iterator[str]:
+def _comment(described: JobDescription, part: str) -> Iterator[str]:
     origin = described.origins.get(part, "")
     if origin:
         yield from wrap(origin, COLUMNS, initial_indent="# ", subsequent_indent="# ")

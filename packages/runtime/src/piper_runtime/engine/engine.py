@@ -10,6 +10,7 @@ import torch
 
 from piper_ir.ground.errors import ExecutionError, PiperError
 from piper_runtime.engine.exchanges import Exchanges
+from piper_runtime.engine.failures import cause_of, place_of
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.streams import (
     ISSUED,
@@ -22,7 +23,6 @@ from piper_runtime.engine.streams import (
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.binding.parts import Thunk
 from piper_runtime.rank.binding.rank import BoundComm, Rank
-from piper_runtime.rank.values.code import raised_in_step
 
 Communicate = Callable[[BoundComm], Thunk]
 """A function that binds a communication to a communicator: it returns a closure that runs it to its end."""
@@ -136,8 +136,7 @@ class Engine:
         self, index: int, error: Exception, comm: BoundComm | None = None
     ) -> ExecutionError:
         entry = self._rank.entries[index]
-        cause = raised_in_step(error)
-        place = f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on {entry.stream})"
+        cause, place = cause_of(self._rank, entry, error), place_of(self._rank, entry)
         if comm is None:
             return ExecutionError(f"{place}: {cause}")
         peers = ", ".join(str(p) for p in comm.peers if p != self._rank.rank)

@@ -19,13 +19,13 @@ from piper_ir.ground.errors import ExecutionError, PiperError, RankError
 from piper_ir.plan.plan import COMPUTE, inside_channel
 from piper_ir.program.collectives import Law, law_of
 from piper_ir.program.ops import Compute
+from piper_runtime.engine.failures import cause_of, place_of
 from piper_runtime.engine.fibers import Fiber
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.batches.batch_totals import counting_ranks
 from piper_runtime.rank.binding.rank import BoundComm, BoundInstr, Rank
 from piper_runtime.rank.binding.rank_state import no_exchange
-from piper_runtime.rank.values.code import raised_in_step
 
 
 @dataclass
@@ -342,10 +342,7 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> RankError:
     """Return the exception of a part as an error that names its rank, step and instruction."""
-    cause = raised_in_step(error)
-    return RankError(
-        f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {cause}"
-    )
+    return RankError(f"{place_of(rank, entry)}: {cause_of(rank, entry, error)}")
 
 
 def _stuck(state: _State) -> str:

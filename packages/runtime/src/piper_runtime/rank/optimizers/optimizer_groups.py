@@ -31,8 +31,13 @@ from piper_runtime.rank.optimizers.optimizer_kinds import (
     declared_elementwise,
     declared_per_parameter,
     separable,
+    with_declarations,
 )
-from piper_runtime.rank.optimizers.optimizer_sizes import state_bytes, step_bytes
+from piper_runtime.rank.optimizers.optimizer_sizes import (
+    WholeSteps,
+    own_parameters,
+    state_bytes,
+)
 from piper_runtime.rank.optimizers.optimizer_trials import (
     PieceSizes,
     by_elements,
@@ -81,8 +86,7 @@ class OptimizerSpec:
         groups: how each group is updated.
         param_bytes: bytes of state per parameter, of groups that are not flat.
         separable: whether each is known to update each parameter by itself.
-        whole_bytes: most bytes of temporaries in a step over all parameters that are not in flat groups, which a rank
-            that holds a part of them may not reach.
+        whole_steps: finds the temporaries of a step over some parameters of groups that are not flat.
     """
 
     kind: str
@@ -90,7 +94,7 @@ class OptimizerSpec:
     groups: tuple[GroupSpec, ...]
     param_bytes: Mapping[str, int] = field(default_factory=dict)
     separable: bool = True
-    whole_bytes: int = 0
+    whole_steps: WholeSteps | None = None
 
     @property
     def flat(self) -> bool:
@@ -119,8 +123,9 @@ class OptimizerSpec:
 
     def update_bytes(self, buckets: Sequence[Bucket]) -> int:
         """Return the most bytes of temporaries in a step of a holder of these buckets; fused kernels hold none."""
-        whole = self.whole_bytes if any(b.group in self.whole_groups for b in buckets) else 0
-        return max((whole, *map(_held_by, self._pieces(buckets).values())))
+        one_by_one = [p for b in buckets if b.group in self.whole_groups for p in b.params]
+        of_whole = self.whole_steps.held(one_by_one) if one_by_one and self.whole_steps else 0
+        return max((of_whole, *map(_held_by, self._pieces(buckets).values())))
 
     def _pieces(self, buckets: Sequence[Bucket]) -> dict[int, list[tuple[PieceSizes, int]]]:
         """Return by optimizer the pieces that it updates, in order: their sizes and numbers of elements."""
@@ -156,7 +161,7 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
     group_of = _group_of(optimizers, named, trained)
     groups: list[GroupSpec] = []
     param_bytes: dict[str, int] = {}
-    whole_bytes = 0
+    one_by_one_fused: dict[int, bool] = {}
     for number, optimizer in enumerate(optimizers):
         problem = planned_problem(optimizer, dtype)
         make = partial(_made_again, job, params, number)
@@ -176,15 +181,19 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
             groups += _fused_groups(number, optimizer)
         else:
             one_by_one(optimizer, fused=not problem)
-            own = _own(optimizer, named)
-            param_bytes |= state_bytes(optimizer, own, trained)
-            whole_bytes = max(whole_bytes, step_bytes(optimizer, own))
+            one_by_one_fused[number] = not problem
+            param_bytes |= state_bytes(optimizer, own_parameters(optimizer, named), trained)
             groups += [GroupSpec(type(optimizer).__name__, number, False)] * len(
                 optimizer.param_groups
             )
-    alone = all(map(separable, optimizers))
+    steps = WholeSteps(with_declarations(job.make_optimizers), params, dtype, one_by_one_fused)
     return OptimizerSpec(
-        names_of(optimizers), group_of, tuple(groups), param_bytes, alone, whole_bytes
+        names_of(optimizers),
+        group_of,
+        tuple(groups),
+        param_bytes,
+        all(map(separable, optimizers)),
+        steps if one_by_one_fused else None,
     )
 
 
@@ -195,7 +204,7 @@ def state_keys(job: Job, params: Sequence[Param]) -> dict[str, set[str]]:
     keys: dict[str, set[str]] = {}
     for optimizer in call_optimizers(job.make_optimizers, named):
         one_by_one(optimizer, fused=False)
-        own = _own(optimizer, named)
+        own = own_parameters(optimizer, named)
         state_bytes(optimizer, own, trained)
         keys |= {name: set(optimizer.state[p]) for name, p in own if name in trained}
     return keys
@@ -205,12 +214,6 @@ def _made_again(job: Job, params: Sequence[Param], number: int) -> Optimizer:
     return call_optimizers(job.make_optimizers, meta_parameters(params, job.precision.dtype))[
         number
     ]
-
-
-def _own(optimizer: Optimizer, named: NamedParameters) -> NamedParameters:
-    """Return the named parameters that an optimizer has, in the model's order."""
-    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [(name, p) for name, p in named if id(p) in ids]
 
 
 def _group_of(

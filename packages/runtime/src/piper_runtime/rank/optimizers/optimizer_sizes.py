@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,8 +11,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper_ir.ground.errors import JobError
+from piper_ir.program.program import Param
 from piper_ops import peak_bytes_inside
 from piper_runtime.rank.job.job import NamedParameters
+from piper_runtime.rank.optimizers.optimizer_calls import (
+    call_optimizers,
+    meta_parameters,
+    one_by_one,
+)
 from piper_runtime.rank.optimizers.optimizer_kinds import KEEPS_TO
 
 
@@ -43,6 +51,60 @@ def state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str])
         for name, p in named
         if name in trained
     }
+
+
+def own_parameters(optimizer: Optimizer, named: NamedParameters) -> NamedParameters:
+    """Return the named parameters that an optimizer has, in the model's order."""
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return [(name, p) for name, p in named if id(p) in ids]
+
+
+@dataclass
+class WholeSteps:
+    """Find what a step holds that updates some parameters one by one: temporaries of one outlive the next one's.
+
+    Attributes:
+        function: makes the job's optimizers.
+        params: all parameters of the model.
+        dtype: their dtype in the update.
+        fused: which of the optimizers update parameters one by one, and whether a fused kernel may do so.
+    """
+
+    function: Callable[[NamedParameters], Any]
+    params: Sequence[Param]
+    dtype: torch.dtype
+    fused: dict[int, bool]
+    _steps: dict[frozenset[str], int] = field(default_factory=dict)
+    _optimizers: list[tuple[Optimizer, NamedParameters]] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out optimizers, which another process makes again."""
+        return {**self.__dict__, "_optimizers": []}
+
+    def held(self, names: Collection[str]) -> int:
+        """Return the bytes of temporaries in a second step; raise JobError when it cannot be taken."""
+        chosen = frozenset(names)
+        if chosen not in self._steps:
+            self._steps[chosen] = max(self._step(o, named, chosen) for o, named in self._ready())
+        return self._steps[chosen]
+
+    def _step(self, optimizer: Optimizer, named: NamedParameters, chosen: frozenset[str]) -> int:
+        for name, p in named:
+            p.grad = torch.empty_like(p) if name in chosen else None
+        return step_bytes(optimizer, named)
+
+    def _ready(self) -> list[tuple[Optimizer, NamedParameters]]:
+        """Return each optimizer that updates parameters one by one, after its first step, with its parameters."""
+        if not self._optimizers:
+            named = meta_parameters(self.params, self.dtype)
+            optimizers = call_optimizers(self.function, named)
+            trained = {p.name for p in self.params if p.trained}
+            for number, fused in self.fused.items():
+                one_by_one(optimizers[number], fused=fused)
+                own = own_parameters(optimizers[number], named)
+                state_bytes(optimizers[number], own, trained)
+                self._optimizers.append((optimizers[number], own))
+        return self._optimizers
 
 
 def step_bytes(optimizer: Optimizer, named: NamedParameters) -> int:

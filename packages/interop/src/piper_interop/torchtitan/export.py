@@ -1,0 +1,129 @@
+"""Write a job as options of torchtitan's command line, beside a recipe of the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from piper_interop.neutral.described import DeviceLayout, JobDescription
+from piper_interop.neutral.system import Exported
+from piper_interop.neutral.writer import check_batch
+from piper_interop.torchtitan.describe import SCHEDULES
+from piper_ir.ground.errors import JobError
+
+FILE = "torchtitan.args"
+NAMES = {recipe: name for name, (recipe, _) in SCHEDULES.items()}
+"""torchtitan's names of schedules, in small letters, by the recipes here."""
+CHECKPOINTING = {"inputs": "full", "products": "selective"}
+"""torchtitan's names of activation checkpointing by the policies here."""
+
+
+def export(described: JobDescription) -> Exported:
+    """Return the options, one on each line, for the recipe of the model.
+
+    Raises JobError that names all parts of the strategy that torchtitan does not have.
+    """
+    check_batch(described)
+    if lacking := list(_lacking(described)):
+        raise JobError(
+            "torchtitan cannot run this strategy:\n" + "\n".join(f"  {text}" for text in lacking)
+        )
+    lines = [_line(name, value) for name, value in _options(described)]
+    # A kind of checkpointing is a subcommand of torchtitan's command line, which stands last.
+    lines.append(f"activation-checkpoint:{_checkpointing(described)}")
+    return Exported({FILE: "\n".join(lines) + "\n"}, tuple(_notes(described)))
+
+
+def _line(name: str, value: object) -> str:
+    """Return an option as torchtitan's command line takes it: a switch is its name, or "no-" before it."""
+    section, _, option = name.rpartition(".")
+    if isinstance(value, bool):
+        return f"--{section}.{option if value else f'no-{option}'}"
+    if isinstance(value, list):
+        return f"--{name} {' '.join(value)}"
+    return f"--{name}={value}"
+
+
+def _checkpointing(described: JobDescription) -> str:
+    kinds = [CHECKPOINTING[part.keep] for part in described.recompute]
+    return kinds[0] if kinds else "none"
+
+
+def _lacking(described: JobDescription) -> Iterator[str]:
+    layout = described.layout
+    if layout.schedule not in NAMES and layout.pp > 1:
+        yield f"the schedule {layout.schedule}; the nearest is one_f_one_b, or one of {', '.join(NAMES)}"
+    if layout.zero in (1, 2):
+        yield f"zero={layout.zero}; the nearest is zero=3 with resident_mb='step'"
+    if layout.cp > 1 and layout.attention != "gather":
+        yield f"context_parallel(attention={layout.attention!r}); the nearest is 'gather'"
+    if layout.cp > 1 and layout.zero and not layout.over_cp:
+        yield "states that are whole along cp; the nearest shares them over dp and cp"
+    if layout.ep > 1 and (layout.tp > 1 or layout.cp > 1):
+        yield "experts over replicas alone beside tp or cp; the nearest has tp=1 and cp=1"
+    for part in described.recompute:
+        if part.keep not in CHECKPOINTING or part.layers is not None or part.group > 1:
+            yield f"recompute(keep={part.keep!r}) of some layers; the nearest is keep='inputs' for all layers"
+    if len(described.recompute) > 1:
+        yield "several policies of recomputation; the nearest is keep='inputs' for all layers"
+    if "layers" not in described.sizes.fields and layout.pp > 1:
+        yield "stages of a model that is none of piper.models, whose modules' names are not known"
+    if described.reduce != "float32":
+        yield f"gradients that are summed in {described.reduce}; the nearest is float32"
+
+
+def _options(described: JobDescription) -> Iterator[tuple[str, object]]:
+    layout = described.layout
+    yield "training.seq_len", described.length
+    yield (
+        "training.local_batch_size",
+        described.rows * (described.microbatches if layout.pp > 1 else 1),
+    )
+    yield "training.global_batch_size", described.global_batch
+    yield "training.dtype", described.params
+    yield "training.mixed_precision_param", described.compute
+    if described.clip_norm:
+        yield "training.max_norm", described.clip_norm
+    shards = layout.dp if layout.zero else 1
+    yield "parallelism.data_parallel_shard_degree", shards
+    yield "parallelism.data_parallel_replicate_degree", layout.dp_replicate * layout.dp // shards
+    yield "parallelism.tensor_parallel_degree", layout.tp
+    yield "parallelism.enable_sequence_parallel", layout.sequence
+    yield "parallelism.context_parallel_degree", layout.cp
+    yield "parallelism.expert_parallel_degree", layout.ep
+    if layout.zero == 3:
+        yield "parallelism.fsdp_reshard_after_forward", "always" if layout.reshard else "never"
+    yield "compile.enable", described.stack == "inductor"
+    if layout.pp > 1:
+        yield from _pipeline(described, layout)
+
+
+def _pipeline(described: JobDescription, layout: DeviceLayout) -> Iterator[tuple[str, object]]:
+    yield "training.disable_cuda_graphs", True
+    yield "parallelism.pipeline_parallel_degree", layout.pp
+    yield "parallelism.pipeline_parallel_schedule", NAMES[layout.schedule]
+    yield "parallelism.pipeline_parallel_microbatch_size", described.rows
+    yield "parallelism.module_fqns_per_model_part", [",".join(part) for part in stages(described)]
+
+
+def stages(described: JobDescription) -> list[list[str]]:
+    """Return the names of torchtitan's modules on each stage."""
+    layout = described.layout
+    layers = int(described.sizes.fields["layers"])
+    count = layout.pp * layout.chunks
+    at = layout.at
+    if at and layout.units == "all":  # the embedding is unit 0, so layer k is unit k + 1
+        at = tuple(unit - 1 for unit in at)
+    bounds = [0, *at, layers] if at else [-(-k * layers // count) for k in range(count + 1)]
+    parts = [[f"layers.{k}" for k in range(a, b)] for a, b in pairwise(bounds)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "lm_head"]
+    return parts
+
+
+def _notes(described: JobDescription) -> Iterator[str]:
+    if _checkpointing(described) == "selective":
+        yield "selective checkpointing keeps every second product, keep='products' all of them"
+    yield "the options are those of version 0.3.0; run_train.sh takes them behind --module and --config"
+    if described.layout.pp > 1:
+        yield "CUDA graphs do not go with a pipeline: the file turns them off"

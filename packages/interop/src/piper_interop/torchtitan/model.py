@@ -1,0 +1,152 @@
+"""Read the sizes of a decoder from torchtitan's tree of modules; name the parts that the decoder here lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from piper_interop.neutral.described import ModelSizes
+
+Tree = Mapping[str, Any]
+LINEAR = {"Linear", "RowParallelLinear", "ScaledBiasRowwiseLinear"}
+"""The matrices that compute in the precision of the job."""
+KNOWN = LINEAR | {
+    "AllGatherFusedFeedForward", "AllGatherFusedQKVLinear", "AllToAllTokenDispatcher", "Attention", "ComplexRoPE", "CosSinRoPE",
+    "DeepEPTokenDispatcher", "DeepSeekV3Model", "DeepSeekV3TransformerBlock", "Embedding", "FeedForward", "FlexAttention",
+    "FusedQKVLinear", "GQAttention", "GroupedExperts", "HybridEPTokenDispatcher", "Llama3Model", "Llama3TransformerBlock",
+    "MinimalAsyncEPTokenDispatcher", "MoE", "QKVLinear", "Qwen3Model", "Qwen3TransformerBlock", "RMSNorm", "RoutedExperts",
+    "ScaledDotProductAttention", "TokenChoiceTopKRouter", "VarlenAttention", "MTPTransformerBlock",
+}  # fmt: skip
+"""The classes whose blocks the decoder here has."""
+
+
+@dataclass
+class Parts:
+    """Hold the facts of a tree.
+
+    Attributes:
+        sizes: of the decoder; None if it has another form.
+        layers: the number of layers.
+        options: facts beside the sizes, which rows of the table judge.
+    """
+
+    sizes: ModelSizes | None = None
+    layers: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def parts_of(spec: Tree) -> Parts:
+    """Return the parts of a `model_spec`."""
+    model = spec.get("model") or {}
+    kinds = sorted({_kind(tree) for tree in _trees(model)})
+    options: dict[str, Any] = {
+        "name": spec.get("name"),
+        "flavor": spec.get("flavor"),
+        "quantized": [k for k in kinds if any(word in k for word in ("Float8", "MX", "NVFP4"))],
+        "adapters": [k for k in kinds if "LoRA" in k],
+        "dispatcher": next((k for k in kinds if k.endswith("TokenDispatcher")), None),
+        "fused_messages": [k for k in kinds if k.startswith("AllGatherFused")],
+        "mtp": len(model.get("mtp_layers") or ()),
+    }
+    plain = set(options["quantized"]) | set(options["adapters"])
+    other = [k for k in kinds if k not in KNOWN and k not in plain]
+    layers = model.get("layers") or []
+    if other or not layers:
+        options["other"] = other or [_kind(model)]
+        return Parts(None, len(layers), options)
+    sizes, unlike = _decoder(model, layers)
+    options["other"] = unlike
+    return Parts(sizes if not unlike else None, len(layers), options)
+
+
+def _kind(tree: Tree) -> str:
+    return str(tree.get("__class__", "")).removesuffix(".Config").rpartition(".")[2]
+
+
+def _trees(tree: Any) -> Iterator[Tree]:
+    """Yield every part of a tree that is a module's configuration."""
+    if isinstance(tree, Mapping):
+        if "__class__" in tree:
+            yield tree
+        for name, value in tree.items():
+            if name not in ("param_init", "sharding_config"):
+                yield from _trees(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _trees(value)
+
+
+def _decoder(model: Tree, layers: list[Tree]) -> tuple[ModelSizes, list[str]]:
+    """Return the sizes of a decoder, and the ways in which its layers are not like each other."""
+    dense = next((k for k, layer in enumerate(layers) if layer.get("moe")), len(layers))
+    plain = next((layer for layer in layers if not layer.get("moe")), None)
+    mixed = next((layer for layer in layers if layer.get("moe")), None)
+    fields: dict[str, Any] = {"layers": len(layers), "width": model["dim"]}
+    unlike: list[str] = []
+    attention = layers[0]["attention"]
+    if any(layer["attention"] != attention for layer in layers):
+        unlike.append("layers whose attention differs")
+    fields |= _attention(attention, unlike)
+    if plain is not None:
+        fields["hidden"] = plain["feed_forward"]["w1"]["out_features"]
+    if mixed is not None:
+        if dense and any(not layer.get("moe") for layer in layers[dense:]):
+            unlike.append("layers without experts between the others")
+        fields.setdefault("hidden", mixed["moe"]["routed_experts"]["inner_experts"]["hidden_dim"])
+        fields["experts"] = _experts(mixed["moe"])
+        if dense:
+            fields["dense_layers"] = dense
+    fields["vocab"] = model["vocab_size"]
+    fields["length"] = (
+        attention["rope"].get("max_context_length") or attention["rope"]["max_seq_len"]
+    )
+    if model["norm"]["eps"] != 1e-5:
+        fields["eps"] = model["norm"]["eps"]
+    if model.get("enable_weight_tying"):
+        fields["tied"] = True
+    return ModelSizes(fields), unlike
+
+
+def _attention(tree: Tree, unlike: list[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"heads": tree["n_heads"]}
+    if "kv_lora_rank" in tree:
+        ranks = {"q_rank": tree["q_lora_rank"] or None, "kv_rank": tree["kv_lora_rank"]}
+        dims = {
+            "nope_dim": tree["qk_nope_head_dim"],
+            "rope_dim": tree["qk_rope_head_dim"],
+            "value_dim": tree["v_head_dim"],
+        }
+        fields["latent"] = ModelSizes({**ranks, **dims}, "Latent")
+    else:
+        if tree["n_kv_heads"] not in (None, tree["n_heads"]):
+            fields["kv_heads"] = tree["n_kv_heads"]
+        if tree["head_dim"] not in (None, tree["dim"] // tree["n_heads"]):
+            fields["head_dim"] = tree["head_dim"]
+        if tree.get("qk_norm"):
+            fields["qk_norm"] = True
+        if any(part.get("bias") for part in _trees(tree)):
+            unlike.append("biases of attention")
+    theta = tree["rope"]["theta"]
+    if theta != 500_000.0:
+        fields["theta"] = theta
+    return fields
+
+
+def _experts(moe: Tree) -> ModelSizes:
+    router, experts = moe["router"], moe["routed_experts"]["inner_experts"]
+    fields = {
+        "number": moe["num_experts"],
+        "top_k": router["top_k"],
+        "hidden": experts["hidden_dim"],
+    }
+    if moe.get("shared_experts"):
+        fields["shared_hidden"] = moe["shared_experts"]["w1"]["out_features"]
+    if router["score_func"] != "softmax":
+        fields["score"] = router["score_func"]
+    if not router["route_norm"]:
+        fields["normalized"] = False
+    if router.get("num_expert_groups"):
+        fields["groups"] = router["num_expert_groups"]
+        fields["top_groups"] = router["num_limited_groups"]
+    return ModelSizes(fields, "Experts")

@@ -1,0 +1,203 @@
+"""A configuration of torchtitan becomes the same job: devices' shares, stages, batch and model, or an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from piper_interop import Asked, JobDescription, ModelSizes, Recomputation, import_job, python
+from piper_ir.ground.errors import JobError
+from tests.helpers.titan_answers import answer, attention, model
+
+
+def imported(tmp_path: Path, devices: int = 8, *stand_ins: str, **answered: Any) -> JobDescription:
+    file = tmp_path / "answer.json"
+    file.write_text(json.dumps(answer(**answered)))
+    asked = Asked(devices=devices, stand_ins=frozenset(stand_ins))
+    return import_job("torchtitan", str(file), asked).described
+
+
+def unlike() -> dict[str, Any]:
+    """Return a model whose second layer has other heads."""
+    tree = model(2)
+    tree["layers"][1]["attention"] = attention(heads=8)
+    return tree
+
+
+def test_fsdp_is_zero_3_over_the_devices_that_are_left(tmp_path):
+    described = imported(tmp_path, 16, parallelism__tensor_parallel_degree=4)
+    layout = described.layout
+    assert (layout.dp, layout.tp, layout.sequence, layout.zero) == (4, 4, True, 3)
+    assert layout.reshard
+    assert (described.rows, described.global_batch, described.microbatches) == (2, 8, 1)
+    assert (described.compute, described.params, described.lr) == ("bfloat16", "float32", 1e-3)
+    assert described.stack == "eager"
+
+
+def test_replicas_of_shards_are_hybrid_sharding(tmp_path):
+    described = imported(tmp_path, parallelism__data_parallel_replicate_degree=2)
+    assert (described.layout.dp, described.layout.dp_replicate) == (4, 2)
+    assert 'shard={"optim": ("dp",), "grads": ("dp",), "params": ("dp",)}' in python(described, "x")
+
+
+def test_replication_alone_computes_in_the_compute_dtype(tmp_path):
+    ddp = {"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}
+    changes = {f"parallelism__{name}": value for name, value in ddp.items()}
+    described = imported(tmp_path, **changes)
+    assert (described.layout.zero, described.compute) == (0, "bfloat16")
+    with_tp = changes | {
+        "parallelism__data_parallel_replicate_degree": 4,
+        "parallelism__tensor_parallel_degree": 2,
+    }
+    assert imported(tmp_path, **with_tp).compute == "float32"
+
+
+def test_stages_have_fewer_layers_first_and_last(tmp_path):
+    """Six layers and two units for embedding and head are eight units: three stages of 3, 3 and 2."""
+    described = imported(
+        tmp_path, 6, parallelism__pipeline_parallel_degree=3, training__local_batch_size=6
+    )
+    layout = described.layout
+    assert (layout.schedule, layout.at, layout.units) == ("one_f_one_b", (3, 6), "all")
+    assert not layout.reshard  # by default parameters stay gathered beside a pipeline
+    assert (described.rows, described.microbatches) == (1, 6)
+
+
+def test_stages_by_names_are_those_stages(tmp_path):
+    parts = [
+        ["tok_embeddings", "layers.0"],
+        [f"layers.{k}" for k in range(1, 6)] + ["norm", "lm_head"],
+    ]
+    changes = {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__module_fqns_per_model_part": parts,
+    }
+    assert imported(tmp_path, 2, **changes).layout.at == (2,)
+
+
+def test_an_interleaved_schedule_has_two_stages_on_each_device(tmp_path):
+    changes = {
+        "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+    }
+    layout = imported(tmp_path, 2, training__local_batch_size=4, **changes).layout
+    assert (layout.schedule, layout.chunks, layout.at) == ("interleaved", 2, (2, 4, 6))
+
+
+def test_tokens_of_newer_versions_are_rows(tmp_path):
+    config = answer()
+    training = config["config"]["training"]
+    for name in ("local_batch_size", "global_batch_size", "seq_len"):
+        del training[name]
+    training |= {
+        "num_tokens_per_microbatch_per_dp_rank": 512,
+        "num_tokens_per_train_step": 512 * 16,
+        "max_context_length": 256,
+    }
+    file = tmp_path / "answer.json"
+    file.write_text(json.dumps(config))
+    described = import_job("torchtitan", str(file), Asked(devices=8)).described
+    assert (described.rows, described.length, described.global_batch) == (2, 256, 32)
+
+
+def test_a_mixture_behind_dense_layers(tmp_path):
+    described = imported(tmp_path, tree=model(6, mixed=4), parallelism__expert_parallel_degree=4)
+    fields = described.sizes.fields
+    assert (fields["dense_layers"], fields["hidden"], described.layout.ep) == (2, 96, 4)
+    experts = {
+        "number": 8,
+        "top_k": 2,
+        "hidden": 32,
+        "shared_hidden": 64,
+        "score": "sigmoid",
+        "normalized": False,
+    }
+    assert fields["experts"] == ModelSizes(experts, "Experts")
+    assert "piper.Mesh(dp=2, ep=4)" in python(described, "x")
+    assert '"*.router.*": "float32"' in python(described, "x")
+
+
+def test_recomputation_is_said_as_near_as_it_goes(tmp_path):
+    full, selective = (
+        {"__class__": f"torchtitan.ac.{kind}.Config"} for kind in ("FullAC", "SelectiveAC")
+    )
+    described = imported(tmp_path, activation_checkpoint=full)
+    assert (described.recompute, described.notes) == ((Recomputation("inputs"),), ())
+    described = imported(tmp_path, activation_checkpoint=selective)
+    assert described.recompute == (Recomputation("products"),)
+    assert "every second product" in described.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"training__enable_cpu_offload": True}, "states on the host"),
+        ({"parallelism__tensor_parallel_degree": 3}, "8 devices are not the product"),
+        ({"parallelism__pipeline_parallel_degree": 8}, "give fewer"),
+        ({"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "Mine"}, "'Mine'"),
+        ({"training__local_batch_size": "two"}, "training.local_batch_size='two'; an integer"),
+        ({"training__global_batch_size": 20}, "20 rows of a step do not divide into 8 replicas"),
+        ({"loss": {"__class__": "torchtitan.loss.MSELoss.Config"}}, "this loss"),
+        ({"training__new_option": 3}, "training.new_option=3"),
+        ({"optimizer__param_groups": [{"optimizer_name": "Muon"}]}, "Muon"),
+        ({"activation_checkpoint": {"__class__": "torchtitan.x.OtherAC.Config"}}, "OtherAC"),
+        ({"tree": unlike()}, "attention differs"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_said_is_named(tmp_path, changes, told):
+    with pytest.raises(JobError) as refusal:
+        imported(tmp_path, **changes)
+    assert told in str(refusal.value)
+
+
+def test_experts_beside_tensor_parallelism_are_refused(tmp_path):
+    degrees = {"parallelism__expert_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2}
+    with pytest.raises(JobError, match="folded"):
+        imported(tmp_path, tree=model(6, mixed=6), **degrees)
+
+
+def test_products_in_eight_bits_need_a_stand_in(tmp_path):
+    tree = model()
+    tree["lm_head"]["__class__"] = "torchtitan.components.quantization.float8.Float8Linear.Config"
+    with pytest.raises(JobError, match="--as bf16"):
+        imported(tmp_path, tree=tree)
+    described = imported(tmp_path, 8, "bf16", tree=tree)
+    assert "predicted too slow" in described.notes[0]
+    assert "warnings.warn(" in python(described, "x")
+    with pytest.raises(JobError, match="no such stand-in"):
+        imported(tmp_path, 8, "magic", tree=tree)
+
+
+def test_every_option_has_a_row_or_is_unknown(tmp_path):
+    """Rename each option in turn: none is passed over."""
+    sections = ("training", "parallelism", "compile", "optimizer")
+    config = answer()["config"]
+    for section in sections:
+        for name in config[section]:
+            if name == "__class__":
+                continue
+            changed = answer()
+            part = changed["config"][section]
+            part[f"{name}_renamed"] = part.pop(name)
+            file = tmp_path / "answer.json"
+            file.write_text(json.dumps(changed))
+            with pytest.raises(JobError, match=f"{section}.{name}_renamed"):
+                import_job("torchtitan", str(file), Asked(devices=8))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 1}'])
+def test_a_file_that_is_no_answer(tmp_path, text):
+    file = tmp_path / "answer.json"
+    file.write_text(text)
+    with pytest.raises(JobError, match=r"answer\.json"):
+        import_job("torchtitan", str(file), Asked(devices=8))
+
+
+def test_an_interpreter_without_torchtitan_is_named():
+    with pytest.raises(JobError, match="has no torchtitan"):
+        import_job("torchtitan", "llama3:llama3_8b", Asked(devices=8))
+    with pytest.raises(JobError, match="--python /nowhere"):
+        import_job("torchtitan", "llama3:llama3_8b", Asked(devices=8, python="/nowhere"))

@@ -1,0 +1,35 @@
+"""Run `piper export`: a job's strategy as the files of another system."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from piper.cli.arguments import ExportArguments
+from piper.cli.loading import load_file
+from piper.cli.options import pairs
+from piper.planning.description import description
+from piper_interop import export_job
+from piper_ir.ground.errors import JobError
+from piper_ir.tools import write_whole
+
+
+def exported(arguments: ExportArguments) -> None:
+    """Print or write the files; raise JobError for a strategy that the system cannot run."""
+    a = arguments
+    file = load_file(a.file, pairs(a.params), a.strategy)
+    written = export_job(a.to, description(file.job, file.strategy, a.file.stem))
+    if a.out is not None:
+        taken = [name for name in written.files if (a.out / name).exists()]
+        if taken:
+            raise JobError(f"--out {a.out}: there is a {taken[0]} already; give another folder")
+        a.out.mkdir(parents=True, exist_ok=True)
+        for name, text in written.files.items():
+            write_whole(a.out / name, text)
+    if a.as_json:
+        print(json.dumps({"files": written.files, "notes": list(written.notes)}))
+        return
+    for note in written.notes:
+        print(f"note: {note}", file=sys.stderr)
+    for name, text in written.files.items():
+        print(text.rstrip("\n") if a.out is None else f"written: {a.out / name}")

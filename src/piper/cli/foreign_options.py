@@ -1,0 +1,84 @@
+"""Define the options of `piper import` and `piper export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from piper.cli.completion import one_of
+
+SystemArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SYSTEM",
+        autocompletion=one_of("torchtitan", "megatron", "deepspeed", "accelerate"),
+        help="torchtitan, megatron, deepspeed or accelerate",
+    ),
+]
+ForeignSourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="a file of the system, a text of its options, or one of its configurations",
+    ),
+]
+GpusOption = Annotated[
+    int | None,
+    typer.Option("--gpus", min=1, help="devices of the job, where its file does not say"),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="OPTION=VALUE",
+        help="a further option of the system, as its command line takes it",
+    ),
+]
+SystemPythonOption = Annotated[
+    str | None,
+    typer.Option(
+        "--python",
+        help="the interpreter in which the system is installed, where its own parser is asked",
+    ),
+]
+ModelFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", metavar="config.json", help="the model, where the system's file has none"
+    ),
+]
+StandInOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--as",
+        metavar="NAME",
+        help="accept a stand-in for what cannot be said, such as bf16; it is said every time",
+    ),
+]
+SkipUnknownOption = Annotated[
+    bool, typer.Option("--skip-unknown", help="pass over options that are not known")
+]
+PredictedClusterOption = Annotated[
+    str | None, typer.Option("--cluster", help="predict the job there, such as 'h100x8*32@eager'")
+]
+WrittenFileOption = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE.py", help="the file to write (default: shown)")
+]
+IgnoredOption = Annotated[
+    bool, typer.Option("--all", help="name every ignored option, with the reason")
+]
+TargetOption = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="SYSTEM",
+        autocompletion=one_of("torchtitan", "megatron", "deepspeed", "accelerate"),
+        help="torchtitan, megatron, deepspeed or accelerate",
+    ),
+]
+ExportFolderOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="a folder for the files (default: shown)"),
+]

@@ -1,0 +1,137 @@
+"""Build the decoder that a `DecoderConfig` describes: embedding, blocks of attention and feed-forward part, head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from piper.models.decoder_attention import Attention, LatentAttention, windowed
+from piper.models.decoder_config import DecoderConfig
+from piper.models.mixture import Mixture
+from piper.models.parts import FeedForward, norm_of, rotary, start
+
+
+class DecoderBlock(nn.Module):
+    """Add attention over earlier tokens and the feed-forward part to the tokens [rows, T, width].
+
+    `norm1` and `norm2` stand before the two parts, `after1` and `after2` behind them. In a parallel block both parts
+    read the tokens as they come in.
+    """
+
+    def __init__(self, config: DecoderConfig, number: int) -> None:
+        super().__init__()
+        self.parallel, self.balanced = config.parallel, config.balanced
+        self.one_norm = config.parallel and config.parallel_norms == 1
+        before, after = config.norms != "after", config.norms != "before"
+        self.norm1, self.norm2 = (
+            norm_of(config, config.width) if wanted else nn.Identity()
+            for wanted in (before, before and not self.one_norm)
+        )
+        self.after1, self.after2 = (
+            norm_of(config, config.width) if after else nn.Identity() for _ in range(2)
+        )
+        self.attention = Attention(config) if config.latent is None else LatentAttention(config)
+        self.feed_forward: nn.Module
+        if config.experts is not None and config.has_experts(number):
+            self.feed_forward = Mixture(
+                config.width, config.experts, config.activation, gated=config.gated
+            )
+        else:
+            self.feed_forward = FeedForward(
+                config.width,
+                config.hidden,
+                config.activation,
+                gated=config.gated,
+                bias=config.mlp_bias,
+            )
+        self.dropout = float(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        mask: Tensor | None,
+        balance: Tensor | None = None,
+    ) -> Any:
+        """Return the tokens, and `balance` with the block's own term if the model balances experts."""
+        read = self.norm1(x)
+        attended = dropped(self, self.after1(self.attention(read, cos, sin, mask)))
+        y = x + attended
+        if not self.one_norm:
+            read = self.norm2(x if self.parallel else y)
+        if self.balanced and isinstance(self.feed_forward, Mixture):
+            result, more = self.feed_forward.balanced(read)
+            balance = more if balance is None else balance + more
+        else:
+            result = self.feed_forward(read)
+        y = y + dropped(self, self.after2(result))
+        return (y, balance) if self.balanced else y
+
+
+def dropped(module: DecoderBlock | Decoder, x: Tensor) -> Tensor:
+    """Return x with the module's share of it set to 0 in training."""
+    return F.dropout(x, module.dropout, module.training) if module.dropout else x
+
+
+class Decoder(nn.Module):
+    """Map tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab].
+
+    The rotary angles are buffers that no state_dict holds. They are in float32 beside parameters of bfloat16, too. If
+    the config balances experts, the result is (logits, balance [rows]), where `balance` is the sum over layers of
+    `Mixture.balance`. Its mean over rows is a part of the loss. It is the same however rows are cut into microbatches
+    and over replicas, since it is a number of each row.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config, self.dropout = config, float(config.dropout)
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.length, config.width)
+        self.embedding_norm = (
+            norm_of(config, config.width) if config.embedding_norm else nn.Identity()
+        )
+        self.layers = nn.ModuleList(DecoderBlock(config, k) for k in range(config.layers))
+        self.norm = norm_of(config, config.width)
+        self.head = nn.Linear(config.width, config.vocab, bias=config.head_bias)
+        if config.rotary_dim:
+            cos, sin = rotary(config.length, config.rotary_dim, config.theta)
+            self.register_buffer("cos", cos, persistent=False)
+            self.register_buffer("sin", sin, persistent=False)
+        start(self)
+        if config.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        length, balance = tokens.shape[1], None
+        x = self.tokens(tokens)
+        if self.config.positions == "learned":
+            x = x + self.positions.weight[:length]
+        x = dropped(self, self.embedding_norm(x))
+        cos, sin = (
+            (self.cos[:length], self.sin[:length]) if self.config.rotary_dim else (None, None)
+        )
+        mask = self.mask(x)
+        for number, layer in enumerate(self.layers):
+            window = self.config.window_of(number)
+            x = layer(x, cos, sin, None if window is None else mask, balance)
+            if self.config.balanced:
+                x, balance = x
+        logits, cap = self.head(self.norm(x)), self.config.logit_cap
+        if cap is not None:
+            logits = cap * (logits / cap).tanh()
+        return (logits, balance) if self.config.balanced else logits
+
+    def mask(self, x: Tensor) -> Tensor | None:
+        """Return the mask of layers with a window.
+
+        None stands for a causal mask: kernels know that one without being given it.
+        """
+        window, length = self.config.window, x.shape[1]
+        return None if window is None or window >= length else windowed(length, window, x.device)

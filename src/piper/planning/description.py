@@ -1,0 +1,165 @@
+"""Describe a job and its strategy in the words that other systems share, for an export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from piper.planning.foreign import model_sizes
+from piper_compiler import Strategy, partition, recipes, recompute
+from piper_compiler.directives import order, overlap, place, replicate, shard, split, split_backward
+from piper_interop import DeviceLayout, JobDescription, ModelSizes, Recomputation
+from piper_ir.ground.errors import DirectiveError, JobError
+from piper_ir.ground.select import ANY, where
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
+
+PIPELINE = (partition, split, place, order, overlap, split_backward)
+"""The directives that recipes of pipelines are made of."""
+SCHEDULES = (
+    "one_f_one_b", "gpipe", "interleaved", "looped_bfs", "interleaved_zb", "zb_h1", "zb_h2", "zbv", "dualpipe_v", "dualpipe"
+)  # fmt: skip
+"""The recipes that a strategy's pipeline is compared with."""
+STATES = ("optim", "grads", "params")
+"""The states that ranks share, in the order of ZeRO's levels."""
+
+
+def description(job: Job, strategy: Strategy, name: str) -> JobDescription:
+    """Return the description of a job under a strategy.
+
+    Raises JobError for a strategy that has no such words: several `replicate`, a schedule of its own, parts of a model.
+    """
+    rest = [d for d in strategy.directives if isinstance(d, PIPELINE)]
+    layout = _shares(strategy, DeviceLayout())
+    layout = _replicas(strategy, _pipeline(rest, strategy, layout))
+    microbatches = next((d.microbatches for d in rest if isinstance(d, split)), 1)
+    parts = layout.replicas * microbatches
+    if job.global_batch % parts:
+        raise JobError(
+            f"{job.global_batch} rows do not divide into {parts} microbatches of replicas"
+        )
+    precision = job.precision
+    return JobDescription(
+        name=name,
+        sizes=_sizes(job),
+        length=job.tokens_per_row or 0,
+        global_batch=job.global_batch,
+        rows=job.global_batch // parts,
+        layout=layout,
+        recompute=tuple(_recomputation(d) for d in strategy.directives if isinstance(d, recompute)),
+        params=precision.params or "float32",
+        compute=precision.compute or precision.params or "float32",
+        reduce=precision.reduce or precision.params or "float32",
+        clip_norm=job.clip_norm,
+    )
+
+
+def _sizes(job: Job) -> ModelSizes:
+    """Return the sizes of a model of `piper.models`; without fields for any other."""
+    config = getattr(job.model, "__self__", None)
+    if config is None or not type(config).__module__.startswith("piper.models."):
+        return ModelSizes({}, "")
+    return model_sizes(config)
+
+
+def _shares(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
+    """Return the layout with the axes along which devices share chunks."""
+    for item in (d for d in strategy.directives if isinstance(d, shard)):
+        size = strategy.mesh.size(item.over)
+        if item.experts:
+            layout = replace(layout, ep=size)
+        elif item.index == "tokens":
+            layout = replace(layout, cp=size, attention=item.attention)
+        elif item.selection == where() and not item.index:
+            layout = replace(layout, tp=size, sequence=item.stream == "tokens")
+        else:
+            raise JobError(f"{item}: no other system has such a directive")
+    return layout
+
+
+def _replicas(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
+    """Return the layout with the replicas and the states that they share."""
+    items = [d for d in strategy.directives if isinstance(d, replicate)]
+    if not items:
+        return layout
+    if len(items) > 1 or items[0].selection != where():
+        raise JobError(
+            "several `replicate`, each for a part of the model: no other system has that"
+        )
+    (item,) = items
+    shared = {"tp", "cp"} & set(item.over)
+    size = strategy.mesh.size
+    levels = [set(getattr(item.shards, state)) for state in STATES]
+    zero = sum(bool(axes) for axes in levels)
+    axes = levels[0] if zero else set(item.over) - {"rep"}
+    if any(level != axes for level in levels[:zero]) or axes - {"dp", "ep", "cp"}:
+        raise JobError(
+            f"{item}: states along different axes; other systems share all states along the same"
+        )
+    return replace(
+        layout,
+        dp=size("dp") * size("ep"),
+        dp_replicate=size("rep") if "rep" in item.over else 1,
+        zero=zero,
+        over_cp=bool(zero) and "cp" in shared,
+        reshard=item.resident_mb != "step",
+        bucket_mb=None if item.bucket_mb == replicate.bucket_mb else float(item.bucket_mb),
+        prefetch=None if item.prefetch == replicate.prefetch else item.prefetch,
+    )
+
+
+def _pipeline(directives: Sequence[Any], strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
+    """Return the layout with the schedule: that of the recipe that makes the same directives."""
+    pp = strategy.mesh.size("pp")
+    layout = replace(layout, pp=pp)
+    parts = [d for d in directives if isinstance(d, partition)]
+    stages = recipes.stages_of(directives) or 1
+    microbatches = next((d.microbatches for d in directives if isinstance(d, split)), 1)
+    if parts and isinstance(parts[0].at, tuple):
+        layout = replace(layout, at=parts[0].at, units=parts[0].units)
+    elif parts and (parts[0].at != "even" or parts[0].units != "layers"):
+        raise JobError(
+            f"{parts[0]}: other systems need the first layer of each stage; give at=(...), as `piper explain` prints it"
+        )
+    if stages == pp == 1:
+        return layout
+    mine = [d for d in directives if not isinstance(d, partition)]
+    for name, how in _candidates(pp, microbatches, stages // pp):
+        try:
+            theirs = getattr(recipes, name)(**how)
+        except DirectiveError:
+            continue  # the recipe is not for these numbers
+        if [d for d in theirs if not isinstance(d, partition)] == mine:
+            return replace(layout, schedule=name, chunks=stages // pp, group=how.get("group"))
+    raise JobError(
+        f"the order of {stages} stages on {pp} devices is that of none of {', '.join(SCHEDULES)}; other systems have no "
+        f"words for it"
+    )
+
+
+def _candidates(pp: int, microbatches: int, chunks: int) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the recipes, with arguments, that have so many stages on a device."""
+    numbers = {"pp": pp, "microbatches": microbatches}
+    for name in SCHEDULES:
+        if name in ("interleaved", "looped_bfs", "interleaved_zb"):
+            yield name, {**numbers, "chunks": chunks}
+        else:
+            yield name, numbers
+    for group in range(pp + 1, microbatches + 1):
+        yield "interleaved", {**numbers, "chunks": chunks, "group": group}
+
+
+def _recomputation(item: Any) -> Recomputation:
+    if item.selection == where(layer=ANY):
+        return Recomputation(item.keep, None, item.group)
+    for name, wanted in item.selection.terms:
+        if name == "layer" and len(item.selection.terms) == 1 and isinstance(wanted, tuple | range):
+            layers = tuple(wanted)
+            if layers == tuple(range(len(layers))):
+                return Recomputation(item.keep, len(layers), item.group)
+    raise JobError(
+        f"{item}: other systems have words for all layers, or the first ones; give where(layer=ANY) or "
+        f"where(layer=range(n))"
+    )

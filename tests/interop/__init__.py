@@ -1,0 +1,1 @@
+"""Ask the parsers of other systems whether they take exports and agree with imports; see `run.py`."""

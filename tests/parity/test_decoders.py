@@ -1,0 +1,71 @@
+"""Protect that plans of decoders train what one device trains, and that devices share their heads and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+
+import piper
+from piper import Mesh, Strategy, models, recipes
+from piper.api.reference.verification import verify_strategy
+from piper_capture import layout_facts
+from piper_compiler import Directive
+from tests.helpers.decoders import DECODERS
+
+Layout = tuple[Mesh, Callable[[], tuple[Directive, ...]]]
+LAYOUTS: dict[str, Layout] = {
+    "tp": (
+        Mesh(tp=2),
+        lambda: (*recipes.tensor_parallel(sequence=True), piper.split(piper.where(), microbatches=2)),
+    ),
+    "pp": (
+        Mesh(pp=2, dp=2),
+        lambda: (*recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel(zero=1)),
+    ),
+    "zero": (
+        Mesh(dp=2),
+        lambda: (piper.split(piper.where(), microbatches=2), *recipes.data_parallel(zero=3)),
+    ),
+    "ep": (
+        Mesh(ep=2, pp=2),
+        lambda: (
+            *recipes.expert_parallel(), *recipes.one_f_one_b(pp=2, microbatches=2),
+            *recipes.data_parallel(over=("dp", "ep")),
+        ),
+    ),
+}  # fmt: skip
+CASES = [
+    (name, layout)
+    for name, layout in product(DECODERS, LAYOUTS)
+    if layout != "ep" or DECODERS[name].experts is not None
+]
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_decoder_trains_what_one_device_trains(name: str, layout: str) -> None:
+    mesh, directives = LAYOUTS[layout]
+    job = models.job(DECODERS[name], global_batch=8, precision="float64", lr=0.01)
+    strategy = Strategy(mesh, directives())
+    assert verify_strategy(job, strategy, steps=2).equal
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", DECODERS)
+def test_devices_share_heads_and_products(name: str) -> None:
+    """Whole on each device are norms, routers and what passes between layers: no attention, and no large product."""
+    mesh, directives = LAYOUTS["tp"]
+    job = models.job(DECODERS[name], global_batch=8, precision="float64")
+    compiled = piper.compile(job, Strategy(mesh, directives()))
+    assert compiled.code is not None
+    whole: set[str] = set()
+    for facts in layout_facts(compiled.code, compiled.program):
+        assert facts.work is not None and not facts.unknown
+        whole |= {title.partition(" ")[0] for title in facts.work.whole}
+        held = {facts.inputs[k] for k in facts.unshared or ()}
+        assert not [
+            n for n in held if n.endswith(("up.weight", "attention.out.weight", ".q.weight"))
+        ]
+    assert not whole & {"mm", "addmm", "bmm", "grouped_mm", "attention", "attention_dgrad"}

@@ -1,0 +1,96 @@
+"""A job and its strategy come back from another system's files as they went: import(export(x)) == x."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import piper
+from piper import ANY, recipes, where
+from piper.models import DecoderConfig, job
+from piper.planning.description import description
+from piper_interop import DeviceLayout, JobDescription, export_job, python
+from piper_ir.ground.errors import JobError
+
+SIZES = DecoderConfig(layers=6, width=64, heads=4, kv_heads=2, hidden=96, vocab=256, length=128)
+
+
+def described(mesh: piper.Mesh, *directives: Any, rows: int = 32) -> JobDescription:
+    return description(job(SIZES, global_batch=rows), piper.Strategy(mesh, directives), "small")
+
+
+def written(text: JobDescription) -> JobDescription:
+    """Return the description of the FILE.py that a description is written as."""
+    names: dict[str, Any] = {}
+    exec(python(text, "x"), names)
+    return description(names["job"], names["strategy"], "small")
+
+
+STRATEGIES = {
+    "fsdp": (piper.Mesh(dp=8), recipes.one_f_one_b(pp=1, microbatches=2), recipes.data_parallel(zero=3)),
+    "hybrid": (
+        piper.Mesh(dp=4, rep=2), recipes.one_f_one_b(pp=1, microbatches=1),
+        recipes.data_parallel(over=("dp", "rep"), shard={s: ("dp",) for s in ("optim", "grads", "params")}),
+    ),
+    "tp": (
+        piper.Mesh(dp=2, tp=4), recipes.tensor_parallel(sequence=True), recipes.one_f_one_b(pp=1, microbatches=1),
+        (piper.recompute(where(layer=ANY), keep="inputs"),), recipes.data_parallel(zero=3, resident_mb="step"),
+    ),
+    "cp": (
+        piper.Mesh(dp=2, cp=2), recipes.context_parallel(attention="gather"), recipes.one_f_one_b(pp=1, microbatches=2),
+        recipes.data_parallel(over=("dp", "cp"), zero=3),
+    ),
+    "pipeline": (
+        piper.Mesh(pp=2, dp=2), recipes.interleaved(pp=2, microbatches=4, chunks=3), recipes.data_parallel(zero=3),
+    ),
+    "uneven": (piper.Mesh(pp=2, dp=1), recipes.zbv(pp=2, microbatches=4, at=(1, 3, 5))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_file_for_people_says_the_same(name):
+    mesh, *parts = STRATEGIES[name]
+    before = described(mesh, *(d for part in parts for d in part))
+    after = written(before)
+    if before.layout.at == () and before.layout.pp > 1:
+        assert after == before
+    assert replace(after, layout=DeviceLayout()) == replace(before, layout=DeviceLayout())
+    assert after.layout == before.layout
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_torchtitan_takes_what_it_can_run(name):
+    mesh, *parts = STRATEGIES[name]
+    text = export_job("torchtitan", described(mesh, *(d for part in parts for d in part)))
+    options = text.files["torchtitan.args"].split("\n")
+    size = mesh.size
+    assert f"--parallelism.tensor_parallel_degree={size('tp')}" in options
+    assert options[-2].startswith("activation-checkpoint:")
+    if size("pp") > 1:
+        (stages,) = [o for o in options if "module_fqns" in o]
+        assert stages.count(" ") == (6 if name == "pipeline" else 4)
+
+
+@pytest.mark.parametrize(
+    ("directives", "told"),
+    [
+        (recipes.data_parallel(zero=1), "zero=1; the nearest is zero=3"),
+        (
+            (*recipes.one_f_one_b(pp=1, microbatches=1), piper.recompute(where(layer=range(2)))),
+            "of some layers",
+        ),
+    ],
+)
+def test_what_torchtitan_lacks_is_named(directives, told):
+    with pytest.raises(JobError) as refusal:
+        export_job("torchtitan", described(piper.Mesh(dp=8), *directives))
+    assert told in str(refusal.value)
+
+
+def test_a_schedule_of_ones_own_has_no_words():
+    orders = [[("F", 0), ("F", 1), ("B", 1), ("B", 0)], [("F", 0), ("F", 1), ("B", 1), ("B", 0)]]
+    parts = (*recipes.pipeline(pp=2, microbatches=2), *recipes.stage_orders(orders))
+    with pytest.raises(JobError, match="the order of 2 stages"):
+        described(piper.Mesh(pp=2), *parts)

@@ -1,0 +1,103 @@
+"""`piper import` and `piper export` from a foreign file to a prediction and back, and plans that begin there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from piper import cli
+from tests.helpers.titan_answers import answer, model
+
+DEBUG = {"__class__": "torchtitan.config.configs.DebugConfig", "deterministic": True}
+
+
+def piper(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, [*map(str, arguments)])
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small Llama of torchtitan: FSDP over 4 with 2 devices for each layer."""
+    told = answer(parallelism__tensor_parallel_degree=2, debug=DEBUG)
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(told))
+    return file
+
+
+def test_a_job_is_written_predicted_and_goes_back(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "job.py"
+    done = piper(
+        "import", "torchtitan", source, "--gpus", 8, "--cluster", "h100x8@eager", "--out", out
+    )
+    assert done.exit_code == 0, done.stderr
+    assert (
+        "understood   8 rows of 128 tokens per step, bfloat16 over float32; dp=4, tp=2"
+        in done.stdout
+    )
+    assert "as nearest   debug.deterministic=True" in done.stdout
+    assert "prediction" in done.stdout and "fits" in done.stdout
+    assert len(out.read_text().splitlines()) <= 40
+
+    simulated = piper("simulate", out, "--cluster", "h100x8@eager")
+    assert simulated.exit_code == 0, simulated.stderr
+    assert "warning: debug.deterministic=True" in simulated.stderr  # at every later command
+    back = piper("export", out, "--to", "torchtitan", "--json")
+    (text,) = json.loads(back.stdout)["files"].values()
+    assert "--parallelism.tensor_parallel_degree=2" in text.splitlines()
+
+
+def test_the_numbers_of_an_import(source: Path) -> None:
+    done = piper("import", "torchtitan", source, "--gpus", 8, "--cluster", "h100x8", "--json")
+    told = json.loads(done.stdout)
+    assert told["devices"] == 8 and told["prediction"]["fits"]
+    assert [text.split("=")[0] for text in told["options"]["nearest"]] == ["debug.deterministic"]
+    assert len(told["options"]["mapped"]) > 15 and len(told["warnings"]) == 1
+
+
+def test_a_plan_begins_with_a_foreign_job_and_its_own_row(source: Path) -> None:
+    asked = ["--gpus", 8, "--trials", 4, "--workers", 0, "--json", "--cluster", "h100x8@eager"]
+    done = piper("plan", f"torchtitan:{source}", *asked)
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["own"]["mesh"] == "dp=4, tp=2"
+    assert any("deterministic" in note for note in told["job"]["notes"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "told"),
+    [
+        ({"training__enable_cpu_offload": True, "training__odd": 1}, [], ("2 options", "training.odd", "on the host")),
+        ({}, ["--cluster", "h100x8*2"], ("16 devices", "the job is for 8")),
+        ({}, ["--as", "magic"], ("no such stand-in",)),
+    ],
+)  # fmt: skip
+def test_what_stops_an_import_is_one_message(
+    tmp_path: Path, changes: dict[str, Any], flags: list[str], told: tuple[str, ...]
+) -> None:
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(answer(**changes)))
+    done = piper("import", "torchtitan", file, "--gpus", 8, *flags)
+    assert done.exit_code == 2 and "Traceback" not in done.stderr
+    assert all(text in done.stderr for text in told), done.stderr
+
+
+def test_a_model_of_other_parameters_is_not_written(tmp_path: Path) -> None:
+    file, out = tmp_path / "small.json", tmp_path / "job.py"
+    file.write_text(json.dumps({**answer(model(2)), "parameters": 12_345}))
+    done = piper("import", "torchtitan", file, "--gpus", 1, "--out", out)
+    assert done.exit_code == 2 and not out.exists()
+    assert "counts 12,345 parameters" in done.stderr
+
+
+def test_devices_are_whole_nodes(source: Path) -> None:
+    done = piper("plan", f"torchtitan:{source}", "--gpus", 12)
+    assert done.exit_code == 2 and "--gpus 12: nodes of h100x8 have 8 devices" in done.stderr
+
+
+def test_a_system_that_is_not_known() -> None:
+    done = piper("import", "nemo", "x.yaml", "--gpus", 8)
+    assert done.exit_code == 2 and "known are torchtitan" in done.stderr

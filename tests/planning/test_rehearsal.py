@@ -1,0 +1,84 @@
+"""A planned strategy is rehearsed on a twin that is equal to plain PyTorch, and a wrong twin is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from piper import models
+from piper.api.problems.spaces import StrategySpace
+from piper.api.reference.reference_differences import Difference
+from piper.models import DecoderConfig, Experts
+from piper.planning import rehearsal
+from piper.planning.rehearsal import rehearse, shrunk_model
+from piper_compiler import Strategy
+from piper_ir.ground.mesh import Mesh
+
+LARGE = DecoderConfig(
+    layers=32, width=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, length=8192
+)
+MIXTURE = DecoderConfig(
+    layers=32, width=4096, heads=32, kv_heads=8, hidden=14336, vocab=32000, length=4096,
+    experts=Experts(number=64, top_k=6, hidden=1408, shared_hidden=2816), dense_layers=3,
+)  # fmt: skip
+
+
+def space(experts: bool = False, **sizes: int) -> StrategySpace:
+    return StrategySpace(
+        64,
+        512,
+        32,
+        {axis: (sizes.get(axis, 1),) for axis in ("tp", "cp", "ep", "pp")},
+        (1,),
+        experts,
+    )
+
+
+def chosen(**params: object) -> Strategy:
+    rest = {"keep": "products", "zero": 3, "prefetch": 1, "resident_mb": 0, "bucket_mb": 100.0}
+    return Strategy(Mesh(dp=1), (), params={**rest, **params})
+
+
+def test_a_pipeline_beside_fsdp_and_tensor_parallelism():
+    params = {"schedule": "interleaved", "chunks": 4, "sequence": True, "zero": 1}
+    report = rehearse(LARGE, chosen(**params), space(tp=8, pp=4))
+    assert report.equal and len(report.reports) == 1
+    assert str(report.reports[0].strategy.mesh) == "Mesh(pp=2, dp=2, tp=2)"
+    assert "equal to plain PyTorch" in report.text()
+
+
+@pytest.mark.long
+def test_a_mixture_of_experts():
+    assert rehearse(MIXTURE, chosen(), space(experts=True, ep=8)).equal
+
+
+def test_four_axes_are_rehearsed_in_pairs():
+    axes = ("tp", "cp", "dp", "pp")
+    sets = list(rehearsal._subsets(axes))
+    assert all(len(chosen) == 3 for chosen in sets)
+    assert all(any({a, b} <= set(chosen) for chosen in sets) for a, b in combinations(axes, 2))
+
+
+def test_a_twin_has_the_same_parts():
+    small = shrunk_model(MIXTURE, stages=4)
+    assert (small.layers, small.dense_layers, small.kv_heads) == (5, 1, 2)
+    assert small.experts is not None and small.experts.shared_hidden
+    assert models.parameter_count(small) < 200_000
+
+
+def test_a_difference_is_told(monkeypatch):
+    """A negative control: a report with a difference is not taken for equal."""
+    reference = rehearsal.verify_strategy
+    monkeypatch.setattr(
+        rehearsal,
+        "verify_strategy",
+        lambda job, strategy, steps: _spoilt(reference(job, strategy, steps=steps)),
+    )
+    report = rehearse(LARGE, chosen(), space())
+    assert not report.equal and "NOT what one device computes" in report.text()
+
+
+def _spoilt(report):
+    return replace(report, differences=[Difference(0, "loss", -1, "", "1.0, not 2.0")])
