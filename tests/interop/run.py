@@ -44,6 +44,18 @@ SYSTEMS = {
         ("torchtitan==0.3.0", "spmd_types==0.2.3"),
         ("tyro", "tensorboard", "grain", "torchdata", "datasets", "einops", "transformers==5.23"),
     ),
+    "deepspeed": Installed(
+        "PIPER_DEEPSPEED_PYTHON",
+        # Its build looks for torch, which an isolated build would install again.
+        ("--no-build-isolation", "deepspeed==0.19.8"),
+        ("hjson", "py-cpuinfo", "msgpack", "ninja", "psutil", "pydantic", "einops", "tqdm"),
+        {"DS_BUILD_OPS": "0"},
+    ),
+    "accelerate": Installed(
+        "PIPER_ACCELERATE_PYTHON",
+        ("accelerate==1.15.0",),
+        ("transformers==5.24.0", "psutil"),
+    ),
 }
 
 

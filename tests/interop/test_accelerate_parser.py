@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from packages.interop.tests.jobs import ACCELERATE, LLAMA, imported
@@ -19,6 +20,7 @@ from piper_interop.neutral.options import row_of
 from tests.interop.real_parsers import answer
 
 PYTHON = "PIPER_ACCELERATE_PYTHON"
+pytestmark = pytest.mark.long
 
 FIELDS = """
 import dataclasses, json, warnings

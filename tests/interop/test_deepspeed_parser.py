@@ -17,6 +17,7 @@ from piper_interop.neutral.options import row_of
 from tests.interop.real_parsers import answer
 
 PYTHON = "PIPER_DEEPSPEED_PYTHON"
+pytestmark = pytest.mark.long
 
 FIELDS = """
 import dataclasses, json, logging, re, sys, typing

@@ -14,7 +14,7 @@ def layer_parameters(sizes: ModelSizes) -> int:
     """
     fields = sizes.fields
     width = fields["width"]
-    return _attention(sizes) + _feed_forward(sizes) + 2 * width
+    return int(_attention(sizes) + _feed_forward(sizes) + 2 * width)
 
 
 def _attention(sizes: ModelSizes) -> int:

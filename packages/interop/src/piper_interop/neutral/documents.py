@@ -38,7 +38,7 @@ def options_of(source: str) -> dict[str, OptionValue]:
     text = _COMMENT.sub("", read_text(source).expandtabs())
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise JobError(f"{source} is neither JSON nor YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode):
         raise JobError(f"{source} holds no options: an object of names and values is expected")
