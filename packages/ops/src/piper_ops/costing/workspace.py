@@ -258,7 +258,7 @@ def _whole_kernel(op: torch._ops.OpOverload, call: Call) -> int:
 
 
 _BYTES_INSIDE: dict[tuple[Any, ...], int] = {}
-"""Kernel and forms of its arguments -> the workspace of the call."""
+"""The workspace of a call, by kernel and the forms of its arguments."""
 
 
 def _bytes_inside(kernel: Callable[..., Any], call: Call) -> int:
