@@ -103,7 +103,7 @@ def test_with_one_microbatch_nothing_is_said() -> None:
     assert report.equal and report.whole is None and report.equal_whole_batch
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "replaced"])
 @pytest.mark.parametrize("name", UPDATES)
 def test_what_is_named_is_what_makes_a_difference(name: str, in_place: bool) -> None:

@@ -184,7 +184,7 @@ def test_a_term_that_another_stage_reads_is_summed_up_there(recipe: Any) -> None
     )
 
 
-@pytest.mark.parametrize("mended", ["sum", "mask"])
+@pytest.mark.parametrize("mended", [pytest.param("sum", marks=pytest.mark.long), "mask"])
 def test_what_does_not_fit_is_no_plan(mended: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the two above, compile says so itself: neither a simulation nor a search scores what cannot run."""
     if mended == "sum":

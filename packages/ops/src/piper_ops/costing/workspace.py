@@ -86,7 +86,7 @@ def cpu_workspace(
 
 
 def _attention_on_cpu(call: Call) -> int:
-    """Count the mask, copies, and a second logsumexp, since the kernel gives it with the heads innermost."""
+    """Count all but a second logsumexp, which the kernel gives in another layout."""
     mask, causal = call.args["mask"] is not None, call.args["is_causal"]
     chosen = attention_lowering("cpu", *_taken(call), masked=mask, is_causal=causal)
     return _math(call) if chosen.fallback else _around(call, _Fused("cpu_flash"))
@@ -113,10 +113,12 @@ class _Fused:
         self, q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         inside = self._inside(q, k, o)
-        out = self._result(q, self.name != "cuda_efficient", v.shape[3])
-        logsumexp = self._logsumexp(q)
+        results = (
+            self._result(q, self.name != "cuda_efficient", v.shape[3]),
+            q.new_empty(q.shape[:3]),
+        )
         del inside
-        return out, logsumexp
+        return results
 
     def backward(
         self,
@@ -139,14 +141,6 @@ class _Fused:
     def _inside(self, q: Tensor, k: Tensor, o: AttentionOptions) -> tuple[Tensor | None, Tensor]:
         bias = aligned_bias(q, k, o.mask) if self.name == "cuda_efficient" else cpu_mask(o.mask, q)
         return bias, q.new_empty(self.own, dtype=torch.uint8)
-
-    def _logsumexp(self, q: Tensor) -> Tensor:
-        """Return a tensor [batch, heads, tokens]; a CPU's has the heads innermost in memory."""
-        batch, heads, tokens, _ = q.shape
-        dtype = accumulate_dtype(q.dtype)
-        if self.name == "cpu_flash":
-            return q.new_empty((batch, tokens, heads), dtype=dtype).transpose(1, 2)
-        return q.new_empty((batch, heads, tokens), dtype=dtype)
 
     def _result(self, like: Tensor, alike: bool, dim: int) -> Tensor:
         """Return a tensor with the strides of `like`, or with the strides of the op's result."""
@@ -264,7 +258,7 @@ def _whole_kernel(op: torch._ops.OpOverload, call: Call) -> int:
 
 
 _BYTES_INSIDE: dict[tuple[Any, ...], int] = {}
-"""The workspace of a call by the kernel and the forms of its arguments."""
+"""The workspace of a call, by kernel and the forms of its arguments."""
 
 
 def _bytes_inside(kernel: Callable[..., Any], call: Call) -> int:
