@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -130,6 +131,28 @@ def _verify_preset(name: str, dp: int) -> float:
     return _timed(partial(verify, piper.compile(*_preset(name, dp)).plan))
 
 
+def _capture_transformers(layers: int) -> float:
+    """Trace a Llama of transformers' with the widths of 8B."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from piper_capture import trace
+
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(**sizes, **heads, num_hidden_layers=layers, use_cache=False)
+
+    def batch(rows: range) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        tokens = torch.zeros(len(rows), 129, dtype=torch.long)
+        return {"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+    def loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+    return _timed(partial(trace, partial(LlamaForCausalLM, config), batch, loss))
+
+
 CASES: dict[str, Callable[[], float]] = {
     "score a plan of 8 stages": partial(_score, False),
     "score a plan of a GPT of 24 layers": partial(_score, True),
@@ -141,6 +164,9 @@ CASES: dict[str, Callable[[], float]] = {
     "compile Llama 405B on 16,384": partial(_compile_preset, "llama3-405b", 1024),
 }
 """The cases by name; each returns the CPU seconds of one run."""
+if find_spec("transformers") is not None:
+    CASES["trace Llama 8B of transformers"] = partial(_capture_transformers, 32)
+    CASES["trace Llama 70B's layers of transformers"] = partial(_capture_transformers, 80)
 
 
 class Side:

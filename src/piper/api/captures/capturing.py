@@ -77,12 +77,13 @@ def rewritten(traced: Traced | Captured, request: CaptureRequest) -> Captured:
     with working("cutting the model at its layers"), no_garbage_collection():
         captured = with_layers(traced, request.layers)
     write_first(traced)
-    if request.shardings:
-        captured = with_shardings(captured, request.shardings)
-    policies = request.policies
-    if any(CHECKPOINT in c.coords for c in captured.program.chunks):
-        policies = (*policies, ASKED_FOR)
-    return with_policies(captured, policies) if policies else captured
+    with no_garbage_collection():
+        if request.shardings:
+            captured = with_shardings(captured, request.shardings)
+        policies = request.policies
+        if any(CHECKPOINT in c.coords for c in captured.program.chunks):
+            policies = (*policies, ASKED_FOR)
+        return with_policies(captured, policies) if policies else captured
 
 
 def captured_job(job: Job) -> Captured:

@@ -173,10 +173,13 @@ def bare_plan(
     chunks: Iterable[Chunk] = (),
     variants: Iterable[Chunk] = (),
 ) -> Plan:
-    """Return a plan of nothing but chunks and variants, to ask a cost model before there is a plan."""
+    """Return a plan of nothing but chunks and variants, to ask a cost model before there is a plan.
+
+    It has no key of its program: that would be the hash of all of a large program, for each candidate's bounds.
+    """
     shared = tuple(axis for axis, _ in program.axes)
     return Plan(
-        program.key,
+        "",
         mesh,
         rows,
         1,
