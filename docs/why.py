@@ -15,7 +15,7 @@ from piper_simulator import Why, compare, why
 
 HERE = Path(__file__).resolve().parent
 GPT = "simulate examples/gpt_text.py --cluster h100x8 --why"
-SHOWN = ("what if", "sensitivity of the step")
+SHOWN = ("what if",)
 """Tables of GPT that the page shows."""
 PAGE = """\
 # Why a step takes as long as it does
