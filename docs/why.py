@@ -15,7 +15,7 @@ from piper_simulator import Why, compare, why
 
 HERE = Path(__file__).resolve().parent
 GPT = "simulate examples/gpt_text.py --cluster h100x8 --why"
-SHOWN = ("what if", "sensitivity of the step")
+SHOWN = ("what if",)
 """Tables of GPT that the page shows."""
 PAGE = """\
 # Why a step takes as long as it does
@@ -54,7 +54,7 @@ The example has two stages of F = I = W = 1 s, four microbatches, a hop of 0.5 s
 
 {path}
 
-{order}
+A second table lists the pieces in order, each with its start, end and instructions.
 
 ## Idle gaps
 
@@ -65,7 +65,7 @@ for.
 
 {ranks}
 
-A second table lists the longest gaps, with the instruction behind each and what it waits for.
+Another table lists the longest gaps, with the instruction behind each and what it waits for.
 
 ## What if, and how sensitive
 
@@ -122,8 +122,8 @@ def example(recipe: str) -> Why:
 def parts() -> dict[str, str]:
     """Return the examples on the synthetic pipeline, by their name in PAGE."""
     found = example("one_f_one_b")
-    path, order, ranks, *_ = why_tables(found)
-    tables = {"path": path, "order": order, "ranks": ranks}
+    path, _, ranks, *_ = why_tables(found)
+    tables = {"path": path, "ranks": ranks}
     out = {name: _block(table) for name, table in tables.items()}
     result = compare(example("gpipe"), found)
     compared, by_path, *_ = comparison_tables(result, ("gpipe", "one_f_one_b"), "given durations")
