@@ -80,14 +80,18 @@ def dropped(module: DecoderBlock | Decoder, x: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """Map tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab].
 
-    The rotary angles are buffers that no state_dict holds. They are in float32 beside parameters of bfloat16, too. If
-    the config balances experts, the result is (logits, balance [rows]), where `balance` is the sum over layers of
+    The rotary angles are buffers that no state_dict holds. They are in float32 beside parameters of bfloat16, too.
+    Another such buffer is `read`: the keys [length, length] that layers with a window read. Each stage has it, so that
+    no stage sends it.
+
+    If the config balances experts, the result is (logits, balance [rows]), where `balance` is the sum over layers of
     `Mixture.balance`. Its mean over rows is a part of the loss. It is the same however rows are cut into microbatches
     and over replicas, since it is a number of each row.
     """
 
     cos: Tensor
     sin: Tensor
+    read: Tensor
 
     def __init__(self, config: DecoderFields) -> None:
         super().__init__()
@@ -105,6 +109,9 @@ class Decoder(nn.Module):
             cos, sin = rotary(config.length, config.rotary_dim, config.theta)
             self.register_buffer("cos", cos, persistent=False)
             self.register_buffer("sin", sin, persistent=False)
+        self.masked = config.window is not None and config.window < config.length
+        if config.window is not None and self.masked:
+            self.register_buffer("read", windowed(config.length, config.window), persistent=False)
         start(self)
         if config.tied:
             self.head.weight = self.tokens.weight
@@ -118,7 +125,7 @@ class Decoder(nn.Module):
         cos, sin = (
             (self.cos[:length], self.sin[:length]) if self.config.rotary_dim else (None, None)
         )
-        mask = self.mask(x)
+        mask = self.read[:length, :length] if self.masked else None
         for number, layer in enumerate(self.layers):
             window = self.config.window_of(number)
             x = layer(x, cos, sin, None if window is None else mask, balance)
@@ -128,14 +135,6 @@ class Decoder(nn.Module):
         if cap is not None:
             logits = cap * (logits / cap).tanh()
         return (logits, balance) if self.config.balanced else logits
-
-    def mask(self, x: Tensor) -> Tensor | None:
-        """Return the mask of layers with a window.
-
-        None stands for a causal mask: kernels know that one without being given it.
-        """
-        window, length = self.config.window, x.shape[1]
-        return None if window is None or window >= length else windowed(length, window, x.device)
 
 
 @dataclass(frozen=True, kw_only=True)

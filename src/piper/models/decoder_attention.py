@@ -12,9 +12,9 @@ from piper.models.decoder_config import DecoderFields
 from piper.models.parts import norm_of, rotate
 
 
-def windowed(length: int, window: int, device: torch.device) -> Tensor:
+def windowed(length: int, window: int) -> Tensor:
     """Return which key [T, T] each query reads: its own and the window - 1 before it."""
-    places = torch.arange(length, device=device)
+    places = torch.arange(length)
     distance = places.unsqueeze(1) - places
     return (distance >= 0) & (distance < window)
 
