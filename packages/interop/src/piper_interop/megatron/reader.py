@@ -133,7 +133,7 @@ def _options(tokens: Sequence[Token], label: str) -> Iterator[Option]:
 
 
 def _of_yaml(text: str, label: str) -> Iterator[Option]:
-    """Yield the options of a YAML file: the ones below MODEL_ARGS of a functional test, else all, by their own names."""
+    """Yield the options of a YAML file: the ones below MODEL_ARGS of a functional test, else all of them."""
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
