@@ -163,8 +163,11 @@ def _of_key(key: str, value: Any, label: str, lines: dict[str, int]) -> Iterator
 
 
 def _texts(item: Any, *, many: bool) -> list[str]:
-    """Return the words of a value; in a list they stand between blanks, too: [attn mlp]."""
-    return str(item).split() if many else [str(item)]
+    """Return the words of a value; in a list, or a text such as "[attn mlp]", they stand between blanks."""
+    text = str(item)
+    if many or (" " in text and text[0] + text[-1] == "[]"):
+        return text.strip("[]").split()
+    return [text]
 
 
 def _lines_of_keys(text: str) -> dict[str, int]:
