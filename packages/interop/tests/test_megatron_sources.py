@@ -152,6 +152,7 @@ MODEL_ARGS:
   --hidden-dropout: 0.0
   --attention-dropout: 0.0
   --cuda-graph-modules: [attn mlp]
+  --offload-modules: "[moe_act core_attn]"
   --fp16: false
 """
     folder = tmp_path / "a_case"
@@ -159,6 +160,7 @@ MODEL_ARGS:
     job = of_file(folder / "model_config.yaml", test, devices=8)
     assert (job.described.sizes, job.described.name) == (described().sizes, "a_case")
     assert job.foreign.values["cuda-graph-modules"].value == ["attn", "mlp"]
+    assert job.foreign.values["offload-modules"].value == ["moe_act", "core_attn"]
     lines = test.partition("MODEL_ARGS:\n")[2].splitlines()
     plain = "\n".join(line.strip().removeprefix("--").replace("num-", "num_") for line in lines)
     plain = plain.replace("disable-bias-linear: true", "add_bias_linear: false")

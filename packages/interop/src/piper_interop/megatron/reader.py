@@ -133,7 +133,7 @@ def _options(tokens: Sequence[Token], label: str) -> Iterator[Option]:
 
 
 def _of_yaml(text: str, label: str) -> Iterator[Option]:
-    """Yield the options of a YAML file: the ones below MODEL_ARGS of a functional test, else all, by their own names."""
+    """Yield the options of a YAML file: the ones below MODEL_ARGS of a functional test, else all of them."""
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -163,8 +163,11 @@ def _of_key(key: str, value: Any, label: str, lines: dict[str, int]) -> Iterator
 
 
 def _texts(item: Any, *, many: bool) -> list[str]:
-    """Return the words of a value; in a list they stand between blanks, too: [attn mlp]."""
-    return str(item).split() if many else [str(item)]
+    """Return the words of a value; in a list, or a text such as "[attn mlp]", they stand between blanks."""
+    text = str(item)
+    if many or (" " in text and text[0] + text[-1] == "[]"):
+        return text.strip("[]").split()
+    return [text]
 
 
 def _lines_of_keys(text: str) -> dict[str, int]:

@@ -38,7 +38,7 @@ def _experts_have_biases(foreign: Foreign) -> bool:
 
 
 def _differ(foreign: Foreign) -> bool:
-    return foreign["attention-dropout"] != foreign["hidden-dropout"]
+    return bool(foreign["attention-dropout"] != foreign["hidden-dropout"])
 
 
 MODEL: OptionTable = {
