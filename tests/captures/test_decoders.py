@@ -13,7 +13,7 @@ from torch import Tensor
 
 from piper import models
 from piper.models import DecoderConfig, Experts, Latent
-from piper.models.mixture import Mixture
+from piper.models.mixture import ExpertLayer
 from piper_ir.ground.errors import JobError
 from tests.helpers.cases import each_case
 from tests.helpers.decoders import BASE, DECODERS, LATENT, MIXTURE
@@ -284,7 +284,7 @@ def test_a_balanced_mixture_returns_its_loss_once_for_each_mixture() -> None:
         plain = drawn(replace(config, experts=replace(experts, balance=0.0)))
         torch.testing.assert_close(logits, plain(tokens))
     assert balance.shape == (3,)
-    evenly = Mixture(16, experts).double()
+    evenly = ExpertLayer(16, experts).double()
     torch.nn.init.zeros_(evenly.router.weight)
     x = torch.randn(3, 8, 16, dtype=torch.float64)
     alike = evenly.scored(x)

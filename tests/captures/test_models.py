@@ -11,7 +11,7 @@ from torch import Tensor
 
 import piper
 from piper import models
-from piper.models.mixture import Mixture
+from piper.models.mixture import ExpertLayer
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.sizes import bind
 from piper_ir.verify import verify
@@ -165,7 +165,7 @@ def test_a_row_of_tokens_is_the_same_in_every_range() -> None:
     assert not torch.equal(work.batch(4, range(0, 8))[0], tokens)
 
 
-def by_loops(experts: Mixture, x: Tensor) -> tuple[Tensor, int]:
+def by_loops(experts: ExpertLayer, x: Tensor) -> tuple[Tensor, int]:
     """The mixture token by token, and how many choices found their expert full."""
     out, dropped = torch.zeros_like(x), 0
     share, chosen = experts.routed(x)
@@ -189,7 +189,7 @@ def test_experts_are_what_loops_over_tokens_compute(factor: float, drops: bool) 
     """Values and gradients; tokens that find an expert full among them."""
     config = models.Experts(number=4, top_k=2, hidden=12, capacity_factor=factor)
     torch.manual_seed(0)
-    experts = Mixture(8, config).double()
+    experts = ExpertLayer(8, config).double()
     for p in experts.parameters():
         torch.nn.init.normal_(p)
     found: list[list[Tensor]] = []
@@ -264,7 +264,7 @@ def test_dropout_and_attention_written_out_train_what_one_device_trains() -> Non
 def test_rows_never_compete_for_an_expert() -> None:
     sizes = SMALL["moe"].experts
     assert sizes is not None
-    experts = Mixture(16, sizes).double()
+    experts = ExpertLayer(16, sizes).double()
     x = torch.randn(4, 8, 16, dtype=torch.float64)
     torch.testing.assert_close(experts(x)[1:2], experts(x[1:2]), rtol=1e-12, atol=1e-14)
 

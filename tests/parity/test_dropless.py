@@ -16,7 +16,7 @@ import piper
 import piper.models.mixture
 from piper import Mesh, Precision, Strategy, models, recipes
 from piper.api.compiling.compiling import Compiled
-from piper.models.mixture import Mixture
+from piper.models.mixture import ExpertLayer
 from piper_capture.torch_api import replacements
 from piper_ir.ground.errors import PiperWarning, SelectorError
 from piper_ir.ground.sizes import bind
@@ -95,7 +95,7 @@ def test_it_trains_what_one_device_trains(schedule: str) -> None:
     assert_trained(compiled(schedule), job())
 
 
-def looped(self: Mixture, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+def looped(self: ExpertLayer, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
     """The same by a plain loop over experts."""
     share, chosen = share.flatten(0, 1), chosen.flatten(0, 1)
     tokens, out = x.flatten(0, 1), torch.zeros_like(x.flatten(0, 1))
@@ -109,19 +109,19 @@ def looped(self: Mixture, x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
 def test_a_plan_is_a_plain_loop_over_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The judge runs the module as it is, which calls the ops; here it runs the loop in their place."""
     found = piper.execute(compiled("1f1b"), steps=2, launcher="inline", gradients=True)
-    monkeypatch.setattr(Mixture, "dropless", looped)
+    monkeypatch.setattr(ExpertLayer, "dropless", looped)
     parity.assert_parity(found, parity.reference(job(), replicas=1, microbatches=4, steps=2))
 
 
 def test_negative_control_a_loop_without_shares_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     found = piper.execute(compiled("1f1b"), steps=2, launcher="inline", gradients=True)
-    routed = Mixture.routed
+    routed = ExpertLayer.routed
 
-    def equal(self: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
+    def equal(self: ExpertLayer, x: Tensor) -> tuple[Tensor, Tensor]:
         share, chosen = routed(self, x)
         return torch.full_like(share, 0.5), chosen
 
-    monkeypatch.setattr(Mixture, "routed", equal)
+    monkeypatch.setattr(ExpertLayer, "routed", equal)
     expected = parity.reference(job(), replicas=1, microbatches=4, steps=2)
     assert any(
         "experts" in d.name or "gate" in d.name
@@ -133,13 +133,13 @@ def test_no_token_is_dropped() -> None:
     """With places for all tokens a mixture with a capacity computes the same."""
     torch.manual_seed(3)
     dropless, full = (
-        Mixture(16, SIZES).double().requires_grad_(False),
-        Mixture(16, replace(SIZES, capacity_factor=4.0)).double(),
+        ExpertLayer(16, SIZES).double().requires_grad_(False),
+        ExpertLayer(16, replace(SIZES, capacity_factor=4.0)).double(),
     )
     full.requires_grad_(False).load_state_dict(dropless.state_dict())
     x = torch.randn(3, 8, 16, dtype=torch.float64)
     assert float((dropless(x) - full(x)).abs().max()) < 1e-12
-    bounded = Mixture(16, replace(SIZES, capacity_factor=0.5)).double().requires_grad_(False)
+    bounded = ExpertLayer(16, replace(SIZES, capacity_factor=0.5)).double().requires_grad_(False)
     bounded.load_state_dict(dropless.state_dict())
     assert float((dropless(x) - bounded(x)).abs().max()) > 1e-4
 

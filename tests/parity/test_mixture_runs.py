@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import piper
 from piper import Mesh, models, recipes
 from piper.api.running.metrics import JsonLines, StepMetrics
-from piper.models.mixture import Mixture
+from piper.models.mixture import ExpertLayer
 from piper_ir.ground.errors import JobError
 from piper_ir.ground.expert_tokens import counts_tokens, experts_of
 from piper_ops import grouped_mm, route, unroute
@@ -47,7 +47,7 @@ CONFIG = models.MoEConfig(
 def test_it_is_how_often_an_expert_is_chosen_times_its_mean_score() -> None:
     """Expert by expert and row by row; all experts alike give 1, and a row that loves one of them more."""
     assert CONFIG.experts is not None
-    experts = Mixture(16, CONFIG.experts).double()
+    experts = ExpertLayer(16, CONFIG.experts).double()
     x = torch.randn(3, 8, 16, dtype=torch.float64)
     scores = experts.scored(x)
     _, chosen = experts.routed(x)

@@ -110,7 +110,7 @@ def import_(arguments: ImportArguments) -> None:
 @app.command()
 @command_of(ExportArguments)
 def export(arguments: ExportArguments) -> None:
-    """Write a strategy as files of torchtitan, Megatron-LM, DeepSpeed or Accelerate, or say what they lack.
+    """Write a strategy as files of torchtitan, Megatron-LM, DeepSpeed or Accelerate, or name the parts that they lack.
 
     Example: piper export job.py --to torchtitan --out launch
     """
@@ -261,7 +261,7 @@ def show(arguments: ShowArguments) -> None:
 def recipes(file: OwnRecipesArgument = None, as_json: AsJsonOption = False) -> None:
     """List all recipes of pipeline schedules: source, formula, peak, rule, when to use.
 
-    Example: piper recipes; piper recipes FILE.py (with those that FILE.py registers)
+    Example: piper recipes; piper recipes FILE.py (with the ones that FILE.py registers)
     """
     with user_errors(locals()):
         from piper.cli.loading import load_recipes

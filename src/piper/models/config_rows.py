@@ -18,7 +18,7 @@ class Unsaid(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class ConfigRow:
     """Say how a type's fields become the fields of a DecoderConfig.
 
     Attributes:
@@ -211,62 +211,62 @@ def _mpt(fields: Fields) -> Mapping[str, Any]:
     }
 
 
-ROWS: Mapping[str, Row] = {
-    "llama": Row(_LLAMA, defaults=_DEFAULTS, switches={**_ATTENTION, **_MLP}),
-    "mistral": Row(
+ROWS: Mapping[str, ConfigRow] = {
+    "llama": ConfigRow(_LLAMA, defaults=_DEFAULTS, switches={**_ATTENTION, **_MLP}),
+    "mistral": ConfigRow(
         _LLAMA, defaults={**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4_096}, window="always"
     ),
-    "mixtral": Row(
+    "mixtral": ConfigRow(
         {**_LLAMA, **_EXPERTS, "experts.number": ("num_local_experts", "num_experts"), "experts.hidden": "intermediate_size"},
         window="always",
         defaults={**_DEFAULTS, "num_key_value_heads": 8, "norm_topk_prob": True, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
     ),
-    "qwen2": Row(_LLAMA, {"attention_bias": "qkv"}, _DEFAULTS, window="asked"),
-    "qwen3": Row(_LLAMA, {"qk_norm": True}, {**_DEFAULTS, "head_dim": 128}, _ATTENTION, window="asked"),
-    "qwen2_moe": Row(
+    "qwen2": ConfigRow(_LLAMA, {"attention_bias": "qkv"}, _DEFAULTS, window="asked"),
+    "qwen3": ConfigRow(_LLAMA, {"qk_norm": True}, {**_DEFAULTS, "head_dim": 128}, _ATTENTION, window="asked"),
+    "qwen2_moe": ConfigRow(
         {**_LLAMA, **_EXPERTS, "experts.shared_hidden": "shared_expert_intermediate_size"}, {"experts.shared_gate": True},
         {**_DEFAULTS, "norm_topk_prob": False, "qkv_bias": True}, {"qkv_bias": {**_OFF, True: {"attention_bias": "qkv"}}},
         "asked", _dense_first, ("mlp_only_layers",),
     ),
-    "qwen3_moe": Row(
+    "qwen3_moe": ConfigRow(
         {**_LLAMA, **_EXPERTS}, {"qk_norm": True}, {**_DEFAULTS, "norm_topk_prob": False}, _ATTENTION, "asked", _dense_first,
         ("mlp_only_layers",),
     ),
-    "gemma": Row(_LLAMA, {}, _GEMMA, _ATTENTION, notes=_SCALED),
-    "gemma2": Row(
+    "gemma": ConfigRow(_LLAMA, {}, _GEMMA, _ATTENTION, notes=_SCALED),
+    "gemma2": ConfigRow(
         {**_LLAMA, "logit_cap": "final_logit_softcapping"}, {"norms": "sandwich"},
         {**_GEMMA, "sliding_window": 4_096, "sliding_window_pattern": 2, "final_logit_softcapping": 30.0}, _ATTENTION, "typed",
         notes=_SCALED,
     ),
-    "gemma3_text": Row(
+    "gemma3_text": ConfigRow(
         {**_LLAMA, "logit_cap": "final_logit_softcapping"}, {"norms": "sandwich", "qk_norm": True},
         {**_GEMMA, "sliding_window": 4_096, "sliding_window_pattern": 6, "rope_theta": 1e6}, _ATTENTION, "typed", notes=_SCALED,
     ),
-    "phi": Row(
+    "phi": ConfigRow(
         _LAYERNORM, {**_BIASED, "parallel": True, "head_bias": True},
         {**_WITH_NORMS, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"}, _NEVER,
     ),
-    "phi3": Row(
+    "phi3": ConfigRow(
         _PARTLY, {}, {**_DEFAULTS, "rms_norm_eps": 1e-5}, window="always",
         notes=("queries, keys and values are one matrix there and three here",),
     ),
-    "gpt2": Row(
+    "gpt2": ConfigRow(
         _GPT2, {**_BIASED, "positions": "learned", "fused_qkv": True},
         {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}, derived=_gpt2,
         reads=("n_inner",),
     ),
-    "gptj": Row(
+    "gptj": ConfigRow(
         _GPT2, {**_PLAIN, "mlp_bias": True, "parallel": True, "head_bias": True, "theta": 10_000.0},
         {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}, derived=_gptj,
         reads=("n_inner", "rotary_dim"),
     ),
-    "gpt_neox": Row(
+    "gpt_neox": ConfigRow(
         {**_LAYERNORM, "rotary_part": ("rotary_pct", "partial_rotary_factor"), "theta": ("rotary_emb_base", "rope_theta")},
         {**_PLAIN, "mlp_bias": True, "fused_qkv": True},
         {**_WITH_NORMS, "rotary_pct": 0.25, "hidden_act": "gelu", "use_parallel_residual": True, "attention_bias": True},
         {**_ATTENTION, "use_parallel_residual": {**_OFF, True: {"parallel": True, "parallel_norms": 2}}},
     ),
-    "falcon": Row(
+    "falcon": ConfigRow(
         {
             **_BASE, "layers": ("num_hidden_layers", "n_layer"), "heads": ("num_attention_heads", "n_head"),
             "eps": "layer_norm_epsilon", "theta": "rope_theta",
@@ -282,7 +282,7 @@ ROWS: Mapping[str, Row] = {
             "alibi", "bias", "ffn_hidden_size",
         ),
     ),
-    "starcoder2": Row(
+    "starcoder2": ConfigRow(
         {**_LLAMA, "eps": "norm_epsilon"}, _PLAIN,
         {"tie_word_embeddings": True, "rope_theta": 10_000.0, "norm_epsilon": 1e-5, "use_bias": True,
          "hidden_act": "gelu_pytorch_tanh"},
@@ -290,39 +290,39 @@ ROWS: Mapping[str, Row] = {
          "norm_type": {None: {}, "layer_norm": {}}},
         window="always",
     ),
-    "olmo2": Row(
+    "olmo2": ConfigRow(
         _LLAMA, {"norms": "after", "qk_norm": True, "qk_norm_over": "all"}, {**_DEFAULTS, "rms_norm_eps": 1e-5}, _ATTENTION
     ),
-    "stablelm": Row(
+    "stablelm": ConfigRow(
         _LAYERNORM, {"norm": "layernorm"}, {**_WITH_NORMS, "partial_rotary_factor": 0.25},
         {**_NEVER, "use_qkv_bias": {**_OFF, True: {"attention_bias": "qkv"}},
          "use_parallel_residual": {**_OFF, True: {"parallel": True}}},
     ),
-    "cohere": Row(
+    "cohere": ConfigRow(
         _LAYERNORM, {"norm": "layernorm", "norm_bias": False, "parallel": True},
         {**_WITH_NORMS, "tie_word_embeddings": True, "rope_theta": 500_000.0}, {**_ATTENTION, "use_qk_norm": _OFF},
         notes=("logits are not scaled: that takes almost no time",),
     ),
-    "deepseek_v2": Row(
+    "deepseek_v2": ConfigRow(
         _DEEPSEEK, {}, {**_DEFAULTS, "norm_topk_prob": False, "first_k_dense_replace": 0}, derived=_deepseek,
         reads=("topk_method", "scoring_func", "n_group", "topk_group", "n_shared_experts", "num_key_value_heads", "head_dim"),
     ),
-    "deepseek_v3": Row(
+    "deepseek_v3": ConfigRow(
         _DEEPSEEK, {}, {**_DEFAULTS, "norm_topk_prob": True, "first_k_dense_replace": 0}, derived=_deepseek,
         reads=("topk_method", "scoring_func", "n_group", "topk_group", "n_shared_experts", "num_key_value_heads", "head_dim"),
     ),
-    "granite": Row(
+    "granite": ConfigRow(
         _LLAMA, {}, _DEFAULTS, {**_ATTENTION, **_MLP},
         notes=("embedding, attention, residuals and logits are not scaled: that takes almost no time",),
     ),
-    "nemotron": Row(
+    "nemotron": ConfigRow(
         {**_PARTLY, "eps": "norm_eps"}, _PLAIN,
         {"tie_word_embeddings": False, "rope_theta": 10_000.0, "norm_eps": 1e-5, "partial_rotary_factor": 0.5,
          "hidden_act": "relu2"},
         {**_ATTENTION, **_MLP},
         notes=("norms do not add 1 to their weights: that takes almost no time",),
     ),
-    "mpt": Row(
+    "mpt": ConfigRow(
         {"layers": "n_layers", "width": "d_model", "heads": "n_heads", "vocab": "vocab_size", "length": "max_seq_len",
          "tied": "tie_word_embeddings", "eps": "layer_norm_epsilon"},
         {**_PLAIN, "fused_qkv": True},
@@ -330,7 +330,7 @@ ROWS: Mapping[str, Row] = {
         {"no_bias": {True: {"norm_bias": False}, False: {"attention_bias": "all", "mlp_bias": True}}},
         derived=_mpt, reads=("attn_config", "expansion_ratio", "learned_pos_emb", "norm_type"),
     ),
-    "bloom": Row(
+    "bloom": ConfigRow(
         {"layers": "n_layer", "width": ("n_embed", "hidden_size"), "heads": ("num_attention_heads", "n_head"),
          "vocab": "vocab_size", "length": "seq_length", "tied": "tie_word_embeddings", "eps": "layer_norm_epsilon"},
         {**_BIASED, "positions": "alibi", "embedding_norm": True, "fused_qkv": True},

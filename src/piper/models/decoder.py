@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from piper.models.decoder_attention import Attention, LatentAttention, windowed
 from piper.models.decoder_config import DecoderFields
-from piper.models.mixture import Mixture
+from piper.models.mixture import ExpertLayer
 from piper.models.parts import FeedForward, norm_of, rotary, start
 
 
@@ -36,7 +36,7 @@ class DecoderBlock(nn.Module):
         self.attention = Attention(config) if config.latent is None else LatentAttention(config)
         self.feed_forward: nn.Module
         if config.experts is not None and config.has_experts(number):
-            self.feed_forward = Mixture(
+            self.feed_forward = ExpertLayer(
                 config.width, config.experts, config.activation, gated=config.gated
             )
         else:
@@ -63,7 +63,7 @@ class DecoderBlock(nn.Module):
         y = x + attended
         if not self.one_norm:
             read = self.norm2(x if self.parallel else y)
-        if self.balanced and isinstance(self.feed_forward, Mixture):
+        if self.balanced and isinstance(self.feed_forward, ExpertLayer):
             result, more = self.feed_forward.balanced(read)
             balance = more if balance is None else balance + more
         else:
@@ -85,8 +85,8 @@ class Decoder(nn.Module):
     no stage sends it.
 
     If the config balances experts, the result is (logits, balance [rows]), where `balance` is the sum over layers of
-    `Mixture.balance`. Its mean over rows is a part of the loss. It is the same however rows are cut into microbatches
-    and over replicas, since it is a number of each row.
+    `ExpertLayer.balance`. Its mean over rows is a part of the loss, which is the same however rows are cut into
+    microbatches and over replicas, since it is a number of each row.
     """
 
     cos: Tensor

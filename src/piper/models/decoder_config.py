@@ -16,7 +16,7 @@ from piper_ir.ground.errors import JobError
 Norm = Literal["rmsnorm", "layernorm"]
 Norms = Literal["before", "sandwich", "after"]
 Biases = Literal["none", "qkv", "all"]
-Positions = Literal["rotary", "learned", "alibi", "none"]
+PositionKind = Literal["rotary", "learned", "alibi", "none"]
 Written = Literal["fused", "math"]
 Score = Literal["softmax", "sigmoid"]
 
@@ -203,7 +203,7 @@ class DecoderFields:
     mlp_bias: bool = False
     head_bias: bool = False
     fused_qkv: bool = False
-    positions: Positions = "rotary"
+    positions: PositionKind = "rotary"
     theta: float = 500_000.0
     rotary_part: float = 1.0
     qk_norm: bool = False
@@ -227,7 +227,7 @@ class DecoderFields:
             check_multiple(self, "width", self.width, "heads", self.heads)
         check_sizes(self, head_dim=self.dim_of_head, window_every=self.window_every)
         _check_choices(self, activation=Activation, norm=Norm, norms=Norms, attention_bias=Biases)
-        _check_choices(self, positions=Positions, attention=Written)
+        _check_choices(self, positions=PositionKind, attention=Written)
         _check_choices(self, qk_norm_over=Literal["head", "all"])
         _check_switches(self, "gated", "norm_bias", "parallel", "mlp_bias", "head_bias", "qk_norm")
         _check_switches(self, "sinks", "tied", "embedding_norm", "fused_qkv")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from piper.models.config_rows import ACTIVATION_FIELDS, ACTIVATIONS, OTHERS, ROWS, Row, Unsaid
+from piper.models.config_rows import ACTIVATION_FIELDS, ACTIVATIONS, OTHERS, ROWS, ConfigRow, Unsaid
 from piper.models.decoder import DecoderConfig
 from piper.models.decoder_config import Experts, Latent
 from piper_ir.ground.errors import JobError
@@ -134,7 +134,7 @@ def read_fields(file: Path) -> dict[str, Any]:
     return fields
 
 
-def _said(row: Row, fields: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _said(row: ConfigRow, fields: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return the fields of a DecoderConfig; raise Unsaid for values that it cannot hold, JobError for wrong ones."""
     _check_all(row, fields)
     said = {**row.fixed, "activation": _activation(row, fields)}
@@ -149,7 +149,7 @@ def _said(row: Row, fields: Mapping[str, Any], file: Path) -> dict[str, Any]:
     return said | _window(row, fields)
 
 
-def _check_all(row: Row, fields: Mapping[str, Any]) -> None:
+def _check_all(row: ConfigRow, fields: Mapping[str, Any]) -> None:
     """Raise Unsaid for a field that is not known, or whose value no description says."""
     for name, accepted in MUST.items():
         if (
@@ -177,7 +177,7 @@ def _trained_in_eight_bits(quantized: object) -> bool:
     return isinstance(quantized, Mapping) and quantized.get("quant_method") == "fp8"
 
 
-def _activation(row: Row, fields: Mapping[str, Any]) -> str:
+def _activation(row: ConfigRow, fields: Mapping[str, Any]) -> str:
     names = (fields[name] for name in ACTIVATION_FIELDS if fields.get(name) is not None)
     usual = next((row.defaults[name] for name in ACTIVATION_FIELDS if name in row.defaults), "silu")
     value = next(names, usual)
@@ -186,7 +186,7 @@ def _activation(row: Row, fields: Mapping[str, Any]) -> str:
     return ACTIVATIONS[value]
 
 
-def _sizes(row: Row, fields: Mapping[str, Any], file: Path) -> Iterator[tuple[str, Any]]:
+def _sizes(row: ConfigRow, fields: Mapping[str, Any], file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the fields of a DecoderConfig that a row names; raise JobError for one that is not there."""
     for ours, names in row.sizes.items():
         theirs = (names,) if isinstance(names, str) else names
@@ -215,7 +215,7 @@ def _of_rotation(fields: Mapping[str, Any], names: tuple[str, ...], value: Any) 
     return next((rotation[name] for name in names if name in rotation), value)
 
 
-def _window(row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _window(row: ConfigRow, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the window of a type and the layers that have it."""
     window = fields.get("sliding_window", row.defaults.get("sliding_window"))
     if window is None or (row.window == "asked" and not fields.get("use_sliding_window")):
@@ -230,7 +230,7 @@ def _window(row: Row, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"window": window, "window_every": every} if every else {}
 
 
-def _every(row: Row, fields: Mapping[str, Any]) -> int:
+def _every(row: ConfigRow, fields: Mapping[str, Any]) -> int:
     """Return n if every n-th layer attends to all tokens, 1 if none does, 0 if all do."""
     types = fields.get("layer_types")
     if types is None:
@@ -256,7 +256,7 @@ def _built(said: Mapping[str, Any], file: Path) -> DecoderConfig:
         raise JobError(f"{file}: {error}") from None
 
 
-def _notes(row: Row, fields: Mapping[str, Any]) -> Iterator[str]:
+def _notes(row: ConfigRow, fields: Mapping[str, Any]) -> Iterator[str]:
     yield from row.notes
     yield from (
         f"{name}={fields[name]}: {how}" for name, how in NEAREST.items() if fields.get(name)

@@ -22,7 +22,7 @@ from piper_ir.ground.expert_tokens import EXPERT_TOKENS
 from piper_ops import grouped_mm, route, unroute
 
 
-class Mixture(nn.Module):
+class ExpertLayer(nn.Module):
     """Compute the experts of a layer: x [rows, T, width] -> [rows, T, width].
 
     The result is the sum over a token's experts of share x expert(token), and of the shared part's result if there is

@@ -25,7 +25,7 @@ NODE = 8
 
 
 @dataclass(frozen=True)
-class Sharding:
+class FsdpSharding:
     """Say how FSDP or DDP shards.
 
     Attributes:
@@ -123,7 +123,7 @@ def _is_fsdp(foreign: Foreign) -> bool:
     return bool(foreign.get("distributed_type") == "FSDP" or foreign.get(f"{ARGUMENTS}fsdp"))
 
 
-def _sharding(foreign: Foreign) -> Sharding:
+def _sharding(foreign: Foreign) -> FsdpSharding:
     """Return how states are shared.
 
     SHARD_GRAD_OP keeps parameters from the forward to the end of the backward, and shares them outside of these, as
@@ -131,12 +131,12 @@ def _sharding(foreign: Foreign) -> Sharding:
     which has all parameters always.
     """
     if not _is_fsdp(foreign):
-        return Sharding(0)
+        return FsdpSharding(0)
     strategy = fsdp(foreign, "reshard_after_forward")
     if strategy is None:
         strategy = fsdp(foreign, "sharding_strategy", _legacy(foreign))
     if str(strategy).lower() in ("true", "false"):
-        return Sharding(3, str(strategy).lower() == "true")
+        return FsdpSharding(3, str(strategy).lower() == "true")
     if isinstance(strategy, int):
         strategy = STRATEGIES[strategy - 1] if 1 <= strategy <= len(STRATEGIES) else str(strategy)
     name = str(strategy).upper()
@@ -147,8 +147,8 @@ def _sharding(foreign: Foreign) -> Sharding:
             f"{foreign.source}: FSDP's strategy {strategy!r} is none of {', '.join(STRATEGIES)}"
         )
     if name == "NO_SHARD":
-        return Sharding(0)
-    return Sharding(3, name in ("FULL_SHARD", "HYBRID_SHARD"), name.startswith("HYBRID"))
+        return FsdpSharding(0)
+    return FsdpSharding(3, name in ("FULL_SHARD", "HYBRID_SHARD"), name.startswith("HYBRID"))
 
 
 def _legacy(foreign: Foreign) -> str:
@@ -172,7 +172,9 @@ def _legacy(foreign: Foreign) -> str:
     return next((str(text) for text in texts if str(text).upper() in STRATEGIES), "FULL_SHARD")
 
 
-def _layout(foreign: Foreign, devices: int, sharding: Sharding, sizes: ModelSizes) -> DeviceLayout:
+def _layout(
+    foreign: Foreign, devices: int, sharding: FsdpSharding, sizes: ModelSizes
+) -> DeviceLayout:
     tp, cp, sequence = (_size(foreign, name) for name in ("tp_size", "cp_size", "sp_size"))
     if cp > 1 and sequence > 1:
         raise JobError(
@@ -198,7 +200,9 @@ def _layout(foreign: Foreign, devices: int, sharding: Sharding, sizes: ModelSize
     )
 
 
-def _replicas(foreign: Foreign, devices: int, sharding: Sharding, others: int) -> tuple[int, int]:
+def _replicas(
+    foreign: Foreign, devices: int, sharding: FsdpSharding, others: int
+) -> tuple[int, int]:
     """Return the groups that replicate, and the devices of each that shard."""
     stated = [_size(foreign, name) for name in ("dp_replicate_size", "dp_shard_size")]
     if others > 1 or max(stated) > 1:
@@ -300,7 +304,7 @@ def _stack(foreign: Foreign) -> str:
     return "inductor" if str(backend).upper() == "INDUCTOR" or compiled else "eager"
 
 
-def _unsaid(foreign: Foreign, sharding: Sharding) -> tuple[str, ...]:
+def _unsaid(foreign: Foreign, sharding: FsdpSharding) -> tuple[str, ...]:
     """Return notes on the script's own decisions, and on defaults that count."""
     notes = []
     if not _half(foreign):
@@ -336,7 +340,7 @@ def _unsaid(foreign: Foreign, sharding: Sharding) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _kept(sharding: Sharding, microbatches: int) -> tuple[str, ...]:
+def _kept(sharding: FsdpSharding, microbatches: int) -> tuple[str, ...]:
     """Return a note for parameters that stay after the forward, if a step has several microbatches."""
     if sharding.reshard or microbatches == 1:
         return ()

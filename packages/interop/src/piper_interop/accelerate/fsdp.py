@@ -13,12 +13,11 @@ from piper_interop.neutral.kinds import (
     SIZE,
     TEXT,
     TEXTS,
-    ValueKind,
+    OptionKind,
+    OptionSpec,
     one_of,
 )
-from piper_interop.neutral.options import Ignored, Mapped, Nearest, OptionRow, Unsupported
-
-Option = tuple[ValueKind, OptionRow | tuple[OptionRow, ...]]
+from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """The strategies of FSDP 1, in the order of torch's numbers from 1."""
@@ -40,7 +39,7 @@ def fsdp(foreign: Foreign, name: str, otherwise: Any = None) -> Any:
     return otherwise if value is None else value
 
 
-STRATEGY = ValueKind(
+STRATEGY = OptionKind(
     f"one of {', '.join(STRATEGIES)}, a number from 1 to {len(STRATEGIES)}, or a truth value (FSDP 2)",
     (str, int, bool),
 )
@@ -53,8 +52,8 @@ OFFLOAD = Unsupported(
 )
 ZERO = Mapped("zero, dp, dp_replicate")
 
-FSDP: dict[str, Option] = {
-    "version": (ValueKind("1 or 2", (int,), (1, 2)), Mapped("FSDP's version")),
+FSDP: dict[str, OptionSpec] = {
+    "version": (OptionKind("1 or 2", (int,), (1, 2)), Mapped("FSDP's version")),
     "sharding_strategy": (STRATEGY, ZERO),
     "reshard_after_forward": (STRATEGY, ZERO),
     "backward_prefetch": (
@@ -128,7 +127,7 @@ FSDP: dict[str, Option] = {
 """The options of FSDP by their names without a prefix."""
 
 XLA = Unsupported("FSDP of PyTorch/XLA", "leave the option out")
-TRAINER_FSDP: dict[str, Option] = {
+TRAINER_FSDP: dict[str, OptionSpec] = {
     **FSDP,
     "xla": (BOOL, XLA),
     "xla_fsdp_v2": (BOOL, XLA),
@@ -141,7 +140,7 @@ TOKENS = Nearest(
     "predicted too slow in attention, which torch balances between the first and the last tokens",
     unless=(1, None),
 )
-MESH: dict[str, Option] = {
+MESH: dict[str, OptionSpec] = {
     "dp_replicate_size": (COUNT, Mapped("dp_replicate")),
     "dp_shard_size": (COUNT, Mapped("dp")),
     "tp_size": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper_interop.accelerate.fsdp import FSDP, MESH, MESHES, SECTIONS, Option
+from piper_interop.accelerate.fsdp import FSDP, MESH, MESHES, SECTIONS
 from piper_interop.neutral.kinds import (
     ANY,
     BOOL,
@@ -11,7 +11,8 @@ from piper_interop.neutral.kinds import (
     NUMBER,
     SIZE,
     TEXT,
-    ValueKind,
+    OptionKind,
+    OptionSpec,
     one_of,
 )
 from piper_interop.neutral.options import Ignored, Mapped, Unsupported
@@ -31,7 +32,7 @@ DEEPSPEED = Mapped("DeepSpeed's options")
 CORES = Ignored("concerns cores of the host")
 TPU = Unsupported("TPUs", "leave the option out", unless=(False, None, "no"))
 
-LAUNCH: dict[str, Option] = {
+LAUNCH: dict[str, OptionSpec] = {
     "compute_environment": (
         TEXT,
         Unsupported("SageMaker", "give LOCAL_MACHINE", unless=("LOCAL_MACHINE",)),
@@ -83,7 +84,7 @@ LAUNCH: dict[str, Option] = {
         )
     },
     **{
-        name: (ValueKind("an object", (dict,), empty=True), Ignored("asks for nothing"))
+        name: (OptionKind("an object", (dict,), empty=True), Ignored("asks for nothing"))
         for name in (
             "fp8_config", "deepspeed_config", "fsdp_config", "parallelism_config", "megatron_lm_config",
             "mpirun_config", "dynamo_config",

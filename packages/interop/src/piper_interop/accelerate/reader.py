@@ -43,7 +43,7 @@ FIELDS = {
 def read(source: str, asked: Asked) -> Foreign:
     """Return the options of a launch file or of TrainingArguments; `asked.sets` has further ones.
 
-    Names of TrainingArguments have the prefix "TrainingArguments.", and those of a DeepSpeed file "deepspeed.".
+    Names of TrainingArguments have the prefix "TrainingArguments.", names of a DeepSpeed file "deepspeed.".
     Raises JobError for a file that is neither, and for values of another kind.
     """
     written = options_of(source)

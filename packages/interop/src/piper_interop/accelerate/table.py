@@ -10,7 +10,7 @@ from piper_interop.accelerate.trainer import TRAINER
 from piper_interop.deepspeed.arguments import PREFIX as ARGUMENTS
 from piper_interop.deepspeed.table import TABLE as DEEPSPEED
 from piper_interop.neutral.foreign import Foreign
-from piper_interop.neutral.kinds import ValueKind
+from piper_interop.neutral.kinds import OptionKind
 from piper_interop.neutral.options import Nearest, OptionRow, OptionTable, Unsupported
 
 PREFIX = "deepspeed."
@@ -43,7 +43,7 @@ def _within(when: Callable[[Foreign], bool]) -> Callable[[Foreign], bool]:
     return lambda foreign: when(deepspeed_of(foreign))
 
 
-KINDS: dict[str, ValueKind] = {name: kind for name, (kind, _) in {**LAUNCH, **TRAINER}.items()}
+KINDS: dict[str, OptionKind] = {name: kind for name, (kind, _) in {**LAUNCH, **TRAINER}.items()}
 TABLE: OptionTable = {
     **{name: row for name, (_, row) in {**LAUNCH, **TRAINER}.items()},
     **{

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piper_interop.accelerate.fsdp import MESH, TRAINER_FSDP, Option
+from piper_interop.accelerate.fsdp import MESH, TRAINER_FSDP
 from piper_interop.neutral.kinds import (
     ANY,
     BOOL,
@@ -10,7 +10,8 @@ from piper_interop.neutral.kinds import (
     NUMBER,
     SIZE,
     TEXT,
-    ValueKind,
+    OptionKind,
+    OptionSpec,
 )
 from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
 
@@ -35,7 +36,7 @@ ADAMW = (
 
 CHECKPOINTED = Mapped("recompute")
 
-SAID: dict[str, Option] = {
+SAID: dict[str, OptionSpec] = {
     "per_device_train_batch_size": (COUNT, Mapped("rows of a microbatch")),
     "gradient_accumulation_steps": (COUNT, Mapped("microbatches")),
     "max_grad_norm": (NUMBER, Mapped("clip_norm")),
@@ -93,21 +94,21 @@ SAID: dict[str, Option] = {
     "use_cpu": (BOOL, Unsupported("training on CPUs", "give false")),
     "no_cuda": (BOOL, Unsupported("training on CPUs", "give false")),
     "fsdp": (
-        ValueKind("true, false or a text of options", (bool, str, list), empty=True),
+        OptionKind("true, false or a text of options", (bool, str, list), empty=True),
         Mapped("zero"),
     ),
-    "fsdp_config": (ValueKind("an object", (dict,), empty=True), PLAIN),
+    "fsdp_config": (OptionKind("an object", (dict,), empty=True), PLAIN),
     "deepspeed": (
-        ValueKind("a path or an object", (str, dict), empty=True),
+        OptionKind("a path or an object", (str, dict), empty=True),
         Mapped("DeepSpeed's options"),
     ),
     "ddp_bucket_cap_mb": (COUNT.or_none, Mapped("bucket_mb")),
-    "parallelism_config": (ValueKind("an object", (dict,), empty=True), PLAIN),
-    "accelerator_config": (ValueKind("an object", (dict,), empty=True), PLAIN),
+    "parallelism_config": (OptionKind("an object", (dict,), empty=True), PLAIN),
+    "accelerator_config": (OptionKind("an object", (dict,), empty=True), PLAIN),
 }
 """The fields that a job is made of, and the others that matter."""
 
-ACCELERATOR: dict[str, Option] = {
+ACCELERATOR: dict[str, OptionSpec] = {
     "split_batches": (
         BOOL,
         Unsupported("a batch that is split among ranks", "give false, and the rows of one rank"),
@@ -185,7 +186,7 @@ NUMBERS = (
 COUNTS = ("per_device_eval_batch_size", "dataloader_num_workers", "ddp_timeout")
 
 
-def _kind(name: str) -> ValueKind:
+def _kind(name: str) -> OptionKind:
     if name in FLAGS:
         return BOOL
     if name in NUMBERS:
@@ -193,7 +194,7 @@ def _kind(name: str) -> ValueKind:
     return SIZE if name in COUNTS else ANY
 
 
-TRAINER: dict[str, Option] = {
+TRAINER: dict[str, OptionSpec] = {
     f"TrainingArguments.{name}": option
     for name, option in {
         **SAID,

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from piper_interop.deepspeed.zero import Option
 from piper_interop.neutral.foreign import OptionValue
-from piper_interop.neutral.kinds import ANY, BOOL, COUNT, NUMBER
+from piper_interop.neutral.kinds import ANY, BOOL, COUNT, NUMBER, OptionSpec
 from piper_interop.neutral.options import Ignored, Mapped
 from piper_interop.neutral.system import Asked
 from piper_ir.ground.errors import JobError
@@ -17,7 +16,7 @@ PREFIX = "TrainingArguments."
 """The prefix of TrainingArguments among the options of a DeepSpeed file."""
 
 LEARNING = Ignored("a factor of the optimizer's update, which changes neither time nor memory")
-ARGUMENTS: dict[str, Option] = {
+ARGUMENTS: dict[str, OptionSpec] = {
     "per_device_train_batch_size": (COUNT, Mapped("rows of a microbatch")),
     "gradient_accumulation_steps": (COUNT, Mapped("microbatches")),
     "max_grad_norm": (NUMBER, Mapped("clip_norm")),

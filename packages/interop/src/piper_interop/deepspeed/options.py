@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from piper_interop.deepspeed.zero import Option
 from piper_interop.neutral.foreign import Foreign
 from piper_interop.neutral.kinds import (
     ANY,
@@ -15,7 +14,8 @@ from piper_interop.neutral.kinds import (
     SIZE,
     TEXT,
     TEXTS,
-    ValueKind,
+    OptionKind,
+    OptionSpec,
     one_of,
 )
 from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
@@ -74,7 +74,7 @@ def _mixture(foreign: Foreign) -> bool:
     return bool(foreign.get("expert_parallel.enabled", False))
 
 
-BATCH: dict[str, Option] = {
+BATCH: dict[str, OptionSpec] = {
     "train_batch_size": (COUNT, Mapped("global_batch")),
     "train_micro_batch_size_per_gpu": (COUNT, Mapped("rows of a microbatch")),
     "gradient_accumulation_steps": (COUNT, Mapped("microbatches")),
@@ -113,17 +113,21 @@ BATCH: dict[str, Option] = {
     "zero_force_ds_cpu_optimizer": (BOOL, Ignored("concerns offload, of which there is none")),
 }
 
-GRADIENTS: dict[str, Option] = {
+GRADIENTS: dict[str, OptionSpec] = {
     "gradient_clipping": (NUMBER, Mapped("clip_norm")),
     "prescale_gradients": (BOOL, NUMERICS),
     "gradient_predivide_factor": (NUMBER, NUMERICS),
     "gradient_allreduce_op": (one_of("mean", "sum"), NUMERICS),
     "communication_data_type": (
-        ValueKind("one of fp16, bf16, fp32, or null", (str,), ("fp16", "bf16", "fp32"), empty=True),
+        OptionKind(
+            "one of fp16, bf16, fp32, or null", (str,), ("fp16", "bf16", "fp32"), empty=True
+        ),
         Mapped("reduce"),
     ),
     "seq_parallel_communication_data_type": (
-        ValueKind("one of fp16, bf16, fp32, or null", (str,), ("fp16", "bf16", "fp32"), empty=True),
+        OptionKind(
+            "one of fp16, bf16, fp32, or null", (str,), ("fp16", "bf16", "fp32"), empty=True
+        ),
         Ignored("gradients over sequence-parallel ranks are summed with those over replicas here"),
     ),
     "data_types.grad_accum_dtype": (TEXT.or_none, Mapped("reduce")),
@@ -132,7 +136,7 @@ GRADIENTS: dict[str, Option] = {
     "data_types.keep_in_fp32_modules": (TEXTS, NUMERICS),
 }
 
-BF16_SECTION: dict[str, Option] = {
+BF16_SECTION: dict[str, OptionSpec] = {
     "enabled": (BOOL, PRECISION),
     "immediate_grad_update": (BOOL, NUMERICS),
     "check_grad_overflow": (BOOL, NUMERICS),
@@ -147,7 +151,7 @@ BF16_SECTION: dict[str, Option] = {
     "bf16_optimizer_states": (BOOL, PRECISION),
 }
 
-PRECISIONS: dict[str, Option] = {
+PRECISIONS: dict[str, OptionSpec] = {
     **{f"bf16.{name}": option for name, option in BF16_SECTION.items()},
     **{f"bfloat16.{name}": option for name, option in BF16_SECTION.items()},
     "fp16.enabled": (BOOL, FP16),
@@ -192,7 +196,7 @@ PRECISIONS: dict[str, Option] = {
 }  # fmt: skip
 
 ADAM = ("adam", "adamw")
-OPTIMIZERS: dict[str, Option] = {
+OPTIMIZERS: dict[str, OptionSpec] = {
     "optimizer.type": (
         TEXT,
         Unsupported(
@@ -232,7 +236,7 @@ OPTIMIZERS: dict[str, Option] = {
     },
 }  # fmt: skip
 
-CHECKPOINTING: dict[str, Option] = {
+CHECKPOINTING: dict[str, OptionSpec] = {
     "activation_checkpointing.partition_activations": (
         BOOL,
         Unsupported(
@@ -252,7 +256,7 @@ CHECKPOINTING: dict[str, Option] = {
     "activation_checkpointing.profile": (BOOL, LOGS),
 }
 
-PARALLEL: dict[str, Option] = {
+PARALLEL: dict[str, OptionSpec] = {
     "sequence_parallel_size": (COUNT, Mapped("cp, by heads (Ulysses)")),
     "data_parallel_size": (COUNT, Mapped("dp")),
     "tensor_parallel.autotp_size": (SIZE, Mapped("tp")),
@@ -302,7 +306,7 @@ PARALLEL: dict[str, Option] = {
     },
 }  # fmt: skip
 
-EXPERT: dict[str, Option] = {
+EXPERT: dict[str, OptionSpec] = {
     "expert_parallel.enabled": (BOOL, Mapped("ep")),
     "expert_parallel.autoep_size": (COUNT, Mapped("ep")),
     "expert_parallel.expert_tensor_parallel_size": (
@@ -334,7 +338,7 @@ EXPERT: dict[str, Option] = {
     },
 }  # fmt: skip
 
-COMPILE: dict[str, Option] = {
+COMPILE: dict[str, OptionSpec] = {
     "compile.deepcompile": (BOOL, Mapped("the kernel stack inductor")),
     "compile.offload_activation": (BOOL, COMPILER_OFFLOAD),
     "compile.offload_opt_states": (BOOL, COMPILER_OFFLOAD),

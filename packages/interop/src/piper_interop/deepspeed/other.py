@@ -12,19 +12,30 @@ from piper_interop.deepspeed.options import (
     SAMPLED,
     SEARCH,
 )
-from piper_interop.deepspeed.zero import PART_OF_OFFLOAD, Option
-from piper_interop.neutral.kinds import ANY, BOOL, COUNT, INT, LIST, NUMBER, OBJECT, TEXT, ValueKind
+from piper_interop.deepspeed.zero import PART_OF_OFFLOAD
+from piper_interop.neutral.kinds import (
+    ANY,
+    BOOL,
+    COUNT,
+    INT,
+    LIST,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    OptionKind,
+    OptionSpec,
+)
 from piper_interop.neutral.options import Ignored, Nearest, OptionRow
 
 PROFILED = Nearest("a step is not profiled", "predicted too fast for that step")
 
 
-def _section(name: str, kinds: dict[str, ValueKind], row: OptionRow) -> dict[str, Option]:
+def _section(name: str, kinds: dict[str, OptionKind], row: OptionRow) -> dict[str, OptionSpec]:
     """Return the options of a section of which all have the same row."""
     return {f"{name}.{option}": (kind, row) for option, kind in kinds.items()}
 
 
-MONITORS: dict[str, Option] = {
+MONITORS: dict[str, OptionSpec] = {
     **_section("tensorboard", {"enabled": BOOL, "output_path": TEXT, "job_name": TEXT}, LOGS),
     **_section("csv_monitor", {"enabled": BOOL, "output_path": TEXT, "job_name": TEXT}, LOGS),
     **_section(
@@ -59,7 +70,7 @@ MONITORS: dict[str, Option] = {
     ),
 }  # fmt: skip
 
-CHECKPOINTED: dict[str, Option] = {
+CHECKPOINTED: dict[str, OptionSpec] = {
     **_section(
         "checkpoint",
         {
@@ -83,7 +94,7 @@ CHECKPOINTED: dict[str, Option] = {
     ),
 }  # fmt: skip
 
-SEARCHED: dict[str, Option] = _section(
+SEARCHED: dict[str, OptionSpec] = _section(
     "autotuning",
     {
         "enabled": BOOL, "fast": BOOL, "results_dir": TEXT, "exps_dir": TEXT, "overwrite": BOOL,
@@ -98,7 +109,7 @@ SEARCHED: dict[str, Option] = _section(
     SEARCH,
 )  # fmt: skip
 
-SAMPLING: dict[str, Option] = {
+SAMPLING: dict[str, OptionSpec] = {
     "data_efficiency.enabled": (BOOL, SAMPLED),
     "data_efficiency.seed": (INT, DATA),
     "data_efficiency.data_sampling": (OBJECT, DATA),
@@ -107,7 +118,7 @@ SAMPLING: dict[str, Option] = {
     "data_efficiency.data_routing.*": (ANY, SAMPLED),
 }
 
-GENERATION: dict[str, Option] = {
+GENERATION: dict[str, OptionSpec] = {
     "hybrid_engine.enabled": (BOOL, HYBRID),
     **_section(
         "hybrid_engine",
@@ -137,7 +148,7 @@ def _on(section: str) -> OptionRow:
     )
 
 
-GONE: dict[str, Option] = {
+GONE: dict[str, OptionSpec] = {
     **{section: (ANY, REMOVED) for section in REMOVED_SECTIONS},
     **{f"{section}.*": (ANY, _on(section)) for section in REMOVED_SECTIONS},
 }

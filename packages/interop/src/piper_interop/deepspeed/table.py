@@ -14,11 +14,11 @@ from piper_interop.deepspeed.options import (
     PRECISIONS,
 )
 from piper_interop.deepspeed.other import OTHER
-from piper_interop.deepspeed.zero import ZERO, Option
-from piper_interop.neutral.kinds import ValueKind
+from piper_interop.deepspeed.zero import ZERO
+from piper_interop.neutral.kinds import OptionKind, OptionSpec
 from piper_interop.neutral.options import OptionTable
 
-OPTIONS: dict[str, Option] = {
+OPTIONS: dict[str, OptionSpec] = {
     **BATCH,
     **GRADIENTS,
     **PRECISIONS,
@@ -33,5 +33,5 @@ OPTIONS: dict[str, Option] = {
 }
 """The options of a DeepSpeed 0.19 file by its full name, each with its kind and its row."""
 
-KINDS: dict[str, ValueKind] = {name: kind for name, (kind, _) in OPTIONS.items()}
+KINDS: dict[str, OptionKind] = {name: kind for name, (kind, _) in OPTIONS.items()}
 TABLE: OptionTable = {name: row for name, (_, row) in OPTIONS.items()}

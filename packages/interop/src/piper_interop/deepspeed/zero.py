@@ -13,12 +13,11 @@ from piper_interop.neutral.kinds import (
     SIZE,
     TEXT,
     TEXTS,
-    ValueKind,
+    OptionKind,
+    OptionSpec,
     one_of,
 )
-from piper_interop.neutral.options import Ignored, Mapped, Nearest, OptionRow, Unsupported
-
-Option = tuple[ValueKind, OptionRow | tuple[OptionRow, ...]]
+from piper_interop.neutral.options import Ignored, Mapped, Nearest, Unsupported
 
 MAX_REUSE = 10**9
 """The parameters that stage 3 may leave gathered, by DeepSpeed's default (runtime/zero/config.py)."""
@@ -88,8 +87,8 @@ FETCH = Nearest(
     when=gathers,
 )
 
-SECTION: dict[str, Option] = {
-    "stage": (ValueKind("0, 1, 2 or 3", (int,), (0, 1, 2, 3)), Mapped("zero")),
+SECTION: dict[str, OptionSpec] = {
+    "stage": (OptionKind("0, 1, 2 or 3", (int,), (0, 1, 2, 3)), Mapped("zero")),
     "contiguous_gradients": (
         BOOL,
         Nearest(
@@ -261,7 +260,7 @@ STAGE_3 = (
 )  # fmt: skip
 """The options that are written with "stage3_" before them as a rule; DeepSpeed takes them without it, too."""
 
-ZERO: dict[str, Option] = {
+ZERO: dict[str, OptionSpec] = {
     "zero_optimization": (BOOL.or_none, Mapped("zero")),
     **{f"zero_optimization.{name}": option for name, option in SECTION.items()},
     **{f"zero_optimization.stage3_{name}": SECTION[name] for name in STAGE_3},

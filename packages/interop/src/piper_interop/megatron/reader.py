@@ -38,7 +38,7 @@ _INVERTED = {
 
 
 @dataclass
-class Option:
+class WrittenOption:
     """Hold one option as it was written.
 
     Attributes:
@@ -111,9 +111,9 @@ def _behind(line: int) -> str:
     return f":{line}" if line else ""
 
 
-def _options(tokens: Sequence[Token], label: str) -> Iterator[Option]:
+def _options(tokens: Sequence[Token], label: str) -> Iterator[WrittenOption]:
     """Yield the options of a command's words; raise JobError for a word that no option stands before."""
-    option: Option | None = None
+    option: WrittenOption | None = None
     for token in tokens:
         if token.text.startswith("--"):
             if option:
@@ -121,7 +121,7 @@ def _options(tokens: Sequence[Token], label: str) -> Iterator[Option]:
             name, given, value = token.text[2:].partition("=")
             origin = f"{label}{_behind(token.line)}"
             first = [replace(token, text=value)] if given else []
-            option = Option(name.replace("_", "-"), first, origin, token.condition)
+            option = WrittenOption(name.replace("_", "-"), first, origin, token.condition)
         elif option is None:
             if not token.text.strip():
                 continue
@@ -132,7 +132,7 @@ def _options(tokens: Sequence[Token], label: str) -> Iterator[Option]:
         yield option
 
 
-def _of_yaml(text: str, label: str) -> Iterator[Option]:
+def _of_yaml(text: str, label: str) -> Iterator[WrittenOption]:
     """Yield the options of a YAML file: the ones below MODEL_ARGS of a functional test, else all of them."""
     try:
         data = yaml.safe_load(text)
@@ -146,7 +146,7 @@ def _of_yaml(text: str, label: str) -> Iterator[Option]:
         yield from _of_key(str(key), value, label, lines)
 
 
-def _of_key(key: str, value: Any, label: str, lines: dict[str, int]) -> Iterator[Option]:
+def _of_key(key: str, value: Any, label: str, lines: dict[str, int]) -> Iterator[WrittenOption]:
     line = lines.get(key, 0)
     if isinstance(value, dict):
         for inner, more in value.items():
@@ -159,7 +159,7 @@ def _of_key(key: str, value: Any, label: str, lines: dict[str, int]) -> Iterator
         return
     given = [] if value is True else value if isinstance(value, list) else [value]
     texts = [text for item in given for text in _texts(item, many=isinstance(value, list))]
-    yield Option(name, [Token(text, line) for text in texts], f"{label}{_behind(line)}")
+    yield WrittenOption(name, [Token(text, line) for text in texts], f"{label}{_behind(line)}")
 
 
 def _texts(item: Any, *, many: bool) -> list[str]:
@@ -180,7 +180,9 @@ def _lines_of_keys(text: str) -> dict[str, int]:
     return lines
 
 
-def _values(options: Sequence[Option], label: str, skip_unknown: bool) -> dict[str, OptionValue]:
+def _values(
+    options: Sequence[WrittenOption], label: str, skip_unknown: bool
+) -> dict[str, OptionValue]:
     """Return the value of each option; a later one stands for an earlier one, as in Megatron's parser."""
     values = {name: OptionValue(value, default=True) for name, value in words.defaults().items()}
     problems = []
@@ -204,7 +206,7 @@ def _values(options: Sequence[Option], label: str, skip_unknown: bool) -> dict[s
     return values
 
 
-def _unknown(option: Option, *, aside: bool) -> str:
+def _unknown(option: WrittenOption, *, aside: bool) -> str:
     """Return the complaint about an option whose words or presence cannot be told; "" if there is none."""
     if option.condition:
         return (

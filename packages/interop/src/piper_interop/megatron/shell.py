@@ -16,7 +16,7 @@ from piper_interop.megatron.conditions import truth
 from piper_interop.megatron.lexer import Lexer, Word, WordPart
 from piper_ir.ground.errors import JobError
 
-Value = str | tuple[str, ...]
+ShellValue = str | tuple[str, ...]
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*|\d+|[@*])(\[[@*]\])?(:?[-=+].*)?", re.DOTALL)
 _UNKNOWN = re.compile(r"\x00(\d+)\x00")
@@ -98,7 +98,7 @@ class ShellScript:
     """
 
     source: str
-    variables: dict[str, Value] = field(default_factory=dict)
+    variables: dict[str, ShellValue] = field(default_factory=dict)
     launches: list[JobCommand] = field(default_factory=list)
     unknowns: list[tuple[int, str]] = field(default_factory=list)
     conditions: list[int] = field(default_factory=list)
@@ -185,7 +185,9 @@ class ShellScript:
             for value in changed:
                 self.variables[name] = self._conditional(before.get(name), value, name, line)
 
-    def _conditional(self, before: Value | None, after: Value, name: str, line: int) -> Value:
+    def _conditional(
+        self, before: ShellValue | None, after: ShellValue, name: str, line: int
+    ) -> ShellValue:
         """Return a variable's value where it may have changed: more words are marked, another value is unknown."""
         mark = f"\1{line}\1"
         now = self.variables.get(name, "")
@@ -328,7 +330,7 @@ class ShellScript:
                 fields += pieces[1:]
         return [text for text in fields if text or kept]
 
-    def _value(self, part: WordPart, line: int) -> Value:
+    def _value(self, part: WordPart, line: int) -> ShellValue:
         """Return the value of a variable; a mark if it is unknown."""
         shown = f"$({part.text})" if part.kind == "command" else f"${{{part.text}}}"
         match = _VARIABLE.fullmatch(part.text) if part.kind == "variable" else None

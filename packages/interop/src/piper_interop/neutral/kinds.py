@@ -8,12 +8,12 @@ from math import isfinite
 from typing import Any
 
 from piper_interop.neutral.foreign import Foreign, OptionValue
-from piper_interop.neutral.options import nearest_name
+from piper_interop.neutral.options import OptionRow, nearest_name
 from piper_ir.ground.errors import JobError
 
 
 @dataclass(frozen=True)
-class ValueKind:
+class OptionKind:
     """Say which values an option takes.
 
     Attributes:
@@ -31,7 +31,7 @@ class ValueKind:
     empty: bool = False
 
     @property
-    def or_none(self) -> ValueKind:
+    def or_none(self) -> OptionKind:
         """Return the kind that takes null, too."""
         return replace(self, words=f"{self.words}, or null", empty=True)
 
@@ -57,25 +57,25 @@ class ValueKind:
         return value
 
 
-ANY = ValueKind("any value")
-BOOL = ValueKind("true or false", (bool,))
-INT = ValueKind("a whole number", (int,))
-COUNT = ValueKind("a whole number from 1", (int,), least=1)
-SIZE = ValueKind("a whole number from 0", (int,), least=0)
-NUMBER = ValueKind("a number", (int, float))
-TEXT = ValueKind("a text", (str,))
-LIST = ValueKind("a list", (list,))
-TEXTS = ValueKind("a text or a list of texts", (str, list))
-OBJECT = ValueKind("an object", (dict,))
+ANY = OptionKind("any value")
+BOOL = OptionKind("true or false", (bool,))
+INT = OptionKind("a whole number", (int,))
+COUNT = OptionKind("a whole number from 1", (int,), least=1)
+SIZE = OptionKind("a whole number from 0", (int,), least=0)
+NUMBER = OptionKind("a number", (int, float))
+TEXT = OptionKind("a text", (str,))
+LIST = OptionKind("a list", (list,))
+TEXTS = OptionKind("a text or a list of texts", (str, list))
+OBJECT = OptionKind("an object", (dict,))
 
 
-def one_of(*choices: str) -> ValueKind:
+def one_of(*choices: str) -> OptionKind:
     """Return the kind of texts of a list."""
-    return ValueKind(f"one of {', '.join(choices)}", (str,), choices)
+    return OptionKind(f"one of {', '.join(choices)}", (str,), choices)
 
 
 def checked(
-    system: str, source: str, values: Mapping[str, OptionValue], kinds: Mapping[str, ValueKind]
+    system: str, source: str, values: Mapping[str, OptionValue], kinds: Mapping[str, OptionKind]
 ) -> dict[str, OptionValue]:
     """Return options with values of their kinds; options that no kind names stay as they are.
 
@@ -93,3 +93,7 @@ def checked(
     if wrong:
         raise JobError("\n".join([f"{source}: {len(wrong)} options have wrong values", *wrong]))
     return plain_values
+
+
+OptionSpec = tuple[OptionKind, OptionRow | tuple[OptionRow, ...]]
+"""The values that an option takes, with its rows."""

@@ -1,4 +1,4 @@
-"""Ask for the parts of a job that files of a system never say: the model, the tokens of a row and the number of devices."""
+"""Ask for the parts of a job that files of a system never say: the model, tokens of a row, number of devices."""
 
 from __future__ import annotations
 

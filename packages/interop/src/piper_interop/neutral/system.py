@@ -72,7 +72,7 @@ class System:
     def described(self, foreign: Foreign, asked: Asked) -> tuple[Judgement, JobDescription]:
         """Return the verdicts on a job's options, and the job that they describe.
 
-        Raises JobError for options that are unknown or cannot be said here, and for those that do not go together.
+        Raises JobError for options that are unknown or cannot be said here, and for options that do not go together.
         """
         judgement = judge(foreign, self.table, asked.stand_ins, asked.skip_unknown)
         return judgement, self.describe(foreign, asked)

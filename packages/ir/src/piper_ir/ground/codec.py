@@ -35,7 +35,7 @@ _NAMES = {
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 Encoder = Callable[[Any], Any]
-Decoder = Callable[[Any, str], Any]
+DecodeValue = Callable[[Any, str], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def _fail(where: str, expected: str, value: Any) -> FormatError:
 
 
 @cache
-def _decoder(hint: Any) -> Decoder:
+def _decoder(hint: Any) -> DecodeValue:
     origin = get_origin(hint)
     if origin in _GENERIC:
         return _GENERIC[origin](get_args(hint))
@@ -276,7 +276,7 @@ def _affine(value: Any, where: str) -> Affine:
     return Affine(*value)
 
 
-def _scalar_decoder(hint: Any) -> Decoder:
+def _scalar_decoder(hint: Any) -> DecodeValue:
     accepted = {
         str: (str,),
         int: (int,),
@@ -305,7 +305,7 @@ def _scalar_decoder(hint: Any) -> Decoder:
     return run
 
 
-def _literal_decoder(options: tuple[Any, ...]) -> Decoder:
+def _literal_decoder(options: tuple[Any, ...]) -> DecodeValue:
     def run(value: Any, where: str) -> Any:
         if value not in options:
             raise FormatError(f"{where}: {value!r} is not one of {', '.join(map(repr, options))}")
@@ -314,7 +314,7 @@ def _literal_decoder(options: tuple[Any, ...]) -> Decoder:
     return run
 
 
-def _tuple_decoder(args: tuple[Any, ...]) -> Decoder:
+def _tuple_decoder(args: tuple[Any, ...]) -> DecodeValue:
     repeated = len(args) == 2 and args[1] is Ellipsis
     items = [_decoder(a) for a in (args[:1] if repeated else args)]
 
@@ -333,7 +333,7 @@ def _tuple_decoder(args: tuple[Any, ...]) -> Decoder:
     return run
 
 
-def _mapping_decoder(item: Any) -> Decoder:
+def _mapping_decoder(item: Any) -> DecodeValue:
     inner = _decoder(item)
 
     def run(value: Any, where: str) -> Any:
@@ -344,8 +344,8 @@ def _mapping_decoder(item: Any) -> Decoder:
     return run
 
 
-def _union_decoder(options: tuple[Any, ...]) -> Decoder:
-    classes: dict[str, Decoder] = {o.__name__: _decoder(o) for o in options if _is_class(o)}
+def _union_decoder(options: tuple[Any, ...]) -> DecodeValue:
+    classes: dict[str, DecodeValue] = {o.__name__: _decoder(o) for o in options if _is_class(o)}
     others = [o for o in options if not is_dataclass(o)]
     decoders = [(o, _decoder(o)) for o in others]
     affine_ok = Affine in options
@@ -376,7 +376,7 @@ def _union_decoder(options: tuple[Any, ...]) -> Decoder:
     return run
 
 
-_GENERIC: dict[Any, Callable[[tuple[Any, ...]], Decoder]] = {
+_GENERIC: dict[Any, Callable[[tuple[Any, ...]], DecodeValue]] = {
     Union: _union_decoder,
     types.UnionType: _union_decoder,
     Literal: _literal_decoder,
@@ -386,11 +386,11 @@ _GENERIC: dict[Any, Callable[[tuple[Any, ...]], Decoder]] = {
 """The maker of a decoder from the arguments of a generic type, by the type."""
 
 
-def _dataclass_decoder(kind: type) -> Decoder:
+def _dataclass_decoder(kind: type) -> DecodeValue:
     hints = get_type_hints(kind)
     init = _written_fields(kind, hints)
     required = {f.name for f in init if f.default is MISSING and f.default_factory is MISSING}
-    decoders: dict[str, Decoder] = {}
+    decoders: dict[str, DecodeValue] = {}
     name = _format(kind)
 
     def run(value: Any, where: str) -> Any:

@@ -61,7 +61,7 @@ def own_parameters(optimizer: Optimizer, named: NamedParameters) -> NamedParamet
 
 @dataclass
 class WholeSteps:
-    """Find the temporaries of a step that updates some parameters one by one: those of one outlive the next one's.
+    """Find the temporaries of a step that updates some parameters one by one: each one's outlive the next one's.
 
     Attributes:
         function: makes the job's optimizers.
