@@ -64,10 +64,13 @@ def derived(job: Imported) -> dict[str, Any]:
     """Return the numbers of an import under the names of Megatron's answer."""
     plan, sizes = job.described.layout, job.described.sizes.fields
     latent = "latent" in sizes
+    grows = (
+        job.foreign.get("step-batch-size-schedule") is not None
+    )  # which Megatron's parser does not resolve
     return {
         "dp": plan.replicas,
-        "global_batch": job.described.global_batch,
-        "microbatches": job.described.microbatches,
+        "global_batch": None if grows else job.described.global_batch,
+        "microbatches": None if grows else job.described.microbatches,
         "chunks": plan.chunks,
         "layers": list(layers_of_stages(job.foreign)),
         "hidden": sizes["hidden"],
