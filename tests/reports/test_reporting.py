@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     strategy = Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=3))
     plan = compile_program(synthetic(stages=2, F=1e-3, I=1e-3, W=1e-3, params=64), strategy).plan
     save_plan(out, plan, strategy)
-    save_prediction(out, simulate(plan, "cpu-local"))
+    save_prediction(out, simulate(plan, "cpu-local"), plan)
     return out
 
 
