@@ -69,7 +69,7 @@ class Timeline {
     this.panels = this.data.panels.map(panel => this.addPanel(panel));
     box.append(this.controls(), ...this.panels.map(p => p.outer), element("p", { className: "note" }, HINT), this.tip);
     this.choose();
-    new ResizeObserver(() => this.choose()).observe(box);
+    addEventListener("resize", () => this.choose());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
