@@ -1,15 +1,18 @@
 """What Piper writes into result folders is what its reports read; a report that fails costs nothing but itself."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from piper.api.ground.results import save_plan, save_prediction
+from piper.api.ground.results import save_plan, save_prediction, save_run
 from piper.views.reporting import report, report_at_end
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.ground.errors import FormatError
 from piper_ir.ground.mesh import Mesh
+from piper_ir.plan.plan_file import read_plan
 from piper_simulator import simulate
 
 
@@ -20,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     strategy = Strategy(Mesh(pp=2), recipes.one_f_one_b(pp=2, microbatches=3))
     plan = compile_program(synthetic(stages=2, F=1e-3, I=1e-3, W=1e-3, params=64), strategy).plan
     save_plan(out, plan, strategy)
-    save_prediction(out, simulate(plan, "cpu-local"))
+    save_prediction(out, simulate(plan, "cpu-local"), plan)
     return out
 
 
@@ -33,6 +36,22 @@ def test_a_saved_simulation_is_reported(folder: Path, capsys: pytest.CaptureFixt
         and "step in steady state" in text
         and str(made.html) in text
     )
+
+
+def test_a_saved_run_has_flows_if_it_ended_under_its_plan(folder: Path, tmp_path: Path) -> None:
+    plan = read_plan((folder / "plan.json").read_text(), "plan.json")
+    trace = replace(simulate(plan, "cpu-local").trace, kind="executed")
+    counts = []
+    for key in (plan.key, "of another plan"):
+        run = SimpleNamespace(
+            losses=[1.0], step_s=[1.0], batch_s=[0.0], period_s=None, peak_bytes={}, restarts=(),
+            trace=replace(trace, plan_key=key),
+        )  # fmt: skip
+        save_run(tmp_path, run, plan)
+        events = json.loads((tmp_path / "trace-measured.json").read_text())["traceEvents"]
+        counts.append(sum(e["ph"] == "s" for e in events))
+    sends = sum(s.name.startswith("send.") for s in trace.spans)
+    assert counts == [sends, 0] and sends == 6
 
 
 def test_a_report_that_fails_at_the_end_is_one_warning(

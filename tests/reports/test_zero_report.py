@@ -144,7 +144,7 @@ def test_gathers_and_scatters_have_the_colours_of_their_buffers(
 @pytest.mark.long
 def test_the_report_has_the_lines(shared: Plan, simulation: Simulation, tmp_path: Path) -> None:
     save_plan(tmp_path, shared, strategy_of(3, "inputs"))
-    save_prediction(tmp_path, simulation)
+    save_prediction(tmp_path, simulation, shared)
     text = (write_report(tmp_path).html.parent / "memory_lines.csv").read_text()
     predicted = load(tmp_path).predicted
     assert predicted is not None

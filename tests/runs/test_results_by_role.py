@@ -35,7 +35,7 @@ def predicted() -> tuple[piper.Plan, Simulation]:
 def saved(predicted: tuple[piper.Plan, Simulation], folder: Path) -> Results:
     folder.mkdir()
     results.save_plan(folder, predicted[0], STRATEGY)
-    results.save_prediction(folder, predicted[1])
+    results.save_prediction(folder, predicted[1], predicted[0])
     return load(folder)
 
 
@@ -111,12 +111,13 @@ def test_a_report_is_made_of_both(by_role: Results, by_rank: Results) -> None:
 def test_chromes_viewer_is_told_how_many_a_rank_stands_for(by_role: Results) -> None:
     events = json.loads((by_role.folder / "trace-predicted.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert f"ranks 0, 1, 2 and {DP - 4} more" in names and f"rank {SLOW}" in names
+    assert f"ranks 0, 1, 2 and {DP - 4} more (pp=0)" in names
+    assert any(name.startswith(f"rank {SLOW} (pp=") for name in names)
 
 
 def test_few_ranks_are_written_one_by_one(tmp_path: Path) -> None:
     plan = piper.compile(synthetic(stages=2, F=1, I=1, W=1), piper.Strategy(piper.Mesh(), [])).plan
-    results.save_prediction(tmp_path, simulate(plan))
+    results.save_prediction(tmp_path, simulate(plan), plan)
     numbers = json.loads((tmp_path / "predicted.json").read_text())
     assert len(numbers["ranks"]) == 1 and "roles" not in numbers
     assert "alike" not in json.loads((tmp_path / "spans-predicted.json").read_text())

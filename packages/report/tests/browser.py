@@ -50,7 +50,7 @@ class View:
 
 
 class Browser:
-    """One process; each `look` is a fresh tab."""
+    """One process; each `look` or `tab` is a fresh tab."""
 
     def __init__(self, to: int, back: int) -> None:
         self._to, self._back = to, back
@@ -58,27 +58,29 @@ class Browser:
         self._number = 0
         self._events: list[dict[str, Any]] = []
 
-    def look(self, page: Path, width: int, height: int) -> View:
-        target = self._ask("Target.createTarget", url="about:blank")["targetId"]
-        session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self._events.clear()
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self._ask(f"{domain}.enable", session)
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self._ask("Emulation.setDeviceMetricsOverride", session, **size)
-        self._ask("Page.navigate", session, url=page.as_uri())
-        self._wait_for("Page.loadEventFired")
-        answer = self._ask("Runtime.evaluate", session, expression=MEASURE, returnByValue=True)
-        shot = self._ask("Page.captureScreenshot", session, captureBeyondViewport=True)
-        self._ask("Target.closeTarget", targetId=target)
+    def look(self, page: Path, width: int, height: int, *, dark: bool = False) -> View:
+        with self.tab(page, width, height, dark=dark) as tab:
+            measured, screenshot = tab.value(MEASURE), tab.screenshot()
         requests = [e["request"]["url"] for e in self._seen("Network.requestWillBeSent")]
         outside = [u for u in requests if u != page.as_uri() and not u.startswith("data:")]
-        return View(
-            self._errors(),
-            outside,
-            **answer["result"]["value"],
-            screenshot=base64.b64decode(shot["data"]),
-        )
+        return View(self._errors(), outside, **measured, screenshot=screenshot)
+
+    @contextmanager
+    def tab(self, page: Path, width: int, height: int, *, dark: bool = False) -> Iterator[Tab]:
+        """A page after it was loaded, for hands: mouse, keys and scripts of a test."""
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._events.clear()
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.ask(f"{domain}.enable", session)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.ask("Emulation.setDeviceMetricsOverride", session, **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.ask("Emulation.setEmulatedMedia", session, features=[scheme])
+        self.ask("Page.navigate", session, url=page.as_uri())
+        self._wait_for("Page.loadEventFired")
+        yield Tab(self, session)
+        self.ask("Target.closeTarget", targetId=target)
 
     def _errors(self) -> list[str]:
         said = [
@@ -96,7 +98,7 @@ class Browser:
     def _seen(self, method: str) -> list[dict[str, Any]]:
         return [e["params"] for e in self._events if e["method"] == method]
 
-    def _ask(self, method: str, session: str = "", /, **params: Any) -> dict[str, Any]:
+    def ask(self, method: str, session: str = "", /, **params: Any) -> dict[str, Any]:
         self._number += 1
         message = {"id": self._number, "method": method, "params": params} | (
             {"sessionId": session} if session else {}
@@ -125,6 +127,34 @@ class Browser:
         message, _, self._buffer = self._buffer.partition(b"\0")
         found: dict[str, Any] = json.loads(message)
         return found
+
+
+@dataclass(frozen=True)
+class Tab:
+    """One loaded page. Places are in pixels from the top left corner of the window."""
+
+    browser: Browser
+    session: str
+
+    def value(self, expression: str) -> Any:
+        """What JavaScript evaluates to; JSON only."""
+        answer = self.browser.ask(
+            "Runtime.evaluate", self.session, expression=expression, returnByValue=True
+        )
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
+        """One event: "mouseMoved", "mousePressed", "mouseReleased" or "mouseWheel"."""
+        self.browser.ask("Input.dispatchMouseEvent", self.session, type=kind, x=x, y=y, **more)
+
+    def key(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.browser.ask("Input.dispatchKeyEvent", self.session, type=kind, key=key)
+
+    def screenshot(self, *, whole: bool = True) -> bytes:
+        shot = self.browser.ask("Page.captureScreenshot", self.session, captureBeyondViewport=whole)
+        return base64.b64decode(shot["data"])
 
 
 @contextmanager

@@ -10,6 +10,8 @@ PHASES = {
     "M": ("name", "pid", "args"),
     "X": ("name", "pid", "tid", "ts", "dur"),
     "C": ("name", "pid", "ts", "args"),
+    "s": ("name", "cat", "id", "pid", "tid", "ts"),
+    "f": ("name", "cat", "id", "pid", "tid", "ts", "bp"),
 }
 """The kinds of events that Piper writes, and the keys that each must have."""
 
@@ -17,14 +19,16 @@ PHASES = {
 def problems(document: object) -> list[str]:
     """Return what a viewer would not read or would show wrongly; empty for a good document.
 
-    Beside keys and types this checks that each process and thread with events has a name, and that events of one thread
-    nest or follow each other.
+    Beside keys and types this checks that each process and thread with events has a name, that events of one thread
+    nest or follow each other, and that each flow has one start and one end, the end not before the start, both within a
+    span.
     """
     if not isinstance(document, Mapping) or not isinstance(document.get("traceEvents"), list):
         return ["an object with a list traceEvents is expected"]
     out: list[str] = []
     named: set[tuple[str, int, int]] = set()
     used: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    flows: dict[int, list[Mapping[str, Any]]] = {}
     for i, event in enumerate(document["traceEvents"]):
         wrong = _wrong(event)
         if wrong:
@@ -35,6 +39,11 @@ def problems(document: object) -> list[str]:
             used.setdefault((event["pid"], event["tid"]), []).append(
                 (event["ts"], event["ts"] + event["dur"])
             )
+        elif event["ph"] in ("s", "f"):
+            flows.setdefault(event["id"], []).append(event)
+    out += [
+        f"flow {id}: {wrong}" for id, ends in flows.items() if (wrong := _wrong_flow(ends, used))
+    ]
     for (pid, tid), spans in used.items():
         if ("process_name", pid, 0) not in named or ("thread_name", pid, tid) not in named:
             out.append(f"process {pid}, thread {tid}: no name")
@@ -48,6 +57,20 @@ def problems(document: object) -> list[str]:
     return out
 
 
+def _wrong_flow(
+    ends: list[Mapping[str, Any]], used: Mapping[tuple[int, int], list[tuple[float, float]]]
+) -> str:
+    if [e["ph"] for e in ends] != ["s", "f"]:
+        return f"its events are {[e['ph'] for e in ends]}"
+    if ends[0]["ts"] > ends[1]["ts"]:
+        return "it ends before it starts"
+    for e in ends:
+        spans = used.get((e["pid"], e["tid"]), [])
+        if not any(start <= e["ts"] <= end + 1e-9 * abs(end) for start, end in spans):
+            return f"its {e['ph']} is in no span"
+    return ""
+
+
 def _wrong(event: object) -> str:
     """Return what is wrong with one event; "" for nothing."""
     if not isinstance(event, Mapping):
@@ -57,7 +80,7 @@ def _wrong(event: object) -> str:
         return f"ph is {event.get('ph')!r}; one of {', '.join(PHASES)} is expected"
     for key in keys:
         value: Any = event.get(key)
-        if key in ("pid", "tid"):
+        if key in ("pid", "tid", "id"):
             good = type(value) is int
         elif key in ("ts", "dur"):
             good = type(value) in (int, float) and 0 <= value < float("inf")

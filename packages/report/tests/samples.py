@@ -156,6 +156,19 @@ def write_simulation(folder: Path, made: Simulation | None = None, of: Plan | No
     (folder / "spans-predicted.json").write_text(dumps(made.trace))
 
 
+def write_simulation_by_role(folder: Path, plan: Plan) -> None:
+    """A simulation of many ranks: those that are alike once, as `piper simulate` writes them."""
+    made = simulate(plan, "h100x8*2048")
+    columns = ("bubble_s", "peak_bytes", "device_bytes")
+    roles = [
+        {"ranks": ranks, **{name: getattr(made, name)[ranks[0]] for name in columns}}
+        for ranks in made.role_trace.alike
+    ]
+    (folder / "plan.json").write_text(dumps(plan))
+    (folder / "predicted.json").write_text(json.dumps(made.summary() | {"roles": roles}))
+    (folder / "spans-predicted.json").write_text(dumps(made.role_trace))
+
+
 def write_run(folder: Path, steps: int = 6) -> None:
     made = simulation()
     step_s = [made.period_s * SLOWER * (3 if i == 0 else 1 + 0.01 * i) for i in range(steps)]

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from packages.report.tests import samples
 from packages.report.tests.chrome_documents import problems
 from piper_ir.ground.trace import MemSample, Span, Trace
 from piper_report.pages.chrome import chrome_trace, write_chrome
@@ -76,6 +77,93 @@ def test_measured_memory_is_a_counter_of_one_category() -> None:
 
 def test_an_empty_trace_is_a_good_document() -> None:
     assert problems(chrome_trace(Trace("", "executed", ()))) == []
+
+
+def test_lanes_are_sorted_compute_first() -> None:
+    places = [
+        (e["name"], e["pid"], e["tid"], e["args"]["sort_index"])
+        for e in events("M")
+        if e["name"].endswith("sort_index")
+    ]
+    assert places == [
+        ("process_sort_index", 0, 0, 0),
+        ("process_sort_index", 1, 0, 1),
+        ("thread_sort_index", 0, 0, 0),
+        ("thread_sort_index", 0, 1, 1),
+        ("thread_sort_index", 1, 0, 0),
+    ]
+
+
+def flow_ends(trace: Trace) -> list[tuple[Span, Span]]:
+    """The span in which each flow starts, and that in which it ends."""
+    document = chrome_trace(trace, samples.plan())
+    assert problems(document) == []
+    stream = {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in document["traceEvents"]
+        if e["name"] == "thread_name"
+    }
+    ends: dict[int, list[Span]] = {}
+    for e in document["traceEvents"]:
+        if e["ph"] in ("s", "f"):
+            (span,) = (
+                s
+                for s in trace.spans
+                if (s.rank, s.stream) == (e["pid"], stream[e["pid"], e["tid"]])
+                and s.start <= e["ts"] / 1e6 + 1e-12
+                and e["ts"] / 1e6 <= s.end + 1e-12
+            )
+            ends.setdefault(e["id"], []).append(span)
+    return [(start, end) for start, end in ends.values()]
+
+
+@each_case("kind", ["simulated", "executed"])
+def test_each_send_has_one_flow_to_its_receive(kind: str) -> None:
+    trace = samples.simulation().trace
+    if kind == "executed":
+        trace = samples.executed(trace)
+    pairs = flow_ends(trace)
+    sends = {s for s in trace.spans if s.name.startswith("send.")}
+    receives = {s for s in trace.spans if s.name.startswith("recv.")}
+    assert sends and len(pairs) == len(sends) == len(receives)
+    assert {s for s, _ in pairs} == sends and {r for _, r in pairs} == receives
+    for send, receive in pairs:
+        value = send.name.removeprefix("send.").partition("#")[0]
+        assert value == receive.name.removeprefix("recv.").partition("#")[0]
+        assert send.rank % 2 == receive.rank % 2, "a transfer stays in its replica"
+
+
+def test_flows_by_role_lead_from_role_to_role() -> None:
+    pairs = flow_ends(samples.simulation().role_trace)
+    assert {(s.rank, r.rank) for s, r in pairs} == {(0, 2), (2, 0)} and len(pairs) == 6
+
+
+def test_names_have_the_place_on_the_mesh() -> None:
+    made, plan = samples.simulation(), samples.plan()
+    names = [
+        [
+            e["args"]["name"]
+            for e in chrome_trace(trace, plan)["traceEvents"]
+            if e["name"] == "process_name"
+        ]
+        for trace in (made.trace, made.role_trace)
+    ]
+    assert names[0][:2] == ["rank 0 (pp=0, dp=0)", "rank 1 (pp=0, dp=1)"]
+    assert names[1] == ["ranks 0-1 (pp=0)", "ranks 2-3 (pp=1)"]
+
+
+@each_case(
+    ("change", "problem"),
+    [
+        ({"id": 99}, "its events are ['s']"),
+        ({"ts": 1e9}, "it ends before it starts"),
+        ({"tid": 7}, "its s is in no span"),
+    ],
+)
+def test_the_check_of_flows_finds(change: dict[str, Any], problem: str) -> None:
+    document = chrome_trace(samples.simulation().trace, samples.plan())
+    next(e for e in document["traceEvents"] if e["ph"] == "s").update(change)
+    assert problem in "\n".join(problems(document))
 
 
 @each_case(

@@ -47,9 +47,9 @@ def emulated_session(
     )
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
-        save_prediction(folder, simulated)
+        save_prediction(folder, simulated, compiled.plan)
         save_origin(folder, job.seed)
-        save_run(folder, emulated, compiled.plan.tokens_per_step)
+        save_run(folder, emulated, compiled.plan)
         print(f"results are in {folder}", file=sys.stderr)
         report_at_end(folder)
     return simulated, emulated

@@ -177,7 +177,7 @@ def _save_predicted(
     folder: Path, compiled: Compiled, prediction: Simulation, cluster: Cluster, costs: Costs | None
 ) -> None:
     """Write the prediction and its explanation."""
-    save_prediction(folder, prediction)
+    save_prediction(folder, prediction, compiled.plan)
     explanation = why(compiled.plan, cluster, costs=costs)
     save_explanation(folder, explanation, why_tables(explanation))
 

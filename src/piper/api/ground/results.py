@@ -114,7 +114,7 @@ def save_explanation(folder: Path, explanation: Why, tables: Iterable[Table]) ->
         )
 
 
-def save_prediction(folder: Path, prediction: Simulation) -> None:
+def save_prediction(folder: Path, prediction: Simulation, plan: Plan) -> None:
     """Write predicted.json, spans-predicted.json and trace-predicted.json.
 
     Ranks that do the same at the same times are written once if there are many. Raises OutputError when a file cannot
@@ -131,7 +131,7 @@ def save_prediction(folder: Path, prediction: Simulation) -> None:
             json.dumps(prediction.summary() | ranks, indent=None if many else 1),
         )
         write_whole(folder / "spans-predicted.json", dumps(trace))
-        write_chrome(trace, folder / "trace-predicted.json")
+        write_chrome(trace, folder / "trace-predicted.json", plan)
 
 
 MOST_RANKS = 64
@@ -183,7 +183,7 @@ def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
     return f"memory of {ranks}{more} is in {folder}: drop a file onto pytorch.org/memory_viz"
 
 
-def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None:
+def save_run(folder: Path, run: Run, plan: Plan) -> None:
     """Write measured.json, and the two files of spans when spans were recorded.
 
     Raises OutputError when a file cannot be written.
@@ -192,7 +192,8 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
     from piper_report import write_chrome
 
     with writing(folder):
-        rate = tokens_per_step / run.period_s if tokens_per_step and run.period_s else None
+        tokens = plan.tokens_per_step
+        rate = tokens / run.period_s if tokens and run.period_s else None
         times = {
             "step_s": run.step_s,
             "batch_s": run.batch_s,
@@ -208,7 +209,9 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
         write_whole(folder / "measured.json", json.dumps(numbers, indent=1))
         if run.trace.spans:
             write_whole(folder / "spans-measured.json", dumps(run.trace))
-            write_chrome(run.trace, folder / "trace-measured.json")
+            # A run that lost devices may have gone on under another plan, which is not known here.
+            own = plan if run.trace.plan_key == plan.key else None
+            write_chrome(run.trace, folder / "trace-measured.json", own)
 
 
 def failures(run: Run) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def emulate(
     if plan is not compiled.plan:
         result = replace(result, trace=replace(result.trace, plan_key=compiled.plan.key))
     if folder is not None:
-        save_run(folder, result, compiled.plan.tokens_per_step)
+        save_run(folder, result, compiled.plan)
     return result
 
 

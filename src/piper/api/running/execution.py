@@ -285,7 +285,7 @@ def execute_with(compiled: Compiled, job: Job, options: RunOptions, records: Rec
         result = run_plan(compiled.plan, exported(compiled), job, options)
     if folder is not None:
         try:
-            save_run(folder, result, compiled.plan.tokens_per_step)
+            save_run(folder, result, compiled.plan)
         except OutputError as e:  # what was trained is worth more than its report
             warnings.warn(
                 f"{e}. The run is complete, but its report is not", PiperWarning, stacklevel=2

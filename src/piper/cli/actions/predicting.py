@@ -233,7 +233,7 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
         print(save_snapshots(shown.snapshots, compiled.plan, result), file=sys.stderr)
     if folder is not None:
         save_plan(folder, compiled.plan, job_file.strategy)
-        save_prediction(folder, result)
+        save_prediction(folder, result, compiled.plan)
         save_origin(folder, job_file.job.seed, job_file.path)
         if explanation is not None:
             save_explanation(folder, explanation, why_tables(explanation))

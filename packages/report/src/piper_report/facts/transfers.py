@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from piper_ir.ground.trace import Span, Trace
 from piper_ir.plan.plan import Plan
+from piper_ir.plan.plan_groups import Channel
 from piper_ir.program.ops import COMM
 
 
@@ -35,6 +36,31 @@ def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
                     )
                 uses.setdefault((op.channel, members[op.channel], k), []).append(known[index])
     return [tuple(spans) for spans in uses.values()]
+
+
+def begun(plan: Plan, trace: Trace) -> dict[Span, float]:
+    """Return when each span's transfer had all its ends, in seconds; before that, a measured rank waits."""
+    return {s: max(x.start for x in group) for group in transfers(plan, trace) for s in group}
+
+
+def communication_axes(plan: Plan) -> Mapping[tuple[str, int], str]:
+    """Return the mesh axes over which each communication goes, by role and index: "pp", or "dp, cp" for several."""
+    over = {channel.id: ", ".join(_axes(plan, channel)) for channel in plan.channels}
+    return {
+        (role.role, index): over[op.channel]
+        for role, index, instr in plan.instructions()
+        if isinstance(op := instr.parts[0].op, COMM)
+    }
+
+
+def _axes(plan: Plan, channel: Channel) -> list[str]:
+    """Return the axes in which the ranks of a channel differ, within one role or because its roles are placed apart."""
+    placed = [plan.role(role).placed for role in channel.roles]
+    return [
+        axis
+        for axis in reversed(plan.mesh.axes)
+        if axis in channel.over or len({place.get(axis) for place in placed}) > 1
+    ]
 
 
 def _by_rank(spans: Iterable[Span]) -> dict[int, list[Span]]:

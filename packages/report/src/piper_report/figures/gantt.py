@@ -17,7 +17,7 @@ from piper_ir.tools import named_ranks, time_text
 from piper_report.facts.alike import Groups, alike_ranks
 from piper_report.facts.idle import makespan
 from piper_report.facts.phases import kinds
-from piper_report.facts.transfers import transfers
+from piper_report.facts.transfers import begun
 from piper_report.figures.style import (
     DPI,
     PHASE_COLOURS,
@@ -103,9 +103,8 @@ def timelines(traces: Sequence[Trace], plan: Plan | None, length: float = 0.0) -
     """
     length = max(length, *(makespan(t) for t in traces)) or SHORTEST
     labels = [kinds(t, plan) for t in traces]
-    line = Timeline(
-        traces, plan, labels, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length
-    )
+    since = [begun(plan, t) if plan is not None and t.kind == "executed" else {} for t in traces]
+    line = Timeline(traces, plan, labels, since, shown_ranks(traces, plan), length)
     pictures = [_gantt(line, Window(0.0, length), "timeline", "Timeline of a step")]
     bars = sorted(
         s.end - s.start for k in labels for s in k if s.stream == COMPUTE and s.end > s.start
@@ -201,7 +200,7 @@ def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
                 else ""
             )
             rows[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == here[0] else word)
-    for i, (trace, label_of, begun, own) in enumerate(
+    for i, (trace, label_of, since, own) in enumerate(
         zip(line.traces, line.kinds, line.begun, owners)
     ):
         for span in sorted(
@@ -209,16 +208,9 @@ def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
         ):
             if span.start <= window.end and span.end >= window.start:
                 _add(
-                    rows[span.stream, i], span, label_of[span], begun.get(span, span.start), window
+                    rows[span.stream, i], span, label_of[span], since.get(span, span.start), window
                 )
     return list(rows.values())
-
-
-def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
-    """Return when each span's transfer had all its ends; a rank's wait before that is drawn hollow."""
-    if plan is None or trace.kind == "simulated":
-        return {}
-    return {s: max(x.start for x in group) for group in transfers(plan, trace) for s in group}
 
 
 def _add(row: _StreamRow, span: Span, kind: InstrLabel, begun: float, window: Window) -> None:

@@ -14,10 +14,11 @@ from piper_report.facts.idle import makespan
 from piper_report.facts.results import Results, load
 from piper_report.facts.summary import ABSENT, FIRST_STEP, Table
 from piper_report.figures.gantt import timelines
+from piper_report.figures.live_timeline import Step, live_timeline
 from piper_report.figures.style import BLUE, RED, Picture, house_style, one_panel, picture
 from piper_report.figures.training_figures import steps_of
 from piper_report.pages.page import PageSection, page
-from piper_report.pages.report import Report, facts_of, with_aligned_clocks, write_files
+from piper_report.pages.report import Report, facts_of, with_aligned_clocks, with_spans, write_files
 from piper_report.tables.stage_tables import stage_sheet
 from piper_report.tables.tables import Sheet, headline, line_sheet, signed_percent
 
@@ -56,7 +57,7 @@ def write_beside(a: str | Path, b: str | Path, *, out: str | Path | None = None)
     facts = [
         (name, str(Path(folder).resolve())) for name, folder in zip(names, (a, b), strict=True)
     ]
-    items = [x for s in sections for x in s.items]
+    items = [x for s in sections for x in (*s.items, *s.folded)]
     return write_files(target, page(title, facts, sections), items)
 
 
@@ -70,7 +71,8 @@ def _sections(sides: Sequence[Side]) -> list[PageSection]:
         _named(stage_sheet(side.results), "stages", side, key)
         for side, key in zip(sides, SIDES, strict=True)
     ]
-    timed = [*_timelines(sides)]
+    steps = [_step(side) for side in sides]
+    live = live_timeline(steps)
     loss = _losses(sides)
     figures = _figures("headline", "Figures", [headline(side.results) for side in sides], sides)
     lines = [line_sheet(side.results) for side in sides]
@@ -80,12 +82,18 @@ def _sections(sides: Sequence[Side]) -> list[PageSection]:
         else [_figures("memory_lines", "Memory of the fullest device, predicted", lines, sides)]
     )
     return [
-        PageSection("facts", "What differs", (), [_differences(sides)]),
         PageSection("summary", "Headline", (), [figures]),
-        PageSection("stages", "Stages", (), [x for x in stages if x is not None]),
-        PageSection("timeline", "Timeline of a step", (), timed),
-        PageSection("memory", "Memory", (), memory),
         PageSection("training", "Training", (), [loss] if loss is not None else []),
+        PageSection("facts", "What differs", (), [_differences(sides)]),
+        PageSection("stages", "Stages", (), [x for x in stages if x is not None]),
+        PageSection(
+            "timeline",
+            "Timeline of a step",
+            (),
+            [live] if live is not None else [],
+            _timelines(steps),
+        ),
+        PageSection("memory", "Memory", (), memory),
     ]
 
 
@@ -173,22 +181,18 @@ def _told(change: float) -> str:
     return signed_percent(change) if change < MOST_PERCENT else f"{change + 1:,.3g} times"
 
 
-def _timelines(sides: Sequence[Side]) -> list[Picture]:
+def _timelines(steps: Sequence[Step]) -> list[Picture]:
     """Return a timeline of each side, all on the same scale of time."""
-    traces = [
-        [
-            t
-            for t in (s.results.predicted_trace, s.results.measured_trace)
-            if t is not None and t.spans
-        ]
-        for s in sides
-    ]
-    length = max([makespan(t) for some in traces for t in some], default=0.0)
+    length = max([makespan(t) for step in steps for t in step.traces], default=0.0)
     pictures = []
-    for side, key, some in zip(sides, SIDES, traces, strict=True):
-        for drawn in timelines(some, side.results.plan, length)[:1] if some else ():
-            pictures.append(replace(drawn, name=f"{drawn.name}_{key}", title=side.name))
+    for step, key in zip(steps, SIDES, strict=True):
+        for drawn in timelines(step.traces, step.plan, length)[:1] if step.traces else ():
+            pictures.append(replace(drawn, name=f"{drawn.name}_{key}", title=step.name))
     return pictures
+
+
+def _step(side: Side) -> Step:
+    return Step(side.name, with_spans(side.results), side.results.plan)
 
 
 def _losses(sides: Sequence[Side]) -> Picture | None:

@@ -18,12 +18,14 @@ from piper_report.facts.results import HANG_FILE, Results, WhyTable, load
 from piper_report.facts.summary import Table, far_from_measured
 from piper_report.figures.expert_figures import load_figure, token_figure
 from piper_report.figures.gantt import timelines
+from piper_report.figures.live_timeline import Step, live_timeline
 from piper_report.figures.memory_figure import memory_figure
 from piper_report.figures.parallel_figure import parallel_figure
 from piper_report.figures.style import Picture, house_style
 from piper_report.figures.training_figures import gradient_figure, loss_figure, step_time_figure
 from piper_report.figures.tuning_figures import history_figure, pareto_figure
-from piper_report.pages.page import PageSection, page
+from piper_report.pages.answers import answers_of
+from piper_report.pages.page import Item, PageSection, page
 from piper_report.tables.expert_tables import layer_sheet, load_note, rank_load_sheet, token_sheet
 from piper_report.tables.stage_tables import stage_sheet, strategy_sheet
 from piper_report.tables.tables import (
@@ -86,7 +88,14 @@ def write_report(
         sections = _sections(results)
     items = [x for s in sections for x in (*s.items, *s.folded)]
     report = write_files(
-        target, page(f"Piper: {Path(folder).resolve().name}", facts_of(results), sections), items
+        target,
+        page(
+            f"Piper: {Path(folder).resolve().name}",
+            facts_of(results),
+            sections,
+            answers_of(results),
+        ),
+        items,
     )
     if report.experts is None:
         return report
@@ -95,7 +104,7 @@ def write_report(
     )
 
 
-def write_files(target: Path, document: str, items: Sequence[Picture | Sheet | str]) -> Report:
+def write_files(target: Path, document: str, items: Sequence[Item | str]) -> Report:
     """Write a page, a PNG per figure and a CSV file per table into a folder; raise OutputError if that fails."""
     figures = {target / f"{x.name}.png": x.png for x in items if isinstance(x, Picture)}
     tables = {
@@ -131,8 +140,9 @@ def _write(target: Path, files: dict[Path, bytes]) -> None:
 
 
 def _sections(results: Results) -> list[PageSection]:
+    """Return all chapters; of a run, people look for its training first."""
     return [
-        _summary(results), _strategy(results), _timeline(results), _why(results), _memory(results), _training(results),
+        _training(results), _summary(results), _strategy(results), _timeline(results), _why(results), _memory(results),
         _experts(results), _tuning(results), _costs(results),
     ]  # fmt: skip
 
@@ -250,14 +260,16 @@ def _summary(results: Results) -> PageSection:
 
 
 def _timeline(results: Results) -> PageSection:
-    traces = _with_spans(results)
-    items: list[Picture | Sheet | str] = [*timelines(traces, results.plan)] if traces else []
+    traces = with_spans(results)
+    live = live_timeline([Step("", traces, results.plan)])
+    items: list[Item | str] = [live] if live is not None else []
     if results.measured_trace is not None:
         clocks = {
             k: v for k, v in results.measured_trace.notes.items() if k.startswith(NOTE.format(""))
         }
         items += [f"Clocks: {_clocks(clocks)}"] if clocks else []
-    return PageSection("timeline", "Timeline of a step", (), items)
+    pictures = timelines(traces, results.plan) if traces else []
+    return PageSection("timeline", "Timeline of a step", (), items, pictures)
 
 
 def _clocks(notes: dict[str, str]) -> str:
@@ -271,7 +283,8 @@ def _clocks(notes: dict[str, str]) -> str:
     )
 
 
-def _with_spans(results: Results) -> list[Trace]:
+def with_spans(results: Results) -> list[Trace]:
+    """Return the predicted and the measured trace, as far as they are there and have spans."""
     return [
         t for t in (results.predicted_trace, results.measured_trace) if t is not None and t.spans
     ]
