@@ -29,7 +29,8 @@ LABELS = "Array.from(document.querySelectorAll('canvas')).map(c => c.getAttribut
 
 def data_of(traces: list[Trace], plan: Plan | None) -> dict[str, Any]:
     timeline = live_timeline([Step("", traces, plan)])
-    assert timeline is not None and timeline.note == ""
+    assert timeline is not None and "ranks are not" not in timeline.note
+    assert (module.HOLLOW in timeline.note) == ('"wait": [' in json.dumps(timeline.data))
     decoded: dict[str, Any] = json.loads(json.dumps(timeline.data))
     return decoded
 
@@ -119,7 +120,7 @@ def test_bars_over_the_most_are_left_out_by_rank_and_said(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "MOST_BARS", 2 * own)
     timeline = live_timeline([Step("", [trace], samples.plan())])
     assert timeline is not None and len(timeline.data["ranks"]) == 2
-    assert timeline.note.startswith(f"{2 * own} bars are here; 2 ranks are not")
+    assert f"{2 * own} bars are here; 2 ranks are not" in timeline.note
 
 
 def test_two_folders_have_four_panels(tmp_path: Path) -> None:
@@ -153,6 +154,8 @@ def test_a_run_begins_with_its_loss_and_a_plan_with_whether_it_fits(
     run = answers_of(load(html.parent.parent))
     assert [(a.name, a.value) for a in run][:1] == [("loss", "0.5")]
     assert run[0].detail == "after step 5; 3 at first"
+    mfu = next(a for a in run if a.name == "model FLOP utilisation")
+    assert mfu.detail == "measured"
     samples.write_simulation(tmp_path)
     plan = answers_of(load(tmp_path))
     assert [a.name for a in plan][:2] == ["memory", "step in steady state"]

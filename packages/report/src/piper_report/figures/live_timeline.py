@@ -28,6 +28,7 @@ DIGITS = 9
 """The digits of the longest time: the unit of time is a power of ten of seconds, but never under FINEST_S."""
 MARK = "\x01"
 """The letter that stands for the microbatch in names, so that the names of all microbatches are one."""
+HOLLOW = "A measured communication is hollow while its rank waits for the other side."
 Row = dict[str, Any]
 What = tuple[str, str, Phase, bool, str, int, int, str]
 """The name, label, phase, recomputation first, axes, bytes, FLOPs and source that many bars share."""
@@ -48,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True)
 class LiveTimeline:
-    """Hold the JSON of one interactive timeline; `note` tells a reader how many ranks are left out, "" for none."""
+    """Hold the JSON of one interactive timeline; `note` explains hollow bars and says how many ranks are left out."""
 
     name: str
     title: str
@@ -84,6 +85,7 @@ class _Draft:
         first: the names of the ranks that are shown at first.
         bars: how many there are.
         left_out: how many ranks have no bars, because there were too many.
+        waited: whether any bar is hollow at first.
     """
 
     tick: float
@@ -92,6 +94,7 @@ class _Draft:
     first: set[str] = field(default_factory=set)
     bars: int = 0
     left_out: int = 0
+    waited: bool = False
 
     def panels(self, step: Step) -> list[Row]:
         """Return a panel per trace of a step; ranks that are shown at first are the last to be left out."""
@@ -164,7 +167,9 @@ class _Draft:
                 column.append(value)
             before = end
         self.bars += len(spans)
-        if not any(columns["wait"]):
+        if any(columns["wait"]):
+            self.waited = True
+        else:
             del columns["wait"]
         return dict(columns)
 
@@ -204,13 +209,14 @@ class _Draft:
         }
 
     def note(self) -> str:
-        """Return the sentence for readers about the ranks that are left out; "" for none."""
-        if not self.left_out:
-            return ""
-        return (
-            f"{self.bars:,} bars are here; {self.left_out:,} ranks are not, since the page would be too large: "
-            "the traces for Chrome's viewer have all."
-        )
+        """Return the sentences for readers about hollow bars and about ranks that are left out; "" for neither."""
+        sentences = [HOLLOW] if self.waited else []
+        if self.left_out:
+            sentences.append(
+                f"{self.bars:,} bars are here; {self.left_out:,} ranks are not, since the page would be too large: "
+                "the traces for Chrome's viewer have all."
+            )
+        return " ".join(sentences)
 
 
 def _end(trace: Trace) -> float:

@@ -71,9 +71,12 @@ def _speed(predicted: Predicted | None, measured: Measured | None) -> list[Answe
     if rate is None and predicted is not None:
         rate, word = predicted.tokens_per_s, "predicted"
     answers = [] if rate is None else [Answer("tokens per second", f"{rate:,.0f}", word)]
-    if predicted is not None and predicted.mfu is not None:
-        answers.append(Answer("model FLOP utilisation", percent(predicted.mfu), "predicted"))
-    return answers
+    if predicted is None or predicted.mfu is None:
+        return answers
+    period = measured.period_s if measured is not None else None
+    mfu = predicted.mfu * predicted.period_s / period if period else predicted.mfu
+    detail = "measured" if period else "predicted"
+    return [*answers, Answer("model FLOP utilisation", percent(mfu), detail)]
 
 
 def _best(results: Results) -> list[Answer]:

@@ -274,7 +274,7 @@ class Timeline {
       ["start", timeText(start)], ["duration", timeText(seconds)],
       waited && ["of it waiting", timeText(waited)],
       what.bytes && ["moves", sizeText(what.bytes)],
-      what.flops && ["computes", `${Number((what.flops / 1e9).toPrecision(4))} GFLOP`],
+      what.flops && ["computes", `${(what.flops / 1e12).toPrecision(4)} TFLOP`],
       ["duration is", what.source],
     ].filter(Boolean);
     const list = rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, String(value))]);
