@@ -87,7 +87,7 @@ def planned(arguments: PlanArguments) -> int:
         save_origin(folder, a.seed, Path(a.source) if a.source.endswith(".py") else None)
         if found.best is not None and found.simulation is not None:
             print(f"written: {write(folder, source, found, name)}", file=sys.stderr)
-            save_prediction(folder, found.simulation)
+            save_prediction(folder, found.simulation, found.best.plan)
             report_at_end(folder, found.best.plan)
     if found.study.interrupted:
         return INTERRUPTED
