@@ -56,8 +56,12 @@ import json, os, sys, tempfile, warnings
 warnings.simplefilter("ignore")
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import dataclasses as plugins
 from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
 from transformers import TrainingArguments
+import torch
+# The plugin asks for the number of a device that parameters are made on, also where nothing is made.
+plugins.is_cuda_available, torch.cuda.current_device = lambda: True, lambda: 0
 results = []
 for text, arguments in json.load(sys.stdin):
     with tempfile.TemporaryDirectory() as folder:

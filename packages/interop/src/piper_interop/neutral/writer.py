@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -18,7 +18,7 @@ def python(described: JobDescription, title: str) -> str:
     Raises JobError if rows do not divide into microbatches of replicas, which no line could say.
     """
     check_batch(described)
-    notes = [line for note in described.notes for line in _warning(note)]
+    notes = list(_warnings(described.notes))
     selects = any(r for r in described.recompute)
     head = [
         *wrap(f'"""{title}, written by `piper import`.', COLUMNS),
@@ -45,15 +45,18 @@ def check_batch(described: JobDescription) -> None:
         )
 
 
-def _warning(note: str) -> Iterator[str]:
-    """Yield the lines that tell a note to whoever loads the file, and with it every command that takes the file."""
-    yield "warnings.warn("
-    parts = wrap(note, COLUMNS - 8, drop_whitespace=False)
-    yield from (f"    {literal(part)}" for part in parts[:-1])
-    yield f"    {literal(parts[-1])},"
-    yield "    piper.PiperWarning,"
-    yield "    stacklevel=1,"
-    yield ")"
+def _warnings(notes: Sequence[str]) -> Iterator[str]:
+    """Yield the lines that tell the notes to whoever loads the file, and so to every command that takes it."""
+    if not notes:
+        return
+    yield "for note in ("
+    for note in notes:
+        parts = wrap(note, COLUMNS - 8, drop_whitespace=False)
+        yield from (f"    {literal(part)}" for part in parts[:-1])
+        yield f"    {literal(parts[-1])},"
+    yield "):"
+    yield "    warnings.warn(note, piper.PiperWarning, stacklevel=1)"
+    yield ""
 
 
 def job_lines(described: JobDescription) -> Iterator[str]:
