@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from piper.api.captures import capturing
-from piper.models import moe
+from piper.models.mixture import ExpertLayer
 from piper_capture.chunks.dispatch import Dispatched
 from piper_ir.ground.mesh import Mesh
 from piper_ir.plan.plan import Bucket, Part, Plan, RolePlan
@@ -371,13 +371,13 @@ def combined_without_weights(c: Composition) -> Judged | None:
     """The results of a token's experts are added up as they are."""
     if not _shared(c):
         return None
-    right = moe.Experts.routed
+    right = ExpertLayer.routed
 
-    def even(self: moe.Experts, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def even(self: ExpertLayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         share, chosen = right(self, x)
         return torch.ones_like(share) * share.detach().mean(), chosen
 
-    with patch.object(moe.Experts, "routed", even):
+    with patch.object(ExpertLayer, "routed", even):
         wrong = models.captured.__wrapped__(c.model)
         with (
             patch.dict(capturing._CAPTURES, {capturing.capture_key(compositions.job_of(c)): wrong}),

@@ -72,7 +72,8 @@ def test_fused_weights_lie_as_their_parts_do() -> None:
 def broken(made: Any, **changes: Any) -> Any:
     """The same with other facts of one parameter in its plan and program."""
     params = tuple(
-        replace(p, **changes) if p.name == "layers.0.qkv.weight" else p for p in made.plan.params
+        replace(p, **changes) if p.name == "layers.0.attention.qkv.weight" else p
+        for p in made.plan.params
     )
     program = replace(made.program, params=params)
     return replace(

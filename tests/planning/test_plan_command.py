@@ -189,8 +189,8 @@ def priced(*prices: float) -> tuple[tuple[int, Device], ...]:
 def test_a_class_that_no_model_here_is_is_told_the_way_out(tmp_path: Path) -> None:
     source = written(tmp_path, LLAMA | {"quantization_config": {"bits": 4}})
     done = command(source, "--global-batch", 8)
-    assert done.exit_code == 2 and "quantization_config=" in done.stderr
-    assert "examples/hugging_face_llama.py" in done.stderr
+    assert done.exit_code == 2 and "no description says a llama" in done.stderr
+    assert "docs/models.md" in done.stderr
 
 
 def test_where_nothing_fits_the_nearest_is_named(

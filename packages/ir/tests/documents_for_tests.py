@@ -14,6 +14,7 @@ from piper_ir.ground.mesh import AXES, Mesh
 from piper_ir.ground.sizes import ITEM_BYTES, Affine, TensorSpec
 from piper_ir.program.collectives import COLLECTIVES
 from piper_ir.program.ops import Collective
+from piper_ir.program.program import ExpertRegion
 
 KNOWN = (
     "pp0",
@@ -79,4 +80,6 @@ def _built(kind: Any) -> st.SearchStrategy[Any]:
         made["dtype"] = st.sampled_from(list(ITEM_BYTES))
     if kind is Collective:  # the text of a plan names the kinds of the table only
         made["kind"] = st.sampled_from(list(COLLECTIVES))
+    if kind is ExpertRegion:  # experts have a row and a place for it
+        made["rows"] = made["places"] = st.integers(1, 1 << 20)
     return st.builds(kind, **made)

@@ -20,7 +20,7 @@ from piper_report.facts.phases import kinds
 from piper_report.facts.results import load
 from piper_report.facts.transfers import communication_axes
 from piper_report.figures import live_timeline as module
-from piper_report.figures.live_timeline import MARK, Step, live_timeline
+from piper_report.figures.live_timeline import MARK, TimelineStep, live_timeline
 from piper_report.pages.answers import answers_of
 from piper_simulator import simulate
 
@@ -28,7 +28,7 @@ LABELS = "Array.from(document.querySelectorAll('canvas')).map(c => c.getAttribut
 
 
 def data_of(traces: list[Trace], plan: Plan | None) -> dict[str, Any]:
-    timeline = live_timeline([Step("", traces, plan)])
+    timeline = live_timeline([TimelineStep("", traces, plan)])
     assert timeline is not None and "ranks are not" not in timeline.note
     assert (module.HOLLOW in timeline.note) == ('"wait": [' in json.dumps(timeline.data))
     decoded: dict[str, Any] = json.loads(json.dumps(timeline.data))
@@ -118,7 +118,7 @@ def test_bars_over_the_most_are_left_out_by_rank_and_said(monkeypatch: pytest.Mo
     trace = samples.executed(samples.simulation().trace)
     own = sum(s.rank == 0 for s in trace.spans)
     monkeypatch.setattr(module, "MOST_BARS", 2 * own)
-    timeline = live_timeline([Step("", [trace], samples.plan())])
+    timeline = live_timeline([TimelineStep("", [trace], samples.plan())])
     assert timeline is not None and len(timeline.data["ranks"]) == 2
     assert f"{2 * own} bars are here; 2 ranks are not" in timeline.note
 

@@ -15,6 +15,8 @@ from math import exp, expm1, sqrt
 
 LARGEST = 700.0
 """The largest exponent of a float64."""
+LEAST = 1e-6
+"""The least share of time with which a training is taken to go on."""
 
 
 @dataclass(frozen=True)
@@ -59,4 +61,5 @@ def goodput(failures: Failures, state_bytes: int) -> Goodput:
     restart, work = failures.restart_s / mean, (every + stopped) / mean
     if restart + work > LARGEST:
         return Goodput(0.0, every)
-    return Goodput(every / (mean * exp(restart) * expm1(work)), every)
+    kept = every / (mean * exp(restart) * expm1(work))
+    return Goodput(kept if kept > LEAST else 0.0, every)

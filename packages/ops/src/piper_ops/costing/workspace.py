@@ -86,7 +86,7 @@ def cpu_workspace(
 
 
 def _attention_on_cpu(call: Call) -> int:
-    """Count all but a second logsumexp, which the kernel gives in another layout."""
+    """Count the mask, copies, and a second logsumexp, since the kernel gives it with the heads innermost."""
     mask, causal = call.args["mask"] is not None, call.args["is_causal"]
     chosen = attention_lowering("cpu", *_taken(call), masked=mask, is_causal=causal)
     return _math(call) if chosen.fallback else _around(call, _Fused("cpu_flash"))
@@ -113,12 +113,10 @@ class _Fused:
         self, q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         inside = self._inside(q, k, o)
-        results = (
-            self._result(q, self.name != "cuda_efficient", v.shape[3]),
-            q.new_empty(q.shape[:3]),
-        )
+        out = self._result(q, self.name != "cuda_efficient", v.shape[3])
+        logsumexp = self._logsumexp(q)
         del inside
-        return results
+        return out, logsumexp
 
     def backward(
         self,
@@ -141,6 +139,14 @@ class _Fused:
     def _inside(self, q: Tensor, k: Tensor, o: AttentionOptions) -> tuple[Tensor | None, Tensor]:
         bias = aligned_bias(q, k, o.mask) if self.name == "cuda_efficient" else cpu_mask(o.mask, q)
         return bias, q.new_empty(self.own, dtype=torch.uint8)
+
+    def _logsumexp(self, q: Tensor) -> Tensor:
+        """Return a tensor [batch, heads, tokens]; a CPU's has the heads innermost in memory."""
+        batch, heads, tokens, _ = q.shape
+        dtype = accumulate_dtype(q.dtype)
+        if self.name == "cpu_flash":
+            return q.new_empty((batch, tokens, heads), dtype=dtype).transpose(1, 2)
+        return q.new_empty((batch, heads, tokens), dtype=dtype)
 
     def _result(self, like: Tensor, alike: bool, dim: int) -> Tensor:
         """Return a tensor with the strides of `like`, or with the strides of the op's result."""

@@ -29,13 +29,13 @@ DIGITS = 9
 MARK = "\x01"
 """The letter that stands for the microbatch in names, so that the names of all microbatches are one."""
 HOLLOW = "A measured communication is hollow while its rank waits for the other side."
-Row = dict[str, Any]
-What = tuple[str, str, Phase, bool, str, int, int, str]
+JsonRow = dict[str, Any]
+BarFacts = tuple[str, str, Phase, bool, str, int, int, str]
 """The name, label, phase, recomputation first, axes, bytes, FLOPs and source that many bars share."""
 
 
 @dataclass(frozen=True)
-class Step:
+class TimelineStep:
     """Hold the predicted and the measured trace of one step, with its plan, if that is known.
 
     Attributes:
@@ -57,7 +57,7 @@ class LiveTimeline:
     note: str
 
 
-def live_timeline(steps: Sequence[Step]) -> LiveTimeline | None:
+def live_timeline(steps: Sequence[TimelineStep]) -> LiveTimeline | None:
     """Return the timeline of all traces with spans, one panel above the other; None without any.
 
     Ranks that are alike are kept once. `data` has the unit `tick` in seconds, the tables `phases`, `axes`, `ranks` and
@@ -89,14 +89,14 @@ class _Draft:
     """
 
     tick: float
-    whats: dict[What, int] = field(default_factory=dict)
+    whats: dict[BarFacts, int] = field(default_factory=dict)
     ranks: dict[str, int] = field(default_factory=dict)
     first: set[str] = field(default_factory=set)
     bars: int = 0
     left_out: int = 0
     waited: bool = False
 
-    def panels(self, step: Step) -> list[Row]:
+    def panels(self, step: TimelineStep) -> list[JsonRow]:
         """Return a panel per trace of a step; ranks that are shown at first are the last to be left out."""
         if not step.traces:
             return []
@@ -121,11 +121,11 @@ class _Draft:
 
     def _panel(
         self,
-        step: Step,
+        step: TimelineStep,
         trace: Trace,
         spans: Mapping[int, Sequence[Span]],
         names: Mapping[int, str],
-    ) -> Row:
+    ) -> JsonRow:
         plan, label_of = step.plan, kinds(trace, step.plan)
         axes = communication_axes(plan) if plan is not None else {}
         since = begun(plan, trace) if plan is not None and trace.kind == "executed" else {}
@@ -153,7 +153,7 @@ class _Draft:
         label_of: Mapping[Span, InstrLabel],
         over: Sequence[str],
         since: Mapping[Span, float],
-    ) -> Row:
+    ) -> JsonRow:
         columns: dict[str, list[int]] = {
             name: [] for name in ("gap", "width", "what", "mb", "wait")
         }
@@ -181,7 +181,7 @@ class _Draft:
         facts = name, label, kind.phase, kind.again, axes, s.bytes, s.flops, s.source
         return self.whats.setdefault(facts, len(self.whats))
 
-    def data(self, panels: Sequence[Row]) -> Row:
+    def data(self, panels: Sequence[JsonRow]) -> JsonRow:
         """Return the whole of the JSON."""
         phases = [p for p in PHASES if any(w[2] == p for w in self.whats)]
         axes = sorted({w[4] for w in self.whats if w[4]})

@@ -14,7 +14,7 @@ from piper_report.facts.idle import makespan
 from piper_report.facts.results import Results, load
 from piper_report.facts.summary import ABSENT, FIRST_STEP, Table
 from piper_report.figures.gantt import timelines
-from piper_report.figures.live_timeline import Step, live_timeline
+from piper_report.figures.live_timeline import TimelineStep, live_timeline
 from piper_report.figures.style import BLUE, RED, Picture, house_style, one_panel, picture
 from piper_report.figures.training_figures import steps_of
 from piper_report.pages.page import PageSection, page
@@ -181,7 +181,7 @@ def _told(change: float) -> str:
     return signed_percent(change) if change < MOST_PERCENT else f"{change + 1:,.3g} times"
 
 
-def _timelines(steps: Sequence[Step]) -> list[Picture]:
+def _timelines(steps: Sequence[TimelineStep]) -> list[Picture]:
     """Return a timeline of each side, all on the same scale of time."""
     length = max([makespan(t) for step in steps for t in step.traces], default=0.0)
     pictures = []
@@ -191,8 +191,8 @@ def _timelines(steps: Sequence[Step]) -> list[Picture]:
     return pictures
 
 
-def _step(side: Side) -> Step:
-    return Step(side.name, with_spans(side.results), side.results.plan)
+def _step(side: Side) -> TimelineStep:
+    return TimelineStep(side.name, with_spans(side.results), side.results.plan)
 
 
 def _losses(sides: Sequence[Side]) -> Picture | None:

@@ -20,11 +20,11 @@ from piper_report.tables.tables import Sheet
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 PROSE = 40
 """The number of characters in a cell above which a column is broken into lines."""
-Item = Picture | Sheet | LiveTimeline
+PageItem = Picture | Sheet | LiveTimeline
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerTile:
     """Hold one of the figures at the head of the page; `bad` ones are marked."""
 
     name: str
@@ -40,11 +40,11 @@ class PageSection:
     name: str
     title: str
     warnings: Sequence[str] = ()
-    items: Sequence[Item | str] = ()
+    items: Sequence[PageItem | str] = ()
     folded: Sequence[Picture | Sheet] = field(default=())
 
     @property
-    def titled(self) -> list[Item]:
+    def titled(self) -> list[PageItem]:
         """Return all that the table of contents names."""
         return [x for x in (*self.items, *self.folded) if not isinstance(x, str)]
 
@@ -53,7 +53,7 @@ def page(
     title: str,
     facts: Sequence[tuple[str, str]],
     sections: Sequence[PageSection],
-    answers: Sequence[Answer] = (),
+    answers: Sequence[AnswerTile] = (),
 ) -> str:
     """Return the whole document; `facts` are names and values below the title and the answers.
 

@@ -18,14 +18,14 @@ from piper_report.facts.results import HANG_FILE, Results, WhyTable, load
 from piper_report.facts.summary import Table, far_from_measured
 from piper_report.figures.expert_figures import load_figure, token_figure
 from piper_report.figures.gantt import timelines
-from piper_report.figures.live_timeline import Step, live_timeline
+from piper_report.figures.live_timeline import TimelineStep, live_timeline
 from piper_report.figures.memory_figure import memory_figure
 from piper_report.figures.parallel_figure import parallel_figure
 from piper_report.figures.style import Picture, house_style
 from piper_report.figures.training_figures import gradient_figure, loss_figure, step_time_figure
 from piper_report.figures.tuning_figures import history_figure, pareto_figure
 from piper_report.pages.answers import answers_of
-from piper_report.pages.page import Item, PageSection, page
+from piper_report.pages.page import PageItem, PageSection, page
 from piper_report.tables.expert_tables import layer_sheet, load_note, rank_load_sheet, token_sheet
 from piper_report.tables.stage_tables import stage_sheet, strategy_sheet
 from piper_report.tables.tables import (
@@ -50,7 +50,7 @@ DEFINITIONS = (
     "experts as many as a token visits."
 )
 OF_MEASURED = (
-    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that was traced. Step "
+    "Errors are predicted / measured - 1. Measured idle times are of the last step, the one that was traced. TimelineStep "
     "in steady state, measured: the median without the first 3 steps."
 )
 
@@ -104,7 +104,7 @@ def write_report(
     )
 
 
-def write_files(target: Path, document: str, items: Sequence[Item | str]) -> Report:
+def write_files(target: Path, document: str, items: Sequence[PageItem | str]) -> Report:
     """Write a page, a PNG per figure and a CSV file per table into a folder; raise OutputError if that fails."""
     figures = {target / f"{x.name}.png": x.png for x in items if isinstance(x, Picture)}
     tables = {
@@ -261,8 +261,8 @@ def _summary(results: Results) -> PageSection:
 
 def _timeline(results: Results) -> PageSection:
     traces = with_spans(results)
-    live = live_timeline([Step("", traces, results.plan)])
-    items: list[Item | str] = [live] if live is not None else []
+    live = live_timeline([TimelineStep("", traces, results.plan)])
+    items: list[PageItem | str] = [live] if live is not None else []
     if results.measured_trace is not None:
         clocks = {
             k: v for k, v in results.measured_trace.notes.items() if k.startswith(NOTE.format(""))
