@@ -18,7 +18,7 @@ Rule = Callable[..., bool]
 Costs = Callable[[Row], Mapping[Hashable, float]]
 """A function that says what a row needs, and what it takes to make each of that; rows share what they need."""
 EACH = 0.5
-"""What a row costs beside what it needs, in the same unit."""
+"""The cost of a row beside its needs, in the same unit."""
 
 
 class Product:

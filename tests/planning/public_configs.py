@@ -260,4 +260,4 @@ PUBLIC: dict[str, tuple[dict[str, Any], str]] = {
         "176.247",
     ),
 }  # fmt: skip
-"""By name: the fields, and 10^9 parameters in as many digits as are published."""
+"""The fields of each file by name, and its parameters in 10^9, in as many digits as are published."""

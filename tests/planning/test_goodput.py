@@ -36,7 +36,7 @@ def test_it_is_the_share_of_failures_drawn_at_random() -> None:
 
 
 def test_few_failures_leave_what_young_says() -> None:
-    """To first order C / T + T / 2 M + R / M are lost, and T is sqrt(2 C M)."""
+    """Young says that C / T + T / 2 M + R / M are lost to first order, where T is sqrt(2 C M)."""
     found = goodput(Failures(mtbf_s=10_000.0, bytes_per_s=1e9, restart_s=100.0), 8 * 10**9)
     assert found.every_s == pytest.approx(400.0, rel=0.02)
     assert found.share == pytest.approx(1 - (8 / 400 + 200 / 10_000 + 100 / 10_000), abs=0.002)

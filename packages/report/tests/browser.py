@@ -137,7 +137,7 @@ class Tab:
     session: str
 
     def value(self, expression: str) -> Any:
-        """What JavaScript evaluates to; JSON only."""
+        """Return the value of a JavaScript expression, which must be JSON."""
         answer = self.browser.ask(
             "Runtime.evaluate", self.session, expression=expression, returnByValue=True
         )

@@ -32,7 +32,7 @@ ARGUMENTS: dict[str, OptionSpec] = {
     "gradient_checkpointing_kwargs.*": (ANY, Ignored("chooses between forms of the same")),
     "torch_compile": (BOOL, Mapped("the kernel stack inductor")),
 }
-"""The TrainingArguments that a DeepSpeed file takes values from, and those that say the rest of a job."""
+"""The TrainingArguments that fill a DeepSpeed file, and further ones that say the rest of a job."""
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,

@@ -251,7 +251,7 @@ SECTION: dict[str, OptionSpec] = {
     "leaf_module.names": (TEXTS, LEAVES),
     "leaf_module.name_suffixes": (TEXTS, LEAVES),
 }
-"""The options of the section, but for those that begin with "stage3_"."""
+"""The options of the section without the prefix "stage3_"."""
 
 STAGE_3 = (
     "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
