@@ -19,7 +19,7 @@ from tests.helpers.cover import met
 from tests.helpers.judged import judge
 from tests.helpers.written_out import blocks_of
 
-LONG = 3000
+LONG = 300
 
 
 def judged(c: Composition, launcher: str, request: pytest.FixtureRequest) -> None:

@@ -90,9 +90,11 @@ QUICK = {"sum": {("pp", 0), ("cp", 1)}, "total": {("dp", 0), ("recompute", 1)}, 
     ("name", "way"),
     [
         pytest.param(name, way, marks=[pytest.mark.long] * (not quick(name, way)))
-        for way in STRATEGIES
-        for name in NAMES
+        for k, name in enumerate(NAMES)
+        for j, way in enumerate(STRATEGIES)
+        # two of the five for each loss: the kinds of losses meet all kinds of plans
         if losses.LOSSES[name][0] != "refused"
+        and ((j - k) % len(STRATEGIES) < 2 or quick(name, way))
     ],
 )
 def test_a_loss_trains_the_whole_batch_under_every_kind_of_plan(name: str, way: str) -> None:
