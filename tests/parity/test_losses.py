@@ -261,6 +261,7 @@ def test_losses_of_large_vocabularies_are_understood_without_numbers(loss: Any) 
     assert piper.compile(job(loss, Wide), piper.Strategy(piper.Mesh(), ())).plan.loss_kind == "sum"
 
 
+@pytest.mark.long
 def test_totals_of_processes_are_those_of_one_process() -> None:
     made = job(losses.LOSSES["a list of pairs"][1])
     strategy = piper.Strategy(
@@ -276,6 +277,7 @@ def test_totals_of_processes_are_those_of_one_process() -> None:
     assert runs[1].losses == pytest.approx(expected.losses, rel=1e-12)
 
 
+@pytest.mark.long
 def test_two_roles_count_each_microbatch_once() -> None:
     """The loss of DualPipe is on both ends of the pipeline."""
     made = job(losses.LOSSES["several cross_entropies with their own targets"][1])
@@ -286,6 +288,7 @@ def test_two_roles_count_each_microbatch_once() -> None:
     parity.assert_parity(run, parity.reference(made, microbatches=4, steps=2))
 
 
+@pytest.mark.long
 def test_an_evaluation_has_totals_of_its_own() -> None:
     loss = losses.LOSSES["cross_entropy plus a mean over all"][1]
     made = job(loss, eval_data=losses.batch, eval_every=1, eval_batches=2)

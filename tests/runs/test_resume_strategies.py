@@ -23,9 +23,9 @@ SAVED, STEPS = 2, 3
 
 
 def of(pp: int, dp: int, schedule: str, chunks: int = 0, zero: int = 0) -> Composition:
-    """Return a strategy for one and the same training: 8 rows, in microbatches of one row each."""
+    """Return a strategy for one and the same training: 16 rows, in microbatches of two rows each."""
     return Composition(
-        "deep", pp, dp, 8 // dp, schedule, rows=1, optimizer="adamw", clip=0.05, scheduler=True, bucket_mb=0.003, chunks=chunks,
+        "deep", pp, dp, 8 // dp, schedule, rows=2, optimizer="adamw", clip=0.05, scheduler=True, bucket_mb=0.003, chunks=chunks,
         zero=zero,
     )  # fmt: skip
 
