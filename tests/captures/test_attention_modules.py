@@ -196,7 +196,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "scores of flex_attention": parts(flexible),
     "blocks of flex_attention": parts(masked_blocks),
 }
-QUICK = "encoder"
+QUICK = "sinks"
 
 
 @pytest.mark.long
