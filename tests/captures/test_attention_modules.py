@@ -227,6 +227,7 @@ def test_negative_control_attention_with_another_scale_is_seen(
     assert not report.equal and "NOT what one device computes" in report.text()
 
 
+@pytest.mark.long
 def test_negative_control_attention_without_its_dropout_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
