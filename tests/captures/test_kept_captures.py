@@ -141,6 +141,7 @@ def test_a_kept_capture_gives_its_warnings_again(counted: Mock, again: Callable[
     assert counted.call_count == 1
 
 
+@pytest.mark.long
 def test_what_was_asked_for_later_is_kept_too(
     counted: Mock, again: Callable[[], None], folder: Path
 ) -> None:
@@ -175,6 +176,7 @@ def test_experts_that_are_shared_in_another_way_come_from_what_is_kept(folder: P
         assert done.stdout == f"{ep} ranks\n", done.stderr
 
 
+@pytest.mark.long
 def test_what_a_file_does_not_hold_is_captured(counted: Mock, again: Callable[[], None]) -> None:
     piper.compile(job(PLAIN), SPLIT)
     again()
