@@ -393,6 +393,7 @@ def test_the_folder_is_the_users_own_for_caches(
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.long
 def test_the_oldest_files_go(
     counted: Mock, again: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

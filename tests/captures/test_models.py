@@ -205,6 +205,7 @@ def test_experts_are_what_loops_over_tokens_compute(factor: float, drops: bool) 
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "heads"),
     [
