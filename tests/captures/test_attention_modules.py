@@ -214,6 +214,7 @@ def test_shared_attention_is_computed_whole_where_it_must_be(name: str) -> None:
     assert report.equal, report.text()
 
 
+@pytest.mark.long
 def test_negative_control_attention_with_another_scale_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

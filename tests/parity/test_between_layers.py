@@ -132,7 +132,7 @@ def sends(compiled: piper.Compiled) -> int:
     return sum(i.name.startswith("send") for role in compiled.plan.roles for i in role.program)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.long
 @pytest.mark.parametrize("name", BODIES)
 def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> None:
     work = job(lambda: Model(BODIES[name]))

@@ -43,7 +43,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_decoder_trains_what_one_device_trains(name: str, layout: str) -> None:
     mesh, directives = LAYOUTS[layout]
@@ -52,7 +52,7 @@ def test_a_decoder_trains_what_one_device_trains(name: str, layout: str) -> None
     assert verify_strategy(job, strategy, steps=2).equal
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", DECODERS)
 def test_devices_share_heads_and_products(name: str) -> None:
     """Whole on each device are norms, routers and what passes between layers: no attention, and no large product."""
