@@ -178,6 +178,7 @@ class Again(nn.Module):
         return self.layers[0](x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_a_block_that_runs_again_is_named_with_its_line_and_the_way_out_is_one(
     schedule: str,

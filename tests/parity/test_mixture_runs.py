@@ -300,6 +300,7 @@ def test_counts_are_added_over_ranks_in_the_order_of_layers() -> None:
     assert counts_tokens("layers.3.expert_tokens") and not counts_tokens("expert_tokens.weight")
 
 
+@pytest.mark.long
 def test_devices_that_share_experts_count_their_own_rows() -> None:
     shared = (
         *recipes.expert_parallel(),
