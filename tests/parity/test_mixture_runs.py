@@ -258,6 +258,7 @@ def test_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged(*BIDIRECTIONAL) != alone()
 
 
+@pytest.mark.long
 def test_a_step_writes_them_down(tmp_path: Path) -> None:
     log = JsonLines(tmp_path)
     metrics = StepMetrics(0, 1.0, 0.1, None, 0.0, experts=alone()[0])
