@@ -191,6 +191,7 @@ TOGETHER: dict[str, tuple[str, ...]] = {
         "tests/house/test_documents.py",
         "tests/house/test_names.py",
         "tests/house/test_prose.py",
+        "tests/cli/test_advice_names.py",
     ),
     "a Ray cluster": (
         "packages/runtime/tests/test_runtime_ray.py",
