@@ -91,6 +91,7 @@ def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(
     assert all("divide" in text or "do not fill" in text for text in skipped) and skipped
 
 
+@pytest.mark.long
 @each_case(
     "choices",
     [
