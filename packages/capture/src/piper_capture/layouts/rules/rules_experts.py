@@ -73,3 +73,5 @@ RULES: dict[OpOverload, Callable[[OpCall], Loops]] = {
     piper.unroute_dgrad.default: _unroute,
     piper.unroute_wgrad.default: _unroute_wgrad,
 }
+BY_EXPERT = frozenset(RULES)
+"""The operators that sort tokens by expert, compute their rows, and bring them back."""
