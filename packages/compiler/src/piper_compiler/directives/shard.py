@@ -50,7 +50,7 @@ Legality
     sums over experts.
 13. `bound` and `overflow` stand with stream="rows" alone, for dropless mixtures: a positive number; "rounds", "error"
     or "drop". A region of such a mixture holds one `route` and one `unroute`, between which only stacks of weights
-    [experts, ...] are read, and no other `shard` divides its tokens.
+    [experts, ...] are read. Where another `shard` divides its tokens, its other operations treat each token alone.
 14. `cut` is True or False. It stands without `stream`, index="tokens" and `keep`, and no other `shard` stands beside
     it. No chunk draws random numbers: their order is that of a whole layer.
 """
