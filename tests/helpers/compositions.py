@@ -113,9 +113,10 @@ class Composition:
     order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two may
     be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on
     one stream, all receives on another. keep: the policy of recomputation of everything. rep: of `dp` replicas so many
-    keep the same each, where the others share states. tp: devices that share the work of each chunk; along its tokens
-    too with `stream`, where `gathered` keeps what the forward gathers. cp: devices that share the tokens, with this
-    `attention` in this `order`. ep: of `dp` replicas so many share experts."""
+    keep the same each, where the others share states. whole_mb: parameters of up to this size stay whole. tp: devices
+    that share the work of each chunk; along its tokens too with `stream`, where `gathered` keeps what the forward
+    gathers. cp: devices that share the tokens, with this `attention` in this `order`. ep: of `dp` replicas so many
+    share experts."""
 
     model: str
     pp: int = 1
@@ -140,6 +141,7 @@ class Composition:
     resident_mb: float | str = 0
     reduced_mb: float | str = 0
     prefetch: int = 1
+    whole_mb: float = 0
     keep: str = "all"
     rep: int = 1
     tp: int = 1
@@ -169,6 +171,7 @@ class Composition:
                 f"zero={self.zero}",
                 f"{self.resident_mb}/{self.reduced_mb}",
                 f"prefetch={self.prefetch}",
+                *[f"whole={self.whole_mb}"] * (self.whole_mb > 0),
             ]
         if self.tp > 1:
             shown += [
@@ -247,7 +250,11 @@ def strategy_of(c: Composition) -> Strategy:
         shared = {state: ("dp",) for state in ("optim", "grads", "params")[: c.zero]}
         level = dict(over=("dp", "rep"), shard=shared) if c.rep > 1 else dict(zero=c.zero)
         sharing = dict(
-            resident_mb=c.resident_mb, reduced_mb=c.reduced_mb, prefetch=c.prefetch, **level
+            resident_mb=c.resident_mb,
+            reduced_mb=c.reduced_mb,
+            prefetch=c.prefetch,
+            whole_mb=c.whole_mb,
+            **level,
         )
     if c.ep > 1:
         sharing["over"] = ("dp", "ep")

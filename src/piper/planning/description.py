@@ -107,6 +107,7 @@ def _replicas(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
         reshard=item.resident_mb != "step",
         bucket_mb=None if item.bucket_mb == replicate.bucket_mb else float(item.bucket_mb),
         prefetch=None if item.prefetch == replicate.prefetch else item.prefetch,
+        whole_mb=float(item.whole_mb) if item.shards.params else 0,
     )
 
 

@@ -145,6 +145,8 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
             )
         if layout.prefetch not in (None, 1):
             notes.append(f"FSDP 2 gathers one unit ahead, not {layout.prefetch}")
+        if layout.whole_mb:
+            notes.append(f"FSDP shards parameters below {layout.whole_mb:g} MiB, too")
     if layout.dp_replicate > 1 and not layout.zero:
         notes.append(f"DDP has one group of {layout.replicas} replicas")
     return tuple(notes)

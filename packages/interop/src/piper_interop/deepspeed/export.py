@@ -125,7 +125,9 @@ def _zero(described: JobDescription) -> dict[str, Any]:
     if layout.zero == 3:
         sizes |= {
             "stage3_prefetch_bucket_size": 0 if layout.prefetch == 0 else elements,
-            "stage3_param_persistence_threshold": 0,
+            "stage3_param_persistence_threshold": round(
+                layout.whole_mb * 2**20 / BYTES[described.compute]
+            ),
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
         }

@@ -129,6 +129,8 @@ def _states(described: JobDescription, options: WrittenOptions) -> None:
         options.add("num-distributed-optimizer-instances", plan.dp_replicate)
     if plan.prefetch not in (None, 1):
         options.near(f"prefetch={plan.prefetch}", "Megatron gathers one use ahead")
+    if plan.whole_mb:
+        options.near(f"whole_mb={plan.whole_mb}", "Megatron shards small parameters, too")
     if plan.zero == 3 and not plan.reshard:
         _torch_fsdp(described, options)
     elif plan.zero >= 2:

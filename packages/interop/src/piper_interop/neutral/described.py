@@ -78,6 +78,7 @@ class DeviceLayout:
         reshard: whether gathered parameters are dropped after the forward and gathered again (zero=3).
         bucket_mb: MiB of a bucket of gradients; None for the recipe's own.
         prefetch: uses ahead for which parameters are gathered; None for the recipe's own.
+        whole_mb: MiB of a parameter, in the compute dtype, up to which it is not sharded (zero=3).
     """
 
     tp: int = 1
@@ -98,6 +99,7 @@ class DeviceLayout:
     reshard: bool = True
     bucket_mb: float | None = None
     prefetch: int | None = None
+    whole_mb: float = 0
 
     @property
     def devices(self) -> int:

@@ -180,6 +180,8 @@ def _replicated(layout: DeviceLayout) -> dict[str, Any]:
         how["bucket_mb"] = layout.bucket_mb
     if layout.prefetch is not None:
         how["prefetch"] = layout.prefetch
+    if layout.whole_mb:
+        how["whole_mb"] = layout.whole_mb
     if layout.zero == 3 and not layout.reshard:
         how["resident_mb"] = "step"
     return how

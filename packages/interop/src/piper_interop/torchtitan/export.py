@@ -122,6 +122,8 @@ def stages(described: JobDescription) -> list[list[str]]:
 
 
 def _notes(described: JobDescription) -> Iterator[str]:
+    if described.layout.whole_mb:
+        yield f"FSDP shards parameters below {described.layout.whole_mb:g} MiB, too"
     if _checkpointing(described) == "selective":
         yield "selective checkpointing keeps every second product, keep='products' all of them"
     yield "the options are those of version 0.3.0; run_train.sh takes them behind --module and --config"
