@@ -24,6 +24,7 @@ from piper_runtime.checkpoint.restoring import restore
 from piper_runtime.engine.core_shares import core_share
 from piper_runtime.engine.core_waits import core_waits, core_waits_of_all
 from piper_runtime.engine.engine import PeerError
+from piper_runtime.engine.failures import state_allocated
 from piper_runtime.engine.ranges import named_instructions, profiled
 from piper_runtime.engine.streams import (
     EVALUATES,
@@ -170,16 +171,17 @@ def _run(context: WorkerContext, request: Request, plan: Plan, device: torch.dev
             )
         )
         snapshots = None
-    bound = Rank(plan, rank, request.code, job, request.params, request.buffers, probe, device)
-    if options.checkpoint is not None or request.restore is not None:
-        keep_exact(
-            bound,
-            request.params,
-            share=snapshots is None,
-            restored=request.restore is not None,
-        )
-    if request.restore is not None:
-        restore(bound, request.restore, lambda n: heart.__setitem__(ISSUED, n))
+    with state_allocated(plan, rank):
+        bound = Rank(plan, rank, request.code, job, request.params, request.buffers, probe, device)
+        if options.checkpoint is not None or request.restore is not None:
+            keep_exact(
+                bound,
+                request.params,
+                share=snapshots is None,
+                restored=request.restore is not None,
+            )
+        if request.restore is not None:
+            restore(bound, request.restore, lambda n: heart.__setitem__(ISSUED, n))
     streams = plan.role_of(rank).streams
     if len(streams) > MOST_STREAMS:
         raise ExecutionError(
