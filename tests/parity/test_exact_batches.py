@@ -56,7 +56,11 @@ def still(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.0)
 
 
-@pytest.mark.parametrize("precision", [TWO_KINDS, Precision("bfloat16")], ids=["mixed", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision",
+    [TWO_KINDS, pytest.param(Precision("bfloat16"), marks=pytest.mark.long)],
+    ids=["mixed", "bfloat16"],
+)
 def test_what_the_loss_reads_is_exact_and_its_bytes_are_planned(precision: Precision) -> None:
     job = Job(Identities, batch, masked, still, global_batch=ROWS, precision=precision)
     compiled = piper.compile(job, STAGES)
@@ -135,7 +139,10 @@ WHOLE = torch.arange(4 * 2 * 3, dtype=torch.float32).view(4, 2, 3)
 
 @pytest.mark.parametrize(
     ("inputs", "targets"),
-    [(WHOLE[..., :2], WHOLE[..., :2]), (WHOLE[..., :2], WHOLE[..., 1:])],
+    [
+        (WHOLE[..., :2], WHOLE[..., :2]),
+        pytest.param(WHOLE[..., :2], WHOLE[..., 1:], marks=pytest.mark.long),
+    ],
     ids=["one", "views"],
 )
 def test_a_batch_in_one_memory_that_forward_changes_is_refused(

@@ -103,6 +103,7 @@ def halved(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return (0.5 * each.view(-1)).sum(), torch.ones_like(each).sum()
 
 
+@pytest.mark.long
 def test_what_a_model_makes_of_a_float32_loss_is_float32() -> None:
     """Where chunks are cut behind the loss, the next one reads it as it is."""
 
@@ -133,6 +134,7 @@ def test_what_a_model_makes_of_a_float32_loss_is_float32() -> None:
     assert run.losses[0] == pytest.approx(plain.losses[0], rel=1e-2)
 
 
+@pytest.mark.long
 def test_pairs_of_sum_and_weight_are_float32() -> None:
     chunks = plan_of(job(loss=halved)).chunks
     kinds = {(o.kind, o.spec.dtype) for c in chunks for o in c.outputs}
@@ -205,6 +207,7 @@ def test_a_state_dict_has_the_dtype_of_the_update_and_frozen_parameters_every_di
     assert not torch.equal(found["layers.0.weight"], found["layers.0.weight"].bfloat16().float())
 
 
+@pytest.mark.long
 def test_a_file_of_weights_is_not_rounded(tmp_path: Path) -> None:
     torch.manual_seed(1)
     state = Routed().state_dict()
@@ -217,6 +220,7 @@ def test_a_file_of_weights_is_not_rounded(tmp_path: Path) -> None:
     assert all(torch.equal(found[n], t) for n, t in state.items())
 
 
+@pytest.mark.long
 def test_another_precision_is_another_capture() -> None:
     kinds = [BF16, KEPT, Precision(params="bfloat16"), Precision()]
     assert len({id(captured_job(job(p))) for p in kinds}) == len(kinds)

@@ -165,7 +165,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @EACH
 def test_each_function_draws_what_plain_pytorch_draws(
     draws: dict[str, Callable[[Tensor], Tensor]],
@@ -311,6 +311,7 @@ class Choosing(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_a_module_whose_draws_depend_on_values_draws_by_torchs_generator_alone() -> None:
     with pytest.raises(
         CaptureError,

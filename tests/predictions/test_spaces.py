@@ -75,7 +75,7 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_the_least_
     assert cells == {at for at in meshes if at[0] * at[1] * at[2] <= 16}
 
 
-@pytest.mark.parametrize("make", [llama, mixture])
+@pytest.mark.parametrize("make", [llama, pytest.param(mixture, marks=pytest.mark.long)])
 def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(make: Any) -> None:
     space = piper.space(make(), CLUSTER)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
