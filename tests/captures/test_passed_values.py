@@ -162,6 +162,7 @@ def test_a_ring_refuses_a_mask() -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("tril", marks=pytest.mark.long), "learned"])
 def test_sequence_parallelism_sees_a_mask_alike(kind: str) -> None:
     assert_right(MASKED[kind], Mesh(tp=2), piper.shard(where(), stream="tokens"), HALF)

@@ -143,7 +143,7 @@ def test_one_tensor_and_its_gradient_cross_for_each_microbatch(name: str) -> Non
     assert report.equal, report.text()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     ["scattered", "projected_residual", "scaled_residual", "written_into_a_copy"],

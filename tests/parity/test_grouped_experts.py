@@ -158,6 +158,7 @@ def test_grouped_products_of_torch_count_all_rows_once() -> None:
     assert simulate(made.plan, "h100x8").summary()["without_formula"] == {}
 
 
+@pytest.mark.long
 def test_an_op_without_a_formula_is_named_with_its_share_of_the_bytes() -> None:
     made = compiled("unknown")
     found = simulate(made.plan, "h100x8")

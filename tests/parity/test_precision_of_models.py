@@ -173,6 +173,7 @@ def test_kept_parameters_compute_in_their_own_dtype_and_share_no_bucket_with_oth
     assert all(b.mastered for b in plan.buckets if b is not kept)
 
 
+@pytest.mark.long
 def test_kept_parameters_train_as_in_a_plain_loop() -> None:
     """The model computes in float32 inside of float64, with one parameter that stays in float64."""
     work = job(
@@ -267,7 +268,7 @@ def test_what_is_refused_by_name(name: str) -> None:
         make()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("size", ["gpt", "moe"])
 def test_jobs_of_models_compute_in_bfloat16_and_update_in_float32(size: str) -> None:
     config = {
