@@ -19,10 +19,12 @@ from piper import Mesh, Precision, Strategy, models, recipes, where
 from piper.api.reference.verification import verify_strategy
 from piper_capture import region
 from piper_capture.steps.routed import RoutedLayouts
-from piper_ir.ground.errors import DirectiveError
+from piper_ir.ground.errors import DirectiveError, PlanError
 from piper_ir.plan.plan import Plan
+from piper_ir.program.layout import DimPart
 from piper_ir.verify import verify
 from piper_ops import grouped_mm, route, unroute
+from piper_simulator import simulate
 from tests.helpers import expert_loops, families, parity
 from tests.helpers.cases import each_case
 from tests.helpers.decoders import DECODERS
@@ -50,6 +52,95 @@ def test_devices_share_tokens_beside_experts(name: str, load: str) -> None:
     found = run(made)
     parity.assert_parity(found, expected(load, made.plan.replicas, made.plan.microbatches))
     assert not lies(made.plan, found.memory)
+
+
+ROWS = ("dp", "ep")
+FOLDED: dict[str, tuple[Mesh, Any, tuple[Any, ...], tuple[str, ...], int]] = {
+    "tp and ep": (Mesh(tp=2, ep=2), ("tp", "ep"), (SEQUENCE,), ROWS, 0),
+    "tp alone": (Mesh(tp=2, dp=2), "tp", (SEQUENCE,), ROWS, 1),
+    "dp and ep": (Mesh(dp=2, ep=2), ("dp", "ep"), (), ROWS, 0),
+    "tp and ep around cp": (Mesh(tp=2, cp=2, ep=2), "tp+ep", (SEQUENCE, CONTEXT), ROWS, 3),
+    "states over cp": (Mesh(tp=2, cp=2, ep=2), ("tp", "cp", "ep"), (SEQUENCE, CONTEXT), (*ROWS, "cp"), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n != "tp and ep")) for n in FOLDED]
+)
+def test_experts_over_several_axes(name: str) -> None:
+    """What Megatron calls experts with a tensor-parallel size of 1, and torchtitan folded expert parallelism."""
+    mesh, over, directives, rows, zero = FOLDED[name]
+    rest = recipes.data_parallel(over=rows, zero=zero)
+    made = piper.compile(job("2"), Strategy(mesh, [shared(over=over), *directives, *rest]))
+    verify(made.plan)
+    found = run(made)
+    parity.assert_parity(found, expected("2", made.plan.replicas, made.plan.microbatches))
+    assert not lies(made.plan, found.memory)
+
+
+def folded() -> Plan:
+    return compiled("2", Mesh(tp=2, ep=2), SEQUENCE, over=("tp", "ep")).plan
+
+
+def test_each_device_has_other_experts_along_both_axes() -> None:
+    plan = folded()
+    params = {p.name: p for p in plan.params}
+    assert params["layers.0.up"].layout == (DimPart("ep", 0), DimPart("tp", 0))
+    assert params["layers.0.up"].spec.shape[0] == EXPERTS // 4 and not params["layers.0.up"].summed
+    assert params["layers.0.router.weight"].summed == ("tp",)
+    assert plan.experts == ("ep",) and {c.experts for c in plan.chunks} == {"", "tp+ep"}
+    assert simulate(plan, "h100x4").period_s > 0
+
+
+@each_case(
+    ("experts", "message"),
+    [
+        ("ep", r"has experts along ep, and its step . exchanges rows along tp\+ep"),
+        ("tp+dp", r"has experts along tp\+dp, and its parameters have parts along ep, tp"),
+        ("cp", r"has experts along cp; devices have different ones along ep"),
+    ],
+)
+def test_negative_control_experts_along_other_axes_are_found(experts: str, message: str) -> None:
+    plan = folded()
+    chunks = tuple(replace(c, experts=experts) if c.experts else c for c in plan.chunks)
+    with pytest.raises(PlanError, match=message):
+        verify(replace(plan, chunks=chunks))
+
+
+@each_case(
+    ("over", "mesh", "directive", "message"),
+    [
+        (("tp", "ep"), Mesh(tp=2, ep=2), piper.shard(where()), "along tp have the same tokens .* write stream=.tokens"),
+        (("tp", "tp"), Mesh(tp=2), SEQUENCE, "over='tp.tp'; experts .* are shared over several axes"),
+        (("tp", "ep"), Mesh(tp=2, ep=3), SEQUENCE, "8 experts cannot be shared equally by 6 devices"),
+    ],
+)  # fmt: skip
+def test_axes_that_experts_cannot_be_over_are_refused(
+    over: Any, mesh: Mesh, directive: Any, message: str
+) -> None:
+    with pytest.raises(DirectiveError, match=message):
+        compiled("2", mesh, directive, over=over)
+
+
+def test_experts_with_a_capacity_are_over_one_axis() -> None:
+    config = replace(
+        DECODERS["Mixtral"], experts=replace(DECODERS["Mixtral"].experts, capacity_factor=1.0)
+    )
+    with pytest.raises(
+        DirectiveError,
+        match=r"places for so many tokens .* over one axis, and dropless ones over several",
+    ):
+        piper.compile(
+            models.job(config, global_batch=8, precision="float64"),
+            Strategy(
+                Mesh(tp=2, ep=2),
+                [
+                    *recipes.expert_parallel(over=("tp", "ep")),
+                    SEQUENCE,
+                    *recipes.data_parallel(over=("ep",)),
+                ],
+            ),
+        )
 
 
 def _rows(plan: Plan) -> int:

@@ -105,7 +105,8 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
             each = rows.get(shape, 0.0)
             if not each and len(shape) == 3 and shape[0]:
                 each = shared.get(shape[1:], 0.0) / shape[0]
-            there = tokens_of(chunk, tokens) * plan.mesh.size(chunk.experts)
+            ranks = plan.mesh.degree(plan.mesh.along(chunk.experts))
+            there = tokens_of(chunk, tokens) * ranks
             if 0 < each < there:
                 visited[name] = max(visited.get(name, 0.0), each / there)
     return visited

@@ -67,6 +67,7 @@ class Routed:
     Attributes:
         tokens: the tokens of a row.
         sharing: the axes whose devices share the tokens of a row, with their sizes. Each routes its own.
+        axes: the axes, outermost first, of which `axis` is made; none if it is one axis.
     """
 
     axis: str
@@ -75,12 +76,13 @@ class Routed:
     overflow: str
     tokens: int = field(default=0, repr=False)
     sharing: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+    axes: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def text(self) -> str:
         """Return it as one text."""
         shares = f" {self.tokens} tokens over {self.sharing}" if self.sharing else ""
-        return f"{self!r}{shares}"
+        return f"{self!r}{shares}{' of '.join(('', *self.axes))}"
 
     def own(self, spec: TensorSpec) -> TensorSpec:
         """Return the spec of a device's tokens of a value [rows x tokens, ...] or [rows, tokens, ...]."""
@@ -104,22 +106,24 @@ class RoutedLayouts:
     """Describe the placement of such a chunk's inputs: stacks are sharded along experts, all others replicated.
 
     Attributes:
+        axes: the axes along which stacks are sharded, outermost first.
         sharing: the axes along which gradients of parameters are partial sums.
         stacks: the indices of inputs that are stacks of matrices.
         grads: the indices of inputs whose gradients it makes.
     """
 
-    axis: str
+    axes: tuple[str, ...]
     stacks: frozenset[int]
     grads: frozenset[int]
     sharing: tuple[str, ...] = ()
     unshared: tuple[()] = ()
 
     def layout_of(self, number: int) -> Layout:
-        return (DimPart(self.axis, 0),) if number in self.stacks else ()
+        return tuple(DimPart(axis, 0) for axis in self.axes) if number in self.stacks else ()
 
     def summed(self, number: int) -> tuple[str, ...]:
-        return self.sharing
+        own = self.axes if number in self.stacks else ()
+        return tuple(axis for axis in self.sharing if axis not in own)
 
 
 class RoutedForms:
@@ -139,7 +143,8 @@ class RoutedForms:
         """Return the placement of the parameters."""
         trained = {k for k, i in enumerate(self._inputs(FEW)) if i.needs_grad}
         sharing = tuple(axis for axis, _ in self._how.sharing)
-        return RoutedLayouts(self._how.axis, self._at(FEW).stacks, frozenset(trained), sharing)
+        axes = self._how.axes or (self._how.axis,)
+        return RoutedLayouts(axes, self._at(FEW).stacks, frozenset(trained), sharing)
 
     def joint(self, rows: int, mask: Sequence[bool]) -> Joint:
         """Return the joint graph of a device."""

@@ -117,10 +117,18 @@ class ExpertChunks:
     def routed(self, sharing: tuple[tuple[str, int], ...]) -> Routed:
         """Return how devices trade rows inside of chunks; those of the axes `sharing` share the tokens of a row."""
         asked = self._asked
-        return Routed(self.axis, asked.degree, asked.bound, asked.overflow, self.tokens, sharing)
+        axes = tuple(axis for axis, _ in asked.folded)
+        return Routed(
+            self.axis, asked.degree, asked.bound, asked.overflow, self.tokens, sharing, axes
+        )
 
     def check_tokens(self, sharing: tuple[tuple[str, int], ...]) -> None:
         """Raise DirectiveError for dropless mixtures whose tokens the devices of these axes cannot share."""
+        if self._asked.folded and self._routing != self._inside:
+            raise self._fail(
+                f"{min(self._inside - self._routing)} has places for so many tokens as its capacity says; devices share "
+                f"such experts over one axis, and dropless ones over several"
+            )
         if not self._routing or not sharing:
             return
         devices, over = prod(n for _, n in sharing), ", ".join(axis for axis, _ in sharing)

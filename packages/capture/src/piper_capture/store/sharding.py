@@ -67,8 +67,14 @@ def _made(captured: Captured, asked: tuple[Sharding, ...]) -> Captured:
             with_seams(captured, split, params_of(captured.program)) if seams else captured, split
         ).captured()
     apart = cut_at_experts(captured)
-    expert_chunks = ExpertChunks(apart, wanted, params_of(apart.program))
+    params = params_of(apart.program)
+    expert_chunks = ExpertChunks(apart, wanted, params)
     others = _split(apart, tuple(s for s in asked if not s.experts), expert_chunks)
+    parts = {s.over: s.axes for s in others if len(s.split) > 1}
+    if any(axis in parts for axis, _ in wanted.axes):
+        folded = [one for axis in wanted.axes for one in parts.get(axis[0], (axis,))]
+        wanted = replace(wanted, folded=tuple(folded))
+        expert_chunks = ExpertChunks(apart, wanted, params)
     expert_chunks.check_tokens(_token_axes(others))
     return _Shared(apart, (*others, wanted), expert_chunks).captured()
 
@@ -162,9 +168,9 @@ class _Shared:
         self._check_opaque()
         self._ties.settle()
         chunks = tuple(self._chunk(c) for c in program.chunks)
-        params = self._params(program.params, chunks)
         axes = tuple(axis for s in self._asked if not s.experts for axis in s.axes)
-        along = tuple(axis for s in self._asked if s.experts for axis in s.axes)
+        along = tuple(axis for s in self._asked if s.experts for axis in s.axes if axis not in axes)
+        params = self._params(program.params, chunks, {axis for axis, _ in along})
         shared_program = replace(
             program, chunks=chunks, params=params, axes=axes, experts=along, variants=()
         )
@@ -274,12 +280,14 @@ class _Shared:
         assert problem is not None
         raise problem
 
-    def _params(self, params: Sequence[Param], chunks: Sequence[Chunk]) -> tuple[Param, ...]:
-        """Return the parameters with the spec of a device's shard, their layouts and the axes of their sums."""
+    def _params(
+        self, params: Sequence[Param], chunks: Sequence[Chunk], rows: Collection[str]
+    ) -> tuple[Param, ...]:
+        """Return the parameters with the spec of a device's shard, their layouts and the axes of their sums.
+
+        Along the axes `rows` all gradients are summed, because rows differ.
+        """
         layouts, summed = self._ties.layouts(), self._ties.summed()
-        rows = {
-            s.over for s in self._asked if s.experts
-        }  # along which all gradients are summed, because rows differ
         specs = {
             chunk_input.ref: chunk_input.spec
             for chunk in chunks

@@ -72,6 +72,7 @@ class Sharding:
         bound: of dropless mixtures, the places for rows of another device over the mean of these.
         overflow: how more rows are treated: "rounds", "error" or "drop".
         cut: whether chunks are cut where devices begin and end to share work, so that sums are made between them.
+        folded: the axes, outermost first, of which `over` is made, with their sizes; none if it is one axis.
     """
 
     over: str
@@ -87,6 +88,7 @@ class Sharding:
     bound: float = field(default=BOUND, repr=False)
     overflow: str = field(default=OVERFLOWS[0], repr=False)
     cut: bool = field(default=False, repr=False)
+    folded: tuple[tuple[str, int], ...] = field(default=(), repr=False)
 
     @property
     def way(self) -> str:
@@ -101,7 +103,9 @@ class Sharding:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Return the axis, or the axes that it is split into, with their sizes."""
+        """Return the axis, or the axes that it is made of or split into, with their sizes."""
+        if self.folded:
+            return self.folded
         if len(self.split) < 2:
             return ((self.over, self.degree),)
         return tuple((f"{self.over}.{k}", degree) for k, degree in enumerate(self.split))
