@@ -112,7 +112,7 @@ def profile(
     target = compile(job, strategy)
     chosen = _rows(job.global_batch, rows, target.plan.rows)
     shares = tuple(d for d in strategy.directives if isinstance(d, shard))
-    alone = Mesh(tuple((d.over, strategy.mesh.size(d.over)) for d in shares))
+    alone = Mesh(tuple((d.over, strategy.mesh.size(d.over)) for d in shares), strategy.mesh.order)
     singles = [_one_replica(job, r, alone, shares) for r in chosen]
     policies = list(_policies(target, strategy, keep))
     again = [_one_replica(job, r, alone, (*shares, policy)) for policy in policies for r in chosen]
@@ -187,7 +187,10 @@ def _sharing(job: Job, rows: int, mesh: Mesh, shares: Sequence[Directive]) -> li
     own = _axes_of_experts(shares)
     jobs = {n: replace(job, global_batch=rows * n * mesh.degree(own)) for n in SHARING}
     zero = (*shares, *recipes.data_parallel(over=("dp", *own), zero=2))
-    return [compile(of, Strategy(Mesh(mesh.sizes, dp=n), zero)).plan for n, of in jobs.items()]
+    return [
+        compile(of, Strategy(Mesh(mesh.sizes, mesh.order, dp=n), zero)).plan
+        for n, of in jobs.items()
+    ]
 
 
 def _requests(
