@@ -27,6 +27,7 @@ from piper_compiler import (
     shard,
     split,
     stream,
+    tile_loss,
 )
 from piper_compiler.directives import chunk_layers, layers_of, stage_of_layers
 from piper_ir.ground.mesh import Mesh
@@ -116,7 +117,8 @@ class Composition:
     keep the same each, where the others share states. whole_mb: parameters of up to this size stay whole. tp: devices
     that share the work of each chunk; along its tokens too with `stream`, where `gathered` keeps what the forward
     gathers. cp: devices that share the tokens, with this `attention` in this `order`. ep: of `dp` replicas so many
-    share experts."""
+    share experts. tiles: of tokens, in which the loss is computed. overlap_states: whether
+    messages of buckets run beside compute."""
 
     model: str
     pp: int = 1
@@ -142,6 +144,7 @@ class Composition:
     reduced_mb: float | str = 0
     prefetch: int = 1
     whole_mb: float = 0
+    overlap_states: bool = True
     keep: str = "all"
     rep: int = 1
     tp: int = 1
@@ -152,6 +155,7 @@ class Composition:
     order: Literal["", "zigzag", "blocks"] = ""
     ep: int = 1
     cut: bool = False
+    tiles: int = 1
     at: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -182,7 +186,9 @@ class Composition:
             ]
         if self.cp > 1:
             shown += [f"cp={self.cp}", self.attention, *[self.order] * bool(self.order)]
+        shown += ["no overlap of states"] * (not self.overlap_states)
         shown += [f"ep={self.ep}"] * (self.ep > 1)
+        shown += [f"tiles={self.tiles}"] * (self.tiles > 1)
         return "-".join(
             [self.model, *shown, *["overlap"] * self.overlap, *[self.keep] * (self.keep != "all")]
         )
@@ -258,8 +264,13 @@ def strategy_of(c: Composition) -> Strategy:
         )
     if c.ep > 1:
         sharing["over"] = ("dp", "ep")
-    data_parallel = (replicate(where(), bucket_mb=c.bucket_mb, **sharing),) if c.dp > 1 else ()
+    data_parallel: tuple[Any, ...] = ()
+    if c.dp > 1:
+        data_parallel = (
+            replicate(where(), bucket_mb=c.bucket_mb, overlap=c.overlap_states, **sharing),
+        )
     again = (recompute(where(), keep=c.keep),) if c.keep != "all" else ()
+    tiles = (tile_loss(c.tiles),) if c.tiles > 1 else ()
     axes = dict(dp=c.dp // c.rep, rep=c.rep) if c.rep > 1 else dict(dp=c.dp)
     axes = dict(dp=c.dp // c.ep, ep=c.ep) if c.ep > 1 else axes
     experts = recipes.expert_parallel() if c.ep > 1 else ()
@@ -273,7 +284,7 @@ def strategy_of(c: Composition) -> Strategy:
         )
     return Strategy(
         Mesh(pp=c.pp, tp=c.tp, cp=c.cp, **axes),
-        (sharers, _pipeline(c, program), data_parallel, again),
+        (sharers, tiles, _pipeline(c, program), data_parallel, again),
     )
 
 

@@ -295,6 +295,11 @@ class TestReplicate:
         for size in (-1, float("inf"), "step"):
             refused(10, replicate(where(), whole_mb=size), says=f"whole_mb={size!r}; a number of")
 
+    def test_11_overlap(self) -> None:
+        refused(
+            11, replicate(where(), overlap="no"), says="overlap='no'; True or False is accepted"
+        )
+
 
 class TestOrder:
     first = (partition(stages=2), split(where(), microbatches=2))

@@ -17,6 +17,7 @@ Legality
     that share chunks have the same rows: along such an axis states can be sharded, and nothing is replicated. A
     parameter whose gradient is no partial sum there has its states sharded along the other axes alone.
 10. whole_mb is a finite number from 0.
+11. overlap is True or False.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class Replicate:
         whole_mb: MiB of a parameter, in the dtype of forward and backward, up to which it is not sharded, while its
             gradient and the optimizer's states are; each rank has all of it during a step (DeepSpeed's
             param_persistence_threshold).
+        overlap: whether gathers and reductions run beside compute. If not, gradients are reduced after the last
+            backward of a device, and parameters gathered before its first forward; where gradients or parameters are
+            sharded, compute waits for each message on its own (Megatron-LM without --overlap-grad-reduce).
         site: where the user wrote it.
     """
 
@@ -94,6 +98,7 @@ class Replicate:
     prefetch: int = 1
     gather: str = ""
     whole_mb: float = 0
+    overlap: bool = True
     site: str = site_field()
 
     def __post_init__(self) -> None:
@@ -139,6 +144,8 @@ class Replicate:
             raise fail(self, 8, f"prefetch={self.prefetch!r}; an integer from 0 is accepted")
         if type(self.whole_mb) not in (int, float) or not 0 <= self.whole_mb < inf:
             raise fail(self, 10, f"whole_mb={self.whole_mb!r}; a number of MiB from 0 is accepted")
+        if type(self.overlap) is not bool:
+            raise fail(self, 11, f"overlap={self.overlap!r}; True or False is accepted")
         nodes = compute_nodes(self, graph, self.selection)
         self._check_nodes(graph, nodes)
 
@@ -227,6 +234,7 @@ class Replicate:
                 self.gather,
                 self.prefetch,
                 self.whole_mb,
+                self.overlap,
             )
         )
 
@@ -251,6 +259,7 @@ class Replicate:
             reduced,
             self.prefetch,
             _bytes(self.whole_mb),
+            self.overlap,
         )
         for node in graph.pick(self.selection):
             edit.replication[str(node.coords["chunk"])] = record

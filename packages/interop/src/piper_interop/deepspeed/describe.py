@@ -119,7 +119,7 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
             f"{foreign.source}: data_parallel_size={stated}, but --gpus {devices} give {replicas} replicas"
         )
     sharing = _mics(foreign, replicas)
-    level = stage(foreign)
+    level, overlap = stage(foreign), foreign.get("zero_optimization.overlap_comm")
     return DeviceLayout(
         tp=tp,
         cp=cp,
@@ -134,6 +134,7 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
         whole_mb=persistent(foreign) * BYTES[_precision(foreign)[1]] / 2**20
         if gathers(foreign)
         else 0,
+        overlap=level in (0, 3) if overlap is None else bool(overlap) or not level,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from piper_interop.deepspeed.arguments import ARGUMENTS, PREFIX, filled_in
 from piper_interop.deepspeed.table import KINDS
-from piper_interop.deepspeed.zero import MAX_REUSE, gathers, gathers_not
+from piper_interop.deepspeed.zero import MAX_REUSE, gathers
 from piper_interop.neutral.documents import options_of, setting
 from piper_interop.neutral.foreign import Foreign, OptionValue
 from piper_interop.neutral.kinds import ANY, checked
@@ -53,8 +53,6 @@ def _takes_auto(name: str) -> bool:
 def _defaults(foreign: Foreign) -> dict[str, OptionValue]:
     """Return the defaults that are taken in the nearest form, so that the judgement names them."""
     defaults: dict[str, object] = {}
-    if gathers_not(foreign):
-        defaults["zero_optimization.overlap_comm"] = False
     live = ("zero_optimization.max_live_parameters", "zero_optimization.stage3_max_live_parameters")
     if gathers(foreign) and foreign.first(*live) is None:
         defaults[live[1]] = MAX_REUSE

@@ -151,11 +151,7 @@ SECTION: dict[str, OptionSpec] = {
     ),
     "overlap_comm": (
         BOOL.or_none,
-        Nearest(
-            "Piper always overlaps reductions with the backward",
-            "predicted too fast",
-            unless=(True, None),
-        ),
+        Mapped("overlap"),
     ),
     "compute_grad_norm": (BOOL, Mapped("clip_norm")),
     "load_from_fp32_weights": (BOOL, CHECKPOINTS),
