@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from piper.cli.accuracy_options import AccuracyArguments
 from piper.cli.arguments import (
     ExportArguments,
     ImportArguments,
@@ -94,6 +95,19 @@ def plan(arguments: PlanArguments) -> None:
     from piper.cli.actions import planning
 
     raise typer.Exit(planning.planned(arguments))
+
+
+@app.command()
+@command_of(AccuracyArguments)
+def accuracy(arguments: AccuracyArguments) -> None:
+    """Predict training steps that were measured elsewhere, and score the predictions; fit a software stack to them.
+
+    Example: piper accuracy my_runs.csv --stack hopper-megatron; piper accuracy my_runs.csv --stack hopper-megatron
+    --fit mine.toml
+    """
+    from piper.cli.actions import scoring
+
+    raise typer.Exit(scoring.accuracy(arguments))
 
 
 @app.command(name="import")
