@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import piper
 import piper.models.mixture
@@ -251,6 +251,48 @@ def test_devices_share_the_hidden_units_of_a_replaced_loop() -> None:
     layouts = {p.name.rpartition(".")[2]: p.layout for p in made.plan.params}
     assert layouts["gate_up_proj"][0].outer == 2 and layouts["down_proj"][0].dim == 2
     assert_trained(made, work)
+
+
+class BiasedExperts(nn.Module):
+    """GPT-OSS: biases, gate and up in turn, and a bound on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(torch.randn(3, *s)) for s in ((4, 12), (6, 4))
+        )
+        self.gate_up_proj_bias, self.down_proj_bias = (
+            nn.Parameter(torch.randn(3, n)) for n in (12, 4)
+        )
+        self.has_bias = self.is_transposed = True
+
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        gate, up = both[..., ::2].clamp(max=1.0), both[..., 1::2].clamp(-1.0, 1.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+    def forward(self, x: Tensor, chosen: Tensor, share: Tensor) -> Tensor:
+        made = self._apply_gate(
+            torch.einsum("nw,ewh->neh", x, self.gate_up_proj) + self.gate_up_proj_bias
+        )
+        each = torch.einsum("neh,ehw->new", made, self.down_proj) + self.down_proj_bias
+        return (
+            each * torch.zeros(len(x), 3, dtype=x.dtype).scatter(1, chosen, share)[..., None]
+        ).sum(1)
+
+
+def test_experts_with_biases_are_replaced() -> None:
+    module, x = BiasedExperts().double(), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    share, chosen = torch.rand(5, 3, dtype=torch.float64).topk(2, -1)
+    leaves = (x, *module.parameters())
+    assert not replacements._not_gated(module)
+    found, expected = (
+        (y := run(module, x, chosen, share), *torch.autograd.grad(y.square().sum(), leaves))
+        for run in (replacements.gated_experts, BiasedExperts.forward)
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    module.down_proj_bias = nn.Parameter(torch.randn(3, 5))
+    assert "biases are not [experts, outputs]" in replacements._not_gated(module)
 
 
 @pytest.fixture
