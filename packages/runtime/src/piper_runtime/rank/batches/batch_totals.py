@@ -77,8 +77,8 @@ class BatchTotals:
         counts: the tensors of totals by name -> the tensors of a microbatch that are counted for them.
         meeting: adds up the ranks' counts; set by the engine or transport that connects them.
         open: whether this rank has yet to count in this step.
-        early: whether it counts as a step begins: several roles count, and another may need these numbers before it
-            sends what this one waits for.
+        early: whether it counts as a step begins, since several roles count: another may need these numbers for a
+            message to this one.
         counted: the numbers that it has counted.
     """
 
