@@ -22,6 +22,8 @@ START = 12
 LEADERS = 4
 """The number of candidates whose neighbours are tried; most neighbours of the first are tried first."""
 
+CONTINUOUS = 4
+"""The number of trials that differ in numbers without steps alone, before two other values are changed at once."""
 RETRIES = 20
 """The number of random points tried for one that is new."""
 
@@ -35,6 +37,9 @@ class GuidedSampler(BaseSampler):
     trials is blunt, and one step from a good candidate finds a better one. Neighbours change one value (then two) of a
     leader to one close by; none is tried twice, and a candidate that TPE proposes again is replaced. TPE samples the
     parameters that a changed value brings along.
+
+    Numbers without steps come last, since most of them make no difference of 1 %: they stay at a leader's values until
+    its neighbours in all else are tried, and then change `CONTINUOUS` times beside the same other values.
     """
 
     def __init__(self, seed: int) -> None:
@@ -85,6 +90,10 @@ class GuidedSampler(BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
+        if isinstance(param_distribution, FloatDistribution) and param_distribution.step is None:
+            held = self._held(study, param_name)
+            if held is not None and param_distribution.low <= held <= param_distribution.high:
+                return held
         return self._tpe.sample_independent(study, trial, param_name, param_distribution)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
@@ -95,18 +104,36 @@ class GuidedSampler(BaseSampler):
     ) -> None:
         self._tpe.after_trial(study, trial, state, values)
 
+    def _held(self, study: Study, name: str) -> float | None:
+        """Return the best trial's value of a number without steps; None while it may be sampled."""
+        trials = study.get_trials(deepcopy=False)
+        done = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+        if len(done) < START or not any(_discrete(t) for t in done):
+            return None
+        return next((float(t.params[name]) for t in leaders(done) if name in t.params), None)
+
     def _neighbour(
         self, among: Sequence[FrozenTrial], seen: set[Point]
     ) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
         """Return a point next to a leader, and its space."""
-        for steps in (1, 2):
+        for around in (
+            lambda leader: self._around(leader, 1, _discrete(leader)),
+            lambda leader: self._beside(leader, seen),
+            lambda leader: self._around(leader, 2, _discrete(leader)),
+            lambda leader: self._around(leader, 1, _continuous(leader)),
+            lambda leader: self._around(leader, 2, [*_discrete(leader), *_continuous(leader)]),
+        ):
             for leader in among:
-                options = [
-                    p for p in self._around(leader, steps) if frozenset(p.items()) not in seen
-                ]
+                options = [p for p in around(leader) if frozenset(p.items()) not in seen]
                 if options:
                     return self._random.choice(options), dict(leader.distributions)
         return None
+
+    def _beside(self, leader: FrozenTrial, seen: set[Point]) -> Iterator[dict[str, Any]]:
+        """Yield points that differ from a leader in numbers without steps alone, unless enough were tried."""
+        same = {(name, leader.params[name]) for name in _discrete(leader)}
+        if sum(same <= point for point in seen) <= CONTINUOUS:
+            yield from self._around(leader, 1, _continuous(leader))
 
     def _anywhere(
         self, like: FrozenTrial, seen: set[Point]
@@ -139,8 +166,10 @@ class GuidedSampler(BaseSampler):
                 )
         raise TypeError(f"no values are drawn from a {type(distribution).__name__}")
 
-    def _around(self, trial: FrozenTrial, steps: int) -> Iterator[dict[str, Any]]:
-        names = [n for n, d in trial.distributions.items() if not d.single()]
+    def _around(
+        self, trial: FrozenTrial, steps: int, names: Sequence[str]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the points that differ from a trial by one step in one or in two of the parameters."""
         for name in names:
             for value in self._close(trial.distributions[name], trial.params[name]):
                 point = {**trial.params, name: value}
@@ -177,6 +206,19 @@ class GuidedSampler(BaseSampler):
                     ]
                 return [v for v in near if low <= v <= high]
         return []
+
+
+def _is_continuous(distribution: BaseDistribution) -> bool:
+    return isinstance(distribution, FloatDistribution) and distribution.step is None
+
+
+def _discrete(trial: FrozenTrial) -> list[str]:
+    """Return the parameters of a trial that have values to choose from, without numbers that have no steps."""
+    return [n for n, d in trial.distributions.items() if not d.single() and not _is_continuous(d)]
+
+
+def _continuous(trial: FrozenTrial) -> list[str]:
+    return [n for n, d in trial.distributions.items() if not d.single() and _is_continuous(d)]
 
 
 def _categories(choices: Sequence[Any], value: Any) -> list[Any]:
