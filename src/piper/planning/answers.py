@@ -158,11 +158,11 @@ def answer(
     ranked = [predict(study.strategies[row.number]) for row in structures(study)]
     fitting = sorted((one for one in ranked if one.fits), key=lambda one: one.period_s)
     best, simulation = predict.made[id(fitting[0].strategy)] if fitting else (None, None)
-    warned = _warnings(predict.warnings, [*fitting, *([mine] if mine is not None else [])])
+    warned = row_warnings(predict.warnings, [*fitting, *([mine] if mine is not None else [])])
     return Answer(tuple(fitting), mine, study, failure, warned, searched, best, simulation)
 
 
-def _warnings(
+def row_warnings(
     warned: Mapping[str, Sequence[Strategy]], shown: Sequence[PlannedStrategy]
 ) -> tuple[str, ...]:
     """Return the warnings of the strategies that are shown, with their rows; a warning without any is of the whole."""

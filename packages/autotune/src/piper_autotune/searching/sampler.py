@@ -65,7 +65,11 @@ class GuidedSampler(BaseSampler):
             return space
         seen = {frozenset(t.params.items()) for t in trials} | self._proposed
         if not trial.number % 2:
-            self._chosen = self._tpe.sample_relative(study, trial, space)
+            sampled = self._tpe.sample_relative(study, trial, space)
+            self._chosen = {
+                name: self._settled(study, name, space[name], value)
+                for name, value in sampled.items()
+            }
             if frozenset(self._chosen.items()) not in seen:
                 return space
         proposal = self._neighbour(leaders(done), seen) or self._anywhere(
@@ -90,11 +94,8 @@ class GuidedSampler(BaseSampler):
         param_name: str,
         param_distribution: BaseDistribution,
     ) -> Any:
-        if isinstance(param_distribution, FloatDistribution) and param_distribution.step is None:
-            held = self._held(study, param_name)
-            if held is not None and param_distribution.low <= held <= param_distribution.high:
-                return held
-        return self._tpe.sample_independent(study, trial, param_name, param_distribution)
+        value = self._tpe.sample_independent(study, trial, param_name, param_distribution)
+        return self._settled(study, param_name, param_distribution, value)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         self._tpe.before_trial(study, trial)
@@ -104,13 +105,19 @@ class GuidedSampler(BaseSampler):
     ) -> None:
         self._tpe.after_trial(study, trial, state, values)
 
-    def _held(self, study: Study, name: str) -> float | None:
-        """Return the best trial's value of a number without steps; None while it may be sampled."""
+    def _settled(self, study: Study, name: str, distribution: BaseDistribution, value: Any) -> Any:
+        """Return the best trial's value of a number without steps that is sampled beside others; else the value."""
         trials = study.get_trials(deepcopy=False)
         done = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
-        if len(done) < START or not any(_discrete(t) for t in done):
-            return None
-        return next((float(t.params[name]) for t in leaders(done) if name in t.params), None)
+        if (
+            not isinstance(distribution, FloatDistribution)
+            or distribution.step is not None
+            or len(done) < START
+            or not any(_discrete(t) for t in done)
+        ):
+            return value
+        held = next((t.params[name] for t in leaders(done) if name in t.params), value)
+        return held if distribution.low <= held <= distribution.high else value
 
     def _neighbour(
         self, among: Sequence[FrozenTrial], seen: set[Point]
