@@ -307,6 +307,7 @@ def with_replacement() -> Any:
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("registry")
 def test_a_function_of_the_user_is_registered_by_name() -> None:
     """One that is registered anew is captured anew."""

@@ -207,6 +207,7 @@ COMPOSED: dict[str, tuple[Mesh, list[Any], dict[str, Any]]] = {
 LONG = ("recompute", "zero 3, two microbatches", "1f1b, zero 1", "a small bound", "a large bound")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in COMPOSED]
 )

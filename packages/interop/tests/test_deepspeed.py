@@ -29,7 +29,9 @@ from tests.helpers.cases import each_case
 
 def test_stage_3_with_buckets(tmp_path: Path) -> None:
     described = imported("deepspeed", tmp_path, DEEPSPEED["zero3"])
-    assert described.layout == DeviceLayout(dp=16, zero=3, bucket_mb=4e7 * 2 / 2**20, prefetch=1)
+    assert described.layout == DeviceLayout(
+        dp=16, zero=3, bucket_mb=4e7 * 2 / 2**20, prefetch=1, whole_mb=1e5 * 2 / 2**20
+    )
     assert (described.global_batch, described.rows, described.microbatches) == (64, 2, 2)
     assert (described.params, described.compute, described.reduce) == (
         "float32",
@@ -56,7 +58,7 @@ def test_tensor_parallelism_divides_the_replicas(tmp_path: Path) -> None:
     assert (described.layout.tp, described.layout.dp, described.layout.zero) == (4, 4, 2)
     assert (described.rows, described.global_batch) == (4, 32)
     notes = "\n".join(described.notes)
-    assert "overlap_comm=False: Piper always overlaps" in notes, "off is the default of stage 2"
+    assert not described.layout.overlap, "off is the default of stage 2"
     assert "embedding and head are sharded over tp" in notes
     assert "whether the script checkpoints" in notes
 
@@ -250,6 +252,8 @@ def layouts(draw: st.DrawFn) -> DeviceLayout:
         over_cp=cp > 1 and zero > 0,
         bucket_mb=draw(st.integers(1, 2000)) / 4 if zero else None,
         prefetch=draw(st.integers(0, 1)) if zero == 3 else None,
+        whole_mb=draw(st.integers(0, 8)) / 4 if zero == 3 else 0,
+        overlap=draw(st.booleans()) if zero else True,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from packages.interop.tests.megatron_jobs import DENSE, MIXTURE, described, imported
+from packages.interop.tests.megatron_jobs import ALONE, DENSE, MIXTURE, described, imported
 from piper_interop import DeviceLayout, Recomputation, python
 from piper_interop.megatron import words
 from piper_interop.megatron.table import TABLE
@@ -32,7 +32,7 @@ def test_a_dense_job() -> None:
     assert (job.length, job.global_batch, job.rows, job.microbatches) == (32, 64, 2, 8)
     assert (job.params, job.compute, job.reduce) == ("float32", "bfloat16", "float32")
     assert (job.clip_norm, job.lr, job.stack) == (1.0, 1e-4, "megatron")
-    assert job.layout == DeviceLayout(tp=2, sequence=True, dp=4, zero=1, bucket_mb=1_000_000.0)
+    assert job.layout == DeviceLayout(tp=2, sequence=True, dp=4, zero=1, **ALONE)
     assert job.origins["tp"] == "--tensor-model-parallel-size 2 --sequence-parallel"
     compile(python(job, "A job"), "FILE.py", "exec")
 
@@ -121,34 +121,34 @@ def test_latent_attention_and_mixtures() -> None:
 @each_case(
     ("more", "layout"),
     [
-        ("--pipeline-model-parallel-size 4", DeviceLayout(pp=4, dp=2, bucket_mb=1e6)),
+        ("--pipeline-model-parallel-size 4", DeviceLayout(pp=4, dp=2, **ALONE)),
         ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
-         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, **ALONE)),
         ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
          "--microbatch-group-size-per-virtual-pipeline-stage 5",
-         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, group=5, bucket_mb=1e6)),
-        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1", DeviceLayout(pp=4, dp=2, bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, group=5, **ALONE)),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1", DeviceLayout(pp=4, dp=2, **ALONE)),
         ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
-         DeviceLayout(pp=4, dp=2, at=(1, 3, 5), bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, at=(1, 3, 5), **ALONE)),
         ("--num-layers 10 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 "
          "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=3, at=tuple(range(1, 12)), units="all", bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=3, at=tuple(range(1, 12)), units="all", **ALONE)),
         ("--num-layers 14 --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 "
          "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, at=(1, 3, 5, 7, 9, 11, 13), bucket_mb=1e6)),
+         DeviceLayout(pp=4, dp=2, schedule="interleaved", chunks=2, at=(1, 3, 5, 7, 9, 11, 13), **ALONE)),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*2|(t|)*2,t*3|,t|L",
-         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=3, at=(3, 4, 5, 8, 9), units="all", bucket_mb=1e6)),
+         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=3, at=(3, 4, 5, 8, 9), units="all", **ALONE)),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*5|t*2|tL",
-         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=2, at=(1, 6, 8), units="all", bucket_mb=1e6)),
+         DeviceLayout(pp=2, dp=4, schedule="interleaved", chunks=2, at=(1, 6, 8), units="all", **ALONE)),
         ("--context-parallel-size 2 --use-distributed-optimizer",
-         DeviceLayout(cp=2, dp=4, zero=1, over_cp=True, bucket_mb=1e6)),
-        ("--context-parallel-size 2 --cp-comm-type a2a", DeviceLayout(cp=2, attention="heads", dp=4, bucket_mb=1e6)),
-        ("--context-parallel-size 2 --cp-comm-type all_gather", DeviceLayout(cp=2, attention="gather", dp=4, bucket_mb=1e6)),
+         DeviceLayout(cp=2, dp=4, zero=1, over_cp=True, **ALONE)),
+        ("--context-parallel-size 2 --cp-comm-type a2a", DeviceLayout(cp=2, attention="heads", dp=4, **ALONE)),
+        ("--context-parallel-size 2 --cp-comm-type all_gather", DeviceLayout(cp=2, attention="gather", dp=4, **ALONE)),
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
          DeviceLayout(dp=8, zero=1, bucket_mb=152.587890625)),
         ("--overlap-grad-reduce --grad-reduce-in-bf16 --ddp-bucket-size 1048576", DeviceLayout(dp=8, bucket_mb=2.0)),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 2",
-         DeviceLayout(dp=4, dp_replicate=2, zero=1, bucket_mb=1e6)),
+         DeviceLayout(dp=4, dp_replicate=2, zero=1, **ALONE)),
         ("--use-megatron-fsdp", DeviceLayout(dp=8, zero=3)),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", DeviceLayout(dp=8, zero=2)),
         ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", DeviceLayout(dp=8, zero=3, reshard=False)),

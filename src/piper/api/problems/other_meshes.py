@@ -76,7 +76,7 @@ def on_devices(strategy: Strategy, world: int, global_batch: int) -> Iterator[St
     ):
         if sizes["pp"] != strategy.mesh.size("pp") and known is None:
             continue
-        mesh = Mesh((*fixed.items(), *sizes.items()))
+        mesh = Mesh((*fixed.items(), *sizes.items()), strategy.mesh.order)
         for microbatches in _microbatches(strategy, mesh, global_batch):
             try:
                 yield Strategy(mesh, _resized(strategy, known, mesh, microbatches))

@@ -113,7 +113,8 @@ def profile(
     chosen = _rows(job.global_batch, rows, target.plan.rows)
     shares = tuple(d for d in strategy.directives if isinstance(d, shard))
     axes = dict.fromkeys(axis for d in shares for axis in d.axes)
-    alone = Mesh(tuple((axis, strategy.mesh.size(axis)) for axis in axes))
+    sizes = tuple((axis, strategy.mesh.size(axis)) for axis in axes)
+    alone = Mesh(sizes, strategy.mesh.order)
     singles = [_one_replica(job, r, alone, shares) for r in chosen]
     policies = list(_policies(target, strategy, keep))
     again = [_one_replica(job, r, alone, (*shares, policy)) for policy in policies for r in chosen]
@@ -190,7 +191,10 @@ def _sharing(job: Job, rows: int, mesh: Mesh, shares: Sequence[Directive]) -> li
     own = _axes_of_experts(shares)
     jobs = {n: replace(job, global_batch=rows * n * mesh.degree(own)) for n in SHARING}
     zero = (*shares, *recipes.data_parallel(over=("dp", *own), zero=2))
-    return [compile(of, Strategy(Mesh(mesh.sizes, dp=n), zero)).plan for n, of in jobs.items()]
+    return [
+        compile(of, Strategy(Mesh(mesh.sizes, mesh.order, dp=n), zero)).plan
+        for n, of in jobs.items()
+    ]
 
 
 def _requests(

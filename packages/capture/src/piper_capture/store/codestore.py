@@ -23,6 +23,7 @@ from piper_capture.steps.joint import JointInput, TracedChunk, cut_chunk, trace_
 from piper_capture.steps.kernels import counted
 from piper_capture.steps.linearity import Auxiliary
 from piper_capture.steps.routed import Routed, RoutedForms, RoutedLayouts, route_of
+from piper_capture.store.tiled_loss import tiled
 from piper_capture.torch_api._torch_context import check_context
 from piper_capture.trace.dynamo import Forward
 from piper_capture.trace.written_modules import blocks_of
@@ -52,6 +53,7 @@ class TraceSpec:
         params: for each input, its names in all chunks of the base.
         dispatch: the values that it exchanges with chunks of experts, or they with it.
         routed: how devices trade the rows of a dropless mixture inside of it.
+        tiles: the tiles of tokens in which it computes logits and their loss.
     """
 
     cut: Cut
@@ -67,6 +69,7 @@ class TraceSpec:
     params: tuple[tuple[str, ...], ...] = ()
     dispatch: Dispatch | None = None
     routed: Routed | None = None
+    tiles: int = 1
 
     @property
     def routes(self) -> bool:
@@ -115,7 +118,8 @@ class TraceSpec:
         module = self.cut.module(self.piece, every, self.dispatch)
         inputs, outputs = ((), ()) if self.dispatch is None else self.dispatch.exchanged
         traced = trace_joint(module, self._inputs(every), self.tangent_mask, self.reduce)
-        return replace(traced, exchanged_inputs=inputs, exchanged_outputs=outputs)
+        traced = replace(traced, exchanged_inputs=inputs, exchanged_outputs=outputs)
+        return traced if self.tiles == 1 else tiled(traced, every, self.tiles)
 
     def _inputs(self, rows: int) -> list[JointInput]:
         return [
@@ -202,6 +206,12 @@ class CodeStore:
         )
         self._recipes.setdefault(digest, recipe)
         return digest
+
+    def tiled(self, code: str, tiles: int) -> str:
+        """Return the code id of a code that computes its logits and loss in tiles of tokens."""
+        name = hashlib.sha256(f"{code} {tiles} tiles".encode()).hexdigest()[:16]
+        self._recipes.setdefault(name, replace(self._recipes[code], tiles=tiles))
+        return name
 
     def dispatched(self, code: str, dispatch: Dispatch) -> str:
         """Return the code id of a code that exchanges values with chunks of experts, or is one."""
@@ -343,6 +353,7 @@ class Captured:
         reduce: the dtype of gradient accumulators; None for the dtype of their parameters.
         unshared: of a capture for such devices, "parameter:dimension" -> why it stays whole, though its use would allow
             to share it.
+        tiled: the same capture with logits and loss in tiles, by their number, filled like `under`.
     """
 
     program: Program
@@ -361,6 +372,7 @@ class Captured:
     )
     reduce: torch.dtype | None = None
     auxiliary: tuple[Auxiliary, ...] = ()
+    tiled: dict[int, Captured] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def assembled(self) -> Captured:

@@ -1,9 +1,10 @@
 """Collect what the directives of a strategy ask of the capture, before there is a graph.
 
 Some of a strategy changes the code of chunks, and code is rewritten where the model was captured: `partition(layers=)`
-chooses the modules that are layers, `shard` divides ops among devices, and `recompute` makes chunks that compute saved
-tensors again. Such a directive has a method `prepare`, which adds to a `CaptureRequest`; `piper.compile` rewrites the
-capture by it (`piper.api.captures.capturing.rewritten`), and only then the directives edit the graph by `apply`.
+chooses the modules that are layers, `shard` divides ops among devices, `tile_loss` makes a loop of the loss, and
+`recompute` makes chunks that compute saved tensors again. Such a directive has a method `prepare`, which adds to a
+`CaptureRequest`; `piper.compile` rewrites the capture by it (`piper.api.captures.capturing.rewritten`), and only then
+the directives edit the graph by `apply`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class CaptureRequest:
         layers: patterns of the names of the modules that are layers; none for the usual ones.
         shardings: how devices share the ops of chunks, for the axes with more than one device.
         policies: the policies of recomputation for which chunks have variants, in alphabetical order.
+        tiles: the tiles of tokens in which logits and loss are computed.
     """
 
     layers: tuple[str, ...] = ()
     shardings: tuple[Sharding, ...] = ()
     policies: tuple[str, ...] = ()
+    tiles: int = 1
 
     @property
     def empty(self) -> bool:

@@ -78,7 +78,7 @@ def pipeline(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Di
 def data_parallel(
     *, over: str | tuple[str, ...] = ("dp",), zero: Literal[0, 1, 2, 3] = 0, bucket_mb: float = 25, reduce: str = "",
     shard: Mapping[str, str | tuple[str, ...]] | None = None, resident_mb: float | str = 0, reduced_mb: float | str = 0,
-    prefetch: int = 1, gather: str = "",
+    prefetch: int = 1, gather: str = "", whole_mb: float = 0, overlap: bool = True,
 ) -> tuple[Directive, ...]:  # fmt: skip
     """Replicate the whole model over mesh axes, with gradients summed in buckets; see `replicate` for the arguments.
 
@@ -86,7 +86,18 @@ def data_parallel(
     """
     return (
         replicate(
-            where(), over, zero, bucket_mb, reduce, shard, resident_mb, reduced_mb, prefetch, gather
+            where(),
+            over,
+            zero,
+            bucket_mb,
+            reduce,
+            shard,
+            resident_mb,
+            reduced_mb,
+            prefetch,
+            gather,
+            whole_mb,
+            overlap,
         ),
     )
 

@@ -134,6 +134,8 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
     """Return the parts that are said in the nearest form."""
     layout = described.layout
     notes = ["the model and the tokens of a row are the script's; the files do not say them"]
+    if described.loss_tiles > 1:
+        notes.append(f"the script must compute its loss in {described.loss_tiles} tiles of tokens")
     reduce = "bfloat16" if layout.zero and described.compute == "bfloat16" else "float32"
     if described.reduce != reduce:
         notes.append(f"gradients are reduced in {reduce}, not in {described.reduce}")
@@ -145,6 +147,10 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
             )
         if layout.prefetch not in (None, 1):
             notes.append(f"FSDP 2 gathers one unit ahead, not {layout.prefetch}")
+        if not layout.overlap:
+            notes.append("FSDP runs its messages beside compute")
+        if layout.whole_mb:
+            notes.append(f"FSDP shards parameters below {layout.whole_mb:g} MiB, too")
     if layout.dp_replicate > 1 and not layout.zero:
         notes.append(f"DDP has one group of {layout.replicas} replicas")
     return tuple(notes)

@@ -118,14 +118,16 @@ def _zero(described: JobDescription) -> dict[str, Any]:
     megabytes = BUCKET_MB if layout.bucket_mb is None else layout.bucket_mb
     elements = max(1, round(megabytes * 2**20 / BYTES[described.reduce]))
     sizes = {
-        "overlap_comm": True,
+        "overlap_comm": layout.overlap,
         "reduce_bucket_size": elements,
         "allgather_bucket_size": elements,
     }
     if layout.zero == 3:
         sizes |= {
             "stage3_prefetch_bucket_size": 0 if layout.prefetch == 0 else elements,
-            "stage3_param_persistence_threshold": 0,
+            "stage3_param_persistence_threshold": round(
+                layout.whole_mb * 2**20 / BYTES[described.compute]
+            ),
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
         }
@@ -136,6 +138,8 @@ def _notes(described: JobDescription) -> tuple[str, ...]:
     notes = [
         "the model, the tokens of a row and the number of devices are the script's; the file does not say them"
     ]
+    if described.loss_tiles > 1:
+        notes.append(f"the script must compute its loss in {described.loss_tiles} tiles of tokens")
     if described.recompute:
         notes.append(
             "the script must checkpoint each layer (deepspeed.checkpointing, or gradient_checkpointing_enable)"

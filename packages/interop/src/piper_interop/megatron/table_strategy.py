@@ -140,9 +140,7 @@ STRATEGY: OptionTable = {
         ),
         Mapped("ep"),
     ),
-    "use-tp-pp-dp-mapping": Nearest(
-        "devices in the order tp, cp, dp, pp", "messages may be inside of a node that are between nodes, or the reverse"
-    ),
+    "use-tp-pp-dp-mapping": Mapped("mesh: order"),
     # batch
     "micro-batch-size": Mapped("rows of a microbatch"),
     "global-batch-size": Mapped("rows of a step; without it one microbatch of each replica"),
@@ -178,7 +176,7 @@ STRATEGY: OptionTable = {
         Nearest(
             "gradients scattered beside compute", FAST, unless=(True,), when=lambda f: f["use-megatron-fsdp"]
         ),
-        Mapped("dp: bucket_mb; without it all gradients are one bucket"),
+        Mapped("dp: bucket_mb, overlap; without it all gradients are one bucket, reduced behind the backward"),
     ),
     "overlap-param-gather": (
         Nearest(
@@ -187,7 +185,7 @@ STRATEGY: OptionTable = {
             unless=(True,),
             when=lambda f: replicated(f) and f["use-distributed-optimizer"] and f["overlap-grad-reduce"],
         ),
-        Mapped("dp: gathers beside compute; without --overlap-grad-reduce all at once"),
+        Mapped("dp: overlap of gathers, with that of reductions"),
     ),
     "overlap-param-gather-with-optimizer-step": Nearest("gathers behind the whole update", SLOW),
     "ddp-bucket-size": Mapped("dp: bucket_mb"),

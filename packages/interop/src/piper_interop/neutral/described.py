@@ -97,6 +97,9 @@ class DeviceLayout:
         reshard: whether gathered parameters are dropped after the forward and gathered again (zero=3).
         bucket_mb: MiB of a bucket of gradients; None for the recipe's own.
         prefetch: uses ahead for which parameters are gathered; None for the recipe's own.
+        whole_mb: MiB of a parameter, in the compute dtype, up to which it is not sharded (zero=3).
+        overlap: whether reductions of gradients and gathers of parameters run beside compute.
+        order: the axes along which neighbouring ranks differ first, if it is not the usual order.
     """
 
     tp: int = 1
@@ -118,6 +121,9 @@ class DeviceLayout:
     reshard: bool = True
     bucket_mb: float | None = None
     prefetch: int | None = None
+    whole_mb: float = 0
+    overlap: bool = True
+    order: tuple[str, ...] = ()
 
     @property
     def sharing_replicas(self) -> int:
@@ -136,7 +142,7 @@ class DeviceLayout:
         return self.dp * self.dp_replicate
 
 
-ORIGINS = ("sizes", "job", "mesh", "tp", "cp", "ep", "pp", "batch", "recompute", "dp")
+ORIGINS = ("sizes", "job", "mesh", "tp", "cp", "ep", "pp", "batch", "loss", "recompute", "dp")
 """The lines of a FILE.py that name the options that they come from."""
 
 
@@ -152,6 +158,7 @@ class JobDescription:
         rows: rows of a microbatch of one replica.
         layout: the devices' shares.
         recompute: the layers that are computed again; () for none.
+        loss_tiles: the tiles of tokens in which logits and loss are computed.
         params: the dtype of parameters, gradients' sums and optimizer states.
         compute: the dtype of forward and backward.
         reduce: the dtype of gradients in messages.
@@ -178,6 +185,7 @@ class JobDescription:
     parameters: int | None = None
     stack: str = ""
     notes: tuple[str, ...] = ()
+    loss_tiles: int = 1
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property

@@ -91,7 +91,8 @@ def _strategy(described: JobDescription) -> Iterator[str]:
     layout = described.layout
     yield from _comment(described, "mesh")
     yield "strategy = piper.Strategy("
-    yield f"    piper.Mesh({', '.join(f'{axis}={size}' for axis, size in mesh(layout).items())}),"
+    order = {"order": layout.order} if layout.order else {}
+    yield f"    piper.Mesh({_arguments({**mesh(layout), **order})}),"
     yield "    ("
     for part, call in calls(described):
         origin = described.origins.get(part, "")
@@ -140,6 +141,8 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
         )
     part = "pp" if layout.pp > 1 else "batch"
     yield from ((part, call) for call in _pipeline(described))
+    if described.loss_tiles > 1:
+        yield "loss", f"piper.tile_loss({described.loss_tiles})"
     yield from (("recompute", _recompute(r)) for r in described.recompute)
     if layout.replicas > 1 or (layout.zero and layout.over_cp and layout.cp > 1):
         yield "dp", f"*recipes.data_parallel({_arguments(_replicated(layout))})"
@@ -184,6 +187,10 @@ def _replicated(layout: DeviceLayout) -> dict[str, Any]:
         how["bucket_mb"] = layout.bucket_mb
     if layout.prefetch is not None:
         how["prefetch"] = layout.prefetch
+    if not layout.overlap:
+        how["overlap"] = False
+    if layout.whole_mb:
+        how["whole_mb"] = layout.whole_mb
     if layout.zero == 3 and not layout.reshard:
         how["resident_mb"] = "step"
     return how

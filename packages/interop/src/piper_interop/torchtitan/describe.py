@@ -73,6 +73,7 @@ def describe(foreign: Foreign, asked: Asked) -> JobDescription:
         parameters=parameters if isinstance(parameters, int) else None,
         stack=_stack(foreign),
         notes=(*notes, *how),
+        loss_tiles=_tiles(foreign, length // layout.cp),
         origins=_origins(foreign),
     )
 
@@ -119,6 +120,12 @@ def _layout(foreign: Foreign, devices: int) -> DeviceLayout:
         reshard=not (shared and keeps),
         **pipeline,
     )
+
+
+def _tiles(foreign: Foreign, tokens: int) -> int:
+    """Return the tiles of the loss: as many as its chunks, or the next fewer that divide the tokens of a row."""
+    chunks = int(foreign.get("loss.num_chunks") or 1)
+    return next(n for n in range(chunks, 0, -1) if tokens % n == 0)
 
 
 def _experts(foreign: Foreign, shard: int, cp: int, tp: int) -> tuple[int, tuple[str, ...]]:

@@ -96,6 +96,8 @@ def _options(described: JobDescription) -> Iterator[tuple[str, object]]:
     if layout.zero == 3:
         yield "parallelism.fsdp_reshard_after_forward", "always" if layout.reshard else "never"
     yield "compile.enable", described.stack == "inductor"
+    if described.loss_tiles > 1:
+        yield "loss.num_chunks", described.loss_tiles
     if layout.pp > 1:
         yield from _pipeline(described, layout)
 
@@ -124,6 +126,12 @@ def stages(described: JobDescription) -> list[list[str]]:
 
 
 def _notes(described: JobDescription) -> Iterator[str]:
+    if not described.layout.overlap:
+        yield "FSDP runs its messages beside compute"
+    if described.layout.order:
+        yield "torchtitan's mesh has stages outermost"
+    if described.layout.whole_mb:
+        yield f"FSDP shards parameters below {described.layout.whole_mb:g} MiB, too"
     if _checkpointing(described) == "selective":
         yield "selective checkpointing keeps every second product, keep='products' all of them"
     yield "the options are those of version 0.3.0; run_train.sh takes them behind --module and --config"

@@ -61,9 +61,7 @@ TABLE: OptionTable = {
         ),
         Mapped("cross-entropy"),
     ),
-    "loss.num_chunks": Nearest(
-        "logits and loss are computed whole, not in chunks of tokens", "too much memory where the head is", (1, None)
-    ),
+    "loss.num_chunks": Mapped("loss: tiles of tokens"),
     "loss.loss_fn": Mapped("cross-entropy"),
     "loss.loss_fn.*": Ignored("facts of the vocabulary"),
     "loss.global_vocab_size": Ignored("facts of the vocabulary"),
