@@ -1,8 +1,8 @@
 # Every target works on a fresh clone with Python 3.11 or newer, pip, make and a C compiler; the first one installs into .venv.
 
 VENV := .venv
-SOURCES := src:packages/ir/src:packages/ops/src:packages/capture/src:packages/compiler/src:packages/simulator/src:packages/runtime/src:packages/report/src:packages/autotune/src:packages/interop/src
-PACKAGES := piper piper_ir piper_ops piper_capture piper_compiler piper_simulator piper_runtime piper_report piper_autotune piper_interop
+SOURCES := src:packages/ir/src:packages/ops/src:packages/capture/src:packages/compiler/src:packages/simulator/src:packages/runtime/src:packages/report/src:packages/autotune/src:packages/interop/src:packages/traces/src
+PACKAGES := piper piper_ir piper_ops piper_capture piper_compiler piper_simulator piper_runtime piper_report piper_autotune piper_interop piper_traces
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 MANIFESTS := constraints.txt pyproject.toml VERSION

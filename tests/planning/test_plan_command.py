@@ -72,6 +72,7 @@ def test_the_file_is_for_people_and_is_the_best_strategy(planned: tuple[Path, An
     assert plans[0] == plans[1]
 
 
+@pytest.mark.long
 def test_json_is_one_object_with_the_fields_that_programs_read(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN)
@@ -167,6 +168,7 @@ def test_a_file_with_neighbours_is_planned_and_a_strategy_that_is_too_large_has_
     assert CliRunner().invoke(cli.app, ["explain", str(file)]).exit_code == 0
 
 
+@pytest.mark.long
 def test_a_training_that_never_goes_on_has_no_days() -> None:
     small = models.job(
         models.LlamaConfig(layers=1, width=32, heads=2, kv_heads=2, hidden=32, vocab=64, length=64),
@@ -193,6 +195,7 @@ def test_a_class_that_no_model_here_is_is_told_the_way_out(tmp_path: Path) -> No
     assert "docs/models.md" in done.stderr
 
 
+@pytest.mark.long
 def test_where_nothing_fits_the_nearest_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ def test_a_search_begins_with_what_is_published_and_with_each_mesh_in_the_least_
     assert cells == {at for at in meshes if at[0] * at[1] * at[2] <= 16}
 
 
-@pytest.mark.parametrize("make", [llama, mixture])
+@pytest.mark.parametrize("make", [llama, pytest.param(mixture, marks=pytest.mark.long)])
 def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(make: Any) -> None:
     space = piper.space(make(), CLUSTER)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
@@ -91,6 +91,7 @@ def test_any_choice_is_a_strategy_of_all_devices_or_is_left_out_with_its_reason(
     assert all("divide" in text or "do not fill" in text for text in skipped) and skipped
 
 
+@pytest.mark.long
 @each_case(
     "choices",
     [
@@ -107,6 +108,7 @@ def test_its_strategies_compile(choices: dict[str, Any]) -> None:
     assert plan.mesh.world == 16 and shared == (over if choices["zero"] else set())
 
 
+@pytest.mark.long
 def test_a_mixtures_experts_are_shared() -> None:
     plan = piper.compile(mixture(), chosen(piper.space(mixture(), CLUSTER), ep=4, zero=1)).plan
     assert plan.mesh.size("ep") == 4 and plan.replicas == 16

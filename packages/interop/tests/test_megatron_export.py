@@ -118,10 +118,14 @@ def test_sizes_come_back(more: str) -> None:
         "--moe-router-group-topk 2 --moe-aux-loss-coeff 1e-2 --moe-router-topk-scaling-factor 2.5",
         "--moe-router-pre-softmax --moe-expert-capacity-factor 1.0 --tensor-model-parallel-size 2 --sequence-parallel",
         "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8",
+        "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable",
     ],
 )
 def test_mixtures_come_back(more: str) -> None:
-    job = described(more, base=MIXTURE)
+    base = MIXTURE
+    if "quick-geglu" in more:
+        base = base.replace("--swiglu --disable-bias-linear ", "")
+    job = described(more, base=base)
     assert replace(back(job), notes=job.notes) == job
 
 

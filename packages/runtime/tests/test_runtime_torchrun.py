@@ -339,6 +339,7 @@ def test_a_store_that_stops_or_ends_is_given_up(served: tuple[subprocess.Popen[s
         Mail(store, 0, Patient("piper store"), "the store at HOST", patience_s=30.0).get("plan")
 
 
+@pytest.mark.long
 def test_one_rank_says_what_all_have_to_say(
     ranked: pytest.MonkeyPatch, served: tuple[subprocess.Popen[str], int]
 ) -> None:

@@ -77,9 +77,11 @@ def _sizes(job: Job) -> ModelSizes:
 def _shares(strategy: Strategy, layout: DeviceLayout) -> DeviceLayout:
     """Return the layout with the axes along which devices share chunks."""
     for item in (d for d in strategy.directives if isinstance(d, shard)):
-        size = strategy.mesh.size(item.over)
+        size = strategy.mesh.degree(strategy.mesh.along(item.joined))
         if item.experts:
-            layout = replace(layout, ep=size)
+            layout = replace(
+                layout, ep=size, folded=tuple(a for a in item.axes if a in ("tp", "cp"))
+            )
         elif item.index == "tokens":
             layout = replace(layout, cp=size, attention=item.attention)
         elif item.selection == where() and not item.index:

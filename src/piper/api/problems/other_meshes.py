@@ -138,5 +138,5 @@ def _resized(
 def _alone(item: Directive, mesh: Mesh) -> bool:
     """Return whether a directive lets one device replicate something, or share experts."""
     if isinstance(item, shard) and item.experts:
-        return mesh.size(item.over) == 1
+        return not mesh.along(item.joined)
     return isinstance(item, replicate) and all(mesh.size(axis) == 1 for axis in item.over)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from piper_capture.chunks.advancing import Advancing
 from piper_capture.chunks.cut import Cut, Piece
@@ -22,11 +22,12 @@ from piper_capture.steps.codegen import StepCode
 from piper_capture.steps.joint import JointInput, TracedChunk, cut_chunk, trace_joint
 from piper_capture.steps.kernels import counted
 from piper_capture.steps.linearity import Auxiliary
-from piper_capture.steps.routed import Routed, RoutedForms, RoutedLayouts, is_routed
+from piper_capture.steps.routed import Routed, RoutedForms, RoutedLayouts, route_of
 from piper_capture.store.tiled_loss import tiled
 from piper_capture.torch_api._torch_context import check_context
 from piper_capture.trace.dynamo import Forward
 from piper_capture.trace.written_modules import blocks_of
+from piper_capture.values.concrete import concrete_shape, tensors_of
 from piper_capture.whole_batch.counting import CounterSpec
 from piper_ir.ground.errors import CaptureError
 from piper_ir.ground.sizes import TensorSpec, bind
@@ -73,13 +74,25 @@ class TraceSpec:
     @property
     def routes(self) -> bool:
         """Return whether it sorts tokens by expert."""
-        return is_routed(list(self.cut.body(self.piece)))
+        return route_of(self.cut.body(self.piece)) is not None
+
+    @property
+    def routed_tokens(self) -> int:
+        """Return the tokens of a row that it sorts by expert; 0 if their number is no multiple of the rows."""
+        route = route_of(self.cut.body(self.piece))
+        assert route is not None
+        chosen = route.args[1]
+        assert isinstance(chosen, fx.Node)
+        one, two = (concrete_shape(tensors_of(chosen)[0], rows, chosen)[0] for rows in (1, 2))
+        return one if two == 2 * one else 0
 
     @cached_property
     def forms(self) -> RoutedForms:
         """Return the forms of a chunk with devices that trade rows inside of it."""
         assert self.routed is not None
-        return RoutedForms(self.routed, partial(self.cut.module, self.piece), self._inputs)
+        return RoutedForms(
+            self.routed, partial(self.cut.module, self.piece), self._inputs_of_device
+        )
 
     def opaque(self, rows: int) -> TracedChunk:
         """Return the steps of an opaque piece."""
@@ -114,6 +127,16 @@ class TraceSpec:
             for k, (slot, spec, needs_grad) in enumerate(
                 zip(self.piece.slots, self.specs, self.needs_grad, strict=True)
             )
+        ]
+
+    def _inputs_of_device(self, rows: int) -> list[JointInput]:
+        """Return the inputs with a device's tokens, where devices share them."""
+        assert self.routed is not None
+        return [
+            replace(one, example=example_tensor(self.routed.own(spec), rows))
+            if one.kind == "value"
+            else one
+            for one, spec in zip(self._inputs(rows), self.specs, strict=True)
         ]
 
     def _example(self, number: int, spec: TensorSpec, rows: int) -> Tensor:
@@ -198,7 +221,7 @@ class CodeStore:
 
     def routed(self, code: str, how: Routed) -> str:
         """Return the code id of a code with devices that trade rows inside of it."""
-        digest = hashlib.sha256(f"{code} {how!r}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{code} {how.text}".encode()).hexdigest()[:16]
         self._recipes.setdefault(digest, replace(self._recipes[code], routed=how, base=code))
         return digest
 

@@ -281,10 +281,10 @@ def check_rows(graph: Graph, directives: Iterable[Directive]) -> None:
         if (
             isinstance(item, Shard)
             and item.experts
-            and item.over not in over
-            and graph.mesh.size(item.over) == 1
+            and not over.intersection(item.axes)
+            and not graph.mesh.along(item.joined)
         ):
-            named = tuple(dict.fromkeys(("dp", item.over)))
+            named = tuple(dict.fromkeys(("dp", *item.axes)))
             text = (
                 f"{graph.mesh} has no {item.over}, so nothing would be shared; give it that axis, "
                 f"as in Mesh({item.over}=2), "

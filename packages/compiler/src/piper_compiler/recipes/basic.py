@@ -148,7 +148,7 @@ def context_parallel(
 
 def expert_parallel(
     *,
-    over: str = "ep",
+    over: str | tuple[str, ...] = "ep",
     channel: str = "",
     sms: int | None = None,
     bound: float = 1.25,
@@ -158,9 +158,11 @@ def expert_parallel(
 
     Experts are the operations of regions with the coordinate `experts`; tokens go to them and back on the stream
     `channel` (see `shard`). Beside it stands `data_parallel(over=("dp", over))`, or `replicate` with such axes: all but
-    the experts is replicated along both. `over` is a factor of the replicas, so dp may be 1. It is written before the
-    recipes of pipelines, and composes with `tensor_parallel`. `bound` and `overflow` are for dropless mixtures,
-    `channel` and `sms` for mixtures with a capacity.
+    the experts is replicated along both. `over` is a factor of the replicas, so dp may be 1. Dropless experts also take
+    `over=("tp", "ep")` beside `tensor_parallel(sequence=True)`, or cp: then the devices along all of these share the
+    experts, and `data_parallel` names ep alone, as tokens are shared along the others. It is written before the recipes
+    of pipelines, and composes with `tensor_parallel`. `bound` and `overflow` are for dropless mixtures, `channel` and
+    `sms` for mixtures with a capacity.
     """
     asked = shard(
         where(experts=ANY),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 
@@ -72,7 +73,8 @@ class DeviceLayout:
         units: "layers", or "all" if embedding and head count as layers in `at` and among the stages.
         dp: replicas with rows of their own, of which each holds one shard of the states.
         dp_replicate: groups of these that hold the same shards (hybrid sharding).
-        ep: devices among the replicas that share experts.
+        ep: devices that share experts, all of them.
+        folded: the axes beside those of the replicas of which these devices are made: "tp" and "cp", or neither.
         zero: the states that are sharded: 0 none, 1 the optimizer's, 2 gradients too, 3 parameters too.
         over_cp: whether states are sharded over cp, too.
         reshard: whether gathered parameters are dropped after the forward and gathered again (zero=3).
@@ -96,6 +98,7 @@ class DeviceLayout:
     dp: int = 1
     dp_replicate: int = 1
     ep: int = 1
+    folded: tuple[str, ...] = ()
     zero: int = 0
     over_cp: bool = False
     reshard: bool = True
@@ -104,6 +107,12 @@ class DeviceLayout:
     whole_mb: float = 0
     overlap: bool = True
     order: tuple[str, ...] = ()
+
+    @property
+    def sharing_replicas(self) -> int:
+        """Return the replicas whose devices share experts: ep without the folded axes."""
+        sizes = {"tp": self.tp, "cp": self.cp}
+        return self.ep // prod(sizes[axis] for axis in self.folded)
 
     @property
     def devices(self) -> int:

@@ -118,8 +118,8 @@ def mesh(layout: DeviceLayout) -> dict[str, int]:
     sizes = {
         "pp": layout.pp,
         "rep": layout.dp_replicate,
-        "dp": layout.dp // layout.ep,
-        "ep": layout.ep,
+        "dp": layout.dp // layout.sharing_replicas,
+        "ep": layout.sharing_replicas,
         "cp": layout.cp,
         "tp": layout.tp,
     }
@@ -134,7 +134,11 @@ def calls(described: JobDescription) -> Iterator[tuple[str, str]]:
     if layout.cp > 1:
         yield "cp", f"*recipes.context_parallel(attention={literal(layout.attention)})"
     if layout.ep > 1:
-        yield "ep", "*recipes.expert_parallel()"
+        axes = (*layout.folded, *(["ep"] if layout.sharing_replicas > 1 else []))
+        yield (
+            "ep",
+            f"*recipes.expert_parallel({'' if axes == ('ep',) else f'over={literal(axes)}'})",
+        )
     part = "pp" if layout.pp > 1 else "batch"
     yield from ((part, call) for call in _pipeline(described))
     if described.loss_tiles > 1:
@@ -168,7 +172,7 @@ def _recompute(recompute: Recomputation) -> str:
 
 def _replicated(layout: DeviceLayout) -> dict[str, Any]:
     """Return the arguments of `recipes.data_parallel`."""
-    shards = ["dp", *(["ep"] if layout.ep > 1 else [])]
+    shards = ["dp", *(["ep"] if layout.sharing_replicas > 1 else [])]
     if layout.zero and layout.over_cp and layout.cp > 1:
         shards.append("cp")
     how: dict[str, Any] = {"over": tuple(shards)}

@@ -132,7 +132,7 @@ def _of_param(policy: Replication, program: Program, param: Param, compute: str)
     Devices that share experts have some of the experts each. Devices that share a chunk have a part of the parameter
     each, or all of it with the same gradient: nothing is summed there that its states could be sharded along with.
     """
-    apart = {part.axis for part in param.layout} & set(dict(program.experts))
+    apart = {part.axis for part in param.layout}
     over = tuple(a for a in policy.over if a not in apart)
     params, grads, optim = (
         tuple(a for a in axes if a in over or a in param.summed)
