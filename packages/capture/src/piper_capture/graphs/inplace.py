@@ -6,7 +6,7 @@ There are two rewrites of a step's graph. They also reduce the memory of a plan:
     all_reduce(a)                   -> all_reduce_(a)                  likewise, over all devices of an axis
     gelu_backward(g, x)             -> gelu_backward(g, x, grad_input=g)
     add_(acc, mm(a, b))             -> addmm_(acc, a, b)               the product is added to its accumulator
-    add_(acc, mul(x, s))            -> addcmul_(acc, x, s)             so is what an earlier step made, scaled
+    add_(acc, mul(x, s))            -> addcmul_(acc, x, s)             so is a scaled tensor of an earlier step
 
 An argument takes the result if it was made in this step, covers its whole storage (no slice, not expanded), has the
 result's spec and strides, shares no bytes with another argument, and has its last use here. Every element is computed
