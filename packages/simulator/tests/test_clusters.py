@@ -123,8 +123,8 @@ def test_constants_are_those_of_their_sources(
 def test_the_clusters_of_before_keep_the_plain_ring() -> None:
     """Results that were published with them rest on it (docs/decisions/0014)."""
     models = {name: c.links.communication for name, c in DEVICES.items()}
-    ring = ("a100-80g-sxm", "h100-80g-sxm", "h200-141g-sxm")
-    assert models == dict.fromkeys(ring, "ring") | {"a100-40g-sxm": "nccl", "b200-sxm": "nccl"}
+    nccl = ("a100-40g-sxm", "b200-sxm", "gb200-186g")
+    assert models == dict.fromkeys(DEVICES, "ring") | dict.fromkeys(nccl, "nccl")
     assert cpu_local().links.communication == "ring"
 
 

@@ -6,8 +6,8 @@ Other packages import its names from here. The folders build on each other in th
 
 from piper_simulator.cluster.checks import KeyPath
 from piper_simulator.cluster.cluster import Cluster, NodeKind
-from piper_simulator.cluster.cluster_file import read_messages
 from piper_simulator.cluster.device import CPU, Device
+from piper_simulator.cluster.messages_file import read_messages
 from piper_simulator.cluster.named import ALIASES, cpu_local, load_cluster, product_cluster
 from piper_simulator.cluster.network import Links, Network, SlowLink
 from piper_simulator.cluster.stacks import STACKS

@@ -22,9 +22,10 @@ from piper_ir.tools import Brief, no_garbage_collection, size_text, time_text
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.named import load_cluster
 from piper_simulator.durations.checked import under_load
-from piper_simulator.durations.cost_model import CostModelFactory
+from piper_simulator.durations.cost_model import CostModelFactory, given_only
 from piper_simulator.durations.device_model import DeviceModel
 from piper_simulator.durations.expert_loads import ExpertLoad, GivenLoad, load_notes, load_of
+from piper_simulator.interval import StepInterval, interval_of, stack_advice
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict
 from piper_simulator.memory.role_devices import PeakMemory, peak_memory
@@ -65,6 +66,9 @@ class Simulation(Brief):
         bubble_s: the global bubble of each rank.
         peak_bytes: allocated, with the workspace of the kernels of the cluster's devices.
         device_bytes: peak_bytes with allocator, context and communicators.
+        held_bytes: what torch's allocator counts as allocated: peak_bytes with the buffers of the software stack.
+        reserved_bytes: what that allocator takes from the device.
+        interval: the interval in which 80 % of measured periods fall; None without a cluster.
         peak_by_category: peak_bytes by category.
         slowed_s: how much longer the compute of a rank took because of messages beside it, the maximum over ranks; None
             if contention was not simulated.
@@ -97,11 +101,16 @@ class Simulation(Brief):
     load: ExpertLoad | None = None
     worst_step_s: float | None = None
     limit_bytes: tuple[int | None, ...] = ()
+    held_bytes: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
+    interval: StepInterval | None = None
 
     def facts(self) -> Iterator[tuple[str, object]]:
         """Yield the headline: times, rates, and the memory of the fullest device."""
         yield "step", time_text(self.step_s)
         yield "period", time_text(self.period_s)
+        if self.interval is not None:
+            yield "80 % inside", self.interval.range_text
         if self.tokens_per_s is not None:
             yield "tokens/s", f"{self.tokens_per_s:,.0f}"
         if self.mfu is not None:
@@ -170,6 +179,13 @@ class Simulation(Brief):
         return {
             "step_s": self.step_s,
             "period_s": self.period_s,
+            "interval": None
+            if self.interval is None
+            else {
+                "low": self.interval.low,
+                "high": self.interval.high,
+                "stack": self.interval.stack,
+            },
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "hfu": self.hfu,
@@ -179,6 +195,8 @@ class Simulation(Brief):
             "span_bubble_s": self.span_bubble_s,
             "peak_bytes": max(self.peak_bytes, default=0),
             "device_bytes": max(self.device_bytes, default=0),
+            "allocated_bytes": max(self.held_bytes, default=0),
+            "reserved_bytes": max(self.reserved_bytes, default=0),
             "memory": {} if fullest is None else self.memory(fullest),
             "oom": None if self.oom is None else self.oom.as_dict() | {"text": self.oom.text},
             "slowed_s": self.slowed_s,
@@ -271,6 +289,7 @@ def _folded(
     rates = rates_of(plan, cluster, timed.period_s, tokens_per_row, model_flops_per_step)
     missing = without_formula(plan) if cluster is not None else {}
     more = *flop_notes(missing, rates.mfu, rates.hfu), *whole_notes(plan, cluster, step_s)
+    more = *more, *(() if given_only(plan) or cluster is None else stack_advice(cluster))
     notes = tuple(dict.fromkeys((*run.durations.notes, *rates.notes, *more)))
     run = replace(run, notes=_of_trace(cluster, notes))
     return Simulation(
@@ -292,6 +311,9 @@ def _folded(
         ooms=tuple(run.verdicts()),
         inside_comm_s=inside_seconds(run.prepared, run.durations.work),
         limit_bytes=tuple(run.memory.devices.limit(k) for k in order),
+        held_bytes=tuple(used[k].held for k in order),
+        reserved_bytes=tuple(used[k].reserved for k in order),
+        interval=interval_of(plan, cluster, timed.period_s),
         _run=run,
     )
 

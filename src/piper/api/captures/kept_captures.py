@@ -137,17 +137,22 @@ def write_grown() -> None:
 
 def kept_folder() -> Path | None:
     """Return the folder of this version's captures; None if none are kept, or it is not the user's alone."""
+    return kept_base("captures", version())
+
+
+def kept_base(kind: str, version: str) -> Path | None:
+    """Return the folder of one version's files of a kind; None if none are kept, or it is not the user's alone."""
     asked = os.environ.get("PIPER_CACHE")
     if asked == "":
         return None
     try:
         base = Path(asked) if asked else _folder_of_the_user()
-        folder = base / "captures" / version()
-        for part in (base, base / "captures", folder):
+        folder = base / kind / version
+        for part in (base, base / kind, folder):
             part.mkdir(mode=0o700, parents=part is base, exist_ok=True)
             if not _is_private(part):
                 _say(
-                    f"{part} is not used to keep captures: it must be a folder of yours that nobody else can open "
+                    f"{part} is not used to keep {kind}: it must be a folder of yours that nobody else can open "
                     f"(chmod 700)"
                 )
                 return None

@@ -30,13 +30,11 @@ from typing import Any
 
 from piper_ir.ground.codec import unique_keys
 from piper_ir.ground.errors import ClusterError
-from piper_ir.program.costs import CommDuration, Duration
 from piper_simulator.cluster.checks import (
     COUNT,
     FACTOR,
     FRACTION,
     INDEX,
-    POSITIVE,
     TEXT,
     Check,
     KeyPath,
@@ -53,8 +51,10 @@ from piper_simulator.cluster.cluster import Cluster, NodeKind
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.kernel_table import SCHEMA as KERNELS
 from piper_simulator.cluster.kernel_table import read_kernels
+from piper_simulator.cluster.messages_file import read_messages
 from piper_simulator.cluster.nccl import Nccl
-from piper_simulator.cluster.network import OPS, Links, Network, SlowLink
+from piper_simulator.cluster.network import Links, Network, SlowLink
+from piper_simulator.cluster.software import with_stack
 from piper_simulator.cluster.stacks import (
     ATTENTION_KERNELS,
     GENERATIONS,
@@ -121,9 +121,6 @@ SCHEMA = table(
 )
 """The check of a whole cluster file."""
 
-COLUMNS = ("op", "ranks", "nodes", "bytes", "seconds")
-"""The columns of a table of messages, a CSV file; lines that begin with # say where it comes from."""
-
 
 def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
     """Return the cluster of a file, which may rest on the built-in `devices`; raise ClusterError with file and keys."""
@@ -139,6 +136,8 @@ def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
         else:
             cluster = _one_kind(settings, where, path, devices)
         ranks, links = _slow(settings, where)
+        if "stack" in settings:
+            cluster = with_stack(cluster, settings["stack"])
         return replace(
             cluster, network=replace(cluster.network, slow_links=links), slow_ranks=ranks
         )
@@ -159,7 +158,7 @@ def _stack(file: Mapping[str, Any], where: KeyPath) -> dict[str, Any]:
                         f"the name is built in; give yours another one than {', '.join(built_in)}"
                     )
                 )
-    stacks = {**STACKS, **described_stacks(file, ATTENTION_KERNELS, where)}
+    stacks = {**STACKS, **described_stacks(file, ATTENTION_KERNELS, where, STACKS)}
     if "stack" not in file:
         return {}
     return {"stack": stacks[one_of(*stacks)(file["stack"], where.at("stack"))]}
@@ -357,53 +356,6 @@ def _communication(
     elif base is not None and "links" in found:
         settings["messages"] = ()  # measured on other links
     return settings
-
-
-def read_messages(path: Path, where: KeyPath) -> tuple[CommDuration, ...]:
-    """Read a table of measured messages, a CSV file with COLUMNS; raise ClusterError with file and line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise where.error(f"cannot read the table {path}: {e}") from None
-    rows = [
-        (n, line)
-        for n, line in enumerate(lines, start=1)
-        if line.strip() and not line.startswith("#")
-    ]
-    if not rows or tuple(rows[0][1].split(",")) != COLUMNS:
-        raise where.error(
-            f"{path}: the first line is {rows[0][1] if rows else 'missing'}; {','.join(COLUMNS)} is needed"
-        )
-    message_by_key: dict[tuple[str, int, int, int], CommDuration] = {}
-    for n, line in rows[1:]:
-        message = _message(line, f"{path}, line {n}")
-        key = (message.op, message.group, message.nodes, message.bytes)
-        if key in message_by_key:
-            raise KeyPath(f"{path}, line {n}").error(
-                "measured on a line before; one of them is needed"
-            )
-        message_by_key[key] = message
-    return tuple(message_by_key.values())
-
-
-def _message(line: str, where: str) -> CommDuration:
-    cells = line.split(",")
-    at = KeyPath(where)
-    if len(cells) != len(COLUMNS):
-        raise at.error(f"{len(cells)} values; {len(COLUMNS)} are needed: {','.join(COLUMNS)}")
-    if cells[0] not in OPS:
-        raise at.at("op").error(f"{cells[0]!r} stands here; one of {', '.join(OPS)} is needed")
-    ranks, nodes, nbytes = (COUNT(_number(c), at.at(k)) for k, c in zip(COLUMNS[1:4], cells[1:4]))
-    seconds = POSITIVE(_number(cells[4]), at.at(COLUMNS[4]))
-    return CommDuration(cells[0], nbytes, ranks, Duration(seconds, "table"), nodes)
-
-
-def _number(cell: str) -> Any:
-    """Return a cell as a number if it is one, else its text."""
-    try:
-        return int(cell) if cell.strip().isdecimal() else float(cell)
-    except ValueError:
-        return cell
 
 
 def _complete(device: Mapping[str, Any], links: Mapping[str, Any], where: KeyPath) -> None:

@@ -34,6 +34,8 @@ class Device:
         peak_flops: FLOP/s by dtype, dense.
         memory_bandwidth: bytes/s.
         matmul_fraction: fraction of the peak that matrix products and attention reach.
+        clock: sustained clock over that of other devices of the generation, as a power limit lowers it; it counts if a
+            stack has constants.
         memory_fraction: fraction of the memory bandwidth that kernels bound by memory reach.
         launch_s: host seconds per kernel.
         kernel_s: seconds of the device from the end of a kernel to that of a next one that does nothing; they count
@@ -62,6 +64,7 @@ class Device:
     memory_bandwidth: Positive
     memory_bytes: Count
     matmul_fraction: Positive = 1.0
+    clock: Positive = 1.0
     memory_fraction: Positive = 1.0
     launch_s: NotNegative = 0.0
     kernel_s: NotNegative = 0.0

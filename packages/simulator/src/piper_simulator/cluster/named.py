@@ -20,11 +20,21 @@ from piper_simulator.cluster.cluster import Cluster, NodeKind
 from piper_simulator.cluster.cluster_file import read_cluster
 from piper_simulator.cluster.device import CPU, Device
 from piper_simulator.cluster.network import Links
+from piper_simulator.cluster.software import with_stack
 from piper_simulator.cluster.stacks import STACKS
 
 T = TypeVar("T", Device, Links)
 _DATA = Path(__file__).parent / "data"
-_NVIDIA = ("a100-80g-sxm", "a100-40g-sxm", "h100-80g-sxm", "h200-141g-sxm", "b200-sxm")
+_NVIDIA = (
+    "a100-80g-sxm",
+    "a100-40g-sxm",
+    "h100-80g-sxm",
+    "h100-96g-hbm2e-500w",
+    "h200-141g-sxm",
+    "gh200-96g",
+    "b200-sxm",
+    "gb200-186g",
+)
 
 
 def _built_in(device: str) -> Cluster:
@@ -38,7 +48,9 @@ ALIASES = {
     "a100-40g": "a100-40g-sxm",
     "h100": "h100-80g-sxm",
     "h200": "h200-141g-sxm",
+    "gh200": "gh200-96g",
     "b200": "b200-sxm",
+    "gb200": "gb200-186g",
 }
 PRODUCTS = {
     "NVIDIA A100-SXM4-80GB": "a100-80g-sxm",
@@ -159,4 +171,4 @@ def _nodes(text: str, stack: str) -> Cluster | None:
     if any(len(count) > MOST_DIGITS for count in counts):
         raise ClusterError(f"cluster {text[:KEPT]}...: at most {MOST_RANKS} devices are accepted")
     named = DEVICES[device].cluster(per_node=int(counts[0]), nodes=int(counts[1]))
-    return named.each_device(lambda device: replace(device, stack=STACKS.get(stack)))
+    return named if not stack or stack not in STACKS else with_stack(named, STACKS[stack])

@@ -1,32 +1,41 @@
 """Describe kernel stacks: whose kernels run a model.
 
-Constants of a device differ between stacks. So each stack has data of its own, data/stacks.toml: published facts with
-their source; nothing is fitted. A cluster file may describe further stacks, in tables of the same form.
+Constants of a device differ between stacks. So each stack has data of its own. data/stacks.toml has published facts
+with their source, for any device; nothing there is fitted. The folder data/stacks has a file for each generation of
+devices and each software on it: facts that are read or counted, and at most eight constants with ranges
+(`piper_simulator.cluster.constants`). A cluster file may describe further stacks, in tables of the same form.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from piper_simulator.cluster.checks import (
     FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
     TEXT,
     KeyPath,
+    NotNegative,
     Positive,
     Text,
     checks_of,
+    list_of,
     list_of_each,
     mapping,
     one_of,
     table,
 )
+from piper_simulator.cluster.constants import CONSTANTS, Constant, read_constants
 
 KINDS = ("matmul", "attention", "norm", "elementwise", "embedding", "loss", "other")
 GENERATIONS = ("ampere", "hopper", "blackwell")
+HELD = ("layer gradients", "head gradient")
+"""The buffers that a stack may hold beside a plan's, see `Stack.holds`."""
 
 
 Fractions = tuple[Positive, Positive]
@@ -49,6 +58,28 @@ class Stack:
         saved: tensors that a forward keeps for its backward by default; for people, since a plan has its own.
         overlap: messages that run beside computation by default; for people, since a plan has its own.
         source: where these facts come from.
+        devices: the devices that its constants hold for; none if it has no constants.
+        words: words by which a table of published runs names this software, in their source or note.
+        attention_tokens: generation of devices -> the tokens of a row at which attention reaches half of its fraction.
+        recomputed: what R computes: the tensors that are "needed", or the "whole" forward with its messages, as
+            checkpointing by reentrant autograd does.
+        accumulate: gradients are added to their sums by a "kernel", or inside of the "product" that makes them.
+        runs: neighbouring element-wise kernels are launched "each", or "fused": a run of them reads and writes what
+            its largest member does.
+        joined: products of the same input are one product (queries, keys and values; gate and up).
+        remakes: operators whose results the backward's kernels make again, so that they are not saved.
+        passes: operator, or one of a step ("W.add") -> the bytes that its kernels move, over those that the plan counts.
+        loss_bytes: bytes read and written per logit by a cross-entropy, forward and backward; () as `lowering` says.
+        loss_keeps: bytes per logit that are held at the loss beside the tensors of the plan.
+        dropout_bytes: bytes per score of attention that dropout reads and writes in a pass, where the plan has none.
+        tile_s: seconds in which a wave of tiles of a matrix product starts and ends.
+        gradients: messages of data parallelism run "beside" the backward, or "behind" it.
+        messages: name of a table of measured messages in the folder data, for the links of its devices; "" if none.
+        holds: buffers that the software holds beside the plan's: "layer gradients" (of the weights of one layer, in
+            16 bit), "head gradient" (float32).
+        reserved: bytes that its allocator reserves, over the allocated ones; 0 as the device's file says.
+        seen: half of the width of the interval in which 80 % of the published runs of this stack fall, as a share.
+        constants: the constants by name.
     """
 
     name: Text
@@ -60,47 +91,137 @@ class Stack:
     saved: Text
     overlap: tuple[Text, ...]
     source: Text
+    devices: tuple[Text, ...] = ()
+    words: tuple[Text, ...] = ()
+    attention_tokens: Mapping[str, NotNegative] = field(default_factory=dict)
+    recomputed: Literal["needed", "whole"] = "needed"
+    accumulate: Literal["kernel", "product"] = "kernel"
+    runs: Literal["each", "fused"] = "each"
+    joined: bool = False
+    remakes: tuple[Text, ...] = ()
+    passes: Annotated[Mapping[str, Positive], mapping(POSITIVE)] = field(default_factory=dict)
+    loss_bytes: Annotated[tuple[float, ...], list_of(NOT_NEGATIVE)] = ()
+    loss_keeps: NotNegative = 0.0
+    dropout_bytes: NotNegative = 0.0
+    tile_s: NotNegative = 0.0
+    gradients: Literal["beside", "behind"] = "beside"
+    messages: str = ""
+    holds: tuple[Annotated[str, one_of(*HELD)], ...] = ()
+    reserved: NotNegative = 0.0
+    seen: NotNegative = 0.0
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+
+    @property
+    def number(self) -> dict[str, float]:
+        """Return the values of the constants by name."""
+        return {name: one.value for name, one in self.constants.items()}
 
 
-_STACK = {
-    key: check
-    for key, check in checks_of(Stack).items()
-    if key not in ("name", "attention_fraction")
-}
-_ATTENTION = table({"source": TEXT} | dict.fromkeys(GENERATIONS, list_of_each(FRACTION, FRACTION)))
-TABLES = {"attention": mapping(_ATTENTION), "stacks": mapping(table(_STACK))}
+_OWN = ("name", "attention_fraction", "attention_tokens", "constants")
+_STACK = {key: check for key, check in checks_of(Stack).items() if key not in _OWN}
+_NEEDED = [
+    f.name
+    for f in fields(Stack)
+    if f.name not in _OWN and f.default is MISSING and f.default_factory is MISSING
+]
+_TOKENS = dict.fromkeys(("ampere_tokens", "hopper_tokens", "blackwell_tokens"), NOT_NEGATIVE)
+_ATTENTION = table(
+    {"source": TEXT} | dict.fromkeys(GENERATIONS, list_of_each(FRACTION, FRACTION)) | _TOKENS
+)
+_TOKENS_OF = {g: f"{g}_tokens" for g in GENERATIONS}
+_FILE = table(_STACK | {"base": TEXT, "constants": CONSTANTS})
+TABLES = {"attention": mapping(_ATTENTION), "stacks": mapping(_FILE)}
 """The checks of the tables that describe stacks and attention kernels, in every file that may have them."""
 
 
 def described_stacks(
-    file: Mapping[str, Any], kernels: Mapping[str, Any], where: KeyPath
+    file: Mapping[str, Any], kernels: Mapping[str, Any], where: KeyPath, bases: Mapping[str, Stack]
 ) -> dict[str, Stack]:
     """Return the stacks that a file describes, by name.
 
-    `file` holds tables that fit TABLES; `kernels` are the attention kernels that its stacks may use beside its own.
-    Raises ClusterError with the keys of a stack that lacks a field or has an unknown attention kernel.
+    `file` holds tables that fit TABLES; `kernels` are the attention kernels that its stacks may use beside its own, and
+    `bases` the stacks whose facts hold for those that name one as `base`. Raises ClusterError with the keys of a stack
+    that lacks a field or has an unknown attention kernel.
     """
     known = {**kernels, **file.get("attention", {})}
     return {
-        name: _stack(name, entry, known, where.at("stacks").at(name))
+        name: read_stack(name, entry, known, where.at("stacks").at(name), bases)
         for name, entry in file.get("stacks", {}).items()
     }
 
 
-def _stack(name: str, entry: dict[str, Any], kernels: Mapping[str, Any], where: KeyPath) -> Stack:
-    if missing := [k for k in _STACK if k not in entry]:
+def read_stack(
+    name: str,
+    entry: Mapping[str, Any],
+    kernels: Mapping[str, Any],
+    where: KeyPath,
+    bases: Mapping[str, Stack],
+) -> Stack:
+    """Return a stack of a file's table, checked."""
+    said = {k: v for k, v in entry.items() if k != "base"}
+    base = None
+    if "base" in entry:
+        base = bases[one_of(*bases)(entry["base"], where.at("base"))]
+    facts = {} if base is None else {k: getattr(base, k) for k in _STACK}
+    if missing := [k for k in _NEEDED if k not in said and k not in facts]:
         raise where.error(f"{', '.join(missing)} missing")
-    if entry["attention"] not in kernels:
+    values = facts | {k: tuple(v) if isinstance(v, list) else v for k, v in said.items()}
+    if values["attention"] not in kernels:
         raise where.at("attention").error(
-            f"no kernel {entry['attention']!r}; known: {', '.join(kernels)}"
+            f"no kernel {values['attention']!r}; known: {', '.join(kernels)}"
         )
-    reached = {g: tuple(f) for g, f in kernels[entry["attention"]].items() if g in GENERATIONS}
-    lists = {k: tuple(entry[k]) for k in ("fused", "overlap")}
-    return Stack(**(entry | lists | {"name": name, "attention_fraction": reached}))
+    kernel = kernels[values["attention"]]
+    values["attention_fraction"] = {g: tuple(f) for g, f in kernel.items() if g in GENERATIONS}
+    values["attention_tokens"] = {g: kernel[t] for g, t in _TOKENS_OF.items() if t in kernel}
+    if values.get("loss_bytes") and len(values["loss_bytes"]) != 2:
+        raise where.at("loss_bytes").error("two numbers are needed, forward and backward")
+    constants = read_constants(entry.get("constants", {}), where.at("constants"))
+    known = {} if base is None else dict(base.constants)
+    return Stack(**(values | {"name": name, "constants": known | constants}))
 
 
-_DATA = Path(__file__).parent / "data" / "stacks.toml"
-_BUILT_IN = table(TABLES)(tomllib.loads(_DATA.read_text(encoding="utf-8")), KeyPath(str(_DATA)))
+_FOLDER = Path(__file__).parent / "data"
+_GENERAL = _FOLDER / "stacks.toml"
+_BUILT_IN = table(TABLES)(
+    tomllib.loads(_GENERAL.read_text(encoding="utf-8")), KeyPath(str(_GENERAL))
+)
 ATTENTION_KERNELS: Mapping[str, Any] = _BUILT_IN["attention"]
 """The built-in attention kernels by name: by generation, the fractions of the peak that they reach, and a source."""
-STACKS: Mapping[str, Stack] = described_stacks(_BUILT_IN, {}, KeyPath(str(_DATA)))
+GENERAL: Mapping[str, Stack] = described_stacks(_BUILT_IN, {}, KeyPath(str(_GENERAL)), {})
+"""The stacks of published facts, which hold for any device and have no constants."""
+SOFTWARE_FOLDER = _FOLDER / "stacks"
+"""The folder of the files of stacks with constants, one for each generation of devices and software."""
+
+
+def read_software(path: Path, bases: Mapping[str, Stack]) -> Stack:
+    """Return the stack of a file of its own; raise ClusterError with file and key."""
+    where = KeyPath(str(path))
+    try:
+        written = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise where.error(f"not a stack's TOML file: {error}") from None
+    return read_stack(path.stem, _FILE(written, where), ATTENTION_KERNELS, where, bases)
+
+
+SOFTWARE: Mapping[str, Stack] = {
+    path.stem: read_software(path, GENERAL) for path in sorted(SOFTWARE_FOLDER.glob("*.toml"))
+}
+"""The stacks with constants, by name."""
+STACKS: Mapping[str, Stack] = {**GENERAL, **SOFTWARE}
+
+
+def stacks_of(device: str, *texts: str) -> tuple[str, ...]:
+    """Return the names of the stacks with constants of a device; with `texts` those whose words are in one of them.
+
+    Earlier texts decide before later ones, and in a text the longest word.
+    """
+    here = [s for s in SOFTWARE.values() if device in s.devices]
+    if not texts:
+        return tuple(s.name for s in here)
+    found: dict[str, None] = {}
+    for text in texts:
+        lengths = {s.name: max((len(w) for w in s.words if w in text), default=0) for s in here}
+        found |= dict.fromkeys(
+            sorted((n for n in lengths if lengths[n]), key=lambda n: -lengths[n])
+        )
+    return tuple(found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from piper_ir.program.collectives import law_of
@@ -18,6 +18,9 @@ from piper_ir.program.costs import Duration
 from piper_simulator.cluster import nccl
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.network import Links, Network, SlowLink
+
+HALVES = ("all_gather", "reduce_scatter")
+"""The collectives that are half of an all-reduce: a ring scatters sums, and then gathers them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,9 @@ def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup) -> Duration:
     """
     links, formula = cluster.kinds[of.kinds[0]].links, by_formula(cluster, op, nbytes, of)
     if links.messages and formula and len(of.kinds) == 1 and not of.slowed and of.least == of.most:
+        if op in HALVES and not links.table.bytes_of(op, of.ranks, of.nodes):
+            whole = duration(cluster, "all_reduce", nbytes, of)
+            return replace(whole, seconds=whole.seconds / 2)
         sizes = links.table.bytes_of(op, of.ranks, of.nodes)
         known = links.table.of_comm(op, min([nbytes, *sizes[-1:]]), of.ranks, of.nodes)
         if known is not None and sizes and nbytes > sizes[-1]:
@@ -90,7 +96,27 @@ def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup) -> Duration:
             )
         if known is not None:
             return Duration(known.seconds, known.source)
+        return Duration(formula * _over_formula(cluster, links, op, nbytes, of), "formula")
     return Duration(formula, "formula")
+
+
+def _over_formula(cluster: Cluster, links: Links, op: str, nbytes: int, of: RankGroup) -> float:
+    """Return measured over computed seconds of the most nodes in the table with as many ranks of a node; else 1.
+
+    More nodes than were measured are hardly slower: the bus bandwidth of a ring depends little on their number.
+    """
+    known = [
+        m
+        for m in {(m.group, m.nodes) for m in links.messages if m.op == op}
+        if m[1] > 1 and m[1] < of.nodes and m[0] == m[1] * of.most
+    ]
+    if of.nodes == 1 or not known:
+        return 1.0
+    ranks, nodes = max(known)
+    measured = replace(of, ranks=ranks, nodes=nodes)
+    return duration(cluster, op, nbytes, measured).seconds / by_formula(
+        cluster, op, nbytes, measured
+    )
 
 
 def by_formula(cluster: Cluster, op: str, nbytes: float, of: RankGroup) -> float:

@@ -35,6 +35,7 @@ from piper_simulator.durations.communication import (
 )
 from piper_simulator.durations.cost_model import CostModel, StepMessages, Work, given_only
 from piper_simulator.durations.expert_work import EVEN, Loads, loaded, messages
+from piper_simulator.durations.hidden_messages import beside_kernels
 from piper_simulator.durations.instances import axes_inside, instances, meeting_inside
 from piper_simulator.durations.kernels import Took, is_guess, lacks_number, launched, step_took
 from piper_simulator.durations.provenance import Provenance
@@ -276,7 +277,8 @@ class DeviceModel(CostModel):
                 known.seconds * self._longer(chunk, op.step, kind), known.source, flops=cost.flops
             )
         device = self._need(f"step {op.step} of chunk {op.chunk}", kind)
-        took, flops, guessed = self._formula(device, chunk, op.step, kind)
+        step = self._runs(chunk, op.step, device)
+        took, flops, guessed = self._formula(device, chunk, step, kind)
         self._provenance.computed_step(chunk, op.step, guessed, took.parts)
         return Work(took.seconds, took.source, flops=flops)
 
@@ -285,7 +287,9 @@ class DeviceModel(CostModel):
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         key = op, kind, role.role
         if key not in self._inside:
-            kernels, sig = self._steps[op, kind], self.plan.chunk(op.variant).steps[op.step]
+            device, chunk = self._devices[kind], self.plan.chunk(op.variant)
+            step = op.step if device is None else self._runs(chunk, op.step, device)
+            kernels, sig = self._steps[op, kind], chunk.steps[step]
             taken = [
                 (
                     c,
@@ -304,11 +308,18 @@ class DeviceModel(CostModel):
                 ]
             )
             source = min([kernels.source, *(w.source for _, _, w in taken)], key=_TRUST.index)
+            if device is not None:
+                inside = beside_kernels(device, inside, kernels.seconds)
             seconds = kernels.seconds + sum([m.seconds for m in inside])
             self._inside[key] = Work(
                 seconds, source, sum([m.bytes for m in inside]), kernels.flops, inside
             )
         return self._inside[key]
+
+    def _runs(self, chunk: Chunk, step: Step, device: Device) -> Step:
+        """Return the step that a device's stack runs for one of a plan: for R the whole F, if it recomputes so."""
+        whole = device.stack is not None and device.stack.recomputed == "whole"
+        return "F" if whole and step == "R" and chunk.keep == "inputs" else step
 
     def _formula(
         self, device: Device, chunk: Chunk, step: Step, kind: int

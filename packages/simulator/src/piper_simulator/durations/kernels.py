@@ -31,6 +31,7 @@ from piper_ir.program.program import Cost, Kernel, Step
 from piper_simulator.cluster.device import Device
 from piper_simulator.cluster.kernel_table import SOURCES, Found, How
 from piper_simulator.durations.eager_launches import Launched, launched_by_torch
+from piper_simulator.durations.software_kernels import HALF, run_kernels
 
 _AT_PEAK = frozenset({"matmul", "attention"})
 TILES = ((128, 128), (128, 256), (256, 128))
@@ -42,7 +43,6 @@ SHARP = 4
 
 It lies 19 % above the larger if both are equal, and 1 % if one is 2.2 times the other.
 """
-HALF = frozenset({"bfloat16", "float16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class Took:
 def step_took(device: Device, cost: Cost, step: Step) -> Took:
     """Return the duration of one step of a chunk, with its sources."""
     parts: dict[How, float] = {}
+    if device.stack is not None:
+        cost = Cost(tuple(run_kernels(device.stack, cost.kernels, step)), cost.seconds)
     for kernel in cost.kernels:
         took = kernel_seconds(device, kernel, backward=step not in ("F", "R"))
         parts[took.how] = parts.get(took.how, 0.0) + kernel.count * took.seconds
@@ -122,9 +124,9 @@ def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
     """Return the seconds of a kernel on the device, with a stack."""
     computing = _computing(device, kernel)
     if kernel.kind == "matmul":
-        computing /= filled(tuple(bind(d, 0) for d in kernel.dims), device.sms)
+        computing = _product(device, kernel, computing)
     elif kernel.kind == "attention" and kernel.dtype in HALF:
-        computing *= device.matmul_fraction / _attention_fraction(device, backward)
+        computing *= device.matmul_fraction / _attention_fraction(device, kernel, backward)
     runs = _launched(device, kernel)
     moving = sum(
         n * b / (device.memory_bandwidth * memory_fraction(device, b)) for b, n in runs.moved
@@ -136,9 +138,22 @@ def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
     return max(moving, max(computing, at_best, waiting) + starting)
 
 
+def _product(device: Device, kernel: Kernel, computing: float) -> float:
+    """Return the seconds of a product: of its FLOPs in whole waves of tiles, and of the start and end of each wave."""
+    dims = tuple(bind(d, 0) for d in kernel.dims)
+    seconds = computing / filled(dims, device.sms)
+    if device.stack is None or not device.stack.tile_s or not device.sms:
+        return seconds
+    *batch, m, n, _ = dims
+    waves = min(_waves(batch[0] if batch else 1, m, n, tile, device.sms) for tile in TILES)
+    return seconds + waves * device.stack.tile_s
+
+
 def _launched(device: Device, kernel: Kernel) -> Launched:
     """Return the kernels that the device's stack runs for one of a plan."""
-    if device.stack is not None and device.stack.lowering == "torch":
+    stack = device.stack
+    counted = stack is not None and kernel.kind == "loss" and stack.loss_bytes
+    if stack is not None and stack.lowering == "torch" and not counted:
         return launched_by_torch(kernel)
     return Launched(((bind(kernel.bytes, 0), 1),))
 
@@ -168,15 +183,24 @@ def memory_fraction(device: Device, nbytes: int) -> float:
     return next((f for least, f in device.memory_steps if nbytes >= least), device.memory_fraction)
 
 
-def _attention_fraction(device: Device, backward: bool) -> float:
-    """Return the fraction of the peak that attention reaches.
+def _attention_fraction(device: Device, kernel: Kernel, backward: bool) -> float:
+    """Return the fraction of the peak that attention reaches, less with few tokens in a row.
 
     If nothing is published about the kernel on this device, it counts as a matrix product.
     """
-    known = (
-        device.stack.attention_fraction.get(device.generation) if device.stack is not None else None
-    )
-    return device.matmul_fraction if known is None else known[backward]
+    stack = device.stack
+    known = None if stack is None else stack.attention_fraction.get(device.generation)
+    if stack is None or known is None:
+        return device.matmul_fraction
+    name = "attention_backward" if backward else "attention_forward"
+    best = known[backward]
+    if name in stack.constants:
+        best = stack.constants[name].value * device.clock
+    half = stack.attention_tokens.get(device.generation, 0.0)
+    if not half or len(kernel.dims) != 5:
+        return best
+    keys = bind(kernel.dims[3], 0)
+    return best * keys / (keys + half)
 
 
 def is_guess(device: Device, kernel: Kernel) -> bool:

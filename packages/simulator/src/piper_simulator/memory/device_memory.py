@@ -20,6 +20,7 @@ class DeviceMemory:
         context: memory of CUDA, with its kernels.
         groups: communicators of groups, which a profile does not see: it makes them last, and others.
         pairs: communicators of neighbours, which a profile does not see either.
+        buffers: those that a software stack holds beside the plan's tensors, as torch's allocator sees them, too.
     """
 
     allocated: int
@@ -27,10 +28,21 @@ class DeviceMemory:
     context: int = 0
     groups: int = 0
     pairs: int = 0
+    buffers: int = 0
+
+    @property
+    def held(self) -> int:
+        """Return the bytes that torch's allocator counts as allocated."""
+        return self.allocated + self.buffers
+
+    @property
+    def reserved(self) -> int:
+        """Return the bytes that torch's allocator takes from the device."""
+        return self.held + self.reserve
 
     @property
     def total(self) -> int:
-        return self.allocated + self.reserve + self.context + self.groups + self.pairs
+        return self.reserved + self.context + self.groups + self.pairs
 
 
 def device_type(cluster: Cluster | None) -> DeviceType:
@@ -44,8 +56,9 @@ def device_memory(
     peak: int,
     device: Device | None,
     allocator: AllocatorCosts | None = None,
+    buffers: int = 0,
 ) -> DeviceMemory:
-    """Return the bytes used on a device when the plan holds `peak` bytes.
+    """Return the bytes used on a device when the plan holds `peak` bytes, and its software `buffers` beside them.
 
     There is a communicator per channel of the role (of more than one rank). `allocator` is as measured, in place of the
     device's factor and context. The result is the plan's own bytes when neither is given.
@@ -54,12 +67,14 @@ def device_memory(
         factor, context = allocator.factor, allocator.context_bytes
     elif device is not None:
         factor, context = device.allocator_factor, device.context_bytes
+        if device.stack is not None and device.stack.reserved:
+            factor = device.stack.reserved
     else:
         return DeviceMemory(peak)
     mine = [c for c in plan.channels if role.role in c.roles]
     pairs = sum(c.kind == "p2p" for c in mine)
     groups = sum(c.kind == "group" and len(plan.peers(c, role.ranks[0])) > 1 for c in mine)
     each = (device.group_bytes, device.p2p_bytes) if device is not None else (0, 0)
-    return DeviceMemory(
-        peak, round(peak * factor) - peak, context, groups * each[0], pairs * each[1]
-    )
+    held = peak + buffers
+    reserve = round(held * factor) - held
+    return DeviceMemory(peak, reserve, context, groups * each[0], pairs * each[1], buffers)

@@ -45,7 +45,13 @@ _VALUES = {
     "batch": "batch",
     "scalar": "scalars",
 }
-BESIDE = ("allocator_reserve", "context", "group_communicators", "pair_communicators")
+BESIDE = (
+    "allocator_reserve",
+    "context",
+    "group_communicators",
+    "pair_communicators",
+    "stack_buffers",
+)
 """The names of the lines beside `LINES`, as in `DeviceMemory`."""
 
 
@@ -58,8 +64,9 @@ def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int
     lines = dict.fromkeys(LINES, 0)
     for item in held_at_peak(plan, role):
         lines[_line(item, special.get(item.value, ""), losses)] += item.bytes
-    beside = (device.reserve, device.context, device.groups, device.pairs)
-    return lines | dict(zip(BESIDE, beside, strict=True))
+    beside = (device.reserve, device.context, device.groups, device.pairs, device.buffers)
+    named = dict(zip(BESIDE, beside, strict=True))
+    return lines | {n: b for n, b in named.items() if b or n != "stack_buffers"}
 
 
 def _received(role: RolePlan) -> set[str]:

@@ -11,6 +11,7 @@ from piper_ir.program.costs import AllocatorCosts, Costs
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
+from piper_simulator.memory.software import HeldBeside
 from piper_simulator.times.splitting import SplitPlan
 
 
@@ -36,10 +37,10 @@ class RoleDevices:
         device = self._of(k)
         return None if device is None else device.memory_bytes
 
-    def memory(self, k: int, nbytes: int) -> DeviceMemory:
-        """Return the bytes used on the device when the role holds `nbytes`."""
+    def memory(self, k: int, nbytes: int, buffers: int = 0) -> DeviceMemory:
+        """Return the bytes used on the device when the role holds `nbytes`, and its software `buffers`."""
         return device_memory(
-            self.plan, self.plan.roles[self.of[k]], nbytes, self._of(k), self.allocator
+            self.plan, self.plan.roles[self.of[k]], nbytes, self._of(k), self.allocator, buffers
         )
 
 
@@ -66,9 +67,14 @@ def peak_memory(
     allocator = None if costs is None else costs.allocator
     devices = RoleDevices(plan, split.plan.roles, split.of, cluster, allocator)
     counted = plan if cluster is None else replace(plan, device=device_type(cluster))
-    peaks = [
-        max(scan(counted, role), key=lambda usage: usage.total, default=None) or peak(counted, role)
-        for role in counted.roles
-    ]
-    used = [devices.memory(k, peaks[r].total) for k, r in enumerate(split.of)]
+    stack = None if cluster is None else cluster.device.stack
+    peaks, buffers = [], []
+    for role in counted.roles:
+        beside = HeldBeside(counted, role, stack)
+        moments = list(scan(counted, role))
+        most = max(moments, key=lambda usage: usage.total, default=None) or peak(counted, role)
+        held = max((u.total + beside.at(u) for u in moments), default=most.total)
+        peaks.append(most)
+        buffers.append(max(0, held - most.total))
+    used = [devices.memory(k, peaks[r].total, buffers[r]) for k, r in enumerate(split.of)]
     return PeakMemory(counted, peaks, devices, used)

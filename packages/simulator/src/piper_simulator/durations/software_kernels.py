@@ -1,0 +1,165 @@
+"""Say which kernels a software stack runs for those of a plan's step.
+
+A plan has a kernel for each operator of the model. Software joins them, or adds some:
+
+    accumulate = "product"   a weight's gradient is added to its sum by the product that makes it (Megatron-LM,
+                             --gradient-accumulation-fusion): no kernel of its own adds it
+    runs = "fused"           a run of element-wise kernels between other kernels is one kernel. What they hand to each
+                             other stays in registers, so that it reads and writes as much as the largest of them (of
+                             those of 16 bit, if there are any: float32 is for what stays inside). A
+                             softmax is a kernel with what stands before it forward, and behind it backward; dropout
+                             beside it is one of its own
+    joined                   queries, keys and values are one product, and gate and up: their input gradients are one
+                             tensor, and no kernels add them up
+    passes                   an operator, or one of a step ("W.add"), moves more or fewer bytes than the plan counts
+    dropout_bytes            dropout of the scores of attention, where the plan has no dropout: a pass over as many
+                             elements as a softmax has
+    loss_bytes               a cross-entropy moves so many bytes per logit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from piper_ir.ground.sizes import ITEM_BYTES, bind
+from piper_ir.program.program import Kernel, Step
+from piper_simulator.cluster.stacks import Stack
+
+_SOFTMAX = {"_softmax": 2, "_softmax_backward_data": 3}
+"""The tensors that a softmax reads and writes, forward and backward."""
+_DROPOUT = "native_dropout"
+HALF = frozenset({"bfloat16", "float16"})
+
+
+def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence[Kernel]:
+    """Return the kernels that a stack runs for those of a step."""
+    if stack.runs == "fused" and step == "R" and all(k.kind == "elementwise" for k in kernels):
+        return ()  # made again in the registers of the backward's kernels
+    if stack.accumulate == "product" and step == "W":
+        kernels = [k for k in kernels if k.op != "add"]
+    if stack.joined and step == "I":
+        kernels = list(_residual_adds(kernels))
+    if stack.joined:
+        kernels = list(_joined_products(kernels, step))
+    if stack.loss_bytes or stack.passes:
+        kernels = [_as_counted(stack, k, step) for k in kernels]
+    if stack.dropout_bytes and not any(k.op.startswith(_DROPOUT) for k in kernels):
+        kernels = [*kernels, *_dropouts(kernels, stack.dropout_bytes)]
+    if stack.runs == "fused":
+        kernels = list(_fused(stack, kernels))
+    return kernels
+
+
+def _as_counted(stack: Stack, kernel: Kernel, step: Step) -> Kernel:
+    """Return a kernel with the bytes that the stack's facts say."""
+    if kernel.kind == "loss" and stack.loss_bytes and len(kernel.dims) == 2:
+        rows, classes = (bind(d, 0) for d in kernel.dims)
+        each = stack.loss_bytes[step not in ("F", "R")]
+        return replace(kernel, bytes=round(rows * classes * each))
+    factor = stack.passes.get(f"{step}.{kernel.op}", stack.passes.get(kernel.op))
+    return (
+        kernel if factor is None else replace(kernel, bytes=round(bind(kernel.bytes, 0) * factor))
+    )
+
+
+def _residual_adds(kernels: Sequence[Kernel]) -> Iterator[Kernel]:
+    """Yield the kernels without the sums of input gradients of products that the stack joins.
+
+    One sum is left for each norm, that of the residual stream.
+    """
+    left = sum(k.count for k in kernels if k.kind == "norm")
+    kept: dict[int, int] = {}
+    adds = [k for k in kernels if k.op == "add" and k.dtype in HALF]
+    for kernel in sorted(adds, key=lambda k: bind(k.bytes, 0)):  # sharded along tokens it is small
+        kept[id(kernel)] = min(kernel.count, left)
+        left -= kept[id(kernel)]
+    for kernel in kernels:
+        count = kept.get(id(kernel), kernel.count)
+        if count:
+            yield replace(kernel, count=count)
+
+
+def _joined_products(kernels: Sequence[Kernel], step: Step) -> Iterator[Kernel]:
+    """Yield the kernels with neighbouring products as one, if they differ in the dimension that is joined.
+
+    That is the columns of the results forward, the inner dimension of input gradients, the rows of weight gradients.
+    """
+    free = {"I": 2, "W": 0}.get(step, 1)
+    before: Kernel | None = None
+    for kernel in kernels:
+        if kernel.kind != "matmul" or len(kernel.dims) != 3:
+            if before is not None:
+                yield before
+            before = None
+            yield kernel
+            continue
+        dims = tuple(bind(d, 0) for d in kernel.dims)
+        each = replace(
+            kernel,
+            dims=tuple(d * kernel.count if k == free else d for k, d in enumerate(dims)),
+            flops=bind(kernel.flops, 0) * kernel.count,
+            bytes=bind(kernel.bytes, 0) * kernel.count,
+            count=1,
+        )
+        if before is not None and _fits(before, each, free):
+            known = before.dims[free] + each.dims[free]
+            each = replace(
+                each,
+                dims=tuple(known if k == free else d for k, d in enumerate(each.dims)),
+                flops=bind(before.flops, 0) + bind(each.flops, 0),
+                bytes=bind(before.bytes, 0) + bind(each.bytes, 0),
+            )
+        elif before is not None:
+            yield before
+        before = each
+    if before is not None:
+        yield before
+
+
+def _fits(before: Kernel, after: Kernel, free: int) -> bool:
+    """Return whether two products agree in all dimensions but the one that is joined."""
+    return all(
+        a == b for k, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if k != free
+    )
+
+
+def _dropouts(kernels: Iterable[Kernel], each: float) -> Iterator[Kernel]:
+    """Yield a pass of dropout for each softmax."""
+    for kernel in kernels:
+        if kernel.op in _SOFTMAX:
+            scores = bind(kernel.bytes, 0) / (_SOFTMAX[kernel.op] * ITEM_BYTES[kernel.dtype])
+            yield replace(kernel, op=_DROPOUT, bytes=round(scores * each), flops=round(scores))
+
+
+def _fused(stack: Stack, kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+    """Yield the kernels with each run of element-wise ones as one kernel."""
+    run: list[Kernel] = []
+    for kernel in kernels:
+        joins = kernel.kind == "elementwise" or kernel.kind in stack.fused
+        if run and (not joins or _apart(run[-1], kernel)):
+            yield from _joined(run)
+            run = []
+        if joins:
+            run.append(kernel)
+        else:
+            yield kernel
+    yield from _joined(run)
+
+
+def _apart(before: Kernel, after: Kernel) -> bool:
+    """Return whether a softmax and a dropout are neighbours, which no stack joins."""
+    first, second = before.op, after.op
+    return (first in _SOFTMAX and second.startswith(_DROPOUT)) or (
+        first.startswith(_DROPOUT) and second in _SOFTMAX
+    )
+
+
+def _joined(run: Sequence[Kernel]) -> Iterator[Kernel]:
+    """Yield a run as kernels: of kernels that are there k times, the k-th round is one kernel of the largest."""
+    done, run = 0, [k for k in run if k.dtype in HALF] or run
+    for count in sorted({k.count for k in run}):
+        members = [k for k in run if k.count >= count]
+        largest = max(members, key=lambda k: bind(k.bytes, 0))
+        yield replace(largest, count=count - done)
+        done = count

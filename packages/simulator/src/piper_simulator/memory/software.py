@@ -1,0 +1,66 @@
+"""Count the buffers that a software stack holds beside a plan's tensors (`Stack.holds`, `Stack.loss_keeps`)."""
+
+from __future__ import annotations
+
+from piper_ir.fold.memory import Usage
+from piper_ir.ground.sizes import bind
+from piper_ir.plan.plan import Plan, RolePlan
+from piper_ir.program.ops import Compute
+from piper_simulator.cluster.stacks import Stack
+
+
+class HeldBeside:
+    """Count the bytes beside a role's tensors, at any time and while the loss runs."""
+
+    def __init__(self, plan: Plan, role: RolePlan, stack: Stack | None) -> None:
+        self._plan, self._role, self._stack = plan, role, stack
+        self._at_loss: dict[Compute, int] = {}
+        self.always = 0 if stack is None else self._buffers(stack)
+
+    def _buffers(self, stack: Stack) -> int:
+        """Return the bytes of the buffers that live through the step."""
+        if not stack.holds:
+            return 0
+        own = {
+            p.op.variant
+            for instr in self._role.program
+            for p in instr.parts
+            if isinstance(p.op, Compute)
+        }
+        steps = [
+            (any(k.kind == "loss" for k in chunk.steps["F"].cost.kernels), chunk.steps["W"].cost)
+            for chunk in (*self._plan.chunks, *self._plan.variants)
+            if chunk.variant in own and "W" in chunk.steps
+        ]
+        weights = [
+            (of_loss, [bind(k.dims[0], 0) * bind(k.dims[1], 0) * k.count for k in cost.kernels
+                       if k.kind == "matmul" and len(k.dims) == 3])
+            for of_loss, cost in steps
+        ]  # fmt: skip
+        layer = max((sum(sizes) for of_loss, sizes in weights if not of_loss), default=0)
+        head = max((max(sizes, default=0) for of_loss, sizes in weights if of_loss), default=0)
+        return ("layer gradients" in stack.holds) * 2 * layer + (
+            "head gradient" in stack.holds
+        ) * 4 * head
+
+    def at(self, usage: Usage) -> int:
+        """Return the bytes beside a moment of the role."""
+        more = self.always
+        if self._stack is not None and self._stack.loss_keeps and usage.instr >= 0:
+            ops = [p.op for p in self._role.program[usage.instr].parts]
+            more += max((self._logits(op) for op in ops if isinstance(op, Compute)), default=0)
+        return more
+
+    def _logits(self, op: Compute) -> int:
+        """Return the bytes that the stack holds beside the loss of a step; 0 for one without a loss."""
+        assert self._stack is not None
+        if op not in self._at_loss:
+            assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
+            kernels = [
+                k
+                for k in self._plan.chunk(op.variant).steps[op.step].cost.kernels
+                if k.kind == "loss" and len(k.dims) == 2
+            ]
+            logits = max((bind(k.dims[0], 0) * bind(k.dims[1], 0) for k in kernels), default=0)
+            self._at_loss[op] = round(logits * self._stack.loss_keeps)
+        return self._at_loss[op]

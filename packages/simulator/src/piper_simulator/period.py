@@ -1,0 +1,100 @@
+"""Predict the seconds of a plan's step and nothing else, for fits that ask many times; and what they consist of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from piper_ir.plan.plan import Plan
+from piper_ir.program.ops import Compute
+from piper_simulator.cluster.cluster import Cluster
+from piper_simulator.cluster.device import Device
+from piper_simulator.durations.cost_model import work_of
+from piper_simulator.durations.device_model import DeviceModel
+from piper_simulator.durations.kernels import kernel_seconds, step_took
+from piper_simulator.durations.software_kernels import run_kernels
+from piper_simulator.memory.role_devices import peak_memory
+from piper_simulator.times.splitting import split
+from piper_simulator.times.timed import durations_of, time_steps
+
+
+def period(plan: Plan, cluster: Cluster) -> float:
+    """Return the seconds per step in steady state, as `simulate` does."""
+    parts = split(plan, cluster, shared=True)
+    return time_steps(
+        durations_of(parts.plan, cluster, None, DeviceModel, contention=True)
+    ).period_s
+
+
+def held_and_reserved(plan: Plan, cluster: Cluster) -> tuple[int, int]:
+    """Return the bytes of the fullest rank, as torch's allocator counts them: allocated, and reserved."""
+    used = peak_memory(plan, split(plan, cluster, shared=True), cluster, None).used
+    return max(u.held for u in used), max(u.reserved for u in used)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Hold the seconds of a step on the role that computes the longest.
+
+    Attributes:
+        role: name of that role.
+        kernels: by kind of kernel, and "launch" for the time in which the device waits for the host.
+        inside: messages inside of steps, by mesh axis and kind.
+        others: updates, loads and the like.
+        waiting: the rest of the period, in which the role waits for others or for messages.
+        period: all of them together.
+    """
+
+    role: str
+    kernels: dict[str, float]
+    inside: dict[str, float]
+    others: float
+    waiting: float
+    period: float
+
+
+def step_parts(plan: Plan, cluster: Cluster) -> StepParts:
+    """Return the parts of a step's seconds."""
+    parts = split(plan, cluster, shared=True).plan
+    model = DeviceModel(parts, cluster, None)
+    works = iter(work_of(model, parts))
+    found: list[StepParts] = []
+    whole = period(plan, cluster)
+    for role in parts.roles:
+        device = cluster.of(role.ranks[0])
+        kernels: Counter[str] = Counter()
+        inside: Counter[str] = Counter()
+        others = busy = 0.0
+        for instr in role.program:
+            work = next(works)
+            if instr.comm:
+                continue
+            busy += work.seconds
+            ops = [p.op for p in instr.parts if isinstance(p.op, Compute)]
+            for message in work.inside:
+                inside[f"{message.op} over {message.axis}"] += message.seconds
+            steps = sum((_step(parts, op, device, kernels) for op in ops), 0.0)
+            others += max(0.0, work.seconds - work.inside_s - steps)
+        found.append(
+            StepParts(role.role, dict(kernels), dict(inside), others, max(0.0, whole - busy), whole)
+        )
+    return min(found, key=lambda f: f.waiting)
+
+
+def _step(plan: Plan, op: Compute, device: Device, kernels: Counter[str]) -> float:
+    """Return the seconds of a step, and add those of its kernels by kind."""
+    chunk = plan.chunk(op.variant)
+    stack = device.stack
+    whole = stack is not None and stack.recomputed == "whole" and chunk.keep == "inputs"
+    step = "F" if whole and op.step == "R" else op.step
+    assert step != "B", "a plan holds I and W parts; B exists in graphs only"
+    cost = chunk.steps[step].cost
+    took = step_took(device, cost, step).seconds
+    alone = 0.0
+    backward = step not in ("F", "R")
+    for kernel in cost.kernels if stack is None else run_kernels(stack, cost.kernels, step):
+        seconds = kernel.count * kernel_seconds(device, kernel, backward=backward).seconds
+        kernels[kernel.kind] += seconds
+        alone += seconds
+    kernels["launch"] += max(0.0, took - alone)
+    return took

@@ -1,0 +1,114 @@
+"""Run `piper accuracy`: predict published runs, score the predictions, explain one, and fit a stack to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from piper.cli.accuracy_options import AccuracyArguments
+from piper.published.convert import cluster_of, readings, stack_named
+from piper.published.fitting import fit
+from piper.published.plans import plan_of
+from piper.published.scoring import Prediction, Scores, predict, scores
+from piper.published.sensitivity import sensitivities
+from piper.published.stack_file import write_stack
+from piper.published.table import Row, read_rows, write_rows
+from piper.views.accuracy_tables import fit_table, prediction_table, score_table, why_table
+from piper.views.display import show
+from piper_ir.ground.errors import JobError
+from piper_ir.tools import working
+from piper_simulator.cluster.stacks import Stack
+from piper_simulator.period import step_parts
+
+
+def accuracy(arguments: AccuracyArguments) -> int:
+    """Print the scores of a table's predictions, or what was asked for, and return the exit code."""
+    a = arguments
+    stack = None if a.stack is None else stack_named(a.stack)
+    if a.why is not None:
+        return _explained(a, stack)
+    rows = read_rows(a.table, a.rows)
+    if a.fit is not None:
+        return _fitted(a, rows, stack)
+    predictions = []
+    for k, row in enumerate(rows):
+        with working(f"row {k + 1} of {len(rows)}"):
+            predictions.append(predict(row, stack=stack))
+    found = scores(predictions)
+    if a.out is not None:
+        write_rows(a.out, [p.columns() for p in predictions])
+    if a.as_json:
+        print(json.dumps(_numbers(found)))
+    else:
+        show(prediction_table(predictions))
+        show(score_table(found))
+    missed = a.at_most is not None and (found.macro is None or found.macro > a.at_most)
+    return int(missed)
+
+
+def _numbers(found: Scores) -> dict[str, Any]:
+    return {
+        "macro": found.macro,
+        "sources": [s.as_dict() for s in found.sources],
+        "rows": [
+            {
+                "case": p.row.case,
+                "stack": p.stack,
+                "refused": p.refused,
+                "measured_step_s": p.row.step_s,
+                "step_s": list(p.seconds),
+                "interval": [p.low, p.high] if p.seconds else None,
+                "allocated_gib": p.peak_gib if p.seconds else None,
+                "reserved_gib": p.reserved_gib if p.seconds else None,
+            }
+            for p in found.predictions
+        ],
+    }
+
+
+def _explained(a: AccuracyArguments, stack: Stack | None) -> int:
+    """Print what the step of one row consists of."""
+    row = read_rows(a.table, str(a.why))[0]
+    reading = next(readings(row))
+    run, plan = plan_of(reading, stack)
+    parts = step_parts(plan, run.cluster)
+    changes = sensitivities(reading, run.cluster.device.stack)
+    if a.as_json:
+        print(json.dumps({"case": row.case, "parts": vars(parts), "derivatives": changes}))
+    else:
+        show(why_table(row, run.cluster.name, parts, changes))
+    return 0
+
+
+def _fitted(a: AccuracyArguments, rows: Sequence[Row], stack: Stack | None) -> int:
+    """Fit a stack to rows, write it, and print its constants."""
+    assert a.fit is not None
+    names = {s.name for s in (cluster_of(r).device.stack for r in rows) if s is not None}
+    if stack is None and len(names) != 1:
+        raise JobError(
+            f"--fit needs rows of one stack, and these are of {', '.join(sorted(names)) or 'none'}; choose rows by "
+            f"--rows, or name the stack from whose constants the fit starts by --stack"
+        )
+    start = stack or stack_named(names.pop())
+    free = [name.strip() for name in a.free.split(",") if name.strip()]
+
+    def predicted(chosen: Sequence[Row], changed: Stack) -> list[Prediction]:
+        return list(map(partial(predict, stack=changed, memory=False), chosen))
+
+    with working("fitting"):
+        found = fit(rows, start, free, predicted)
+    write_stack(Path(a.fit), found.stack, start.name)
+    if a.as_json:
+        values = {n: vars_of(c) for n, c in found.stack.constants.items()}
+        print(json.dumps({"before": found.before, "after": found.after, "constants": values}))
+    else:
+        show(fit_table(found, str(a.fit)))
+    return 0
+
+
+def vars_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a record with slots by name."""
+    return {name: getattr(record, name) for name in record.__slots__}

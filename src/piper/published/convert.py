@@ -1,0 +1,356 @@
+"""Make job, strategy and cluster of a published run: `row`, the one place that says how a row is read.
+
+A table says less than a run has. The columns are taken as they stand; what they leave out follows from the arch, the
+dtype and the words of source and note, by the rules below. Each rule is a fact about the software, with its source, and
+none is about a row.
+
+    columns              become
+    arch, hidden, ...    a DecoderConfig; gpt has biases, GELU, LayerNorm and learned positions
+    dtype = fp16         bfloat16, which has as many bytes; of a gpt attention written out with dropout 0.1
+                         (Megatron-LM's arguments of 2021 to 2023: --attention-dropout and --hidden-dropout are 0.1,
+                         --use-flash-attn is off)
+    vocab                rounded up to a multiple of 128 x tp in Megatron (--make-vocab-size-divisible-by)
+    zero                 states sharded over dp x cp, by layers for 3 (FSDP wraps blocks)
+    recompute = full     layers keep their inputs
+    recompute =          attention written out again (gpt with attention written out), every second layer where the
+      selective          note says so, else the results of products (torchtitan's default)
+    schedule             1f1b and interleaved; zb1p and zb2p are searched with limits of p and 2p activations, as their
+                         paper does (arXiv 2401.10241, section 4)
+    pp x vpp > layers    embedding and head are stages of their own; with 1f1b the first and the last have fewer layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from piper import models
+from piper.published.table import Row
+from piper_compiler import Strategy, partition, recipes, recompute, replicate, split
+from piper_compiler.directives import Directive
+from piper_compiler.directives.partition import Partition
+from piper_ir.ground.errors import ClusterError, JobError
+from piper_ir.ground.mesh import Mesh
+from piper_ir.ground.select import ANY, where
+from piper_simulator import Cluster, load_cluster
+from piper_simulator.cluster.named import ALIASES, DEVICES
+from piper_simulator.cluster.software import with_stack
+from piper_simulator.cluster.stacks import STACKS, Stack, read_software, stacks_of
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
+
+VOCAB = 32_000
+"""The tokens of a row that leaves its vocab open: that of sentencepiece models, as open Megatron forks train with."""
+PADDED = 128
+"""Megatron pads a vocabulary to a multiple of this times tp."""
+SAVED = {"mm", "rms_norm", "attention", "mul", "add", "cat", "_to_copy", "silu"}
+"""The operators of a gated block whose results autograd may save."""
+WRITTEN = ("addmm", "mm", "layer_norm", "gelu", "add", "clone")
+"""The operators of a block with attention written out whose results are kept where core attention is made again."""
+RING = {"context_take", "context_merge"}
+"""The operators of attention in a ring, likewise."""
+WHOLE_MB = 2**20
+"""The MiB of a bucket that holds all gradients of a role, for software that reduces them after the backward."""
+NVLINK_DOMAIN = {"gb200-186g": 72}
+"""The devices that NVLink joins, where they are more than a node."""
+MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (2, 3, 4, 6, 8)
+"""The values that are plausible for an open `micro_batch` and an open `vpp` of an interleaved schedule."""
+MODEL_WORDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("ALiBi", {"positions": "none"}),  # FlashAttention's kernel adds the bias to the scores
+    ("squared ReLU", {"activation": "squared_relu", "attention_bias": "none", "mlp_bias": False}),
+    ("rotary", {"positions": "rotary"}),
+)
+"""The words of a note that change a model."""
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """Hold a published run as Piper says it.
+
+    Attributes:
+        row: the row, with no open fields.
+        job: its model, loss and optimizer.
+        strategy: its mesh and directives.
+        cluster: its devices, with the software stack.
+        states: the directives of its shared states, which are the last of the strategy.
+        notes: the fields that are taken in the nearest form.
+    """
+
+    row: Row
+    job: Job
+    strategy: Strategy
+    cluster: Cluster
+    states: tuple[Directive, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def boundaries(self) -> Any:
+        """Return the first layers of the stages, as `partition` takes them."""
+        return _boundaries(self.row.layers, self.row.pp)
+
+    @property
+    def job_text(self) -> str:
+        """Return model, batch and precision of the job as text, by which its plans are known."""
+        return repr(
+            (model_of(self.row)[0], self.job.global_batch, self.job.precision, self.job.clip_norm)
+        )
+
+
+def row(published: Row, *, stack: Stack | str | None = None, times: Any = None) -> PublishedRun:
+    """Return the job, strategy and cluster of a row without open fields (`readings` fills them).
+
+    Args:
+        published: The row.
+        stack: A software stack or its name, "" for none; None takes the row's own, or the one whose words its source
+            and note have.
+        times: F, I, W of each stage and the seconds between two, for a searched schedule; 1, 1, 1 and 0 without.
+
+    Raises:
+        JobError: a degree does not divide what it shares, the device is unknown, or a field is open.
+        ClusterError: no such stack.
+    """
+    cluster = cluster_of(published, stack)
+    microbatches = _microbatches(published)
+    config, notes = model_of(published)
+    job = models.job(
+        config,
+        global_batch=published.global_batch,
+        precision=_precision(published),
+        clip_norm=1.0 if _is_megatron(published) else None,
+    )
+    mesh = Mesh(pp=published.pp, dp=published.dp, cp=published.cp, tp=published.tp)
+    directives = (
+        *_sharding(published),
+        *_schedule(published, microbatches, times),
+        *_recomputation(published, config, cluster.device.stack),
+    )
+    software = cluster.device.stack
+    behind = software is not None and software.gradients == "behind"
+    states = _states(published, config, behind)
+    strategy = Strategy(mesh, (*directives, *states))
+    return PublishedRun(published, job, strategy, cluster, states, notes)
+
+
+def readings(published: Row) -> Iterator[Row]:
+    """Yield the row with every plausible value of its open fields; itself if none is open."""
+    vocab = published.vocab or VOCAB
+    vpps: tuple[int, ...] = (published.vpp or 1,)
+    if published.vpp is None and published.schedule == "interleaved":
+        vpps = tuple(v for v in CHUNKS if published.layers % (published.pp * v) == 0)[:3] or (2,)
+    sizes: tuple[int, ...] = (published.micro_batch or 1,)
+    if published.micro_batch is None:
+        per_replica = published.global_batch // published.dp
+        sizes = tuple(
+            b
+            for b in MICRO_BATCHES
+            if per_replica % b == 0
+            and (published.schedule != "interleaved" or per_replica // b % published.pp == 0)
+        ) or (1,)
+    kv_heads = published.kv_heads or published.heads
+    ffn = published.ffn or 4 * published.hidden
+    for vpp in vpps:
+        for size in sizes:
+            known = {"kv_heads": kv_heads, "ffn": ffn, "vocab": vocab, "vpp": vpp}
+            yield replace(published, **known, micro_batch=size)
+
+
+def cluster_of(published: Row, stack: Stack | str | None = None) -> Cluster:
+    """Return the cluster of a row, with its software stack if there is one."""
+    device = ALIASES.get(published.hw.partition("-")[0], "")
+    device = published.hw if published.hw in DEVICES else device
+    if not device:
+        raise JobError(
+            f"{published.case}: no device {published.hw!r} is described; known are {', '.join(DEVICES)}. Describe it in "
+            f"a cluster file and give --cluster, or correct the column hw"
+        )
+    most = NVLINK_DOMAIN.get(device, published.gpus_per_node or 8)
+    per_node = max((n for n in range(1, most + 1) if published.gpus % n == 0), default=1)
+    if device not in NVLINK_DOMAIN:
+        per_node = min(most, published.gpus)
+    if published.gpus % per_node:
+        raise JobError(
+            f"{published.case}: {published.gpus} devices do not fill nodes of {per_node}"
+        )
+    plain = load_cluster(f"{device}:{per_node}*{published.gpus // per_node}")
+    if stack is None:
+        stack = published.stack or stack_for(published, device)
+    if isinstance(stack, Stack):
+        return with_stack(plain, stack)
+    return with_stack(plain, stack_named(stack)) if stack else plain
+
+
+def stack_for(published: Row, device: str) -> str:
+    """Return the name of the stack whose words a row has; else one of its generation that is like it; else "".
+
+    A row that shares layers or stages is taken as Megatron, any other as eager torch.
+    """
+    like = "Megatron" if published.tp * published.pp * published.cp > 1 else "eager"
+    fitting = stacks_of(device, published.note, published.source, like)
+    return fitting[0] if fitting else ""
+
+
+def stack_named(name: str) -> Stack:
+    """Return a stack by name, or from a file that ends in .toml; raise ClusterError if there is none."""
+    if name.endswith(".toml"):
+        return read_software(Path(name), STACKS)
+    if name not in STACKS:
+        raise ClusterError(
+            f"no stack {name!r}; known are {', '.join(STACKS)}, and files that end in .toml"
+        )
+    return STACKS[name]
+
+
+@cache  # rows of one model share one capture, and captures are found by their callables
+def _config(fields: tuple[tuple[str, Any], ...]) -> models.DecoderConfig:
+    return models.DecoderConfig(**dict(fields))
+
+
+def model_of(published: Row) -> tuple[models.DecoderConfig, tuple[str, ...]]:
+    """Return the model of a row, and notes on what is said in the nearest form."""
+    vocab = published.vocab or VOCAB
+    if _is_megatron(published) or published.tp > 1:
+        step = PADDED * published.tp
+        vocab = -(-vocab // step) * step
+    fields: dict[str, Any] = {
+        "layers": published.layers,
+        "width": published.hidden,
+        "heads": published.heads,
+        "kv_heads": published.kv_heads,
+        "hidden": published.ffn or 4 * published.hidden,
+        "vocab": vocab,
+        "length": published.seq,
+        "tied": published.tied,
+    }
+    notes = []
+    if published.arch == "gpt":
+        written = published.dtype == "fp16"
+        fields |= {"activation": "gelu_tanh", "gated": False, "norm": "layernorm"}
+        fields |= {"attention_bias": "all", "mlp_bias": True, "positions": "learned"}
+        fields |= {"attention": "math" if written else "fused"}
+        if written:
+            # no rule of `shard` knows dropout; stacks of this age count its passes (clusters.md)
+            fields["dropout"] = 0.1 if published.tp == 1 else 0.0
+            notes.append("float16 is computed as bfloat16, which has as many bytes")
+    for words, changes in MODEL_WORDS:
+        if words in published.note:
+            fields |= changes
+    if published.schedule != "none" and published.pp > 1 and published.tied:
+        fields["tied"] = True
+    return _config(tuple(sorted(fields.items()))), tuple(notes)
+
+
+def _is_megatron(published: Row) -> bool:
+    words = ("Megatron", "NeMo", "vTrain", "SC21", "Zero Bubble", "Korthikanti")
+    return published.dtype == "fp16" or any(word in published.text for word in words)
+
+
+def _precision(published: Row) -> Any:
+    from piper_runtime import Precision
+
+    narrow = any(w in published.note for w in ("PURE mixed", "reduced in bf16"))
+    return Precision(
+        params="float32", compute="bfloat16", reduce="bfloat16" if narrow else "float32"
+    )
+
+
+def _microbatches(published: Row) -> int:
+    if published.micro_batch is None:
+        raise JobError(f"{published.case}: micro_batch is open; `readings` gives plausible values")
+    per_step = published.dp * published.micro_batch
+    if published.global_batch % per_step:
+        raise JobError(
+            f"{published.case}: a batch of {published.global_batch} rows is no multiple of dp x micro_batch, {per_step}"
+        )
+    degrees = published.dp * published.cp * published.tp * published.pp
+    if degrees != published.gpus:
+        raise JobError(
+            f"{published.case}: dp x cp x tp x pp is {degrees}, and there are {published.gpus} devices"
+        )
+    return published.global_batch // per_step
+
+
+def _sharding(published: Row) -> tuple[Directive, ...]:
+    directives: tuple[Directive, ...] = ()
+    if published.tp > 1:
+        directives += recipes.tensor_parallel(sequence=published.seq_parallel)
+    if published.cp > 1:
+        exchange = _exchange(published)
+        order: Any = "zigzag" if exchange == "ring" else ""
+        directives += recipes.context_parallel(attention=exchange, order=order)
+    return directives
+
+
+def _exchange(published: Row) -> Literal["heads", "ring"]:
+    """Return how attention is shared over cp.
+
+    SimuMax's release notes say all-to-all; Megatron-Core's default is the ring, with zigzag chunks.
+    """
+    return "heads" if "SimuMax" in published.text else "ring"
+
+
+def _schedule(published: Row, microbatches: int, times: Any) -> tuple[Directive, ...]:
+    pp, vpp = published.pp, published.vpp or 1
+    if published.schedule == "none" or pp == 1:
+        return (split(where(), microbatches=microbatches),)
+    stages = pp * vpp
+    if published.schedule == "interleaved":
+        found = recipes.interleaved(pp=pp, microbatches=microbatches, chunks=vpp)
+        if stages <= published.layers:
+            return found
+        whole = partition(stages=stages, units="all")
+        return tuple(whole if isinstance(d, Partition) else d for d in found)
+    at = _boundaries(published.layers, pp)
+    if published.schedule == "1f1b":
+        return recipes.one_f_one_b(pp=pp, microbatches=microbatches, at=at)
+    limit = pp if published.schedule == "zb1p" else 2 * pp
+    return recipes.zero_bubble(
+        pp=pp, microbatches=microbatches, memory_limit=limit, at=at, **(times or {})
+    )
+
+
+def _boundaries(layers: int, stages: int) -> Any:
+    """Return where stages begin: if two layers are missing, the first and the last stage have one fewer."""
+    each, rest = divmod(layers + 2, stages)
+    if layers % stages == 0 or rest or each < 2:
+        return "even"
+    return tuple(each * k - 1 for k in range(1, stages))
+
+
+def _recomputation(
+    published: Row, config: models.DecoderConfig, stack: Stack | None
+) -> tuple[Directive, ...]:
+    if published.recompute == "none":
+        if stack is None or not config.gated or config.activation not in stack.remakes:
+            return ()
+        saved = SAVED | (RING if published.cp > 1 and _exchange(published) == "ring" else set())
+        return (recompute(where(layer=ANY), keep=tuple(saved - set(stack.remakes))),)
+    if published.recompute == "full":
+        return (recompute(where(layer=ANY), keep="inputs"),)
+    if config.attention == "math":
+        return (recompute(where(layer=ANY), keep=WRITTEN),)
+    if "every second layer" in published.note:
+        second = tuple(range(0, published.layers, 2))
+        return (recompute(where(layer=second), keep="inputs"),)
+    return (recompute(where(layer=ANY), keep="products"),)
+
+
+@cache
+def _layer_parameters(config: models.DecoderConfig) -> int:
+    """Return the parameters of a block of a model of one layer."""
+    return models.parameter_count(replace(config, layers=2)) - models.parameter_count(config)
+
+
+def _states(published: Row, config: models.DecoderConfig, behind: bool) -> tuple[Directive, ...]:
+    if published.dp * published.cp == 1 and published.zero == 0:
+        return (replicate(where(), over="dp"),)
+    over = ("dp", "cp") if published.cp > 1 and published.zero else ("dp",)
+    if published.zero == 3:
+        item = 2 if _precision(published).reduce == "bfloat16" else 4
+        each = item * _layer_parameters(replace(config, layers=1)) / published.tp / 2**20
+        return (replicate(where(), over, 3, bucket_mb=max(25.0, float(round(each * 1.01)))),)
+    whole = behind or "bucketing off" in published.note
+    return (replicate(where(), over, published.zero, bucket_mb=WHOLE_MB if whole else 160.0),)  # type: ignore[arg-type]  # 0 to 3

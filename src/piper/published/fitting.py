@@ -1,0 +1,175 @@
+"""Fit the constants of a software stack to published runs.
+
+The residual of a run is the logarithm of predicted over measured. Constants move on a logarithmic scale too, but for
+the share of hidden messages. The derivative of each residual by each constant is found by changing it a little and
+predicting again. Then least squares give the change, with weights 1 / max(5 %, |residual|), so that a run that nothing
+explains does not drag the others; each constant is drawn to its prior with the weight of a run of RIDGE, and stays
+within its physical range. That is repeated ROUNDS times.
+
+Nothing is fitted per run or per source. A fit needs LEAST_ROWS runs of LEAST_MODELS models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from piper.published.scoring import Prediction
+from piper.published.table import Row
+from piper_ir.ground.errors import JobError
+from piper_simulator.cluster.constants import Constant
+from piper_simulator.cluster.stacks import Stack
+
+LEAST_ROWS, LEAST_MODELS = 5, 2
+NOISE, RIDGE, ROUNDS, STEP = 0.05, 0.15, 3, 0.05
+"""The residual below which runs weigh the same; how far a constant is from its prior, about; repetitions; the change
+by which derivatives are taken."""
+LINEAR = frozenset({"hidden"})
+"""The constants that may be 0, whose change is not a factor."""
+Predictor = Callable[[Sequence[Row], Stack], Sequence[Prediction]]
+"""A function that predicts runs under a stack."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Hold a fitted stack.
+
+    Attributes:
+        stack: with the fitted values.
+        rows: the runs that it was fitted to.
+        before: mean of the absolute errors before the fit.
+        after: and after it.
+        derivatives: by run and constant, the derivative of log step by log constant, at the start.
+    """
+
+    stack: Stack
+    rows: tuple[Row, ...]
+    before: float
+    after: float
+    derivatives: np.ndarray
+
+    @property
+    def source(self) -> str:
+        """Return where fitted values come from, in words."""
+        names = "\n".join(sorted(r.case for r in self.rows))
+        digest = hashlib.blake2b(names.encode(), digest_size=4).hexdigest()
+        return f"fitted to {len(self.rows)} runs ({digest}), mean error {self.before:.1%} before and {self.after:.1%} after"
+
+
+def fit(rows: Sequence[Row], stack: Stack, free: Sequence[str], predict: Predictor) -> Fit:
+    """Return a stack with constants that fit runs.
+
+    Args:
+        rows: The runs; all have a measured step.
+        stack: The stack from whose values the fit starts.
+        free: The names of the constants that may change.
+        predict: Predicts runs under a stack with other constants.
+
+    Raises:
+        JobError: too few runs or models, a constant that the stack lacks, or a run that cannot be predicted.
+    """
+    rows = [r for r in rows if r.step_s is not None]
+    models = {(r.hidden, r.layers, r.seq, r.arch) for r in rows}
+    if len(rows) < LEAST_ROWS or len(models) < LEAST_MODELS:
+        raise JobError(
+            f"a stack is fitted to at least {LEAST_ROWS} runs of {LEAST_MODELS} models; these are {len(rows)} runs of "
+            f"{len(models)}: add runs, or take the priors of {stack.name} as they are"
+        )
+    unknown = [name for name in free if name not in stack.constants]
+    if unknown or not free:
+        raise JobError(
+            f"--free {', '.join(free)}: the stack {stack.name} has the constants {', '.join(stack.constants)}"
+        )
+    start = _residuals(rows, stack, predict)
+    derivatives = np.zeros((len(rows), len(free)))
+    for k, name in enumerate(free):
+        one = stack.constants[name]
+        moved = _moved(one, STEP)
+        changed = _residuals(rows, _with(stack, {name: moved}), predict)
+        derivatives[:, k] = (changed - start) / (_scale(name, moved) - _scale(name, one.value))
+    fitted, residuals = stack, start
+    for _ in range(ROUNDS):
+        fitted = _step(fitted, free, residuals, derivatives)
+        residuals = _residuals(rows, fitted, predict)
+    before, after = (float(np.mean(np.abs(np.expm1(r)))) for r in (start, residuals))
+    found = Fit(fitted, tuple(rows), before, after, derivatives)
+    named = {n: replace(fitted.constants[n], fitted=True, source=found.source) for n in free}
+    return replace(found, stack=replace(fitted, constants={**fitted.constants, **named}))
+
+
+def _step(
+    stack: Stack, free: Sequence[str], residuals: np.ndarray, derivatives: np.ndarray
+) -> Stack:
+    """Return the stack after one weighted least squares, with every constant within its range."""
+    weights = np.sqrt(1.0 / np.maximum(NOISE, np.abs(residuals)) / NOISE)
+    now = np.array([_scale(n, stack.constants[n].value) for n in free])
+    priors = np.array([_scale(n, stack.constants[n].prior) for n in free])
+    lows, highs = (
+        np.array(
+            [_scale(n, max(getattr(stack.constants[n], end), _LEAST.get(n, 1e-12))) for n in free]
+        )
+        for end in ("low", "high")
+    )
+    held: dict[int, float] = {}
+    while True:
+        open_ = [k for k in range(len(free)) if k not in held]
+        target = -residuals - sum(
+            (derivatives[:, k] * (held[k] - now[k]) for k in held), np.zeros(len(residuals))
+        )
+        matrix = np.vstack([weights[:, None] * derivatives[:, open_], np.eye(len(open_)) / RIDGE])
+        right = np.concatenate([weights * target, (priors[open_] - now[open_]) / RIDGE])
+        change, *_ = np.linalg.lstsq(matrix, right, rcond=None)
+        found = now.copy()
+        found[open_] += change
+        for k, value in held.items():
+            found[k] = value
+        outside = [k for k in open_ if not lows[k] <= found[k] <= highs[k]]
+        if not outside:
+            break
+        worst = max(outside, key=lambda k: max(lows[k] - found[k], found[k] - highs[k]))
+        held[worst] = float(np.clip(found[worst], lows[worst], highs[worst]))
+    return _with(stack, {n: _value(n, float(found[k])) for k, n in enumerate(free)})
+
+
+_LEAST = {"hidden": 0.0}
+
+
+def _scale(name: str, value: float) -> float:
+    return value if name in LINEAR else math.log(value)
+
+
+def _value(name: str, scaled: float) -> float:
+    return scaled if name in LINEAR else math.exp(scaled)
+
+
+def _moved(one: Constant, step: float) -> float:
+    """Return a value near a constant's, within its range."""
+    up = one.value * (1 + step) + (0.05 if one.value == 0 else 0.0)
+    return up if up <= one.high else one.value / (1 + step)
+
+
+def _with(stack: Stack, values: Mapping[str, float]) -> Stack:
+    """Return a stack with other values of constants."""
+    changed = {
+        n: replace(
+            stack.constants[n], value=min(max(v, stack.constants[n].low), stack.constants[n].high)
+        )
+        for n, v in values.items()
+    }
+    return replace(stack, constants={**stack.constants, **changed})
+
+
+def _residuals(rows: Sequence[Row], stack: Stack, predict: Predictor) -> np.ndarray:
+    """Return log(predicted / measured) of each run; raise JobError for one that cannot be predicted."""
+    residuals = []
+    for one in predict(rows, stack):
+        if one.refused or one.row.step_s is None:
+            raise JobError(
+                f"{one.row.case} cannot be predicted, so nothing is fitted to it: {one.refused}"
+            )
+        residuals.append(math.log(one.step_s / one.row.step_s))
+    return np.array(residuals)

@@ -1,0 +1,243 @@
+"""Predict published runs and score the predictions.
+
+Errors are predicted / measured - 1. A row with open fields is predicted for each plausible reading; its prediction is
+then a range, and its error that of the middle (the geometric mean of the ends).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from statistics import fmean
+from typing import Any
+
+from piper.published.table import Row
+from piper_ir.ground.errors import PiperError
+from piper_simulator.cluster.stacks import Stack
+from piper_simulator.interval import step_interval
+from piper_simulator.period import held_and_reserved, period
+
+GIB = 2**30
+APART = 0.03
+"""Two rows are a pair for Kendall's tau if their measured times differ by more than this share."""
+HEADLINE = "measured"
+"""The block whose rows count in headline means."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Hold the prediction of a published run.
+
+    Attributes:
+        row: the run.
+        seconds: of a step, for each reading of its open fields.
+        low: the lower end of the interval of 80 %.
+        high: its upper end.
+        peak_gib: allocated memory of the fullest rank, the largest of the readings.
+        reserved_gib: what the allocator reserves for it.
+        stack: name of the software stack; "" if there is none for the row.
+        refused: why the row cannot be predicted; "" if it is.
+    """
+
+    row: Row
+    seconds: tuple[float, ...] = ()
+    low: float = math.nan
+    high: float = math.nan
+    peak_gib: float = math.nan
+    reserved_gib: float = math.nan
+    stack: str = ""
+    refused: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Return the middle of the readings; nan if there are none."""
+        if not self.seconds:
+            return math.nan
+        return math.sqrt(min(self.seconds) * max(self.seconds))
+
+    @property
+    def error(self) -> float | None:
+        """Return the error of the step; None without a prediction or a measurement."""
+        if not self.seconds or self.row.step_s is None:
+            return None
+        return self.step_s / self.row.step_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Return the error of the peak, against what the row says: reserved where its note says so, else allocated."""
+        if not self.seconds or self.row.peak_gib is None:
+            return None
+        reserved = "reserved" in self.row.note
+        return (self.reserved_gib if reserved else self.peak_gib) / self.row.peak_gib - 1
+
+    @property
+    def covered(self) -> bool | None:
+        """Return whether the interval holds the measured step; None without one."""
+        if self.error is None or self.row.step_s is None:
+            return None
+        return self.low <= self.row.step_s <= self.high
+
+    def columns(self) -> dict[str, str]:
+        """Return the row with the columns that `piper accuracy --out` adds."""
+        known = bool(self.seconds)
+        return {
+            **self.row.fields,
+            "predicted_step_s": f"{self.step_s:.6g}" if known else "",
+            "low_step_s": f"{self.low:.6g}" if known else "",
+            "high_step_s": f"{self.high:.6g}" if known else "",
+            "predicted_peak_gib": f"{self.peak_gib:.5g}" if known else "",
+            "predicted_reserved_gib": f"{self.reserved_gib:.5g}" if known else "",
+            "stack": self.stack,
+            "refused": self.refused,
+        }
+
+
+def predict(
+    published: Row,
+    *,
+    stack: Stack | str | None = None,
+    memory: bool = True,
+) -> Prediction:
+    """Return the prediction of a row.
+
+    Args:
+        published: The row.
+        stack: A software stack, or its name, in place of the row's own.
+        memory: Whether memory is predicted, too, which takes longer.
+    """
+    from piper.published.convert import readings  # they need torch, and scores do not
+    from piper.published.plans import plan_of
+
+    seconds, lows, highs, peaks, reserved = [], [], [], [0.0], [0.0]
+    name = ""
+    try:
+        for reading in readings(published):
+            run, plan = plan_of(reading, stack)
+            cluster = run.cluster
+            seconds.append(period(plan, cluster))
+            interval = step_interval(seconds[-1], cluster)
+            lows.append(interval.low)
+            highs.append(interval.high)
+            if memory:
+                held, taken = held_and_reserved(plan, cluster)
+                peaks.append(held / GIB)
+                reserved.append(taken / GIB)
+            name = "" if cluster.device.stack is None else cluster.device.stack.name
+    except PiperError as error:
+        return Prediction(published, refused=str(error))
+    return Prediction(
+        published, tuple(seconds), min(lows), max(highs), max(peaks), max(reserved), name
+    )
+
+
+@dataclass(frozen=True)
+class Score:
+    """Hold the scores of some predictions; None where no row has what is scored.
+
+    Attributes:
+        name: what the rows have in common.
+        n: rows that are predicted.
+        refused: rows that are not.
+        mean: mean of the absolute errors of the step.
+        signed: mean of the errors.
+        p90: the 90th percentile of the absolute errors.
+        most: the largest.
+        tau: Kendall's rank correlation of predicted and measured steps.
+        memory_mean: mean of the absolute errors of the peak.
+        memory_most: the largest.
+        coverage: share of the measured steps inside of their intervals.
+    """
+
+    name: str
+    n: int
+    refused: int
+    mean: float | None
+    signed: float | None
+    p90: float | None
+    most: float | None
+    tau: float | None
+    memory_mean: float | None
+    memory_most: float | None
+    coverage: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def score(name: str, predictions: Sequence[Prediction]) -> Score:
+    """Return the scores of predictions, whose rows are of one source or block."""
+    errors = [p.error for p in predictions if p.error is not None]
+    sizes = sorted(map(abs, errors))
+    memory = [abs(p.memory_error) for p in predictions if p.memory_error is not None]
+    inside = [p.covered for p in predictions if p.covered is not None]
+    return Score(
+        name,
+        n=len(errors),
+        refused=sum(bool(p.refused) for p in predictions),
+        mean=fmean(sizes) if sizes else None,
+        signed=fmean(errors) if errors else None,
+        p90=percentile(sizes, 0.9),
+        most=sizes[-1] if sizes else None,
+        tau=kendall(
+            [(p.step_s, p.row.step_s) for p in predictions if p.error is not None and p.row.step_s]
+        ),
+        memory_mean=fmean(memory) if memory else None,
+        memory_most=max(memory, default=None),
+        coverage=fmean(inside) if inside else None,
+    )
+
+
+def percentile(ascending: Sequence[float], share: float) -> float | None:
+    """Return a percentile of ascending numbers, between the two nearest ones; None without numbers."""
+    if not ascending:
+        return None
+    at = share * (len(ascending) - 1)
+    below = math.floor(at)
+    above = min(below + 1, len(ascending) - 1)
+    return ascending[below] + (at - below) * (ascending[above] - ascending[below])
+
+
+def kendall(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """Return Kendall's tau of (predicted, measured), over pairs of rows whose measurements differ by more than APART.
+
+    Equal predictions count as half right. None if there is no such pair.
+    """
+    agree = total = 0
+    for (a, x), (b, y) in combinations(pairs, 2):
+        if abs(math.log(x / y)) <= math.log1p(APART):
+            continue
+        total += 1
+        agree += (a > b) - (a < b) if x > y else (a < b) - (a > b)
+    return agree / total if total else None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Hold the scores of a table.
+
+    Attributes:
+        sources: by source and block.
+        macro: the mean of the means of sources whose block counts; None if there are none.
+        predictions: of all rows.
+    """
+
+    sources: tuple[Score, ...]
+    macro: float | None
+    predictions: tuple[Prediction, ...] = field(repr=False)
+
+
+def scores(predictions: Sequence[Prediction]) -> Scores:
+    """Return the scores of predictions by source and block, the headline block first."""
+    groups: dict[tuple[str, str], list[Prediction]] = {}
+    for one in predictions:
+        groups.setdefault((one.row.publisher, one.row.block), []).append(one)
+    ordered = sorted(groups.items(), key=lambda item: item[0][1] != HEADLINE)
+    found = {
+        key: score(key[0] if key[1] == HEADLINE else f"{key[0]} ({key[1]})", members)
+        for key, members in ordered
+    }
+    means = [s.mean for (_, block), s in found.items() if block == HEADLINE and s.mean is not None]
+    return Scores(tuple(found.values()), fmean(means) if means else None, tuple(predictions))

@@ -1,0 +1,30 @@
+"""Write stacks with fitted constants as TOML files; the facts of an existing file stay as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from piper_ir.tools import write_whole
+from piper_simulator.cluster.constants import Constant
+from piper_simulator.cluster.stacks import Stack
+
+_TABLES = "\n[constants."
+
+
+def write_stack(path: Path, stack: Stack, base: str) -> None:
+    """Write a stack's constants into its file; a file that is not there yet takes all facts from the stack `base`."""
+    if path.exists():
+        facts = path.read_text(encoding="utf-8").partition(_TABLES)[0].rstrip()
+    else:
+        devices = ", ".join(f'"{d}"' for d in stack.devices)
+        facts = f'base = "{base}"\ndevices = [{devices}]\nsource = "as {base}; constants: piper accuracy --fit"'
+    tables = (_table(name, one) for name, one in stack.constants.items())
+    write_whole(path, facts + "\n" + "".join(tables))
+
+
+def _table(name: str, one: Constant) -> str:
+    fitted = "fitted = true\n" if one.fitted else ""
+    return (
+        f"{_TABLES}{name}]\nvalue = {one.value:.4g}\nlow = {one.low:g}\nhigh = {one.high:g}\nprior = {one.prior:g}\n"
+        f'{fitted}source = "{one.source}"\n'
+    )

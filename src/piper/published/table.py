@@ -1,0 +1,200 @@
+"""Read tables of published training steps: CSV files with the columns of COLUMNS, one run per row.
+
+An empty field was not stated by its source. Lines that begin with # are comments. Further columns are kept and written
+again.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal, get_args
+
+from piper_ir.ground.errors import JobError
+
+Arch = Literal["gpt", "llama"]
+Schedule = Literal["none", "1f1b", "interleaved", "zb1p", "zb2p"]
+Recomputation = Literal["none", "selective", "full"]
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "arch": get_args(Arch),
+    "schedule": get_args(Schedule),
+    "recompute": get_args(Recomputation),
+    "seq_parallel": ("yes", "no"),
+    "tied": ("yes", "no"),
+    "dtype": ("bf16", "fp16"),
+}
+"""The words that a column accepts."""
+_COUNTS = ("hidden", "heads", "layers", "seq", "gpus", "tp", "pp", "cp", "dp", "global_batch")
+"""The columns of counts that every row needs."""
+_OPEN = ("ffn", "kv_heads", "vocab", "vpp", "micro_batch", "gpus_per_node")
+"""The columns of counts that a row may leave open."""
+_SECONDS = ("step_s", "peak_gib")
+COLUMNS = (
+    "case", "source", "block", "arch", "hidden", "ffn", "heads", "kv_heads", "layers", "vocab", "seq", "tied", "hw",
+    "gpus", "gpus_per_node", "tp", "pp", "vpp", "cp", "dp", "zero", "schedule", "micro_batch", "global_batch",
+    "recompute", "seq_parallel", "dtype", "step_s", "peak_gib", "note",
+)  # fmt: skip
+"""The columns of a table; docs/accuracy.md says what stands in each."""
+_NEEDED = ("case", "arch", "hw", *_COUNTS)
+_DEFAULTS = {"block": "measured", "zero": "0", "schedule": "none", "recompute": "none"} | {
+    "seq_parallel": "no", "tied": "no", "dtype": "bf16", "source": "", "note": "",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Hold one published run.
+
+    Attributes:
+        case: its name.
+        source: where it was published.
+        block: "measured", or why it does not count in headline means.
+        arch: gpt (LayerNorm, GELU, learned positions, biases) or llama (RMSNorm, SwiGLU, rotary positions).
+        hidden: elements of a token's vector.
+        ffn: width of the feed-forward part; 4 x hidden if it is open.
+        heads: heads of queries.
+        kv_heads: heads of keys and values; as many as of queries if it is open.
+        layers: number of blocks.
+        vocab: number of tokens, without padding; None if it is open.
+        seq: tokens of a row.
+        tied: whether embedding and head are one parameter.
+        hw: name of the device.
+        gpus: number of devices.
+        gpus_per_node: devices of a node.
+        tp, pp, vpp, cp, dp: degrees; vpp is chunks per pipeline rank.
+        zero: states that are sharded over dp x cp: 0 none, 1 optimizer, 2 gradients, 3 parameters.
+        schedule: the order of a pipeline.
+        micro_batch: rows of a microbatch; None if it is open.
+        global_batch: rows of a step.
+        recompute: none, selective (attention), full (layers).
+        seq_parallel: whether activations between products of tensor parallelism are sharded along tokens.
+        dtype: of matrix products.
+        step_s: seconds of an optimizer step, measured; None in a table of wishes.
+        peak_gib: peak memory of the fullest rank; None if it was not published.
+        note: caveats of the source in words.
+        stack: name of the software stack, from a column of that name; "" leaves the choice to Piper.
+        fields: the row as it stands in the file.
+    """
+
+    case: str
+    source: str
+    block: str
+    arch: Arch
+    hidden: int
+    ffn: int | None
+    heads: int
+    kv_heads: int | None
+    layers: int
+    vocab: int | None
+    seq: int
+    tied: bool
+    hw: str
+    gpus: int
+    gpus_per_node: int | None
+    tp: int
+    pp: int
+    vpp: int | None
+    cp: int
+    dp: int
+    zero: int
+    schedule: Schedule
+    micro_batch: int | None
+    global_batch: int
+    recompute: Recomputation
+    seq_parallel: bool
+    dtype: str
+    step_s: float | None
+    peak_gib: float | None
+    note: str
+    stack: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """Return source and note, in which words name the software."""
+        return f"{self.source}; {self.note}"
+
+    @property
+    def publisher(self) -> str:
+        """Return the first words of the source, by which tables group rows."""
+        return self.source.partition(";")[0].partition(" (")[0].strip() or "(no source)"
+
+
+def read_rows(path: Path, only: str = "*") -> list[Row]:
+    """Return the rows of a table whose case fits the pattern `only`.
+
+    Raises JobError with file, line and column for a field that cannot be read, and if no row fits.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"cannot read the table {path}: {error}") from None
+    numbered = [(n, x) for n, x in enumerate(lines, 1) if x.strip() and not x.startswith("#")]
+    reader = csv.DictReader([x for _, x in numbered])
+    missing = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
+    if missing:
+        raise JobError(
+            f"{path}: the columns {', '.join(missing)} are missing; docs/accuracy.md lists all columns"
+        )
+    rows = [
+        read_row(fields, f"{path}, line {n}")
+        for (n, _), fields in zip(numbered[1:], reader, strict=True)
+    ]
+    names = [row.case for row in rows]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise JobError(f"{path}: two rows have the case {twice[0]!r}; give each a name of its own")
+    chosen = [row for row in rows if fnmatch(row.case, only)]
+    if not chosen:
+        raise JobError(f"{path}: no case fits {only!r}; the first are {', '.join(names[:3])}")
+    return chosen
+
+
+def read_row(fields: Mapping[str, str | None], where: str = "row") -> Row:
+    """Return a row from its fields as text; raise JobError with `where` and the column."""
+    texts = {k: (v or "").strip() for k, v in fields.items() if k is not None}
+    said = {k: texts.get(k) or _DEFAULTS.get(k, "") for k in COLUMNS}
+    for name, words in _WORDS.items():
+        if said[name] not in words:
+            raise JobError(f"{where}: {name} is {said[name]!r}; accepted are {', '.join(words)}")
+    if said["zero"] not in ("0", "1", "2", "3"):
+        raise JobError(f"{where}: zero is {said['zero']!r}; accepted are 0, 1, 2 and 3")
+    counts = {name: _count(said[name], f"{where}: {name}", open_=False) for name in _COUNTS}
+    open_counts = {name: _count(said[name], f"{where}: {name}", open_=True) for name in _OPEN}
+    numbers = {name: _number(said[name], f"{where}: {name}") for name in _SECONDS}
+    plain = {name: said[name] for name in ("case", "source", "block", "hw", "note")}
+    flags = {name: said[name] == "yes" for name in ("tied", "seq_parallel")}
+    chosen = {name: said[name] for name in ("arch", "schedule", "recompute", "dtype")}
+    values = {**counts, **open_counts, **numbers, **plain, **flags, **chosen}
+    return Row(**values, zero=int(said["zero"]), stack=texts.get("stack", ""), fields=texts)  # type: ignore[arg-type]  # each is checked above
+
+
+def _count(text: str, where: str, *, open_: bool) -> int | None:
+    if not text and open_:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise JobError(f"{where} is {text!r}; an integer of at least 1 is needed")
+    return int(text)
+
+
+def _number(text: str, where: str) -> float | None:
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise JobError(f"{where} is {text!r}; a number above 0 is needed, or nothing")
+    return number
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Write rows as a CSV file with all their columns."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,118 @@
+"""Show predictions of published runs: rows, scores by source, what a step consists of, and fitted constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from piper.published.fitting import Fit
+from piper.published.scoring import Prediction, Score, Scores
+from piper.published.table import Row
+from piper_ir.tools import time_text
+from piper_report import Table, percent
+from piper_simulator.period import StepParts
+
+
+def prediction_table(predictions: Sequence[Prediction]) -> Table:
+    """Return a table of the rows, with refused ones at the end as notes."""
+    rows = tuple(_row(p) for p in predictions if not p.refused)
+    notes = tuple(f"{p.row.case}: {p.refused}" for p in predictions if p.refused)
+    columns = (
+        "case",
+        "stack",
+        "measured",
+        "predicted",
+        "80 % inside",
+        "error",
+        "GiB",
+        "allocated",
+        "reserved",
+    )
+    return Table("Published runs", columns, rows, notes)
+
+
+def _row(p: Prediction) -> tuple[str, ...]:
+    ends = sorted({time_text(min(p.seconds)), time_text(max(p.seconds))}, key=len)
+    shown = (
+        time_text(min(p.seconds))
+        if len(ends) == 1
+        else " to ".join((time_text(min(p.seconds)), time_text(max(p.seconds))))
+    )
+    return (
+        p.row.case,
+        p.stack or "-",
+        "-" if p.row.step_s is None else time_text(p.row.step_s),
+        shown,
+        f"{time_text(p.low)} to {time_text(p.high)}",
+        _signed(p.error),
+        "-" if p.row.peak_gib is None else f"{p.row.peak_gib:g}",
+        f"{p.peak_gib:.2f}",
+        f"{p.reserved_gib:.2f}",
+    )
+
+
+def score_table(found: Scores) -> Table:
+    """Return a table of scores by source."""
+    columns = (
+        "source", "n", "refused", "mean", "signed", "p90", "max", "tau", "memory", "max", "covered",
+    )  # fmt: skip
+    rows = tuple(_scored(s) for s in found.sources)
+    notes = (
+        f"macro mean of the sources that count: {percent(found.macro)}",
+        "errors are predicted / measured - 1; of a range, that of its middle; tau over pairs more than 3 % apart",
+    )
+    return Table("Scores", columns, rows, notes)
+
+
+def _scored(s: Score) -> tuple[str, ...]:
+    return (
+        s.name,
+        str(s.n),
+        str(s.refused),
+        percent(s.mean),
+        _signed(s.signed),
+        percent(s.p90),
+        percent(s.most),
+        "-" if s.tau is None else f"{s.tau:.2f}",
+        percent(s.memory_mean),
+        percent(s.memory_most),
+        percent(s.coverage),
+    )
+
+
+def why_table(row: Row, cluster: str, parts: StepParts, changes: Mapping[str, float]) -> Table:
+    """Return a table of what a step consists of on the role that computes the longest, and of derivatives."""
+    seconds = [*parts.kernels.items(), *parts.inside.items()]
+    seconds += [("updates and others", parts.others), ("waiting, messages between", parts.waiting)]
+    rows = [(name, time_text(s), percent(s / parts.period)) for name, s in seconds if s > 0]
+    measured = "" if row.step_s is None else f", measured {time_text(row.step_s)}"
+    notes = tuple(
+        f"d log step / d {'' if name == 'hidden' else 'log '}{name} = {value:+.3f}"
+        for name, value in changes.items()
+    )
+    title = f"{row.case} on {cluster}, {parts.role}: {time_text(parts.period)}{measured}"
+    return Table(title, ("", "time", "share"), tuple(rows), notes)
+
+
+def fit_table(found: Fit, file: str) -> Table:
+    """Return a table of the constants of a fitted stack."""
+    rows = tuple(
+        (
+            name,
+            f"{c.value:.4g}",
+            f"{c.prior:g}",
+            f"{c.low:g} to {c.high:g}",
+            "AT ITS BOUND" if c.at_bound else "fitted" if c.fitted else "prior",
+        )
+        for name, c in found.stack.constants.items()
+    )
+    notes = (
+        f"{len(found.rows)} runs: mean error {percent(found.before)} before, {percent(found.after)} after",
+        f"written: {file}",
+    )
+    return Table(
+        f"Constants of {found.stack.name}", ("", "value", "prior", "range", ""), rows, notes
+    )
+
+
+def _signed(share: float | None) -> str:
+    return "-" if share is None else f"{share:+.1%}"

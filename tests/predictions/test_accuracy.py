@@ -1,0 +1,200 @@
+"""Published runs: rows are read, said in Piper, predicted and scored; a fit finds constants that it was not told."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isnan
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from piper.cli import app
+from piper.published.convert import cluster_of, readings, row, stack_for
+from piper.published.fitting import fit
+from piper.published.plans import plan_of
+from piper.published.scoring import Prediction, kendall, percentile, predict, score
+from piper.published.stack_file import write_stack
+from piper.published.table import Row, read_row, read_rows
+from piper_ir.ground.errors import ClusterError, JobError
+from piper_simulator.cluster.stacks import SOFTWARE, STACKS, Stack, read_software
+from tests.helpers.cases import each_case
+
+TINY = {
+    "case": "a", "source": "SimuMax, words", "arch": "llama", "hidden": "512", "ffn": "1024", "heads": "8",
+    "kv_heads": "4", "layers": "2", "vocab": "1024", "seq": "256", "hw": "b200-sxm", "gpus": "4",
+    "gpus_per_node": "4", "tp": "2", "pp": "1", "vpp": "1", "cp": "1", "dp": "2", "zero": "1",
+    "micro_batch": "1", "global_batch": "8", "seq_parallel": "yes", "step_s": "0.01", "peak_gib": "0.1",
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
+    monkeypatch.setenv("PIPER_CACHE", "")
+    return read_row(TINY)
+
+
+@each_case(
+    ("field", "value", "said"),
+    [
+        ("arch", "mamba", "arch is 'mamba'"),
+        ("hidden", "4k", "hidden is '4k'"),
+        ("hidden", "", "hidden is ''"),
+        ("zero", "4", "zero is '4'"),
+        ("step_s", "-1", "step_s is '-1'"),
+        ("seq_parallel", "true", "seq_parallel is 'true'"),
+    ],
+)
+def test_a_field_that_cannot_be_read_is_named(field: str, value: str, said: str) -> None:
+    with pytest.raises(JobError, match=f"line 3: {said}"):
+        read_row({**TINY, field: value}, "t.csv, line 3")
+
+
+def test_open_fields_give_several_readings() -> None:
+    open_ = read_row({**TINY, "micro_batch": "", "vocab": "", "kv_heads": ""})
+    found = list(readings(open_))
+    assert [r.micro_batch for r in found] == [1, 2, 4]
+    assert all(r.vocab and r.kv_heads == 8 for r in found)
+    with pytest.raises(JobError, match="micro_batch is open"):
+        row(open_)
+
+
+@each_case(
+    ("changes", "said"),
+    [
+        ({"global_batch": "9"}, "no multiple of dp x micro_batch"),
+        ({"gpus": "8"}, "dp x cp x tp x pp is 4"),
+        ({"hw": "tpu-v5"}, "no device 'tpu-v5'"),
+    ],
+)
+def test_a_row_that_cannot_be_said_is_refused_with_the_reason(
+    changes: dict[str, str], said: str
+) -> None:
+    refused = predict(read_row({**TINY, **changes}))
+    assert said in refused.refused and isnan(refused.step_s) and refused.error is None
+
+
+@each_case(
+    ("hw", "source", "note", "stack"),
+    [
+        ("b200-sxm", "SimuMax", "", "blackwell-megatron"),
+        ("h100-80g-sxm", "torchtitan", "FSDP + torch.compile", "hopper-torch-compile"),
+        ("h100-80g-sxm", "torchtitan", "FSDP", "hopper-torch"),
+        ("h100-80g-sxm", "dgxc", "NeMo, Megatron-Core", "hopper-nemo"),
+        ("a100-80g-sxm", "Zero Bubble", "", "ampere-zero-bubble"),
+        ("a100-80g-sxm", "nobody", "", "ampere-megatron"),  # tp 2, so like Megatron
+    ],
+)
+def test_the_words_of_a_row_name_its_stack(hw: str, source: str, note: str, stack: str) -> None:
+    one = read_row({**TINY, "hw": hw, "source": source, "note": note})
+    assert stack_for(one, hw) == stack
+
+
+def test_a_prediction_has_an_interval_and_two_memories(tiny: Row) -> None:
+    one = predict(tiny)
+    assert one.refused == "" and one.stack == "blackwell-megatron"
+    assert one.low < one.step_s < one.high and one.peak_gib < one.reserved_gib
+    assert set(one.columns()) >= {
+        "predicted_step_s", "low_step_s", "high_step_s", "predicted_peak_gib", "stack", "refused"
+    }  # fmt: skip
+
+
+def test_own_bytes_stay_the_plans(tiny: Row) -> None:
+    from piper_simulator import simulate
+
+    run, plan = plan_of(tiny)
+    plain = simulate(plan, cluster_of(tiny, ""))
+    held = simulate(plan, run.cluster)
+    assert plain.peak_bytes == held.peak_bytes == plain.held_bytes
+    assert min(a - b for a, b in zip(held.held_bytes, held.peak_bytes, strict=True)) > 0
+
+
+def test_a_fit_finds_constants_that_it_was_not_told() -> None:
+    """Steps of a stack with other constants are made, and the fit starts from the priors."""
+    start = SOFTWARE["blackwell-megatron"]
+    truth = _with(_with(start, "matmul", 0.60), "memory", 0.48)
+    rows = [read_row({**TINY, "case": str(k), "hidden": str(64 * k)}) for k in range(1, 7)]
+    made = [replace(r, step_s=p.step_s) for r, p in zip(rows, _made(rows, truth), strict=True)]
+    found = fit(made, start, ["matmul", "memory"], _made)
+    assert found.after < 0.02 < 0.04 < found.before
+    assert found.stack.number["matmul"] == pytest.approx(0.60, rel=0.08)
+    assert found.stack.number["memory"] == pytest.approx(0.48, rel=0.08)
+    assert found.stack.constants["memory"].fitted and not found.stack.constants["memory"].at_bound
+    wrong = [
+        replace(r, step_s=(r.step_s or 0) * 100) for r in made
+    ]  # nothing physical explains that
+    bound = fit(wrong, start, ["matmul", "memory"], _made).stack
+    assert any(c.at_bound for c in bound.constants.values())
+    assert all(c.low <= c.value <= c.high for c in bound.constants.values())
+
+
+def _made(rows: Sequence[Row], stack: Stack) -> list[Prediction]:
+    """Predict steps by a law: products, bytes and a rest, in shares that depend on the row."""
+    return [
+        Prediction(r, (r.hidden / stack.number["matmul"] + 200 / stack.number["memory"] + 50,))
+        for r in rows
+    ]
+
+
+def _with(stack: Stack, name: str, value: float) -> Stack:
+    return replace(
+        stack, constants={**stack.constants, name: replace(stack.constants[name], value=value)}
+    )
+
+
+def test_few_runs_and_unknown_constants_are_refused(tiny: Row) -> None:
+    stack = SOFTWARE["blackwell-megatron"]
+    with pytest.raises(JobError, match="at least 5 runs of 2 models; these are 4 runs of 1"):
+        fit([tiny] * 4, stack, ["matmul"], _made)
+    models = [replace(tiny, layers=k) for k in range(1, 7)]
+    with pytest.raises(JobError, match="--free speed"):
+        fit(models, stack, ["speed"], _made)
+
+
+def test_a_written_stack_is_read_again(tmp_path: Path) -> None:
+    stack = _with(SOFTWARE["hopper-nemo"], "matmul", 0.5)
+    write_stack(tmp_path / "mine.toml", stack, "hopper-nemo")
+    again = read_software(tmp_path / "mine.toml", STACKS)
+    assert again == replace(stack, name="mine", words=again.words, source=again.source)
+    text = (tmp_path / "mine.toml").read_text().replace("value = 0.5", "value = 0.95")
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ClusterError, match=r"constants.matmul: value 0.95 .* must be from low"):
+        read_software(tmp_path / "mine.toml", STACKS)
+
+
+def test_committed_stacks_hold_at_most_eight_constants_within_their_ranges() -> None:
+    for stack in SOFTWARE.values():
+        assert 0 < len(stack.constants) <= 8 and stack.devices and stack.source
+        assert not [n for n, c in stack.constants.items() if c.at_bound], stack.name
+
+
+def test_scores() -> None:
+    assert kendall([(1, 1), (2, 2), (3, 3)]) == 1 and kendall([(3, 1), (2, 2), (1, 3)]) == -1
+    assert kendall([(1, 1), (2, 1.01)]) is None, "pairs that hardly differ do not count"
+    assert percentile([0.0, 1.0], 0.9) == pytest.approx(0.9) and percentile([], 0.9) is None
+    one = Prediction(read_row(TINY), (0.011,), 0.009, 0.012, 0.1, 0.105)
+    found = score("x", [one])
+    assert found.mean == pytest.approx(0.1) and found.coverage == 1 and found.memory_mean == 0
+
+
+def test_the_command_writes_the_table_and_says_how_well(tiny: Row, tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(TINY))
+        writer.writeheader()
+        writer.writerows([TINY, {**TINY, "case": "b", "hw": "tpu"}])
+    out = tmp_path / "out.csv"
+    done = CliRunner().invoke(app, ["accuracy", str(table), "--out", str(out), "--at-most", "0.01"])
+    assert done.exit_code == 1, "the step was made up"
+    assert "no device 'tpu'" in done.output and "macro mean" in done.output
+    scored = list(csv.DictReader(out.open()))
+    assert float(scored[0]["predicted_step_s"]) > 0 and scored[1]["refused"]
+    why = CliRunner().invoke(app, ["accuracy", str(table), "--why", "a"])
+    assert (
+        why.exit_code == 0 and "matmul" in why.output and "d log step / d log intra" in why.output
+    )
+    missing = CliRunner().invoke(app, ["accuracy", str(table), "--rows", "x*"])
+    assert missing.exit_code == 2 and "no case fits" in missing.output
+    assert [r.case for r in read_rows(table, "b")] == ["b"]
