@@ -1,4 +1,4 @@
-"""Predict the seconds of a plan's step and nothing else, for fits that ask many times; and what they consist of."""
+"""Predict the seconds of a plan's step and nothing else, for fits that ask many times; and the parts of it."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ A plan has a kernel for each operator of the model. Software joins them, or adds
 
     accumulate = "product"   a weight's gradient is added to its sum by the product that makes it (Megatron-LM,
                              --gradient-accumulation-fusion): no kernel of its own adds it
-    runs = "fused"           a run of element-wise kernels between other kernels is one kernel. What they hand to each
-                             other stays in registers, so that it reads and writes as much as the largest of them (of
-                             those of 16 bit, if there are any: float32 is for what stays inside). A
-                             softmax is a kernel with what stands before it forward, and behind it backward; dropout
+    runs = "fused"           a run of element-wise kernels between other kernels is one kernel. Tensors between
+                             them stay in registers, so that it reads and writes as much as the largest of them (of
+                             the ones of 16 bit, if there are any: float32 is for tensors inside). A
+                             softmax is a kernel with its neighbours before it forward, and behind it backward; dropout
                              beside it is one of its own
     joined                   queries, keys and values are one product, and gate and up: their input gradients are one
                              tensor, and no kernels add them up
