@@ -2,7 +2,7 @@
 
 The width is a fact about predictions, not about a plan: `Stack.seen` of a stack with constants, found by leaving each
 run out of the fit in turn. Without such a stack it is UNSEEN, the width at which 80 % of the published runs lie inside
-when their device's constants are those of its own file (docs/accuracy.md).
+when their device's constants are the ones of its own file (docs/accuracy.md).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def step_parts(plan: Plan, cluster: Cluster) -> StepParts:
 
 
 def _step(plan: Plan, op: Compute, device: Device, kernels: Counter[str]) -> float:
-    """Return the seconds of a step, and add those of its kernels by kind."""
+    """Return the seconds of a step, and add the ones of its kernels by kind."""
     chunk = plan.chunk(op.variant)
     stack = device.stack
     whole = stack is not None and stack.recomputed == "whole" and chunk.keep == "inputs"

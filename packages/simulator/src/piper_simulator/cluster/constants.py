@@ -104,7 +104,7 @@ def read_constants(written: Mapping[str, Any], where: KeyPath) -> dict[str, Stac
 
 
 def device_with(device: Device, constants: Mapping[str, StackConstant]) -> Device:
-    """Return a device with the rates of a stack's constants, in place of those of its own file."""
+    """Return a device with the rates of a stack's constants, in place of the ones of its own file."""
     changes: dict[str, Any] = {}
     if "matmul" in constants:
         changes["matmul_fraction"] = constants["matmul"].value * device.clock

@@ -141,7 +141,7 @@ def described_stacks(
     """Return the stacks that a file describes, by name.
 
     `file` holds tables that fit TABLES; `kernels` are the attention kernels that its stacks may use beside its own, and
-    `bases` the stacks whose facts hold for those that name one as `base`. Raises ClusterError with the keys of a stack
+    `bases` the stacks whose facts hold for the ones that name one as `base`. Raises ClusterError with the keys of a stack
     that lacks a field or has an unknown attention kernel.
     """
     known = {**kernels, **file.get("attention", {})}
@@ -212,7 +212,7 @@ STACKS: Mapping[str, Stack] = {**GENERAL, **SOFTWARE}
 
 
 def stacks_of(device: str, *texts: str) -> tuple[str, ...]:
-    """Return the names of the stacks with constants of a device; with `texts` those whose words are in one of them.
+    """Return the names of the stacks with constants of a device; with `texts` the ones whose words are in one of them.
 
     Earlier texts decide before later ones, and in a text the longest word.
     """

@@ -1,4 +1,4 @@
-"""Say which kernels a software stack runs for those of a plan's step.
+"""Say which kernels a software stack runs for the kernels of a plan's step.
 
 A plan has a kernel for each operator of the model. Software joins them, or adds some:
 
@@ -33,7 +33,7 @@ HALF = frozenset({"bfloat16", "float16"})
 
 
 def run_kernels(stack: Stack, kernels: Sequence[Kernel], step: Step) -> Sequence[Kernel]:
-    """Return the kernels that a stack runs for those of a step."""
+    """Return the kernels that a stack runs for the kernels of a step."""
     if stack.runs == "fused" and step == "R" and all(k.kind == "elementwise" for k in kernels):
         return ()  # made again in the registers of the backward's kernels
     if stack.accumulate == "product" and step == "W":
